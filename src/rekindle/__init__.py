@@ -1,0 +1,43 @@
+"""Rekindle: a language model on your own machine that never prefills the same context twice.
+
+    from rekindle import Session
+
+    with Session("smollm2") as session:
+        print(session.chat("Name three colours."))
+
+Everything named in `__all__` is public; it is loaded when first used, so that `import rekindle` stays cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOME_OF = {
+    "AsyncStream": "rekindle.run.stream",
+    "Message": "rekindle.core.request",
+    "RekindleError": "rekindle.errors",
+    "Reply": "rekindle.core.request",
+    "Session": "rekindle.run.session",
+    "Stream": "rekindle.run.stream",
+}
+
+__all__ = ["AsyncStream", "Message", "RekindleError", "Reply", "Session", "Stream", "__version__"]
+
+if TYPE_CHECKING:
+    from rekindle.core.request import Message, Reply
+    from rekindle.errors import RekindleError
+    from rekindle.run.session import Session
+    from rekindle.run.stream import AsyncStream, Stream
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'rekindle' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,5 @@
+"""`python -m rekindle` is the `rekindle` command."""
+
+from rekindle.cli import main
+
+main()

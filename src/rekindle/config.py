@@ -1,0 +1,25 @@
+"""Where Rekindle keeps things on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def home_folder() -> Path:
+    """The folder of everything Rekindle keeps: `REKINDLE_HOME`, else `rekindle` in the user's cache folder."""
+    if chosen := os.environ.get("REKINDLE_HOME"):
+        return Path(chosen).expanduser()
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg).expanduser() / "rekindle"
+    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
+        return Path(local) / "rekindle"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "rekindle"
+    return Path.home() / ".cache" / "rekindle"
+
+
+def models_folder() -> Path:
+    """Where pulled models live, one folder each."""
+    return home_folder() / "models"

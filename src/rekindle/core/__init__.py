@@ -1,0 +1,1 @@
+"""Values that the layers exchange: no I/O, no torch."""

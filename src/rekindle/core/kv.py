@@ -1,0 +1,84 @@
+"""The KV value: what a model computed for a span of tokens, layer by layer.
+
+Shapes are `[kv_heads, tokens, head_dim]`, keys rotated at their positions. 16-bit brain floats have no numpy type;
+outside `engine/` they are carried raw, as `uint16`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+KvType = Literal["float32", "float16", "bfloat16"]
+
+_NUMPY_TYPE: dict[KvType, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The half-open token range `[start, stop)`."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"not a span: [{self.start}, {self.stop})")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __contains__(self, position: int) -> bool:
+        return self.start <= position < self.stop
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The KV of one token in one layer: `kv_heads` keys of `key_dim` and values of `value_dim` numbers."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """The KV of one token in all layers, and how its numbers are stored."""
+
+    dtype: KvType
+    layers: tuple[LayerShape, ...]
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The numpy type that carries the numbers (raw bits for brain floats)."""
+        return _NUMPY_TYPE[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all layers."""
+        numbers = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in self.layers)
+        return numbers * self.numpy_dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class LayerKv:
+    """Keys and values of some tokens in one layer."""
+
+    keys: NDArray[Any]  # [kv_heads, tokens, key_dim]
+    values: NDArray[Any]  # [kv_heads, tokens, value_dim]
+
+
+@dataclass(frozen=True, eq=False)
+class Kv:
+    """Keys and values of the tokens of `span` in every layer. The arrays belong to the holder."""
+
+    span: Span
+    layout: KvLayout
+    layers: tuple[LayerKv, ...]

@@ -1,0 +1,274 @@
+"""What is asked of a session, and what comes back."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
+
+from rekindle.errors import InvalidPrompt, InvalidSampling, InvalidSetting
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Overflow = Literal["refuse", "drop-oldest"]
+FinishReason = Literal["stop", "length"]
+
+DEFAULT_MAX_TOKENS = 512
+_LARGEST_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a chat. `extra` carries fields that only the model's template knows (tool calls, names)."""
+
+    role: Role
+    content: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_template_input(self) -> dict[str, Any]:
+        """The dictionary that chat templates read."""
+        return {"role": self.role, "content": self.content, **self.extra}
+
+
+MessageLike: TypeAlias = "Message | Mapping[str, Any]"
+PromptLike: TypeAlias = "str | Sequence[int] | Sequence[MessageLike]"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is drawn. The default is greedy: the most likely token, always.
+
+    temperature         0 is greedy; above, logits are divided by it
+    top_k               only the k most likely tokens; None: all
+    top_p               only the smallest set of tokens that holds this share of the probability
+    min_p               only tokens at least this share as likely as the most likely one
+    repetition_penalty  above 1, tokens already in the context become less likely
+    seed                same seed, same prompt, same machine: same text; None: a fresh one each time
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, low=0.0, high=100.0, hint="0 is greedy, 0.7 is usual")
+        _check_number("top_p", self.top_p, low=0.0, high=1.0, hint="1 keeps every token", low_open=True)
+        _check_number("min_p", self.min_p, low=0.0, high=1.0, hint="0 keeps every token")
+        _check_number(
+            "repetition_penalty",
+            self.repetition_penalty,
+            low=0.0,
+            high=100.0,
+            hint="1 is none",
+            low_open=True,
+        )
+        if self.top_k is not None:
+            _check_whole("top_k", self.top_k, low=1, hint="None keeps every token")
+        if self.seed is not None:
+            _check_whole("seed", self.seed, low=0, high=_LARGEST_SEED, hint="None draws a fresh one")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `Session.generate`, `stream`, `chat` and their async variants."""
+
+    max_tokens: int
+    min_tokens: int
+    stop: str | Sequence[str]
+    overflow: Overflow
+    temperature: float
+    top_k: int | None
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation: a prompt (text, token ids or messages) and how to continue it.
+
+    Before `min_tokens` the model cannot end its reply; at `max_tokens` it is cut off.
+    """
+
+    prompt: str | tuple[int, ...] | tuple[Message, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    overflow: Overflow = "refuse"
+
+    def __post_init__(self) -> None:
+        _check_whole("max_tokens", self.max_tokens, low=0, hint="0 only reads the prompt")
+        _check_whole("min_tokens", self.min_tokens, low=0, high=self.max_tokens, hint="at most max_tokens")
+        if any(not text for text in self.stop):
+            raise InvalidSampling("A stop string is empty and would stop before the first token. Leave it out.")
+        if self.overflow not in get_args(Overflow):
+            raise InvalidSetting(f"overflow={self.overflow!r} is unknown. Use 'refuse' or 'drop-oldest'.")
+
+    @classmethod
+    def of(cls, prompt: PromptLike, **options: Unpack[Options]) -> Request:
+        """Build a request from what people write; raises `InvalidPrompt`, `InvalidSampling`, `InvalidSetting`."""
+        known = set(Options.__annotations__)
+        for name in options:
+            if name not in known:
+                raise InvalidSetting(f"Unknown option {name!r}.{_nearest(name, known)}")
+        chosen: dict[str, Any] = dict(options)
+        sampling = Sampling(**{f.name: chosen.pop(f.name) for f in fields(Sampling) if f.name in chosen})
+        stop = chosen.pop("stop", ())
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        return cls(prompt=parse_prompt(prompt), sampling=sampling, stop=stops, **chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How many tokens went in and came out."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    dropped_messages: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of prompt and reply together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time went. `first_token_seconds` counts from the call, `decode_seconds` from the first token."""
+
+    first_token_seconds: float
+    decode_seconds: float
+    tokens_per_second: float | None  # of the tokens after the first; None when there is only one
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A finished generation. `str(reply)` is its text."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+
+    def __str__(self) -> str:
+        return self.text
+
+    def as_dict(self) -> dict[str, Any]:
+        """The reply as plain values, for JSON."""
+        return {
+            "text": self.text,
+            "tokens": list(self.tokens),
+            "finish_reason": self.finish_reason,
+            "usage": {**asdict(self.usage), "total_tokens": self.usage.total_tokens},
+            "timings": asdict(self.timings),
+        }
+
+    def _repr_html_(self) -> str:
+        return (
+            f"<div style='white-space:pre-wrap'>{html.escape(self.text)}</div>"
+            f"<div style='color:gray;font-size:smaller'>{html.escape(self.summary())}</div>"
+        )
+
+    def summary(self) -> str:
+        """One line for people: sizes and times."""
+        rate = self.timings.tokens_per_second
+        parts = [
+            f"{self.usage.prompt_tokens} tokens in, {self.usage.completion_tokens} out",
+            f"first token {self.timings.first_token_seconds:.3f} s",
+        ]
+        if rate is not None:
+            parts.append(f"{rate:.1f} tokens/s")
+        if self.usage.dropped_messages:
+            parts.append(f"{self.usage.dropped_messages} oldest messages left out")
+        return ", ".join(parts)
+
+
+def parse_prompt(prompt: PromptLike) -> str | tuple[int, ...] | tuple[Message, ...]:
+    """Tell text, token ids and messages apart; raises `InvalidPrompt` for anything else or nothing."""
+    if isinstance(prompt, str):
+        if not prompt:
+            raise InvalidPrompt("The prompt is empty. Give at least one character.")
+        _check_text("The prompt", prompt)
+        return prompt
+    if isinstance(prompt, (bytes, bytearray)):
+        raise InvalidPrompt("The prompt is bytes. Decode it first: prompt.decode('utf-8').")
+    if isinstance(prompt, (Message, Mapping)):
+        raise InvalidPrompt("Messages come as a list, even a single one: [{'role': 'user', 'content': '...'}].")
+    items = list(prompt)
+    if not items:
+        raise InvalidPrompt("The prompt is empty. Give at least one token or message.")
+    if all(isinstance(item, (Message, Mapping)) for item in items):
+        return tuple(_parse_message(item) for item in items)  # type: ignore[arg-type]
+    if all(_is_whole(item) for item in items):
+        return tuple(int(item) for item in items)  # type: ignore[arg-type]
+    raise InvalidPrompt("A prompt is a text, a list of token ids, or a list of messages with 'role' and 'content'.")
+
+
+def _parse_message(item: MessageLike) -> Message:
+    if isinstance(item, Message):
+        message = item
+    else:
+        if "role" not in item or "content" not in item:
+            raise InvalidPrompt(f"A message needs 'role' and 'content'; this one has {sorted(item)}.")
+        extra = {key: value for key, value in item.items() if key not in ("role", "content")}
+        message = Message(item["role"], "" if item["content"] is None else item["content"], extra)
+    if message.role not in get_args(Role):
+        raise InvalidPrompt(f"Unknown role {message.role!r}.{_nearest(str(message.role), get_args(Role))}")
+    if not isinstance(message.content, str):
+        raise InvalidPrompt(
+            f"The content of a message is text; this one is {type(message.content).__name__}. "
+            "Images and other parts are not supported."
+        )
+    _check_text(f"The {message.role} message", message.content)
+    return message
+
+
+def _check_text(what: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidPrompt(
+            f"{what} is not valid Unicode: a lone surrogate at character {error.start}. "
+            "Read the file as UTF-8, or pass errors='replace' when decoding."
+        ) from None
+
+
+def _check_number(name: str, value: float, *, low: float, high: float, hint: str, low_open: bool = False) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not low <= value <= high or (low_open and value == low):
+        raise InvalidSampling(
+            f"{name}={value!r} is out of range: use a number from {low:g}{' (excluded)' if low_open else ''} "
+            f"to {high:g} ({hint})."
+        )
+
+
+def _check_whole(name: str, value: int, *, low: int, high: int | None = None, hint: str) -> None:
+    if not _is_whole(value) or value < low or (high is not None and value > high):
+        limit = f"from {low}" if high is None else f"from {low} to {high}"
+        raise InvalidSampling(f"{name}={value!r} is out of range: use a whole number {limit} ({hint}).")
+
+
+def _is_whole(value: object) -> bool:
+    # numpy's integers are not ints, but they are whole numbers.
+    return not isinstance(value, bool) and hasattr(value, "__index__")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    choices = sorted(known)
+    close = get_close_matches(name, choices, n=1)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(choices)}."

@@ -1,0 +1,102 @@
+"""Every error that Rekindle raises on purpose. Each sentence says what to do.
+
+RekindleError
+|-- ModelError              a model cannot be found, fetched, read or driven
+|   |-- ModelNotFound       no such name, folder or file
+|   |-- DownloadFailed      network, server or index refused
+|   |-- DigestMismatch      the file that came is not the file that was pinned
+|   |-- NoSpace             the disk is too full for it
+|   |-- NotAModel           the files are there, but are something else
+|   |-- BrokenModel         it is a model, but damaged or incomplete
+|   `-- UnsupportedModel    a sound model of a kind this engine cannot drive
+|-- EngineMissing           the extra that brings the engine is not installed
+|-- InvalidSetting          an option has a value that makes no sense (also a ValueError)
+|-- RequestError            the request itself cannot be served (also a ValueError)
+|   |-- InvalidPrompt       empty, not text, or no chat template
+|   |-- InvalidSampling     a sampling value out of its range
+|   `-- ContextOverflow     longer than the model's context
+|-- StepRefused             a row that breaks the engine's contract: a bug in the caller
+|-- Closed                  the session or sequence was closed
+`-- Cancelled               the caller asked to stop
+"""
+
+from __future__ import annotations
+
+
+class RekindleError(Exception):
+    """Root of all errors raised on purpose."""
+
+
+class ModelError(RekindleError):
+    """A model cannot be found, fetched, read or driven."""
+
+
+class ModelNotFound(ModelError):
+    """No such name, folder or file."""
+
+
+class DownloadFailed(ModelError):
+    """The network, the server or the index refused."""
+
+
+class DigestMismatch(ModelError):
+    """The file that came is not the file that was pinned."""
+
+
+class NoSpace(ModelError):
+    """The disk is too full for the model."""
+
+
+class NotAModel(ModelError):
+    """The files are there, but they are something else."""
+
+
+class BrokenModel(ModelError):
+    """A model whose files are damaged or incomplete."""
+
+
+class UnsupportedModel(ModelError):
+    """A sound model of a kind that this engine cannot drive."""
+
+
+class EngineMissing(RekindleError):
+    """The extra that brings the engine is not installed."""
+
+
+class InvalidSetting(RekindleError, ValueError):
+    """An option has a value that makes no sense here."""
+
+
+class RequestError(RekindleError, ValueError):
+    """The request itself cannot be served."""
+
+
+class InvalidPrompt(RequestError):
+    """The prompt is empty, is not text, or needs a chat template the model lacks."""
+
+
+class InvalidSampling(RequestError):
+    """A sampling value is out of its range."""
+
+
+class ContextOverflow(RequestError):
+    """The prompt is longer than the model's context."""
+
+    def __init__(self, prompt_tokens: int, context_tokens: int, advice: str) -> None:
+        super().__init__(
+            f"The prompt has {prompt_tokens:,} tokens, the model's context holds {context_tokens:,}. {advice}"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.context_tokens = context_tokens
+
+
+class StepRefused(RekindleError):
+    """A row breaks the engine's contract; nothing was computed."""
+
+
+class Closed(RekindleError):
+    """The session or sequence was closed before."""
+
+
+class Cancelled(RekindleError):
+    """The caller asked to stop; what was being computed is dropped."""

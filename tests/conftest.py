@@ -1,0 +1,39 @@
+"""Fixtures for all tests. Every test has a Rekindle home of its own, except those marked `real` or `docs`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("shared machine", deadline=None)  # how long an example takes says nothing here
+settings.load_profile("shared machine")
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not any(request.node.get_closest_marker(name) for name in ("real", "docs")):
+        monkeypatch.setenv("REKINDLE_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a byte tokenizer and a chat template, as a model folder. Do not change it: copy it."""
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.tiny import byte_backend, tiny_model
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model("llama", eos_token_id=256).save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_backend(), eos_token="<|end|>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    return folder
