@@ -1,0 +1,1 @@
+"""Model files: finding, fetching, checking and digesting them. No torch."""

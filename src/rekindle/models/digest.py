@@ -1,0 +1,101 @@
+"""Digests of model files. Weights are read once; their digest is remembered by size, times and inode."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rekindle.config import home_folder
+from rekindle.core.identity import digest_of_fields
+
+_PIECE_BYTES = 64 << 20
+_REMEMBERED = 1000  # files; the oldest are forgotten
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+def digest_of_files(paths: Sequence[Path], progress: Progress | None = None) -> str:
+    """One digest over the contents of the files, in the order given; their names do not count."""
+    memory = _Memory(home_folder() / "digests.json")
+    sizes = [path.stat().st_size for path in paths]
+    digests, done, total = [], 0, sum(sizes)
+    for path, size in zip(paths, sizes, strict=True):
+        key = _key(path)
+        digest = memory.recall(key)
+        if digest is None:
+            digest = _digest_of_file(path, size)
+            memory.keep(key, digest)
+        digests.append(digest)
+        done += size
+        if progress is not None:
+            progress(done, total)
+    return digest_of_fields("rekindle/files/1", *digests)
+
+
+def _digest_of_file(path: Path, size: int) -> str:
+    """SHA-256 over the SHA-256 of 64 MiB pieces, so that all cores can work at it."""
+    offsets = range(0, max(size, 1), _PIECE_BYTES)
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        pieces = pool.map(lambda offset: _digest_of_piece(path, offset), offsets)
+        return hashlib.sha256(b"".join(pieces)).hexdigest()
+
+
+def _digest_of_piece(path: Path, offset: int) -> bytes:
+    state = hashlib.sha256()
+    left = _PIECE_BYTES
+    with path.open("rb") as file:
+        file.seek(offset)
+        while left and (data := file.read(min(left, 1 << 20))):
+            state.update(data)
+            left -= len(data)
+    return state.digest()
+
+
+def _key(path: Path) -> str:
+    about = path.stat()
+    # The change time too: an edit in place that sets the modification time back still moves it.
+    fields = (
+        str(path.resolve()),
+        about.st_size,
+        about.st_mtime_ns,
+        about.st_ctime_ns,
+        about.st_ino,
+        about.st_dev,
+    )
+    return ":".join(map(str, fields))
+
+
+class _Memory:
+    """Digests of files seen before, in one small JSON file. Losing it costs one more read of the weights."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def recall(self, key: str) -> str | None:
+        """The digest kept under `key`."""
+        return self._load().get(key)
+
+    def keep(self, key: str, digest: str) -> None:
+        """Remember a digest; if the disk refuses, it is read again next time."""
+        known = self._load()
+        known[key] = digest
+        recent = dict(list(known.items())[-_REMEMBERED:])
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=".digests-")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(recent, file)
+            Path(name).replace(self._path)
+
+    def _load(self) -> dict[str, str]:
+        try:
+            known = json.loads(self._path.read_text("utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return {str(k): str(v) for k, v in known.items()} if isinstance(known, dict) else {}

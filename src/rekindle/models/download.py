@@ -1,0 +1,115 @@
+"""One file from the network: resumable, checked against its digest, with progress."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+
+from rekindle.errors import DigestMismatch, DownloadFailed, NoSpace
+
+Progress = Callable[[str, int, int], None]  # what is being done, units done, units in all
+
+_ATTEMPTS = 4
+_CHUNK_BYTES = 1 << 18
+_TIMEOUT = httpx.Timeout(30.0, connect=15.0)
+
+
+def client() -> httpx.Client:
+    """An HTTP client that follows the machine's proxies and certificates."""
+    return httpx.Client(timeout=_TIMEOUT, follow_redirects=True, headers={"Accept-Encoding": "identity"})
+
+
+def download(url: str, target: Path, *, sha256: str, progress: Progress | None = None) -> None:
+    """Bring `url` to `target`, going on where an earlier attempt stopped (`target` + `.part`).
+
+    Raises `DownloadFailed` if the network does not let it through, `DigestMismatch` if it is not the pinned file,
+    `NoSpace` if it does not fit.
+    """
+    part = target.with_name(target.name + ".part")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            _fetch(url, part, progress)
+            break
+        except httpx.HTTPStatusError as error:
+            raise DownloadFailed(
+                f"{url} answered {error.response.status_code}. Try later, or set PIP_INDEX_URL to a mirror."
+            ) from error
+        except httpx.HTTPError as error:
+            if attempt == _ATTEMPTS:
+                raise DownloadFailed(
+                    f"{url} could not be read ({_say(error)}). Check the network (HTTPS_PROXY, SSL_CERT_FILE) and "
+                    "try again; what has arrived is kept."
+                ) from error
+            time.sleep(0.2 * 2**attempt)
+        except OSError as error:
+            raise no_space(error, part) from error
+    accept(part, target, sha256=sha256, origin=url)
+
+
+def accept(part: Path, target: Path, *, sha256: str, origin: str) -> None:
+    """Make a fetched file the real one, if it is the pinned one. Raises `DigestMismatch`, and throws it away."""
+    digest = _sha256(part)
+    if digest != sha256:
+        part.unlink()
+        raise DigestMismatch(
+            f"{origin} is not the file it should be: its SHA-256 is {digest}, pinned is {sha256}. It was thrown away; "
+            "try again, and if that repeats, someone between here and there changes files."
+        )
+    part.replace(target)
+
+
+def no_space(error: OSError, path: Path) -> NoSpace:
+    """What to say when the disk refuses a write."""
+    if error.errno == errno.ENOSPC:
+        free = shutil.disk_usage(path.parent).free
+        return NoSpace(f"The disk of {path.parent} is full ({free:,} bytes free). Free some, or set REKINDLE_HOME.")
+    return NoSpace(f"{path} cannot be written ({error}). Set REKINDLE_HOME to a folder that can.")
+
+
+def require_space(folder: Path, needed_bytes: int, what: str) -> None:
+    """Raises `NoSpace` before the work begins, not in the middle of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise NoSpace(
+            f"{what} needs {needed_bytes:,} bytes, the disk of {folder} has {free:,} free. "
+            "Free some, or set REKINDLE_HOME to a folder on another disk."
+        )
+
+
+def _fetch(url: str, part: Path, progress: Progress | None) -> None:
+    have = part.stat().st_size if part.is_file() else 0
+    headers = {"Range": f"bytes={have}-"} if have else {}
+    with client() as http, http.stream("GET", url, headers=headers) as response:
+        if response.status_code == 416:  # nothing is left to send: whole, or another file by now; the digest tells
+            return
+        response.raise_for_status()
+        resumed = response.status_code == 206
+        done = have if resumed else 0
+        length = int(response.headers.get("Content-Length", 0))
+        require_space(part.parent, length, f"The download of {part.stem}")
+        with part.open("ab" if resumed else "wb") as file:
+            for data in response.iter_bytes(_CHUNK_BYTES):
+                file.write(data)
+                done += len(data)
+                if progress is not None:
+                    progress("download", done, (have if resumed else 0) + length)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        state = hashlib.sha256()
+        while data := file.read(1 << 20):
+            state.update(data)
+    return state.hexdigest()
+
+
+def _say(error: Exception) -> str:
+    return str(error) or type(error).__name__
