@@ -1,0 +1,218 @@
+"""What every engine can do, as contracts.
+
+One step computes any set of positions of any number of sequences:
+
+    sequence a   [kept kept kept kept][fed  fed  fed ][row row]      a row = tokens at sorted positions
+    sequence b   [kept kept][row kept row kept kept row]             also scattered ones
+    position      0    1    2    ...                                 a slot of the buffer is a position
+
+A row attends to every position up to its own that is *present*: kept by an earlier step, fed by a feed, or part
+of the row. A position below the row's last that is none of these is a gap, and the step is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.core.identity import Identity
+from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
+from rekindle.core.request import Message
+
+Positions = NDArray[np.int64]  # sorted, each once
+Logits = NDArray[np.float32]  # [tokens, vocabulary]
+Wanted = Literal["last", "all", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do beyond computing the next tokens.
+
+    layer_feeds   feeds fill one layer at a time, while earlier layers compute
+    scattered     rows may be any sorted set of positions, not only the next ones
+    selects       rows can be chosen between layers
+    probes        attention and deviation can be read
+    """
+
+    layer_feeds: bool
+    scattered: bool
+    selects: bool
+    probes: bool
+
+
+class EngineSequence(Protocol):
+    """The KV of one context, in buffers of the engine. Closing gives the buffers back."""
+
+    @property
+    def length(self) -> int:
+        """How many positions are present, from 0 on."""
+
+    @property
+    def capacity(self) -> int:
+        """How many positions fit."""
+
+    @property
+    def regime(self) -> str:
+        """The rotary regime its keys are computed under."""
+
+    def export(self, span: Span) -> Kv:
+        """A copy of the KV of `span`, which must be present. Raises `StepRefused` if it is not."""
+
+    def truncate(self, length: int) -> None:
+        """Forget every position from `length` on. Raises `StepRefused` if fewer are present."""
+
+    def close(self) -> None:
+        """Give the buffers back. Idempotent; any later use raises `Closed`."""
+
+
+class KvFeed(Protocol):
+    """Brings KV from memory, disk or network into a sequence while it is being computed."""
+
+    @property
+    def span(self) -> Span:
+        """The positions it fills."""
+
+    @property
+    def layers(self) -> range:
+        """The layers it fills; each exactly once, in order, before that layer computes."""
+
+    def fill(self, layer: int, out: LayerKv) -> None:
+        """Write the KV of `span` in `layer` into `out`, the sequence's own buffer; block until it is there.
+
+        `out` is only valid during the call. What it raises ends the step.
+        """
+
+
+class Selector(Protocol):
+    """Chooses which tokens of a row go on, between layers."""
+
+    def choose(self, layer: int, positions: Positions) -> Positions:
+        """The positions (a subset of those still in the row) that `layer` shall compute; called from layer 1 on.
+
+        A dropped position never comes back. Its KV in this and later layers must be there from elsewhere: kept by
+        an earlier step, or fed. The last position stays if its logits are wanted.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a probe saw in one layer. Attention is averaged over the row's heads, except where it says maximum."""
+
+    layer: int
+    positions: Positions  # [tokens] the row's positions in this layer
+    received: NDArray[np.float32] | None  # [keys] mean mass a key got from the probed queries, mean over heads
+    received_most: NDArray[np.float32] | None  # [keys] the same, maximum over heads
+    sent: NDArray[np.float32] | None  # [tokens, segments] mass each token gave to each segment
+    deviation: NDArray[np.float32] | None  # [tokens] |new KV - KV that stood there| / |KV that stood there|
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Asks a step to report what happens inside a row, layer by layer.
+
+    queries     report the attention that the row's tokens in this span pay to each key
+    segments    report the attention that each token of the row pays to each of these spans
+    deviation   report how far new KV is from what stood in its place (only meaningful where something stood)
+    layers      in these layers; None: in all
+    """
+
+    report: Callable[[Reading], None]
+    queries: Span | None = None
+    segments: tuple[Span, ...] = ()
+    deviation: bool = False
+    layers: range | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens of one sequence to compute in a step: token `i` stands at position `positions[i]`."""
+
+    sequence: EngineSequence
+    tokens: Sequence[int]
+    positions: Sequence[int] | Positions
+    logits: Wanted = "last"
+    feeds: tuple[KvFeed, ...] = ()
+    selector: Selector | None = None
+    probe: Probe | None = None
+
+    @classmethod
+    def following(cls, sequence: EngineSequence, tokens: Sequence[int], *, logits: Wanted = "last") -> Row:
+        """The row of the tokens that come next."""
+        start = sequence.length
+        return cls(sequence, tokens, np.arange(start, start + len(tokens), dtype=np.int64), logits)
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back. Text of users never becomes a control token."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens with which the model ends its reply."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids are below this."""
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a plain text, with whatever the model wants at its start."""
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of the model's own chat template, up to where the reply begins.
+
+        Raises `InvalidPrompt` if the model has no template or it refuses the messages.
+        """
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, control tokens left out."""
+
+
+class Engine(Protocol):
+    """A loaded model. `step` may be called from several threads; calls are served one after the other."""
+
+    @property
+    def name(self) -> str:
+        """The model's name, for people."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this engine can do."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """The shape and type of its KV."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest context the model takes."""
+
+    @property
+    def prefill_tokens(self) -> int:
+        """How many tokens of one prompt to give to a step at most: more only costs memory."""
+
+    def regime(self, tokens: int) -> str:
+        """The rotary regime of a context of so many tokens."""
+
+    def identity(self, regime: str) -> Identity:
+        """What makes its KV interchangeable with another's. The first call may read all weights."""
+
+    def open(self, capacity: int, regime: str) -> EngineSequence:
+        """An empty sequence with room for `capacity` tokens."""
+
+    def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        """Compute the rows in one pass; returns the logits each asked for (none: an array of no rows).
+
+        Afterwards a row's positions are present. Raises `StepRefused` before anything is computed if a row breaks
+        the contract. If it fails later (`Cancelled`, checked between layers, or what a feed raised), every
+        sequence is truncated to below its first touched position: nothing half-computed stays.
+        """
+
+    def close(self) -> None:
+        """Free the model. Idempotent."""

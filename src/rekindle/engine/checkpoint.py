@@ -1,0 +1,139 @@
+"""A model folder, loaded with transformers: weights, tokenizer, template, and what identifies them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from rekindle.core.identity import digest_of_config, digest_of_fields
+from rekindle.engine.decoder import ADVICE, refusal
+from rekindle.engine.device import Placement, place
+from rekindle.engine.quiet import quiet_transformers
+from rekindle.engine.tokenizer import TextTokenizer
+from rekindle.errors import BrokenModel, InvalidPrompt, UnsupportedModel
+from rekindle.models.check import GENERATING, check_folder
+from rekindle.models.digest import digest_of_files
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Digests of what was loaded."""
+
+    weights: str
+    config: str
+    tokenizer: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded model folder. `fingerprint` reads the weight files when it is asked, unless they were read before."""
+
+    model: PreTrainedModel
+    tokenizer: TextTokenizer
+    placement: Placement
+    fingerprint: Callable[[], Fingerprint]
+
+
+def load_checkpoint(folder: Path, device: str, dtype: str) -> Checkpoint:
+    """Load a folder in Hugging Face form.
+
+    Raises `BrokenModel`, `NotAModel` or `UnsupportedModel`, and `InvalidSetting` for a device that is not there.
+    """
+    weights = check_folder(folder)
+    with quiet_transformers():
+        config = _load_config(folder)
+        placement = place(device, dtype, getattr(config.get_text_config(), "dtype", None) or torch.float32)
+        model = _load_model(folder, config, placement)
+        tokenizer = load_tokenizer(folder, model)
+    config_digest = digest_of_config(config.to_dict())
+
+    def fingerprint() -> Fingerprint:
+        return Fingerprint(digest_of_files(weights), config_digest, _tokenizer_digest(folder))
+
+    return Checkpoint(model, tokenizer, placement, fingerprint)
+
+
+def load_tokenizer(folder: Path, model: PreTrainedModel) -> TextTokenizer:
+    """The folder's tokenizer and chat template."""
+    try:
+        loaded = AutoTokenizer.from_pretrained(folder)
+        backend = loaded.backend_tokenizer
+    except (OSError, ValueError, AttributeError, KeyError, ImportError) as error:
+        raise BrokenModel(f"The tokenizer in {folder} cannot be read ({error}). Get its tokenizer.json.") from error
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        try:
+            return str(loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except jinja2.TemplateError as error:
+            raise InvalidPrompt(f"The model's chat template refuses these messages: {error}") from error
+
+    return TextTokenizer(
+        backend,
+        render=render if loaded.chat_template else None,
+        stop_ids=_stop_ids(loaded, model),
+        vocabulary_size=int(model.config.get_text_config().vocab_size),
+    )
+
+
+def fingerprint_of(model: PreTrainedModel) -> Fingerprint:
+    """Digests of a model in memory: its tensors, its config, and no tokenizer."""
+    fields: list[str | bytes] = ["rekindle/tensors/1"]
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().cpu().contiguous()
+        fields += [name, str(tuple(flat.shape)), str(flat.dtype), flat.view(-1).view(torch.uint8).numpy().tobytes()]
+    config = digest_of_config(model.config.to_dict())
+    return Fingerprint(digest_of_fields(*fields), config, digest_of_fields("no tokenizer"))
+
+
+def _load_config(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModel(f"{folder} cannot be loaded: {str(error).splitlines()[0]} {ADVICE}") from error
+
+
+def _load_model(folder: Path, config: Any, placement: Placement) -> PreTrainedModel:
+    named = config.architectures or []
+    reason = "it is an encoder-decoder" if config.is_encoder_decoder else None
+    if named and not any(word in name for name in named for word in GENERATING):
+        reason = f"its architecture is {', '.join(named)}, which does not generate text"
+    if reason is not None:
+        raise UnsupportedModel(refusal(config.model_type, reason))
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=placement.dtype, device_map={"": placement.device}, output_loading_info=True
+        )
+    except ValueError as error:  # transformers' word for a config that no causal model belongs to
+        raise UnsupportedModel(f"{folder} is no text decoder: {str(error).splitlines()[0]} {ADVICE}") from error
+    except (SafetensorError, RuntimeError) as error:
+        raise BrokenModel(
+            f"The weights in {folder} cannot be read ({str(error).splitlines()[0]}). Get them again."
+        ) from error
+    lost = sorted(info["missing_keys"])
+    if lost:
+        raise BrokenModel(f"{folder} lacks {len(lost)} tensors ({lost[0]}). Get the model again.")
+    return model.eval()
+
+
+def _stop_ids(tokenizer: Any, model: PreTrainedModel) -> frozenset[int]:
+    named = getattr(model.generation_config, "eos_token_id", None)
+    ids = list(named) if isinstance(named, (list, tuple)) else [named]
+    ids.append(tokenizer.eos_token_id)
+    return frozenset(int(i) for i in ids if i is not None)
+
+
+def _tokenizer_digest(folder: Path) -> str:
+    fields: list[str | bytes] = ["rekindle/tokenizer/1"]
+    for name in _TOKENIZER_FILES:
+        path = folder / name
+        fields += [name, path.read_bytes() if path.is_file() else b""]
+    return digest_of_fields(*fields)

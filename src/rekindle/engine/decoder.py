@@ -1,0 +1,215 @@
+"""Any decoder of transformers, driven layer by layer, without knowing its family.
+
+Two public seams of transformers carry it: the attention interface, through which a model's layers hand over queries,
+keys and values, and the list of layers itself. Both are changed on a *twin*: a copy of the module tree that shares
+every weight with the model it was made from, so that model stays as it was.
+
+What a family needs to be known for (KV shapes, windows, soft caps, what it cannot do) is not looked up in a table
+but *surveyed*: two tokens run through the twin once, and every layer tells by what it hands over.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedModel
+
+from rekindle.core.kv import KvLayout, KvType, LayerShape
+from rekindle.engine.attention import Scores
+from rekindle.engine.layers import LayerLoop, Pass
+from rekindle.engine.rope import Rope
+from rekindle.errors import UnsupportedModel
+
+# Tested against transformers' own generate; any other family is checked when it is loaded.
+TESTED_FAMILIES = frozenset(
+    {
+        "cohere2",
+        "gemma2",
+        "gemma3_text",
+        "gpt_neox",
+        "granite",
+        "llama",
+        "ministral",
+        "mistral",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+        "starcoder2",
+    }
+)
+PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+ADVICE = "Use a plain decoder (Llama, Mistral, Qwen, Gemma, Phi, SmolLM and the like)."
+
+_INTERFACE = "rekindle"
+_HARMLESS = frozenset({"position_ids", "dropout", "use_cache", "output_attentions", "output_router_logits"})
+_SURVEY_ERRORS = (TypeError, AttributeError, RuntimeError, ValueError, LookupError, NotImplementedError)
+
+
+@dataclass
+class _Survey:
+    """What the layers hand over, collected once at load."""
+
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+    scores: dict[int, Scores] = field(default_factory=dict)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+
+    def note(self, module: nn.Module, key: Tensor, value: Tensor, scores: Scores, others: dict[str, Any]) -> None:
+        layer = getattr(module, "layer_idx", None)
+        unknown = [n for n, v in others.items() if n not in _HARMLESS and v is not None and v is not False]
+        if unknown:
+            raise UnsupportedModel(f"its attention uses {', '.join(sorted(unknown))}")
+        if not getattr(module, "is_causal", True):
+            raise UnsupportedModel("its attention looks ahead (not causal)")
+        if not isinstance(layer, int) or layer in self.shapes:
+            raise UnsupportedModel("a layer calls attention more than once")
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        self.scores[layer] = scores
+        self.dtypes |= {key.dtype, value.dtype}
+
+
+class _Stage:
+    """What a twin's attention modules look at: first the survey, then the loop."""
+
+    def __init__(self) -> None:
+        self.survey = _Survey()
+        self.loop: LayerLoop | None = None
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, tokens, key_dim]
+    key: Tensor,  # [1, kv_heads, tokens, key_dim], the new tokens only
+    value: Tensor,  # [1, kv_heads, tokens, value_dim]
+    attention_mask: Tensor | None = None,  # noqa: ARG001  (no mask is ever made for this interface)
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention interface of twins, as transformers calls it."""
+    stage: _Stage = module.__dict__["rekindle_stage"]
+    if stage.loop is not None:
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        assert stage.loop.current is not None
+        return stage.loop.current.attend(layer, query, key, value, stage.survey.scores[layer]), None
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window)
+    stage.survey.note(module, key, value, scores, others)
+    mixed = functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
+    )
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_INTERFACE, _attention)
+
+
+class Decoder:
+    """A model's weights, ready to be driven. Raises `UnsupportedModel` for what it cannot drive."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.config = model.config.get_text_config()
+        self.family = str(self.config.model_type)
+        self.vocabulary_size = int(self.config.vocab_size)
+        self._refuse_by_config(model)
+        self._twin = _twin_of(model)
+        base = self._twin.get_decoder()
+        layers = _find_layers(base, int(self.config.num_hidden_layers))
+        if layers is None:
+            raise self._unsupported("its layers were not found")
+        self._stage = _Stage()
+        survey = self._survey(self._twin, len(getattr(base, layers)))
+        self.device = model.device
+        self.layout = KvLayout(self._kv_type(survey), tuple(survey.shapes[i] for i in sorted(survey.shapes)))
+        self.rope = Rope(getattr(base, "rotary_emb", None), self.config)
+        self._loop = LayerLoop(list(getattr(base, layers)), self.rope)
+        setattr(base, layers, nn.ModuleList([self._loop]))
+        if hasattr(base, "rotary_emb"):
+            base.rotary_emb = _NoRotation()  # the loop makes its own, per regime
+        self._stage.loop = self._loop
+
+    def run(self, step: Pass) -> Tensor:
+        """Compute a pass: logits `[wanted, vocabulary]`."""
+        self._loop.current = step
+        try:
+            with torch.inference_mode():
+                output = self._twin(input_ids=step.tokens, position_ids=step.positions, use_cache=False)
+        finally:
+            self._loop.current = None
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _refuse_by_config(self, model: PreTrainedModel) -> None:
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise self._unsupported("it is an encoder-decoder")
+        odd = sorted(set(getattr(self.config, "layer_types", None) or ()) - PLAIN_LAYERS)
+        if odd:
+            raise self._unsupported(f"it has layers of the type {', '.join(odd)}, which keep no plain KV")
+        if not model.can_generate():
+            raise self._unsupported("it does not generate text")
+
+    def _survey(self, twin: PreTrainedModel, layers: int) -> _Survey:
+        for module in twin.modules():
+            module.__dict__["rekindle_stage"] = self._stage
+        try:
+            with torch.inference_mode():
+                twin(input_ids=torch.tensor([[0, 1]], device=twin.device), use_cache=False)
+        except (UnsupportedModel, *_SURVEY_ERRORS) as error:
+            raise self._unsupported(str(error)) from error
+        survey = self._stage.survey
+        missing = sorted(set(range(layers)) - set(survey.shapes))
+        if missing:
+            raise self._unsupported(f"{len(missing)} of its {layers} layers keep no KV (state-space, recurrent or own "
+                                    "attention code)")  # fmt: skip
+        self._compare_windows(survey)
+        return survey
+
+    def _compare_windows(self, survey: _Survey) -> None:
+        """A layer that the config calls sliding must have said so, else its window would be ignored."""
+        for layer, kind in enumerate(getattr(self.config, "layer_types", None) or ()):
+            if kind == "sliding_attention" and survey.scores[layer].window is None:
+                raise self._unsupported(f"layer {layer} has a sliding window it does not hand over")
+
+    def _kv_type(self, survey: _Survey) -> KvType:
+        names = {str(dtype).removeprefix("torch.") for dtype in survey.dtypes}
+        if len(names) != 1 or not names <= set(get_args(KvType)):
+            raise self._unsupported(f"its KV has the types {', '.join(sorted(names))}")
+        return cast(KvType, names.pop())
+
+    def _unsupported(self, reason: str) -> UnsupportedModel:
+        return UnsupportedModel(refusal(self.family, reason))
+
+
+def refusal(family: str, reason: str) -> str:
+    """The sentence for a model that cannot be driven."""
+    return f"The Hugging Face engine cannot drive a {family!r} model: {reason}. {ADVICE}"
+
+
+class _NoRotation(nn.Module):
+    def forward(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def _twin_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The same module tree with the same weights, but with attention and layers of our own."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, shared)
+    for module in twin.modules():
+        config = getattr(module, "config", None)
+        if config is not None:
+            config._attn_implementation = _INTERFACE
+    return twin
+
+
+def _find_layers(base: nn.Module, count: int) -> str | None:
+    """The name of the list that holds the model's layers."""
+    for name, child in base.named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return name
+    return None

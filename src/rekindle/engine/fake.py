@@ -1,0 +1,275 @@
+"""A real decoder in plain numpy, tiny and with made-up weights: for tests, and for readers of the other engines.
+
+It keeps every contract of `Engine`, and one more: its results are equal to the last bit however a context is cut
+into steps. Each sum runs over exactly the terms it needs, one token at a time, so there is no rounding to blame.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.core.identity import Identity, digest_of_fields
+from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
+from rekindle.core.request import Message
+from rekindle.engine.base import Capabilities, Logits, Positions, Reading, Row
+from rekindle.engine.rows import CheckedRow, check_rows
+from rekindle.errors import Cancelled, Closed, StepRefused
+
+Array = NDArray[np.float32]
+
+_LAYERS, _HEADS, _KV_HEADS, _DIM = 3, 4, 2, 8
+_HIDDEN = _HEADS * _DIM
+_END, _START = 256, 257
+_VOCABULARY = 258
+_REGIME = "plain"
+
+
+class ByteTokenizer:
+    """One token a byte, and two control tokens that no text can spell."""
+
+    stop_ids = frozenset({_END})
+    vocabulary_size = _VOCABULARY
+
+    def encode(self, text: str) -> list[int]:
+        """The text's UTF-8 bytes."""
+        return list(text.encode("utf-8"))
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Each message between a start and an end, then the start of the reply."""
+        turns = [[_START, *self.encode(f"{m.role}\n{m.content}"), _END] for m in messages]
+        return [token for turn in turns for token in turn] + [_START, *self.encode("assistant\n")]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of the bytes; a cut-off character becomes U+FFFD."""
+        return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+
+class FakeSequence:
+    """KV in numpy arrays. See `EngineSequence` for the contract."""
+
+    regime = _REGIME
+
+    def __init__(self, layout: KvLayout, capacity: int) -> None:
+        self.layout = layout
+        self.capacity = capacity
+        self._length = 0
+        # [layers, keys and values, kv_heads, capacity, dim]; NaN where nothing was written, so that a gap shows
+        self._kv = np.full((_LAYERS, 2, _KV_HEADS, capacity, _DIM), np.nan, dtype=np.float32)
+        self._closed = False
+
+    @property
+    def length(self) -> int:
+        """How many positions are present, from 0 on."""
+        if self._closed:
+            raise Closed("The sequence was closed. Open a new one.")
+        return self._length
+
+    def buffer(self, layer: int, span: Span) -> LayerKv:
+        """The layer's own buffer of `span`."""
+        keys, values = self._kv[layer]
+        return LayerKv(keys[:, span.start : span.stop], values[:, span.start : span.stop])
+
+    def set_length(self, length: int) -> None:
+        """Count exactly the positions below `length` as present."""
+        self._length = length
+
+    def truncate(self, length: int) -> None:
+        """Forget every position from `length` on."""
+        if not 0 <= length <= self.length:
+            raise StepRefused(f"Cannot truncate to {length}: {self.length} positions are present.")
+        self._length = length
+        self._kv[:, :, :, length:] = np.nan
+
+    def export(self, span: Span) -> Kv:
+        """A copy of the KV of `span`."""
+        if span.stop > self.length:
+            raise StepRefused(f"Cannot export up to {span.stop}: {self.length} positions are present.")
+        views = (self.buffer(layer, span) for layer in range(_LAYERS))
+        return Kv(span, self.layout, tuple(LayerKv(v.keys.copy(), v.values.copy()) for v in views))
+
+    def close(self) -> None:
+        """Free the arrays."""
+        self._closed = True
+
+
+class FakeEngine:
+    """The engine. `seed` makes another model, `context_tokens` another context."""
+
+    capabilities = Capabilities(layer_feeds=True, scattered=True, selects=True, probes=True)
+    prefill_tokens = 256
+
+    def __init__(self, *, seed: int = 0, context_tokens: int = 4096) -> None:
+        self.name = f"fake-{seed}"
+        self.tokenizer = ByteTokenizer()
+        self.context_tokens = context_tokens
+        self.layout = KvLayout("float32", (LayerShape(_KV_HEADS, _DIM, _DIM),) * _LAYERS)
+        self._weights = _make_weights(seed)
+        self._seed = seed
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def regime(self, tokens: int) -> str:  # noqa: ARG002  (one regime for every length)
+        """There is one regime."""
+        return _REGIME
+
+    def identity(self, regime: str) -> Identity:
+        """Made of the seed, which is all there is."""
+        digest = digest_of_fields("rekindle/fake/1", str(self._seed))
+        return Identity(digest, digest, digest_of_fields("bytes"), self.layout.dtype, regime)
+
+    def open(self, capacity: int, regime: str) -> FakeSequence:  # noqa: ARG002
+        """An empty sequence with room for `capacity` tokens."""
+        if not 0 < capacity <= self.context_tokens:
+            raise StepRefused(f"A capacity of {capacity} does not fit the context of {self.context_tokens} tokens.")
+        return FakeSequence(self.layout, capacity)
+
+    def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        """Compute the rows, one after the other."""
+        with self._lock:
+            if self._closed:
+                raise Closed("The engine was closed. Make a new one.")
+            checked = check_rows(rows, layers=_LAYERS, vocabulary_size=_VOCABULARY)
+            finished = False
+            try:
+                logits = [self._run(row, cancelled) for row in checked]
+                finished = True
+            finally:
+                for row in checked:
+                    touched = min([int(row.positions[0]), *(feed.span.start for feed in row.row.feeds)])
+                    _own(row).set_length(row.end if finished else min(row.kept, touched))
+            return logits
+
+    def close(self) -> None:
+        """Free the model."""
+        self._closed = True
+
+    def _run(self, row: CheckedRow, cancelled: Callable[[], bool] | None) -> Logits:
+        weights, sequence, positions = self._weights, _own(row), row.positions
+        hidden = weights["embed"][row.tokens]  # [tokens, hidden]
+        for layer in range(_LAYERS):
+            if cancelled is not None and cancelled():
+                raise Cancelled("The request was cancelled.")
+            if row.row.selector is not None and layer > 0:
+                choice = row.row.selector.choose(layer, positions)
+                chosen = row.check_choice(layer, positions, choice, _LAYERS)
+                hidden, positions = hidden[np.searchsorted(positions, chosen)], chosen
+            for feed in row.row.feeds:
+                if layer in feed.layers:
+                    feed.fill(layer, sequence.buffer(layer, feed.span))
+            hidden = self._layer(layer, hidden, positions, row, sequence)
+        if row.row.logits == "none":
+            return np.zeros((0, _VOCABULARY), dtype=np.float32)
+        wanted = hidden if row.row.logits == "all" else hidden[-1:]
+        return _times(_norm(wanted), weights["head"])
+
+    def _layer(self, layer: int, hidden: Array, positions: Positions, row: CheckedRow, sequence: FakeSequence) -> Array:
+        normed = _norm(hidden)
+        weights = {name: self._weights[f"{layer}.{name}"] for name in ("q", "k", "v", "o", "up", "down")}
+        queries = _rotate(_heads(_times(normed, weights["q"]), _HEADS), positions)  # [heads, tokens, dim]
+        keys = _rotate(_heads(_times(normed, weights["k"]), _KV_HEADS), positions)
+        values = _heads(_times(normed, weights["v"]), _KV_HEADS)
+        own = sequence.buffer(layer, Span(0, sequence.capacity))
+        deviation = _deviation(keys, values, own.keys[:, positions], own.values[:, positions])
+        own.keys[:, positions], own.values[:, positions] = keys, values
+        mixed = np.empty((len(positions), _HIDDEN), dtype=np.float32)
+        attention: list[Array] = []
+        for index, position in enumerate(positions):
+            out, mass = _attend(queries[:, index], own.keys[:, : position + 1], own.values[:, : position + 1])
+            mixed[index] = out.reshape(-1)
+            attention.append(mass)
+        _report(row, layer, positions, attention, deviation)
+        hidden = hidden + _times(mixed, weights["o"])
+        inner = np.tanh(_times(_norm(hidden), weights["up"]))
+        return np.asarray(hidden + _times(inner, weights["down"]), dtype=np.float32)
+
+
+def _own(row: CheckedRow) -> FakeSequence:
+    sequence = row.row.sequence
+    if not isinstance(sequence, FakeSequence):
+        raise StepRefused("A row holds a sequence of another engine.")
+    return sequence
+
+
+def _make_weights(seed: int) -> dict[str, Array]:
+    random = np.random.default_rng(seed)
+    shapes: dict[str, tuple[int, int]] = {"embed": (_VOCABULARY, _HIDDEN), "head": (_VOCABULARY, _HIDDEN)}
+    for layer in range(_LAYERS):
+        sizes = {"q": _HIDDEN, "k": _KV_HEADS * _DIM, "v": _KV_HEADS * _DIM, "o": _HIDDEN}
+        shapes |= {f"{layer}.{name}": (rows, _HIDDEN) for name, rows in sizes.items()}
+        shapes |= {f"{layer}.up": (2 * _HIDDEN, _HIDDEN), f"{layer}.down": (_HIDDEN, 2 * _HIDDEN)}
+    return {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def _times(rows: Array, matrix: Array) -> Array:
+    """`rows @ matrix.T`, each sum on its own: the result of a row does not depend on the rows beside it."""
+    product = np.empty((len(rows), len(matrix)), dtype=np.float32)
+    for index, row in enumerate(rows):
+        product[index] = (matrix * row).sum(axis=-1)
+    return product
+
+
+def _norm(hidden: Array) -> Array:
+    scale = np.sqrt(np.square(hidden).mean(axis=-1, keepdims=True) + 1e-6)
+    return np.asarray(hidden / scale, dtype=np.float32)
+
+
+def _heads(rows: Array, heads: int) -> Array:
+    return np.moveaxis(rows.reshape(len(rows), heads, _DIM), 0, 1)
+
+
+def _rotate(heads: Array, positions: Positions) -> Array:
+    """Rotate each pair of numbers of a head by its position."""
+    half = _DIM // 2
+    angles = positions[:, None] / 100.0 ** (np.arange(half) / half)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    first, second = heads[..., :half], heads[..., half:]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _attend(query: Array, keys: Array, values: Array) -> tuple[Array, Array]:
+    """One token's output `[heads, dim]` and attention `[heads, keys]`."""
+    group = _HEADS // _KV_HEADS
+    keys, values = np.repeat(keys, group, axis=0), np.repeat(values, group, axis=0)
+    scores = (query[:, None] * keys).sum(axis=-1) / np.float32(_DIM**0.5)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    mixed: Array = (weights[..., None] * values).sum(axis=1)
+    return mixed, weights
+
+
+def _deviation(keys: Array, values: Array, old_keys: Array, old_values: Array) -> Array:
+    shares = [
+        np.square(new - old).sum(axis=(0, 2)) / np.maximum(np.square(old).sum(axis=(0, 2)), 1e-12)
+        for new, old in ((keys, old_keys), (values, old_values))
+    ]
+    return np.asarray(np.sqrt(np.mean(shares, axis=0)), dtype=np.float32)
+
+
+def _report(row: CheckedRow, layer: int, positions: Positions, attention: list[Array], deviation: Array) -> None:
+    probe = row.row.probe
+    if probe is None or (probe.layers is not None and layer not in probe.layers):
+        return
+    received = np.zeros((_HEADS, int(positions[-1]) + 1), dtype=np.float32)
+    asked = [i for i, p in enumerate(positions) if probe.queries is not None and p in probe.queries]
+    for index in asked:
+        received[:, : attention[index].shape[1]] += attention[index] / len(asked)
+    sent = np.array(
+        [[mass[:, s.start : s.stop].sum(axis=1).mean() for s in probe.segments] for mass in attention],
+        dtype=np.float32,
+    )
+    queried: Any = probe.queries is not None
+    probe.report(
+        Reading(
+            layer=layer,
+            positions=positions,
+            received=received.mean(axis=0) if queried else None,
+            received_most=received.max(axis=0) if queried else None,
+            sent=sent if probe.segments else None,
+            deviation=deviation if probe.deviation else None,
+        )
+    )

@@ -1,0 +1,190 @@
+"""The Hugging Face engine: any decoder of transformers, on CPU, CUDA or MPS."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from rekindle.core.identity import Identity
+from rekindle.core.kv import KvLayout
+from rekindle.core.model import ModelFiles
+from rekindle.engine.base import Capabilities, Logits, Row, Tokenizer
+from rekindle.engine.checkpoint import Fingerprint, fingerprint_of, load_checkpoint
+from rekindle.engine.decoder import TESTED_FAMILIES, Decoder, refusal
+from rekindle.engine.device import Placement
+from rekindle.engine.layers import Pass
+from rekindle.engine.rows import CheckedRow, check_rows
+from rekindle.engine.sequence import BufferPool, TorchSequence
+from rekindle.errors import Closed, InvalidSetting, StepRefused, UnsupportedModel
+
+_PREFILL_TOKENS = {"cpu": 2048, "mps": 2048, "cuda": 16384}
+_CHECK_TOKENS = 12
+_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}  # of the largest logit
+
+
+class HfEngine:
+    """A loaded model. See `Engine` for the contract."""
+
+    capabilities = Capabilities(layer_feeds=True, scattered=True, selects=True, probes=True)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        *,
+        name: str,
+        placement: Placement,
+        context_tokens: int | None = None,
+        fingerprint: Callable[[], Fingerprint] | None = None,
+    ) -> None:
+        """Drive `model` as it is. `fingerprint` tells what it was loaded from; without it, its tensors are read."""
+        self.name = name
+        self.model = model
+        self.tokenizer = tokenizer
+        self.placement = placement
+        self._decoder: Decoder | None = Decoder(model.eval())
+        self._fingerprint = fingerprint or (lambda: fingerprint_of(self.model))
+        self._known: Fingerprint | None = None
+        self._pool = BufferPool(self._decoder.layout, self._decoder.device)
+        self._lock = threading.Lock()
+        self.context_tokens = self._choose_context(context_tokens)
+        self.prefill_tokens = _PREFILL_TOKENS[model.device.type]
+        if self._decoder.family not in TESTED_FAMILIES:
+            self._check_against_model()
+
+    @classmethod
+    def load(
+        cls, files: ModelFiles, *, device: str = "auto", dtype: str = "auto", context_tokens: int | None = None
+    ) -> HfEngine:
+        """Load a model folder; a GGUF file must have been converted (see `dequant.convert`).
+
+        Raises `BrokenModel`, `NotAModel`, `UnsupportedModel`, `InvalidSetting`.
+        """
+        loaded = load_checkpoint(files.folder, device, dtype)
+        return cls(
+            loaded.model,
+            loaded.tokenizer,
+            name=files.name,
+            placement=loaded.placement,
+            context_tokens=context_tokens,
+            fingerprint=loaded.fingerprint,
+        )
+
+    @property
+    def layout(self) -> KvLayout:
+        """The shape and type of its KV."""
+        return self._live().layout
+
+    def regime(self, tokens: int) -> str:
+        """The rotary regime of a context of so many tokens."""
+        return self._live().rope.regime(tokens)
+
+    def identity(self, regime: str) -> Identity:
+        """What makes its KV interchangeable; the first call reads all weights, unless they were read before."""
+        self._live()
+        if self._known is None:
+            self._known = self._fingerprint()
+        known = self._known
+        return Identity(known.weights, known.config, known.tokenizer, self.layout.dtype, regime)
+
+    def open(self, capacity: int, regime: str) -> TorchSequence:
+        """An empty sequence with room for `capacity` tokens."""
+        self._live()
+        if not 0 < capacity <= self.context_tokens:
+            raise StepRefused(f"A capacity of {capacity} does not fit the context of {self.context_tokens} tokens.")
+        return TorchSequence(self._pool, capacity, regime)
+
+    def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        """Compute the rows in one pass."""
+        with self._lock:
+            decoder = self._live()
+            layers = len(decoder.layout.layers)
+            checked = check_rows(rows, layers=layers, vocabulary_size=decoder.vocabulary_size)
+            for row in checked:
+                self._check_sequence(row)
+            step = Pass(checked, decoder.device, layers, cancelled)
+            finished = False
+            try:
+                logits = decoder.run(step).float().cpu().numpy()
+                finished = True
+            finally:
+                for lane in step.lanes:
+                    if finished:
+                        lane.sequence.extend(lane.checked.end)
+                    else:
+                        lane.sequence.truncate(min(lane.checked.kept, _first_touched(lane.checked)))
+            return _split(logits, checked)
+
+    def close(self) -> None:
+        """Free the model."""
+        with self._lock:
+            self._decoder = None
+            self._pool.clear()
+            self.__dict__.pop("model", None)
+
+    def _live(self) -> Decoder:
+        if self._decoder is None:
+            raise Closed("The engine was closed. Load the model again.")
+        return self._decoder
+
+    def _check_sequence(self, row: CheckedRow) -> None:
+        sequence = row.row.sequence
+        if not isinstance(sequence, TorchSequence):
+            raise StepRefused("A row holds a sequence of another engine.")
+        limit = self._live().rope.limit(sequence.regime)
+        if limit is not None and row.end > limit:
+            raise StepRefused(
+                f"Position {row.end - 1} is beyond the {limit} tokens of the rotary regime {sequence.regime!r}. "
+                "Compute the context again in a sequence of the next regime."
+            )
+
+    def _choose_context(self, wanted: int | None) -> int:
+        config, rope = self._live().config, self._live().rope
+        longest = int(getattr(config, "max_position_embeddings", 0) or 2048)
+        if wanted is None:
+            return longest
+        if rope.fixed_length is not None and wanted > rope.fixed_length:
+            raise UnsupportedModel(
+                f"The context of {wanted:,} tokens goes past the {rope.fixed_length:,} of this model's dynamic rope, "
+                "which changes all KV with every further token. Use a context within it, or a model with another rope."
+            )
+        if not 0 < wanted <= longest:
+            raise InvalidSetting(f"A context of {wanted} tokens is out of range: the model takes 1 to {longest:,}.")
+        return wanted
+
+    def _check_against_model(self) -> None:
+        """A family that no test knows must give the model's own logits, whole and in two pieces, or is refused."""
+        decoder = self._live()
+        tokens = [i % decoder.vocabulary_size for i in range(3, 3 + _CHECK_TOKENS)]
+        with torch.inference_mode():
+            expected = self.model(torch.tensor([tokens], device=decoder.device), use_cache=False).logits[0]
+        expected = expected.float().cpu()
+        sequence = self.open(_CHECK_TOKENS, self.regime(_CHECK_TOKENS))
+        try:
+            half = _CHECK_TOKENS // 2
+            parts = [
+                self.step([Row.following(sequence, part, logits="all")])[0] for part in (tokens[:half], tokens[half:])
+            ]
+        except (TypeError, AttributeError, RuntimeError, ValueError, LookupError) as error:
+            raise UnsupportedModel(refusal(decoder.family, str(error))) from error
+        finally:
+            sequence.close()
+        got = torch.cat([torch.from_numpy(part) for part in parts])
+        error_share = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+        if error_share > _CHECK_TOLERANCE[self.placement.dtype]:
+            reason = f"driven layer by layer its logits are off by {error_share:.1%}"
+            raise UnsupportedModel(refusal(decoder.family, reason))
+
+
+def _first_touched(row: CheckedRow) -> int:
+    return min([int(row.positions[0]), *(feed.span.start for feed in row.row.feeds)])
+
+
+def _split(logits: Logits, rows: Sequence[CheckedRow]) -> list[Logits]:
+    """The logits of each row, out of those of all."""
+    counts = [{"none": 0, "last": 1, "all": len(row.tokens)}[row.row.logits] for row in rows]
+    stops = [sum(counts[: i + 1]) for i in range(len(counts))]
+    return [logits[stop - count : stop] for count, stop in zip(counts, stops, strict=True)]

@@ -1,0 +1,225 @@
+"""The loop over a model's layers.
+
+The model's own forward runs embedding, final norm and head; its layers are replaced by one, `LayerLoop`, which runs
+the real ones over the packed rows of a step. Between layers it waits for feeds and lets selectors choose.
+
+The rows of a step are packed end to end, `[1, tokens of all rows, hidden]`: projections and MLPs see one batch
+without padding, whatever the lengths. Where tokens meet the context, in attention, each row is a `Lane` with its
+own sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rekindle.engine import probe
+from rekindle.engine.attention import Scores, Tile, attend, cut_tiles
+from rekindle.engine.base import Positions
+from rekindle.engine.rope import Rope, Rotation
+from rekindle.engine.rows import CheckedRow
+from rekindle.engine.sequence import Landing, Slots, TorchSequence
+from rekindle.errors import Cancelled
+
+
+class Lane:
+    """One row on its way through the layers: which of its tokens are still there, and where they stand."""
+
+    def __init__(self, checked: CheckedRow, sequence: TorchSequence, device: torch.device) -> None:
+        self.checked = checked
+        self.sequence = sequence
+        self._device = device
+        self.place(checked.positions)
+
+    def place(self, positions: Positions) -> None:
+        """Go on with these positions."""
+        self.positions = positions
+        self._tiles: dict[int | None, tuple[Tile, ...]] = {}
+        run = len(positions) and int(positions[-1] - positions[0]) + 1 == len(positions)
+        self._slots: Slots
+        if run:
+            self._slots = slice(int(positions[0]), int(positions[-1]) + 1)
+        else:
+            self._slots = torch.from_numpy(positions).to(self._device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Write the new keys and values where they belong, then attend: `[1, heads, tokens, value_dim]`."""
+        keys, values = self.sequence.keys(layer), self.sequence.values(layer)
+        watch = self.checked.row.probe
+        if watch is not None and watch.layers is not None and layer not in watch.layers:
+            watch = None
+        deviation = None
+        if watch is not None and watch.deviation:
+            deviation = probe.deviation_of((key, value), (keys[:, :, self._slots], values[:, :, self._slots]))
+        _write(keys, self._slots, key)
+        _write(values, self._slots, value)
+        tiles = self._tiles.get(scores.window)
+        if tiles is None:
+            tiles = cut_tiles(self.positions, scores.window, query.dtype, query.device)
+            self._tiles[scores.window] = tiles
+        if watch is not None:
+            probe.read(watch, layer, self.positions, query, keys, tiles, scores, deviation)
+        return attend(query, keys, values, tiles, scores)
+
+
+class Pass:
+    """All lanes of one step."""
+
+    def __init__(
+        self,
+        rows: Sequence[CheckedRow],
+        device: torch.device,
+        layers: int,
+        cancelled: Callable[[], bool] | None,
+    ) -> None:
+        self.lanes = [Lane(row, _torch_sequence(row), device) for row in rows]
+        self._device = device
+        self._layers = layers
+        self._cancelled = cancelled
+        self._choosing = any(row.row.selector is not None for row in rows)
+        self._fed = any(row.row.feeds for row in rows)
+        self.tokens = torch.from_numpy(np.concatenate([row.tokens for row in rows]))[None].to(device)
+        self._pack()
+
+    def _pack(self) -> None:
+        stops = np.cumsum([len(lane.positions) for lane in self.lanes]).tolist()
+        # Where each lane that still has tokens stands among the packed ones.
+        self._bounds = [
+            (lane, start, stop)
+            for lane, start, stop in zip(self.lanes, [0, *stops], stops, strict=False)
+            if stop > start
+        ]
+        packed = np.concatenate([lane.positions for lane in self.lanes])
+        self.positions = torch.from_numpy(packed)[None].to(self._device)  # [1, tokens]
+        self._rotations: dict[str, Rotation] | None = None
+
+    def check_cancelled(self) -> None:
+        """Stop here if the caller asked to."""
+        if self._cancelled is not None and self._cancelled():
+            raise Cancelled("The request was cancelled.")
+
+    def select(self, layer: int, hidden: Tensor) -> Tensor:
+        """The hidden states `[1, tokens, hidden]` that `layer` shall compute, after the selectors' choice."""
+        if not self._choosing or layer == 0:
+            return hidden
+        keep: list[Tensor] = []
+        changed = False
+        for lane, start, _ in self._bounds:
+            chosen = lane.positions
+            if (selector := lane.checked.row.selector) is not None:
+                choice = selector.choose(layer, lane.positions)
+                chosen = lane.checked.check_choice(layer, lane.positions, choice, self._layers)
+            keep.append(start + torch.from_numpy(np.searchsorted(lane.positions, chosen)))
+            if len(chosen) != len(lane.positions):
+                changed = True
+                lane.place(chosen)
+        if not changed:
+            return hidden
+        self._pack()
+        return hidden.index_select(1, torch.cat(keep).to(self._device))
+
+    def fill(self, layer: int) -> None:
+        """Wait for what the feeds bring to this layer."""
+        if not self._fed:
+            return
+        for lane in self.lanes:
+            for feed in lane.checked.row.feeds:
+                if layer in feed.layers:
+                    landing = Landing(lane.sequence, layer, feed.span)
+                    feed.fill(layer, landing.out)
+                    landing.land()
+
+    def rotations(self, rope: Rope, hidden: Tensor) -> dict[str, Rotation] | None:
+        """The rotations of the packed positions, each lane under its own regime."""
+        if self._rotations is None:
+            regimes = {lane.sequence.regime for lane in self.lanes}
+            if len(regimes) == 1:
+                self._rotations = rope.rotations(hidden, self.positions, regimes.pop())
+            else:
+                parts = [
+                    rope.rotations(hidden, self.positions[:, start:stop], lane.sequence.regime)
+                    for lane, start, stop in self._bounds
+                ]
+                self._rotations = _join([part for part in parts if part is not None])
+        return self._rotations
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Attention of all lanes: `[1, tokens, heads, value_dim]`."""
+        if len(self.lanes) == 1:
+            mixed = self.lanes[0].attend(layer, query, key, value, scores)
+        else:
+            parts = [
+                lane.attend(layer, query[:, :, own], key[:, :, own], value[:, :, own], scores)
+                for lane, own in ((lane, slice(start, stop)) for lane, start, stop in self._bounds)
+            ]
+            mixed = torch.cat(parts, dim=2)
+        return mixed.transpose(1, 2).contiguous()
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        """Only the hidden states whose logits are wanted, `[1, wanted, hidden]`, in the order of the rows."""
+        wanted: list[int] = []
+        for lane, start, stop in self._bounds:
+            if lane.checked.row.logits == "last":
+                wanted.append(stop - 1)
+            elif lane.checked.row.logits == "all":
+                wanted.extend(range(start, stop))
+        if len(wanted) == hidden.shape[1]:
+            return hidden
+        return hidden.index_select(1, torch.tensor(wanted, dtype=torch.int64, device=self._device))
+
+
+class LayerLoop(nn.Module):
+    """Stands where the model's layers stood, and runs them."""
+
+    def __init__(self, layers: Sequence[nn.Module], rope: Rope) -> None:
+        super().__init__()
+        # A plain list: the real layers stay out of this module's tree.
+        self.__dict__["layers"] = list(layers)
+        self.__dict__["rope"] = rope
+        self.current: Pass | None = None
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Run the current pass; what the model's forward prepared (masks, rotations) is not needed."""
+        assert self.current is not None, "the loop runs inside Decoder.run only"
+        step, rope = self.current, self.__dict__["rope"]
+        for index, layer in enumerate(self.__dict__["layers"]):
+            step.check_cancelled()
+            hidden = step.select(index, hidden)
+            step.fill(index)
+            if hidden.shape[1] == 0:
+                continue  # every token was dropped: only feeds go on
+            rotations = step.rotations(rope, hidden)
+            named = {} if rotations is None else {"position_embeddings": rotations[rope.kind(index)]}
+            output = layer(hidden, attention_mask=None, position_ids=step.positions, use_cache=False, **named)
+            hidden = output[0] if isinstance(output, tuple) else output
+        return step.gather(hidden)
+
+
+def _write(buffer: Tensor, slots: Slots, rows: Tensor) -> None:
+    """Put rows `[1, kv_heads, tokens, dim]` where they belong in a buffer `[1, kv_heads, capacity, dim]`."""
+    if isinstance(slots, slice):
+        buffer[:, :, slots] = rows
+    else:
+        buffer.index_copy_(2, slots, rows)
+
+
+def _torch_sequence(row: CheckedRow) -> TorchSequence:
+    sequence = row.row.sequence
+    assert isinstance(sequence, TorchSequence), "a row holds a sequence of the engine that opened it"
+    return sequence
+
+
+def _join(parts: Sequence[dict[str, Rotation]]) -> dict[str, Rotation] | None:
+    if not parts:
+        return None
+    return {
+        kind: (
+            torch.cat([part[kind][0] for part in parts], dim=1),
+            torch.cat([part[kind][1] for part in parts], dim=1),
+        )
+        for kind in parts[0]
+    }

@@ -1,0 +1,90 @@
+"""The contract of rows, checked once for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.engine.base import KvFeed, Positions, Row
+from rekindle.errors import StepRefused
+
+
+@dataclass(frozen=True)
+class CheckedRow:
+    """A row whose contract holds."""
+
+    row: Row
+    tokens: NDArray[np.int64]  # [n]
+    positions: Positions  # [n]
+    kept: int  # positions present before the step
+    end: int  # positions present after it
+
+    def check_choice(self, layer: int, before: Positions, chosen: Positions, layers: int) -> Positions:
+        """What a selector chose for `layer`, if it may; raises `StepRefused` if not."""
+        chosen = np.asarray(chosen, dtype=np.int64)
+        if len(chosen) and (np.any(np.diff(chosen) <= 0) or not np.all(np.isin(chosen, before))):
+            raise StepRefused("A selector chose positions that are not in the row, or not in order.")
+        if self.row.logits == "all" and len(chosen) != len(before):
+            raise StepRefused("A selector dropped tokens of a row whose logits are all wanted.")
+        if self.row.logits == "last" and (not len(chosen) or chosen[-1] != self.positions[-1]):
+            raise StepRefused("A selector dropped the last token, whose logits are wanted.")
+        dropped = np.setdiff1d(before, chosen, assume_unique=True)
+        backed = dropped < self.kept
+        for feed in self.row.feeds:
+            if feed.layers.start <= layer and feed.layers.stop == layers:
+                backed |= (dropped >= feed.span.start) & (dropped < feed.span.stop)
+        if not np.all(backed):
+            missing = int(dropped[~backed][0])
+            raise StepRefused(f"A selector dropped position {missing}, which has no other KV from layer {layer} on.")
+        return chosen
+
+
+def check_rows(rows: Sequence[Row], *, layers: int, vocabulary_size: int) -> list[CheckedRow]:
+    """The rows with their positions as arrays; raises `StepRefused` if one breaks the contract."""
+    if not rows:
+        raise StepRefused("A step needs at least one row.")
+    if len({id(row.sequence) for row in rows}) != len(rows):
+        raise StepRefused("A sequence may stand in one row of a step only.")
+    return [_check_row(row, layers, vocabulary_size) for row in rows]
+
+
+def _check_row(row: Row, layers: int, vocabulary_size: int) -> CheckedRow:
+    tokens = np.asarray(row.tokens, dtype=np.int64)
+    positions = np.asarray(row.positions, dtype=np.int64)
+    kept = row.sequence.length  # raises Closed on a closed sequence
+    if tokens.ndim != 1 or tokens.shape != positions.shape or not len(tokens):
+        raise StepRefused(f"A row needs one position a token: {tokens.shape} tokens, {positions.shape} positions.")
+    if positions[0] < 0 or (len(positions) > 1 and np.any(np.diff(positions) <= 0)):
+        raise StepRefused("The positions of a row must be sorted, each once, from 0 on.")
+    if tokens.min() < 0 or tokens.max() >= vocabulary_size:
+        raise StepRefused(f"A token id is outside the vocabulary of {vocabulary_size}.")
+    last = int(positions[-1])
+    if last >= row.sequence.capacity:
+        raise StepRefused(f"Position {last} is beyond the sequence's capacity of {row.sequence.capacity}.")
+    for feed in row.feeds:
+        _check_feed(feed, last, layers)
+    _check_no_gap(row, positions, kept, last)
+    return CheckedRow(row, tokens, positions, kept, max(kept, last + 1))
+
+
+def _check_feed(feed: KvFeed, last: int, layers: int) -> None:
+    if feed.span.stop > last:
+        raise StepRefused(f"A feed reaches {feed.span.stop}, the row's last token is {last}: it must be computed.")
+    if feed.layers.step != 1 or not 0 <= feed.layers.start < feed.layers.stop <= layers:
+        raise StepRefused(f"A feed covers layers {feed.layers}, the model has {layers}.")
+
+
+def _check_no_gap(row: Row, positions: Positions, kept: int, last: int) -> None:
+    if last < kept or (positions[0] <= kept and last - positions[0] + 1 == len(positions)):
+        return
+    present = np.zeros(last + 1, dtype=bool)
+    present[:kept] = True
+    present[positions] = True
+    for feed in row.feeds:
+        if feed.layers.start == 0:
+            present[feed.span.start : feed.span.stop] = True
+    if not present.all():
+        raise StepRefused(f"Position {int(np.argmin(present))} is neither kept, fed nor in the row: a gap.")

@@ -1,0 +1,159 @@
+"""KV of one context in torch buffers, and the pool they come from."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
+from rekindle.errors import Closed, StepRefused
+
+Slots = slice | Tensor  # where rows stand in a buffer: a run, or an index of positions
+
+TORCH_TYPE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+_ROUND_TOKENS = 256  # capacities are rounded up to this, so that buffers fit more than one prompt
+_FREE_BUFFERS = 4
+
+
+class Buffers:
+    """Keys and values of every layer, `[1, kv_heads, capacity, dim]` each: as attention wants them."""
+
+    def __init__(self, layout: KvLayout, capacity: int, device: torch.device) -> None:
+        dtype = TORCH_TYPE[layout.dtype]
+        self.capacity = capacity
+        self.keys = [torch.empty(1, s.kv_heads, capacity, s.key_dim, dtype=dtype, device=device) for s in layout.layers]
+        self.values = [
+            torch.empty(1, s.kv_heads, capacity, s.value_dim, dtype=dtype, device=device) for s in layout.layers
+        ]
+
+
+class BufferPool:
+    """Buffers for sequences. Freed ones are used again: their pages are warm, fresh ones cost a fault each."""
+
+    def __init__(self, layout: KvLayout, device: torch.device) -> None:
+        self.layout = layout
+        self.device = device
+        self._free: list[Buffers] = []
+        self._lock = threading.Lock()
+
+    def take(self, capacity: int) -> Buffers:
+        """Buffers for at least `capacity` tokens."""
+        wanted = -(-capacity // _ROUND_TOKENS) * _ROUND_TOKENS
+        with self._lock:
+            fitting = [b for b in self._free if wanted <= b.capacity <= 4 * wanted]
+            if fitting:
+                best = min(fitting, key=lambda b: b.capacity)
+                self._free.remove(best)
+                return best
+        return Buffers(self.layout, wanted, self.device)
+
+    def give(self, buffers: Buffers) -> None:
+        """Take buffers back for the next sequence."""
+        with self._lock:
+            self._free.append(buffers)
+            if len(self._free) > _FREE_BUFFERS:
+                self._free.pop(0)
+
+    def clear(self) -> None:
+        """Free all memory that is not in use."""
+        with self._lock:
+            self._free.clear()
+
+
+class TorchSequence:
+    """A sequence whose slots are positions. See `EngineSequence` for the contract."""
+
+    def __init__(self, pool: BufferPool, capacity: int, regime: str) -> None:
+        self._pool = pool
+        self._buffers: Buffers | None = pool.take(capacity)
+        self._length = 0
+        self.capacity = capacity
+        self.regime = regime
+
+    @property
+    def length(self) -> int:
+        """How many positions are present, from 0 on."""
+        self._open_buffers()
+        return self._length
+
+    def keys(self, layer: int) -> Tensor:
+        """The whole key buffer of a layer, `[1, kv_heads, capacity, key_dim]`."""
+        return self._open_buffers().keys[layer]
+
+    def values(self, layer: int) -> Tensor:
+        """The whole value buffer of a layer, `[1, kv_heads, capacity, value_dim]`."""
+        return self._open_buffers().values[layer]
+
+    def extend(self, length: int) -> None:
+        """Count the positions below `length` as present."""
+        self._length = max(self._length, length)
+
+    def truncate(self, length: int) -> None:
+        """Forget every position from `length` on."""
+        if not 0 <= length <= self.length:
+            raise StepRefused(f"Cannot truncate to {length}: {self.length} positions are present.")
+        self._length = length
+
+    def export(self, span: Span) -> Kv:
+        """A copy of the KV of `span`."""
+        if span.stop > self.length:
+            raise StepRefused(f"Cannot export up to {span.stop}: {self.length} positions are present.")
+        buffers = self._open_buffers()
+        layers = tuple(
+            LayerKv(_to_numpy(keys[0, :, span.start : span.stop]), _to_numpy(values[0, :, span.start : span.stop]))
+            for keys, values in zip(buffers.keys, buffers.values, strict=True)
+        )
+        return Kv(span, self._pool.layout, layers)
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        if self._buffers is not None:
+            self._pool.give(self._buffers)
+            self._buffers = None
+
+    def __enter__(self) -> TorchSequence:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open_buffers(self) -> Buffers:
+        if self._buffers is None:
+            raise Closed("The sequence was closed. Open a new one.")
+        return self._buffers
+
+
+class Landing:
+    """Where a feed writes: straight into the buffer on a CPU, through pinned memory elsewhere."""
+
+    def __init__(self, sequence: TorchSequence, layer: int, span: Span) -> None:
+        self._targets = [
+            buffer[0, :, span.start : span.stop] for buffer in (sequence.keys(layer), sequence.values(layer))
+        ]
+        on_host = self._targets[0].device.type == "cpu"
+        self._staged = None if on_host else [torch.empty_like(t, device="cpu", pin_memory=True) for t in self._targets]
+        keys, values = (raw_view(t) for t in (self._staged or self._targets))
+        self.out = LayerKv(keys, values)
+
+    def land(self) -> None:
+        """Bring what the feed wrote to where the model reads it."""
+        for target, staged in zip(self._targets, self._staged or [], strict=False):
+            target.copy_(staged, non_blocking=True)
+
+
+def raw_view(tensor: Tensor) -> NDArray[Any]:
+    """A numpy view of a tensor in host memory; brain floats as raw bits."""
+    view = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+    return view.numpy()
+
+
+def _to_numpy(tensor: Tensor) -> NDArray[Any]:
+    # On a CPU .contiguous() copies a slice; a slice of everything would be a view, so copy for certain.
+    host = tensor.detach().to("cpu", copy=True).contiguous()
+    return np.ascontiguousarray(raw_view(host))
