@@ -1,0 +1,1 @@
+"""Running requests: prompt, prefill, decode, and the session that holds them together."""

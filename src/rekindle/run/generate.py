@@ -1,0 +1,136 @@
+"""Decoding one reply, token by token.
+
+A `Generation` knows what to compute next (`row`) and what to do with the logits (`take`); whoever drives it may
+put the rows of several into one engine step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.core.request import FinishReason, Reply, Request, Timings, Usage
+from rekindle.engine.base import Engine, EngineSequence, Logits, Row
+from rekindle.errors import Cancelled
+from rekindle.run.prefill import prefill
+from rekindle.run.prompt import PromptTokens
+from rekindle.run.sample import Sampler
+from rekindle.run.text import Detokenizer, StopWatch
+
+
+class Generation:
+    """The state of one reply being decoded. Its sequence holds the context; whoever opened it closes it."""
+
+    def __init__(self, engine: Engine, request: Request, prompt: PromptTokens, *, started: float) -> None:
+        self._engine = engine
+        self._request = request
+        self._prompt = prompt
+        self._started = started
+        self._sampler = Sampler(request.sampling, prompt.tokens)
+        self._detokenizer = Detokenizer(engine.tokenizer)
+        self._watch = StopWatch(request.stop)
+        self._limit = min(request.max_tokens, engine.context_tokens - len(prompt.tokens))
+        self._tokens: list[int] = []
+        self._pieces: list[str] = []
+        self._first_at = self._last_at = started
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def capacity(self) -> int:
+        """How many positions its sequence needs. The last token drawn is never computed."""
+        return len(self._prompt.tokens) + max(0, self._limit - 1)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Prompt and reply so far."""
+        return (*self._prompt.tokens, *self._tokens)
+
+    def row(self, sequence: EngineSequence) -> Row:
+        """The next row to compute: the token drawn last."""
+        return Row.following(sequence, self._tokens[-1:])
+
+    def take(self, logits: Logits) -> str:
+        """Draw the next token from logits `[1, vocabulary]`; the text it adds, which may be none."""
+        if self._limit == 0:
+            self._note_time()
+            return self._finish("length")
+        token = self._sampler.draw(self._without_stops(logits[-1]))
+        self._note_time()
+        if token in self._engine.tokenizer.stop_ids:
+            self._tokens.append(token)
+            return self._finish("stop")
+        self._tokens.append(token)
+        text = self._watch.add(self._detokenizer.add(token))
+        if self._watch.found is not None:
+            self.finish_reason = "stop"
+        elif len(self._tokens) >= self._limit:
+            return self._finish("length", text)
+        self._pieces.append(text)
+        return text
+
+    def reply(self) -> Reply:
+        """The finished reply."""
+        assert self.finish_reason is not None, "a reply exists once the generation is finished"
+        decoding, after_first = self._last_at - self._first_at, len(self._tokens) - 1
+        return Reply(
+            text="".join(self._pieces),
+            tokens=tuple(self._tokens),
+            finish_reason=self.finish_reason,
+            usage=Usage(len(self._prompt.tokens), len(self._tokens), self._prompt.dropped_messages),
+            timings=Timings(
+                first_token_seconds=self._first_at - self._started,
+                decode_seconds=decoding,
+                tokens_per_second=after_first / decoding if after_first > 0 and decoding > 0 else None,
+            ),
+        )
+
+    def _without_stops(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The logits, with no way to end the reply before its minimal length."""
+        if len(self._tokens) >= self._request.min_tokens:
+            return logits
+        open_ended: NDArray[np.float32] = logits.copy()
+        open_ended[list(self._engine.tokenizer.stop_ids)] = -np.inf
+        return open_ended
+
+    def _finish(self, reason: FinishReason, text: str = "") -> str:
+        """End the reply; what was held back for a stop string or a character's rest comes out now."""
+        text += self._watch.add(self._detokenizer.finish())
+        self.finish_reason = "stop" if self._watch.found is not None else reason
+        text += self._watch.finish()
+        self._pieces.append(text)
+        return text
+
+    def _note_time(self) -> None:
+        self._last_at = time.perf_counter()
+        if not self._tokens:
+            self._first_at = self._last_at
+
+
+def decode(engine: Engine, generation: Generation, cancelled: Callable[[], bool]) -> Iterator[str]:
+    """The text of the reply in pieces. Raises `Cancelled` within a token of being asked to stop."""
+    sequence = _open(engine, generation)
+    try:
+        text = generation.take(prefill(engine, sequence, generation.context, cancelled))
+        while True:
+            if text:
+                yield text
+            if generation.finish_reason is not None:
+                return
+            if cancelled():
+                raise Cancelled("The request was cancelled.")
+            if engine.regime(len(generation.context)) != sequence.regime:
+                # The context grew past a length where its rotary embedding changes: all KV is void.
+                sequence.close()
+                sequence = _open(engine, generation)
+                text = generation.take(prefill(engine, sequence, generation.context, cancelled))
+            else:
+                text = generation.take(engine.step([generation.row(sequence)], cancelled)[0])
+    finally:
+        sequence.close()
+
+
+def _open(engine: Engine, generation: Generation) -> EngineSequence:
+    return engine.open(generation.capacity, engine.regime(len(generation.context)))

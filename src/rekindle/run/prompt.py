@@ -1,0 +1,75 @@
+"""From a request to the tokens of its prompt, within the model's context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rekindle.core.request import Message, Request
+from rekindle.engine.base import Engine
+from rekindle.errors import ContextOverflow, InvalidPrompt
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """The tokens to prefill, and how many messages had to be left out for them to fit."""
+
+    tokens: tuple[int, ...]
+    dropped_messages: int = 0
+
+
+def encode_prompt(engine: Engine, request: Request) -> PromptTokens:
+    """The prompt's tokens, with room for at least one more. Raises `InvalidPrompt` or `ContextOverflow`."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        encoded = PromptTokens(tuple(engine.tokenizer.encode(prompt)))
+    elif isinstance(prompt[0], Message):
+        encoded = _encode_chat(engine, [m for m in prompt if isinstance(m, Message)], request)
+    else:
+        encoded = PromptTokens(_checked_ids(prompt, engine.tokenizer.vocabulary_size))
+    if not encoded.tokens:
+        raise InvalidPrompt("The prompt has no tokens. Give some text.")
+    if len(encoded.tokens) > _room(engine, request):
+        raise ContextOverflow(len(encoded.tokens), engine.context_tokens, _advice(request))
+    return encoded
+
+
+def _encode_chat(engine: Engine, messages: list[Message], request: Request) -> PromptTokens:
+    tokens = engine.tokenizer.encode_chat(messages)
+    dropped = 0
+    while request.overflow == "drop-oldest" and len(tokens) > _room(engine, request):
+        oldest = _oldest_droppable(messages)
+        if oldest is None:
+            break
+        del messages[oldest]
+        dropped += 1
+        tokens = engine.tokenizer.encode_chat(messages)
+    return PromptTokens(tuple(tokens), dropped)
+
+
+def _oldest_droppable(messages: list[Message]) -> int | None:
+    """The oldest message that is neither an instruction nor the last one."""
+    for index, message in enumerate(messages[:-1]):
+        if message.role not in ("system", "developer"):
+            return index
+    return None
+
+
+def _room(engine: Engine, request: Request) -> int:
+    """How long a prompt may be: one token of the reply must fit, unless none is wanted."""
+    return engine.context_tokens - min(1, request.max_tokens)
+
+
+def _advice(request: Request) -> str:
+    if isinstance(request.prompt, tuple) and isinstance(request.prompt[0], Message):
+        if request.overflow == "refuse":
+            return "Shorten it, or let the oldest messages go with overflow='drop-oldest'."
+        return "The system messages and the last message alone are too long: shorten them."
+    return "Shorten it."
+
+
+def _checked_ids(ids: tuple[object, ...], vocabulary_size: int) -> tuple[int, ...]:
+    tokens = tuple(int(i) for i in ids)  # type: ignore[call-overload]
+    wrong = [token for token in tokens if not 0 <= token < vocabulary_size]
+    if wrong:
+        raise InvalidPrompt(f"Token id {wrong[0]} is outside the model's vocabulary of {vocabulary_size:,}.")
+    return tokens

@@ -1,0 +1,110 @@
+"""A reply while it is being written: an iterator of text that can be cancelled, sync or async."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from typing import TypeVar
+
+from rekindle.core.request import Reply
+from rekindle.errors import Cancelled
+
+_Result = TypeVar("_Result")
+Run = Callable[[Callable[[], bool]], Generator[str, None, Reply]]
+
+
+class Stream(Iterator[str]):
+    """Pieces of text as they are decoded.
+
+        stream = session.stream("Once upon a time")
+        for piece in stream:
+            print(piece, end="", flush=True)
+        print(stream.reply.summary())
+
+    Leaving the loop early, `close()` or `cancel()` (from any thread) stops the model within a token.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._cancelled = threading.Event()
+        self._pieces = run(self._cancelled.is_set)
+        self._reply: Reply | None = None
+
+    def __next__(self) -> str:
+        try:
+            return next(self._pieces)
+        except StopIteration as finished:
+            if finished.value is not None:
+                self._reply = finished.value
+            raise StopIteration from None
+        except Cancelled:
+            raise StopIteration from None
+
+    @property
+    def reply(self) -> Reply:
+        """The whole reply; reads what is left of the stream first. Raises `Cancelled` if it was cancelled."""
+        for _ in self:
+            pass
+        if self._reply is None:
+            raise Cancelled("The stream was cancelled before the reply was complete.")
+        return self._reply
+
+    def cancel(self) -> None:
+        """Stop within a token. The loop over the stream then ends."""
+        self._cancelled.set()
+
+    def close(self) -> None:
+        """Stop and free the context."""
+        self.cancel()
+        self._pieces.close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncStream(AsyncIterator[str]):
+    """The same for `async for`. The model works in a thread; the event loop stays free.
+
+    Cancelling the task that reads, leaving the loop and calling `aclose()`, or `cancel()` stops within a token.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    async def __anext__(self) -> str:
+        piece = await self._in_thread(lambda: next(self._stream, None))
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    async def reply(self) -> Reply:
+        """The whole reply; reads what is left of the stream first. Raises `Cancelled` if it was cancelled."""
+        return await self._in_thread(lambda: self._stream.reply)
+
+    def cancel(self) -> None:
+        """Stop within a token. The loop over the stream then ends."""
+        self._stream.cancel()
+
+    async def aclose(self) -> None:
+        """Stop and free the context."""
+        self._stream.cancel()
+        await asyncio.to_thread(self._stream.close)
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
+        """Run `work` in a thread; if the waiting task is cancelled, so is the stream, and the thread is waited for."""
+        running = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self._stream.cancel()
+            await asyncio.wait([running])
+            raise

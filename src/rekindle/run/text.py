@@ -1,0 +1,75 @@
+"""Tokens to text while they arrive: whole characters only, and nothing past a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rekindle.engine.base import Tokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_CONTEXT_TOKENS = 6  # decoded again with each new token, so that spaces and accents join as in the whole text
+
+
+class Detokenizer:
+    """The text of a growing list of tokens, in pieces that never need to be taken back."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._start = 0  # decoding begins here
+        self._told = 0  # the text up to here has been given out
+
+    def add(self, token: int) -> str:
+        """The text that became certain with this token; a character cut in two waits for its rest."""
+        self._tokens.append(token)
+        before = self._tokenizer.decode(self._tokens[self._start : self._told])
+        text = self._tokenizer.decode(self._tokens[self._start :])
+        if text.endswith(_REPLACEMENT) or len(text) <= len(before):
+            return ""
+        self._told = len(self._tokens)
+        self._start = max(self._start, self._told - _CONTEXT_TOKENS)
+        return text[len(before) :]
+
+    def finish(self) -> str:
+        """What was held back, as far as it has a text."""
+        before = self._tokenizer.decode(self._tokens[self._start : self._told])
+        text = self._tokenizer.decode(self._tokens[self._start :])
+        self._told = len(self._tokens)
+        return text[len(before) :]
+
+
+class StopWatch:
+    """Watches a text for stop strings; holds back what might be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found: str | None = None
+
+    def add(self, text: str) -> str:
+        """The text that is safe to give out. Once `found` is set, nothing more comes."""
+        if self.found is not None:
+            return ""
+        self._held += text
+        hits = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if hits:
+            at, self.found = min(hits)
+            safe, self._held = self._held[:at], ""
+            return safe
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        safe, self._held = self._held[:cut], self._held[cut:]
+        return safe
+
+    def finish(self) -> str:
+        """What was held back: no stop string came of it."""
+        safe, self._held = self._held, ""
+        return safe
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many of the text's last characters could begin the stop string."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-length:]):
+            return length
+    return 0
