@@ -1,0 +1,1 @@
+"""Benchmarks, shipped: the same command for people and for CI. They may import the rivals they measure against."""

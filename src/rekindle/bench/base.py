@@ -1,0 +1,133 @@
+"""What a bench takes and gives, and how things are compared: in one process, interleaved, by medians."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+Advance = Callable[[str], None]  # called before each part of a bench, with what it is
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """The options of every bench."""
+
+    model: str = "smollm2"
+    engine: str = "hf"
+    device: str = "auto"
+    dtype: str = "auto"
+    data: Path | None = None
+    shape: str | None = None
+    limit: int | None = None
+    seed: int = 0
+    quick: bool = False
+
+    def rounds(self, full: int, quick: int = 3) -> int:
+        """How often a measurement is repeated."""
+        return self.limit or (quick if self.quick else full)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: ours against theirs, and the bar."""
+
+    measure: str
+    ours: str
+    theirs: str
+    ratio: str
+    bar: str = ""
+    met: bool | None = None
+
+
+@dataclass
+class Report:
+    """What a bench found. `fields` is the JSON object; a number that could not be measured is null with a reason."""
+
+    bench: str
+    rows: list[Row] = field(default_factory=list)
+    fields: dict[str, Any] = field(default_factory=dict)
+    plot: Callable[[Any], None] | None = None  # draws on a matplotlib figure
+
+    def as_json(self) -> dict[str, Any]:
+        """The JSON object."""
+        return {"bench": self.bench, "machine": machine(), "versions": versions(), **self.fields}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Repeated measurements of one thing, in seconds."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle one."""
+        return statistics.median(self.seconds)
+
+    def as_json(self) -> dict[str, float]:
+        """Median and spread."""
+        return {"median_s": self.median, "min_s": min(self.seconds), "max_s": max(self.seconds)}
+
+    def __str__(self) -> str:
+        return f"{self.median * 1e3:,.1f} ms ({min(self.seconds) * 1e3:,.1f}-{max(self.seconds) * 1e3:,.1f})"
+
+
+def interleave(jobs: Mapping[str, Callable[[], object]], rounds: int, settle: Callable[[], None]) -> dict[str, Timing]:
+    """Time every job `rounds` times, in turns (A B C A B C), after one unmeasured turn of each.
+
+    `settle` waits until the device is idle.
+    """
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn in range(rounds + 1):
+        for name, job in jobs.items():
+            settle()
+            start = time.perf_counter()
+            job()
+            settle()
+            if turn > 0:
+                times[name].append(time.perf_counter() - start)
+    return {name: Timing(tuple(seconds)) for name, seconds in times.items()}
+
+
+def paired_ratio(ours: Timing, theirs: Timing) -> float:
+    """The median of the ratios of neighbouring measurements: what a shared machine disturbs least."""
+    return statistics.median(a / b for a, b in zip(ours.seconds, theirs.seconds, strict=True))
+
+
+def machine() -> dict[str, Any]:
+    """The machine, in the words of the machine."""
+    import psutil
+
+    return {
+        "processor": _processor(),
+        "architecture": platform.machine(),
+        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": platform.system(),
+    }
+
+
+def versions(packages: Sequence[str] = ("rekindle", "torch", "transformers")) -> dict[str, str]:
+    """The versions that matter."""
+    found = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith(("model name", "Hardware")):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

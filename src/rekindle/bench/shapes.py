@@ -1,0 +1,61 @@
+"""Models of well-known shapes with random weights: for time only, never for quality."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rekindle.engine.device import place
+from rekindle.engine.fake import ByteTokenizer
+from rekindle.engine.hf import HfEngine
+from rekindle.errors import InvalidSetting
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192 + 1024,
+    },
+    "llama-3.2-1b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 8192 + 1024,
+        "tie_word_embeddings": True,
+    },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def build(shape: str, device: str, dtype: str, seed: int) -> HfEngine:
+    """An engine over a random model of that shape. Raises `InvalidSetting` for an unknown one."""
+    if shape not in SHAPES:
+        raise InvalidSetting(f"--shape {shape!r} is unknown. Use {', '.join(SHAPES)}.")
+    placement = place(device, dtype)
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**SHAPES[shape])
+    with torch.device(placement.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=placement.dtype).eval()
+    return HfEngine(model, ByteTokenizer(), name=shape, placement=placement)

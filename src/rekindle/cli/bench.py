@@ -1,0 +1,60 @@
+"""`rekindle bench`: measure, against the rivals, on this machine."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rekindle.cli import app
+from rekindle.cli.options import AsJson
+from rekindle.errors import EngineMissing, InvalidSetting
+
+BENCHES = {"engine": "rekindle.bench.engine"}
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help=f"Which bench: {', '.join(BENCHES)}.")],
+    model: Annotated[str, typer.Option(help="The model to measure with.")] = "smollm2",
+    engine: Annotated[str, typer.Option(help="The engine: hf.")] = "hf",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    shape: Annotated[str | None, typer.Option(help="Random weights of this shape: for time only.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A folder of .jsonl texts to measure with.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")] = None,
+    seed: Annotated[int, typer.Option(help="For everything drawn at random.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: under three minutes.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the result into this .png file.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Run a bench: every baseline in the same process, interleaved, as medians and ratios."""
+    from rekindle.bench.base import BenchOptions
+    from rekindle.cli.console import notes, print_json, print_table
+    from rekindle.run.load import require_hf
+
+    if name not in BENCHES:
+        raise InvalidSetting(f"There is no bench {name!r}. Use {', '.join(BENCHES)}.")
+    require_hf()
+    options = BenchOptions(model, engine, device, dtype, data, shape, limit, seed, quick)
+    with notes.status(f"bench {name}") as status:
+        report = import_module(BENCHES[name]).run(options, lambda part: status.update(f"bench {name}: {part}"))
+    if plot is not None:
+        _draw(report, plot)
+    if json:
+        print_json(report.as_json())
+        return
+    rows = [[row.measure, row.ours, row.theirs, row.ratio, row.bar] for row in report.rows]
+    print_table(["measure", "ours", "baseline", "ratio", "bar"], rows, title=f"bench {name}")
+
+
+def _draw(report: Any, path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EngineMissing("Plots need matplotlib: pip install 'rekindle[bench]'") from error
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    report.plot(figure)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,93 @@
+"""`rekindle chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+
+from rekindle.cli import app
+from rekindle.cli.options import AsJson, Model, System, loading_options, sampling_options, takes
+from rekindle.errors import Cancelled, RequestError
+
+_HELP = "/system TEXT sets the system message, /clear starts over, /bye leaves. Ctrl-C stops a reply."
+
+
+@app.command()
+@takes(sampling=sampling_options, loading=loading_options)
+def chat(
+    model: Model, sampling: dict[str, Any], loading: dict[str, Any], system: System = None, json: AsJson = False
+) -> None:
+    """Talk to a model. When the chat outgrows the context, its oldest messages go; the system message stays."""
+    from rekindle.cli.console import progress
+    from rekindle.run.session import Session
+
+    with progress(model) as report:
+        session = Session(model, **loading, progress=report)
+    with session:
+        _Conversation(session, {**sampling, "overflow": "drop-oldest"}, system, as_json=json).talk()
+
+
+class _Conversation:
+    """The messages so far, and what to do with the next line."""
+
+    def __init__(self, session: Any, options: dict[str, Any], system: str | None, *, as_json: bool) -> None:
+        self._session = session
+        self._options = options
+        self._json = as_json
+        self._system = system
+        self._turns: list[dict[str, str]] = []
+
+    def talk(self) -> None:
+        """Until the input ends or says so."""
+        terminal = sys.stdin.isatty()
+        if terminal:
+            typer.echo(_HELP, err=True)
+        while True:
+            try:
+                line = input("> " if terminal else "").strip()
+            except (EOFError, KeyboardInterrupt):
+                return
+            if line == "/bye":
+                return
+            if line:
+                self._take(line)
+
+    def _take(self, line: str) -> None:
+        if line == "/clear":
+            self._turns.clear()
+        elif line.startswith("/system"):
+            self._system = line.removeprefix("/system").strip() or None
+        elif line.startswith("/"):
+            typer.echo(_HELP, err=True)
+        else:
+            self._answer(line)
+
+    def _answer(self, line: str) -> None:
+        from rekindle.cli.console import notes, print_json
+
+        lead = [{"role": "system", "content": self._system}] if self._system else []
+        asked = {"role": "user", "content": line}
+        pieces: list[str] = []
+        stream = None
+        try:
+            stream = self._session.stream([*lead, *self._turns, asked], **self._options)
+            for piece in stream:
+                pieces.append(piece)
+                if not self._json:
+                    typer.echo(piece, nl=False)
+            if self._json:
+                print_json(stream.reply.as_dict())
+            else:
+                typer.echo()
+                notes.print(stream.reply.summary(), style="dim")
+        except RequestError as error:  # this message cannot be answered; the next one may
+            typer.echo(f"error: {error}", err=True)
+            return
+        except (KeyboardInterrupt, Cancelled):
+            if stream is not None:
+                stream.close()
+            typer.echo(" [stopped]", err=True)
+        if pieces:
+            self._turns += [asked, {"role": "assistant", "content": "".join(pieces)}]

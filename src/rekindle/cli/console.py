@@ -1,0 +1,82 @@
+"""What people see: progress on standard error, results on standard output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import TransferSpeedColumn as SpeedColumn
+from rich.table import Table
+
+from rekindle.models.download import Progress as Report
+
+notes = Console(stderr=True, highlight=False)
+
+_STAGES = {
+    "convert": "convert the GGUF for this engine (once, about half a minute)",
+    "load": "load the model",
+}
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on standard output, and nothing else."""
+    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
+    """A table on standard output; numbers align right."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for index, name in enumerate(columns):
+        numeric = bool(rows) and all(row[index][:1].isdigit() for row in rows)
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+
+
+def human_bytes(count: int) -> str:
+    """A size for people: 98.4 MB."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Report]:
+    """Progress bars for as long as the block runs; shown on a terminal only."""
+    spinner = SpinnerColumn()
+    columns = (spinner, TextColumn("{task.description}"), BarColumn(), DownloadColumn(), SpeedColumn())
+    downloads = Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal)
+    stages = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=notes,
+        transient=True,
+        disable=not notes.is_terminal,
+    )
+    running: dict[str, Any] = {}
+
+    def report(stage: str, done: int, total: int) -> None:
+        bars = downloads if stage == "download" else stages
+        if stage not in running:
+            bars.start()
+            words = f"download {what}" if stage == "download" else _STAGES.get(stage, stage)
+            running[stage] = bars.add_task(words, total=total)
+        bars.update(running[stage], completed=done, total=total)
+        if done >= total:
+            bars.stop()
+
+    try:
+        yield report
+    finally:
+        downloads.stop()
+        stages.stop()

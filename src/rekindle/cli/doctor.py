@@ -1,0 +1,111 @@
+"""`rekindle doctor`: what is installed, what this machine has, and what Rekindle makes of it."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from importlib import metadata
+from typing import Any
+
+import typer
+
+from rekindle import __version__
+from rekindle.cli import app
+from rekindle.cli.options import AsJson
+from rekindle.config import home_folder, models_folder
+from rekindle.errors import EngineMissing
+
+_PACKAGES = ("torch", "transformers", "accelerate", "gguf", "safetensors", "tokenizers", "numpy")
+
+
+@app.command()
+def doctor(json: AsJson = False) -> None:
+    """Show versions, engines, cores, memory, the number type chosen and why, and the models folder."""
+    from rekindle.cli.console import print_json, print_table
+
+    facts = examine()
+    if json:
+        print_json(facts)
+        return
+    rows = [[name, _say(value)] for name, value in facts.items() if not isinstance(value, dict)]
+    for group in ("packages", "engines", "choices"):
+        rows += [[f"{group}: {name}", _say(value)] for name, value in facts[group].items()]
+    print_table(["what", "found"], rows)
+    if not facts["engines_ready"]:
+        typer.echo("\nNo engine is installed. Get one with: pip install 'rekindle[hf]'", err=True)
+        raise typer.Exit(1)
+
+
+def examine() -> dict[str, Any]:
+    """Everything worth knowing about this machine, as plain values."""
+    import psutil
+
+    from rekindle.models.registry import entries
+
+    memory = psutil.virtual_memory()
+    home = home_folder()
+    existing = next(path for path in (home, *home.parents) if path.exists())
+    engines, choices = _engines()
+    return {
+        "rekindle": __version__,
+        "python": f"{sys.version.split()[0]} ({sys.executable})",
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count() or 1,
+        "memory_bytes": memory.total,
+        "memory_free_bytes": memory.available,
+        "models_folder": str(models_folder()),
+        "disk_free_bytes": shutil.disk_usage(existing).free,
+        "models": [entry.name for entry in entries()],
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "engines": engines,
+        "choices": choices,
+        "engines_ready": any(state == "ready" for state in engines.values()),
+    }
+
+
+def _engines() -> tuple[dict[str, str], dict[str, str]]:
+    """Which engines work, and how they would run a model."""
+    from rekindle.run.load import require_hf
+
+    try:
+        require_hf()
+    except EngineMissing as missing:
+        return {"hf": str(missing)}, {}
+    from rekindle.engine.device import DTYPES, cpu_computes_bfloat16, place
+
+    choices = {}
+    for name, stored in DTYPES.items():
+        placement = place(stored=stored)
+        choices[f"{name} weights"] = f"{placement.dtype_name} on {placement.device} ({placement.reason})"
+    choices["bfloat16 arithmetic on this CPU"] = "yes" if cpu_computes_bfloat16() else "no"
+    return {"hf": "ready"}, choices
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123  (not a file to keep a path of)
+            names = [line.partition(":")[2].strip() for line in file if line.startswith(("model name", "Hardware"))]
+    except OSError:
+        names = []
+    return names[0] if names else (platform.processor() or platform.machine())
+
+
+def _say(value: Any) -> str:
+    from rekindle.cli.console import human_bytes
+
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and value > 10**6:
+        return human_bytes(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)

@@ -1,0 +1,112 @@
+"""Options that several commands share, declared once.
+
+    @takes(loading=loading_options, sampling=sampling_options)
+    def run(prompt: str, loading: dict[str, Any], sampling: dict[str, Any]) -> None: ...
+
+gives the command every option of both groups; it receives each group as one dictionary.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rekindle.core.request import DEFAULT_MAX_TOKENS
+from rekindle.errors import InvalidPrompt
+
+Group = Callable[..., dict[str, Any]]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Model names for the shell's completion."""
+    from rekindle.models.registry import entries
+    from rekindle.models.sources import NAMED
+
+    return sorted(n for n in {*NAMED, *(e.name for e in entries())} if n.startswith(incomplete))
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A name (smollm2), a folder, a .gguf file, or ORG/NAME on the hub.", autocompletion=complete_model
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+System = Annotated[str | None, typer.Option(help="The system message.")]
+
+
+def loading_options(
+    engine: Annotated[str, typer.Option(help="The engine: hf.")] = "hf",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    context: Annotated[int | None, typer.Option(help="Use at most so many tokens of the model's context.")] = None,
+) -> dict[str, Any]:
+    """How a model is loaded."""
+    return {"engine": engine, "device": device, "dtype": dtype, "context": context}
+
+
+def sampling_options(
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", help="Stop after so many tokens.")
+    ] = DEFAULT_MAX_TOKENS,
+    min_tokens: Annotated[int, typer.Option(help="Do not let the model end its reply before.")] = 0,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens.")] = None,
+    top_p: Annotated[float, typer.Option(help="Only the likeliest tokens that hold this share.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Only tokens this share as likely as the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 avoids repetition.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text (may be given more than once).")] = None,
+) -> dict[str, Any]:
+    """How a reply is drawn."""
+    return {
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "stop": stop or (),
+    }
+
+
+def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of these groups, in place of its parameters of the same names."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True)
+        shared = {name: inspect.signature(group, eval_str=True).parameters for name, group in groups.items()}
+
+        @functools.wraps(command)
+        def with_groups(**given: Any) -> None:
+            for name, group in groups.items():
+                given[name] = group(**{option: given.pop(option) for option in shared[name]})
+            command(**given)
+
+        parameters = [p for p in own.parameters.values() if p.name not in groups]
+        parameters += [p for group in shared.values() for p in group.values()]
+        with_groups.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        with_groups.__annotations__ = {p.name: p.annotation for p in parameters}
+        return with_groups
+
+    return decorate
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; raises `InvalidPrompt` if it is none."""
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidPrompt(
+            f"{path} is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}. "
+            "Convert it first, for example with: iconv -f latin1 -t utf-8"
+        ) from None
+    except OSError as error:
+        raise InvalidPrompt(f"{path} cannot be read ({error.strerror}).") from None
