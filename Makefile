@@ -35,13 +35,13 @@ lint: $(STAMP)  ## ruff, mypy --strict, import layers
 	@$(BIN)/lint-imports > .import-linter.log || (cat .import-linter.log; exit 1)
 
 bench: setup  ## every bench, for people
-	@$(BIN)/python tools/numbers.py --show
+	@$(BIN)/python tools/write_numbers.py --show
 
 numbers: setup  ## run every bench and rewrite docs/numbers.md
-	@$(BIN)/python tools/numbers.py
+	@$(BIN)/python tools/write_numbers.py
 
 reference: $(STAMP)  ## rewrite docs/reference from the code
-	@$(BIN)/python tools/reference.py
+	@$(BIN)/python tools/write_reference.py
 
 clean:  ## remove .venv and everything generated; pulled models stay (rekindle rm removes them)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .import-linter.log dist build

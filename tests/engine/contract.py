@@ -33,8 +33,8 @@ class Garbage:
         self.span, self.layers = span, range(layers)
 
     def fill(self, layer: int, out: LayerKv) -> None:
-        out.keys[:] = 7.0
-        out.values[:] = -3.0
+        out.keys[:] = 7
+        out.values[:] = 3
 
 
 class Failing(Garbage):

@@ -24,7 +24,7 @@ TOKENS = list(range(5, 45))
 
 
 def load(folder: Path, **options: str) -> HfEngine:
-    return HfEngine.load(ModelFiles(folder.name, folder), **options)
+    return HfEngine.load(ModelFiles(folder.name, folder), device="cpu", **options)
 
 
 def copy_of(folder: Path, target: Path) -> Path:

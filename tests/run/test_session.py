@@ -258,8 +258,9 @@ def test_bad_options_are_refused_before_anything_runs(session: Session) -> None:
         session.stream(PROMPT, temperature=-1)
     with pytest.raises(InvalidSetting):
         session.stream(PROMPT, temprature=1)  # type: ignore[call-arg]
-    with pytest.raises(InvalidPrompt):
-        session.generate("")
+    for ask in (session.generate, session.chat):
+        with pytest.raises(InvalidPrompt, match="empty"):
+            ask("")
     assert steps[0] == 0
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from rekindle import __version__
 
 Advance = Callable[[str], None]  # called before each part of a bench, with what it is
 
@@ -39,10 +42,9 @@ class Row:
 
     measure: str
     ours: str
-    theirs: str
+    baseline: str
     ratio: str
     bar: str = ""
-    met: bool | None = None
 
 
 @dataclass
@@ -55,8 +57,10 @@ class Report:
     plot: Callable[[Any], None] | None = None  # draws on a matplotlib figure
 
     def as_json(self) -> dict[str, Any]:
-        """The JSON object."""
-        return {"bench": self.bench, "machine": machine(), "versions": versions(), **self.fields}
+        """The JSON object; `table` is what people see."""
+        command = " ".join(["rekindle", *sys.argv[1:]])
+        about = {"bench": self.bench, "command": command, "machine": machine(), "versions": versions()}
+        return {**about, **self.fields, "table": [asdict(row) for row in self.rows]}
 
 
 @dataclass(frozen=True)
@@ -113,9 +117,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def versions(packages: Sequence[str] = ("rekindle", "torch", "transformers")) -> dict[str, str]:
+def versions(packages: Sequence[str] = ("torch", "transformers")) -> dict[str, str]:
     """The versions that matter."""
-    found = {"python": platform.python_version()}
+    found = {"rekindle": __version__, "python": platform.python_version()}
     for name in packages:
         try:
             found[name] = metadata.version(name)

@@ -46,8 +46,8 @@ def bench(
     if json:
         print_json(report.as_json())
         return
-    rows = [[row.measure, row.ours, row.theirs, row.ratio, row.bar] for row in report.rows]
-    print_table(["measure", "ours", "baseline", "ratio", "bar"], rows, title=f"bench {name}")
+    columns = ["measure", "ours", "baseline", "ratio", "bar"]
+    print_table(columns, [[getattr(row, column) for column in columns] for row in report.rows], title=f"bench {name}")
 
 
 def _draw(report: Any, path: Path) -> None:

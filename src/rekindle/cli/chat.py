@@ -81,7 +81,7 @@ class _Conversation:
                 print_json(stream.reply.as_dict())
             else:
                 typer.echo()
-                notes.print(stream.reply.summary(), style="dim")
+                notes.print(stream.reply.summary(), style="dim", soft_wrap=True)
         except RequestError as error:  # this message cannot be answered; the next one may
             typer.echo(f"error: {error}", err=True)
             return

@@ -28,13 +28,13 @@ def run(
 ) -> None:
     """Ask a model once. The reply streams to standard output, sizes and times go to standard error."""
     from rekindle.cli.console import notes, print_json, progress
-    from rekindle.run.session import Session
+    from rekindle.run.session import Session, as_messages
 
     text = _read_prompt(prompt, file)
     if raw and system is not None:
         raise InvalidPrompt("--raw has no chat template, so --system has no place. Leave one of them out.")
-    messages = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": text}]
-    request: PromptLike = text if raw else messages
+    lead = [{"role": "system", "content": system}] if system else []
+    request: PromptLike = text if raw else [*lead, *as_messages(text)]
     with progress(model) as report, Session(model, **loading, progress=report) as session:
         stream = session.stream(request, **sampling)
         for piece in stream:
@@ -44,7 +44,7 @@ def run(
             print_json({"model": session.engine.name, **stream.reply.as_dict()})
         else:
             typer.echo()
-            notes.print(stream.reply.summary(), style="dim")
+            notes.print(stream.reply.summary(), style="dim", soft_wrap=True)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -116,7 +117,7 @@ class HfEngine:
                         lane.sequence.extend(lane.checked.end)
                     else:
                         lane.sequence.truncate(min(lane.checked.kept, _first_touched(lane.checked)))
-            return _split(logits, checked)
+            return _split(logits, [lane.wanted for lane in step.lanes])
 
     def close(self) -> None:
         """Free the model."""
@@ -183,8 +184,6 @@ def _first_touched(row: CheckedRow) -> int:
     return min([int(row.positions[0]), *(feed.span.start for feed in row.row.feeds)])
 
 
-def _split(logits: Logits, rows: Sequence[CheckedRow]) -> list[Logits]:
+def _split(logits: Logits, counts: Sequence[int]) -> list[Logits]:
     """The logits of each row, out of those of all."""
-    counts = [{"none": 0, "last": 1, "all": len(row.tokens)}[row.row.logits] for row in rows]
-    stops = [sum(counts[: i + 1]) for i in range(len(counts))]
-    return [logits[stop - count : stop] for count, stop in zip(counts, stops, strict=True)]
+    return np.split(logits, np.cumsum(counts)[:-1])

@@ -60,9 +60,10 @@ def _room(engine: Engine, request: Request) -> int:
 
 
 def _advice(request: Request) -> str:
-    if isinstance(request.prompt, tuple) and isinstance(request.prompt[0], Message):
-        if request.overflow == "refuse":
-            return "Shorten it, or let the oldest messages go with overflow='drop-oldest'."
+    messages = [m for m in request.prompt if isinstance(m, Message)]
+    if request.overflow == "refuse" and _oldest_droppable(messages) is not None:
+        return "Shorten it, or let the oldest messages go with overflow='drop-oldest'."
+    if messages and request.overflow == "drop-oldest":
         return "The system messages and the last message alone are too long: shorten them."
     return "Shorten it."
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING
 
-from rekindle.core.request import MessageLike, Options, PromptLike, Reply, Request
+from rekindle.core.request import MessageLike, Options, PromptLike, Reply, Request, parse_prompt
 from rekindle.engine.base import Engine
 from rekindle.errors import Closed
 from rekindle.models.download import Progress
@@ -120,5 +120,5 @@ class Session:
 
 
 def as_messages(messages: str | Sequence[MessageLike]) -> Sequence[MessageLike]:
-    """A single text is one user message."""
-    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    """A single text is one user message; it may not be empty."""
+    return [{"role": "user", "content": parse_prompt(messages)}] if isinstance(messages, str) else messages

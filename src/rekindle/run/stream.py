@@ -66,7 +66,7 @@ class Stream(Iterator[str]):
 
 
 class AsyncStream(AsyncIterator[str]):
-    """The same for `async for`. The model works in a thread; the event loop stays free.
+    """Pieces of text for `async for`. The model works in a thread; the event loop stays free.
 
     Cancelling the task that reads, leaving the loop and calling `aclose()`, or `cancel()` stops within a token.
     """

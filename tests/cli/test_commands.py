@@ -1,0 +1,238 @@
+"""The command line, end to end on a tiny model: what it prints, where, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rekindle import Session, __version__
+from rekindle.cli import app
+
+SCRIPT = str(Path(sys.executable).with_name("rekindle"))
+
+
+def rekindle(*arguments: str, stdin: str | bytes | None = None) -> Result:
+    """Run a command in this process; an error of ours is raised, as `main` would see it."""
+    return CliRunner().invoke(app, list(arguments), input=stdin)
+
+
+def spawn(*arguments: str, stdin: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:
+    """Run the real command in a process of its own."""
+    command = [sys.executable, "-m", "rekindle", *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, env={**os.environ, **env}, check=False)
+
+
+def test_run_prints_the_reply_and_keeps_numbers_apart(tiny_folder: Path) -> None:
+    result = rekindle("run", str(tiny_folder), "Hello", "-n", "8")
+    with Session(tiny_folder) as session:
+        expected = session.chat("Hello", max_tokens=8)
+    assert result.exit_code == 0
+    assert result.stdout == expected.text + "\n"
+    assert "tokens in, " in result.stderr and "first token" in result.stderr
+
+
+def test_run_as_json_is_one_object(tiny_folder: Path) -> None:
+    result = rekindle("run", str(tiny_folder), "Hello", "-n", "8", "--min-tokens", "8", "--json")
+    reply = json.loads(result.stdout)
+    assert reply["model"] == "tiny" and len(reply["tokens"]) == 8
+    assert reply["usage"]["completion_tokens"] == 8 and reply["finish_reason"] == "length"
+    assert set(reply["timings"]) == {"first_token_seconds", "decode_seconds", "tokens_per_second"}
+
+
+def test_run_takes_every_sampling_option(tiny_folder: Path) -> None:
+    options = "-n 9 -t 0.9 --top-k 20 --top-p 0.9 --min-p 0.01 --repetition-penalty 1.1 --seed 4 --stop QQ --stop ZZ"
+    result = rekindle("run", str(tiny_folder), "Hello", "--json", *options.split())
+    with Session(tiny_folder) as session:
+        expected = session.chat(
+            "Hello",
+            max_tokens=9,
+            temperature=0.9,
+            top_k=20,
+            top_p=0.9,
+            min_p=0.01,
+            repetition_penalty=1.1,
+            seed=4,
+            stop=["QQ", "ZZ"],
+        )
+    assert json.loads(result.stdout)["tokens"] == list(expected.tokens)
+
+
+def test_run_reads_files_and_standard_input(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "doc.txt").write_text("Grüße", "utf-8")
+    with Session(tiny_folder) as session:
+        both = session.chat("Grüße\n\nWhat?", max_tokens=4).tokens
+        raw = session.generate("Hello", max_tokens=4).tokens
+        system = session.chat(
+            [{"role": "system", "content": "S"}, {"role": "user", "content": "Hello"}], max_tokens=4
+        ).tokens
+    base = ["run", str(tiny_folder), "-n", "4", "--json"]
+
+    def tokens(*more: str, stdin: str | None = None) -> tuple[int, ...]:
+        return tuple(json.loads(rekindle(*base, *more, stdin=stdin).stdout)["tokens"])
+
+    assert tokens("What?", "-f", str(tmp_path / "doc.txt")) == both
+    assert tokens("-", stdin="Grüße\n\nWhat?") == both
+    assert tokens(stdin="Grüße\n\nWhat?") == both
+    assert tokens("Hello", "--raw") == raw
+    assert tokens("Hello", "--system", "S") == system
+
+
+def test_errors_are_one_sentence_and_status_1(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"Gr\xfc\xdfe")
+    cases = {
+        ("run", "nosuch", "hi"): "Unknown model 'nosuch'",
+        ("run", str(tmp_path / "none"), "hi"): "no folder",
+        ("run", str(tiny_folder), ""): "empty",
+        ("run", str(tiny_folder), "-f", str(tmp_path / "latin.txt")): "not UTF-8 text: byte 2 is 0xfc",
+        ("run", str(tiny_folder), "-f", str(tmp_path / "gone.txt")): "cannot be read",
+        ("run", str(tiny_folder), "hi", "-t", "-1"): "temperature=-1.0 is out of range",
+        ("run", str(tiny_folder), "hi", "--raw", "--system", "x"): "--raw",
+        ("run", str(tiny_folder), "hi", "--device", "tpu"): "device='tpu' is unknown",
+        ("run", str(tiny_folder), "hi", "--engine", "magic"): "engine='magic' is unknown",
+        ("run", str(tiny_folder), "x" * 600): "The prompt has 618 tokens, the model's context holds 512. Shorten it.",
+        ("bench", "nosuch"): "no bench 'nosuch'",
+        ("rm", "nosuch"): "No model 'nosuch' was pulled",
+    }
+    for arguments, words in cases.items():
+        result = rekindle(*arguments)
+        assert result.exit_code == 1 and words in str(result.exception), arguments
+
+
+def test_main_prints_the_sentence_on_standard_error() -> None:
+    done = spawn("run", "nosuch", "hi")
+    assert done.returncode == 1 and done.stdout == b""
+    assert done.stderr.startswith(b"error: Unknown model") and b"Traceback" not in done.stderr
+
+
+def test_standard_input_that_is_no_text_is_named(tiny_folder: Path) -> None:
+    done = spawn("run", str(tiny_folder), stdin=b"\xff\xfe")
+    assert done.returncode == 1 and b"not UTF-8 text: byte 0" in done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_drama(tiny_folder: Path) -> None:
+    command = f"{sys.executable} -m rekindle run {tiny_folder} hello -n 200 --min-tokens 200 | head -c 5"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+    assert len(done.stdout) <= 5 and b"Traceback" not in done.stderr
+
+
+def test_chat_remembers_and_obeys_its_commands(tiny_folder: Path) -> None:
+    lines = "/system Be brief.\nHi\n\nAnd now?\n/help\n/clear\nHi\n/bye\nnever\n"
+    result = rekindle("chat", str(tiny_folder), "-n", "4", "--json", stdin=lines)
+    replies = [json.loads(part) for part in result.stdout.replace("}\n{", "}\x00{").split("\x00")]
+    with Session(tiny_folder) as session:
+        turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+        first = session.chat(turns, max_tokens=4)
+        turns += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And now?"}]
+        second = session.chat(turns, max_tokens=4)
+    assert [tuple(r["tokens"]) for r in replies] == [first.tokens, second.tokens, first.tokens]
+    assert "/clear starts over" in result.stderr
+
+
+def test_a_chat_outgrowing_the_context_goes_on(tiny_folder: Path) -> None:
+    lines = "\n".join(["x" * 150] * 5)
+    result = rekindle("chat", str(tiny_folder), "-n", "2", stdin=lines)
+    assert result.exit_code == 0 and "oldest messages left out" in result.stderr
+    result = rekindle("chat", str(tiny_folder), "-n", "2", stdin="x" * 600 + "\nhi\n")
+    assert "error: The prompt has" in result.stderr and "tokens in, 2 out" in result.stderr
+
+
+def test_models_are_pulled_listed_and_removed(tiny_folder: Path) -> None:
+    assert "not pulled" in rekindle("list").stdout
+    assert rekindle("pull", str(tiny_folder)).stdout.startswith("tiny: ready (")
+    (entry,) = json.loads(rekindle("list", "--json").stdout)
+    assert entry["name"] == "tiny" and entry["in_place"] and entry["bytes"] > 1000
+    assert rekindle("run", "tiny", "hi", "-n", "1").exit_code == 0
+    assert "its files stay" in rekindle("rm", "tiny").stdout
+    assert json.loads(rekindle("list", "--json").stdout) == []
+    (pulled,) = json.loads(rekindle("pull", str(tiny_folder), "--json").stdout)
+    assert pulled["name"] == "tiny"
+
+
+def test_doctor_tells_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = json.loads(rekindle("doctor", "--json").stdout)
+    assert facts["rekindle"] == __version__ and facts["cores"] >= 1 and facts["memory_bytes"] > 0
+    assert facts["engines"] == {"hf": "ready"} and facts["engines_ready"]
+    assert " on " in facts["choices"]["float32 weights"]
+    assert "packages: torch" in rekindle("doctor").stdout
+
+
+def test_doctor_and_run_say_how_to_get_an_engine(tiny_folder: Path, tmp_path: Path) -> None:
+    """An environment without torch: everything that does not need it works, the rest says what to install."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util, sys\n"
+        "hidden, real = ('torch', 'transformers'), importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name in hidden else real(name, *rest)\n"
+        "sys.modules.update(dict.fromkeys(hidden))\n"  # importing one raises ModuleNotFoundError
+    )
+    for arguments, words in {
+        ("doctor",): b"pip install 'rekindle[hf]'",
+        ("run", str(tiny_folder), "hi"): b"pip install 'rekindle[hf]'",
+        ("bench", "engine"): b"pip install 'rekindle[hf]'",
+    }.items():
+        done = spawn(*arguments, PYTHONPATH=str(tmp_path))
+        assert done.returncode == 1 and words in done.stderr and b"Traceback" not in done.stderr, arguments
+    done = spawn("pull", str(tiny_folder), PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0 and b"note: " in done.stderr
+    assert spawn("list", PYTHONPATH=str(tmp_path)).returncode == 0
+
+
+def test_version_and_help() -> None:
+    assert rekindle("--version").stdout == f"rekindle {__version__}\n"
+    for command in ("run", "chat", "pull", "list", "rm", "doctor", "bench"):
+        assert command in rekindle("--help").stdout
+        assert rekindle(command, "--help").exit_code == 0
+
+
+def test_shells_complete_commands_and_models(tiny_folder: Path) -> None:
+    rekindle("pull", str(tiny_folder))
+
+    def complete(words: str) -> list[bytes]:
+        count = str(len(words.split(" ")) - 1)
+        env = {**os.environ, "_REKINDLE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": count}
+        return subprocess.run([SCRIPT], env=env, capture_output=True, check=False).stdout.split()
+
+    assert complete("rekindle do") == [b"doctor"]
+    assert complete("rekindle run ") == [b"minilm", b"smollm2", b"tiny"]
+    assert complete("rekindle run ti") == [b"tiny"]
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "numpy", "typer", "rich", "httpx", "tokenizers")
+    code = f"import sys, rekindle; print([m for m in {heavy!r} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
+    code = f"import sys, rekindle.cli; print([m for m in {heavy!r} if m in sys.modules and m not in ('typer', 'rich')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
+
+
+def test_bench_engine_prints_its_fields(tiny_folder: Path, tmp_path: Path) -> None:
+    """On a model too small to say anything about speed: the fields, the plot, the data, nothing else on stdout."""
+    from tests.tiny import tiny_model
+
+    folder = tmp_path / "long"
+    folder.mkdir()
+    for path in tiny_folder.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    tiny_model("llama", max_position_embeddings=2048).save_pretrained(folder)
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "corpus.jsonl").write_text(json.dumps({"text": "Some words. " * 30}) + "\n")
+    plot = tmp_path / "plot.png"
+    done = spawn(
+        "bench", "engine", "--model", str(folder), "--quick", "--limit", "1", "--data", str(data), "--plot", str(plot),
+        "--json", "--device", "cpu",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()
+    fields = json.loads(done.stdout)
+    for name in ("prefill_vs_model", "decode_vs_generate", "batch4_speedup", "scattered30_vs_full"):
+        assert fields[name] > 0, name
+    assert fields["import_seconds"] >= 0 and fields["help_seconds"] > 0
+    assert fields["greedy_equal"] is True
+    assert fields["suffix_long_ms"] is None and "CUDA" in fields["long_reason"]
+    assert fields["machine"]["cores"] and fields["versions"]["rekindle"] == __version__
+    assert plot.read_bytes().startswith(b"\x89PNG")
