@@ -91,3 +91,33 @@ def test_rows_share_a_step_and_probes_read(engine: HfEngine) -> None:
     for reading in readings:
         assert reading.sent is not None
         np.testing.assert_allclose(reading.sent.sum(axis=1), 1.0, atol=2e-2)
+
+
+def test_replayed_steps_give_what_computed_ones_give() -> None:
+    """Decoding and short questions, again and again in the same buffers, against a recorder that never records."""
+    placement = place("cuda", "bfloat16")
+    model = tiny_model("llama", head_dim=32, hidden_size=128).to(placement.device, placement.dtype)
+    engines = [HfEngine(model, byte_tokenizer(), name="x", placement=placement) for _ in range(2)]
+    assert engines[0]._recorder is not None
+    engines[1]._recorder = None
+    for turn in range(4):
+        sequences = [engine.open(200, "plain") for engine in engines]
+        for engine, sequence in zip(engines, sequences, strict=True):
+            engine.step([Row.following(sequence, TOKENS[: 20 + turn], logits="none")])
+        for count in (1, 1, 1, 9, 9, 40, 1, 1):
+            logits = [
+                engine.step([Row.following(sequence, TOKENS[:count])])[0]
+                for engine, sequence in zip(engines, sequences, strict=True)
+            ]
+            assert np.abs(logits[0] - logits[1]).max() <= 5e-2 * np.abs(logits[1]).max()
+        for sequence in sequences:
+            sequence.close()
+    assert len(engines[0]._recorder._steps) == 3  # 1, 16 and 64 tokens, in one set of buffers
+    together = [[engine.open(200, "plain") for _ in range(3)] for engine in engines]
+    for _ in range(4):
+        logits = [
+            np.concatenate(engine.step([Row.following(s, TOKENS[: i + 1]) for i, s in enumerate(own)]))
+            for engine, own in zip(engines, together, strict=True)
+        ]
+        assert np.abs(logits[0] - logits[1]).max() <= 5e-2 * np.abs(logits[1]).max()
+    assert len(engines[0]._recorder._steps) == 4

@@ -14,6 +14,7 @@ app = typer.Typer(
     help="A language model on your own machine that never prefills the same context twice.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: it appears in half the time
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import shutil
 import sys
-from importlib import metadata
 from typing import Any
 
 import typer
@@ -84,6 +83,8 @@ def _engines() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _version(package: str) -> str:
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

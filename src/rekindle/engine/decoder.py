@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from rekindle.core.kv import KvLayout, KvType, LayerShape
 from rekindle.engine.attention import Scores
-from rekindle.engine.layers import LayerLoop, Pass
+from rekindle.engine.layers import LayerLoop, StepPass
 from rekindle.engine.rope import Rope
 from rekindle.errors import UnsupportedModel
 
@@ -133,8 +133,9 @@ class Decoder:
         if hasattr(base, "rotary_emb"):
             base.rotary_emb = _NoRotation()  # the loop makes its own, per regime
         self._stage.loop = self._loop
+        self.scores = tuple(survey.scores[i] for i in sorted(survey.scores))
 
-    def run(self, step: Pass) -> Tensor:
+    def run(self, step: StepPass) -> Tensor:
         """Compute a pass: logits `[wanted, vocabulary]`."""
         self._loop.current = step
         try:

@@ -16,7 +16,8 @@ from rekindle.engine.base import Capabilities, Logits, Row, Tokenizer
 from rekindle.engine.checkpoint import Fingerprint, fingerprint_of, load_checkpoint
 from rekindle.engine.decoder import TESTED_FAMILIES, Decoder, refusal
 from rekindle.engine.device import Placement
-from rekindle.engine.layers import Pass
+from rekindle.engine.lanes import Pass
+from rekindle.engine.replay import Recorder
 from rekindle.engine.rows import CheckedRow, check_rows
 from rekindle.engine.sequence import BufferPool, TorchSequence
 from rekindle.errors import Closed, InvalidSetting, StepRefused, UnsupportedModel
@@ -49,7 +50,9 @@ class HfEngine:
         self._decoder: Decoder | None = Decoder(model.eval())
         self._fingerprint = fingerprint or (lambda: fingerprint_of(self.model))
         self._known: Fingerprint | None = None
-        self._pool = BufferPool(self._decoder.layout, self._decoder.device)
+        self._recorder = Recorder.for_decoder(self._decoder)
+        forget = self._recorder.forget if self._recorder is not None else lambda _: None
+        self._pool = BufferPool(self._decoder.layout, self._decoder.device, forget)
         self._lock = threading.Lock()
         self.context_tokens = self._choose_context(context_tokens)
         self.prefill_tokens = _PREFILL_TOKENS[model.device.type]
@@ -106,24 +109,34 @@ class HfEngine:
             checked = check_rows(rows, layers=layers, vocabulary_size=decoder.vocabulary_size)
             for row in checked:
                 self._check_sequence(row)
-            step = Pass(checked, decoder.device, layers, cancelled)
             finished = False
             try:
-                logits = decoder.run(step).float().cpu().numpy()
+                logits = self._compute(decoder, checked, cancelled)
                 finished = True
             finally:
-                for lane in step.lanes:
+                for row in checked:
+                    sequence = _own(row)
                     if finished:
-                        lane.sequence.extend(lane.checked.end)
+                        sequence.extend(row.end)
                     else:
-                        lane.sequence.truncate(min(lane.checked.kept, _first_touched(lane.checked)))
-            return _split(logits, [lane.wanted for lane in step.lanes])
+                        sequence.truncate(min(row.kept, _first_touched(row)))
+            return logits
+
+    def _compute(
+        self, decoder: Decoder, rows: Sequence[CheckedRow], cancelled: Callable[[], bool] | None
+    ) -> list[Logits]:
+        logits = self._recorder.run(rows, self.context_tokens) if self._recorder is not None else None
+        if logits is None:
+            logits = decoder.run(Pass(rows, decoder.device, len(decoder.layout.layers), cancelled))
+        stops = np.cumsum([row.wanted for row in rows])
+        return np.split(logits.float().cpu().numpy(), stops[:-1])
 
     def close(self) -> None:
         """Free the model."""
         with self._lock:
             self._decoder = None
             self._pool.clear()
+            self._recorder = None
             self.__dict__.pop("model", None)
 
     def _live(self) -> Decoder:
@@ -132,9 +145,7 @@ class HfEngine:
         return self._decoder
 
     def _check_sequence(self, row: CheckedRow) -> None:
-        sequence = row.row.sequence
-        if not isinstance(sequence, TorchSequence):
-            raise StepRefused("A row holds a sequence of another engine.")
+        sequence = _own(row)
         limit = self._live().rope.limit(sequence.regime)
         if limit is not None and row.end > limit:
             raise StepRefused(
@@ -180,10 +191,12 @@ class HfEngine:
             raise UnsupportedModel(refusal(decoder.family, reason))
 
 
+def _own(row: CheckedRow) -> TorchSequence:
+    sequence = row.row.sequence
+    if not isinstance(sequence, TorchSequence):
+        raise StepRefused("A row holds a sequence of another engine.")
+    return sequence
+
+
 def _first_touched(row: CheckedRow) -> int:
     return min([int(row.positions[0]), *(feed.span.start for feed in row.row.feeds)])
-
-
-def _split(logits: Logits, counts: Sequence[int]) -> list[Logits]:
-    """The logits of each row, out of those of all."""
-    return np.split(logits, np.cumsum(counts)[:-1])

@@ -22,6 +22,11 @@ class CheckedRow:
     kept: int  # positions present before the step
     end: int  # positions present after it
 
+    @property
+    def wanted(self) -> int:
+        """How many of its last tokens have their logits read."""
+        return {"none": 0, "last": 1, "all": len(self.tokens)}[self.row.logits]
+
     def check_choice(self, layer: int, before: Positions, chosen: Positions, layers: int) -> Positions:
         """What a selector chose for `layer`, if it may; raises `StepRefused` if not."""
         chosen = np.asarray(chosen, dtype=np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,13 @@ class Buffers:
 class BufferPool:
     """Buffers for sequences. Freed ones are used again: their pages are warm, fresh ones cost a fault each."""
 
-    def __init__(self, layout: KvLayout, device: torch.device) -> None:
+    def __init__(
+        self, layout: KvLayout, device: torch.device, on_drop: Callable[[Buffers], None] = lambda _: None
+    ) -> None:
+        """`on_drop` hears of buffers that will not be used again."""
         self.layout = layout
         self.device = device
+        self._on_drop = on_drop
         self._free: list[Buffers] = []
         self._lock = threading.Lock()
 
@@ -57,8 +62,9 @@ class BufferPool:
         """Take buffers back for the next sequence."""
         with self._lock:
             self._free.append(buffers)
-            if len(self._free) > _FREE_BUFFERS:
-                self._free.pop(0)
+            dropped = self._free.pop(0) if len(self._free) > _FREE_BUFFERS else None
+        if dropped is not None:
+            self._on_drop(dropped)
 
     def clear(self) -> None:
         """Free all memory that is not in use."""
@@ -77,18 +83,26 @@ class TorchSequence:
         self.regime = regime
 
     @property
+    def buffers(self) -> Buffers:
+        """Where its KV is. Raises `Closed` once they were given back."""
+        if self._buffers is None:
+            raise Closed("The sequence was closed. Open a new one.")
+        return self._buffers
+
+    @property
     def length(self) -> int:
         """How many positions are present, from 0 on."""
-        self._open_buffers()
+        if self._buffers is None:
+            raise Closed("The sequence was closed. Open a new one.")
         return self._length
 
     def keys(self, layer: int) -> Tensor:
         """The whole key buffer of a layer, `[1, kv_heads, capacity, key_dim]`."""
-        return self._open_buffers().keys[layer]
+        return self.buffers.keys[layer]
 
     def values(self, layer: int) -> Tensor:
         """The whole value buffer of a layer, `[1, kv_heads, capacity, value_dim]`."""
-        return self._open_buffers().values[layer]
+        return self.buffers.values[layer]
 
     def extend(self, length: int) -> None:
         """Count the positions below `length` as present."""
@@ -104,7 +118,7 @@ class TorchSequence:
         """A copy of the KV of `span`."""
         if span.stop > self.length:
             raise StepRefused(f"Cannot export up to {span.stop}: {self.length} positions are present.")
-        buffers = self._open_buffers()
+        buffers = self.buffers
         layers = tuple(
             LayerKv(_to_numpy(keys[0, :, span.start : span.stop]), _to_numpy(values[0, :, span.start : span.stop]))
             for keys, values in zip(buffers.keys, buffers.values, strict=True)
@@ -122,11 +136,6 @@ class TorchSequence:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _open_buffers(self) -> Buffers:
-        if self._buffers is None:
-            raise Closed("The sequence was closed. Open a new one.")
-        return self._buffers
 
 
 class Landing:

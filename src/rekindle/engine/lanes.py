@@ -1,0 +1,211 @@
+"""Rows on their way through the layers.
+
+The rows of a step are packed end to end, `[1, tokens of all rows, hidden]`: projections and MLPs see one batch
+without padding, whatever the lengths. Where tokens meet the context, in attention, each row is a `Lane` with its
+own sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rekindle.engine import probe
+from rekindle.engine.attention import Scores, Tile, attend, cut_tiles
+from rekindle.engine.base import Positions
+from rekindle.engine.layers import StepPass
+from rekindle.engine.rope import Rope, Rotation
+from rekindle.engine.rows import CheckedRow
+from rekindle.engine.sequence import Landing, Slots, TorchSequence
+from rekindle.errors import Cancelled
+
+
+class Lane:
+    """One row on its way through the layers: which of its tokens are still there, and where they stand."""
+
+    def __init__(self, checked: CheckedRow, sequence: TorchSequence, device: torch.device) -> None:
+        self.checked = checked
+        self.sequence = sequence
+        self._device = device
+        self.place(checked.positions)
+
+    def place(self, positions: Positions) -> None:
+        """Go on with these positions."""
+        self.positions = positions
+        self._tiles: dict[int | None, tuple[Tile, ...]] = {}
+        run = len(positions) and int(positions[-1] - positions[0]) + 1 == len(positions)
+        self._slots: Slots
+        if run:
+            self._slots = slice(int(positions[0]), int(positions[-1]) + 1)
+        else:
+            self._slots = torch.from_numpy(positions).to(self._device)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Put the new keys and values where they belong."""
+        _write(self.sequence.keys(layer), self._slots, key)
+        _write(self.sequence.values(layer), self._slots, value)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Write the new keys and values, then attend: `[1, heads, tokens, value_dim]`."""
+        keys, values = self.sequence.keys(layer), self.sequence.values(layer)
+        watch = self.checked.row.probe
+        if watch is not None and watch.layers is not None and layer not in watch.layers:
+            watch = None
+        deviation = None
+        if watch is not None and watch.deviation:
+            old = keys[:, :, self._slots], values[:, :, self._slots]
+            deviation = probe.deviation_of((key, value), old)
+        self.write(layer, key, value)
+        tiles = self._tiles.get(scores.window)
+        if tiles is None:
+            tiles = cut_tiles(self.positions, scores.window, query.dtype, query.device)
+            self._tiles[scores.window] = tiles
+        if watch is not None:
+            probe.read(watch, layer, self.positions, query, keys, tiles, scores, deviation)
+        return attend(query, keys, values, tiles, scores)
+
+
+class Pass(StepPass):
+    """The lanes of one step: any rows, whatever they ask for."""
+
+    def __init__(
+        self,
+        rows: Sequence[CheckedRow],
+        device: torch.device,
+        layers: int,
+        cancelled: Callable[[], bool] | None,
+    ) -> None:
+        super().__init__()
+        self.lanes = [Lane(row, _torch_sequence(row), device) for row in rows]
+        self._device = device
+        self._layers = layers
+        self._cancelled = cancelled
+        self._choosing = any(row.row.selector is not None for row in rows)
+        self._fed = any(row.row.feeds for row in rows)
+        self.tokens = torch.from_numpy(np.concatenate([row.tokens for row in rows]))[None].to(device)
+        self._pack()
+
+    def _pack(self) -> None:
+        stops = np.cumsum([len(lane.positions) for lane in self.lanes]).tolist()
+        # Where each lane that still has tokens stands among the packed ones.
+        self._bounds = [
+            (lane, start, stop)
+            for lane, start, stop in zip(self.lanes, [0, *stops], stops, strict=False)
+            if stop > start
+        ]
+        packed = np.concatenate([lane.positions for lane in self.lanes])
+        self.positions = torch.from_numpy(packed)[None].to(self._device)  # [1, tokens]
+        self._rotations: dict[str, Rotation] | None = None
+
+    def check_cancelled(self) -> None:
+        """Stop here if the caller asked to."""
+        if self._cancelled is not None and self._cancelled():
+            raise Cancelled("The request was cancelled.")
+
+    def select(self, layer: int, hidden: Tensor) -> Tensor:
+        """The hidden states `[1, tokens, hidden]` that `layer` shall compute, after the selectors' choice."""
+        if not self._choosing or layer == 0:
+            return hidden
+        keep: list[Tensor] = []
+        changed = False
+        for lane, start, _ in self._bounds:
+            chosen = lane.positions
+            if (selector := lane.checked.row.selector) is not None:
+                choice = selector.choose(layer, lane.positions)
+                chosen = lane.checked.check_choice(layer, lane.positions, choice, self._layers)
+            keep.append(start + torch.from_numpy(np.searchsorted(lane.positions, chosen)))
+            if len(chosen) != len(lane.positions):
+                changed = True
+                lane.place(chosen)
+        if not changed:
+            return hidden
+        self._pack()
+        return hidden.index_select(1, torch.cat(keep).to(self._device))
+
+    def fill(self, layer: int) -> None:
+        """Wait for what the feeds bring to this layer."""
+        if not self._fed:
+            return
+        for lane in self.lanes:
+            for feed in lane.checked.row.feeds:
+                if layer in feed.layers:
+                    landing = Landing(lane.sequence, layer, feed.span)
+                    feed.fill(layer, landing.out)
+                    landing.land()
+
+    def rotations(self, rope: Rope, hidden: Tensor) -> dict[str, Rotation] | None:
+        """The rotations of the packed positions, each lane under its own regime."""
+        if self._rotations is None:
+            regimes = {lane.sequence.regime for lane in self.lanes}
+            if len(regimes) == 1:
+                self._rotations = rope.rotations(hidden, self.positions, regimes.pop())
+            else:
+                parts = [
+                    rope.rotations(hidden, self.positions[:, start:stop], lane.sequence.regime)
+                    for lane, start, stop in self._bounds
+                ]
+                self._rotations = _join([part for part in parts if part is not None])
+        return self._rotations
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Put each lane's keys and values into its sequence."""
+        for lane, start, stop in self._bounds:
+            lane.write(layer, key[:, :, start:stop], value[:, :, start:stop])
+
+    def mix(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Attention of each lane over its sequence."""
+        if len(self.lanes) == 1:
+            return self.lanes[0].attend(layer, query, key, value, scores)
+        parts = []
+        for lane, start, stop in self._bounds:
+            own = slice(start, stop)
+            parts.append(lane.attend(layer, query[:, :, own], key[:, :, own], value[:, :, own], scores))
+        return torch.cat(parts, dim=2)
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether the last layer's output is read for some of the tokens only, and nobody watches the others."""
+        unread = any(len(lane.positions) > lane.checked.wanted for lane in self.lanes)
+        return unread and not any(lane.checked.row.probe for lane in self.lanes)
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        """Only the hidden states whose logits are wanted, `[1, wanted, hidden]`; the lanes go on with those."""
+        kept: list[int] = []
+        for lane, start, stop in self._bounds:
+            first = stop - min(lane.checked.wanted, stop - start)
+            kept.extend(range(first, stop))
+            if first > start:
+                lane.place(lane.positions[first - start :])
+        if len(kept) == hidden.shape[1]:
+            return hidden
+        self._pack()
+        return hidden.index_select(1, torch.tensor(kept, dtype=torch.int64, device=self._device))
+
+
+def _write(buffer: Tensor, slots: Slots, rows: Tensor) -> None:
+    """Put rows `[1, kv_heads, tokens, dim]` where they belong in a buffer `[1, kv_heads, capacity, dim]`."""
+    if isinstance(slots, slice):
+        buffer[:, :, slots] = rows
+    else:
+        buffer.index_copy_(2, slots, rows)
+
+
+def _torch_sequence(row: CheckedRow) -> TorchSequence:
+    sequence = row.row.sequence
+    assert isinstance(sequence, TorchSequence), "a row holds a sequence of the engine that opened it"
+    return sequence
+
+
+def _join(parts: Sequence[dict[str, Rotation]]) -> dict[str, Rotation] | None:
+    if not parts:
+        return None
+    return {
+        kind: (
+            torch.cat([part[kind][0] for part in parts], dim=1),
+            torch.cat([part[kind][1] for part in parts], dim=1),
+        )
+        for kind in parts[0]
+    }

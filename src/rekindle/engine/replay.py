@@ -1,0 +1,240 @@
+"""Short steps on a GPU, recorded once and replayed.
+
+A step of a few tokens is over on a GPU before Python has launched its thousand kernels. Such steps (the next token
+of each chat, the question after a loaded context) are recorded as a CUDA graph: all kernels in one launch. A graph
+has fixed shapes and addresses, so a recorded step belongs to certain buffers and a padded number of tokens, while
+tokens, positions and lengths are read from the device. Padding stands after the real tokens: it writes only to
+positions that are not present yet, and no real token sees it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rekindle.engine.attention import Scores
+from rekindle.engine.decoder import Decoder
+from rekindle.engine.layers import StepPass
+from rekindle.engine.rope import Rope, Rotation
+from rekindle.engine.rows import CheckedRow
+from rekindle.engine.sequence import Buffers, TorchSequence
+
+_PADDED = (1, 16, 32, 64)  # tokens of a lane are padded to one of these; longer rows are not replayed
+_KEPT = 16  # recorded steps
+
+# query [tokens, heads, dim], keys and values [capacity, kv_heads, dim], lengths -> [tokens, heads, dim]. The queries
+# stand at the last of the `used` keys and are causal.
+Attention = Callable[[Tensor, Tensor, Tensor, "Lengths", Scores], Tensor]
+Key = tuple[str, tuple[tuple[int, int], ...]]  # regime; buffers and padded tokens of each lane
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How many queries and keys there are: shapes fixed, values on the device."""
+
+    query_edges: Tensor  # [2] int32: 0, queries
+    key_edges: Tensor  # [2] int32: 0, capacity
+    used: Tensor  # [1] int32: keys that are there
+
+
+class StaticPass(StepPass):
+    """A step of fixed shape. `load` puts another step's tokens into it."""
+
+    def __init__(self, lanes: Sequence[tuple[Buffers, int]], regime: str, attention: Attention) -> None:
+        super().__init__()
+        self._buffers = [buffers for buffers, _ in lanes]
+        self._regime = regime
+        self._attention = attention
+        device = self._buffers[0].keys[0].device
+        counts = [count for _, count in lanes]
+        stops = np.cumsum(counts).tolist()
+        total = stops[-1]
+        self._bounds = list(zip([0, *stops[:-1]], stops, strict=True))
+        self._inputs = torch.zeros(2 * total + len(lanes), dtype=torch.int64, device=device)
+        self._used = torch.zeros(2, len(lanes), dtype=torch.int32, device=device)
+        self.tokens = self._inputs[None, :total]
+        self._places = self._inputs[total : 2 * total]  # a position is the slot its KV goes to
+        self._last = self._inputs[2 * total :]  # where each lane's last real token stands among the packed
+        self._edges = {n: torch.tensor([0, n], dtype=torch.int32, device=device) for n in {1, *counts}}
+        self._edges |= {b.capacity: torch.tensor([0, b.capacity], dtype=torch.int32, device=device) for b, _ in lanes}
+        self.begin()
+
+    def load(self, rows: Sequence[CheckedRow]) -> None:
+        """Take over the tokens and positions of these rows, one a lane."""
+        tokens, places, last, used = [], [], [], []
+        for row, (start, stop) in zip(rows, self._bounds, strict=True):
+            count, first = len(row.tokens), int(row.positions[0])
+            tokens.append(np.pad(row.tokens, (0, stop - start - count)))
+            places.append(np.arange(first, first + stop - start))
+            last.append(start + count - 1)
+            used.append((first + stop - start, first + count))
+        block = np.concatenate([*tokens, *places, np.array(last)])
+        self._inputs.copy_(torch.from_numpy(block))
+        self._used.copy_(torch.tensor(used, dtype=torch.int32).T)
+
+    def begin(self) -> None:
+        """Start over with all tokens of every lane."""
+        self._at_end = False
+        self.positions = self._places[None]
+        self._rotations: dict[str, Rotation] | None = None
+
+    def rotations(self, rope: Rope, hidden: Tensor) -> dict[str, Rotation] | None:
+        """The rotations of the tokens still there."""
+        if self._rotations is None:
+            self._rotations = rope.rotations(hidden, self.positions, self._regime)
+        return self._rotations
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether there are tokens beside each lane's last."""
+        return self._places.shape[0] > len(self._buffers)
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        """The hidden states of each lane's last token."""
+        if self._at_end:
+            return hidden
+        self._at_end = True
+        self.positions = self._places[self._last][None]
+        self._rotations = None
+        return hidden.index_select(1, self._last)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Put each lane's keys and values into its buffers."""
+        for buffers, (start, stop) in zip(self._buffers, self._lanes(), strict=True):
+            slots = self.positions[0, start:stop]
+            buffers.keys[layer].index_copy_(2, slots, key[:, :, start:stop])
+            buffers.values[layer].index_copy_(2, slots, value[:, :, start:stop])
+
+    def mix(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Attention of each lane over its buffers."""
+        self.write(layer, key, value)
+        parts = []
+        for index, (buffers, (start, stop)) in enumerate(zip(self._buffers, self._lanes(), strict=True)):
+            used = self._used[int(self._at_end), index : index + 1]
+            lengths = Lengths(self._edges[stop - start], self._edges[buffers.capacity], used)
+            # Heads beside tokens, as the kernel wants them; views, not copies.
+            queries = query[0, :, start:stop].transpose(0, 1)
+            keys, values = (kept[layer][0].transpose(0, 1) for kept in (buffers.keys, buffers.values))
+            parts.append(self._attention(queries, keys, values, lengths, scores))
+        return torch.cat(parts).transpose(0, 1)[None]
+
+    def _lanes(self) -> list[tuple[int, int]]:
+        return [(i, i + 1) for i in range(len(self._buffers))] if self._at_end else self._bounds
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    step: StaticPass
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor  # [rows, vocabulary], written by each replay
+
+
+class Recorder:
+    """Records short steps the second time they are asked for, and replays them ever after."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._steps: OrderedDict[Key, _Recorded] = OrderedDict()
+        self._asked_once: set[Key] = set()
+
+    @classmethod
+    def for_decoder(cls, decoder: Decoder) -> Recorder | None:
+        """A recorder, if this model, device and torch allow it."""
+        plain = all(scores.softcap is None for scores in decoder.scores)
+        even = all(shape.key_dim == shape.value_dim <= 256 for shape in decoder.layout.layers)
+        half = decoder.layout.dtype in ("float16", "bfloat16")
+        fixed = decoder.rope.fixed_length is None
+        if decoder.device.type == "cuda" and plain and even and half and fixed and has_flash_attention():
+            return cls(decoder)
+        return None
+
+    def run(self, rows: Sequence[CheckedRow], longest: int) -> Tensor | None:
+        """The logits `[rows, vocabulary]` if this step can be replayed; positions stay below `longest`."""
+        lanes = [lane for row in rows if (lane := _lane(row, longest)) is not None]
+        regimes = {row.row.sequence.regime for row in rows}
+        if len(lanes) != len(rows) or len(regimes) != 1:
+            return None
+        (regime,) = regimes
+        key = regime, tuple((id(buffers), count) for buffers, count in lanes)
+        if key not in self._steps:
+            if key not in self._asked_once:
+                self._asked_once.add(key)
+                return None
+            self._steps[key] = self._record(StaticPass(lanes, regime, flash_attention), rows)
+            if len(self._steps) > _KEPT:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(key)
+        recorded = self._steps[key]
+        recorded.step.load(rows)
+        recorded.graph.replay()
+        return recorded.logits
+
+    def forget(self, buffers: Buffers) -> None:
+        """The buffers are gone: so are their steps."""
+        gone = id(buffers)
+        for key in [key for key in self._steps if any(owner == gone for owner, _ in key[1])]:
+            del self._steps[key]
+        self._asked_once = {key for key in self._asked_once if all(owner != gone for owner, _ in key[1])}
+
+    def _record(self, step: StaticPass, rows: Sequence[CheckedRow]) -> _Recorded:
+        step.load(rows)
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # libraries set themselves up in a first run, which must not be recorded
+            step.begin()
+            self._decoder.run(step)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        step.begin()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            logits = self._decoder.run(step)
+        return _Recorded(step, graph, logits)
+
+
+def has_flash_attention() -> bool:
+    """Whether this torch has attention over a cache whose length stands on the device.
+
+    Its public form, `varlen_attn`, takes such a length only in recent releases; the operator under it always did.
+    """
+    operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
+    return operator is not None and "seqused_k" in str(operator.default._schema)
+
+
+def flash_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Lengths, scores: Scores) -> Tensor:
+    """Attention over the first `lengths.used` keys, the queries standing at the last of them."""
+    mixed: Tensor = torch.ops.aten._flash_attention_forward(
+        query,
+        keys,
+        values,
+        lengths.query_edges,
+        lengths.key_edges,
+        query.shape[0],
+        keys.shape[0],
+        0.0,  # dropout
+        True,  # causal
+        False,  # no debug mask
+        scale=scores.scaling,
+        window_size_left=None if scores.window is None else scores.window - 1,
+        window_size_right=None if scores.window is None else 0,
+        seqused_k=lengths.used,
+    )[0]
+    return mixed
+
+
+def _lane(row: CheckedRow, longest: int) -> tuple[Buffers, int] | None:
+    """The buffers and padded length with which a row can be replayed."""
+    asked, sequence, count = row.row, row.row.sequence, len(row.tokens)
+    if asked.feeds or asked.selector or asked.probe or asked.logits != "last" or count > _PADDED[-1]:
+        return None
+    first = int(row.positions[0])
+    follows = first == row.kept and int(row.positions[-1]) == first + count - 1
+    if not follows or not isinstance(sequence, TorchSequence):
+        return None
+    padded = next(size for size in _PADDED if size >= count)
+    buffers = sequence.buffers
+    return (buffers, padded) if first + padded <= min(buffers.capacity, longest) else None
