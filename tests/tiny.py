@@ -53,7 +53,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "cohere": {},
     "gemma": {},
-    "gpt2": {"n_inner": 48},
     "mixtral": {"num_local_experts": 4},
     "nemotron": {},
     "olmo3": {"sliding_window": WINDOW, "layer_types": _MIXED},

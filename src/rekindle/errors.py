@@ -6,6 +6,7 @@ RekindleError
 |   |-- DownloadFailed      network, server or index refused
 |   |-- DigestMismatch      the file that came is not the file that was pinned
 |   |-- NoSpace             the disk is too full for it
+|   |-- OutOfMemory         the device's memory is too small for it
 |   |-- NotAModel           the files are there, but are something else
 |   |-- BrokenModel         it is a model, but damaged or incomplete
 |   `-- UnsupportedModel    a sound model of a kind this engine cannot drive
@@ -45,6 +46,10 @@ class DigestMismatch(ModelError):
 
 class NoSpace(ModelError):
     """The disk is too full for the model."""
+
+
+class OutOfMemory(ModelError):
+    """The device's memory is too small for the model."""
 
 
 class NotAModel(ModelError):
@@ -91,7 +96,7 @@ class ContextOverflow(RequestError):
 
 
 class StepRefused(RekindleError):
-    """A row breaks the engine's contract; nothing was computed."""
+    """A row, or what its selector chose, breaks the engine's contract: a bug in the caller."""
 
 
 class Closed(RekindleError):

@@ -159,7 +159,7 @@ def test_doctor_tells_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts["rekindle"] == __version__ and facts["cores"] >= 1 and facts["memory_bytes"] > 0
     assert facts["engines"] == {"hf": "ready"} and facts["engines_ready"]
     assert " on " in facts["choices"]["float32 weights"]
-    assert "packages: torch" in rekindle("doctor").stdout
+    assert "package: torch" in rekindle("doctor").stdout
 
 
 def test_doctor_and_run_say_how_to_get_an_engine(tiny_folder: Path, tmp_path: Path) -> None:

@@ -113,6 +113,45 @@ def test_a_token_dropped_between_layers_uses_fed_kv_from_there_on(
     assert all(len(seen) == COUNT - (stop - start) for layer, seen in selector.seen if layer > 2)
 
 
+def test_several_feeds_may_cover_the_layers_together(engine: Engine, reference: tuple[np.ndarray, Kv]) -> None:
+    logits, kv = reference
+    layers = len(engine.layout.layers)
+    halves = (Stored(kv, Span(0, COUNT - 1), range(2)), Stored(kv, Span(0, COUNT - 1), range(2, layers)))
+    (got,) = engine.step([Row(opened(engine), TOKENS[-1:], [COUNT - 1], feeds=halves)])
+    assert_same(engine, got, logits[-1:])
+    dropping = Choosing(lambda layer, p: p[-1:].tolist())
+    (got,) = engine.step([Row(opened(engine), TOKENS, range(COUNT), feeds=halves, selector=dropping)])
+    assert_same(engine, got, logits[-1:])
+
+
+def test_everything_may_be_dropped_when_nothing_is_read(engine: Engine, reference: tuple[np.ndarray, Kv]) -> None:
+    """Only the feeds go on then, to the last layer; a probe sees what was still there."""
+    _, kv = reference
+    readings: list[Reading] = []
+    layers = len(engine.layout.layers)
+    fed = Stored(kv, Span(0, COUNT - 1))
+    row = Row(
+        opened(engine), TOKENS[:-1], range(COUNT - 1), "none", (Stored(kv, Span(0, COUNT - 2)),),
+        Choosing(lambda layer, p: p[-1:].tolist()), Probe(readings.append, queries=Span(0, COUNT)),
+    )  # fmt: skip
+    engine.step([row])
+    assert len(readings) == layers
+    sequence = opened(engine)
+    engine.step([Row.following(sequence, TOKENS, logits="none")])
+    everything = Row(
+        sequence,
+        TOKENS[:9],
+        range(9),
+        "none",
+        (),
+        Choosing(lambda layer, p: []),
+        Probe(readings.append, deviation=True),
+    )
+    engine.step([everything])
+    assert len(readings) == layers + 1
+    assert fed.filled == []
+
+
 def test_rows_dropped_in_one_lane_leave_the_others_alone(engine: Engine, reference: tuple[np.ndarray, Kv]) -> None:
     logits, kv = reference
     first, second = opened(engine), opened(engine)
@@ -171,7 +210,9 @@ def test_rows_that_break_the_contract_are_refused(engine: Engine, reference: tup
             [Row(sequence, [5], [3], feeds=(Stored(kv, Span(0, 3), range(1, layers)),))],
             "Position 0 is neither",
         ),
+        ([Row(sequence, [5], [3], feeds=(Stored(kv, Span(0, 3), range(layers - 1)),))], "Position 0 is neither"),
         ([Row(sequence, [5], [3], feeds=(Stored(kv, Span(0, 4)),))], "must be computed"),
+        ([Row(sequence, [5], [0], logits="lst")], "'lst' is unknown"),
         ([Row(sequence, [5], [3], feeds=(Garbage(Span(0, 3), layers + 1),))], "covers layers"),
     ]
     for rows, words in cases:
@@ -250,6 +291,11 @@ def test_a_closed_sequence_refuses_every_use(engine: Engine) -> None:
     ):
         with pytest.raises(Closed):
             use()
+
+
+def test_an_unknown_regime_is_refused(engine: Engine) -> None:
+    with pytest.raises(StepRefused, match="regime 'nonsense' is unknown"):
+        engine.open(10, "nonsense")
 
 
 def test_a_capacity_beyond_the_context_is_refused(engine: Engine) -> None:

@@ -66,7 +66,9 @@ def test_what_is_told_is_done(cpu_only: None) -> None:
     ("device", "dtype", "words"),
     [
         ("cuda", "auto", "not available"),
+        ("cuda:7", "auto", "not available"),
         ("tpu", "auto", "unknown"),
+        ("cpu:x", "auto", "unknown"),
         ("cpu", "float8", "unknown"),
         ("mps", "auto", "not"),
     ],

@@ -151,8 +151,9 @@ def test_a_reused_buffer_shows_nothing_of_its_past() -> None:
 def test_sequences_of_another_engine_are_refused() -> None:
     from rekindle.engine.fake import FakeEngine
 
-    hf, fake = tiny_engine("llama"), FakeEngine()
-    for engine, other in ((hf, fake), (fake, hf)):
+    hf, twin = tiny_engine("llama"), tiny_engine("llama", seed=1)
+    fake, sibling = FakeEngine(), FakeEngine(seed=1)
+    for engine, other in ((hf, fake), (fake, hf), (hf, twin), (fake, sibling)):
         with pytest.raises(StepRefused, match="another engine"):
             engine.step([Row.following(other.open(5, "plain"), [5])])
 
@@ -168,3 +169,74 @@ def test_a_closed_engine_says_so() -> None:
     ):
         with pytest.raises(Closed):
             use()
+
+
+def test_memory_that_nobody_uses_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rekindle.engine import sequence as module
+
+    engine = tiny_engine("llama")
+    pool = BufferPool(engine.layout, torch.device("cpu"))
+    dropped: list[object] = []
+    pool.on_drop = dropped.append
+    idle = pool.take(100)
+    pool.give(idle)
+    real, tries = module.Buffers, []
+
+    def scarce(*arguments: object) -> object:
+        tries.append(arguments)
+        if not dropped:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*arguments)
+
+    monkeypatch.setattr(module, "Buffers", scarce)
+    assert pool.take(5000).capacity == 5120
+    assert dropped == [idle] and len(tries) == 2
+
+
+def test_buffers_given_back_late_are_not_kept() -> None:
+    engine = tiny_engine("llama")
+    sequence = engine.open(10, "plain")
+    pool = sequence.pool
+    engine.close()
+    sequence.close()
+    assert pool._free == []
+
+
+def test_a_model_too_large_for_the_device_says_so(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rekindle.engine import checkpoint
+    from rekindle.errors import OutOfMemory
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    monkeypatch.setattr(checkpoint.AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(OutOfMemory, match="does not fit into the memory of cpu"):
+        load(tiny_folder)
+
+
+def test_stop_tokens_outside_the_vocabulary_are_left_out(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = copy_of(tiny_folder, tmp_path / "odd")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [256, 5000]}')
+    assert load(folder).tokenizer.stop_ids == {256}
+
+
+def test_every_file_a_tokenizer_can_have_counts(tiny_folder: Path, tmp_path: Path) -> None:
+    before = load(tiny_folder).identity("plain")
+    for name in ("merges.txt", "vocab.json", "special_tokens_map.json"):
+        folder = copy_of(tiny_folder, tmp_path / name)
+        (folder / name).write_text("{}")
+        assert load(folder).identity("plain").tokenizer != before.tokenizer, name
+
+
+def test_closing_a_sequence_from_many_threads_gives_its_buffers_back_once() -> None:
+    import threading
+
+    engine = tiny_engine("llama")
+    for _ in range(50):
+        sequence = engine.open(10, "plain")
+        threads = [threading.Thread(target=sequence.close) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(engine._pool._free) == len({id(b) for b in engine._pool._free}) == 1

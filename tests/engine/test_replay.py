@@ -5,16 +5,20 @@ Recording needs CUDA (`test_cuda.py`); here the same passes run one kernel at a 
 
 from __future__ import annotations
 
+from itertools import permutations
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from rekindle.core.kv import Span
+from rekindle.engine import replay
 from rekindle.engine.attention import Scores
 from rekindle.engine.base import Row
 from rekindle.engine.hf import HfEngine
-from rekindle.engine.replay import Lengths, Recorder, StaticPass, _lane
+from rekindle.engine.replay import Lengths, Recorder, StaticPass, _Recorded, replayable
 from rekindle.engine.rows import check_rows
 from tests.engine.contract import Stored
 from tests.tiny import WINDOW, tiny_engine
@@ -47,7 +51,7 @@ def run_static(engine: HfEngine, rows: list[Row]) -> np.ndarray:
     """The rows through a fresh step of fixed shape."""
     decoder = engine._live()
     checked = check_rows(rows, layers=len(engine.layout.layers), vocabulary_size=decoder.vocabulary_size)
-    lanes = [_lane(row, engine.context_tokens) for row in checked]
+    lanes = [replayable(row, engine.context_tokens) for row in checked]
     step = StaticPass(lanes, "plain", plain_attention)
     step.load(checked)
     step.begin()
@@ -89,7 +93,7 @@ def test_a_step_is_used_again_with_other_tokens(engine: HfEngine) -> None:
         sequence.truncate(0)
         engine.step([Row.following(sequence, TOKENS[:length], logits="none")])
         rows = check_rows([Row.following(sequence, [token, token + 1])], layers=4, vocabulary_size=320)
-        step = step or StaticPass([_lane(rows[0], 512)], "plain", plain_attention)
+        step = step or StaticPass([replayable(rows[0], 512)], "plain", plain_attention)
         step.load(rows)
         step.begin()
         got = decoder.run(step).numpy()
@@ -115,7 +119,7 @@ def test_what_cannot_be_replayed_is_not() -> None:
     kv = sequence.export(Span(0, 20))
 
     def lane(row: Row, longest: int = 512) -> object:
-        return _lane(check_rows([row], layers=4, vocabulary_size=320)[0], longest)
+        return replayable(check_rows([row], layers=4, vocabulary_size=320)[0], longest)
 
     assert lane(Row.following(sequence, [5])) == (sequence.buffers, 1)
     assert lane(Row.following(sequence, [5] * 9)) == (sequence.buffers, 16)
@@ -128,3 +132,90 @@ def test_what_cannot_be_replayed_is_not() -> None:
     assert lane(Row(fresh, [5], [20], feeds=(Stored(kv),))) is None
     assert lane(Row.following(sequence, [5] * 9), longest=30) is None, "padding would leave the context"
     assert Recorder.for_decoder(engine._live()) is None, "only CUDA records"
+
+
+class Replayed(Recorder):
+    """A recorder whose recordings are run one kernel at a time."""
+
+    def _record(self, step: StaticPass) -> Any:
+        recorder = self
+
+        class Graph:
+            def replay(self) -> None:
+                step.begin()
+                recorded.logits.copy_(recorder._decoder.run(step))
+
+        step.begin()
+        recorded = _Recorded(step, Graph(), self._decoder.run(step).clone())
+        return recorded
+
+
+@pytest.fixture
+def replaying(monkeypatch: pytest.MonkeyPatch) -> HfEngine:
+    """An engine that replays, and a longrope model whose frequencies change past 40 tokens."""
+    monkeypatch.setattr(replay, "flash_attention", plain_attention)
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0, 3.0, 5.0, 7.0],
+        "original_max_position_embeddings": 40,
+    }
+    engine = tiny_engine("phi3", rope_parameters=rope, original_max_position_embeddings=40, sliding_window=None)
+    engine._recorder = Replayed(engine._live())
+    engine._pool.on_drop = engine._recorder.forget
+    return engine
+
+
+def test_padding_never_crosses_into_another_regime(replaying: HfEngine) -> None:
+    """Two tokens at position 28 would be padded to 44: past the border the keys of all would be rotated wrongly."""
+    expected: list[np.ndarray] = []
+    for recorder in (None, replaying._recorder):
+        replaying._recorder = recorder
+        for turn in range(3):
+            with replaying.open(40, "short") as sequence:
+                replaying.step([Row.following(sequence, TOKENS[:20], logits="none")])
+                steps = []
+                for start in range(20, 40, 2):  # copied: on a CPU the logits are those of the recording itself
+                    steps += [
+                        row.copy() for row in replaying.step([Row.following(sequence, TOKENS[start : start + 2])])
+                    ]
+            if recorder is None and turn == 0:
+                expected = steps
+            for got, wanted in zip(steps, expected, strict=True):
+                np.testing.assert_allclose(got, wanted, atol=3e-5)
+    assert replaying._recorder._steps, "nothing was replayed"
+
+
+def test_a_step_is_recorded_the_second_time_and_forgotten_with_its_buffers(replaying: HfEngine) -> None:
+    recorder = replaying._recorder
+    counts = []
+    with replaying.open(100, "short") as sequence:
+        for token in (5, 6, 7):
+            replaying.step([Row.following(sequence, [token])])
+            counts.append(len(recorder._steps))
+        buffers = sequence.buffers
+    assert counts == [0, 1, 1]
+    recorder.forget(buffers)
+    assert not recorder._steps and not recorder._asked_once
+
+
+def test_what_cannot_be_recorded_is_computed_as_ever(replaying: HfEngine, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(step: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    replaying._recorder._record = broken
+    with replaying.open(100, "short") as sequence:
+        logits = [replaying.step([Row.following(sequence, [5])])[0] for _ in range(4)]
+    assert all(np.isfinite(row).all() for row in logits)
+    assert sum("will not be replayed" in message for message in caplog.messages) == 1
+
+
+def test_recorded_steps_do_not_pile_up(replaying: HfEngine) -> None:
+    sequences = [replaying.open(10, "short") for _ in range(12)]
+    for first, second in permutations(sequences, 2):
+        for sequence in (first, second):
+            sequence.truncate(0)
+        for _ in range(2):
+            replaying.step([Row.following(first, [5]), Row.following(second, [6])])
+    assert len(replaying._recorder._steps) <= 16 and len(replaying._recorder._asked_once) <= 16

@@ -109,3 +109,66 @@ def test_a_template_that_refuses_says_why(tiny_folder: Path, tmp_path: Path) -> 
     engine = HfEngine.load(ModelFiles("strict", folder))
     with pytest.raises(InvalidPrompt, match="Roles must alternate"):
         engine.tokenizer.encode_chat([Message("user", "a")])
+
+
+def test_a_file_that_asks_for_truncation_and_padding_is_not_obeyed() -> None:
+    backend = byte_tokenizer()._backend
+    backend.enable_truncation(8)
+    backend.enable_padding(length=8, pad_id=256, pad_token="<|end|>")
+    tokenizer = TextTokenizer(
+        backend, render=lambda messages: messages[0]["content"], stop_ids=frozenset(), vocabulary_size=320
+    )
+    for text in ("Hi", "a rather long text", "with <|end|> inside, and long"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.decode(tokenizer.encode_chat([Message("user", text)])) == text
+
+
+def marking() -> TextTokenizer:
+    """A model whose turn markers are added tokens that it does not call special, as some published ones."""
+    backend = byte_tokenizer()._backend
+    backend.add_tokens(["<User>", "<Reply>", "<think>", "\n\n", "user"])
+    template = "{{ '<User>' + content + '\n\n<Reply>' }} user <think>"
+
+    def render(messages: list[dict[str, str]]) -> str:
+        marks = {"user": "<User>", "assistant": "<Reply>"}
+        return "".join(marks[m["role"]] + m["content"] for m in messages) + "<Reply>"
+
+    return TextTokenizer(backend, render=render, stop_ids=frozenset(), vocabulary_size=320, template=template)
+
+
+def test_markers_of_the_template_are_control_tokens_too() -> None:
+    tokenizer = marking()
+    tokens = tokenizer.encode_chat([Message("user", "hi<Reply>yes<User>no <think>")])
+    assert [t for t in tokens if t >= 256] == [259, 260]
+    assert not [t for t in tokenizer.encode("<User><think>") if t >= 256]
+
+
+def test_what_the_model_wrote_keeps_its_own_markers() -> None:
+    tokens = marking().encode_chat([Message("assistant", "<think>so</think><|stop|>"), Message("user", "ok")])
+    assert [t for t in tokens if t >= 256] == [260, 261, 259, 260], "its thought, but no special token"
+
+
+def test_added_spaces_and_words_are_not_markers() -> None:
+    assert [t for t in marking().encode("a\n\nb user") if t >= 256] == [262, 263]
+
+
+def test_merges_cannot_spell_a_control_token() -> None:
+    pieces = ["<", "s", ">", "<s", "<s>", "a"]
+    merges = [("<", "s"), ("<s", ">")]
+    backend = tokenizers.Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=merges))
+    backend.add_special_tokens(["<s>"])
+    tokenizer = TextTokenizer(backend, render=None, stop_ids=frozenset(), vocabulary_size=6)
+    assert tokenizer.encode("a<s>") == [5, 3, 2]
+
+
+def test_a_template_that_stumbles_says_so(tiny_folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    from rekindle.core.model import ModelFiles
+    from rekindle.engine.hf import HfEngine
+
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "odd"))
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] + 1 }}")
+    engine = HfEngine.load(ModelFiles("odd", folder), device="cpu")
+    with pytest.raises(InvalidPrompt, match="chat template refuses"):
+        engine.tokenizer.encode_chat([Message("user", "a")])

@@ -51,6 +51,21 @@ def test_a_family_it_cannot_drive_is_named(family: str, changes: dict[str, Any],
     assert "Use a plain decoder" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("gpt2", {"n_inner": 48}, "'gpt2'"),  # reshapes after its layers, so it cannot read some rows only
+        ("phimoe", {"num_local_experts": 2, "sliding_window": 16}, "'phimoe'.*sliding window of 16"),
+    ],
+)
+def test_a_family_that_would_go_wrong_later_is_refused_at_load(
+    family: str, changes: dict[str, Any], words: str
+) -> None:
+    model = small(family, **changes)
+    with pytest.raises(UnsupportedModel, match=words):
+        HfEngine(model, byte_tokenizer(), name=family, placement=place("cpu", "float32"))
+
+
 def test_an_encoder_decoder_is_named(tiny_folder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "t5"))
     config = AutoConfig.for_model("t5", vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
@@ -154,9 +169,15 @@ def test_closing_frees_the_weights() -> None:
     import gc
     import weakref
 
+    from rekindle.engine.replay import Recorder
+
     engine = tiny_engine("llama")
+    engine._recorder = Recorder(engine._live())  # as on CUDA
+    engine._pool.on_drop = engine._recorder.forget
+    sequence = engine.open(10, "plain")  # even if somebody still holds one
     weight = weakref.ref(engine.model.lm_head.weight)
     engine.close()
     engine.close()
     gc.collect()
     assert weight() is None
+    sequence.close()

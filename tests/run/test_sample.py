@@ -89,3 +89,7 @@ def test_any_setting_draws_a_token_of_the_vocabulary(
 def test_tokens_ruled_out_are_never_drawn() -> None:
     logits = np.array([-np.inf, 0.0, -np.inf], dtype=np.float32)
     assert set(drawn(Sampling(temperature=100.0, seed=1), 200, logits)) == {1}
+
+
+def test_the_smallest_temperature_is_greedy() -> None:
+    assert set(drawn(Sampling(temperature=5e-324, seed=1), 50)) == {0}

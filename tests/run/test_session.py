@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from rekindle import Session
 from rekindle.engine.base import Row
 from rekindle.engine.fake import FakeEngine
-from rekindle.errors import Cancelled, Closed, ContextOverflow, InvalidPrompt, InvalidSampling, InvalidSetting
+from rekindle.errors import (
+    Cancelled,
+    Closed,
+    ContextOverflow,
+    InvalidPrompt,
+    InvalidSampling,
+    InvalidSetting,
+    RekindleError,
+)
 
 PROMPT = "Tell me about lamps."
 
@@ -303,3 +313,77 @@ def watch_sequences(engine: FakeEngine) -> list:
 
     engine.open = watched
     return opened
+
+
+def test_a_stream_may_be_closed_while_another_thread_reads_it(session: Session) -> None:
+    opened = watch_sequences(session.engine)
+    for _ in range(5):
+        stream = session.stream(PROMPT, max_tokens=200, min_tokens=200)
+        pieces: list[str] = []
+        reader = threading.Thread(target=lambda s=stream, p=pieces: p.extend(s))
+        reader.start()
+        while not pieces:
+            pass
+        stream.close()
+        reader.join()
+    assert len(opened) == 5 and all(sequence._closed for sequence in opened)
+
+
+def test_a_cancelled_task_leaves_nothing_behind(session: Session, caplog: pytest.LogCaptureFixture) -> None:
+    opened = watch_sequences(session.engine)
+
+    async def run() -> None:
+        complaints: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+        tasks = [asyncio.create_task(session.agenerate(PROMPT, max_tokens=200, min_tokens=200)) for _ in range(3)]
+        while len(opened) < 3:
+            await asyncio.sleep(0.001)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(sequence._closed for sequence in opened)
+        del tasks, task
+        gc.collect()
+        await asyncio.sleep(0.01)
+        assert complaints == []
+
+    asyncio.run(run())
+    assert "never retrieved" not in caplog.text
+
+
+def test_a_full_pool_of_the_application_does_not_keep_a_reply_waiting(session: Session) -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(max_workers=1))
+        gate = threading.Event()
+        blocked = loop.run_in_executor(None, gate.wait)
+        reply = await asyncio.wait_for(session.agenerate(PROMPT, max_tokens=2), timeout=60)
+        assert len(reply.tokens) == 2
+        gate.set()
+        await blocked
+
+    asyncio.run(run())
+
+
+def test_after_an_error_the_reply_is_not_called_cancelled(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = session.stream(PROMPT)
+    monkeypatch.setattr(session.engine, "step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        next(stream)
+    with pytest.raises(RekindleError, match="incomplete") as raised:
+        _ = stream.reply
+    assert not isinstance(raised.value, Cancelled)
+
+
+def test_a_template_that_wants_alternation_survives_dropping(session: Session) -> None:
+    """Dropping a question alone would leave its answer first, which many templates refuse."""
+    real = session.engine.tokenizer.encode_chat
+
+    def strict(messages):
+        said = [m.role for m in messages if m.role != "system"]
+        assert said == [("user", "assistant")[i % 2] for i in range(len(said))], said
+        return real(messages)
+
+    session.engine.tokenizer.encode_chat = strict
+    reply = session.chat(chat_of(21), overflow="drop-oldest", max_tokens=1)
+    assert reply.usage.dropped_messages % 2 == 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers
 
 from rekindle.engine.base import Tokenizer
 from rekindle.engine.fake import ByteTokenizer
@@ -32,6 +34,49 @@ def test_the_pieces_are_the_text(text: str) -> None:
 def test_bytes_that_are_no_text_come_out_as_in_the_whole(tokens: list[int]) -> None:
     tokenizer = ByteTokenizer()
     assert "".join(pieces_of(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    """A tokenizer that spells what it does not know in bytes, as Llama 2 and Gemma do."""
+    pieces = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b"]
+    model = models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], unk_token="<unk>", byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+class Fallback(ByteTokenizer):
+    backend = byte_fallback()
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.backend.decode(list(tokens))
+
+
+@given(st.text("ab 🙂é東", max_size=30))
+def test_characters_spelled_in_bytes_come_out_whole(text: str) -> None:
+    tokenizer = Fallback()
+    assert "".join(pieces_of(tokenizer, tokenizer.encode(text))) == text
+
+
+def test_half_a_character_at_the_end_spoils_nothing_before_it() -> None:
+    tokenizer = Fallback()
+    pieces = pieces_of(tokenizer, tokenizer.encode("a🙂🙂")[:-2])
+    assert "".join(pieces).startswith("a🙂") and "".join(pieces).rstrip("\N{REPLACEMENT CHARACTER}") == "a🙂"
+
+
+def test_a_continued_text_begins_with_its_space() -> None:
+    class Marked(ByteTokenizer):
+        backend = sentencepiece_like()
+
+        def decode(self, tokens: Sequence[int]) -> str:
+            return self.backend.decode(list(tokens)).removeprefix(" ")
+
+    alone, after = Detokenizer(Marked()), Detokenizer(Marked(), context=[4, 5])
+    assert alone.add(4) == "a" and after.add(4) == " a"
 
 
 def test_a_character_of_several_tokens_comes_in_one_piece() -> None:

@@ -27,9 +27,9 @@ def doctor(json: AsJson = False) -> None:
     if json:
         print_json(facts)
         return
-    rows = [[name, _say(value)] for name, value in facts.items() if not isinstance(value, dict)]
+    rows = [[_label(name), _say(value)] for name, value in facts.items() if not isinstance(value, dict)]
     for group in ("packages", "engines", "choices"):
-        rows += [[f"{group}: {name}", _say(value)] for name, value in facts[group].items()]
+        rows += [[f"{group.rstrip('s')}: {name}", _say(value)] for name, value in facts[group].items()]
     print_table(["what", "found"], rows)
     if not facts["engines_ready"]:
         typer.echo("\nNo engine is installed. Get one with: pip install 'rekindle[hf]'", err=True)
@@ -40,9 +40,10 @@ def examine() -> dict[str, Any]:
     """Everything worth knowing about this machine, as plain values."""
     import psutil
 
+    from rekindle.bench.base import machine
     from rekindle.models.registry import entries
 
-    memory = psutil.virtual_memory()
+    here = machine()
     home = home_folder()
     existing = next(path for path in (home, *home.parents) if path.exists())
     engines, choices = _engines()
@@ -50,10 +51,10 @@ def examine() -> dict[str, Any]:
         "rekindle": __version__,
         "python": f"{sys.version.split()[0]} ({sys.executable})",
         "system": platform.platform(),
-        "processor": _processor(),
-        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count() or 1,
-        "memory_bytes": memory.total,
-        "memory_free_bytes": memory.available,
+        "processor": here["processor"],
+        "cores": here["cores"],
+        "memory_bytes": here["memory_bytes"],
+        "memory_free_bytes": psutil.virtual_memory().available,
         "models_folder": str(models_folder()),
         "disk_free_bytes": shutil.disk_usage(existing).free,
         "models": [entry.name for entry in entries()],
@@ -91,13 +92,8 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123  (not a file to keep a path of)
-            names = [line.partition(":")[2].strip() for line in file if line.startswith(("model name", "Hardware"))]
-    except OSError:
-        names = []
-    return names[0] if names else (platform.processor() or platform.machine())
+def _label(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")
 
 
 def _say(value: Any) -> str:

@@ -107,7 +107,7 @@ class Reading:
     received: NDArray[np.float32] | None  # [keys] mean mass a key got from the probed queries, mean over heads
     received_most: NDArray[np.float32] | None  # [keys] the same, maximum over heads
     sent: NDArray[np.float32] | None  # [tokens, segments] mass each token gave to each segment
-    deviation: NDArray[np.float32] | None  # [tokens] |new KV - KV that stood there| / |KV that stood there|
+    deviation: NDArray[np.float32] | None  # [tokens] |new - old| / |old|, root mean square of keys' and values'
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ class Engine(Protocol):
         """Compute the rows in one pass; returns the logits each asked for (none: an array of no rows).
 
         Afterwards a row's positions are present. Raises `StepRefused` before anything is computed if a row breaks
-        the contract. If it fails later (`Cancelled`, checked between layers, or what a feed raised), every
-        sequence is truncated to below its first touched position: nothing half-computed stays.
+        the contract. If it fails later (`Cancelled`, checked between layers, a selector's forbidden choice, what a
+        feed raised), every sequence is truncated to below its first touched position: nothing half-computed stays.
         """
 
     def close(self) -> None:

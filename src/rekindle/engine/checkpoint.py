@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,19 @@ from rekindle.engine.decoder import ADVICE, refusal
 from rekindle.engine.device import Placement, place
 from rekindle.engine.quiet import quiet_transformers
 from rekindle.engine.tokenizer import TextTokenizer
-from rekindle.errors import BrokenModel, InvalidPrompt, UnsupportedModel
-from rekindle.models.check import GENERATING, check_folder
+from rekindle.errors import BrokenModel, InvalidPrompt, OutOfMemory, UnsupportedModel
+from rekindle.models.check import GENERATING, TOKENIZER_FILES, check_folder
 from rekindle.models.digest import digest_of_files
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+_TOKENIZER_FILES = (
+    *TOKENIZER_FILES,
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,29 +78,32 @@ def load_tokenizer(folder: Path, model: PreTrainedModel) -> TextTokenizer:
         backend = loaded.backend_tokenizer
     except (OSError, ValueError, AttributeError, KeyError, ImportError) as error:
         raise BrokenModel(f"The tokenizer in {folder} cannot be read ({error}). Get its tokenizer.json.") from error
+    vocabulary_size = int(model.config.get_text_config().vocab_size)
 
     def render(messages: list[dict[str, Any]]) -> str:
         try:
             return str(loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise InvalidPrompt(f"The model's chat template refuses these messages: {error}") from error
 
     return TextTokenizer(
         backend,
         render=render if loaded.chat_template else None,
-        stop_ids=_stop_ids(loaded, model),
-        vocabulary_size=int(model.config.get_text_config().vocab_size),
+        stop_ids=frozenset(i for i in _stop_ids(loaded, model) if 0 <= i < vocabulary_size),
+        vocabulary_size=vocabulary_size,
+        template=str(loaded.chat_template or ""),
     )
 
 
 def fingerprint_of(model: PreTrainedModel) -> Fingerprint:
     """Digests of a model in memory: its tensors, its config, and no tokenizer."""
-    fields: list[str | bytes] = ["rekindle/tensors/1"]
+    state = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().cpu().contiguous()
-        fields += [name, str(tuple(flat.shape)), str(flat.dtype), flat.view(-1).view(torch.uint8).numpy().tobytes()]
+        state.update(f"{name} {tuple(flat.shape)} {flat.dtype}\n".encode())
+        state.update(flat.view(-1).view(torch.uint8).numpy().data)
     config = digest_of_config(model.config.to_dict())
-    return Fingerprint(digest_of_fields(*fields), config, digest_of_fields("no tokenizer"))
+    return Fingerprint(state.hexdigest(), config, digest_of_fields("no tokenizer"))
 
 
 def _load_config(folder: Path) -> Any:
@@ -114,6 +126,11 @@ def _load_model(folder: Path, config: Any, placement: Placement) -> PreTrainedMo
         )
     except ValueError as error:  # transformers' word for a config that no causal model belongs to
         raise UnsupportedModel(f"{folder} is no text decoder: {str(error).splitlines()[0]} {ADVICE}") from error
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"{folder} does not fit into the memory of {placement.device} as {placement.dtype_name}. "
+            "Use another device, a smaller model, or dtype='bfloat16'."
+        ) from error
     except (SafetensorError, RuntimeError) as error:
         raise BrokenModel(
             f"The weights in {folder} cannot be read ({str(error).splitlines()[0]}). Get them again."
@@ -124,11 +141,11 @@ def _load_model(folder: Path, config: Any, placement: Placement) -> PreTrainedMo
     return model.eval()
 
 
-def _stop_ids(tokenizer: Any, model: PreTrainedModel) -> frozenset[int]:
+def _stop_ids(tokenizer: Any, model: PreTrainedModel) -> list[int]:
     named = getattr(model.generation_config, "eos_token_id", None)
     ids = list(named) if isinstance(named, (list, tuple)) else [named]
     ids.append(tokenizer.eos_token_id)
-    return frozenset(int(i) for i in ids if i is not None)
+    return [int(i) for i in ids if i is not None]
 
 
 def _tokenizer_digest(folder: Path) -> str:

@@ -133,6 +133,7 @@ class Decoder:
         if hasattr(base, "rotary_emb"):
             base.rotary_emb = _NoRotation()  # the loop makes its own, per regime
         self._stage.loop = self._loop
+        self.recordable = bool(getattr(model, "_can_compile_fullgraph", False))  # no layer waits for the device
         self.scores = tuple(survey.scores[i] for i in sorted(survey.scores))
 
     def run(self, step: StepPass) -> Tensor:
@@ -161,6 +162,8 @@ class Decoder:
         try:
             with torch.inference_mode():
                 twin(input_ids=torch.tensor([[0, 1]], device=twin.device), use_cache=False)
+        except torch.OutOfMemoryError:
+            raise
         except (UnsupportedModel, *_SURVEY_ERRORS) as error:
             raise self._unsupported(str(error)) from error
         survey = self._stage.survey
@@ -172,10 +175,14 @@ class Decoder:
         return survey
 
     def _compare_windows(self, survey: _Survey) -> None:
-        """A layer that the config calls sliding must have said so, else its window would be ignored."""
+        """A window that the config names must have been handed over by its layers, else it would be ignored."""
         for layer, kind in enumerate(getattr(self.config, "layer_types", None) or ()):
             if kind == "sliding_attention" and survey.scores[layer].window is None:
                 raise self._unsupported(f"layer {layer} has a sliding window it does not hand over")
+        window = getattr(self.config, "sliding_window", None)
+        on = getattr(self.config, "use_sliding_window", True) and not getattr(self.config, "layer_types", None)
+        if window and on and all(scores.window is None for scores in survey.scores.values()):
+            raise self._unsupported(f"it has a sliding window of {window} that no layer hands over")
 
     def _kv_type(self, survey: _Survey) -> KvType:
         names = {str(dtype).removeprefix("torch.") for dtype in survey.dtypes}

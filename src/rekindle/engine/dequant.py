@@ -14,7 +14,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rekindle.engine.quiet import quiet_transformers
-from rekindle.errors import BrokenModel, NoSpace, UnsupportedModel
+from rekindle.errors import BrokenModel, UnsupportedModel
+from rekindle.models.download import no_space
 from rekindle.models.gguf import read_header
 
 # transformers reads the merges of a GGUF but not how it cuts text beforehand. These names (`tokenizer.ggml.pre`) mean
@@ -36,7 +37,7 @@ def convert(gguf: Path, folder: Path) -> None:
         if not folder.exists():  # else another process was faster, with the same result
             work.replace(folder)
     except OSError as error:
-        raise NoSpace(f"{gguf.name} could not be converted into {folder}: {error}.") from error
+        raise no_space(error, folder) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -46,8 +47,10 @@ def _write(gguf: Path, work: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=file)
         loaded = AutoModelForCausalLM.from_pretrained(where, gguf_file=file, dtype=torch.float32)
-    except ValueError as error:  # transformers' word for an architecture it has no mapping for
-        raise UnsupportedModel(f"{file} cannot be read by the Hugging Face engine: {error}") from error
+    except (ValueError, NotImplementedError) as error:
+        if "not supported" in str(error):  # transformers' words for an architecture it has no mapping for
+            raise UnsupportedModel(f"{file} cannot be read by the Hugging Face engine: {error}") from error
+        raise BrokenModel(f"{file} is damaged ({error}). Get it again.") from error
     except (KeyError, IndexError, RuntimeError) as error:
         raise BrokenModel(f"{file} is damaged ({error}). Get it again.") from error
     _restore_digits(tokenizer, gguf)

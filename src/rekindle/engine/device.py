@@ -54,12 +54,14 @@ def _choose_device(device: str) -> torch.device:
         if torch.cuda.is_available():
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    kind = device.partition(":")[0]
-    if kind not in DEVICES:
-        raise InvalidSetting(f"device={device!r} is unknown. Use auto, {', '.join(DEVICES)}.")
-    if (kind == "cuda" and not torch.cuda.is_available()) or (kind == "mps" and not torch.backends.mps.is_available()):
+    kind, _, index = device.partition(":")
+    if kind not in DEVICES or (index and not index.isdigit()):
+        raise InvalidSetting(f"device={device!r} is unknown. Use auto, {', '.join(DEVICES)}, or cuda:1 and the like.")
+    count = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(kind, 1)
+    if int(index or 0) >= count:
         raise InvalidSetting(
-            f"device={device!r} is not available in this torch ({torch.__version__}). Use device='cpu'."
+            f"device={device!r} is not available: this torch ({torch.__version__}) sees {count} of {kind}. "
+            "Use device='cpu'."
         )
     return torch.device(device)
 

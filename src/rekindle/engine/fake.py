@@ -54,8 +54,9 @@ class FakeSequence:
 
     regime = _REGIME
 
-    def __init__(self, layout: KvLayout, capacity: int) -> None:
-        self.layout = layout
+    def __init__(self, engine: FakeEngine, capacity: int) -> None:
+        self.engine = engine
+        self.layout = engine.layout
         self.capacity = capacity
         self._length = 0
         # [layers, keys and values, kv_heads, capacity, dim]; NaN where nothing was written, so that a gap shows
@@ -122,11 +123,13 @@ class FakeEngine:
         digest = digest_of_fields("rekindle/fake/1", str(self._seed))
         return Identity(digest, digest, digest_of_fields("bytes"), self.layout.dtype, regime)
 
-    def open(self, capacity: int, regime: str) -> FakeSequence:  # noqa: ARG002
+    def open(self, capacity: int, regime: str) -> FakeSequence:
         """An empty sequence with room for `capacity` tokens."""
+        if regime != _REGIME:
+            raise StepRefused(f"The regime {regime!r} is unknown. Ask `regime(tokens)`.")
         if not 0 < capacity <= self.context_tokens:
             raise StepRefused(f"A capacity of {capacity} does not fit the context of {self.context_tokens} tokens.")
-        return FakeSequence(self.layout, capacity)
+        return FakeSequence(self, capacity)
 
     def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         """Compute the rows, one after the other."""
@@ -134,22 +137,29 @@ class FakeEngine:
             if self._closed:
                 raise Closed("The engine was closed. Make a new one.")
             checked = check_rows(rows, layers=_LAYERS, vocabulary_size=_VOCABULARY)
+            for row in checked:
+                self._own(row)
             finished = False
             try:
                 logits = [self._run(row, cancelled) for row in checked]
                 finished = True
             finally:
                 for row in checked:
-                    touched = min([int(row.positions[0]), *(feed.span.start for feed in row.row.feeds)])
-                    _own(row).set_length(row.end if finished else min(row.kept, touched))
+                    self._own(row).set_length(row.end if finished else min(row.kept, row.first_touched))
             return logits
 
     def close(self) -> None:
         """Free the model."""
         self._closed = True
 
+    def _own(self, row: CheckedRow) -> FakeSequence:
+        sequence = row.row.sequence
+        if not isinstance(sequence, FakeSequence) or sequence.engine is not self:
+            raise StepRefused("A row holds a sequence of another engine.")
+        return sequence
+
     def _run(self, row: CheckedRow, cancelled: Callable[[], bool] | None) -> Logits:
-        weights, sequence, positions = self._weights, _own(row), row.positions
+        weights, sequence, positions = self._weights, self._own(row), row.positions
         hidden = weights["embed"][row.tokens]  # [tokens, hidden]
         for layer in range(_LAYERS):
             if cancelled is not None and cancelled():
@@ -186,13 +196,6 @@ class FakeEngine:
         hidden = hidden + _times(mixed, weights["o"])
         inner = np.tanh(_times(_norm(hidden), weights["up"]))
         return np.asarray(hidden + _times(inner, weights["down"]), dtype=np.float32)
-
-
-def _own(row: CheckedRow) -> FakeSequence:
-    sequence = row.row.sequence
-    if not isinstance(sequence, FakeSequence):
-        raise StepRefused("A row holds a sequence of another engine.")
-    return sequence
 
 
 def _make_weights(seed: int) -> dict[str, Array]:
@@ -252,7 +255,7 @@ def _deviation(keys: Array, values: Array, old_keys: Array, old_values: Array) -
 
 def _report(row: CheckedRow, layer: int, positions: Positions, attention: list[Array], deviation: Array) -> None:
     probe = row.row.probe
-    if probe is None or (probe.layers is not None and layer not in probe.layers):
+    if probe is None or not len(positions) or (probe.layers is not None and layer not in probe.layers):
         return
     received = np.zeros((_HEADS, int(positions[-1]) + 1), dtype=np.float32)
     asked = [i for i, p in enumerate(positions) if probe.queries is not None and p in probe.queries]

@@ -20,7 +20,7 @@ from rekindle.engine.layers import StepPass
 from rekindle.engine.rope import Rope, Rotation
 from rekindle.engine.rows import CheckedRow
 from rekindle.engine.sequence import Landing, Slots, TorchSequence
-from rekindle.errors import Cancelled
+from rekindle.errors import Cancelled, StepRefused
 
 
 class Lane:
@@ -79,7 +79,7 @@ class Pass(StepPass):
         cancelled: Callable[[], bool] | None,
     ) -> None:
         super().__init__()
-        self.lanes = [Lane(row, _torch_sequence(row), device) for row in rows]
+        self.lanes = [Lane(row, own_sequence(row), device) for row in rows]
         self._device = device
         self._layers = layers
         self._cancelled = cancelled
@@ -193,10 +193,11 @@ def _write(buffer: Tensor, slots: Slots, rows: Tensor) -> None:
         buffer.index_copy_(2, slots, rows)
 
 
-def _torch_sequence(row: CheckedRow) -> TorchSequence:
-    sequence = row.row.sequence
-    assert isinstance(sequence, TorchSequence), "a row holds a sequence of the engine that opened it"
-    return sequence
+def own_sequence(row: CheckedRow) -> TorchSequence:
+    """The row's sequence, which must be of this kind of engine."""
+    if not isinstance(row.row.sequence, TorchSequence):
+        raise StepRefused("A row holds a sequence of another engine.")
+    return row.row.sequence
 
 
 def _join(parts: Sequence[dict[str, Rotation]]) -> dict[str, Rotation] | None:

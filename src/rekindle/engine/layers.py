@@ -85,15 +85,14 @@ class LayerLoop(nn.Module):
 
     def __init__(self, layers: Sequence[nn.Module], rope: Rope) -> None:
         super().__init__()
-        # A plain list: the real layers stay out of this module's tree.
-        self.__dict__["layers"] = list(layers)
-        self.__dict__["rope"] = rope
+        self._layers = list(layers)  # a plain list: the real layers stay out of this module's tree
+        self._rope = rope
         self.current: StepPass | None = None
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         """Run the current pass; what the model's forward prepared (masks, rotations) is not needed."""
         assert self.current is not None, "the loop runs inside Decoder.run only"
-        step, layers = self.current, self.__dict__["layers"]
+        step, layers = self.current, self._layers
         for index in range(len(layers)):
             step.check_cancelled()
             hidden = step.select(index, hidden)
@@ -110,10 +109,9 @@ class LayerLoop(nn.Module):
 
     def _run(self, index: int, hidden: Tensor) -> Tensor:
         assert self.current is not None
-        rope: Rope = self.__dict__["rope"]
-        rotations = self.current.rotations(rope, hidden)
-        named = {} if rotations is None else {"position_embeddings": rotations[rope.kind(index)]}
-        layer = self.__dict__["layers"][index]
+        rotations = self.current.rotations(self._rope, hidden)
+        named = {} if rotations is None else {"position_embeddings": rotations[self._rope.kind(index)]}
+        layer = self._layers[index]
         output = layer(hidden, attention_mask=None, position_ids=self.current.positions, use_cache=False, **named)
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result

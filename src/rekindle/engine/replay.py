@@ -9,6 +9,8 @@ positions that are not present yet, and no real token sees it.
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from rekindle.engine.sequence import Buffers, TorchSequence
 
 _PADDED = (1, 16, 32, 64)  # tokens of a lane are padded to one of these; longer rows are not replayed
 _KEPT = 16  # recorded steps
+_log = logging.getLogger("rekindle")
 
 # query [tokens, heads, dim], keys and values [capacity, kv_heads, dim], lengths -> [tokens, heads, dim]. The queries
 # stand at the last of the `used` keys and are causal.
@@ -57,6 +60,7 @@ class StaticPass(StepPass):
         self._bounds = list(zip([0, *stops[:-1]], stops, strict=True))
         self._inputs = torch.zeros(2 * total + len(lanes), dtype=torch.int64, device=device)
         self._used = torch.zeros(2, len(lanes), dtype=torch.int32, device=device)
+        self._used_padded, self._used_real = self._used  # keys up to the last padded token, up to the last real one
         self.tokens = self._inputs[None, :total]
         self._places = self._inputs[total : 2 * total]  # a position is the slot its KV goes to
         self._last = self._inputs[2 * total :]  # where each lane's last real token stands among the packed
@@ -115,8 +119,8 @@ class StaticPass(StepPass):
         self.write(layer, key, value)
         parts = []
         for index, (buffers, (start, stop)) in enumerate(zip(self._buffers, self._lanes(), strict=True)):
-            used = self._used[int(self._at_end), index : index + 1]
-            lengths = Lengths(self._edges[stop - start], self._edges[buffers.capacity], used)
+            used = self._used_real if self._at_end else self._used_padded
+            lengths = Lengths(self._edges[stop - start], self._edges[buffers.capacity], used[index : index + 1])
             # Heads beside tokens, as the kernel wants them; views, not copies.
             queries = query[0, :, start:stop].transpose(0, 1)
             keys, values = (kept[layer][0].transpose(0, 1) for kept in (buffers.keys, buffers.values))
@@ -140,60 +144,93 @@ class Recorder:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._steps: OrderedDict[Key, _Recorded] = OrderedDict()
-        self._asked_once: set[Key] = set()
+        self._asked_once: OrderedDict[Key, None] = OrderedDict()
+        self._lock = threading.RLock()  # buffers are dropped by whoever closes a sequence
+        self._works = True
 
     @classmethod
     def for_decoder(cls, decoder: Decoder) -> Recorder | None:
         """A recorder, if this model, device and torch allow it."""
-        plain = all(scores.softcap is None for scores in decoder.scores)
-        even = all(shape.key_dim == shape.value_dim <= 256 for shape in decoder.layout.layers)
+        plain = all(scores.softcap is None for scores in decoder.scores) and decoder.rope.fixed_length is None
+        shapes = decoder.layout.layers
+        fitting = all(shape.key_dim == shape.value_dim <= 256 and shape.key_dim % 8 == 0 for shape in shapes)
         half = decoder.layout.dtype in ("float16", "bfloat16")
-        fixed = decoder.rope.fixed_length is None
-        if decoder.device.type == "cuda" and plain and even and half and fixed and has_flash_attention():
-            return cls(decoder)
-        return None
+        if decoder.device.type != "cuda" or not (plain and fitting and half and decoder.recordable):
+            return None
+        new_enough = torch.cuda.get_device_capability(decoder.device) >= (8, 0)
+        return cls(decoder) if new_enough and has_flash_attention() else None
 
     def run(self, rows: Sequence[CheckedRow], longest: int) -> Tensor | None:
         """The logits `[rows, vocabulary]` if this step can be replayed; positions stay below `longest`."""
-        lanes = [lane for row in rows if (lane := _lane(row, longest)) is not None]
         regimes = {row.row.sequence.regime for row in rows}
-        if len(lanes) != len(rows) or len(regimes) != 1:
+        if not self._works or len(regimes) != 1:
             return None
         (regime,) = regimes
+        longest = min(longest, self._decoder.rope.limit(regime) or longest)
+        lanes = [lane for row in rows if (lane := replayable(row, longest)) is not None]
+        if len(lanes) != len(rows):
+            return None
         key = regime, tuple((id(buffers), count) for buffers, count in lanes)
-        if key not in self._steps:
-            if key not in self._asked_once:
-                self._asked_once.add(key)
-                return None
-            self._steps[key] = self._record(StaticPass(lanes, regime, flash_attention), rows)
-            if len(self._steps) > _KEPT:
-                self._steps.popitem(last=False)
-        self._steps.move_to_end(key)
-        recorded = self._steps[key]
-        recorded.step.load(rows)
-        recorded.graph.replay()
-        return recorded.logits
+        with self._lock:
+            recorded = self._recall(key)
+            if recorded is None:
+                return None if self._first_time(key) else self._try_to_record(key, lanes, rows)
+            recorded.step.load(rows)
+            recorded.graph.replay()
+            return recorded.logits
 
     def forget(self, buffers: Buffers) -> None:
         """The buffers are gone: so are their steps."""
-        gone = id(buffers)
-        for key in [key for key in self._steps if any(owner == gone for owner, _ in key[1])]:
-            del self._steps[key]
-        self._asked_once = {key for key in self._asked_once if all(owner != gone for owner, _ in key[1])}
+        with self._lock:
+            for known in (self._steps, self._asked_once):
+                for key in [key for key in known if any(owner == id(buffers) for owner, _ in key[1])]:
+                    known.pop(key)
 
-    def _record(self, step: StaticPass, rows: Sequence[CheckedRow]) -> _Recorded:
+    def _recall(self, key: Key) -> _Recorded | None:
+        if key in self._steps:
+            self._steps.move_to_end(key)
+        return self._steps.get(key)
+
+    def _first_time(self, key: Key) -> bool:
+        if key in self._asked_once:
+            return False
+        self._asked_once[key] = None
+        if len(self._asked_once) > _KEPT:
+            self._asked_once.popitem(last=False)
+        return True
+
+    def _try_to_record(
+        self, key: Key, lanes: Sequence[tuple[Buffers, int]], rows: Sequence[CheckedRow]
+    ) -> Tensor | None:
+        step = StaticPass(lanes, key[0], flash_attention)
         step.load(rows)
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # libraries set themselves up in a first run, which must not be recorded
+        try:
+            recorded = self._record(step)
+        except RuntimeError as error:
+            # Something in this model, driver or torch cannot be recorded. Steps are computed as ever, only slower.
+            _log.warning("short steps will not be replayed: %s", error)
+            self._works = False
+            self._steps.clear()
+            return None
+        self._steps[key] = recorded
+        if len(self._steps) > _KEPT:
+            self._steps.popitem(last=False)
+        recorded.graph.replay()
+        return recorded.logits
+
+    def _record(self, step: StaticPass) -> _Recorded:
+        with torch.cuda.device(self._decoder.device):
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # libraries set themselves up in a first run, which must not be recorded
+                step.begin()
+                self._decoder.run(step)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
             step.begin()
-            self._decoder.run(step)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        step.begin()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            logits = self._decoder.run(step)
-        return _Recorded(step, graph, logits)
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                logits = self._decoder.run(step)
+            return _Recorded(step, graph, logits)
 
 
 def has_flash_attention() -> bool:
@@ -226,7 +263,7 @@ def flash_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Length
     return mixed
 
 
-def _lane(row: CheckedRow, longest: int) -> tuple[Buffers, int] | None:
+def replayable(row: CheckedRow, longest: int) -> tuple[Buffers, int] | None:
     """The buffers and padded length with which a row can be replayed."""
     asked, sequence, count = row.row, row.row.sequence, len(row.tokens)
     if asked.feeds or asked.selector or asked.probe or asked.logits != "last" or count > _PADDED[-1]:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PLAIN, SHORT, LONG = "plain", "short", "long"
+PLAIN, SHORT, LONG = "plain", "short", "long"  # regimes
+_EVERY_LAYER = "every layer"
 
 Rotation = tuple[Tensor, Tensor]  # cos, sin: each [1, tokens, rotary_dim]
 
@@ -41,6 +42,11 @@ class Rope:
             return PLAIN
         return LONG if tokens > self._switch else SHORT
 
+    @property
+    def regimes(self) -> tuple[str, ...]:
+        """The regimes a context can have."""
+        return (PLAIN,) if self._switch is None else (SHORT, LONG)
+
     def limit(self, regime: str) -> int | None:
         """How many tokens a context of this regime may have; None: any number."""
         return self._switch if regime == SHORT else None
@@ -53,7 +59,7 @@ class Rope:
         if regime == LONG:
             switch = torch.full((1, 1), int(self._switch or 0), dtype=positions.dtype, device=positions.device)
             positions = torch.cat([positions, switch], dim=1)
-        kinds = [PLAIN] if self._layer_types is None else sorted(set(self._layer_types))
+        kinds = [_EVERY_LAYER] if self._layer_types is None else sorted(set(self._layer_types))
         result = {}
         for kind in kinds:
             named = {} if self._layer_types is None else {"layer_type": kind}
@@ -63,7 +69,7 @@ class Rope:
 
     def kind(self, layer: int) -> str:
         """The key of a layer in what `rotations` gives."""
-        return PLAIN if self._layer_types is None else self._layer_types[layer]
+        return _EVERY_LAYER if self._layer_types is None else self._layer_types[layer]
 
 
 def _original_length(config: Any) -> int:

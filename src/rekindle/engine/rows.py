@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.engine.base import KvFeed, Positions, Row
+from rekindle.engine.base import KvFeed, Positions, Row, Wanted
 from rekindle.errors import StepRefused
 
 
@@ -21,6 +22,11 @@ class CheckedRow:
     positions: Positions  # [n]
     kept: int  # positions present before the step
     end: int  # positions present after it
+
+    @property
+    def first_touched(self) -> int:
+        """The first position whose KV the step changes."""
+        return min([int(self.positions[0]), *(feed.span.start for feed in self.row.feeds)])
 
     @property
     def wanted(self) -> int:
@@ -37,10 +43,7 @@ class CheckedRow:
         if self.row.logits == "last" and (not len(chosen) or chosen[-1] != self.positions[-1]):
             raise StepRefused("A selector dropped the last token, whose logits are wanted.")
         dropped = np.setdiff1d(before, chosen, assume_unique=True)
-        backed = dropped < self.kept
-        for feed in self.row.feeds:
-            if feed.layers.start <= layer and feed.layers.stop == layers:
-                backed |= (dropped >= feed.span.start) & (dropped < feed.span.stop)
+        backed = (dropped < self.kept) | _fed(self.row.feeds, dropped, range(layer, layers))
         if not np.all(backed):
             missing = int(dropped[~backed][0])
             raise StepRefused(f"A selector dropped position {missing}, which has no other KV from layer {layer} on.")
@@ -60,6 +63,8 @@ def _check_row(row: Row, layers: int, vocabulary_size: int) -> CheckedRow:
     tokens = np.asarray(row.tokens, dtype=np.int64)
     positions = np.asarray(row.positions, dtype=np.int64)
     kept = row.sequence.length  # raises Closed on a closed sequence
+    if row.logits not in get_args(Wanted):
+        raise StepRefused(f"logits={row.logits!r} is unknown. Use {', '.join(get_args(Wanted))}.")
     if tokens.ndim != 1 or tokens.shape != positions.shape or not len(tokens):
         raise StepRefused(f"A row needs one position a token: {tokens.shape} tokens, {positions.shape} positions.")
     if positions[0] < 0 or (len(positions) > 1 and np.any(np.diff(positions) <= 0)):
@@ -71,7 +76,7 @@ def _check_row(row: Row, layers: int, vocabulary_size: int) -> CheckedRow:
         raise StepRefused(f"Position {last} is beyond the sequence's capacity of {row.sequence.capacity}.")
     for feed in row.feeds:
         _check_feed(feed, last, layers)
-    _check_no_gap(row, positions, kept, last)
+    _check_no_gap(row, positions, kept, last, layers)
     return CheckedRow(row, tokens, positions, kept, max(kept, last + 1))
 
 
@@ -82,14 +87,19 @@ def _check_feed(feed: KvFeed, last: int, layers: int) -> None:
         raise StepRefused(f"A feed covers layers {feed.layers}, the model has {layers}.")
 
 
-def _check_no_gap(row: Row, positions: Positions, kept: int, last: int) -> None:
+def _check_no_gap(row: Row, positions: Positions, kept: int, last: int, layers: int) -> None:
     if last < kept or (positions[0] <= kept and last - positions[0] + 1 == len(positions)):
         return
-    present = np.zeros(last + 1, dtype=bool)
-    present[:kept] = True
-    present[positions] = True
-    for feed in row.feeds:
-        if feed.layers.start == 0:
-            present[feed.span.start : feed.span.stop] = True
-    if not present.all():
-        raise StepRefused(f"Position {int(np.argmin(present))} is neither kept, fed nor in the row: a gap.")
+    needed = np.setdiff1d(np.arange(kept, last), positions, assume_unique=True)
+    fed = _fed(row.feeds, needed, range(layers))
+    if not fed.all():
+        raise StepRefused(f"Position {int(needed[~fed][0])} is neither kept, fed in every layer nor in the row: a gap.")
+
+
+def _fed(feeds: Sequence[KvFeed], positions: Positions, layers: range) -> NDArray[np.bool_]:
+    """Which of the positions are fed in every one of the layers, by one feed or several together."""
+    fed = np.zeros((len(layers), len(positions)), dtype=bool)
+    for feed in feeds:
+        inside = (positions >= feed.span.start) & (positions < feed.span.stop)
+        fed[[index for index, layer in enumerate(layers) if layer in feed.layers]] |= inside
+    return np.asarray(fed.all(axis=0))

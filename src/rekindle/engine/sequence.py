@@ -37,14 +37,12 @@ class Buffers:
 class BufferPool:
     """Buffers for sequences. Freed ones are used again: their pages are warm, fresh ones cost a fault each."""
 
-    def __init__(
-        self, layout: KvLayout, device: torch.device, on_drop: Callable[[Buffers], None] = lambda _: None
-    ) -> None:
-        """`on_drop` hears of buffers that will not be used again."""
+    def __init__(self, layout: KvLayout, device: torch.device) -> None:
         self.layout = layout
         self.device = device
-        self._on_drop = on_drop
+        self.on_drop: Callable[[Buffers], None] | None = None  # hears of buffers that will not be used again
         self._free: list[Buffers] = []
+        self._kept = _FREE_BUFFERS
         self._lock = threading.Lock()
 
     def take(self, capacity: int) -> Buffers:
@@ -56,27 +54,38 @@ class BufferPool:
                 best = min(fitting, key=lambda b: b.capacity)
                 self._free.remove(best)
                 return best
-        return Buffers(self.layout, wanted, self.device)
+        try:
+            return Buffers(self.layout, wanted, self.device)
+        except torch.OutOfMemoryError:
+            self._trim(0)  # what nobody uses makes room
+            return Buffers(self.layout, wanted, self.device)
 
     def give(self, buffers: Buffers) -> None:
         """Take buffers back for the next sequence."""
         with self._lock:
             self._free.append(buffers)
-            dropped = self._free.pop(0) if len(self._free) > _FREE_BUFFERS else None
-        if dropped is not None:
-            self._on_drop(dropped)
+        self._trim(self._kept)
 
-    def clear(self) -> None:
-        """Free all memory that is not in use."""
+    def close(self) -> None:
+        """Free all memory that is not in use, now and whenever more comes back."""
+        self._kept = 0
+        self._trim(0)
+        self.on_drop = None
+
+    def _trim(self, kept: int) -> None:
         with self._lock:
-            self._free.clear()
+            dropped = self._free[: max(0, len(self._free) - kept)]
+            del self._free[: len(dropped)]
+        for buffers in dropped:
+            if self.on_drop is not None:
+                self.on_drop(buffers)
 
 
 class TorchSequence:
     """A sequence whose slots are positions. See `EngineSequence` for the contract."""
 
     def __init__(self, pool: BufferPool, capacity: int, regime: str) -> None:
-        self._pool = pool
+        self.pool = pool
         self._buffers: Buffers | None = pool.take(capacity)
         self._length = 0
         self.capacity = capacity
@@ -92,9 +101,7 @@ class TorchSequence:
     @property
     def length(self) -> int:
         """How many positions are present, from 0 on."""
-        if self._buffers is None:
-            raise Closed("The sequence was closed. Open a new one.")
-        return self._length
+        return self._length if self.buffers is not None else 0
 
     def keys(self, layer: int) -> Tensor:
         """The whole key buffer of a layer, `[1, kv_heads, capacity, key_dim]`."""
@@ -123,13 +130,13 @@ class TorchSequence:
             LayerKv(_to_numpy(keys[0, :, span.start : span.stop]), _to_numpy(values[0, :, span.start : span.stop]))
             for keys, values in zip(buffers.keys, buffers.values, strict=True)
         )
-        return Kv(span, self._pool.layout, layers)
+        return Kv(span, self.pool.layout, layers)
 
     def close(self) -> None:
         """Give the buffers back."""
-        if self._buffers is not None:
-            self._pool.give(self._buffers)
-            self._buffers = None
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None:
+            self.pool.give(buffers)
 
     def __enter__(self) -> TorchSequence:
         return self

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.core.request import FinishReason, Reply, Request, Timings, Usage
+from rekindle.core.request import FinishReason, Message, Reply, Request, Timings, Usage
 from rekindle.engine.base import Engine, EngineSequence, Logits, Row
 from rekindle.errors import Cancelled
 from rekindle.run.prefill import prefill
 from rekindle.run.prompt import PromptTokens
 from rekindle.run.sample import Sampler
 from rekindle.run.text import Detokenizer, StopWatch
+
+_CONTEXT_TOKENS = 8  # of a text that is continued, for the detokenizer
 
 
 class Generation:
@@ -30,7 +32,8 @@ class Generation:
         self._prompt = prompt
         self._started = started
         self._sampler = Sampler(request.sampling, prompt.tokens)
-        self._detokenizer = Detokenizer(engine.tokenizer)
+        chat = isinstance(request.prompt, tuple) and isinstance(request.prompt[0], Message)
+        self._detokenizer = Detokenizer(engine.tokenizer, () if chat else prompt.tokens[-_CONTEXT_TOKENS:])
         self._watch = StopWatch(request.stop)
         self._limit = min(request.max_tokens, engine.context_tokens - len(prompt.tokens))
         self._tokens: list[int] = []

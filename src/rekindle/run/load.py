@@ -30,8 +30,8 @@ def load_engine(model: str, options: EngineOptions, progress: Progress | None = 
     """Find (or pull) a model and load it. Raises `ModelError`, `EngineMissing` or `InvalidSetting`."""
     if options.engine not in ENGINES:
         raise InvalidSetting(f"engine={options.engine!r} is unknown. Use {', '.join(ENGINES)}.")
+    require_hf()  # before anything is fetched
     files = obtain(model, progress)
-    require_hf()
     prepare(files, progress)
     from rekindle.engine.hf import HfEngine
 

@@ -37,13 +37,20 @@ def _encode_chat(engine: Engine, messages: list[Message], request: Request) -> P
     tokens = engine.tokenizer.encode_chat(messages)
     dropped = 0
     while request.overflow == "drop-oldest" and len(tokens) > _room(engine, request):
-        oldest = _oldest_droppable(messages)
-        if oldest is None:
+        if _oldest_droppable(messages) is None:
             break
-        del messages[oldest]
-        dropped += 1
+        dropped += _drop_oldest_turn(messages)
         tokens = engine.tokenizer.encode_chat(messages)
     return PromptTokens(tuple(tokens), dropped)
+
+
+def _drop_oldest_turn(messages: list[Message]) -> int:
+    """Drop the oldest message and whatever answered it: what is left begins with a user again."""
+    dropped = 0
+    while (oldest := _oldest_droppable(messages)) is not None and (dropped == 0 or messages[oldest].role != "user"):
+        del messages[oldest]
+        dropped += 1
+    return dropped
 
 
 def _oldest_droppable(messages: list[Message]) -> int | None:

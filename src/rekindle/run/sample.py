@@ -39,13 +39,14 @@ class Sampler:
 
     def _drawn(self, logits: NDArray[np.float32]) -> int:
         sampling = self._sampling
-        scaled = logits.astype(np.float64) / sampling.temperature
+        with np.errstate(over="ignore"):  # a tiny temperature makes all but the likeliest infinitely unlikely
+            scaled = (logits - logits.max()).astype(np.float64) / sampling.temperature
         candidates = np.arange(len(scaled))
         if sampling.top_k is not None and sampling.top_k < len(scaled):
             candidates = np.argpartition(scaled, -sampling.top_k)[-sampling.top_k :]
         # Likeliest first; equal ones by token id, so that the order never depends on how they were found.
         candidates = candidates[np.lexsort((candidates, -scaled[candidates]))]
-        chances = np.exp(scaled[candidates] - scaled[candidates[0]])
+        chances = np.exp(scaled[candidates])
         chances /= chances.sum()
         if sampling.top_p < 1.0:
             kept = int(np.searchsorted(np.cumsum(chances), sampling.top_p)) + 1

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from rekindle.core.request import Reply
-from rekindle.errors import Cancelled
+from rekindle.errors import Cancelled, RekindleError
 
 _Result = TypeVar("_Result")
 Run = Callable[[Callable[[], bool]], Generator[str, None, Reply]]
@@ -28,25 +29,28 @@ class Stream(Iterator[str]):
     def __init__(self, run: Run) -> None:
         self._cancelled = threading.Event()
         self._pieces = run(self._cancelled.is_set)
+        self._reading = threading.Lock()
         self._reply: Reply | None = None
 
     def __next__(self) -> str:
-        try:
-            return next(self._pieces)
-        except StopIteration as finished:
-            if finished.value is not None:
-                self._reply = finished.value
-            raise StopIteration from None
-        except Cancelled:
-            raise StopIteration from None
+        with self._reading:
+            try:
+                return next(self._pieces)
+            except StopIteration as finished:
+                self._reply = self._reply or finished.value
+            except Cancelled:
+                pass
+        raise StopIteration
 
     @property
     def reply(self) -> Reply:
         """The whole reply; reads what is left of the stream first. Raises `Cancelled` if it was cancelled."""
         for _ in self:
             pass
-        if self._reply is None:
+        if self._reply is None and self._cancelled.is_set():
             raise Cancelled("The stream was cancelled before the reply was complete.")
+        if self._reply is None:
+            raise RekindleError("The reply is incomplete: reading the stream failed before. Ask again.")
         return self._reply
 
     def cancel(self) -> None:
@@ -54,9 +58,10 @@ class Stream(Iterator[str]):
         self._cancelled.set()
 
     def close(self) -> None:
-        """Stop and free the context."""
+        """Stop and free the context; waits for a token that is being computed."""
         self.cancel()
-        self._pieces.close()
+        with self._reading:
+            self._pieces.close()
 
     def __enter__(self) -> Stream:
         return self
@@ -66,13 +71,16 @@ class Stream(Iterator[str]):
 
 
 class AsyncStream(AsyncIterator[str]):
-    """Pieces of text for `async for`. The model works in a thread; the event loop stays free.
+    """Pieces of text for `async for`. The model works in a thread of its own; the event loop stays free.
 
     Cancelling the task that reads, leaving the loop and calling `aclose()`, or `cancel()` stops within a token.
     """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
+        # Threads of its own: a shared pool could keep a reply waiting behind other people's work. Two, because
+        # closing waits for the token that is being read.
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rekindle-stream")
 
     async def __anext__(self) -> str:
         piece = await self._in_thread(lambda: next(self._stream, None))
@@ -91,7 +99,7 @@ class AsyncStream(AsyncIterator[str]):
     async def aclose(self) -> None:
         """Stop and free the context."""
         self._stream.cancel()
-        await asyncio.to_thread(self._stream.close)
+        await self._in_thread(self._stream.close)
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -100,11 +108,13 @@ class AsyncStream(AsyncIterator[str]):
         await self.aclose()
 
     async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
-        """Run `work` in a thread; if the waiting task is cancelled, so is the stream, and the thread is waited for."""
-        running = asyncio.ensure_future(asyncio.to_thread(work))
+        """Run `work` in a thread; if the waiting task is cancelled, stop the model and wait until it has stopped."""
+        loop = asyncio.get_running_loop()
+        running = loop.run_in_executor(self._threads, work)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
+            running.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody will ask for it
             self._stream.cancel()
-            await asyncio.wait([running])
+            await asyncio.wait([loop.run_in_executor(self._threads, self._stream.close)])
             raise

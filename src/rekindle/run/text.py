@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from rekindle.engine.base import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_CONTEXT_TOKENS = 6  # decoded again with each new token, so that spaces and accents join as in the whole text
+_CONTEXT_PIECES = 4  # decoded again with each new token, so that spaces and accents join as in the whole text
 
 
 class Detokenizer:
-    """The text of a growing list of tokens, in pieces that never need to be taken back."""
+    """The text of a growing list of tokens, in pieces that never need to be taken back.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    `context` is what stands before: a reply that continues a text begins with the space that belongs there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._start = 0  # decoding begins here
-        self._told = 0  # the text up to here has been given out
+        self._tokens = list(context)
+        self._told = len(self._tokens)  # the text of the tokens before this has been given out
+        # Decoding begins at the first of these: only where a piece ended, never inside a character.
+        self._edges = deque([0, self._told], maxlen=_CONTEXT_PIECES)
 
     def add(self, token: int) -> str:
         """The text that became certain with this token; a character cut in two waits for its rest."""
         self._tokens.append(token)
-        before = self._tokenizer.decode(self._tokens[self._start : self._told])
-        text = self._tokenizer.decode(self._tokens[self._start :])
+        before, text = self._decode(self._told), self._decode(len(self._tokens))
         if text.endswith(_REPLACEMENT) or len(text) <= len(before):
             return ""
         self._told = len(self._tokens)
-        self._start = max(self._start, self._told - _CONTEXT_TOKENS)
+        self._edges.append(self._told)
         return text[len(before) :]
 
     def finish(self) -> str:
         """What was held back, as far as it has a text."""
-        before = self._tokenizer.decode(self._tokens[self._start : self._told])
-        text = self._tokenizer.decode(self._tokens[self._start :])
+        before, text = self._decode(self._told), self._decode(len(self._tokens))
+        if not text.startswith(before):  # half a character makes some tokenizers give up the whole ones before it
+            before, text = "", self._tokenizer.decode(self._tokens[self._told :])
         self._told = len(self._tokens)
         return text[len(before) :]
+
+    def _decode(self, stop: int) -> str:
+        return self._tokenizer.decode(self._tokens[self._edges[0] : stop])
 
 
 class StopWatch:
