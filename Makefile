@@ -16,7 +16,7 @@ setup: $(STAMP)  ## .venv, dependencies, default models; quiet, and quick when t
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing dependencies into $(VENV) (the first time takes some minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
 	@touch $@
 
 demo: setup  ## the main job, as far as it exists, on the embedded model
