@@ -20,6 +20,11 @@ def home_folder() -> Path:
     return Path.home() / ".cache" / "rekindle"
 
 
+def cache_folder() -> Path:
+    """Where KV is kept unless another folder is named."""
+    return home_folder() / "cache"
+
+
 def models_folder() -> Path:
     """Where pulled models live, one folder each."""
     return home_folder() / "models"

@@ -10,6 +10,11 @@ RekindleError
 |   |-- NotAModel           the files are there, but are something else
 |   |-- BrokenModel         it is a model, but damaged or incomplete
 |   `-- UnsupportedModel    a sound model of a kind this engine cannot drive
+|-- CacheError              the cache cannot be used, or what was asked of it
+|   |-- CacheUnusable       the folder or its catalog cannot be opened
+|   |-- KvLost              KV that was found could not be read: compute it instead
+|   |-- EntryNotFound       no entry of that name
+|   `-- BrokenArchive       an archive that is damaged, incomplete or something else
 |-- EngineMissing           the extra that brings the engine is not installed
 |-- InvalidSetting          an option has a value that makes no sense (also a ValueError)
 |-- RequestError            the request itself cannot be served (also a ValueError)
@@ -62,6 +67,26 @@ class BrokenModel(ModelError):
 
 class UnsupportedModel(ModelError):
     """A sound model of a kind that this engine cannot drive."""
+
+
+class CacheError(RekindleError):
+    """The cache cannot be used, or what was asked of it."""
+
+
+class CacheUnusable(CacheError):
+    """The cache folder or its catalog cannot be opened."""
+
+
+class KvLost(CacheError):
+    """KV that was found could not be read: compute it instead."""
+
+
+class EntryNotFound(CacheError):
+    """The cache has no entry of that name."""
+
+
+class BrokenArchive(CacheError):
+    """An archive of a cache that is damaged, incomplete or something else."""
 
 
 class EngineMissing(RekindleError):

@@ -97,7 +97,7 @@ def _label(name: str) -> str:
 
 
 def _say(value: Any) -> str:
-    from rekindle.cli.console import human_bytes
+    from rekindle.core.size import human_bytes
 
     if isinstance(value, bool):
         return "yes" if value else "no"

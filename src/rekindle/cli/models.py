@@ -26,7 +26,8 @@ def pull(models: Names, json: AsJson = False) -> None:
 
     An interrupted download goes on where it stopped. Folders and .gguf files are used in place.
     """
-    from rekindle.cli.console import human_bytes, print_json, progress
+    from rekindle.cli.console import print_json, progress
+    from rekindle.core.size import human_bytes
     from rekindle.models.pull import pull as get
     from rekindle.run.load import prepare, require_hf
 
@@ -51,7 +52,8 @@ def pull(models: Names, json: AsJson = False) -> None:
 @app.command("list")
 def list_models(json: AsJson = False) -> None:
     """Show the models that were pulled, and the named ones that can be."""
-    from rekindle.cli.console import human_bytes, print_json, print_table
+    from rekindle.cli.console import print_json, print_table
+    from rekindle.core.size import human_bytes
     from rekindle.models.registry import entries
     from rekindle.models.sources import NAMED
 

@@ -1,0 +1,299 @@
+"""`rekindle cache`: look at a cache folder, check it, prune it, move it. Needs no model and no engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rekindle.cli import app
+from rekindle.cli.options import AsJson
+from rekindle.errors import CacheUnusable, InvalidSetting
+
+if TYPE_CHECKING:
+    from rekindle.store.disk import DiskStore
+    from rekindle.store.settings import StoreSettings
+
+cache = typer.Typer(
+    help="Look at what is kept, check it, prune it, move it.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(cache, name="cache")
+
+Folder = Annotated[
+    Path | None, typer.Option("--folder", "-C", help="The cache folder; without it, the one of this user.")
+]
+KeyFile = Annotated[Path | None, typer.Option(help="A file with the key of a cache whose digests are keyed.")]
+Entries = Annotated[list[str], typer.Argument(metavar="ENTRY...", help="Entries, by the beginning of their name.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+@cache.command("ls")
+def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False) -> None:
+    """List the entries: what is kept of which model, how large, how often used."""
+    from rekindle.cli.console import print_json, print_table
+    from rekindle.core.size import human_bytes
+
+    with _opened(folder, key_file) as store:
+        rows, models = store.entries(), _models(store)
+    if json:
+        print_json([_as_json(row, models) for row in rows])
+        return
+    now = time.time()
+    lines = [
+        [
+            row.name[:8],
+            models[row.shelf]["model"] or models[row.shelf]["identity"][:8],
+            f"{row.depth * 32}+{row.tokens}",
+            human_bytes(row.size_bytes),
+            str(row.hits),
+            f"{row.saved_ms / 1000:.1f} s",
+            _age(now - row.used),
+            "pinned" if row.pinned else "",
+        ]
+        for row in rows
+    ]
+    print_table(["entry", "model", "tokens", "size", "hits", "saved", "used", ""], lines)
+
+
+@cache.command()
+def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False) -> None:
+    """Sum it up: bytes, tokens, hits, time saved; by model, and the entries that saved most."""
+    from rekindle.cli.console import print_json, print_table
+    from rekindle.core.size import human_bytes
+
+    with _opened(folder, key_file) as store:
+        rows, models = store.entries(), _models(store)
+        found: dict[str, Any] = {
+            "folder": str(store.folder),
+            "entries": len(rows),
+            "tokens": sum(row.tokens for row in rows),
+            "bytes": sum(row.size_bytes for row in rows),
+            "catalog_bytes": store.database.size_bytes(),
+            "hits": sum(row.hits for row in rows),
+            "saved_ms": sum(row.saved_ms for row in rows),
+            "pinned": sum(bool(row.pinned) for row in rows),
+        }
+    by_model = []
+    for shelf, about in models.items():
+        own = [row for row in rows if row.shelf == shelf]
+        numbers = {"entries": len(own), "tokens": sum(r.tokens for r in own), "bytes": sum(r.size_bytes for r in own)}
+        by_model.append({**about, **numbers, "saved_ms": sum(r.saved_ms for r in own)})
+    best = sorted(rows, key=lambda row: -row.saved_ms)[:10]
+    if json:
+        print_json({**found, "models": by_model, "best": [_as_json(row, models) for row in best]})
+        return
+    for name, value in found.items():
+        shown = human_bytes(value) if name.endswith("bytes") else value
+        typer.echo(f"{name.replace('_', ' '):14} {shown}")
+    print_table(
+        ["model", "adapter", "tenant", "entries", "tokens", "size", "saved"],
+        [
+            [
+                *(m["model"] or m["identity"][:8], m["adapter"] or "-", m["tenant"]),
+                *(str(m["entries"]), str(m["tokens"]), human_bytes(m["bytes"]), f"{m['saved_ms'] / 1000:.1f} s"),
+            ]
+            for m in by_model
+        ],
+    )
+
+
+@cache.command()
+def check(
+    fix: Annotated[bool, typer.Option("--fix", help="Remove what is wrong; it is computed again.")] = False,
+    folder: Folder = None,
+    key_file: KeyFile = None,
+    json: AsJson = False,
+) -> None:
+    """Verify the catalog and every byte of every entry. Exit status 1 if something is wrong and was left."""
+    from rekindle.cli.console import counting, print_json
+    from rekindle.core.size import human_bytes
+    from rekindle.store.check import check as verify
+
+    with _opened(folder, key_file) as store, counting("check") as progress:
+        found = verify(store, fix=fix, progress=progress)
+    if json:
+        print_json(asdict(found))
+    else:
+        for problem in found.problems:
+            typer.echo(f"{problem.kind}: {problem.entry}: {problem.what}")
+        done = "fixed" if fix else "`rekindle cache check --fix` removes them"
+        verdict = f"{len(found.problems)} problems; {done}" if found.problems else "all good"
+        typer.echo(f"{found.entries} entries, {human_bytes(found.size_bytes)}: {verdict}")
+        if found.under_other_keys:
+            typer.echo(f"{found.under_other_keys} entries are under another key: their files were not read")
+    if found.problems and not fix:
+        raise typer.Exit(1)
+
+
+@cache.command()
+def rm(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> None:
+    """Remove entries, and what hangs on them."""
+    with _opened(folder, key_file, write=True) as store:
+        gone = store.remove(store.entries(entries))
+    typer.echo(f"{gone} removed")
+
+
+@cache.command()
+def prune(
+    to: Annotated[str | None, typer.Option(help="Evict until the cache takes at most this: 2GB, 5%.")] = None,
+    unused: Annotated[str | None, typer.Option(help="Remove what was not used for so long: 12h, 7d.")] = None,
+    model: Annotated[str | None, typer.Option(help="Remove everything of this model.")] = None,
+    folder: Folder = None,
+    key_file: KeyFile = None,
+) -> None:
+    """Make the cache smaller: to a size, by age, or by model. Pinned entries stay."""
+    from rekindle.core.size import parse_duration, parse_limit
+
+    if to is None and unused is None and model is None:
+        raise InvalidSetting("Say what to prune: --to 2GB, --unused 7d or --model NAME.")
+    with _opened(folder, key_file, write=True) as store:
+        before = len(store.entries())
+        models = _models(store)
+        if unused is not None:
+            oldest = store.clock() - parse_duration(unused)
+            store.evict(lambda row: row.used < oldest)
+        if model is not None:
+            store.evict(lambda row: model in (models[row.shelf]["model"], models[row.shelf]["identity"]))
+        if to is not None:
+            limit = parse_limit(to)
+            store.room.prune(limit.resolve(store.files.free_bytes(store.folder)))
+        after = len(store.entries())
+    typer.echo(f"{before - after} removed, {after} left")
+
+
+@cache.command()
+def clear(yes: Yes = False, folder: Folder = None, key_file: KeyFile = None) -> None:
+    """Remove everything, pinned entries too."""
+    with _opened(folder, key_file, write=True) as store:
+        rows = store.entries()
+        if not yes and rows:
+            typer.confirm(f"Remove all {len(rows)} entries of {store.folder}?", abort=True)
+        store.remove(rows)
+        store.collect()
+    typer.echo(f"{len(rows)} removed")
+
+
+@cache.command()
+def pin(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> None:
+    """Never evict these entries, nor what they hang on."""
+    with _opened(folder, key_file, write=True) as store:
+        store.pin(store.entries(entries))
+    typer.echo(f"{len(entries)} pinned")
+
+
+@cache.command()
+def unpin(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> None:
+    """Allow these entries to be evicted again."""
+    with _opened(folder, key_file, write=True) as store:
+        store.pin(store.entries(entries), pinned=False)
+    typer.echo(f"{len(entries)} unpinned")
+
+
+@cache.command()
+def gc(folder: Folder = None, key_file: KeyFile = None) -> None:
+    """Remove leftovers, rewrite sparse entries, shrink the catalog. Nothing that can be used is lost."""
+    with _opened(folder, key_file, write=True) as store:
+        removed = store.collect()
+    typer.echo(f"{removed} stray files removed")
+
+
+@cache.command("export")
+def export_entries(
+    file: Annotated[Path, typer.Argument(help="The archive to write.")],
+    entries: Annotated[list[str] | None, typer.Argument(metavar="ENTRY...", help="Entries; without any, all.")] = None,
+    folder: Folder = None,
+    key_file: KeyFile = None,
+) -> None:
+    """Write entries, and what they hang on, into one archive with digests."""
+    from rekindle.cli.console import counting
+    from rekindle.store.archive import export
+
+    if not file.absolute().parent.is_dir():
+        raise InvalidSetting(f"{file.absolute().parent} is no folder: the archive cannot be written there.")
+    with _opened(folder, key_file) as store, counting("export") as progress:
+        count = export(store, file, entries or (), progress)
+    typer.echo(f"{count} entries exported to {file}")
+
+
+@cache.command("import")
+def import_entries(
+    file: Annotated[Path, typer.Argument(help="An archive that `rekindle cache export` wrote.")],
+    disk_limit: Annotated[str, typer.Option(help="How large the cache may become: 10GB, 10% of what is free.")] = "10%",
+    folder: Folder = None,
+    key_file: KeyFile = None,
+    json: AsJson = False,
+) -> None:
+    """Verify an archive, all of it, then keep what is new."""
+    from rekindle.cli.console import counting, print_json
+    from rekindle.config import cache_folder
+    from rekindle.store.archive import import_
+    from rekindle.store.settings import StoreSettings
+    from rekindle.store.tiered import TieredStore
+
+    settings = StoreSettings(disk_limit=disk_limit, memory_limit=0, key=_key(key_file))
+    with TieredStore(folder or cache_folder(), settings) as store, counting("import") as progress:
+        done = import_(store, file, progress)
+    if json:
+        print_json(asdict(done))
+        return
+    typer.echo(f"{done.kept} kept, {done.known} known already, {len(done.refused)} refused")
+    for reason in sorted(set(done.refused)):
+        typer.echo(f"refused: {reason}")
+
+
+@contextmanager
+def _opened(folder: Path | None, key_file: Path | None, *, write: bool = False) -> Iterator[DiskStore]:
+    """The cache of a folder that exists: looking at one must not make it."""
+    from rekindle.config import cache_folder
+    from rekindle.store.disk import CATALOG, DiskStore
+
+    place = folder or cache_folder()
+    if not (place / CATALOG).is_file():
+        raise CacheUnusable(f"There is no cache in {place}. Name one with --folder.")
+    store = DiskStore(place, _settings(key_file))
+    try:
+        if write and store.database.read_only:
+            raise CacheUnusable(f"{place} can only be read.")
+        yield store
+    finally:
+        store.close()
+
+
+def _settings(key_file: Path | None) -> StoreSettings:
+    from rekindle.store.settings import StoreSettings
+
+    return StoreSettings(key=_key(key_file))
+
+
+def _key(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes().strip()
+    except OSError as error:
+        raise InvalidSetting(f"The key file {path} cannot be read: {error}.") from error
+
+
+def _models(store: DiskStore) -> dict[int, dict[str, Any]]:
+    columns = ("model", "identity", "tenant", "adapter", "codec")
+    with store.database.reading() as connection:
+        rows = connection.execute(f"SELECT id, {', '.join(columns)} FROM shelves").fetchall()
+    return {row[0]: dict(zip(columns, row[1:], strict=True)) for row in rows}
+
+
+def _as_json(row: Any, models: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    fields = ("name", "depth", "tokens", "blocks", "live", "hits", "saved_ms", "kept", "used")
+    about = {field: getattr(row, field) for field in fields}
+    return {**about, "bytes": row.size_bytes, "pinned": bool(row.pinned), **models[row.shelf]}
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return "just now"

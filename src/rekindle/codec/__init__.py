@@ -1,0 +1,1 @@
+"""KV to bytes and back. No I/O."""

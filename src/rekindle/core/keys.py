@@ -1,0 +1,106 @@
+"""Keys: where a block of KV stands, as a hash of everything before it.
+
+    root(namespace) --tokens 0..31--> node --tokens 32..63--> node --...--> node of the last, maybe partial, block
+
+A node's key covers its namespace and all tokens up to it, so equal keys mean equal context. Keys only find things:
+every hit is checked against the stored tokens as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NewType
+
+import numpy as np
+
+from rekindle.core.identity import digest_of_fields
+from rekindle.core.kv import KvLayout, LayerShape
+from rekindle.errors import InvalidPrompt
+
+BLOCK_TOKENS = 32
+TOKEN_BYTES = 4
+BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES  # of token ids, not of KV
+
+NodeKey = NewType("NodeKey", bytes)  # 16 bytes
+
+_NODE = hashlib.blake2b(b"rekindle/node/1", digest_size=16)
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Who may share KV: one model identity, one tenant, one salt. Namespaces never see each other's KV."""
+
+    identity: str
+    tenant: str = "local"
+    salt: str = ""
+
+    @property
+    def root(self) -> NodeKey:
+        """The key above every first block of this namespace."""
+        return NodeKey(bytes.fromhex(digest_of_fields("rekindle/root/1", self.identity, self.tenant, self.salt)))
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """What must be equal for KV at the same node to be interchangeable.
+
+    `adapter` is the digest of a LoRA's weights and scale, None the base model; `model` is a name for people and
+    does not count.
+    """
+
+    namespace: Namespace
+    layout: KvLayout
+    adapter: str | None = None
+    codec: str = "raw"
+    model: str = ""
+
+    @cached_property
+    def digest(self) -> str:
+        """One name for all of it, 32 hexadecimal digits."""
+        adapter = "base" if self.adapter is None else f"adapter:{self.adapter}"
+        root = self.namespace.root
+        return digest_of_fields("rekindle/shelf/1", root, adapter, self.codec, layout_text(self.layout))
+
+
+def layout_text(layout: KvLayout) -> str:
+    """A layout as JSON, always the same text for the same layout."""
+    layers = [[shape.kv_heads, shape.key_dim, shape.value_dim] for shape in layout.layers]
+    return json.dumps({"dtype": layout.dtype, "layers": layers}, separators=(",", ":"))
+
+
+def parse_layout(text: str) -> KvLayout:
+    """The layout of such a text. Raises `ValueError` or `KeyError` for any other text."""
+    fields = json.loads(text)
+    if fields["dtype"] not in ("float32", "float16", "bfloat16"):
+        raise ValueError(f"not a KV type: {fields['dtype']!r}")
+    return KvLayout(fields["dtype"], tuple(LayerShape(*map(int, shape)) for shape in fields["layers"]))
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Token ids as bytes, four each. Raises `InvalidPrompt` for an id that no vocabulary has."""
+    try:
+        return np.asarray(tokens, dtype="<u4").tobytes()
+    except (OverflowError, ValueError, TypeError) as error:
+        raise InvalidPrompt(f"Token ids are whole numbers from 0 to 2^32 - 1 ({error}).") from error
+
+
+def child_key(parent: NodeKey, tokens: bytes) -> NodeKey:
+    """The key of the block of `tokens` that follows `parent`."""
+    state = _NODE.copy()
+    # The parent has a fixed length, so one length field keeps the two apart.
+    state.update(parent + len(tokens).to_bytes(8, "little") + tokens)
+    return NodeKey(state.digest())
+
+
+def chain(root: NodeKey, tokens: bytes) -> list[NodeKey]:
+    """The keys of the blocks of a prompt, in order; the last block may be partial."""
+    keys: list[NodeKey] = []
+    parent = root
+    for start in range(0, len(tokens), BLOCK_BYTES):
+        parent = child_key(parent, tokens[start : start + BLOCK_BYTES])
+        keys.append(parent)
+    return keys

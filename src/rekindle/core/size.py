@@ -1,0 +1,66 @@
+"""Sizes as people write them: "512MB", "1.5 GiB", "10%" of what is free."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rekindle.errors import InvalidSetting
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {_letter: 1000**_power, f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A limit in bytes, or a share of the space that is free or already ours."""
+
+    size_bytes: int | None
+    share: float | None = None
+
+    def resolve(self, available_bytes: int) -> int:
+        """The limit in bytes, where `available_bytes` are free or ours."""
+        return self.size_bytes if self.size_bytes is not None else int((self.share or 0.0) * available_bytes)
+
+    def __str__(self) -> str:
+        return human_bytes(self.size_bytes) if self.size_bytes is not None else f"{(self.share or 0) * 100:g}% of free"
+
+
+def parse_limit(text: str | int | Limit) -> Limit:
+    """The limit that `text` means. Raises `InvalidSetting` for anything else."""
+    if isinstance(text, Limit):
+        return text
+    if isinstance(text, int):
+        if text < 0:
+            raise InvalidSetting(f"A limit cannot be negative: {text}.")
+        return Limit(text)
+    found = _SIZE.fullmatch(text)
+    unit = found[2].lower() if found else None
+    if found is None or unit is None or (unit != "%" and unit not in _UNITS):
+        raise InvalidSetting(f"{text!r} is not a size. Write bytes (1000000), 512MB, 1.5GiB, or 10% of the free space.")
+    number = float(found[1])
+    if unit == "%":
+        if number > 100:
+            raise InvalidSetting(f"{text!r} is more than there is. Use at most 100%.")
+        return Limit(None, number / 100)
+    return Limit(int(number * _UNITS[unit]))
+
+
+def human_bytes(count: int) -> str:
+    """1536000 -> 1.5 MB."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of "90s", "30m", "12h", "7d", or a plain number of seconds."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", text)
+    if found is None:
+        raise InvalidSetting(f"{text!r} is not a time. Write 90s, 30m, 12h or 7d.")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]

@@ -1,0 +1,1 @@
+"""Tokens to places of KV. No I/O of its own."""

@@ -1,0 +1,158 @@
+"""The longest known prefix of a prompt, token by token, without reading any KV.
+
+Chains are prefix-closed (tails are evicted before heads), so the deepest known block is found by binary search over
+the chained keys. From there the extents that hold the chain are walked back to the root, one step an extent, and all
+tokens are compared. Inside the first block that differs, the two neighbours of the prompt's tokens among the parent's
+children share the longest beginning with it: KV of the beginning of a block is a slice of the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, NodeKey, chain
+from rekindle.core.kv import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where a block is: the extent, and its place among the extent's blocks."""
+
+    extent: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A child of a node."""
+
+    spot: Spot
+    tokens: bytes
+
+
+class Rows(Protocol):
+    """What the search needs of a catalog, from one consistent view of it."""
+
+    def find(self, key: NodeKey) -> Spot | None:
+        """The block of a node."""
+
+    def run(self, spot: Spot) -> bytes | None:
+        """The tokens of an extent's blocks up to and with that place; None if they may not be used."""
+
+    def neighbours(self, parent: NodeKey, tokens: bytes) -> Sequence[Neighbour]:
+        """The children of `parent` just below (or at) and just above `tokens`, in the order of their bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a prompt's tokens whose KV is in one extent, from its block `first` on; the last may be used in part."""
+
+    extent: int
+    first: int
+    span: Span
+
+    @property
+    def last(self) -> int:
+        """The place of the last block used."""
+        return self.first + (len(self.span) - 1) // BLOCK_TOKENS
+
+
+@dataclass(frozen=True)
+class Match:
+    """What is known of a prompt: pieces that tile `[0, length)` in order."""
+
+    root: NodeKey
+    tokens: bytes
+    keys: tuple[NodeKey, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def length(self) -> int:
+        """How many tokens are known, from the first on."""
+        return self.pieces[-1].span.stop if self.pieces else 0
+
+    @property
+    def full_blocks(self) -> int:
+        """How many whole blocks are known."""
+        return self.length // BLOCK_TOKENS
+
+    def key_before(self, block: int) -> NodeKey:
+        """The node that block number `block` of the prompt hangs on."""
+        return self.keys[block - 1] if block else self.root
+
+    def gap(self) -> Span | None:
+        """What is to be kept of the prompt: from the first block not known whole. None if every token is known."""
+        count = len(self.tokens) // TOKEN_BYTES
+        return None if self.length >= count else Span(self.full_blocks * BLOCK_TOKENS, count)
+
+
+def search(rows: Rows, root: NodeKey, tokens: bytes) -> Match:
+    """The longest known prefix of `tokens`."""
+    keys = chain(root, tokens)
+    pieces = _whole_blocks(rows, keys[: len(tokens) // BLOCK_BYTES], tokens)
+    known = pieces[-1].span.stop // BLOCK_TOKENS if pieces else 0
+    rest = tokens[known * BLOCK_BYTES : (known + 1) * BLOCK_BYTES]
+    if rest and (piece := _inside_block(rows, keys[known - 1] if known else root, rest, known)):
+        if pieces and pieces[-1].extent == piece.extent and pieces[-1].last + 1 == piece.first:
+            last = pieces.pop()
+            piece = Piece(last.extent, last.first, Span(last.span.start, piece.span.stop))
+        pieces.append(piece)
+    return Match(root, tokens, tuple(keys), tuple(pieces))
+
+
+def _whole_blocks(rows: Rows, keys: Sequence[NodeKey], tokens: bytes) -> list[Piece]:
+    limit = len(keys)
+    while limit:
+        depth, spot = _deepest(rows, keys[:limit])
+        if spot is None:
+            return []
+        pieces: list[Piece] = []
+        while spot is not None:
+            first = depth - 1 - spot.place  # the depth of the extent's first block
+            stored = rows.run(spot) if first >= 0 else None
+            if stored is None or stored != tokens[first * BLOCK_BYTES : depth * BLOCK_BYTES]:
+                spot = None  # damaged, expired, or a collision: what hangs below it is of no use
+                limit = depth - 1
+                break
+            pieces.append(Piece(spot.extent, 0, Span(first * BLOCK_TOKENS, depth * BLOCK_TOKENS)))
+            if first == 0:
+                return pieces[::-1]
+            depth, limit = first, first - 1
+            spot = rows.find(keys[depth - 1])
+    return []
+
+
+def _deepest(rows: Rows, keys: Sequence[NodeKey]) -> tuple[int, Spot | None]:
+    """How many of the chained keys are known, and where the last known one is."""
+    known, unknown, spot = 0, len(keys) + 1, None
+    while unknown - known > 1:
+        middle = (known + unknown) // 2
+        found = rows.find(keys[middle - 1])
+        if found is None:
+            unknown = middle
+        else:
+            known, spot = middle, found
+    return known, spot
+
+
+def _inside_block(rows: Rows, parent: NodeKey, rest: bytes, depth: int) -> Piece | None:
+    best: Neighbour | None = None
+    shared = 0
+    for neighbour in rows.neighbours(parent, rest):
+        common = _common_tokens(neighbour.tokens, rest)
+        if common > shared and rows.run(neighbour.spot) is not None:
+            best, shared = neighbour, common
+    if best is None:
+        return None
+    start = depth * BLOCK_TOKENS
+    return Piece(best.spot.extent, best.spot.place, Span(start, start + shared))
+
+
+def _common_tokens(a: bytes, b: bytes) -> int:
+    shorter = min(len(a), len(b))
+    if a[:shorter] == b[:shorter]:
+        return shorter // TOKEN_BYTES
+    differing = next(index for index in range(shorter) if a[index] != b[index])
+    return differing // TOKEN_BYTES

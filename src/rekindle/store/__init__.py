@@ -1,0 +1,1 @@
+"""KV on disk and in memory, within limits, shared by processes."""

@@ -1,0 +1,297 @@
+"""The catalog: the only truth about what is in a cache folder.
+
+Methods take the transaction they belong to. Whoever changes rows here keeps three promises: an extent's live rows
+are its first places, every block's parent is there (chains are prefix-closed), and an extent has a row for as long as
+its file may exist.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, NodeKey, Shelf, layout_text
+from rekindle.index.prefix import Neighbour, Spot
+
+_SEEN_ROWS = 200_000
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A row of the table of extents."""
+
+    id: int
+    name: str
+    shelf: int
+    state: str
+    size_bytes: int
+    writer: str
+    digest: bytes | None
+    depth: int
+    blocks: int
+    live: int
+    tokens: int
+    pinned: int
+    kept: float
+    used: float
+    hits: int
+    saved_ms: float
+    reason: str | None
+
+
+_COLUMNS = (
+    "id, name, shelf, state, bytes, writer, digest, depth, blocks, live, tokens, pinned, kept, used, hits, saved_ms, "
+    "reason"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The last live block of an extent, which nothing hangs on: what eviction chooses among."""
+
+    extent: int
+    live: int
+    blocks: int
+    size_bytes: int
+    hits: int
+    used: float
+
+
+@dataclass(frozen=True)
+class View:
+    """The rows of one shelf, in one read transaction. Extents kept before `oldest` are expired, unless pinned."""
+
+    connection: sqlite3.Connection
+    shelf: int
+    oldest: float
+
+    def find(self, key: NodeKey) -> Spot | None:
+        """The block of a node."""
+        row = self.connection.execute(
+            "SELECT extent, place FROM blocks WHERE key=? AND shelf=?", (key, self.shelf)
+        ).fetchone()
+        return None if row is None else Spot(*row)
+
+    def run(self, spot: Spot) -> bytes | None:
+        """The tokens of an extent's blocks up to and with that place."""
+        usable = self.connection.execute(
+            "SELECT 1 FROM extents WHERE id=? AND state='live' AND (kept>=? OR pinned)", (spot.extent, self.oldest)
+        ).fetchone()
+        if usable is None:
+            return None
+        rows = self.connection.execute(
+            "SELECT tokens FROM blocks WHERE extent=? AND place<=? ORDER BY place", (spot.extent, spot.place)
+        ).fetchall()
+        return b"".join([row[0] for row in rows]) if len(rows) == spot.place + 1 else None
+
+    def neighbours(self, parent: NodeKey, tokens: bytes) -> Sequence[Neighbour]:
+        """The children of `parent` next to `tokens`, below (or at) and above."""
+        select = "SELECT extent, place, tokens FROM blocks WHERE parent=? AND shelf=? AND tokens"
+        found = [
+            self.connection.execute(f"{select}<=? ORDER BY tokens DESC LIMIT 1", (parent, self.shelf, tokens)),
+            self.connection.execute(f"{select}>? ORDER BY tokens LIMIT 1", (parent, self.shelf, tokens)),
+        ]
+        return [Neighbour(Spot(row[0], row[1]), row[2]) for cursor in found for row in cursor.fetchall()]
+
+
+def shelf_id(connection: sqlite3.Connection, digest: str) -> int | None:
+    """The number of a shelf that has been used before."""
+    row = connection.execute("SELECT id FROM shelves WHERE digest=?", (digest,)).fetchone()
+    return None if row is None else int(row[0])
+
+
+def add_shelf(connection: sqlite3.Connection, digest: str, shelf: Shelf) -> int:
+    """The number of a shelf, new or not."""
+    names = shelf.namespace
+    fields = (digest, shelf.model, names.identity, names.tenant, names.salt, shelf.adapter, shelf.codec)
+    connection.execute(
+        "INSERT OR IGNORE INTO shelves (digest, model, identity, tenant, salt, adapter, codec, layout) "
+        "VALUES (?,?,?,?,?,?,?,?)",
+        (*fields, layout_text(shelf.layout)),
+    )
+    found = shelf_id(connection, digest)
+    assert found is not None
+    return found
+
+
+def total_bytes(connection: sqlite3.Connection) -> int:
+    """Bytes of all extents: written, being written, and not yet removed."""
+    return int(connection.execute("SELECT bytes FROM totals").fetchone()[0])
+
+
+def extents(connection: sqlite3.Connection, where: str = "1", values: Sequence[object] = ()) -> list[Extent]:
+    """The extents for which `where` holds, oldest first."""
+    rows = connection.execute(f"SELECT {_COLUMNS} FROM extents WHERE {where} ORDER BY id", values)
+    return [Extent(*row) for row in rows]
+
+
+def extent(connection: sqlite3.Connection, id: int) -> Extent | None:
+    """The extent of that number."""
+    found = extents(connection, "id=?", (id,))
+    return found[0] if found else None
+
+
+def reserve(connection: sqlite3.Connection, name: str, shelf: int, size_bytes: int, writer: str) -> int:
+    """Count the bytes of a file before it exists."""
+    cursor = connection.execute(
+        "INSERT INTO extents (name, shelf, state, bytes, writer) VALUES (?,?,'writing',?,?)",
+        (name, shelf, size_bytes, writer),
+    )
+    assert cursor.lastrowid is not None
+    return cursor.lastrowid
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive blocks of a chain, to be listed."""
+
+    shelf: int
+    depth: int
+    parent: NodeKey
+    keys: Sequence[NodeKey]
+    tokens: bytes
+
+    def rows(self, extent: int, now: float) -> Iterator[tuple[object, ...]]:
+        """The rows of its blocks."""
+        parents = [self.parent, *self.keys]
+        for place, key in enumerate(self.keys):
+            part = self.tokens[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
+            yield extent, place, self.shelf, key, parents[place], part, now
+
+
+def clashes(connection: sqlite3.Connection, run: Run) -> str | None:
+    """Why a run cannot be listed any more: others were busy since it was found missing."""
+    select = "SELECT 1 FROM blocks WHERE key=? AND shelf=?"
+    if run.depth and connection.execute(select, (run.parent, run.shelf)).fetchone() is None:
+        return "what it hangs on was evicted meanwhile"
+    if any(connection.execute(select, (key, run.shelf)).fetchone() for key in run.keys):
+        return "another process kept it first"
+    return None
+
+
+def publish(connection: sqlite3.Connection, id: int, run: Run, size_bytes: int, digest: bytes, now: float) -> None:
+    """Make a written extent visible. A partial block that its first block begins with gives way to it."""
+    first = run.tokens[:BLOCK_BYTES]
+    prefixes = [first[:stop] for stop in range(TOKEN_BYTES, len(first), TOKEN_BYTES)]
+    marks = ",".join("?" * len(prefixes))
+    superseded = connection.execute(
+        f"SELECT extent, place FROM blocks b WHERE parent=? AND shelf=? AND tokens IN ({marks}) "
+        "AND NOT (SELECT pinned FROM extents e WHERE e.id=b.extent)",
+        (run.parent, run.shelf, *prefixes),
+    ).fetchall()
+    for old, place in superseded:
+        cut(connection, old, place)
+    connection.executemany(
+        "INSERT INTO blocks (extent, place, shelf, key, parent, tokens, used) VALUES (?,?,?,?,?,?,?)", run.rows(id, now)
+    )
+    blocks, tokens = len(run.keys), len(run.tokens) // TOKEN_BYTES
+    connection.execute(
+        "UPDATE extents SET state='live', bytes=?, digest=?, depth=?, blocks=?, live=?, tokens=?, kept=?, used=? "
+        "WHERE id=?",
+        (size_bytes, digest, run.depth, blocks, blocks, tokens, now, now, id),
+    )
+
+
+def cut(connection: sqlite3.Connection, id: int, place: int) -> None:
+    """Free an extent's blocks from `place` on, and everything in other extents that hangs on them.
+
+    An extent without blocks is dropping: its file is to be removed.
+    """
+    todo = [(id, place)]
+    while todo:
+        id, place = todo.pop()
+        todo += connection.execute(
+            "SELECT DISTINCT c.extent, 0 FROM blocks b JOIN blocks c ON c.parent=b.key AND c.shelf=b.shelf "
+            "WHERE b.extent=? AND b.place>=? AND c.extent<>b.extent",
+            (id, place),
+        ).fetchall()
+        connection.execute("DELETE FROM blocks WHERE extent=? AND place>=?", (id, place))
+        connection.execute(
+            "UPDATE extents SET live=min(live, ?), state=CASE WHEN ?=0 AND state='live' THEN 'dropping' ELSE state END,"
+            " tokens=(SELECT coalesce(sum(length(tokens)), 0) / ? FROM blocks WHERE extent=?) WHERE id=?",
+            (place, place, TOKEN_BYTES, id, id),
+        )
+
+
+def pinned_below(connection: sqlite3.Connection, id: int) -> bool:
+    """Whether something pinned hangs on an extent, however far below."""
+    todo, known = [id], {id}
+    while todo:
+        below = connection.execute(
+            "SELECT DISTINCT e.id, e.pinned FROM blocks b JOIN blocks c ON c.parent=b.key AND c.shelf=b.shelf "
+            "JOIN extents e ON e.id=c.extent WHERE b.extent=?",
+            (todo.pop(),),
+        ).fetchall()
+        if any(pinned for child, pinned in below if child != id):
+            return True
+        todo += [child for child, _ in below if child not in known]
+        known |= {child for child, _ in below}
+    return False
+
+
+def quarantine(connection: sqlite3.Connection, id: int, reason: str) -> None:
+    """Never read an extent again; its file stays, counted, until the next tidying."""
+    cut(connection, id, 0)
+    connection.execute("UPDATE extents SET state='quarantined', reason=? WHERE id=?", (reason, id))
+
+
+def forget(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
+    """Remove the rows of extents whose files are gone: only now do their bytes count as free."""
+    connection.executemany("DELETE FROM extents WHERE id=? AND state<>'live'", [(id,) for id in ids])
+
+
+def tails(connection: sqlite3.Connection, protected: int | None) -> Iterator[Tail]:
+    """Every tail that may be evicted: childless and not pinned."""
+    rows = connection.execute(
+        "SELECT e.id, e.live, e.blocks, e.bytes, b.hits, b.used FROM extents e "
+        "JOIN blocks b ON b.extent=e.id AND b.place=e.live-1 WHERE e.state='live' AND NOT e.pinned AND e.id IS NOT ? "
+        "AND NOT EXISTS (SELECT 1 FROM blocks c WHERE c.parent=b.key AND c.shelf=b.shelf)",
+        (protected,),
+    )
+    return (Tail(*row) for row in rows)
+
+
+def tail_start(connection: sqlite3.Connection, tail: Tail) -> int:
+    """From which place on an extent's blocks are no more valuable than its last one, and nothing hangs on them."""
+    row = connection.execute(
+        "SELECT max(place) FROM blocks b WHERE extent=? AND place<? AND (hits>? OR used>? OR EXISTS "
+        "(SELECT 1 FROM blocks c WHERE c.parent=b.key AND c.shelf=b.shelf AND c.extent<>b.extent))",
+        (tail.extent, tail.live - 1, tail.hits, tail.used),
+    ).fetchone()
+    return 0 if row[0] is None else int(row[0]) + 1
+
+
+def touch(connection: sqlite3.Connection, id: int, last: int, now: float, saved_ms: float) -> None:
+    """Count one use of an extent's blocks up to and with place `last`."""
+    connection.execute("UPDATE blocks SET hits=hits+1, used=max(used, ?) WHERE extent=? AND place<=?", (now, id, last))
+    connection.execute(
+        "UPDATE extents SET hits=hits+1, used=max(used, ?), saved_ms=saved_ms+? WHERE id=?", (now, saved_ms, id)
+    )
+
+
+def seen_before(connection: sqlite3.Connection, shelf: int, keys: Sequence[NodeKey], now: float) -> int:
+    """How many of the chained keys were met before; all are remembered now."""
+    select = "SELECT 1 FROM seen WHERE key=? AND shelf=?"
+    known = [connection.execute(select, (key, shelf)).fetchone() is not None for key in keys]
+    connection.executemany("INSERT OR REPLACE INTO seen VALUES (?,?,?)", [(key, shelf, now) for key in keys])
+    excess = int(connection.execute("SELECT count(*) FROM seen").fetchone()[0]) - _SEEN_ROWS
+    if excess > 0:
+        oldest = "SELECT key, shelf FROM seen ORDER BY at LIMIT ?"
+        connection.execute(f"DELETE FROM seen WHERE (key, shelf) IN ({oldest})", (excess,))
+    return known.index(False) if False in known else len(known)
+
+
+def written_since(connection: sqlite3.Connection, minute: int) -> int:
+    """Bytes written from that minute on."""
+    row = connection.execute("SELECT coalesce(sum(bytes), 0) FROM written WHERE minute>=?", (minute,)).fetchone()
+    return int(row[0])
+
+
+def add_written(connection: sqlite3.Connection, minute: int, size_bytes: int) -> None:
+    """Count bytes written now; what is older than two hours is forgotten."""
+    connection.execute(
+        "INSERT INTO written VALUES (?,?) ON CONFLICT (minute) DO UPDATE SET bytes=bytes+excluded.bytes",
+        (minute, size_bytes),
+    )
+    connection.execute("DELETE FROM written WHERE minute<?", (minute - 120,))

@@ -1,0 +1,178 @@
+"""Is everything in a cache folder what it should be? Every promise of the catalog and every byte of the files."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, Namespace, NodeKey, child_key
+from rekindle.core.kv import Span
+from rekindle.store import catalog
+from rekindle.store.disk import CATALOG, DiskStore
+from rekindle.store.extents import SUFFIX, Damaged
+
+Kind = Literal["catalog", "totals", "chain", "missing", "damaged", "quarantined", "stray", "rights"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is not as it should be, and whose it is."""
+
+    kind: Kind
+    entry: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check found: nothing is good. Entries under another key are counted, not read."""
+
+    entries: int
+    size_bytes: int
+    under_other_keys: int
+    problems: tuple[Problem, ...]
+
+
+def check(store: DiskStore, *, fix: bool = False, progress: Callable[[int, int], None] | None = None) -> Checked:
+    """Read and verify everything. With `fix`, remove what is wrong: what is left is sound, what went is computed again.
+
+    Entries that come or go meanwhile are no problem.
+    """
+    if not store.database.read_only:
+        store.room.recover()
+        store.room.sweep()
+    found = list(_catalog_problems(store))
+    with store.database.reading() as connection:
+        rows = catalog.extents(connection, "state IN ('live', 'quarantined')")
+        shelves = dict(connection.execute("SELECT id, digest FROM shelves").fetchall())
+    others = 0
+    for number, row in enumerate(rows):
+        if row.state == "quarantined":
+            found.append(Problem("quarantined", row.name, row.reason or "unknown"))
+        else:
+            found += _entry_problems(store, row)
+            if shelves.get(row.shelf, "").endswith(f":{store.digester.name}"):
+                found += _file_problems(store, row, shelves[row.shelf])
+            else:
+                others += 1
+        if progress is not None:
+            progress(number + 1, len(rows))
+    found += _stray_problems(store)
+    if fix and found:
+        _fix(store, found, {row.name: row for row in rows})
+    return Checked(len(rows), sum(row.size_bytes for row in rows), others, tuple(found))
+
+
+def _catalog_problems(store: DiskStore) -> Iterator[Problem]:
+    with store.database.reading() as connection:
+        for (text,) in connection.execute("PRAGMA integrity_check"):
+            if text != "ok":
+                yield Problem("catalog", CATALOG, str(text))
+        total = int(connection.execute("SELECT coalesce(sum(bytes), 0) FROM extents").fetchone()[0])
+        if total != catalog.total_bytes(connection):
+            yield Problem("totals", CATALOG, f"the extents take {total:,} bytes, the total says otherwise")
+        homeless = connection.execute(
+            "SELECT DISTINCT extent FROM blocks WHERE extent NOT IN (SELECT id FROM extents WHERE state='live')"
+        )
+        for (id,) in homeless:
+            yield Problem("chain", f"#{id}", "blocks of an extent that is not live")
+
+
+def _entry_problems(store: DiskStore, row: catalog.Extent) -> Iterator[Problem]:
+    with store.database.reading() as connection:
+        now = catalog.extent(connection, row.id)
+        if now is None or now.state != "live":
+            return
+        reason = _broken_chain(connection, now)
+    if reason is not None:
+        yield Problem("chain", row.name, reason)
+
+
+def _broken_chain(connection: sqlite3.Connection, row: catalog.Extent) -> str | None:
+    blocks = connection.execute(
+        "SELECT place, shelf, key, parent, tokens FROM blocks WHERE extent=? ORDER BY place", (row.id,)
+    ).fetchall()
+    shelf = connection.execute("SELECT identity, tenant, salt FROM shelves WHERE id=?", (row.shelf,)).fetchone()
+    if [block[0] for block in blocks] != list(range(row.live)) or not blocks:
+        return f"{len(blocks)} blocks are listed, {row.live} should be"
+    if shelf is None or any(block[1] != row.shelf for block in blocks):
+        return "its blocks are on another shelf"
+    above: NodeKey = blocks[0][3]
+    if row.depth == 0:
+        above = Namespace(*shelf).root
+    elif connection.execute("SELECT 1 FROM blocks WHERE key=? AND shelf=?", (above, row.shelf)).fetchone() is None:
+        return "what it hangs on is gone"
+    for place, _, key, parent, tokens in blocks:
+        if parent != above or key != child_key(above, tokens):
+            return f"block {place} has another key than its tokens give"
+        if not tokens or (len(tokens) != BLOCK_BYTES and place != len(blocks) - 1):
+            return f"block {place} is not a full block"
+        above = key
+    return None
+
+
+def _file_problems(store: DiskStore, row: catalog.Extent, shelf_digest: str) -> Iterator[Problem]:
+    try:
+        _read_all(store, row, shelf_digest)
+    except FileNotFoundError:
+        if _still_live(store, row):
+            yield Problem("missing", row.name, "its file is gone")
+        return
+    except (OSError, Damaged) as error:
+        if _still_live(store, row):
+            yield Problem("damaged", row.name, str(error))
+        return
+    if store.extents.path(row.name).stat().st_mode & 0o077:
+        yield Problem("rights", row.name, "others may read its file")
+
+
+def _read_all(store: DiskStore, row: catalog.Extent, shelf_digest: str) -> None:
+    extent = store.extents.open(row, shelf_digest, fresh=True)
+    try:
+        plan = extent.header.plan
+        with store.database.reading() as connection:
+            parts = connection.execute("SELECT tokens FROM blocks WHERE extent=? ORDER BY place", (row.id,))
+            tokens = b"".join(part for (part,) in parts)
+        if tokens != plan.tokens[: len(tokens)]:
+            raise Damaged("it holds other tokens than its rows say")
+        count = len(tokens) // TOKEN_BYTES
+        for layer in range(len(plan.layout.layers)):
+            store.extents.read(extent, layer, Span(0, count), plan.empty(layer, count))
+    finally:
+        store.files.close(extent.handle)
+
+
+def _still_live(store: DiskStore, row: catalog.Extent) -> bool:
+    with store.database.reading() as connection:
+        now = catalog.extent(connection, row.id)
+    return now is not None and now.state == "live"
+
+
+def _stray_problems(store: DiskStore) -> Iterator[Problem]:
+    names = store.files.names(store.extents.folder)
+    with store.database.reading() as connection:
+        known = {row[0] + SUFFIX for row in connection.execute("SELECT name FROM extents")}
+    for name in names:
+        if name not in known and (store.extents.folder / name).exists():
+            yield Problem("stray", name, "no entry names this file")
+    for name in store.files.names(store.folder):
+        if name.startswith(f"{CATALOG}.broken-"):
+            yield Problem("stray", name, "a catalog that was set aside")
+
+
+def _fix(store: DiskStore, problems: list[Problem], rows: dict[str, catalog.Extent]) -> None:
+    with store.database.writing() as connection:
+        for problem in problems:
+            if problem.kind in ("chain", "missing", "damaged", "quarantined") and problem.entry in rows:
+                catalog.cut(connection, rows[problem.entry].id, 0)
+        connection.execute("DELETE FROM blocks WHERE extent NOT IN (SELECT id FROM extents WHERE state='live')")
+        connection.execute("UPDATE totals SET bytes=(SELECT coalesce(sum(bytes), 0) FROM extents)")
+    for problem in problems:
+        if problem.kind == "rights":
+            store.extents.path(problem.entry).chmod(0o600)
+        elif problem.kind == "catalog":
+            with store.database.writing() as connection:
+                connection.execute("REINDEX")
+    store.collect()

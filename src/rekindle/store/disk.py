@@ -1,0 +1,190 @@
+"""A cache folder: its catalog, its extents, its limits, together.
+
+Errors of the system (`OSError`, `sqlite3.Error`) pass through: `store/tiered` is the place where they become a miss
+or "not kept". Everything here works without a model and without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rekindle.codec.digest import digester_for
+from rekindle.codec.extent import ExtentHeader, ExtentPlan
+from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, NodeKey, Shelf, chain
+from rekindle.core.kv import Kv
+from rekindle.errors import CacheUnusable, EntryNotFound
+from rekindle.store import catalog
+from rekindle.store.database import WRITE_TIMEOUT_SECONDS, Connect, Database
+from rekindle.store.extents import ExtentFiles
+from rekindle.store.files import Files
+from rekindle.store.room import Room
+from rekindle.store.settings import StoreSettings
+
+CATALOG = "catalog.sqlite"
+EXTENTS = "extents"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a store stands on; tests put failing parts here."""
+
+    files: Files = field(default_factory=Files)
+    connect: Connect = sqlite3.connect
+    clock: Callable[[], float] = time.time
+    write_timeout_seconds: float = WRITE_TIMEOUT_SECONDS
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """A keep that is published."""
+
+    extent: int
+    size_bytes: int
+    header: ExtentHeader
+
+
+class DiskStore:
+    """The KV of one folder. Used from several threads and processes at once.
+
+    Raises `CacheUnusable` if the folder cannot be one; what other processes left unfinished is tidied.
+    """
+
+    def __init__(self, folder: Path, settings: StoreSettings, machine: Machine | None = None) -> None:
+        machine = machine or Machine()
+        self.folder = folder.expanduser().absolute()
+        _check_folder(self.folder)
+        self.settings = settings
+        self.files = machine.files
+        self.clock = machine.clock
+        self.digester = digester_for(settings.key)
+        self.database = Database(
+            self.folder / CATALOG,
+            machine.files,
+            connect=machine.connect,
+            write_timeout_seconds=machine.write_timeout_seconds,
+        )
+        self.extents = ExtentFiles(self.folder / EXTENTS, machine.files, self.digester)
+        self.room = Room(self.folder, settings, self.database, self.extents, machine.clock)
+
+    def shelf_digest(self, shelf: Shelf) -> str:
+        """A shelf's name here: under another key the same KV is on another shelf, and simply not found."""
+        return f"{shelf.digest}:{self.digester.name}"
+
+    @contextmanager
+    def view(self, shelf: Shelf) -> Iterator[catalog.View | None]:
+        """The shelf's rows, as of one moment; None if nothing was ever kept on it."""
+        with self.database.reading() as connection:
+            number = catalog.shelf_id(connection, self.shelf_digest(shelf))
+            yield None if number is None else catalog.View(connection, number, self.room.oldest())
+
+    def keep(self, shelf: Shelf, root: NodeKey, tokens: bytes, kv: Kv) -> Written:
+        """Write the KV of `kv.span`, which begins at a block and reaches the end of `tokens`.
+
+        Raises `Refused` if there is no room for it, or others were faster.
+        """
+        depth = kv.span.start // BLOCK_TOKENS
+        keys = chain(root, tokens)
+        parent = keys[depth - 1] if depth else root
+        digest, part = self.shelf_digest(shelf), tokens[depth * BLOCK_BYTES :]
+        plan = ExtentPlan(
+            secrets.token_hex(8), digest, parent, shelf.layout, part, self.digester.name, self.digester.width
+        )
+        with self.room.reserved(plan, lambda connection: catalog.add_shelf(connection, digest, shelf)) as room:
+            written = self.extents.write(plan, kv.layers)
+            run = catalog.Run(room.shelf, depth, parent, keys[depth:], part)
+            with self.database.writing() as connection:
+                self.room.publish(connection, room, run, plan.file_bytes, written.digest)
+        return Written(room.extent, plan.file_bytes, written.header)
+
+    def lose(self, id: int, error: Exception) -> None:
+        """Stop serving an extent that could not be read: forget it if its file is gone, else quarantine it."""
+        with self.database.writing() as connection:
+            if catalog.extent(connection, id) is None:
+                return
+            if isinstance(error, FileNotFoundError):
+                catalog.cut(connection, id, 0)
+            else:
+                catalog.quarantine(connection, id, str(error))
+
+    def entries(self, names: Sequence[str] = ()) -> list[catalog.Extent]:
+        """The extents that begin with these names, or all live ones. Raises `EntryNotFound`."""
+        with self.database.reading() as connection:
+            rows = catalog.extents(connection, "state='live'")
+        chosen = []
+        for name in names:
+            found = [row for row in rows if name and row.name.startswith(name)]
+            if len(found) != 1:
+                what = "There is no entry" if not found else f"{len(found)} entries begin with"
+                raise EntryNotFound(f"{what} {name!r}. `rekindle cache ls` lists them.")
+            chosen += found
+        return chosen if names else rows
+
+    def remove(self, rows: Sequence[catalog.Extent]) -> int:
+        """Remove extents and what hangs on them; how many files went. Pinned ones too: they were named."""
+        with self.database.writing() as connection:
+            for row in rows:
+                catalog.cut(connection, row.id, 0)
+        return self.room.sweep()
+
+    def evict(self, chosen: Callable[[catalog.Extent], bool]) -> int:
+        """Remove the extents for which `chosen` holds, unless something pinned hangs on them; how many files went."""
+        with self.database.writing() as connection:
+            # The deepest first, so that nothing hangs any more on what goes next.
+            for row in sorted(catalog.extents(connection, "state='live'"), key=lambda row: -row.depth):
+                if chosen(row) and not row.pinned and not catalog.pinned_below(connection, row.id):
+                    catalog.cut(connection, row.id, 0)
+        return self.room.sweep()
+
+    def pin(self, rows: Sequence[catalog.Extent], pinned: bool = True) -> None:
+        """Never evict these extents and what they hang on; or allow it again."""
+        with self.database.writing() as connection:
+            connection.executemany("UPDATE extents SET pinned=? WHERE id=?", [(pinned, row.id) for row in rows])
+
+    def tidy(self) -> None:
+        """Everything that may wait: expiry, what died halfway, files to remove, sparse extents, the log."""
+        self.room.recover()
+        self.room.expire()
+        self.room.sweep()
+        self.room.compact()
+        if self.database.size_bytes() > 0:
+            self.database.checkpoint()
+
+    def collect(self) -> int:
+        """`tidy`, and also remove quarantined and stray files and broken catalogs, and shrink the catalog."""
+        with self.database.writing() as connection:
+            connection.execute("UPDATE extents SET state='dropping' WHERE state='quarantined'")
+        self.tidy()
+        removed = self.room.remove_strays()
+        for name in self.files.names(self.folder):
+            if name.startswith(f"{CATALOG}.broken-"):
+                removed += self.files.remove(self.folder / name)
+        self.database.vacuum()
+        self.database.checkpoint()
+        return removed
+
+    def close(self) -> None:
+        """Close everything. Idempotent."""
+        self.room.close()
+        self.extents.close()
+        self.database.close()
+
+
+def _check_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise CacheUnusable(f"{folder} is a file. Choose a folder for the cache.")
+    try:
+        names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    except OSError as error:
+        raise CacheUnusable(f"The cache folder {folder} cannot be read: {error}.") from error
+    if names and not any(name.startswith(CATALOG) for name in names) and not names <= {EXTENTS, "writers"}:
+        raise CacheUnusable(f"{folder} holds other things than a cache. Choose an empty or new folder.")
+    if names and folder.stat().st_mode & 0o077:
+        with contextlib.suppress(OSError):  # not ours to change: then it is as private as its owner wants it
+            folder.chmod(0o700)

@@ -1,0 +1,233 @@
+"""The extent files of a folder: written once, read in part, checked whenever they are read."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.codec.digest import Digester
+from rekindle.codec.extent import (
+    ExtentHeader,
+    ExtentPlan,
+    Half,
+    digest_cells,
+    digest_layer,
+    header_length,
+    is_row_contiguous,
+    parse_header,
+    rows_of,
+)
+from rekindle.core.keys import BLOCK_TOKENS
+from rekindle.core.kv import LayerKv, Span
+from rekindle.store.catalog import Extent
+from rekindle.store.files import Files, Handle
+
+SUFFIX = ".kv"
+_HEADERS = 64  # remembered
+_SPLIT_BYTES = 512 << 10  # from this size on, keys and values of a layer are read side by side
+
+
+class Damaged(Exception):
+    """An extent is not what its row says. The reason is for people."""
+
+
+@dataclass(frozen=True, eq=False)
+class OpenExtent:
+    """An extent that can be read. Whoever has it closes its handle."""
+
+    handle: Handle
+    header: ExtentHeader
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenExtent:
+    """An extent that was just written."""
+
+    header: ExtentHeader
+    digest: bytes  # of the header
+
+
+class ExtentFiles:
+    """Extents as files. Knows nothing of what is listed or allowed."""
+
+    def __init__(self, folder: Path, files: Files, digester: Digester) -> None:
+        self.folder = folder
+        self.files = files
+        self.digester = digester
+        self._lock = threading.Lock()
+        self._headers: OrderedDict[str, ExtentHeader] = OrderedDict()
+        self._helper: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
+
+    def path(self, name: str) -> Path:
+        """The file of an extent."""
+        return self.folder / f"{name}{SUFFIX}"
+
+    def open(self, row: Extent, shelf_digest: str, *, fresh: bool = False) -> OpenExtent:
+        """An extent, its header checked against its row; `fresh`: even if it was before.
+
+        Raises `Damaged` or `OSError`.
+        """
+        handle = self.files.open(self.path(row.name))
+        try:
+            size_bytes = self.files.size(handle)
+            if size_bytes != row.size_bytes:
+                raise Damaged(f"the file has {size_bytes:,} bytes, not {row.size_bytes:,}")
+            return OpenExtent(handle, self._header(row, shelf_digest, handle, fresh))
+        except BaseException:
+            self.files.close(handle)
+            raise
+
+    def read(self, extent: OpenExtent, layer: int, span: Span, out: LayerKv) -> None:
+        """Fill `out` with the tokens `span` of the extent, which begins at a block, and check them.
+
+        Raises `Damaged` or `OSError`; `out` then holds anything.
+        """
+        if not is_row_contiguous(out):
+            straight = extent.header.plan.empty(layer, len(span))
+            self.read(extent, layer, span, straight)
+            out.keys[...], out.values[...] = straight.keys, straight.values
+            return
+        count = extent.header.plan.token_count
+        if len(span) == count:
+            self._read_whole(extent, layer, out)
+            return
+        # A block that is used in part is read whole, beside: its digest covers all of it.
+        partial = 0 if span.stop == count else len(span) % BLOCK_TOKENS
+        if whole := len(span) - partial:
+            self._read_cells(extent, layer, Span(span.start, span.start + whole), _window(out, 0, whole))
+        if partial:
+            start = span.start + whole
+            stop = min(start + BLOCK_TOKENS, count)
+            block = extent.header.plan.empty(layer, stop - start)
+            self._read_cells(extent, layer, Span(start, stop), block)
+            rest = _window(out, whole, len(span))
+            rest.keys[...], rest.values[...] = block.keys[:, :partial], block.values[:, :partial]
+
+    def read_all(self, extent: OpenExtent, tokens: int) -> tuple[LayerKv, ...]:
+        """The first `tokens` tokens of all layers, checked."""
+        plan = extent.header.plan
+        layers = tuple(plan.empty(layer, tokens) for layer in range(len(plan.layout.layers)))
+        for layer, out in enumerate(layers):
+            self.read(extent, layer, Span(0, tokens), out)
+        return layers
+
+    def side_by_side(self, first: Callable[[], None], second: Callable[[], None], size_bytes: int) -> None:
+        """Call two functions that mostly wait or copy, at the same time if that is worth it."""
+        if size_bytes < _SPLIT_BYTES:
+            first()
+            second()
+            return
+        other = self._pool().submit(first)
+        try:
+            second()
+        finally:
+            other.result()
+
+    def write(self, plan: ExtentPlan, layers: Iterable[LayerKv]) -> WrittenExtent:
+        """Write a new extent, layer by layer, the header last; one fsync. Raises `OSError`; the file is then left."""
+        digests = bytearray()
+        handle = self.files.create(self.path(plan.name))
+        try:
+            for layer, given in enumerate(layers):
+                kv = LayerKv(np.ascontiguousarray(given.keys), np.ascontiguousarray(given.values))
+                digests += digest_layer(self.digester, kv)
+                self.files.write_at(handle, plan.start(layer, "keys"), kv.keys.data)
+                self.files.write_at(handle, plan.start(layer, "values"), kv.values.data)
+            header = ExtentHeader(plan, bytes(digests))
+            text = plan.header(header.digests)
+            self.files.write_at(handle, 0, memoryview(text))
+            self.files.sync(handle)
+        finally:
+            self.files.close(handle)
+        return WrittenExtent(header, self.digester.header(text))
+
+    def close(self) -> None:
+        """End the helper thread. Idempotent."""
+        with self._lock:
+            helper, self._helper = self._helper, None
+        if helper is not None and self._process == os.getpid():
+            helper.shutdown(wait=True)
+
+    def _read_whole(self, extent: OpenExtent, layer: int, out: LayerKv) -> None:
+        self.side_by_side(
+            lambda: self._read_half(extent, layer, "keys", out.keys),
+            lambda: self._read_half(extent, layer, "values", out.values),
+            out.keys.nbytes + out.values.nbytes,
+        )
+
+    def _read_half(self, extent: OpenExtent, layer: int, half: Half, out: NDArray[Any]) -> None:
+        offset = extent.header.plan.start(layer, half)
+        state = self.digester.data()
+        for row in rows_of(out):
+            self._read_at(extent.handle, offset, row)
+            state.update(row)  # while it is in the processor's cache
+            offset += len(row)
+        if state.digest() != extent.header.half_digest(layer, half):
+            raise Damaged(f"layer {layer}: the digest of its {half} is another")
+
+    def _read_cells(self, extent: OpenExtent, layer: int, span: Span, out: LayerKv) -> None:
+        plan = extent.header.plan
+        halves: tuple[tuple[Half, NDArray[Any]], ...] = (("keys", out.keys), ("values", out.values))
+        for half, array in halves:
+            offset = plan.start(layer, half) + plan.row_bytes(layer, half, span.start)
+            for row in rows_of(array):
+                self._read_at(extent.handle, offset, row)
+                offset += plan.row_bytes(layer, half, plan.token_count)
+        first, stop = span.start // BLOCK_TOKENS, -(-span.stop // BLOCK_TOKENS)
+        if digest_cells(self.digester, out) != extent.header.cell_digests(layer, first, stop):
+            raise Damaged(f"layer {layer}, blocks {first} to {stop - 1}: a digest is another")
+
+    def _read_at(self, handle: Handle, offset: int, out: memoryview) -> None:
+        try:
+            self.files.read_at(handle, offset, out)
+        except EOFError as error:
+            raise Damaged(str(error)) from error
+
+    def _header(self, row: Extent, shelf_digest: str, handle: Handle, fresh: bool) -> ExtentHeader:
+        with self._lock:
+            known = self._headers.get(row.name)
+        if known is not None and not fresh:
+            return known
+        try:
+            first = bytearray(8)
+            self.files.read_at(handle, 0, memoryview(first))
+            data = bytearray(header_length(bytes(first)))
+            if len(data) > row.size_bytes:
+                raise ValueError("the header is longer than the file")
+            self.files.read_at(handle, 0, memoryview(data))
+            if self.digester.header(data) != row.digest:
+                raise ValueError("the header's digest is another")
+            header = parse_header(bytes(data))
+        except (ValueError, EOFError) as error:
+            raise Damaged(str(error)) from error
+        plan = header.plan
+        if (plan.name, plan.shelf, plan.digest_name) != (row.name, shelf_digest, self.digester.name):
+            raise Damaged("the file belongs to another entry")
+        if plan.file_bytes != row.size_bytes or plan.blocks != row.blocks:
+            raise Damaged("the header does not fit the file")
+        with self._lock:
+            self._headers[row.name] = header
+            while len(self._headers) > _HEADERS:
+                self._headers.popitem(last=False)
+        return header
+
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._helper is None or self._process != os.getpid():  # threads do not survive a fork
+                self._process = os.getpid()
+                self._helper = ThreadPoolExecutor(1, thread_name_prefix="rekindle-read")
+            return self._helper
+
+
+def _window(kv: LayerKv, start: int, stop: int) -> LayerKv:
+    return LayerKv(kv.keys[:, start:stop], kv.values[:, start:stop])

@@ -1,0 +1,76 @@
+"""The tables of the catalog, as numbered migrations. Version N is what the first N of them give.
+
+blocks     one row a block: its node, its tokens, and where its KV is (extent, place). Clustered by extent, so that a
+           run of blocks is one range. An extent's live rows are always its first places: tails go before heads.
+extents    one row a file, from before its first byte is written until after its last is gone.
+shelves    what must be equal for KV to be interchangeable.
+seen       keys met once, for admission on second use.
+written    bytes written, by minute, for the write budget.
+totals     the sum of all extents' bytes, kept by triggers: limits are checked at every keep.
+"""
+
+from __future__ import annotations
+
+APPLICATION_ID = 0x524B4E44  # "RKND": tells our catalog from any other SQLite file
+
+MIGRATIONS: tuple[str, ...] = (
+    """
+    CREATE TABLE shelves (
+        id INTEGER PRIMARY KEY,
+        digest TEXT NOT NULL UNIQUE,
+        model TEXT NOT NULL,
+        identity TEXT NOT NULL,
+        tenant TEXT NOT NULL,
+        salt TEXT NOT NULL,
+        adapter TEXT,
+        codec TEXT NOT NULL,
+        layout TEXT NOT NULL
+    );
+    CREATE TABLE extents (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        name TEXT NOT NULL UNIQUE,
+        shelf INTEGER NOT NULL,
+        state TEXT NOT NULL CHECK (state IN ('writing', 'live', 'dropping', 'quarantined')),
+        bytes INTEGER NOT NULL CHECK (bytes >= 0),
+        writer TEXT NOT NULL,
+        digest BLOB,
+        depth INTEGER NOT NULL DEFAULT 0,
+        blocks INTEGER NOT NULL DEFAULT 0,
+        live INTEGER NOT NULL DEFAULT 0,
+        tokens INTEGER NOT NULL DEFAULT 0,
+        pinned INTEGER NOT NULL DEFAULT 0,
+        kept REAL NOT NULL DEFAULT 0,
+        used REAL NOT NULL DEFAULT 0,
+        hits INTEGER NOT NULL DEFAULT 0,
+        saved_ms REAL NOT NULL DEFAULT 0,
+        reason TEXT
+    );
+    CREATE INDEX extents_not_live ON extents (state) WHERE state <> 'live';
+    CREATE INDEX extents_kept ON extents (kept);
+    CREATE TABLE blocks (
+        extent INTEGER NOT NULL,
+        place INTEGER NOT NULL,
+        shelf INTEGER NOT NULL,
+        key BLOB NOT NULL,
+        parent BLOB NOT NULL,
+        tokens BLOB NOT NULL,
+        used REAL NOT NULL,
+        hits INTEGER NOT NULL DEFAULT 0,
+        PRIMARY KEY (extent, place)
+    ) WITHOUT ROWID;
+    CREATE UNIQUE INDEX blocks_key ON blocks (key, shelf);
+    CREATE INDEX blocks_children ON blocks (parent, shelf, tokens);
+    CREATE TABLE seen (key BLOB NOT NULL, shelf INTEGER NOT NULL, at REAL NOT NULL, PRIMARY KEY (key, shelf))
+        WITHOUT ROWID;
+    CREATE INDEX seen_at ON seen (at);
+    CREATE TABLE written (minute INTEGER PRIMARY KEY, bytes INTEGER NOT NULL);
+    CREATE TABLE totals (one INTEGER PRIMARY KEY CHECK (one = 1), bytes INTEGER NOT NULL);
+    INSERT INTO totals VALUES (1, 0);
+    CREATE TRIGGER extents_added AFTER INSERT ON extents
+        BEGIN UPDATE totals SET bytes = bytes + NEW.bytes; END;
+    CREATE TRIGGER extents_gone AFTER DELETE ON extents
+        BEGIN UPDATE totals SET bytes = bytes - OLD.bytes; END;
+    CREATE TRIGGER extents_resized AFTER UPDATE OF bytes ON extents
+        BEGIN UPDATE totals SET bytes = bytes + NEW.bytes - OLD.bytes; END;
+    """,
+)

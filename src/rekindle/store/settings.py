@@ -1,0 +1,56 @@
+"""What can be chosen about a store. Everything has a default that is right for most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from rekindle.core.size import Limit, parse_limit
+from rekindle.errors import InvalidSetting
+from rekindle.store.evict import POLICIES, Policy
+
+Admission = Literal["always", "second-use"]
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """The choices.
+
+    disk_limit       bytes, "512MB", or "10%" of what is free or already the cache's; counts files and catalog
+    memory_limit     the same for KV held in memory above the disk
+    policy           what goes first when room is needed: weighted-lru, lru, lfu
+    ttl_seconds      KV older than this is not served and goes; None: never
+    admission        keep always, or on second-use: only what was met before
+    write_budget     bytes that may be written within an hour, to spare flash; None: as many as there are
+    key              16 to 64 secret bytes: then all digests are keyed, and files that others wrote are never served
+    """
+
+    disk_limit: str | int | Limit = "10%"
+    memory_limit: str | int | Limit = "256MB"
+    policy: str = "weighted-lru"
+    ttl_seconds: float | None = None
+    admission: Admission = "always"
+    write_budget: str | int | None = None
+    key: bytes | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise InvalidSetting(f"Unknown policy {self.policy!r}. Use {', '.join(POLICIES)}.")
+        if self.admission not in get_args(Admission):
+            raise InvalidSetting(f"Unknown admission {self.admission!r}. Use {', '.join(get_args(Admission))}.")
+        if self.ttl_seconds is not None and self.ttl_seconds <= 0:
+            raise InvalidSetting(f"ttl_seconds={self.ttl_seconds} is out of range: use a positive number, or None.")
+        if self.write_budget is not None and parse_limit(self.write_budget).size_bytes is None:
+            raise InvalidSetting("A write budget is a size (10GB), not a share.")
+        parse_limit(self.disk_limit)
+        parse_limit(self.memory_limit)
+
+    @property
+    def chosen_policy(self) -> Policy:
+        """The policy of that name."""
+        return POLICIES[self.policy]
+
+    @property
+    def write_budget_bytes(self) -> int | None:
+        """The write budget as a number."""
+        return None if self.write_budget is None else parse_limit(self.write_budget).size_bytes

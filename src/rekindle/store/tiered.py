@@ -1,0 +1,316 @@
+"""The store that everything above uses: memory above disk, and the two places where failure ends.
+
+What cannot be read is a miss, what cannot be written is not kept; both are counted and logged once. Nothing here
+raises because of a disk, a damaged file or another process, except opening the store and loading what was found.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import psutil
+
+from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, Shelf, chain, token_bytes
+from rekindle.core.kv import Kv, LayerKv, Span
+from rekindle.core.size import parse_limit
+from rekindle.errors import CacheUnusable, Closed, InvalidSetting, KvLost
+from rekindle.index.prefix import Match, search
+from rekindle.store import catalog
+from rekindle.store.disk import DiskStore, Machine
+from rekindle.store.extents import Damaged, OpenExtent
+from rekindle.store.feed import Source, StoredFeed
+from rekindle.store.memory import HeldExtent, MemoryTier
+from rekindle.store.room import Refused
+from rekindle.store.settings import StoreSettings
+
+log = logging.getLogger("rekindle.store")
+
+_FAILURES = (OSError, sqlite3.Error, CacheUnusable)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What became of a keep: kept, known already, or refused and why."""
+
+    outcome: Literal["kept", "known", "refused", "failed"]
+    reason: str = ""
+    size_bytes: int = 0
+
+
+@dataclass
+class Counts:
+    """What happened since the store was opened."""
+
+    kept: int = 0
+    refused: int = 0
+    read_failures: int = 0
+    write_failures: int = 0
+    quarantined: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class _Use:
+    extent: int
+    last: int
+    at: float
+    saved_ms: float
+
+
+class TieredStore:
+    """KV of any number of models in one folder. Used from several threads and processes at once.
+
+    Raises `CacheUnusable` if the folder cannot be opened.
+    """
+
+    def __init__(
+        self, folder: Path | str, settings: StoreSettings | None = None, machine: Machine | None = None
+    ) -> None:
+        self.settings = settings or StoreSettings()
+        self.disk = DiskStore(Path(folder), self.settings, machine)
+        self.memory = MemoryTier(parse_limit(self.settings.memory_limit).resolve(psutil.virtual_memory().total))
+        self.counts = Counts()
+        self._lock = threading.Lock()
+        self._uses: list[_Use] = []
+        self._wanted: set[int] = set()  # extents read from disk, to be held in memory when there is time
+        self._closed = False
+        self._tidy_at_start()
+
+    # -- reading: every failure is a miss --------------------------------------------------------------------------
+
+    def lookup(self, shelf: Shelf, tokens: Sequence[int]) -> Match:
+        """The longest prefix of `tokens` whose KV is known. Changes nothing."""
+        data = token_bytes(tokens)
+        root = shelf.namespace.root
+        nothing = Match(root, data, (), ())
+
+        def look() -> Match:
+            with self.disk.view(shelf) as rows:
+                return nothing if rows is None else search(rows, root, data)
+
+        return self._reading(look, nothing)
+
+    def load(self, shelf: Shelf, match: Match) -> StoredFeed:
+        """A feed of what `match` found; it reads ahead at once. Raises `KvLost` if it is not there any more."""
+        if not match.pieces:
+            raise InvalidSetting("There is nothing to load: the match is empty.")
+        sources: list[Source] = []
+        for piece in match.pieces:
+            held = self.memory.get(piece.extent)
+            try:
+                origin = held or self._open(shelf, piece.extent)
+                source = Source(piece, origin)
+                sources.append(source)
+                _check_place(source, match)
+            except (*_FAILURES, Damaged) as error:
+                for opened in sources:
+                    if not isinstance(opened.origin, HeldExtent):
+                        self.disk.files.close(opened.origin.handle)
+                self._lost(piece.extent, error)
+                raise KvLost(f"KV from the cache could not be read ({error}); it is computed instead.") from error
+            if held is None:
+                with self._lock:
+                    self._wanted.add(piece.extent)
+        return StoredFeed(shelf.layout, tuple(sources), self.disk.extents, self._lost)
+
+    def used(self, match: Match, saved_ms: float = 0.0) -> None:
+        """Note that what `match` found was used, and what that saved. Written to the catalog by `tend`."""
+        length = max(1, match.length)
+        now = self.disk.clock()
+        uses = [_Use(p.extent, p.last, now, saved_ms * len(p.span) / length) for p in match.pieces]
+        with self._lock:
+            self._uses += uses
+
+    # -- writing: every failure is "not kept" ----------------------------------------------------------------------
+
+    def gap(self, shelf: Shelf, tokens: Sequence[int]) -> Span | None:
+        """The span of `tokens` that `keep` would take: what is not known, and admitted. None: nothing."""
+        match = self.lookup(shelf, tokens)
+        gap = match.gap()
+        if gap is None or self.settings.admission == "always":
+            return gap
+
+        def admit() -> Span | None:
+            keys = chain(match.root, match.tokens)
+            with self.disk.database.writing() as connection:
+                number = catalog.add_shelf(connection, self.disk.shelf_digest(shelf), shelf)
+                first = gap.start // BLOCK_TOKENS
+                seen = catalog.seen_before(connection, number, keys[first:], self.disk.clock())
+            stop = min(gap.start + seen * BLOCK_TOKENS, gap.stop)
+            return Span(gap.start, stop) if stop > gap.start else None
+
+        return self._writing(admit, lambda _: None)
+
+    def keep(self, shelf: Shelf, tokens: Sequence[int], kv: Kv) -> Kept:
+        """Keep KV whose span is what `gap` said of the same tokens, or begins at an earlier block.
+
+        `tokens` may go on behind the span. Returns when it is on disk and visible to every process.
+        """
+        data = token_bytes(tokens[: kv.span.stop])
+        if kv.span.start % BLOCK_TOKENS or len(kv.span) == 0 or kv.layout != shelf.layout:
+            raise InvalidSetting(f"KV of {kv.span} cannot be kept: it must begin at a block, in the shelf's layout.")
+        if len(data) != kv.span.stop * TOKEN_BYTES:
+            raise InvalidSetting(f"KV of {kv.span} cannot be kept: only {len(tokens)} tokens are given.")
+
+        def write() -> Kept:
+            match = self.lookup(shelf, tokens[: kv.span.stop])
+            gap = match.gap()
+            if gap is None:
+                return Kept("known")
+            if gap.start < kv.span.start:
+                return Kept("refused", "what it hangs on is not known any more")
+            self._flush_uses()
+            rest = _from(kv, gap.start)
+            written = self.disk.keep(shelf, match.root, data, rest)
+            if self.memory.fits(written.size_bytes):
+                self.memory.put(written.extent, HeldExtent(written.header, _copied(rest)))
+            self.counts.kept += 1
+            return Kept("kept", size_bytes=written.size_bytes)
+
+        try:
+            return self._writing(write, lambda reason: Kept("failed", reason))
+        except Refused as refusal:
+            self.counts.refused += 1
+            self.counts.reasons[str(refusal)] += 1
+            return Kept("refused", str(refusal))
+
+    def tend(self) -> None:
+        """Do what may wait: note uses, hold in memory what was read, remove what expired. Call it when idle."""
+
+        def work() -> None:
+            self._flush_uses()
+            self._promote()
+            self.disk.tidy()
+
+        self._writing(work, lambda _: None)
+
+    def close(self) -> None:
+        """Note what is still to be noted, then close. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self.disk.database.read_only:
+            self._writing(self._flush_uses, lambda _: None)
+        self.disk.close()
+
+    def __enter__(self) -> TieredStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the two places where failure ends -------------------------------------------------------------------------
+
+    def _reading(self, work: Callable[[], T], miss: T) -> T:
+        if self._closed:
+            raise Closed("The store was closed.")
+        try:
+            return work()
+        except _FAILURES as error:
+            self.counts.read_failures += 1
+            self._log_once("The cache cannot be read, so everything is computed", error)
+            return miss
+
+    def _writing(self, work: Callable[[], T], failed: Callable[[str], T]) -> T:
+        try:
+            return work()
+        except _FAILURES as error:
+            self.counts.write_failures += 1
+            self._log_once("The cache cannot be written, so nothing new is kept", error)
+            return failed(str(error))
+
+    def _log_once(self, what: str, error: Exception) -> None:
+        known = self.counts.reasons[str(error)]
+        self.counts.reasons[str(error)] += 1
+        log.log(logging.DEBUG if known else logging.WARNING, "%s: %s", what, error)
+
+    def _lost(self, extent: int, error: Exception) -> None:
+        """An extent that was found could not be read: never find it again."""
+        self.counts.read_failures += 1
+        self.memory.forget([extent])
+        if isinstance(error, Damaged):
+            self.counts.quarantined += 1
+        self._log_once("KV from the cache is lost and will be computed again", error)
+        if isinstance(error, (Damaged, FileNotFoundError)):  # anything else may be gone by the next time
+            self._writing(lambda: self.disk.lose(extent, error), lambda _: None)
+
+    # -- the rest --------------------------------------------------------------------------------------------------
+
+    def _open(self, shelf: Shelf, id: int) -> OpenExtent:
+        with self.disk.database.reading() as connection:
+            row = catalog.extent(connection, id)
+        if row is None or row.state != "live":
+            raise FileNotFoundError("it was evicted meanwhile")
+        return self.disk.extents.open(row, self.disk.shelf_digest(shelf))
+
+    def _flush_uses(self) -> None:
+        with self._lock:
+            uses, self._uses = self._uses, []
+        if uses:
+            with self.disk.database.writing() as connection:
+                for use in uses:
+                    catalog.touch(connection, use.extent, use.last, use.at, use.saved_ms)
+
+    def _promote(self) -> None:
+        """Hold in memory what was read from disk, and let go of what is not listed any more."""
+        with self._lock:
+            wanted, self._wanted = self._wanted, set()
+        with self.disk.database.reading() as connection:
+            rows = [catalog.extent(connection, id) for id in wanted]
+            shelves = dict(connection.execute("SELECT id, digest FROM shelves").fetchall())
+            listed = {row[0] for row in connection.execute("SELECT id FROM extents WHERE state='live'")}
+        self.memory.forget([id for id in self.memory.ids() if id not in listed])
+        for row in rows:
+            if row is None or row.state != "live" or not self.memory.fits(row.size_bytes):
+                continue
+            try:
+                extent = self.disk.extents.open(row, shelves[row.shelf])
+                try:
+                    layers = self.disk.extents.read_all(extent, extent.header.plan.token_count)
+                finally:
+                    self.disk.files.close(extent.handle)
+            except (OSError, Damaged) as error:
+                self._lost(row.id, error)
+            else:
+                self.memory.put(row.id, HeldExtent(extent.header, layers))
+
+    def _tidy_at_start(self) -> None:
+        """Remove what others left unfinished; cheap when there is nothing, and never a reason not to open."""
+
+        def work() -> None:
+            self.disk.room.recover()
+            self.disk.room.sweep()
+
+        if not self.disk.database.read_only:
+            self._writing(work, lambda _: None)
+
+
+def _check_place(source: Source, match: Match) -> None:
+    """The extent itself must say that it holds these tokens in this place: the catalog's word is not enough."""
+    plan, piece = source.header.plan, source.piece
+    block = piece.span.start // BLOCK_TOKENS
+    stored = plan.tokens[piece.first * BLOCK_BYTES :][: len(piece.span) * TOKEN_BYTES]
+    wanted = match.tokens[piece.span.start * TOKEN_BYTES : piece.span.stop * TOKEN_BYTES]
+    above = chain(plan.parent, plan.tokens[: piece.first * BLOCK_BYTES])
+    if stored != wanted or (above[-1] if above else plan.parent) != match.key_before(block):
+        raise Damaged("it holds other tokens than its row says")
+
+
+def _from(kv: Kv, start: int) -> Kv:
+    """The part of the KV from token `start` on; views, no copies."""
+    skip = start - kv.span.start
+    layers = tuple(LayerKv(layer.keys[:, skip:], layer.values[:, skip:]) for layer in kv.layers)
+    return Kv(Span(start, kv.span.stop), kv.layout, layers)
+
+
+def _copied(kv: Kv) -> tuple[LayerKv, ...]:
+    """Layers of its own: the arrays of a keep belong to whoever gave them."""
+    return tuple(LayerKv(layer.keys.copy(), layer.values.copy()) for layer in kv.layers)
