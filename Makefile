@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := hf,bench,dev
 
-.PHONY: help setup demo test quick lint bench numbers reference clean
+.PHONY: help setup demo test quick lint bench numbers reference soak clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -26,7 +26,10 @@ test: setup lint  ## lint, types, layers, all tests
 	@$(BIN)/python -m pytest
 
 quick: $(STAMP)  ## the fast inner loop: tiny models only, under two minutes
-	@$(BIN)/python -m pytest -q -m "not real and not docs"
+	@$(BIN)/python -m pytest -q -m "not real and not docs and not storm"
+
+soak: $(STAMP)  ## 10,000 kills and a ten-minute storm in one cache folder
+	@REKINDLE_SOAK_KILLS=10000 REKINDLE_SOAK_SECONDS=600 $(BIN)/python -m pytest -q -s -m storm tests/faults
 
 lint: $(STAMP)  ## ruff, mypy --strict, import layers
 	@$(BIN)/ruff check --quiet src tests tools

@@ -12,7 +12,8 @@ from rekindle.cli import app
 from rekindle.cli.options import AsJson
 from rekindle.errors import EngineMissing, InvalidSetting
 
-BENCHES = {"engine": "rekindle.bench.engine"}
+BENCHES = {"engine": "rekindle.bench.engine", "store": "rekindle.bench.store"}
+_WITHOUT_ENGINE = {"store"}
 
 
 @app.command()
@@ -37,7 +38,8 @@ def bench(
 
     if name not in BENCHES:
         raise InvalidSetting(f"There is no bench {name!r}. Use {', '.join(BENCHES)}.")
-    require_hf()
+    if name not in _WITHOUT_ENGINE:
+        require_hf()
     options = BenchOptions(model, engine, device, dtype, data, shape, limit, seed, quick)
     with notes.status(f"bench {name}") as status:
         report = import_module(BENCHES[name]).run(options, lambda part: status.update(f"bench {name}: {part}"))

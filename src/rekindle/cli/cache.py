@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +14,10 @@ import typer
 
 from rekindle.cli import app
 from rekindle.cli.options import AsJson
-from rekindle.errors import CacheUnusable, InvalidSetting
+from rekindle.errors import CacheUnusable, EntryNotFound, InvalidSetting
 
 if TYPE_CHECKING:
     from rekindle.store.disk import DiskStore
-    from rekindle.store.settings import StoreSettings
 
 cache = typer.Typer(
     help="Look at what is kept, check it, prune it, move it.", no_args_is_help=True, rich_markup_mode=None
@@ -158,10 +158,13 @@ def prune(
             oldest = store.clock() - parse_duration(unused)
             store.evict(lambda row: row.used < oldest)
         if model is not None:
+            if not any(model in (about["model"], about["identity"]) for about in models.values()):
+                known = ", ".join(sorted({about["model"] or about["identity"] for about in models.values()}))
+                raise EntryNotFound(f"Nothing of a model {model!r} is kept. Kept: {known or 'nothing'}.")
             store.evict(lambda row: model in (models[row.shelf]["model"], models[row.shelf]["identity"]))
         if to is not None:
-            limit = parse_limit(to)
-            store.room.prune(limit.resolve(store.files.free_bytes(store.folder)))
+            used = sum(row.size_bytes for row in store.entries()) + store.database.size_bytes()
+            store.room.prune(parse_limit(to).resolve(store.files.free_bytes(store.folder) + used))
         after = len(store.entries())
     typer.echo(f"{before - after} removed, {after} left")
 
@@ -216,14 +219,19 @@ def export_entries(
     if not file.absolute().parent.is_dir():
         raise InvalidSetting(f"{file.absolute().parent} is no folder: the archive cannot be written there.")
     with _opened(folder, key_file) as store, counting("export") as progress:
-        count = export(store, file, entries or (), progress)
-    typer.echo(f"{count} entries exported to {file}")
+        done = export(store, file, entries or (), progress)
+    typer.echo(f"{done.entries} entries exported to {file}")
+    if done.left_out:
+        typer.echo(f"{done.left_out} could not be read and were left out: `rekindle cache check` tells why")
 
 
 @cache.command("import")
 def import_entries(
     file: Annotated[Path, typer.Argument(help="An archive that `rekindle cache export` wrote.")],
-    disk_limit: Annotated[str, typer.Option(help="How large the cache may become: 10GB, 10% of what is free.")] = "10%",
+    disk_limit: Annotated[
+        str | None,
+        typer.Option(help="Evict others for it within this limit (10GB, 10%); without it, nothing is evicted."),
+    ] = None,
     folder: Folder = None,
     key_file: KeyFile = None,
     json: AsJson = False,
@@ -235,9 +243,10 @@ def import_entries(
     from rekindle.store.settings import StoreSettings
     from rekindle.store.tiered import TieredStore
 
-    settings = StoreSettings(disk_limit=disk_limit, memory_limit=0, key=_key(key_file))
-    with TieredStore(folder or cache_folder(), settings) as store, counting("import") as progress:
-        done = import_(store, file, progress)
+    settings = StoreSettings(disk_limit=disk_limit or "90%", memory_limit=0, key=_key(key_file))
+    with counting("import") as progress:
+        place = folder or cache_folder()
+        done = import_(lambda: TieredStore(place, settings), file, evict=disk_limit is not None, progress=progress)
     if json:
         print_json(asdict(done))
         return
@@ -251,30 +260,28 @@ def _opened(folder: Path | None, key_file: Path | None, *, write: bool = False) 
     """The cache of a folder that exists: looking at one must not make it."""
     from rekindle.config import cache_folder
     from rekindle.store.disk import CATALOG, DiskStore
+    from rekindle.store.settings import StoreSettings
 
     place = folder or cache_folder()
     if not (place / CATALOG).is_file():
         raise CacheUnusable(f"There is no cache in {place}. Name one with --folder.")
-    store = DiskStore(place, _settings(key_file))
+    # Whoever runs the cache knows its limit; looking at it here must not evict anything.
+    store = DiskStore(place, StoreSettings(disk_limit="100%", key=_key(key_file)))
     try:
         if write and store.database.read_only:
             raise CacheUnusable(f"{place} can only be read.")
         yield store
+    except (OSError, sqlite3.Error) as error:
+        raise CacheUnusable(f"The cache in {place} could not be used: {error}. Try again.") from error
     finally:
         store.close()
-
-
-def _settings(key_file: Path | None) -> StoreSettings:
-    from rekindle.store.settings import StoreSettings
-
-    return StoreSettings(key=_key(key_file))
 
 
 def _key(path: Path | None) -> bytes | None:
     if path is None:
         return None
     try:
-        return path.read_bytes().strip()
+        return path.read_bytes()
     except OSError as error:
         raise InvalidSetting(f"The key file {path} cannot be read: {error}.") from error
 

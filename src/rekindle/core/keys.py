@@ -83,9 +83,14 @@ def parse_layout(text: str) -> KvLayout:
 def token_bytes(tokens: Sequence[int]) -> bytes:
     """Token ids as bytes, four each. Raises `InvalidPrompt` for an id that no vocabulary has."""
     try:
-        return np.asarray(tokens, dtype="<u4").tobytes()
-    except (OverflowError, ValueError, TypeError) as error:
-        raise InvalidPrompt(f"Token ids are whole numbers from 0 to 2^32 - 1 ({error}).") from error
+        given = np.asarray(tokens)
+        narrow = given.astype("<u4")
+        exact = given.dtype.kind in "ui" and given.ndim == 1 and bool((narrow == given).all())
+    except (OverflowError, ValueError, TypeError):
+        exact = False
+    if not exact and len(tokens):
+        raise InvalidPrompt("Token ids are whole numbers from 0 to 2^32 - 1, one after the other.")
+    return narrow.tobytes()
 
 
 def child_key(parent: NodeKey, tokens: bytes) -> NodeKey:

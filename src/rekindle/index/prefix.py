@@ -32,14 +32,22 @@ class Neighbour:
     tokens: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a catalog says of an extent's first blocks: the extent's name, and their tokens."""
+
+    name: str
+    tokens: bytes
+
+
 class Rows(Protocol):
     """What the search needs of a catalog, from one consistent view of it."""
 
     def find(self, key: NodeKey) -> Spot | None:
         """The block of a node."""
 
-    def run(self, spot: Spot) -> bytes | None:
-        """The tokens of an extent's blocks up to and with that place; None if they may not be used."""
+    def run(self, spot: Spot) -> Stored | None:
+        """An extent's blocks up to and with that place; None if they may not be used."""
 
     def neighbours(self, parent: NodeKey, tokens: bytes) -> Sequence[Neighbour]:
         """The children of `parent` just below (or at) and just above `tokens`, in the order of their bytes."""
@@ -47,9 +55,13 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of a prompt's tokens whose KV is in one extent, from its block `first` on; the last may be used in part."""
+    """A run of a prompt's tokens whose KV is in one extent, from its block `first` on; the last may be used in part.
+
+    The name makes sure: numbers of extents begin anew when a catalog is lost.
+    """
 
     extent: int
+    name: str
     first: int
     span: Span
 
@@ -97,7 +109,7 @@ def search(rows: Rows, root: NodeKey, tokens: bytes) -> Match:
     if rest and (piece := _inside_block(rows, keys[known - 1] if known else root, rest, known)):
         if pieces and pieces[-1].extent == piece.extent and pieces[-1].last + 1 == piece.first:
             last = pieces.pop()
-            piece = Piece(last.extent, last.first, Span(last.span.start, piece.span.stop))
+            piece = Piece(last.extent, last.name, last.first, Span(last.span.start, piece.span.stop))
         pieces.append(piece)
     return Match(root, tokens, tuple(keys), tuple(pieces))
 
@@ -112,11 +124,11 @@ def _whole_blocks(rows: Rows, keys: Sequence[NodeKey], tokens: bytes) -> list[Pi
         while spot is not None:
             first = depth - 1 - spot.place  # the depth of the extent's first block
             stored = rows.run(spot) if first >= 0 else None
-            if stored is None or stored != tokens[first * BLOCK_BYTES : depth * BLOCK_BYTES]:
-                spot = None  # damaged, expired, or a collision: what hangs below it is of no use
-                limit = depth - 1
+            if stored is None or stored.tokens != tokens[first * BLOCK_BYTES : depth * BLOCK_BYTES]:
+                # Damaged, expired, or a collision: what hangs below it is of no use either.
+                limit = max(0, min(first, depth - 1))
                 break
-            pieces.append(Piece(spot.extent, 0, Span(first * BLOCK_TOKENS, depth * BLOCK_TOKENS)))
+            pieces.append(Piece(spot.extent, stored.name, 0, Span(first * BLOCK_TOKENS, depth * BLOCK_TOKENS)))
             if first == 0:
                 return pieces[::-1]
             depth, limit = first, first - 1
@@ -138,16 +150,14 @@ def _deepest(rows: Rows, keys: Sequence[NodeKey]) -> tuple[int, Spot | None]:
 
 
 def _inside_block(rows: Rows, parent: NodeKey, rest: bytes, depth: int) -> Piece | None:
-    best: Neighbour | None = None
-    shared = 0
+    best: Piece | None = None
+    start = depth * BLOCK_TOKENS
     for neighbour in rows.neighbours(parent, rest):
         common = _common_tokens(neighbour.tokens, rest)
-        if common > shared and rows.run(neighbour.spot) is not None:
-            best, shared = neighbour, common
-    if best is None:
-        return None
-    start = depth * BLOCK_TOKENS
-    return Piece(best.spot.extent, best.spot.place, Span(start, start + shared))
+        if common > (len(best.span) if best else 0) and (stored := rows.run(neighbour.spot)) is not None:
+            spot = neighbour.spot
+            best = Piece(spot.extent, stored.name, spot.place, Span(start, start + common))
+    return best
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:

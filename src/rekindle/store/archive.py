@@ -20,7 +20,7 @@ import numpy as np
 
 from rekindle.codec.digest import PlainDigester
 from rekindle.codec.extent import ExtentHeader, ExtentPlan, header_length, parse_header
-from rekindle.core.keys import BLOCK_BYTES, Namespace, NodeKey, Shelf, chain, layout_text, parse_layout
+from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, Namespace, NodeKey, Shelf, chain, layout_text, parse_layout
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.errors import BrokenArchive
 from rekindle.store import catalog
@@ -55,6 +55,14 @@ class _Entry:
     codec: str
     layout: str
 
+    def __post_init__(self) -> None:
+        texts = (self.name, self.sha256, self.parent, self.tokens, self.model, self.identity, self.tenant, self.salt)
+        numbers = (self.size_bytes, self.depth)
+        if not all(isinstance(text, str) for text in (*texts, self.codec, self.layout, self.adapter or "")):
+            raise ValueError("an entry's field is no text")
+        if not all(isinstance(number, int) and number >= 0 for number in numbers) or not self.tokens:
+            raise ValueError("an entry's field is no number")
+
     @property
     def member(self) -> str:
         """Its file in the archive."""
@@ -76,14 +84,22 @@ class Imported:
     refused: tuple[str, ...]
 
 
-def export(store: DiskStore, path: Path, names: Sequence[str] = (), progress: Progress | None = None) -> int:
-    """Write entries, and what they hang on, into an archive at `path`; how many. All, if none are named.
+@dataclass(frozen=True)
+class Exported:
+    """What an archive holds, and how many entries could not be read."""
 
-    The file appears when it is complete. Raises `EntryNotFound`, `KvLost` never: what cannot be read is left out.
+    entries: int
+    left_out: int
+
+
+def export(store: DiskStore, path: Path, names: Sequence[str] = (), progress: Progress | None = None) -> Exported:
+    """Write entries, and what they hang on, into an archive at `path`. All, if none are named.
+
+    The file appears when it is complete. Raises `EntryNotFound`; what cannot be read is left out.
     """
     rows = _with_ancestors(store, store.entries(names))
     written: list[_Entry] = []
-    keys: set[bytes] = set()
+    keys: set[tuple[int, bytes]] = set()
     with tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=".rekindle-export-") as folder:
         part = Path(folder) / "archive"
         copies = ExtentFiles(Path(folder), store.files, PlainDigester())
@@ -100,31 +116,53 @@ def export(store: DiskStore, path: Path, names: Sequence[str] = (), progress: Pr
             manifest = Path(folder) / MANIFEST
             manifest.write_text(json.dumps({"format": FORMAT, "entries": [asdict(e) for e in written]}), "utf-8")
             tar.add(manifest, MANIFEST, filter=_anonymous)
+        part.chmod(0o600)  # it holds the tokens of prompts
         part.replace(path)
-    return len(written)
+    return Exported(len(written), len(rows) - len(written))
 
 
-def import_(store: TieredStore, path: Path, progress: Progress | None = None) -> Imported:
-    """Verify an archive, all of it, then keep what is new within the limits. Raises `BrokenArchive`."""
+def import_(
+    open_store: Callable[[], TieredStore], path: Path, evict: bool, progress: Progress | None = None
+) -> Imported:
+    """Verify an archive, all of it; only then open the store and keep what is new. Raises `BrokenArchive`."""
     with _opened(path) as tar, tempfile.TemporaryDirectory(prefix="rekindle-import-") as folder:
         entries = _manifest(tar, path)
         steps = 2 * len(entries)
-        prefixes: dict[tuple[str, str], bytes] = {}  # (shelf, node) -> all tokens up to it
+        nodes: dict[tuple[str, str], _Node] = {}
         for number, entry in enumerate(entries):
             with _extracted(tar, entry, Path(folder)) as (files, extent):
                 _verify(files, extent, entry)
-            _place(entry, prefixes)
+            _place(entry, nodes)
             if progress is not None:
                 progress(number + 1, steps)
         outcomes: list[Kept] = []
-        for number, entry in enumerate(entries, start=len(entries)):
-            with _extracted(tar, entry, Path(folder)) as (files, extent):
-                outcomes.append(_keep(store, files, extent, entry, prefixes))
-            if progress is not None:
-                progress(number + 1, steps)
+        with open_store() as store:
+            for number, entry in enumerate(entries, start=len(entries)):
+                with _extracted(tar, entry, Path(folder)) as (files, extent):
+                    outcomes.append(_keep(store, files, extent, entry, nodes, evict))
+                if progress is not None:
+                    progress(number + 1, steps)
     refused = tuple(kept.reason for kept in outcomes if kept.outcome in ("refused", "failed"))
     kept, known = (sum(o.outcome == name for o in outcomes) for name in ("kept", "known"))
     return Imported(kept, known, refused)
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A block of an entry: what is above the entry, and how much of the entry comes before and with the block."""
+
+    above: _Node | None
+    tokens: bytes
+    size: int
+
+    def prefix(self) -> bytes:
+        """All tokens up to and with it."""
+        parts = [self.tokens[: self.size]]
+        above = self.above
+        while above is not None:
+            parts.append(above.tokens[: above.size])
+            above = above.above
+        return b"".join(reversed(parts))
 
 
 def _with_ancestors(store: DiskStore, rows: Sequence[catalog.Extent]) -> list[catalog.Extent]:
@@ -144,7 +182,9 @@ def _with_ancestors(store: DiskStore, rows: Sequence[catalog.Extent]) -> list[ca
     return sorted(chosen.values(), key=lambda row: (row.depth, row.id))
 
 
-def _copy_out(store: DiskStore, row: catalog.Extent, copies: ExtentFiles, keys: set[bytes]) -> _Entry | None:
+def _copy_out(
+    store: DiskStore, row: catalog.Extent, copies: ExtentFiles, keys: set[tuple[int, bytes]]
+) -> _Entry | None:
     """The live part of an extent as a file of its own; None if it, or what it hangs on, cannot be read any more."""
     with store.database.reading() as connection:
         shelf = connection.execute(
@@ -160,7 +200,7 @@ def _copy_out(store: DiskStore, row: catalog.Extent, copies: ExtentFiles, keys: 
         extent = store.extents.open(row, shelf[0])
         try:
             old = extent.header.plan
-            if row.depth and bytes(old.parent) not in keys:
+            if row.depth and (row.shelf, bytes(old.parent)) not in keys:
                 return None
             digester = PlainDigester()
             plan = ExtentPlan(row.name, "", old.parent, old.layout, tokens, digester.name, digester.width)
@@ -170,7 +210,7 @@ def _copy_out(store: DiskStore, row: catalog.Extent, copies: ExtentFiles, keys: 
     except (OSError, Damaged):
         copies.path(row.name).unlink(missing_ok=True)
         return None
-    keys |= {block[1] for block in blocks}
+    keys |= {(row.shelf, block[1]) for block in blocks}
     return _Entry(
         name=row.name,
         sha256=_sha256(copies.path(row.name)),
@@ -220,7 +260,7 @@ def _manifest(tar: tarfile.TarFile, path: Path) -> list[_Entry]:
         if content["format"] != FORMAT:
             raise ValueError(f"unknown format {content['format']!r}")
         return [_Entry(**fields) for fields in content["entries"]]
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise BrokenArchive(f"{path} is not an archive of a cache: {error}.") from error
 
 
@@ -246,7 +286,7 @@ def _extracted(tar: tarfile.TarFile, entry: _Entry, folder: Path) -> Iterator[tu
             files.files.close(handle)
     except KeyError as error:
         raise BrokenArchive(f"The archive lacks {entry.member}.") from error
-    except (ValueError, Damaged) as error:
+    except (ValueError, TypeError, AttributeError, Damaged) as error:
         raise BrokenArchive(f"{entry.member} in the archive is damaged: {error}.") from error
     finally:
         files.close()
@@ -268,15 +308,15 @@ def _verify(files: ExtentFiles, extent: OpenExtent, entry: _Entry) -> None:
         pass  # reading checks
 
 
-def _place(entry: _Entry, prefixes: dict[tuple[str, str], bytes]) -> None:
+def _place(entry: _Entry, nodes: dict[tuple[str, str], _Node]) -> None:
     """Note the nodes of an entry. Raises `BrokenArchive` if it hangs on nothing."""
     shelf, root = entry.shelf, entry.shelf.namespace.root
     parent, tokens = NodeKey(bytes.fromhex(entry.parent)), bytes.fromhex(entry.tokens)
-    above = b"" if parent == root else prefixes.get((shelf.digest, entry.parent))
-    if above is None:
+    above = nodes.get((shelf.digest, entry.parent))
+    if above is None and parent != root:
         raise BrokenArchive(f"{entry.member} in the archive hangs on nothing.")
-    for number, key in enumerate(chain(parent, tokens)):
-        prefixes[shelf.digest, key.hex()] = above + tokens[: (number + 1) * BLOCK_BYTES]
+    for number, key in enumerate(chain(parent, tokens), start=1):
+        nodes[shelf.digest, key.hex()] = _Node(above, tokens, min(number * BLOCK_BYTES, len(tokens)))
 
 
 def _keep(
@@ -284,14 +324,16 @@ def _keep(
     files: ExtentFiles,
     extent: OpenExtent,
     entry: _Entry,
-    prefixes: dict[tuple[str, str], bytes],
+    nodes: dict[tuple[str, str], _Node],
+    evict: bool,
 ) -> Kept:
     shelf, plan = entry.shelf, extent.header.plan
-    above = prefixes.get((shelf.digest, entry.parent), b"")
-    tokens: Any = np.frombuffer(above + plan.tokens, "<u4")
-    start = len(above) // 4
+    above = nodes.get((shelf.digest, entry.parent))
+    before = above.prefix() if above else b""
+    tokens: Any = np.frombuffer(before + plan.tokens, "<u4")
+    start = len(before) // TOKEN_BYTES
     layers = files.read_all(extent, plan.token_count)
-    return store.keep(shelf, tokens, Kv(Span(start, start + plan.token_count), shelf.layout, layers))
+    return store.keep(shelf, tokens, Kv(Span(start, start + plan.token_count), shelf.layout, layers), evict=evict)
 
 
 def _sha256(path: Path) -> str:

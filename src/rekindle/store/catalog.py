@@ -8,13 +8,11 @@ its file may exist.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, NodeKey, Shelf, layout_text
-from rekindle.index.prefix import Neighbour, Spot
-
-_SEEN_ROWS = 200_000
+from rekindle.index.prefix import Neighbour, Spot, Stored
 
 
 @dataclass(frozen=True)
@@ -58,13 +56,25 @@ class Tail:
     used: float
 
 
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """When an extent must have been kept to be served. One from the future, of a clock since put right, has no age."""
+
+    oldest: float
+    newest: float
+
+
 @dataclass(frozen=True)
 class View:
-    """The rows of one shelf, in one read transaction. Extents kept before `oldest` are expired, unless pinned."""
+    """The rows of one shelf, in one read transaction.
+
+    Extents kept outside of `fresh` are expired, unless pinned; those in `lost` could not be read a moment ago.
+    """
 
     connection: sqlite3.Connection
     shelf: int
-    oldest: float
+    fresh: Fresh
+    lost: Container[str] = ()
 
     def find(self, key: NodeKey) -> Spot | None:
         """The block of a node."""
@@ -73,17 +83,19 @@ class View:
         ).fetchone()
         return None if row is None else Spot(*row)
 
-    def run(self, spot: Spot) -> bytes | None:
-        """The tokens of an extent's blocks up to and with that place."""
-        usable = self.connection.execute(
-            "SELECT 1 FROM extents WHERE id=? AND state='live' AND (kept>=? OR pinned)", (spot.extent, self.oldest)
+    def run(self, spot: Spot) -> Stored | None:
+        """An extent's blocks up to and with that place."""
+        row = self.connection.execute(
+            "SELECT name FROM extents WHERE id=? AND state='live' AND (kept BETWEEN ? AND ? OR pinned)",
+            (spot.extent, self.fresh.oldest, self.fresh.newest),
         ).fetchone()
-        if usable is None:
-            return None
+        return None if row is None or row[0] in self.lost else Stored(row[0], self._tokens(spot))
+
+    def _tokens(self, spot: Spot) -> bytes:
         rows = self.connection.execute(
             "SELECT tokens FROM blocks WHERE extent=? AND place<=? ORDER BY place", (spot.extent, spot.place)
-        ).fetchall()
-        return b"".join([row[0] for row in rows]) if len(rows) == spot.place + 1 else None
+        )
+        return b"".join([row[0] for row in rows])
 
     def neighbours(self, parent: NodeKey, tokens: bytes) -> Sequence[Neighbour]:
         """The children of `parent` next to `tokens`, below (or at) and above."""
@@ -121,15 +133,29 @@ def total_bytes(connection: sqlite3.Connection) -> int:
 
 
 def extents(connection: sqlite3.Connection, where: str = "1", values: Sequence[object] = ()) -> list[Extent]:
-    """The extents for which `where` holds, oldest first."""
-    rows = connection.execute(f"SELECT {_COLUMNS} FROM extents WHERE {where} ORDER BY id", values)
-    return [Extent(*row) for row in rows]
+    """The extents for which `where` holds."""
+    return [Extent(*row) for row in connection.execute(f"SELECT {_COLUMNS} FROM extents WHERE {where}", values)]
 
 
 def extent(connection: sqlite3.Connection, id: int) -> Extent | None:
     """The extent of that number."""
     found = extents(connection, "id=?", (id,))
     return found[0] if found else None
+
+
+def tokens_of(connection: sqlite3.Connection, id: int) -> bytes:
+    """The tokens of an extent's live blocks."""
+    parts = connection.execute("SELECT tokens FROM blocks WHERE extent=? ORDER BY place", (id,))
+    return b"".join([part for (part,) in parts])
+
+
+def freeable_bytes(connection: sqlite3.Connection) -> int:
+    """Bytes of all extents that are not pinned and not being written: what eviction could free at most."""
+    return int(
+        connection.execute(
+            "SELECT coalesce(sum(bytes), 0) FROM extents WHERE NOT pinned AND state<>'writing'"
+        ).fetchone()[0]
+    )
 
 
 def reserve(connection: sqlite3.Connection, name: str, shelf: int, size_bytes: int, writer: str) -> int:
@@ -185,12 +211,29 @@ def publish(connection: sqlite3.Connection, id: int, run: Run, size_bytes: int, 
     connection.executemany(
         "INSERT INTO blocks (extent, place, shelf, key, parent, tokens, used) VALUES (?,?,?,?,?,?,?)", run.rows(id, now)
     )
-    blocks, tokens = len(run.keys), len(run.tokens) // TOKEN_BYTES
+    make_live(connection, id, size_bytes, digest, run.depth, len(run.keys), len(run.tokens) // TOKEN_BYTES)
+    connection.execute("UPDATE extents SET kept=?, used=? WHERE id=?", (now, now, id))
+
+
+def make_live(
+    connection: sqlite3.Connection, id: int, size_bytes: int, digest: bytes, depth: int, blocks: int, tokens: int
+) -> None:
+    """What was reserved is now written: from here on its real size counts."""
     connection.execute(
-        "UPDATE extents SET state='live', bytes=?, digest=?, depth=?, blocks=?, live=?, tokens=?, kept=?, used=? "
-        "WHERE id=?",
-        (size_bytes, digest, run.depth, blocks, blocks, tokens, now, now, id),
+        "UPDATE extents SET state='live', bytes=?, digest=?, depth=?, blocks=?, live=?, tokens=? WHERE id=?",
+        (size_bytes, digest, depth, blocks, blocks, tokens, id),
     )
+
+
+def replace(connection: sqlite3.Connection, old: int, new: int) -> None:
+    """Let a written copy of an extent's live blocks take its place, with its history."""
+    connection.execute("UPDATE blocks SET extent=? WHERE extent=?", (new, old))
+    connection.execute(
+        "UPDATE extents SET (pinned, kept, used, hits, saved_ms) = "
+        "(SELECT pinned, kept, used, hits, saved_ms FROM extents WHERE id=?) WHERE id=?",
+        (old, new),
+    )
+    connection.execute("UPDATE extents SET state='dropping', live=0, tokens=0 WHERE id=?", (old,))
 
 
 def cut(connection: sqlite3.Connection, id: int, place: int) -> None:
@@ -214,24 +257,34 @@ def cut(connection: sqlite3.Connection, id: int, place: int) -> None:
         )
 
 
-def pinned_below(connection: sqlite3.Connection, id: int) -> bool:
-    """Whether something pinned hangs on an extent, however far below."""
-    todo, known = [id], {id}
+def has_children(connection: sqlite3.Connection, id: int) -> bool:
+    """Whether another extent hangs on this one."""
+    row = connection.execute(
+        "SELECT 1 FROM blocks b JOIN blocks c ON c.parent=b.key AND c.shelf=b.shelf AND c.extent<>b.extent "
+        "WHERE b.extent=? LIMIT 1",
+        (id,),
+    ).fetchone()
+    return row is not None
+
+
+def pin(connection: sqlite3.Connection, ids: Iterable[int], pinned: bool) -> None:
+    """Pin extents by name, or no more; what they hang on follows."""
+    connection.executemany("UPDATE extents SET pinned=? WHERE id=?", [(int(pinned), id) for id in ids])
+    connection.execute("UPDATE extents SET pinned=0 WHERE pinned=2")
+    todo = [row[0] for row in connection.execute("SELECT id FROM extents WHERE pinned=1").fetchall()]
     while todo:
-        below = connection.execute(
-            "SELECT DISTINCT e.id, e.pinned FROM blocks b JOIN blocks c ON c.parent=b.key AND c.shelf=b.shelf "
-            "JOIN extents e ON e.id=c.extent WHERE b.extent=?",
+        above = connection.execute(
+            "SELECT a.extent FROM blocks b JOIN blocks a ON a.key=b.parent AND a.shelf=b.shelf "
+            "WHERE b.extent=? AND b.place=0",
             (todo.pop(),),
-        ).fetchall()
-        if any(pinned for child, pinned in below if child != id):
-            return True
-        todo += [child for child, _ in below if child not in known]
-        known |= {child for child, _ in below}
-    return False
+        ).fetchone()
+        if above is not None:
+            connection.execute("UPDATE extents SET pinned=2 WHERE id=? AND pinned=0", above)
+            todo.append(above[0])
 
 
 def quarantine(connection: sqlite3.Connection, id: int, reason: str) -> None:
-    """Never read an extent again; its file stays, counted, until the next tidying."""
+    """Never read an extent again; its file stays, counted, until the next tidying. Cheap enough for any moment."""
     cut(connection, id, 0)
     connection.execute("UPDATE extents SET state='quarantined', reason=? WHERE id=?", (reason, id))
 
@@ -241,51 +294,67 @@ def forget(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
     connection.executemany("DELETE FROM extents WHERE id=? AND state<>'live'", [(id,) for id in ids])
 
 
-def tails(connection: sqlite3.Connection, protected: int | None) -> Iterator[Tail]:
+_TAIL = (
+    "SELECT e.id, e.live, e.blocks, e.bytes, b.hits, b.used FROM extents e "
+    "JOIN blocks b ON b.extent=e.id AND b.place=e.live-1 WHERE e.state='live' AND NOT e.pinned "
+    "AND NOT EXISTS (SELECT 1 FROM blocks c WHERE c.parent=b.key AND c.shelf=b.shelf)"
+)
+
+
+def tails(connection: sqlite3.Connection) -> Iterator[Tail]:
     """Every tail that may be evicted: childless and not pinned."""
-    rows = connection.execute(
-        "SELECT e.id, e.live, e.blocks, e.bytes, b.hits, b.used FROM extents e "
-        "JOIN blocks b ON b.extent=e.id AND b.place=e.live-1 WHERE e.state='live' AND NOT e.pinned AND e.id IS NOT ? "
-        "AND NOT EXISTS (SELECT 1 FROM blocks c WHERE c.parent=b.key AND c.shelf=b.shelf)",
-        (protected,),
-    )
-    return (Tail(*row) for row in rows)
+    return (Tail(*row) for row in connection.execute(_TAIL))
 
 
-def tail_start(connection: sqlite3.Connection, tail: Tail) -> int:
-    """From which place on an extent's blocks are no more valuable than its last one, and nothing hangs on them."""
+def tail(connection: sqlite3.Connection, id: int) -> Tail | None:
+    """The tail of an extent, if it may be evicted."""
+    row = connection.execute(f"{_TAIL} AND e.id=?", (id,)).fetchone()
+    return None if row is None else Tail(*row)
+
+
+def most_hits(connection: sqlite3.Connection) -> int:
+    """How often the most used extent was used."""
+    return int(connection.execute("SELECT coalesce(max(hits), 0) FROM extents WHERE state='live'").fetchone()[0])
+
+
+def tail_start(connection: sqlite3.Connection, tail: Tail, *, by_worth: bool) -> int:
+    """From which place on nothing hangs on an extent's blocks, and, by worth, they are worth no more than the last."""
     row = connection.execute(
-        "SELECT max(place) FROM blocks b WHERE extent=? AND place<? AND (hits>? OR used>? OR EXISTS "
+        "SELECT max(place) FROM blocks b WHERE extent=? AND place<? AND ((? AND (hits>? OR used>?)) OR EXISTS "
         "(SELECT 1 FROM blocks c WHERE c.parent=b.key AND c.shelf=b.shelf AND c.extent<>b.extent))",
-        (tail.extent, tail.live - 1, tail.hits, tail.used),
+        (tail.extent, tail.live - 1, by_worth, tail.hits, tail.used),
     ).fetchone()
     return 0 if row[0] is None else int(row[0]) + 1
 
 
-def touch(connection: sqlite3.Connection, id: int, last: int, now: float, saved_ms: float) -> None:
-    """Count one use of an extent's blocks up to and with place `last`."""
-    connection.execute("UPDATE blocks SET hits=hits+1, used=max(used, ?) WHERE extent=? AND place<=?", (now, id, last))
-    connection.execute(
-        "UPDATE extents SET hits=hits+1, used=max(used, ?), saved_ms=saved_ms+? WHERE id=?", (now, saved_ms, id)
+def touch(connection: sqlite3.Connection, id: int, name: str, last: int, now: float, saved_ms: float) -> None:
+    """Count one use of an extent's blocks up to and with place `last`; nothing if it is another extent by now."""
+    found = connection.execute(
+        "UPDATE extents SET hits=hits+1, used=max(used, ?), saved_ms=saved_ms+? WHERE id=? AND name=?",
+        (now, saved_ms, id, name),
     )
+    if found.rowcount:
+        connection.execute(
+            "UPDATE blocks SET hits=hits+1, used=max(used, ?) WHERE extent=? AND place<=?", (now, id, last)
+        )
 
 
-def seen_before(connection: sqlite3.Connection, shelf: int, keys: Sequence[NodeKey], now: float) -> int:
-    """How many of the chained keys were met before; all are remembered now."""
+def seen_before(connection: sqlite3.Connection, shelf: int, keys: Sequence[NodeKey], now: float, most_rows: int) -> int:
+    """How many of the chained keys were met before; all are remembered now, the oldest others forgotten."""
     select = "SELECT 1 FROM seen WHERE key=? AND shelf=?"
     known = [connection.execute(select, (key, shelf)).fetchone() is not None for key in keys]
     connection.executemany("INSERT OR REPLACE INTO seen VALUES (?,?,?)", [(key, shelf, now) for key in keys])
-    excess = int(connection.execute("SELECT count(*) FROM seen").fetchone()[0]) - _SEEN_ROWS
+    excess = int(connection.execute("SELECT count(*) FROM seen").fetchone()[0]) - most_rows
     if excess > 0:
         oldest = "SELECT key, shelf FROM seen ORDER BY at LIMIT ?"
         connection.execute(f"DELETE FROM seen WHERE (key, shelf) IN ({oldest})", (excess,))
     return known.index(False) if False in known else len(known)
 
 
-def written_since(connection: sqlite3.Connection, minute: int) -> int:
-    """Bytes written from that minute on."""
-    row = connection.execute("SELECT coalesce(sum(bytes), 0) FROM written WHERE minute>=?", (minute,)).fetchone()
-    return int(row[0])
+def written_between(connection: sqlite3.Connection, minute: int, last: int) -> int:
+    """Bytes written from that minute to the other. What a clock that was ahead wrote later does not count."""
+    select = "SELECT coalesce(sum(bytes), 0) FROM written WHERE minute BETWEEN ? AND ?"
+    return int(connection.execute(select, (minute, last)).fetchone()[0])
 
 
 def add_written(connection: sqlite3.Connection, minute: int, size_bytes: int) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, Namespace, NodeKey, child_key
 from rekindle.core.kv import Span
+from rekindle.errors import CacheUnusable
 from rekindle.store import catalog
 from rekindle.store.disk import CATALOG, DiskStore
 from rekindle.store.extents import SUFFIX, Damaged
+
+_ATTEMPTS = 4
+# What reading a catalog gives whose bits were flipped: SQLite's own complaints, and rows of the wrong types.
+_SENSELESS = (sqlite3.DatabaseError, TypeError, ValueError, AttributeError, UnicodeDecodeError)
+_NUMBERS = ("size_bytes", "depth", "blocks", "live", "tokens", "pinned", "kept", "used", "hits", "saved_ms")
 
 Kind = Literal["catalog", "totals", "chain", "missing", "damaged", "quarantined", "stray", "rights"]
 
@@ -38,8 +45,20 @@ class Checked:
 def check(store: DiskStore, *, fix: bool = False, progress: Callable[[int, int], None] | None = None) -> Checked:
     """Read and verify everything. With `fix`, remove what is wrong: what is left is sound, what went is computed again.
 
-    Entries that come or go meanwhile are no problem.
+    Entries that come or go meanwhile are no problem. Raises `CacheUnusable` if the catalog is locked.
     """
+    try:
+        found = _examine(store, progress)
+    except _SENSELESS as error:
+        if "locked" in str(error):
+            raise CacheUnusable(f"The catalog of {store.folder} is locked by another program.") from error
+        found = Checked(0, 0, 0, (Problem("catalog", CATALOG, f"it cannot be made sense of: {error}"),))
+    if fix and found.problems:
+        _fix(store, found.problems)
+    return found
+
+
+def _examine(store: DiskStore, progress: Callable[[int, int], None] | None) -> Checked:
     if not store.database.read_only:
         store.room.recover()
         store.room.sweep()
@@ -60,8 +79,6 @@ def check(store: DiskStore, *, fix: bool = False, progress: Callable[[int, int],
         if progress is not None:
             progress(number + 1, len(rows))
     found += _stray_problems(store)
-    if fix and found:
-        _fix(store, found, {row.name: row for row in rows})
     return Checked(len(rows), sum(row.size_bytes for row in rows), others, tuple(found))
 
 
@@ -84,6 +101,9 @@ def _entry_problems(store: DiskStore, row: catalog.Extent) -> Iterator[Problem]:
     with store.database.reading() as connection:
         now = catalog.extent(connection, row.id)
         if now is None or now.state != "live":
+            return
+        if not all(isinstance(getattr(now, field), (int, float)) for field in _NUMBERS):
+            yield Problem("chain", row.name, "a number of its row is none")
             return
         reason = _broken_chain(connection, now)
     if reason is not None:
@@ -124,7 +144,7 @@ def _file_problems(store: DiskStore, row: catalog.Extent, shelf_digest: str) -> 
         if _still_live(store, row):
             yield Problem("damaged", row.name, str(error))
         return
-    if store.extents.path(row.name).stat().st_mode & 0o077:
+    if os.name == "posix" and store.extents.path(row.name).stat().st_mode & 0o077:
         yield Problem("rights", row.name, "others may read its file")
 
 
@@ -133,8 +153,7 @@ def _read_all(store: DiskStore, row: catalog.Extent, shelf_digest: str) -> None:
     try:
         plan = extent.header.plan
         with store.database.reading() as connection:
-            parts = connection.execute("SELECT tokens FROM blocks WHERE extent=? ORDER BY place", (row.id,))
-            tokens = b"".join(part for (part,) in parts)
+            tokens = catalog.tokens_of(connection, row.id)
         if tokens != plan.tokens[: len(tokens)]:
             raise Damaged("it holds other tokens than its rows say")
         count = len(tokens) // TOKEN_BYTES
@@ -162,17 +181,33 @@ def _stray_problems(store: DiskStore) -> Iterator[Problem]:
             yield Problem("stray", name, "a catalog that was set aside")
 
 
-def _fix(store: DiskStore, problems: list[Problem], rows: dict[str, catalog.Extent]) -> None:
+def _fix(store: DiskStore, problems: Sequence[Problem]) -> None:
+    """Mend what can be mended, as often as that uncovers something else; a catalog that cannot be is set aside."""
+    try:
+        for _ in range(_ATTEMPTS):
+            _fix_once(store, problems)
+            problems = _examine(store, None).problems
+            if not problems:
+                return
+    except _SENSELESS:
+        pass  # rows that cannot even be read or removed
+    store.database.discard()
+    store.collect()
+
+
+def _fix_once(store: DiskStore, problems: Sequence[Problem]) -> None:
+    if any(problem.kind == "catalog" for problem in problems):
+        with store.database.writing() as connection:
+            connection.execute("REINDEX")
     with store.database.writing() as connection:
         for problem in problems:
-            if problem.kind in ("chain", "missing", "damaged", "quarantined") and problem.entry in rows:
-                catalog.cut(connection, rows[problem.entry].id, 0)
+            if problem.kind in ("chain", "missing", "damaged", "quarantined"):
+                for row in catalog.extents(connection, "name=?", (problem.entry,)):
+                    catalog.cut(connection, row.id, 0)
         connection.execute("DELETE FROM blocks WHERE extent NOT IN (SELECT id FROM extents WHERE state='live')")
-        connection.execute("UPDATE totals SET bytes=(SELECT coalesce(sum(bytes), 0) FROM extents)")
+        connection.execute("DELETE FROM totals")
+        connection.execute("INSERT INTO totals SELECT 1, coalesce(sum(bytes), 0) FROM extents")
     for problem in problems:
         if problem.kind == "rights":
             store.extents.path(problem.entry).chmod(0o600)
-        elif problem.kind == "catalog":
-            with store.database.writing() as connection:
-                connection.execute("REINDEX")
     store.collect()

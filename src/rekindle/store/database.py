@@ -1,7 +1,7 @@
 """The SQLite file under the catalog: opening, versions, connections, transactions.
 
-One connection reads, one writes; both are used under their lock. The file is checked before every use: if the folder
-was deleted, replaced or set aside, or the process forked, the connections are opened anew.
+One connection reads, one writes; each is opened, used and closed under its own lock. The file is looked at before every
+use: if the folder was deleted, replaced or set aside, or the process forked, the connection is opened anew.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,9 +23,34 @@ from rekindle.store.schema import APPLICATION_ID, MIGRATIONS
 
 READ_TIMEOUT_SECONDS = 0.2  # a lookup must not wait for long: a miss is cheaper
 WRITE_TIMEOUT_SECONDS = 10.0  # writing happens in the background
-_CHECKPOINT_PAGES = 2000
+_PAGE_BYTES = 4096
 
 Connect = Callable[..., sqlite3.Connection]
+
+
+class _Side:
+    """One connection and its lock. Only who holds the lock opens, uses or closes it."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.lock = threading.RLock()
+        self.timeout_seconds = timeout_seconds
+        self.connection: sqlite3.Connection | None = None
+        self.inode: tuple[int, int] | None = None
+        self.process = os.getpid()
+        self.abandoned: list[Any] = []  # of a forked parent: closing them here could disturb it
+
+    def forget(self) -> None:
+        """Close the connection."""
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                connection.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: use nothing of the parent's."""
+        self.abandoned.append(self.connection)
+        self.connection = None
+        self.process = os.getpid()
 
 
 class Database:
@@ -38,142 +64,160 @@ class Database:
         connect: Connect = sqlite3.connect,
         migrations: tuple[str, ...] = MIGRATIONS,
         write_timeout_seconds: float = WRITE_TIMEOUT_SECONDS,
+        log_bytes: int = 8 << 20,
     ) -> None:
         self.path = path
         self.read_only = False
+        self.fresh = False  # whether it was made just now: files from before are then nobody's
+        self.log_limit_bytes = log_bytes
         self._files = files
         self._connect = connect
         self._migrations = migrations
-        self._write_timeout_seconds = write_timeout_seconds
-        self._read_lock = threading.Lock()
-        self._write_lock = threading.RLock()
-        self._open_lock = threading.RLock()
-        self._reader: sqlite3.Connection | None = None
-        self._writer: sqlite3.Connection | None = None
-        self._inode: tuple[int, int] | None = None
-        self._process = os.getpid()
-        self._abandoned: list[Any] = []  # of a forked parent: closing them here could disturb it
-        self._ensure()
+        self._open_lock = threading.Lock()
+        self._reader = _Side(READ_TIMEOUT_SECONDS)
+        self._writer = _Side(write_timeout_seconds)
+        with self._reader.lock:
+            self._ensure(self._reader)
+        _OPEN.add(self)
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """One consistent view of the catalog."""
-        with self._read_lock, self._minding_corruption():
-            reader, _ = self._ensure()
-            reader.execute("BEGIN")
-            try:
-                yield reader
-            finally:
-                if reader.in_transaction:
-                    reader.execute("ROLLBACK")
+        """One consistent view of the catalog. Never waits for writers."""
+        with self._transaction(self._reader, "BEGIN") as connection:
+            yield connection
+
+    @contextmanager
+    def scanning(self) -> Iterator[sqlite3.Connection]:
+        """A view for long reads: beside `reading`, so that no lookup waits, and no writer of another process."""
+        with self._transaction(self._reader if self.read_only else self._writer, "BEGIN") as connection:
+            yield connection
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
         """One transaction: all of it or nothing. Raises `CacheUnusable` if the catalog can only be read."""
-        with self._write_lock, self._minding_corruption():
-            _, writer = self._ensure()
-            if writer is None:
-                raise CacheUnusable(f"{self.path.parent} can only be read.")
-            writer.execute("BEGIN IMMEDIATE")
+        if self.read_only:
+            raise CacheUnusable(f"{self.path.parent} can only be read.")
+        with self._transaction(self._writer, "BEGIN IMMEDIATE") as connection:
+            yield connection
+
+    @contextmanager
+    def _transaction(self, side: _Side, begin: str) -> Iterator[sqlite3.Connection]:
+        with side.lock:
             try:
-                yield writer
-                writer.execute("COMMIT")
-            except BaseException:
-                if writer.in_transaction:
-                    with contextlib.suppress(sqlite3.Error):
-                        writer.execute("ROLLBACK")
-                if writer.in_transaction:  # a transaction that cannot be ended would block everything after it
-                    self._forget()
+                connection = self._ensure(side)
+                connection.execute(begin)
+                try:
+                    yield connection
+                    connection.execute("COMMIT")
+                except BaseException:
+                    if connection.in_transaction:
+                        with contextlib.suppress(sqlite3.Error):
+                            connection.execute("ROLLBACK")
+                    if connection.in_transaction:  # one that cannot be ended would block everything after it
+                        side.forget()
+                    raise
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+                if _is_corruption(error):
+                    self._set_aside(side)
                 raise
 
     def size_bytes(self) -> int:
-        """Bytes of the catalog with its log."""
-        total = 0
-        for suffix in ("", "-wal", "-shm"):
-            with contextlib.suppress(OSError):
-                total += Path(f"{self.path}{suffix}").stat().st_size
-        return total
+        """Bytes of the catalog and its log."""
+        return self._file_bytes("") + self.log_bytes()
 
-    def checkpoint(self) -> None:
-        """Move the log into the file and cut it."""
-        with self._write_lock:
-            _, writer = self._ensure()
-            if writer is not None:
-                writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    def claimed_bytes(self) -> int:
+        """The same, but with all the room that the log may take: it grows with every transaction."""
+        return self._file_bytes("") + max(self.log_bytes(), self.log_limit_bytes)
 
-    def vacuum(self) -> None:
-        """Give the space of removed rows back to the disk."""
-        with self._write_lock:
-            _, writer = self._ensure()
-            if writer is not None:
-                writer.execute("VACUUM")
+    def log_bytes(self) -> int:
+        """Bytes of the log and its index."""
+        return self._file_bytes("-wal") + self._file_bytes("-shm")
+
+    def cut_log(self) -> None:
+        """Move the log into the file, if readers kept that from happening by itself for too long."""
+        if self.log_bytes() > self.log_limit_bytes // 2:
+            self._run("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def shrink(self) -> None:
+        """Give the space of removed rows back to the disk, and cut the log."""
+        self._run("PRAGMA incremental_vacuum")
+        self._run("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def discard(self) -> None:
+        """Set the catalog aside, whatever it says: it cannot be mended."""
+        with self._writer.lock:
+            self._ensure(self._writer)
+            self._set_aside(self._writer)
 
     def close(self) -> None:
         """Close both connections. Idempotent; a later use opens them again."""
-        with self._write_lock, self._read_lock:
-            self._forget()
+        for side in (self._reader, self._writer):
+            with side.lock:
+                side.forget()
 
-    def _forget(self) -> None:
-        for connection in (self._reader, self._writer):
-            if connection is not None:
-                with contextlib.suppress(sqlite3.Error):
-                    connection.close()
-        self._reader = self._writer = None
+    def before_fork(self) -> None:
+        """SQLite must not be carried through a fork: the child would believe in locks that it does not have."""
+        for side in (self._reader, self._writer):
+            side.lock.acquire()
+            if side.connection is not None and not side.connection.in_transaction:
+                side.forget()
 
-    @contextmanager
-    def _minding_corruption(self) -> Iterator[None]:
+    def after_fork(self) -> None:
+        """Go on, in parent and child alike; each opens its own connections when it needs them."""
+        for side in (self._writer, self._reader):
+            side.lock.release()
+
+    def _run(self, statement: str) -> None:
+        if not self.read_only:
+            with self._writer.lock:
+                self._ensure(self._writer).execute(statement).fetchall()
+
+    def _file_bytes(self, suffix: str) -> int:
         try:
-            yield
-        except sqlite3.DatabaseError as error:
-            if _is_corruption(error):
-                with self._open_lock:
-                    self._set_aside()
-            raise
+            return Path(f"{self.path}{suffix}").stat().st_size
+        except OSError:
+            return 0
 
-    def _ensure(self) -> tuple[sqlite3.Connection, sqlite3.Connection | None]:
-        with self._open_lock:
-            if self._process != os.getpid():
-                self._abandoned += [self._reader, self._writer]
-                self._reader = self._writer = None
-                self._process = os.getpid()
-            if self._reader is not None and _inode(self.path) != self._inode:
-                self._forget()  # deleted or replaced meanwhile
-            if self._reader is None:
-                self._open()
-            assert self._reader is not None
-            return self._reader, self._writer
+    def _ensure(self, side: _Side) -> sqlite3.Connection:
+        """The side's connection, opened anew if the process forked or the file is another one by now."""
+        if side.process != os.getpid():
+            side.leave_to_parent()
+        if side.connection is not None and _inode(self.path) != side.inode:
+            side.forget()  # deleted or replaced meanwhile
+        if side.connection is None:
+            with self._open_lock:
+                self._open(side)
+        assert side.connection is not None
+        return side.connection
 
-    def _open(self) -> None:
+    def _open(self, side: _Side) -> None:
         try:
-            self._open_file()
-        except sqlite3.DatabaseError as error:
-            self._forget()
-            if not _is_corruption(error):
-                raise CacheUnusable(f"The cache's catalog {self.path} cannot be opened: {error}.") from error
-            self._set_aside()
             try:
-                self._open_file()
-            except sqlite3.DatabaseError as again:
-                self._forget()
-                raise CacheUnusable(f"The cache's catalog {self.path} cannot be made anew: {again}.") from again
+                self._open_file(side)
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+                if not _is_corruption(error):
+                    raise
+                self._set_aside(side)
+                self._open_file(side)
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            side.forget()
+            raise CacheUnusable(f"The cache's catalog {self.path} cannot be opened: {error}.") from error
         except OSError as error:
-            self._forget()
+            side.forget()
             raise CacheUnusable(f"The cache folder {self.path.parent} cannot be used: {error}.") from error
         except BaseException:
-            self._forget()
+            side.forget()
             raise
 
-    def _open_file(self) -> None:
+    def _open_file(self, side: _Side) -> None:
         self.read_only = not self._prepare_file()
-        self._inode = _inode(self.path)
+        side.inode = _inode(self.path)
         if self.read_only:
-            self._reader = self._connect_read_only()
-            self._check_version(self._reader)
+            side.connection = self._connect_read_only()
+            self._check_version(side.connection)
         else:
-            self._reader = self._connection(READ_TIMEOUT_SECONDS)
-            self._writer = self._connection(self._write_timeout_seconds)
-            self._check_version(self._reader)
-            self._migrate(self._writer)
+            side.connection = self._connection(side.timeout_seconds)
+            self._migrate(side.connection)
 
     def _prepare_file(self) -> bool:
         """Make folder and file with narrow rights; SQLite gives its log the same. False if they can only be read."""
@@ -197,12 +241,15 @@ class Database:
             self.path, timeout=timeout_seconds, isolation_level=None, check_same_thread=False, cached_statements=64
         )
         try:
+            if self._check_version(connection) == 0:
+                connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
             connection.execute("PRAGMA journal_mode=WAL").fetchall()
             connection.execute("PRAGMA synchronous=NORMAL")  # a lost last commit is a missing entry, never a wrong one
             connection.execute("PRAGMA cache_size=-4096")
             connection.execute("PRAGMA temp_store=MEMORY")
-            connection.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
-            connection.execute("PRAGMA journal_size_limit=1048576")
+            # Well before it is full: whole transactions may still be written behind the mark.
+            connection.execute(f"PRAGMA wal_autocheckpoint={max(1, self.log_limit_bytes // 4 // _PAGE_BYTES)}")
+            connection.execute(f"PRAGMA journal_size_limit={self.log_limit_bytes // 4}")
         except BaseException:
             connection.close()
             raise
@@ -249,23 +296,26 @@ class Database:
                 connection.execute(f"PRAGMA user_version={number}")
             connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
             connection.execute("COMMIT")
+            self.fresh = self.fresh or done == 0
         except BaseException:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
 
-    def _set_aside(self) -> None:
-        """Rename a catalog that cannot be read. Its extents, which nobody lists any more, go with `collect`."""
-        self._forget()
-        if _inode(self.path) != self._inode:
+    def _set_aside(self, side: _Side) -> None:
+        """Rename a catalog that cannot be read; the other side finds the new one by itself."""
+        side.forget()
+        if _inode(self.path) != side.inode:
             return  # another process did it already
         stamp = f"broken-{time.time_ns()}"
-        for suffix in ("", "-wal", "-shm"):
+        for suffix in ("-wal", "-shm", ""):  # the file last: as long as it is there, nobody makes a new log
             with contextlib.suppress(OSError):
                 Path(f"{self.path}{suffix}").replace(f"{self.path}.{stamp}{suffix}")
 
 
-def _is_corruption(error: sqlite3.DatabaseError) -> bool:
+def _is_corruption(error: sqlite3.DatabaseError | UnicodeDecodeError) -> bool:
+    if isinstance(error, UnicodeDecodeError):  # a text of the schema, or SQLite's complaint about it, is no text
+        return True
     code = getattr(error, "sqlite_errorcode", None)  # Python 3.11
     if code is not None:
         return code & 0xFF in (11, 26)  # SQLITE_CORRUPT, SQLITE_NOTADB
@@ -288,3 +338,29 @@ def _statements(script: str) -> Iterator[str]:
         if sqlite3.complete_statement(statement):
             yield statement
             statement = ""
+
+
+_OPEN: weakref.WeakSet[Database] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    _held.databases = list(_OPEN)
+    for database in _held.databases:
+        database.before_fork()
+
+
+def _after_fork() -> None:
+    for database in reversed(_held.databases):
+        database.after_fork()
+    _held.databases = []
+
+
+class _Held(threading.local):
+    """What the forking thread has stopped."""
+
+    databases: list[Database] = []  # noqa: RUF012  (always replaced, never changed)
+
+
+_held = _Held()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

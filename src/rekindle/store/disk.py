@@ -7,18 +7,21 @@ or "not kept". Everything here works without a model and without torch.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rekindle.codec.digest import digester_for
 from rekindle.codec.extent import ExtentHeader, ExtentPlan
 from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, NodeKey, Shelf, chain
 from rekindle.core.kv import Kv
+from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable, EntryNotFound
 from rekindle.store import catalog
 from rekindle.store.database import WRITE_TIMEOUT_SECONDS, Connect, Database
@@ -29,6 +32,7 @@ from rekindle.store.settings import StoreSettings
 
 CATALOG = "catalog.sqlite"
 EXTENTS = "extents"
+_LEAST_LOG_BYTES, _MOST_LOG_BYTES = 2 << 20, 8 << 20
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,9 @@ class DiskStore:
             machine.files,
             connect=machine.connect,
             write_timeout_seconds=machine.write_timeout_seconds,
+            log_bytes=self._log_bytes(settings),
         )
+        self._narrow()
         self.extents = ExtentFiles(self.folder / EXTENTS, machine.files, self.digester)
         self.room = Room(self.folder, settings, self.database, self.extents, machine.clock)
 
@@ -78,13 +84,13 @@ class DiskStore:
         return f"{shelf.digest}:{self.digester.name}"
 
     @contextmanager
-    def view(self, shelf: Shelf) -> Iterator[catalog.View | None]:
+    def view(self, shelf: Shelf, lost: Container[str] = ()) -> Iterator[catalog.View | None]:
         """The shelf's rows, as of one moment; None if nothing was ever kept on it."""
         with self.database.reading() as connection:
             number = catalog.shelf_id(connection, self.shelf_digest(shelf))
-            yield None if number is None else catalog.View(connection, number, self.room.oldest())
+            yield None if number is None else catalog.View(connection, number, self.room.fresh(), lost)
 
-    def keep(self, shelf: Shelf, root: NodeKey, tokens: bytes, kv: Kv) -> Written:
+    def keep(self, shelf: Shelf, root: NodeKey, tokens: bytes, kv: Kv, *, evict: bool = True) -> Written:
         """Write the KV of `kv.span`, which begins at a block and reaches the end of `tokens`.
 
         Raises `Refused` if there is no room for it, or others were faster.
@@ -96,27 +102,28 @@ class DiskStore:
         plan = ExtentPlan(
             secrets.token_hex(8), digest, parent, shelf.layout, part, self.digester.name, self.digester.width
         )
-        with self.room.reserved(plan, lambda connection: catalog.add_shelf(connection, digest, shelf)) as room:
+        self.room.expire()  # what is too old to be found would be in the way
+        add = partial(catalog.add_shelf, digest=digest, shelf=shelf)
+        with self.room.reserved(plan, add, evict=evict) as room:
             written = self.extents.write(plan, kv.layers)
             run = catalog.Run(room.shelf, depth, parent, keys[depth:], part)
             with self.database.writing() as connection:
                 self.room.publish(connection, room, run, plan.file_bytes, written.digest)
         return Written(room.extent, plan.file_bytes, written.header)
 
-    def lose(self, id: int, error: Exception) -> None:
+    def lose(self, name: str, error: Exception) -> None:
         """Stop serving an extent that could not be read: forget it if its file is gone, else quarantine it."""
         with self.database.writing() as connection:
-            if catalog.extent(connection, id) is None:
-                return
-            if isinstance(error, FileNotFoundError):
-                catalog.cut(connection, id, 0)
-            else:
-                catalog.quarantine(connection, id, str(error))
+            for row in catalog.extents(connection, "name=? AND state='live'", (name,)):
+                if isinstance(error, FileNotFoundError):
+                    catalog.cut(connection, row.id, 0)
+                else:
+                    catalog.quarantine(connection, row.id, str(error))
 
     def entries(self, names: Sequence[str] = ()) -> list[catalog.Extent]:
         """The extents that begin with these names, or all live ones. Raises `EntryNotFound`."""
         with self.database.reading() as connection:
-            rows = catalog.extents(connection, "state='live'")
+            rows = sorted(catalog.extents(connection, "state='live'"), key=lambda row: row.id)
         chosen = []
         for name in names:
             found = [row for row in rows if name and row.name.startswith(name)]
@@ -131,43 +138,54 @@ class DiskStore:
         with self.database.writing() as connection:
             for row in rows:
                 catalog.cut(connection, row.id, 0)
+            catalog.pin(connection, (), pinned=True)
         return self.room.sweep()
 
     def evict(self, chosen: Callable[[catalog.Extent], bool]) -> int:
-        """Remove the extents for which `chosen` holds, unless something pinned hangs on them; how many files went."""
+        """Remove the extents for which `chosen` holds, unless they are pinned or others hang on them; how many."""
         with self.database.writing() as connection:
             # The deepest first, so that nothing hangs any more on what goes next.
             for row in sorted(catalog.extents(connection, "state='live'"), key=lambda row: -row.depth):
-                if chosen(row) and not row.pinned and not catalog.pinned_below(connection, row.id):
+                if chosen(row) and not row.pinned and not catalog.has_children(connection, row.id):
                     catalog.cut(connection, row.id, 0)
         return self.room.sweep()
 
     def pin(self, rows: Sequence[catalog.Extent], pinned: bool = True) -> None:
         """Never evict these extents and what they hang on; or allow it again."""
         with self.database.writing() as connection:
-            connection.executemany("UPDATE extents SET pinned=? WHERE id=?", [(pinned, row.id) for row in rows])
+            catalog.pin(connection, [row.id for row in rows], pinned)
 
     def tidy(self) -> None:
-        """Everything that may wait: expiry, what died halfway, files to remove, sparse extents, the log."""
+        """Everything that may wait: expiry, what died halfway, files to remove, sparse extents, limits, the log."""
         self.room.recover()
         self.room.expire()
         self.room.sweep()
         self.room.compact()
-        if self.database.size_bytes() > 0:
-            self.database.checkpoint()
+        self.room.hold_limit()
+        self.database.cut_log()
 
     def collect(self) -> int:
-        """`tidy`, and also remove quarantined and stray files and broken catalogs, and shrink the catalog."""
-        with self.database.writing() as connection:
-            connection.execute("UPDATE extents SET state='dropping' WHERE state='quarantined'")
+        """`tidy`, and also remove stray files, and give the catalog's free space back; how many files went."""
         self.tidy()
         removed = self.room.remove_strays()
-        for name in self.files.names(self.folder):
-            if name.startswith(f"{CATALOG}.broken-"):
-                removed += self.files.remove(self.folder / name)
-        self.database.vacuum()
-        self.database.checkpoint()
+        self.database.shrink()
         return removed
+
+    def _log_bytes(self, settings: StoreSettings) -> int:
+        """How long the catalog's log may become: a small part of a small limit."""
+        limit = parse_limit(settings.disk_limit)
+        place = next((folder for folder in (self.folder, *self.folder.parents) if folder.is_dir()), self.folder)
+        try:
+            size_bytes = limit.resolve(self.files.free_bytes(place) if limit.size_bytes is None else 0)
+        except OSError as error:
+            raise CacheUnusable(f"The cache folder {self.folder} cannot be used: {error}.") from error
+        return max(_LEAST_LOG_BYTES, min(_MOST_LOG_BYTES, size_bytes // 6))
+
+    def _narrow(self) -> None:
+        """Take the rights of others away from a folder that was there before."""
+        with contextlib.suppress(OSError):  # not ours to change: then it is as private as its owner wants it
+            if os.name == "posix" and self.folder.stat().st_mode & 0o077:
+                self.folder.chmod(0o700)
 
     def close(self) -> None:
         """Close everything. Idempotent."""
@@ -177,14 +195,11 @@ class DiskStore:
 
 
 def _check_folder(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise CacheUnusable(f"{folder} is a file. Choose a folder for the cache.")
     try:
+        if folder.exists() and not folder.is_dir():
+            raise CacheUnusable(f"{folder} is a file. Choose a folder for the cache.")
         names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     except OSError as error:
         raise CacheUnusable(f"The cache folder {folder} cannot be read: {error}.") from error
     if names and not any(name.startswith(CATALOG) for name in names) and not names <= {EXTENTS, "writers"}:
         raise CacheUnusable(f"{folder} holds other things than a cache. Choose an empty or new folder.")
-    if names and folder.stat().st_mode & 0o077:
-        with contextlib.suppress(OSError):  # not ours to change: then it is as private as its owner wants it
-            folder.chmod(0o700)

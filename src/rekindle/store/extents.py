@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import threading
 from collections import OrderedDict
@@ -32,6 +34,7 @@ from rekindle.store.catalog import Extent
 from rekindle.store.files import Files, Handle
 
 SUFFIX = ".kv"
+_NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
 _HEADERS = 64  # remembered
 _SPLIT_BYTES = 512 << 10  # from this size on, keys and values of a layer are read side by side
 
@@ -77,14 +80,20 @@ class ExtentFiles:
 
         Raises `Damaged` or `OSError`.
         """
-        handle = self.files.open(self.path(row.name))
+        try:
+            handle = self.files.open(self.path(row.name))
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise Damaged(f"it is no file: {error}") from error
+            raise
         try:
             size_bytes = self.files.size(handle)
             if size_bytes != row.size_bytes:
                 raise Damaged(f"the file has {size_bytes:,} bytes, not {row.size_bytes:,}")
             return OpenExtent(handle, self._header(row, shelf_digest, handle, fresh))
         except BaseException:
-            self.files.close(handle)
+            with contextlib.suppress(OSError):
+                self.files.close(handle)
             raise
 
     def read(self, extent: OpenExtent, layer: int, span: Span, out: LayerKv) -> None:
@@ -196,7 +205,7 @@ class ExtentFiles:
     def _header(self, row: Extent, shelf_digest: str, handle: Handle, fresh: bool) -> ExtentHeader:
         with self._lock:
             known = self._headers.get(row.name)
-        if known is not None and not fresh:
+        if known is not None and known.plan.shelf == shelf_digest and not fresh:
             return known
         try:
             first = bytearray(8)

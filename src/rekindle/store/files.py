@@ -88,11 +88,6 @@ class Files:
         out[: len(data)] = data
         return len(data)
 
-    def prefetch(self, handle: Handle) -> None:
-        """Ask the system to read the file ahead, where it can be asked."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(handle.descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-
     def sync(self, handle: Handle) -> None:
         """Return when the file's bytes are on the medium."""
         if sys.platform != "win32" and self.full_sync is not None:
@@ -113,9 +108,15 @@ class Files:
         return os.fstat(handle.descriptor).st_size
 
     def remove(self, path: Path) -> bool:
-        """Remove a file. False if another process has it open and the system minds: try again later."""
+        """Remove a file, or a folder that somebody put in its place.
+
+        False if another process has it open and the system minds: try again later.
+        """
         try:
-            path.unlink(missing_ok=True)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
         except PermissionError:
             if self.sharing_violations:
                 return False

@@ -25,12 +25,12 @@ class HeldExtent:
 
 
 class MemoryTier:
-    """Extents by number, never more bytes than the limit. Used from several threads."""
+    """Extents by name, never more bytes than the limit. Used from several threads."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._held: OrderedDict[int, HeldExtent] = OrderedDict()
+        self._held: OrderedDict[str, HeldExtent] = OrderedDict()
         self._size_bytes = 0
 
     @property
@@ -45,37 +45,37 @@ class MemoryTier:
         """Whether an extent of that size may be held at all."""
         return 0 < size_bytes <= self.limit_bytes
 
-    def get(self, id: int) -> HeldExtent | None:
+    def get(self, name: str) -> HeldExtent | None:
         """The extent, which becomes the most recently used."""
         with self._lock:
-            held = self._held.get(id)
+            held = self._held.get(name)
             if held is not None:
-                self._held.move_to_end(id)
+                self._held.move_to_end(name)
             return held
 
-    def put(self, id: int, held: HeldExtent) -> None:
+    def put(self, name: str, held: HeldExtent) -> None:
         """Hold an extent; others make room for it first."""
         if not self.fits(held.size_bytes):
             return
         with self._lock:
-            self._drop(id)
+            self._drop(name)
             while self._size_bytes + held.size_bytes > self.limit_bytes:
                 self._drop(next(iter(self._held)))
-            self._held[id] = held
+            self._held[name] = held
             self._size_bytes += held.size_bytes
 
-    def forget(self, ids: Iterable[int]) -> None:
+    def forget(self, names: Iterable[str]) -> None:
         """Let go of extents that are no longer listed."""
         with self._lock:
-            for id in ids:
-                self._drop(id)
+            for name in names:
+                self._drop(name)
 
-    def ids(self) -> list[int]:
+    def names(self) -> list[str]:
         """What is held."""
         with self._lock:
             return list(self._held)
 
-    def _drop(self, id: int) -> None:
-        held = self._held.pop(id, None)
+    def _drop(self, name: str) -> None:
+        held = self._held.pop(name, None)
         if held is not None:
             self._size_bytes -= held.size_bytes

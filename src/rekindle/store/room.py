@@ -3,7 +3,7 @@
     reserve (a row, committed)  ->  write, fsync  ->  publish (one transaction)        a keep
     rows freed (committed)      ->  file removed  ->  row removed                      an eviction
 
-So at every moment, also after a crash, the files take at most what the rows say.
+So at every moment, also after a crash, files and catalog take at most what the limit says.
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ import contextlib
 import os
 import secrets
 import sqlite3
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rekindle.codec.extent import ExtentPlan
+from rekindle.core.kv import LayerKv
 from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable
 from rekindle.store import catalog
 from rekindle.store.database import Database
 from rekindle.store.evict import rank
 from rekindle.store.extents import SUFFIX, Damaged, ExtentFiles
-from rekindle.store.files import Handle
 from rekindle.store.settings import StoreSettings
+from rekindle.store.writers import Writers
 
-_RANKED = 64  # tails looked at in one go
-# What the catalog and its log may grow by until a keep is published; counted while the keep is under way.
-_CATALOG_BYTES, _CATALOG_BYTES_A_BLOCK = 256 << 10, 4 << 10
+_RANKED = 256  # tails looked at in one go
+# What the catalog may grow by until a keep is published; its log is counted apart.
+_CATALOG_BYTES, _CATALOG_BYTES_A_BLOCK = 64 << 10, 4 << 10
+_CLOCK_STEP_SECONDS = 600.0  # a clock may be put right by so much without anything expiring
+_LOG_BYTES_A_BLOCK = 24 << 10  # what freeing a block writes to the log, at worst
 
 
 class Refused(Exception):
@@ -63,16 +65,15 @@ class Room:
         self._files = extents.files
         self._clock = clock
         self._limit = parse_limit(settings.disk_limit)
-        self._writers = folder / "writers"
-        self._writer: tuple[str, Handle] | None = None
-        self._writer_lock = threading.Lock()
-        self._writing: set[int] = set()  # extents that this process is writing now
-        self._process = os.getpid()
+        self._writers = Writers(folder / "writers", extents.files)
+        self._writing: set[tuple[int, int]] = set()  # (process, extent) being written now
 
-    def oldest(self) -> float:
-        """Extents kept before this are expired."""
+    def fresh(self) -> catalog.Fresh:
+        """When extents must have been kept not to be expired."""
         ttl = self._settings.ttl_seconds
-        return float("-inf") if ttl is None else self._clock() - ttl
+        if ttl is None:
+            return catalog.Fresh(float("-inf"), float("inf"))
+        return catalog.Fresh(self._clock() - ttl, self._clock() + _CLOCK_STEP_SECONDS)
 
     def limit_bytes(self, used_bytes: int) -> int:
         """What files and catalog may take together, as the disk is now."""
@@ -81,8 +82,8 @@ class Room:
         return self._limit.resolve(self._files.free_bytes(self._folder) + used_bytes)
 
     def used_bytes(self, connection: sqlite3.Connection) -> int:
-        """What files and catalog take, with what is reserved."""
-        return catalog.total_bytes(connection) + self._database.size_bytes()
+        """What files and catalog take, with all that is reserved."""
+        return catalog.total_bytes(connection) + self._database.claimed_bytes()
 
     @contextmanager
     def reserved(
@@ -103,7 +104,7 @@ class Room:
                         catalog.forget(connection, [room.extent])
             raise
         finally:
-            self._writing.discard(room.extent)
+            self._writing.discard((os.getpid(), room.extent))
 
     def publish(
         self, connection: sqlite3.Connection, room: Reserved, run: catalog.Run, size_bytes: int, digest: bytes
@@ -117,20 +118,30 @@ class Room:
         catalog.publish(connection, room.extent, run, size_bytes, digest, self._clock())
         catalog.add_written(connection, int(self._clock() // 60), size_bytes)
 
+    def hold_limit(self) -> None:
+        """Evict down to the limit, if it was lowered or the disk has become fuller."""
+        with self._database.scanning() as connection:
+            used = self.used_bytes(connection)
+        unused_log = self._database.claimed_bytes() - self._database.size_bytes()
+        self.prune(self.limit_bytes(used) - unused_log)
+
     def prune(self, target_bytes: int) -> None:
         """Evict until files and catalog take at most so much, as far as that can be."""
         while True:
-            with self._database.writing() as connection:
-                short = self.used_bytes(connection) - target_bytes
-                freed = short > 0 and self._free(connection, short, protected=None)
-            if not (self.sweep() or freed) and not (short > 0 and self.compact()):
+            with self._database.scanning() as connection:
+                short = catalog.total_bytes(connection) + self._database.size_bytes() - target_bytes
+            if short <= 0 or not self._make_room(short, None):
                 return
 
     def sweep(self) -> int:
-        """Remove the files that nothing lists any more; how many went."""
-        with self._database.reading() as connection:
-            dropping = catalog.extents(connection, "state='dropping'")
-        gone = [row.id for row in dropping if self._files.remove(self._extents.path(row.name))]
+        """Remove the files that nothing lists any more; how many went. What cannot be removed now, can later."""
+        with self._database.scanning() as connection:
+            dropping = catalog.extents(connection, "state='dropping' AND state<>'live'")
+        gone = []
+        for row in dropping:
+            with contextlib.suppress(OSError):
+                if self._files.remove(self._extents.path(row.name)):
+                    gone.append(row.id)
         if gone:
             with self._database.writing() as connection:
                 catalog.forget(connection, gone)
@@ -138,58 +149,62 @@ class Room:
 
     def expire(self) -> None:
         """Free what is older than allowed."""
-        if self._settings.ttl_seconds is None:
-            return
-        with self._database.writing() as connection:
-            for row in catalog.extents(connection, "state='live' AND NOT pinned AND kept<?", (self.oldest(),)):
-                catalog.cut(connection, row.id, 0)
+        if self._settings.ttl_seconds is not None:
+            with self._database.writing() as connection:
+                fresh = self.fresh()
+                where = "state='live' AND NOT pinned AND kept NOT BETWEEN ? AND ?"
+                for row in catalog.extents(connection, where, (fresh.oldest, fresh.newest)):
+                    catalog.cut(connection, row.id, 0)
 
     def recover(self) -> None:
-        """Give back the room of writers that died, and of own writes that failed halfway."""
-        with self._database.reading() as connection:
-            writing = catalog.extents(connection, "state='writing'")
-        dead = {writer: self._is_dead(writer) for writer in {row.writer for row in writing}}
-        lost = [row.id for row in writing if dead[row.writer] and row.id not in self._writing]
+        """Give back the room of writers that died, of own writes that failed halfway, and of damaged files."""
+        with self._database.scanning() as connection:
+            others = catalog.extents(connection, "state IN ('writing', 'quarantined') AND state<>'live'")
+        lost = [row.id for row in others if row.state == "quarantined" or self._is_lost(row)]
         if lost:
             with self._database.writing() as connection:
-                marks = ",".join("?" * len(lost))
-                connection.execute(
-                    f"UPDATE extents SET state='dropping' WHERE state='writing' AND id IN ({marks})", lost
+                connection.executemany(
+                    "UPDATE extents SET state='dropping' WHERE id=? AND state<>'live'", [(id,) for id in lost]
                 )
-        for writer in self._files.names(self._writers):
-            if writer not in dead or dead[writer]:
-                self._clear_writer(writer)
+        self._writers.clear()
 
     def remove_strays(self) -> int:
         """Remove files that no row names; how many went. A row comes before its file, so such a file is nobody's."""
-        names = [name for name in self._files.names(self._extents.folder) if name.endswith(SUFFIX)]
-        with self._database.reading() as connection:
-            known = {row[0] for row in connection.execute("SELECT name FROM extents")}
-        strays = [name for name in names if name.removesuffix(SUFFIX) not in known]
-        return sum(self._files.remove(self._extents.folder / name) for name in strays)
+        names = self._files.names(self._extents.folder)
+        with self._database.scanning() as connection:
+            known = {f"{row[0]}{SUFFIX}" for row in connection.execute("SELECT name FROM extents")}
+        strays = [self._extents.folder / name for name in names if name not in known]
+        catalogs = [name for name in self._files.names(self._folder) if ".broken-" in name]
+        removed = 0
+        for path in [*strays, *(self._folder / name for name in catalogs)]:
+            with contextlib.suppress(OSError):
+                removed += self._files.remove(path)
+        return removed
 
     def compact(self) -> int:
         """Rewrite extents of which less than half is live, if there is room for the copy; how many were."""
-        with self._database.reading() as connection:
-            sparse = catalog.extents(connection, "state='live' AND live*2<blocks AND live>0")
+        sparse = self._sparse()
+        if not sparse:
+            return 0
+        with self._database.scanning() as connection:
             shelves = dict(connection.execute("SELECT id, digest FROM shelves").fetchall())
         return sum(self._rewrite(row, shelves[row.shelf]) for row in sparse)
 
     def close(self) -> None:
         """Give up being a writer."""
-        with self._writer_lock:
-            if self._writer is not None:
-                name, handle = self._writer
-                self._writer = None
-                with contextlib.suppress(OSError):
-                    self._files.remove(self._writers / name)
-                self._files.close(handle)
+        self._writers.close()
 
     def _reserve(self, plan: ExtentPlan, shelf: Callable[[sqlite3.Connection], int], evict: bool) -> Reserved:
-        writer = self._writer_name()
+        writer = self._writers.own_name()
         self._files.make_folder(self._extents.folder)
-        need = plan.file_bytes + _CATALOG_BYTES + _CATALOG_BYTES_A_BLOCK * plan.blocks
-        log_was_cut = False
+        if self._database.fresh:  # whatever files there are, the catalog that named them is lost
+            self.remove_strays()
+            self._database.fresh = False
+        self._database.cut_log()
+        need = plan.file_bytes
+        if evict:  # otherwise it is a copy, which adds no rows
+            need += _CATALOG_BYTES + _CATALOG_BYTES_A_BLOCK * plan.blocks
+        recovered = False
         while True:
             with self._database.writing() as connection:
                 used = self.used_bytes(connection)
@@ -198,128 +213,124 @@ class Room:
                 if used + need <= limit:
                     number = shelf(connection)
                     id = catalog.reserve(connection, plan.name, number, need, writer)
-                    self._writing.add(id)
+                    self._writing.add((os.getpid(), id))
                     return Reserved(id, number)
-            if need > limit:
-                raise Refused(f"it needs {need:,} bytes, the limit is {limit:,}")
-            if not log_was_cut:  # the catalog's log is the cheapest thing to let go
-                self._database.checkpoint()
-                log_was_cut = True
-                continue
+                if used + need - catalog.freeable_bytes(connection) > limit:
+                    raise Refused(f"it needs {need:,} bytes, more than can be freed under the limit of {limit:,}")
+                holder = self._holder(connection, plan)
+            if not recovered:
+                self.recover()
+                recovered = True
             if not evict:
                 raise Refused("there is no room for it")
-            with self._database.writing() as connection:
-                short = self.used_bytes(connection) + need - limit
-                freed = short > 0 and self._free(connection, short + limit // 64, self._holder(connection, plan))
-            if short > 0 and not (self.sweep() or freed) and not self.compact():
+            if not self._make_room(used + need - limit + limit // 64, holder):
                 raise Refused("all room is taken by what is pinned or being written")
 
-    def _free(self, connection: sqlite3.Connection, short: int, protected: int | None) -> bool:
-        """Free rows worth at least `short` bytes, as far as there are any; whether something was freed."""
-        changed = connection.execute("UPDATE extents SET state='dropping' WHERE state='quarantined'").rowcount > 0
-        most_hits = connection.execute("SELECT coalesce(max(hits), 0) FROM extents WHERE state='live'").fetchone()[0]
-        tails = catalog.tails(connection, protected)
-        for tail in rank(tails, self._settings.chosen_policy, self._clock(), most_hits, _RANKED):
-            start = catalog.tail_start(connection, tail)
-            catalog.cut(connection, tail.extent, start)
-            changed = True
-            if start * 2 < tail.blocks:  # dropped, or worth rewriting
-                short -= tail.size_bytes * (tail.blocks - start) // tail.blocks
-            if short <= 0:
-                break
-        return changed
+    def _make_room(self, short: int, holder: tuple[int, int] | None) -> bool:
+        """Do the next thing that gives room back, the cheapest first; whether there was one."""
+        if self.sweep() or self.compact():
+            return True
+        # Where sparse extents find no room for their copy, trimming more would give nothing back: whole ones go.
+        return self._free(short, holder, whole=bool(self._sparse()))
 
-    def _holder(self, connection: sqlite3.Connection, plan: ExtentPlan) -> int | None:
-        """The extent that a new one will hang on: it must not be evicted for it."""
-        row = connection.execute(
-            "SELECT extent FROM blocks b JOIN shelves s ON s.id=b.shelf WHERE key=? AND s.digest=?",
+    def _sparse(self) -> list[catalog.Extent]:
+        with self._database.scanning() as connection:
+            return catalog.extents(connection, "state='live' AND live*2<blocks AND live>0")
+
+    def _free(self, short: int, holder: tuple[int, int] | None, whole: bool) -> bool:
+        """Free rows worth at least `short` bytes, as far as one transaction should; whether something was freed."""
+        with self._database.scanning() as connection:  # ranking may take long, and others may write meanwhile
+            policy, most_hits = self._settings.chosen_policy, catalog.most_hits(connection)
+            ranked = rank(catalog.tails(connection), policy, self._clock(), most_hits, _RANKED)
+        blocks = max(8, self._database.log_limit_bytes // _LOG_BYTES_A_BLOCK)
+        with self._database.writing() as connection:
+            # First what gives bytes back; only if there is nothing, what merely brings an extent closer to that.
+            for largest_rest in (0.0, 1.0) if whole else (0.5, 1.0):
+                before = blocks
+                for row in ranked:
+                    tail = catalog.tail(connection, row.extent)
+                    if tail is not None:
+                        freed = self._cut_tail(connection, tail, holder, largest_rest, blocks)
+                        blocks -= freed
+                        short -= tail.size_bytes * freed // tail.blocks
+                    if blocks <= 0 or short <= 0:
+                        return True
+                if blocks < before:
+                    return True
+        return False
+
+    def _cut_tail(
+        self,
+        connection: sqlite3.Connection,
+        tail: catalog.Tail,
+        holder: tuple[int, int] | None,
+        largest_rest: float,
+        most_blocks: int,
+    ) -> int:
+        """Free a tail, or its last blocks, unless a larger share of its extent would be left; how many blocks."""
+        start = catalog.tail_start(connection, tail, by_worth=largest_rest > 0)
+        if holder is not None and holder[0] == tail.extent:
+            start = max(start, holder[1] + 1)
+        if start and start >= largest_rest * tail.blocks and largest_rest < 1:
+            return 0
+        start = max(start, tail.live - most_blocks)
+        if start >= tail.live:
+            return 0
+        catalog.cut(connection, tail.extent, start)
+        return tail.live - start
+
+    def _holder(self, connection: sqlite3.Connection, plan: ExtentPlan) -> tuple[int, int] | None:
+        """The block that a new extent will hang on: it must not be evicted for it."""
+        row: tuple[int, int] | None = connection.execute(
+            "SELECT extent, place FROM blocks b JOIN shelves s ON s.id=b.shelf WHERE key=? AND s.digest=?",
             (plan.parent, plan.shelf),
         ).fetchone()
-        return None if row is None else int(row[0])
+        return row
 
     def _check_budget(self, connection: sqlite3.Connection, size_bytes: int) -> None:
         budget = self._settings.write_budget_bytes
         if budget is not None:
-            written = catalog.written_since(connection, int(self._clock() // 60) - 59)
+            minute = int(self._clock() // 60)
+            written = catalog.written_between(connection, minute - 59, minute)
             if written + size_bytes > budget:
                 raise Refused(f"the write budget of {budget:,} bytes an hour is spent")
+
+    def _is_lost(self, row: catalog.Extent) -> bool:
+        if self._writers.is_own(row.writer):
+            return (os.getpid(), row.id) not in self._writing  # a write of ours that failed, and its cleaning too
+        return self._writers.is_dead(row.writer)
 
     def _rewrite(self, row: catalog.Extent, shelf_digest: str) -> bool:
         """Copy the live blocks of an extent into a new one that takes its place."""
         try:
             old = self._extents.open(row, shelf_digest)
-        except (OSError, Damaged):
-            return False  # whoever reads it finds out and reports it
-        try:
-            plan = old.header.plan
-            with self._database.reading() as connection:
-                parts = connection.execute("SELECT tokens FROM blocks WHERE extent=? ORDER BY place", (row.id,))
-                tokens = b"".join(part for (part,) in parts)
-            if not tokens or tokens != plan.tokens[: len(tokens)]:
-                return False
-            name = secrets.token_hex(8)
-            copy = ExtentPlan(name, plan.shelf, plan.parent, plan.layout, tokens, plan.digest_name, plan.digest_width)
-            with self.reserved(copy, lambda _: row.shelf, evict=False) as room:
-                written = self._extents.write(copy, self._extents.read_all(old, copy.token_count))
-                with self._database.writing() as connection:
-                    self._replace(connection, row, room, copy, written.digest)
-        except (Refused, Damaged):
+            try:
+                return self._copy_live(row, old.header.plan, lambda tokens: self._extents.read_all(old, tokens))
+            finally:
+                self._files.close(old.handle)
+        except Damaged as error:
+            with self._database.writing() as connection:
+                catalog.quarantine(connection, row.id, str(error))
+        except (Refused, FileNotFoundError):
+            pass  # no room for a copy, or it went meanwhile
+        return False
+
+    def _copy_live(self, row: catalog.Extent, plan: ExtentPlan, read: Callable[[int], tuple[LayerKv, ...]]) -> bool:
+        with self._database.scanning() as connection:
+            tokens = catalog.tokens_of(connection, row.id)
+        if not tokens:
             return False
-        finally:
-            self._files.close(old.handle)
-        return self.sweep() > 0
-
-    def _replace(
-        self, connection: sqlite3.Connection, row: catalog.Extent, room: Reserved, copy: ExtentPlan, digest: bytes
-    ) -> None:
-        now = catalog.extent(connection, row.id)
-        if now is None or now.state != "live" or now.live != copy.blocks:
-            raise Refused("it changed meanwhile")
-        connection.execute("UPDATE blocks SET extent=? WHERE extent=?", (room.extent, row.id))
-        connection.execute(
-            "UPDATE extents SET state='live', bytes=?, digest=?, depth=?, blocks=?, live=?, tokens=?, pinned=?, kept=?,"
-            " used=?, hits=?, saved_ms=? WHERE id=?",
-            (
-                *(copy.file_bytes, digest, now.depth, copy.blocks, copy.blocks, copy.token_count, now.pinned),
-                *(now.kept, now.used, now.hits, now.saved_ms, room.extent),
-            ),
-        )
-        connection.execute("UPDATE extents SET state='dropping', live=0, tokens=0 WHERE id=?", (row.id,))
-        catalog.add_written(connection, int(self._clock() // 60), copy.file_bytes)
-
-    def _writer_name(self) -> str:
-        """This store's name among the writers; others see by its lock whether it lives."""
-        with self._writer_lock:
-            if self._process != os.getpid():  # forked: the name, and what is under way, are the parent's
-                self._process = os.getpid()
-                self._writing = set()
-                self._writer = None
-            if self._writer is None or not (self._writers / self._writer[0]).exists():
-                self._files.make_folder(self._writers)
-                name = secrets.token_hex(8)
-                handle = self._files.try_lock(self._writers / name)
-                if handle is None:
-                    raise OSError(f"cannot lock {self._writers / name}")
-                if self._writer is not None:
-                    self._files.close(self._writer[1])
-                self._writer = name, handle
-            return self._writer[0]
-
-    def _is_dead(self, writer: str) -> bool:
-        if self._writer is not None and writer == self._writer[0] and self._process == os.getpid():
-            return True  # of its own rows, only those under way are alive
-        path = self._writers / writer
-        if not path.exists():
-            return True
-        handle = self._files.try_lock(path)
-        if handle is None:
-            return False
-        self._files.close(handle)
+        if tokens != plan.tokens[: len(tokens)]:
+            raise Damaged("it holds other tokens than its rows say")
+        copy = replace(plan, name=secrets.token_hex(8), tokens=tokens)
+        with self.reserved(copy, lambda _: row.shelf, evict=False) as room:
+            written = self._extents.write(copy, read(copy.token_count))
+            with self._database.writing() as connection:
+                now = catalog.extent(connection, row.id)
+                if now is None or now.state != "live" or now.live != copy.blocks:
+                    raise Refused("it changed meanwhile")
+                size = (copy.file_bytes, written.digest, now.depth, copy.blocks, copy.token_count)
+                catalog.make_live(connection, room.extent, *size)
+                catalog.replace(connection, row.id, room.extent)
+                catalog.add_written(connection, int(self._clock() // 60), copy.file_bytes)
         return True
-
-    def _clear_writer(self, writer: str) -> None:
-        if self._writer is None or writer != self._writer[0]:
-            handle = self._files.try_lock(self._writers / writer)
-            if handle is not None:
-                self._files.remove(self._writers / writer)
-                self._files.close(handle)

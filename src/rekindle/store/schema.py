@@ -38,7 +38,7 @@ MIGRATIONS: tuple[str, ...] = (
         blocks INTEGER NOT NULL DEFAULT 0,
         live INTEGER NOT NULL DEFAULT 0,
         tokens INTEGER NOT NULL DEFAULT 0,
-        pinned INTEGER NOT NULL DEFAULT 0,
+        pinned INTEGER NOT NULL DEFAULT 0,  -- 1: by name; 2: something pinned hangs on it
         kept REAL NOT NULL DEFAULT 0,
         used REAL NOT NULL DEFAULT 0,
         hits INTEGER NOT NULL DEFAULT 0,
@@ -46,7 +46,6 @@ MIGRATIONS: tuple[str, ...] = (
         reason TEXT
     );
     CREATE INDEX extents_not_live ON extents (state) WHERE state <> 'live';
-    CREATE INDEX extents_kept ON extents (kept);
     CREATE TABLE blocks (
         extent INTEGER NOT NULL,
         place INTEGER NOT NULL,

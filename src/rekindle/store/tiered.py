@@ -21,10 +21,10 @@ from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, Shelf, ch
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable, Closed, InvalidSetting, KvLost
-from rekindle.index.prefix import Match, search
+from rekindle.index.prefix import Match, Piece, search
 from rekindle.store import catalog
 from rekindle.store.disk import DiskStore, Machine
-from rekindle.store.extents import Damaged, OpenExtent
+from rekindle.store.extents import Damaged
 from rekindle.store.feed import Source, StoredFeed
 from rekindle.store.memory import HeldExtent, MemoryTier
 from rekindle.store.room import Refused
@@ -32,7 +32,10 @@ from rekindle.store.settings import StoreSettings
 
 log = logging.getLogger("rekindle.store")
 
-_FAILURES = (OSError, sqlite3.Error, CacheUnusable)
+# The last three: rows that make no sense, because bits of the catalog were flipped.
+_FAILURES = (OSError, sqlite3.Error, CacheUnusable, TypeError, ValueError, OverflowError)
+_MOST_USES = 10_000  # remembered while the catalog cannot be written
+_SEEN_ROWS, _LIMIT_BYTES_A_SEEN_ROW = 200_000, 8000
 T = TypeVar("T")
 
 
@@ -60,6 +63,7 @@ class Counts:
 @dataclass(frozen=True)
 class _Use:
     extent: int
+    name: str
     last: int
     at: float
     saved_ms: float
@@ -80,7 +84,8 @@ class TieredStore:
         self.counts = Counts()
         self._lock = threading.Lock()
         self._uses: list[_Use] = []
-        self._wanted: set[int] = set()  # extents read from disk, to be held in memory when there is time
+        self._wanted: dict[str, None] = {}  # extents read from disk, to be held in memory when there is time
+        self._bad: dict[str, Exception] = {}  # extents that could not be read, until the catalog knows
         self._closed = False
         self._tidy_at_start()
 
@@ -93,39 +98,33 @@ class TieredStore:
         nothing = Match(root, data, (), ())
 
         def look() -> Match:
-            with self.disk.view(shelf) as rows:
+            with self.disk.view(shelf, self._bad) as rows:
                 return nothing if rows is None else search(rows, root, data)
 
         return self._reading(look, nothing)
 
     def load(self, shelf: Shelf, match: Match) -> StoredFeed:
-        """A feed of what `match` found; it reads ahead at once. Raises `KvLost` if it is not there any more."""
+        """A feed of what `match` found, ready to fill. Raises `KvLost` if it is not there any more."""
         if not match.pieces:
             raise InvalidSetting("There is nothing to load: the match is empty.")
+        if self._closed:
+            raise Closed("The store was closed.")
         sources: list[Source] = []
         for piece in match.pieces:
-            held = self.memory.get(piece.extent)
             try:
-                origin = held or self._open(shelf, piece.extent)
-                source = Source(piece, origin)
-                sources.append(source)
-                _check_place(source, match)
+                sources.append(self._source(shelf, match, piece))
             except (*_FAILURES, Damaged) as error:
-                for opened in sources:
-                    if not isinstance(opened.origin, HeldExtent):
-                        self.disk.files.close(opened.origin.handle)
-                self._lost(piece.extent, error)
+                for source in sources:
+                    source.close(self.disk.files)
+                self._lost(piece, error)
                 raise KvLost(f"KV from the cache could not be read ({error}); it is computed instead.") from error
-            if held is None:
-                with self._lock:
-                    self._wanted.add(piece.extent)
         return StoredFeed(shelf.layout, tuple(sources), self.disk.extents, self._lost)
 
     def used(self, match: Match, saved_ms: float = 0.0) -> None:
         """Note that what `match` found was used, and what that saved. Written to the catalog by `tend`."""
         length = max(1, match.length)
         now = self.disk.clock()
-        uses = [_Use(p.extent, p.last, now, saved_ms * len(p.span) / length) for p in match.pieces]
+        uses = [_Use(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in match.pieces]
         with self._lock:
             self._uses += uses
 
@@ -143,16 +142,19 @@ class TieredStore:
             with self.disk.database.writing() as connection:
                 number = catalog.add_shelf(connection, self.disk.shelf_digest(shelf), shelf)
                 first = gap.start // BLOCK_TOKENS
-                seen = catalog.seen_before(connection, number, keys[first:], self.disk.clock())
+                limit = self.disk.room.limit_bytes(self.disk.room.used_bytes(connection))
+                most = min(_SEEN_ROWS, limit // _LIMIT_BYTES_A_SEEN_ROW)
+                seen = catalog.seen_before(connection, number, keys[first:], self.disk.clock(), most)
             stop = min(gap.start + seen * BLOCK_TOKENS, gap.stop)
             return Span(gap.start, stop) if stop > gap.start else None
 
         return self._writing(admit, lambda _: None)
 
-    def keep(self, shelf: Shelf, tokens: Sequence[int], kv: Kv) -> Kept:
+    def keep(self, shelf: Shelf, tokens: Sequence[int], kv: Kv, *, evict: bool = True) -> Kept:
         """Keep KV whose span is what `gap` said of the same tokens, or begins at an earlier block.
 
-        `tokens` may go on behind the span. Returns when it is on disk and visible to every process.
+        `tokens` may go on behind the span. Returns when it is on disk and visible to every process. Without `evict`
+        it is refused where others would have to go for it.
         """
         data = token_bytes(tokens[: kv.span.stop])
         if kv.span.start % BLOCK_TOKENS or len(kv.span) == 0 or kv.layout != shelf.layout:
@@ -167,11 +169,11 @@ class TieredStore:
                 return Kept("known")
             if gap.start < kv.span.start:
                 return Kept("refused", "what it hangs on is not known any more")
-            self._flush_uses()
+            self._flush()
             rest = _from(kv, gap.start)
-            written = self.disk.keep(shelf, match.root, data, rest)
+            written = self.disk.keep(shelf, match.root, data, rest, evict=evict)
             if self.memory.fits(written.size_bytes):
-                self.memory.put(written.extent, HeldExtent(written.header, _copied(rest)))
+                self.memory.put(written.header.plan.name, HeldExtent(written.header, _copied(rest)))
             self.counts.kept += 1
             return Kept("kept", size_bytes=written.size_bytes)
 
@@ -186,10 +188,13 @@ class TieredStore:
         """Do what may wait: note uses, hold in memory what was read, remove what expired. Call it when idle."""
 
         def work() -> None:
-            self._flush_uses()
+            if not self.disk.database.read_only:
+                self._flush()
+                self.disk.tidy()
             self._promote()
-            self.disk.tidy()
 
+        if self._closed:
+            raise Closed("The store was closed.")
         self._writing(work, lambda _: None)
 
     def close(self) -> None:
@@ -198,7 +203,7 @@ class TieredStore:
             return
         self._closed = True
         if not self.disk.database.read_only:
-            self._writing(self._flush_uses, lambda _: None)
+            self._writing(self._flush, lambda _: None)
         self.disk.close()
 
     def __enter__(self) -> TieredStore:
@@ -232,45 +237,71 @@ class TieredStore:
         self.counts.reasons[str(error)] += 1
         log.log(logging.DEBUG if known else logging.WARNING, "%s: %s", what, error)
 
-    def _lost(self, extent: int, error: Exception) -> None:
-        """An extent that was found could not be read: never find it again."""
+    def _lost(self, piece: Piece, error: Exception) -> None:
+        """An extent that was found could not be read: never find it again. The catalog learns of it off the path."""
         self.counts.read_failures += 1
-        self.memory.forget([extent])
-        if isinstance(error, Damaged):
-            self.counts.quarantined += 1
+        self.memory.forget([piece.name])
         self._log_once("KV from the cache is lost and will be computed again", error)
         if isinstance(error, (Damaged, FileNotFoundError)):  # anything else may be gone by the next time
-            self._writing(lambda: self.disk.lose(extent, error), lambda _: None)
+            self.counts.quarantined += isinstance(error, Damaged)
+            with self._lock:
+                self._bad[piece.name] = error
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
-    def _open(self, shelf: Shelf, id: int) -> OpenExtent:
+    def _source(self, shelf: Shelf, match: Match, piece: Piece) -> Source:
+        """Where the KV of a piece comes from. Raises `Damaged` or `OSError`."""
+        digest = self.disk.shelf_digest(shelf)
+        held = self.memory.get(piece.name)
+        if held is not None:
+            source = Source(piece, held)
+            if _is_in_place(source, match, digest):
+                return source
+            self.memory.forget([piece.name])
         with self.disk.database.reading() as connection:
-            row = catalog.extent(connection, id)
-        if row is None or row.state != "live":
+            row = catalog.extent(connection, piece.extent)
+        if row is None or row.state != "live" or row.name != piece.name:
             raise FileNotFoundError("it was evicted meanwhile")
-        return self.disk.extents.open(row, self.disk.shelf_digest(shelf))
+        source = Source(piece, self.disk.extents.open(row, digest))
+        if not _is_in_place(source, match, digest):
+            source.close(self.disk.files)
+            raise Damaged("it holds other tokens than its row says")
+        with self._lock:
+            self._wanted[piece.name] = None
+        return source
 
-    def _flush_uses(self) -> None:
+    def _flush(self) -> None:
+        """Tell the catalog what was used, and what could not be read."""
         with self._lock:
             uses, self._uses = self._uses, []
-        if uses:
-            with self.disk.database.writing() as connection:
-                for use in uses:
-                    catalog.touch(connection, use.extent, use.last, use.at, use.saved_ms)
+            bad = dict(self._bad)
+        try:
+            if uses:
+                with self.disk.database.writing() as connection:
+                    for use in uses:
+                        catalog.touch(connection, use.extent, use.name, use.last, use.at, use.saved_ms)
+        except BaseException:
+            with self._lock:
+                self._uses = uses[-_MOST_USES:] + self._uses
+            raise
+        for name, error in bad.items():
+            self.disk.lose(name, error)
+            with self._lock:
+                self._bad.pop(name, None)
 
     def _promote(self) -> None:
-        """Hold in memory what was read from disk, and let go of what is not listed any more."""
+        """Hold in memory what was read from disk last, as far as it fits; let go of what is not listed any more."""
         with self._lock:
-            wanted, self._wanted = self._wanted, set()
-        with self.disk.database.reading() as connection:
-            rows = [catalog.extent(connection, id) for id in wanted]
+            wanted, self._wanted = list(self._wanted), {}
+        with self.disk.database.scanning() as connection:
             shelves = dict(connection.execute("SELECT id, digest FROM shelves").fetchall())
-            listed = {row[0] for row in connection.execute("SELECT id FROM extents WHERE state='live'")}
-        self.memory.forget([id for id in self.memory.ids() if id not in listed])
-        for row in rows:
-            if row is None or row.state != "live" or not self.memory.fits(row.size_bytes):
-                continue
+            listed = {name: _live(connection, name) for name in {*wanted, *self.memory.names()}}
+        self.memory.forget([name for name in self.memory.names() if listed.get(name) is None])
+        room = self.memory.limit_bytes
+        for row in filter(None, (listed[name] for name in reversed(wanted))):
+            room -= row.size_bytes
+            if room < 0:
+                break
             try:
                 extent = self.disk.extents.open(row, shelves[row.shelf])
                 try:
@@ -278,9 +309,9 @@ class TieredStore:
                 finally:
                     self.disk.files.close(extent.handle)
             except (OSError, Damaged) as error:
-                self._lost(row.id, error)
+                self._log_once("KV could not be taken into memory", error)
             else:
-                self.memory.put(row.id, HeldExtent(extent.header, layers))
+                self.memory.put(row.name, HeldExtent(extent.header, layers))
 
     def _tidy_at_start(self) -> None:
         """Remove what others left unfinished; cheap when there is nothing, and never a reason not to open."""
@@ -293,15 +324,19 @@ class TieredStore:
             self._writing(work, lambda _: None)
 
 
-def _check_place(source: Source, match: Match) -> None:
-    """The extent itself must say that it holds these tokens in this place: the catalog's word is not enough."""
+def _is_in_place(source: Source, match: Match, shelf_digest: str) -> bool:
+    """Whether the extent itself says that it holds these tokens in this place: the catalog's word is not enough."""
     plan, piece = source.header.plan, source.piece
-    block = piece.span.start // BLOCK_TOKENS
     stored = plan.tokens[piece.first * BLOCK_BYTES :][: len(piece.span) * TOKEN_BYTES]
     wanted = match.tokens[piece.span.start * TOKEN_BYTES : piece.span.stop * TOKEN_BYTES]
     above = chain(plan.parent, plan.tokens[: piece.first * BLOCK_BYTES])
-    if stored != wanted or (above[-1] if above else plan.parent) != match.key_before(block):
-        raise Damaged("it holds other tokens than its row says")
+    parent = above[-1] if above else plan.parent
+    return (plan.shelf, stored, parent) == (shelf_digest, wanted, match.key_before(piece.span.start // BLOCK_TOKENS))
+
+
+def _live(connection: sqlite3.Connection, name: str) -> catalog.Extent | None:
+    found = catalog.extents(connection, "name=? AND state='live'", (name,))
+    return found[0] if found else None
 
 
 def _from(kv: Kv, start: int) -> Kv:
