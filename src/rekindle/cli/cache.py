@@ -165,6 +165,7 @@ def prune(
         if to is not None:
             used = sum(row.size_bytes for row in store.entries()) + store.database.size_bytes()
             store.room.prune(parse_limit(to).resolve(store.files.free_bytes(store.folder) + used))
+        store.collect()
         after = len(store.entries())
     typer.echo(f"{before - after} removed, {after} left")
 

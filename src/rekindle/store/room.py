@@ -122,14 +122,17 @@ class Room:
         """Evict down to the limit, if it was lowered or the disk has become fuller."""
         with self._database.scanning() as connection:
             used = self.used_bytes(connection)
-        unused_log = self._database.claimed_bytes() - self._database.size_bytes()
-        self.prune(self.limit_bytes(used) - unused_log)
+        self._evict_to(self.limit_bytes(used) - self._database.claimed_bytes())
 
     def prune(self, target_bytes: int) -> None:
         """Evict until files and catalog take at most so much, as far as that can be."""
+        self._evict_to(target_bytes - self._database.size_bytes())
+
+    def _evict_to(self, extent_bytes: int) -> None:
+        """Evict until extents take at most so much. Not counting the catalog: evicting makes its log grow for a while."""
         while True:
             with self._database.scanning() as connection:
-                short = catalog.total_bytes(connection) + self._database.size_bytes() - target_bytes
+                short = catalog.total_bytes(connection) - extent_bytes
             if short <= 0 or not self._make_room(short, None):
                 return
 

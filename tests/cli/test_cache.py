@@ -1,0 +1,158 @@
+"""`rekindle cache`, end to end on a folder, without a model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rekindle.cli import app
+from rekindle.errors import BrokenArchive, CacheUnusable, EntryNotFound, InvalidSetting, RekindleError
+from rekindle.store.settings import StoreSettings
+from rekindle.store.tiered import TieredStore
+from tests.kvs import SHELF, keep, load
+
+PROMPTS = [list(range(100)), [*range(64), *range(500, 620)], list(range(9000, 9300))]
+ROOMY = StoreSettings(disk_limit="50MB", memory_limit=0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with TieredStore(tmp_path / "c", ROOMY) as store:
+        for tokens in PROMPTS:
+            keep(store, tokens)
+        store.used(store.lookup(SHELF, PROMPTS[2]), saved_ms=1500)
+    return tmp_path / "c"
+
+
+def cache(folder: Path, command: str, *arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, ["cache", command, "--folder", str(folder), *arguments], input=stdin)
+
+
+def entries(folder: Path) -> list[dict[str, object]]:
+    result = cache(folder, "ls", "--json")
+    assert result.exit_code == 0, result.exception
+    found: list[dict[str, object]] = json.loads(result.stdout)
+    return found
+
+
+def test_ls_shows_every_entry(folder: Path) -> None:
+    found = entries(folder)
+    assert [entry["tokens"] for entry in found] == [100, 120, 300]
+    assert found[2]["saved_ms"] == 1500 and found[2]["hits"] == 1 and found[2]["model"] == "synthetic"
+    text = cache(folder, "ls").stdout
+    assert all(str(entry["name"])[:8] in text for entry in found) and "64+120" in text
+
+
+def test_stats_sum_up_and_rank(folder: Path) -> None:
+    found = json.loads(cache(folder, "stats", "--json").stdout)
+    assert (found["entries"], found["tokens"], found["hits"], found["saved_ms"]) == (3, 520, 1, 1500)
+    assert found["best"][0]["tokens"] == 300 and found["models"][0]["entries"] == 3
+    assert found["bytes"] == sum(int(str(entry["bytes"])) for entry in entries(folder))
+    assert "saved" in cache(folder, "stats").stdout
+
+
+def test_check_finds_and_fixes(folder: Path) -> None:
+    good = cache(folder, "check")
+    assert good.exit_code == 0 and "all good" in good.stdout
+    path = folder / "extents" / f"{entries(folder)[2]['name']}.kv"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    bad = cache(folder, "check", "--json")
+    assert bad.exit_code == 1 and json.loads(bad.stdout)["problems"][0]["kind"] == "damaged"
+    assert cache(folder, "check", "--fix").exit_code == 0
+    assert cache(folder, "check").exit_code == 0 and len(entries(folder)) == 2
+
+
+def test_rm_takes_names_by_their_beginning_and_what_hangs_on_them(folder: Path) -> None:
+    name = str(entries(folder)[0]["name"])
+    assert cache(folder, "rm", name[:9]).exit_code == 0
+    assert [entry["tokens"] for entry in entries(folder)] == [300]
+    for wrong in ("nothing-like-it", ""):
+        with pytest.raises(EntryNotFound, match="rekindle cache ls"):
+            raise cache(folder, "rm", wrong).exception or AssertionError
+
+
+def test_pin_and_unpin(folder: Path) -> None:
+    name = str(entries(folder)[1]["name"])
+    cache(folder, "pin", name)
+    cache(folder, "prune", "--to", "0")
+    assert [entry["pinned"] for entry in entries(folder)] == [True, True]  # it, and what it hangs on
+    cache(folder, "unpin", name)
+    cache(folder, "prune", "--to", "0")
+    assert entries(folder) == []
+
+
+def test_prune_by_age_and_by_model(folder: Path) -> None:
+    assert "0 removed, 3 left" in cache(folder, "prune", "--unused", "1h").stdout
+    assert isinstance(cache(folder, "prune").exception, InvalidSetting)
+    missing = cache(folder, "prune", "--model", "nosuch").exception
+    assert isinstance(missing, EntryNotFound) and "synthetic" in str(missing)
+    assert "3 removed, 0 left" in cache(folder, "prune", "--model", "synthetic").stdout
+
+
+def test_clear_asks(folder: Path) -> None:
+    assert cache(folder, "clear", stdin="n\n").exit_code == 1 and len(entries(folder)) == 3
+    assert cache(folder, "clear", "--yes").exit_code == 0 and entries(folder) == []
+    assert list((folder / "extents").iterdir()) == []
+
+
+def test_gc_removes_strays_and_nothing_else(folder: Path) -> None:
+    (folder / "extents" / "0000.kv").write_bytes(b"stray")
+    assert "1 stray" in cache(folder, "gc").stdout
+    assert len(entries(folder)) == 3 == len(list((folder / "extents").iterdir()))
+
+
+def test_export_and_import(folder: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "a.tar"
+    assert "3 entries exported" in cache(folder, "export", str(archive)).stdout
+    brought = cache(tmp_path / "new", "import", str(archive), "--json")
+    assert json.loads(brought.stdout) == {"kept": 3, "known": 0, "refused": []}
+    with TieredStore(tmp_path / "new", ROOMY) as store:
+        assert [load(store, tokens) for tokens in PROMPTS] == [100, 184, 300]
+    archive.write_bytes(archive.read_bytes()[:3000])
+    assert isinstance(cache(tmp_path / "new", "import", str(archive)).exception, BrokenArchive)
+    nowhere = cache(folder, "export", str(tmp_path / "no" / "a.tar")).exception
+    assert isinstance(nowhere, InvalidSetting)
+
+
+@pytest.mark.parametrize("command", ["ls", "stats", "check", "gc", "clear"])
+def test_looking_at_a_cache_that_is_not_there_makes_none(tmp_path: Path, command: str) -> None:
+    result = cache(tmp_path / "nowhere", command)
+    assert isinstance(result.exception, CacheUnusable) and "--folder" in str(result.exception)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_locked_catalog_is_a_sentence_not_a_traceback(folder: Path) -> None:
+    import sqlite3
+
+    holder = sqlite3.connect(folder / "catalog.sqlite", isolation_level=None)
+    holder.execute("PRAGMA locking_mode=EXCLUSIVE")
+    holder.execute("BEGIN EXCLUSIVE")
+    assert cache(folder, "ls").exit_code == 0 or isinstance(cache(folder, "ls").exception, RekindleError)
+    holder.close()
+
+
+def test_keyed_caches_are_looked_at_with_their_key(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b" 16 bytes or more\n")
+    with TieredStore(tmp_path / "c", StoreSettings(disk_limit="50MB", key=key.read_bytes())) as store:
+        keep(store, PROMPTS[0])
+    assert "all good" in cache(tmp_path / "c", "check", "--key-file", str(key)).stdout
+    assert "under another key" in cache(tmp_path / "c", "check").stdout
+    assert isinstance(cache(tmp_path / "c", "check", "--key-file", str(tmp_path / "none")).exception, InvalidSetting)
+
+
+def test_no_command_of_the_cache_needs_torch(folder: Path) -> None:
+    script = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom rekindle.cli import app\n"
+        "for command in ('ls', 'stats', 'check', 'gc'):\n"
+        "    assert CliRunner().invoke(app, ['cache', command, '-C', sys.argv[1]]).exit_code == 0\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(folder)], check=True)

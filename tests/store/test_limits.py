@@ -1,0 +1,302 @@
+"""What is kept, what goes, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rekindle.bench.storm import disk_bytes
+from rekindle.core.kv import Span
+from rekindle.core.size import Limit, parse_duration, parse_limit
+from rekindle.errors import InvalidSetting
+from rekindle.store.catalog import Tail
+from rekindle.store.check import check
+from rekindle.store.disk import Machine
+from rekindle.store.evict import POLICIES, rank
+from rekindle.store.settings import StoreSettings
+from rekindle.store.tiered import TieredStore
+from tests.kvs import SHELF, keep, load, make_kv
+
+ROOMY = StoreSettings(disk_limit="50MB", memory_limit=0)
+LOG_BYTES = 2 << 20  # what a small cache sets aside for its catalog's log
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def prompt(number: int, tokens: int = 640) -> list[int]:
+    return [number * 10_000 + place for place in range(tokens)]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def known(store: TieredStore, count: int) -> list[int]:
+    """Which of the numbered prompts are known whole."""
+    return [n for n in range(count) if store.lookup(SHELF, prompt(n)).length == 640]
+
+
+@pytest.mark.parametrize("policy", ["weighted-lru", "lru"])
+def test_what_was_not_used_for_longest_goes_first(tmp_path: Path, clock: Clock, policy: str) -> None:
+    settings = StoreSettings(disk_limit="50MB", memory_limit=0, policy=policy)
+    with TieredStore(tmp_path / "c", settings, Machine(clock=clock)) as store:
+        for number in range(5):
+            keep(store, prompt(number))
+            clock.now += 3600
+        store.used(store.lookup(SHELF, prompt(0)))
+        store.tend()
+        size = store.disk.entries()[0].size_bytes
+        total = 5 * size + store.disk.database.size_bytes()
+        store.disk.room.prune(total - size)
+        assert known(store, 5) == [0, 2, 3, 4]
+
+
+def test_lfu_keeps_what_is_used_often_and_lru_what_was_used_last(tmp_path: Path, clock: Clock) -> None:
+    left = {}
+    for policy in ("lfu", "lru"):
+        settings = StoreSettings(disk_limit="50MB", memory_limit=0, policy=policy)
+        with TieredStore(tmp_path / policy, settings, Machine(clock=clock)) as store:
+            for number in range(2):
+                keep(store, prompt(number))
+            for number in (0, 0, 0, 1):
+                clock.now += 10
+                store.used(store.lookup(SHELF, prompt(number)))
+            store.tend()
+            size = store.disk.entries()[0].size_bytes
+            store.disk.room.prune(2 * size + store.disk.database.size_bytes() - 1)
+            left[policy] = known(store, 2)
+    assert left == {"lfu": [0], "lru": [1]}
+
+
+def test_weighted_lru_falls_with_age_and_rises_with_hits() -> None:
+    policy = POLICIES["weighted-lru"]
+    young, old, busy = (
+        policy.worth(1, 0.0, most_hits=10),
+        policy.worth(1, 86_400.0, most_hits=10),
+        policy.worth(10, 86_400.0, most_hits=10),
+    )
+    assert old < young < busy
+    assert policy.worth(1, -500.0, most_hits=10) == young  # a clock that went back
+
+
+def test_ranking_needs_no_more_than_it_gives() -> None:
+    tails = (Tail(extent=n, live=1, blocks=1, size_bytes=1, hits=0, used=float(n)) for n in range(100_000, 0, -1))
+    assert [tail.extent for tail in rank(tails, POLICIES["lru"], 0.0, 0, 3)] == [1, 2, 3]
+
+
+def test_tails_go_before_heads(tmp_path: Path) -> None:
+    with TieredStore(tmp_path / "c", ROOMY) as store:
+        system = prompt(0, 320)
+        for number in range(1, 6):
+            keep(store, system + prompt(number, 320))
+        while len(store.disk.entries()) > 1:
+            size = sum(row.size_bytes for row in store.disk.entries()) + store.disk.database.size_bytes()
+            store.disk.room.prune(size - 1)
+            assert check(store.disk).problems == ()
+            if store.disk.entries():
+                assert load(store, system) == 320
+
+
+def test_a_cold_tail_goes_and_its_hot_head_stays(tmp_path: Path, clock: Clock) -> None:
+    """The system prompt was kept together with the first question; the question alone is forgotten."""
+    settings = StoreSettings(disk_limit="50MB", memory_limit=0)
+    with TieredStore(tmp_path / "c", settings, Machine(clock=clock)) as store:
+        system = prompt(0, 320)
+        keep(store, system + prompt(1, 2000))
+        for _ in range(5):
+            clock.now += 60
+            store.used(store.lookup(SHELF, system))
+        store.tend()
+        (before,) = store.disk.entries()
+        store.disk.room.prune(before.size_bytes + store.disk.database.size_bytes() - 1)
+        (after,) = store.disk.entries()
+        assert after.name != before.name and after.size_bytes < before.size_bytes / 4  # rewritten without the tail
+        assert (after.hits, after.kept, after.live, after.blocks) == (before.hits, before.kept, 10, 10)
+        assert load(store, system + prompt(1, 2000)) == 320
+        assert check(store.disk).problems == ()
+
+
+def test_pinned_entries_and_what_they_hang_on_never_go(tmp_path: Path) -> None:
+    with TieredStore(tmp_path / "c", ROOMY) as store:
+        keep(store, prompt(0))
+        keep(store, prompt(0) + prompt(1))
+        keep(store, prompt(2))
+        child = max(store.disk.entries(), key=lambda row: row.depth)
+        store.disk.pin([child])
+        store.disk.room.prune(0)
+        assert load(store, prompt(0) + prompt(1)) == 1280
+        assert known(store, 3) == [0]
+        store.disk.pin([child], pinned=False)
+        store.disk.room.prune(0)
+        assert store.disk.entries() == []
+
+
+def test_a_keep_that_cannot_fit_evicts_nothing(tmp_path: Path) -> None:
+    with TieredStore(tmp_path / "c", StoreSettings(disk_limit=LOG_BYTES + 1_000_000, memory_limit=0)) as store:
+        for number in range(4):
+            assert keep(store, prompt(number)).outcome == "kept"
+        assert keep(store, prompt(9, 30_000)).outcome == "refused"
+        assert known(store, 4) == [0, 1, 2, 3]
+        store.disk.pin(store.disk.entries())
+        refused = [keep(store, prompt(number, 5_000)) for number in range(10, 14)]
+        assert "refused" in {kept.outcome for kept in refused}
+        assert known(store, 4) == [0, 1, 2, 3]
+
+
+def test_a_limit_that_was_lowered_holds_after_the_next_tending(tmp_path: Path) -> None:
+    with TieredStore(tmp_path / "c", ROOMY) as store:
+        for number in range(200):
+            keep(store, prompt(number))
+    limit = LOG_BYTES + 3_000_000
+    assert disk_bytes(tmp_path / "c") > limit
+    with TieredStore(tmp_path / "c", StoreSettings(disk_limit=limit, memory_limit=0)) as store:
+        store.tend()
+        assert 0 < len(store.disk.entries()) < 200
+    assert disk_bytes(tmp_path / "c") <= limit
+
+
+def test_a_share_of_the_disk_is_of_what_is_free_or_ours() -> None:
+    assert parse_limit("10%").resolve(5000) == 500
+    assert Limit(None, 0.1).resolve(0) == 0
+
+
+def test_what_expired_is_not_served_and_can_be_kept_again(tmp_path: Path, clock: Clock) -> None:
+    settings = StoreSettings(disk_limit="50MB", memory_limit="1MB", ttl_seconds=100)
+    with TieredStore(tmp_path / "c", settings, Machine(clock=clock)) as store:
+        keep(store, prompt(0))
+        keep(store, prompt(0) + prompt(1))
+        clock.now += 99
+        assert load(store, prompt(0)) == 640
+        clock.now += 2
+        assert load(store, prompt(0)) == 0
+        assert keep(store, prompt(0)).outcome == "kept"
+        assert load(store, prompt(0) + prompt(1)) == 640
+        clock.now += 101
+        store.tend()
+        assert store.disk.entries() == [] and list((tmp_path / "c" / "extents").iterdir()) == []
+
+
+def test_on_second_use_only_what_was_met_before_is_kept(tmp_path: Path) -> None:
+    settings = StoreSettings(disk_limit="50MB", memory_limit=0, admission="second-use")
+    with TieredStore(tmp_path / "c", settings) as store:
+        system = prompt(0, 320)
+        assert store.gap(SHELF, system + prompt(1)) is None
+        gap = store.gap(SHELF, system + prompt(2))
+        assert gap == Span(0, 320)  # the system prompt was met twice, the questions once each
+        assert store.keep(SHELF, system + prompt(2), make_kv(system + prompt(2), gap)).outcome == "kept"
+        assert load(store, system + prompt(3)) == 320
+        assert store.gap(SHELF, system + prompt(2)) == Span(320, 960)
+
+
+def test_the_write_budget_of_an_hour_is_kept(tmp_path: Path, clock: Clock) -> None:
+    with TieredStore(tmp_path / "a", ROOMY) as store:
+        size = keep(store, prompt(0)).size_bytes
+    settings = StoreSettings(disk_limit="50MB", memory_limit=0, write_budget=2 * size + 10)
+    with TieredStore(tmp_path / "b", settings, Machine(clock=clock)) as store:
+        assert [keep(store, prompt(number)).outcome for number in range(3)] == ["kept", "kept", "refused"]
+        clock.now += 3700
+        assert keep(store, prompt(2)).outcome == "kept"
+
+
+def test_memory_holds_what_fits_and_serves_it_after_the_file_went(tmp_path: Path) -> None:
+    with TieredStore(tmp_path / "c", StoreSettings(disk_limit="50MB", memory_limit=100_000)) as store:
+        for number in range(4):
+            keep(store, prompt(number))
+            assert store.memory.size_bytes <= 100_000
+        assert len(store.memory) == 2
+        for path in (tmp_path / "c" / "extents").iterdir():
+            path.unlink()
+        assert load(store, prompt(3)) == 640
+
+
+def test_what_was_read_from_disk_is_held_in_memory_after_tending(tmp_path: Path) -> None:
+    with TieredStore(tmp_path / "c", ROOMY) as store:
+        keep(store, prompt(0))
+    with TieredStore(tmp_path / "c", StoreSettings(disk_limit="50MB", memory_limit="1MB")) as store:
+        assert load(store, prompt(0)) == 640 and len(store.memory) == 0
+        store.tend()
+        assert len(store.memory) == 1
+        store.disk.remove(store.disk.entries())
+        store.tend()
+        assert len(store.memory) == 0
+
+
+def test_uses_are_counted_and_ranked(tmp_path: Path) -> None:
+    with TieredStore(tmp_path / "c", ROOMY) as store:
+        keep(store, prompt(0))
+        for _ in range(3):
+            store.used(store.lookup(SHELF, prompt(0)[:40]), saved_ms=5.0)
+        store.tend()
+        (row,) = store.disk.entries()
+        assert (row.hits, row.saved_ms) == (3, 15.0)
+        with store.disk.database.reading() as connection:
+            hits = [r[0] for r in connection.execute("SELECT hits FROM blocks ORDER BY place")]
+        assert hits == [3, 3] + [0] * 18
+
+
+def test_a_million_rows_do_not_slow_a_lookup_down(tmp_path: Path) -> None:
+    """By the plans that SQLite makes, not by the clock: every query of a lookup uses an index."""
+    settings = StoreSettings(disk_limit="50MB", memory_limit=0, ttl_seconds=1000)
+    with TieredStore(tmp_path / "c", settings) as store:
+        keep(store, prompt(0))
+        with store.disk.database.reading() as connection:
+            asked: list[str] = []
+            connection.set_trace_callback(asked.append)
+        store.lookup(SHELF, prompt(0, 1000))
+        with store.disk.database.reading() as connection:
+            connection.set_trace_callback(None)
+            queries = {query for query in asked if query.startswith("SELECT")}
+            plans = {query: connection.execute(f"EXPLAIN QUERY PLAN {query}").fetchall() for query in queries}
+    assert len(queries) > 5
+    assert all("SCAN" not in step[3] for steps in plans.values() for step in steps), plans
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512MB", 512_000_000), ("1.5 GiB", 1610612736), ("1000", 1000), ("2k", 2000), ("0", 0), (" 3 tb ", 3 * 10**12)],
+)
+def test_sizes_are_written_as_people_write_them(text: str, size: int) -> None:
+    assert parse_limit(text).size_bytes == size
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1", "10 %%", "101%", "5 parsecs", "1e9"])
+def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(InvalidSetting, match="MB|most|negative"):
+        parse_limit(text)
+
+
+def test_durations() -> None:
+    assert [parse_duration(text) for text in ("90", "90s", "2m", "1.5h", "7d")] == [90, 90, 120, 5400, 604800]
+    with pytest.raises(InvalidSetting):
+        parse_duration("soon")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"policy": "fifo"},
+        {"admission": "never"},
+        {"ttl_seconds": 0},
+        {"write_budget": "10%"},
+        {"disk_limit": "lots"},
+        {"memory_limit": -1},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidSetting):
+        StoreSettings(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_key_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetting, match="16 to 64"):
+        TieredStore(tmp_path / "c", StoreSettings(key=b"short"))
