@@ -224,7 +224,7 @@ class _Measure:
             elapsed = time.perf_counter() - start
             report.fields["evict_us_1m"] = elapsed / max(1, before - len(store.disk.entries())) * 1e6
         shown = f"{report.fields['evict_us_1m']:,.0f} us"
-        report.rows.append(Row("evict one entry, 1,000,000 rows, 64 at a time", shown, "", ""))
+        report.rows.append(Row("evict 60 entries among 1,000,000 rows, each", shown, "", ""))
 
     def storm(self, report: Report) -> None:
         """Two processes write, evict and read one folder, with every byte verified, while a third watches its size."""

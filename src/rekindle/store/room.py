@@ -12,6 +12,7 @@ import contextlib
 import os
 import secrets
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -129,7 +130,7 @@ class Room:
         self._evict_to(target_bytes - self._database.size_bytes())
 
     def _evict_to(self, extent_bytes: int) -> None:
-        """Evict until extents take at most so much. Not counting the catalog: evicting makes its log grow for a while."""
+        """Evict until extents take at most so much. The catalog is left out: evicting makes its log grow."""
         while True:
             with self._database.scanning() as connection:
                 short = catalog.total_bytes(connection) - extent_bytes
@@ -245,22 +246,31 @@ class Room:
         with self._database.scanning() as connection:  # ranking may take long, and others may write meanwhile
             policy, most_hits = self._settings.chosen_policy, catalog.most_hits(connection)
             ranked = rank(catalog.tails(connection), policy, self._clock(), most_hits, _RANKED)
-        blocks = max(8, self._database.log_limit_bytes // _LOG_BYTES_A_BLOCK)
-        with self._database.writing() as connection:
-            # First what gives bytes back; only if there is nothing, what merely brings an extent closer to that.
-            for largest_rest in (0.0, 1.0) if whole else (0.5, 1.0):
-                before = blocks
-                for row in ranked:
-                    tail = catalog.tail(connection, row.extent)
-                    if tail is not None:
-                        freed = self._cut_tail(connection, tail, holder, largest_rest, blocks)
-                        blocks -= freed
-                        short -= tail.size_bytes * freed // tail.blocks
-                    if blocks <= 0 or short <= 0:
-                        return True
-                if blocks < before:
-                    return True
+        # First what gives bytes back; only if there is nothing, what merely brings an extent closer to that.
+        for largest_rest in (0.0, 1.0) if whole else (0.5, 1.0):
+            todo, freed = deque(ranked), 0
+            while todo and freed < short:
+                freed += self._cut_tails(todo, short - freed, holder, largest_rest)
+                self._database.cut_log()
+            if freed:
+                return True
         return False
+
+    def _cut_tails(
+        self, todo: deque[catalog.Tail], short: int, holder: tuple[int, int] | None, largest_rest: float
+    ) -> int:
+        """Free tails, those at the front first, as many as one transaction should; about how many bytes that is."""
+        blocks, freed = max(8, self._database.log_limit_bytes // _LOG_BYTES_A_BLOCK), 0
+        with self._database.writing() as connection:
+            while todo and blocks > 0 and freed < short:
+                tail = catalog.tail(connection, todo[0].extent)  # as it is by now
+                cut = self._cut_tail(connection, tail, holder, largest_rest, blocks) if tail else 0
+                if tail and cut:
+                    freed += max(1, tail.size_bytes * cut // tail.blocks)
+                if cut < blocks:  # otherwise there may be more of it
+                    todo.popleft()
+                blocks -= cut
+        return freed
 
     def _cut_tail(
         self,
