@@ -83,7 +83,7 @@ def test_importing_evicts_nothing_unless_it_may(tmp_path: Path) -> None:
     def prompt(number: int) -> list[int]:
         return [number * 5000 + place for place in range(2000)]
 
-    small = StoreSettings(disk_limit=(2 << 20) + 900_000, memory_limit=0)
+    small = StoreSettings(disk_limit=(2 << 20) + 1_200_000, memory_limit=0)
     with TieredStore(tmp_path / "from", ROOMY) as store:
         for number in range(10, 16):
             keep(store, prompt(number))

@@ -254,6 +254,8 @@ def import_entries(
     typer.echo(f"{done.kept} kept, {done.known} known already, {len(done.refused)} refused")
     for reason in sorted(set(done.refused)):
         typer.echo(f"refused: {reason}")
+    if done.refused and not done.kept:
+        raise typer.Exit(1)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from rekindle.codec.digest import PlainDigester
 from rekindle.codec.extent import ExtentHeader, ExtentPlan, header_length, parse_header
 from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, Namespace, NodeKey, Shelf, chain, layout_text, parse_layout
 from rekindle.core.kv import Kv, LayerKv, Span
-from rekindle.errors import BrokenArchive
+from rekindle.errors import BrokenArchive, InvalidSetting
 from rekindle.store import catalog
 from rekindle.store.disk import DiskStore
 from rekindle.store.extents import Damaged, ExtentFiles, OpenExtent
@@ -31,6 +31,7 @@ from rekindle.store.tiered import Kept, TieredStore
 
 FORMAT = "rekindle-archive/1"
 MANIFEST = "manifest.json"
+_PART = "archive"
 _LARGEST_MANIFEST_BYTES = 1 << 30
 _SHELF_FIELDS = ("model", "identity", "tenant", "salt", "adapter", "codec")
 
@@ -62,6 +63,8 @@ class _Entry:
             raise ValueError("an entry's field is no text")
         if not all(isinstance(number, int) and number >= 0 for number in numbers) or not self.tokens:
             raise ValueError("an entry's field is no number")
+        if not self.shelf.digest:  # also: every text can be encoded
+            raise ValueError("an entry has no shelf")
 
     @property
     def member(self) -> str:
@@ -98,27 +101,35 @@ def export(store: DiskStore, path: Path, names: Sequence[str] = (), progress: Pr
     The file appears when it is complete. Raises `EntryNotFound`; what cannot be read is left out.
     """
     rows = _with_ancestors(store, store.entries(names))
-    written: list[_Entry] = []
+    try:
+        with tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=".rekindle-export-") as folder:
+            written = _write(store, rows, Path(folder), progress)
+            part = Path(folder) / _PART
+            part.chmod(0o600)  # it holds the tokens of prompts
+            part.replace(path)
+    except OSError as error:
+        raise InvalidSetting(f"The archive {path} cannot be written: {error}.") from error
+    return Exported(written, len(rows) - written)
+
+
+def _write(store: DiskStore, rows: Sequence[catalog.Extent], folder: Path, progress: Progress | None) -> int:
+    copies = ExtentFiles(folder, store.files, PlainDigester())
     keys: set[tuple[int, bytes]] = set()
-    with tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=".rekindle-export-") as folder:
-        part = Path(folder) / "archive"
-        copies = ExtentFiles(Path(folder), store.files, PlainDigester())
-        with tarfile.open(part, "w") as tar:
-            for number, row in enumerate(rows):
-                entry = _copy_out(store, row, copies, keys)
-                if entry is not None:
-                    file = copies.path(entry.name)
-                    tar.add(file, entry.member, filter=_anonymous)
-                    file.unlink()
-                    written.append(entry)
-                if progress is not None:
-                    progress(number + 1, len(rows))
-            manifest = Path(folder) / MANIFEST
-            manifest.write_text(json.dumps({"format": FORMAT, "entries": [asdict(e) for e in written]}), "utf-8")
-            tar.add(manifest, MANIFEST, filter=_anonymous)
-        part.chmod(0o600)  # it holds the tokens of prompts
-        part.replace(path)
-    return Exported(len(written), len(rows) - len(written))
+    written: list[_Entry] = []
+    with tarfile.open(folder / _PART, "w") as tar:
+        for number, row in enumerate(rows):
+            entry = _copy_out(store, row, copies, keys)
+            if entry is not None:
+                file = copies.path(entry.name)
+                tar.add(file, entry.member, filter=_anonymous)
+                file.unlink()
+                written.append(entry)
+            if progress is not None:
+                progress(number + 1, len(rows))
+        manifest = folder / MANIFEST
+        manifest.write_text(json.dumps({"format": FORMAT, "entries": [asdict(e) for e in written]}), "utf-8")
+        tar.add(manifest, MANIFEST, filter=_anonymous)
+    return len(written)
 
 
 def import_(
@@ -253,7 +264,7 @@ def _opened(path: Path) -> Iterator[tarfile.TarFile]:
 def _manifest(tar: tarfile.TarFile, path: Path) -> list[_Entry]:
     try:
         info = tar.getmember(MANIFEST)
-        file = tar.extractfile(info)
+        file = tar.extractfile(info) if info.isreg() else None
         if file is None or info.size > _LARGEST_MANIFEST_BYTES:
             raise ValueError("its manifest is no file")
         content = json.loads(file.read())
@@ -270,7 +281,8 @@ def _extracted(tar: tarfile.TarFile, entry: _Entry, folder: Path) -> Iterator[tu
     files = ExtentFiles(folder, Files(), PlainDigester())
     path = folder / "extent.kv"
     try:
-        source = tar.extractfile(tar.getmember(entry.member))
+        info = tar.getmember(entry.member)
+        source = tar.extractfile(info) if info.isreg() else None
         if source is None:
             raise BrokenArchive(f"{entry.member} in the archive is no file.")
         with path.open("wb") as target:

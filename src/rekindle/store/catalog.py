@@ -123,7 +123,8 @@ def add_shelf(connection: sqlite3.Connection, digest: str, shelf: Shelf) -> int:
         (*fields, layout_text(shelf.layout)),
     )
     found = shelf_id(connection, digest)
-    assert found is not None
+    if found is None:
+        raise LookupError("a shelf that was added is not there")
     return found
 
 
@@ -147,6 +148,17 @@ def tokens_of(connection: sqlite3.Connection, id: int) -> bytes:
     """The tokens of an extent's live blocks."""
     parts = connection.execute("SELECT tokens FROM blocks WHERE extent=? ORDER BY place", (id,))
     return b"".join([part for (part,) in parts])
+
+
+def sparse(connection: sqlite3.Connection, digest_name: str) -> list[tuple[Extent, str]]:
+    """Extents of which less than half is live, with the digests of their shelves; those under other keys left out."""
+    columns = ", ".join(f"e.{column}" for column in _COLUMNS.split(", "))
+    rows = connection.execute(
+        f"SELECT {columns}, s.digest FROM extents e JOIN shelves s ON s.id=e.shelf "
+        "WHERE e.state='live' AND e.live*2<e.blocks AND e.live>0 AND substr(s.digest, -length(?))=?",
+        (f":{digest_name}",) * 2,
+    )
+    return [(Extent(*row[:-1]), row[-1]) for row in rows]
 
 
 def freeable_bytes(connection: sqlite3.Connection) -> int:
@@ -289,9 +301,9 @@ def quarantine(connection: sqlite3.Connection, id: int, reason: str) -> None:
     connection.execute("UPDATE extents SET state='quarantined', reason=? WHERE id=?", (reason, id))
 
 
-def forget(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
+def forget(connection: sqlite3.Connection, names: Iterable[str]) -> None:
     """Remove the rows of extents whose files are gone: only now do their bytes count as free."""
-    connection.executemany("DELETE FROM extents WHERE id=? AND state<>'live'", [(id,) for id in ids])
+    connection.executemany("DELETE FROM extents WHERE name=? AND state<>'live'", [(name,) for name in names])
 
 
 _TAIL = (

@@ -17,7 +17,7 @@ from rekindle.store.extents import SUFFIX, Damaged
 
 _ATTEMPTS = 4
 # What reading a catalog gives whose bits were flipped: SQLite's own complaints, and rows of the wrong types.
-_SENSELESS = (sqlite3.DatabaseError, TypeError, ValueError, AttributeError, UnicodeDecodeError)
+_SENSELESS = (sqlite3.DatabaseError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 _NUMBERS = ("size_bytes", "depth", "blocks", "live", "tokens", "pinned", "kept", "used", "hits", "saved_ms")
 
 Kind = Literal["catalog", "totals", "chain", "missing", "damaged", "quarantined", "stray", "rights"]
@@ -206,7 +206,7 @@ def _fix_once(store: DiskStore, problems: Sequence[Problem]) -> None:
                     catalog.cut(connection, row.id, 0)
         connection.execute("DELETE FROM blocks WHERE extent NOT IN (SELECT id FROM extents WHERE state='live')")
         connection.execute("DELETE FROM totals")
-        connection.execute("INSERT INTO totals SELECT 1, coalesce(sum(bytes), 0) FROM extents")
+        connection.execute("INSERT INTO totals (one, bytes) SELECT 1, coalesce(sum(bytes), 0) FROM extents")
     for problem in problems:
         if problem.kind == "rights":
             store.extents.path(problem.entry).chmod(0o600)

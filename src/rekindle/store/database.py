@@ -24,6 +24,7 @@ from rekindle.store.schema import APPLICATION_ID, MIGRATIONS
 READ_TIMEOUT_SECONDS = 0.2  # a lookup must not wait for long: a miss is cheaper
 WRITE_TIMEOUT_SECONDS = 10.0  # writing happens in the background
 _PAGE_BYTES = 4096
+_CUT_ATTEMPTS, _CUT_PAUSE_SECONDS, _CUT_AGAIN_SECONDS = 50, 0.005, 1.0
 
 Connect = Callable[..., sqlite3.Connection]
 
@@ -68,11 +69,11 @@ class Database:
     ) -> None:
         self.path = path
         self.read_only = False
-        self.fresh = False  # whether it was made just now: files from before are then nobody's
         self.log_limit_bytes = log_bytes
         self._files = files
         self._connect = connect
         self._migrations = migrations
+        self._next_cut = 0.0
         self._open_lock = threading.Lock()
         self._reader = _Side(READ_TIMEOUT_SECONDS)
         self._writer = _Side(write_timeout_seconds)
@@ -94,11 +95,19 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction: all of it or nothing. Raises `CacheUnusable` if the catalog can only be read."""
+        """One transaction: all of it or nothing.
+
+        Raises `CacheUnusable` if the catalog can only be read, or if its log is long and cannot be cut: half of what
+        the log may take is for this transaction.
+        """
         if self.read_only:
             raise CacheUnusable(f"{self.path.parent} can only be read.")
-        with self._transaction(self._writer, "BEGIN IMMEDIATE") as connection:
-            yield connection
+        with self._writer.lock:
+            self._cut_log()
+            if self.log_bytes() > self.log_limit_bytes // 2:
+                raise CacheUnusable("Somebody has been reading the catalog for too long: its log cannot be cut.")
+            with self._transaction(self._writer, "BEGIN IMMEDIATE") as connection:
+                yield connection
 
     @contextmanager
     def _transaction(self, side: _Side, begin: str) -> Iterator[sqlite3.Connection]:
@@ -133,11 +142,6 @@ class Database:
         """Bytes of the log and its index."""
         return self._file_bytes("-wal") + self._file_bytes("-shm")
 
-    def cut_log(self) -> None:
-        """Move the log into the file, if readers kept that from happening by itself for too long."""
-        if self.log_bytes() > self.log_limit_bytes // 2:
-            self._run("PRAGMA wal_checkpoint(TRUNCATE)")
-
     def shrink(self) -> None:
         """Give the space of removed rows back to the disk, and cut the log."""
         self._run("PRAGMA incremental_vacuum")
@@ -166,6 +170,25 @@ class Database:
         """Go on, in parent and child alike; each opens its own connections when it needs them."""
         for side in (self._writer, self._reader):
             side.lock.release()
+
+    def _cut_log(self) -> None:
+        """Move the log into the file, if that did not happen by itself: others were reading, or at it themselves."""
+        if self.log_bytes() <= self.log_limit_bytes // 4 or time.monotonic() < self._next_cut:
+            return
+        connection = self._ensure(self._writer)
+        connection.execute("PRAGMA busy_timeout=0")  # SQLite would wait with its hands on the locks
+        try:
+            for _ in range(_CUT_ATTEMPTS):
+                try:
+                    busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+                except sqlite3.OperationalError:
+                    busy = 1
+                if not busy:
+                    return
+                time.sleep(_CUT_PAUSE_SECONDS)
+            self._next_cut = time.monotonic() + _CUT_AGAIN_SECONDS
+        finally:
+            connection.execute(f"PRAGMA busy_timeout={int(self._writer.timeout_seconds * 1000)}")
 
     def _run(self, statement: str) -> None:
         if not self.read_only:
@@ -247,9 +270,8 @@ class Database:
             connection.execute("PRAGMA synchronous=NORMAL")  # a lost last commit is a missing entry, never a wrong one
             connection.execute("PRAGMA cache_size=-4096")
             connection.execute("PRAGMA temp_store=MEMORY")
-            # Well before it is full: whole transactions may still be written behind the mark.
-            connection.execute(f"PRAGMA wal_autocheckpoint={max(1, self.log_limit_bytes // 4 // _PAGE_BYTES)}")
-            connection.execute(f"PRAGMA journal_size_limit={self.log_limit_bytes // 4}")
+            connection.execute(f"PRAGMA wal_autocheckpoint={max(1, self.log_limit_bytes // 8 // _PAGE_BYTES)}")
+            connection.execute(f"PRAGMA journal_size_limit={self.log_limit_bytes // 8}")
         except BaseException:
             connection.close()
             raise
@@ -296,7 +318,6 @@ class Database:
                 connection.execute(f"PRAGMA user_version={number}")
             connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
             connection.execute("COMMIT")
-            self.fresh = self.fresh or done == 0
         except BaseException:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")

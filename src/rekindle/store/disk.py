@@ -135,19 +135,19 @@ class DiskStore:
 
     def remove(self, rows: Sequence[catalog.Extent]) -> int:
         """Remove extents and what hangs on them; how many files went. Pinned ones too: they were named."""
+        self.room.cut_all(rows)
         with self.database.writing() as connection:
-            for row in rows:
-                catalog.cut(connection, row.id, 0)
             catalog.pin(connection, (), pinned=True)
         return self.room.sweep()
 
     def evict(self, chosen: Callable[[catalog.Extent], bool]) -> int:
         """Remove the extents for which `chosen` holds, unless they are pinned or others hang on them; how many."""
-        with self.database.writing() as connection:
-            # The deepest first, so that nothing hangs any more on what goes next.
-            for row in sorted(catalog.extents(connection, "state='live'"), key=lambda row: -row.depth):
-                if chosen(row) and not row.pinned and not catalog.has_children(connection, row.id):
-                    catalog.cut(connection, row.id, 0)
+        # The deepest first, so that nothing hangs any more on what goes next.
+        for row in sorted(self.entries(), key=lambda row: -row.depth):
+            if chosen(row) and not row.pinned:
+                with self.database.writing() as connection:
+                    if not catalog.has_children(connection, row.id):
+                        catalog.cut(connection, row.id, 0)
         return self.room.sweep()
 
     def pin(self, rows: Sequence[catalog.Extent], pinned: bool = True) -> None:
@@ -162,7 +162,6 @@ class DiskStore:
         self.room.sweep()
         self.room.compact()
         self.room.hold_limit()
-        self.database.cut_log()
 
     def collect(self) -> int:
         """`tidy`, and also remove stray files, and give the catalog's free space back; how many files went."""

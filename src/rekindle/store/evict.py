@@ -1,13 +1,23 @@
-"""What goes first when room is needed. A policy is data; ranking is a pure function of rows."""
+"""What goes first when room is needed. A policy is data; ranking is a pure function of rows.
+
+Tails go before heads: only a block that nothing hangs on can go, and an extent's last ones before its first.
+"""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+import sqlite3
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from rekindle.store import catalog
 from rekindle.store.catalog import Tail
+from rekindle.store.database import Database
+
+_RANKED = 256  # tails looked at in one go
+_LOG_BYTES_A_BLOCK = 24 << 10  # what freeing a block writes to the log, at worst
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +54,67 @@ def rank(tails: Iterable[Tail], policy: Policy, now: float, most_hits: int, coun
     return heapq.nsmallest(
         count, tails, key=lambda tail: (policy.worth(tail.hits, now - tail.used, most_hits), tail.used, tail.extent)
     )
+
+
+def blocks_a_transaction(database: Database) -> int:
+    """How many blocks one transaction may free: each is written to the log several times."""
+    return max(8, database.log_limit_bytes // 2 // _LOG_BYTES_A_BLOCK)
+
+
+class Eviction:
+    """Frees the rows of what is worth least. Files are the business of `store/room`."""
+
+    def __init__(self, database: Database, policy: Policy, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._policy = policy
+        self._clock = clock
+
+    def free(self, short: int, holder: tuple[int, int] | None, whole: bool) -> bool:
+        """Free rows worth at least `short` bytes, as far as one transaction should; whether something was freed."""
+        with self._database.scanning() as connection:  # ranking may take long, and others may write meanwhile
+            policy, most_hits = self._policy, catalog.most_hits(connection)
+            ranked = rank(catalog.tails(connection), policy, self._clock(), most_hits, _RANKED)
+        # First what gives bytes back; only if there is nothing, what merely brings an extent closer to that.
+        for largest_rest in (0.0, 1.0) if whole else (0.5, 1.0):
+            todo, freed = deque(ranked), 0
+            while todo and freed < short:
+                freed += self._cut_tails(todo, short - freed, holder, largest_rest)
+            if freed:
+                return True
+        return False
+
+    def _cut_tails(
+        self, todo: deque[catalog.Tail], short: int, holder: tuple[int, int] | None, largest_rest: float
+    ) -> int:
+        """Free tails, those at the front first, as many as one transaction should; about how many bytes that is."""
+        blocks, freed = blocks_a_transaction(self._database), 0
+        with self._database.writing() as connection:
+            while todo and blocks > 0 and freed < short:
+                tail = catalog.tail(connection, todo[0].extent)  # as it is by now
+                cut = self._cut_tail(connection, tail, holder, largest_rest, blocks) if tail else 0
+                if tail and cut:
+                    freed += max(1, tail.size_bytes * cut // tail.blocks)
+                if cut < blocks:  # otherwise there may be more of it
+                    todo.popleft()
+                blocks -= cut
+        return freed
+
+    def _cut_tail(
+        self,
+        connection: sqlite3.Connection,
+        tail: catalog.Tail,
+        holder: tuple[int, int] | None,
+        largest_rest: float,
+        most_blocks: int,
+    ) -> int:
+        """Free a tail, or its last blocks, unless a larger share of its extent would be left; how many blocks."""
+        start = catalog.tail_start(connection, tail, by_worth=largest_rest > 0)
+        if holder is not None and holder[0] == tail.extent:
+            start = max(start, holder[1] + 1)
+        if start and start >= largest_rest * tail.blocks and largest_rest < 1:
+            return 0
+        start = max(start, tail.live - most_blocks)
+        if start >= tail.live:
+            return 0
+        catalog.cut(connection, tail.extent, start)
+        return tail.live - start

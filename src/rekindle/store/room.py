@@ -13,7 +13,7 @@ import os
 import secrets
 import sqlite3
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,16 +24,15 @@ from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable
 from rekindle.store import catalog
 from rekindle.store.database import Database
-from rekindle.store.evict import rank
+from rekindle.store.evict import Eviction, blocks_a_transaction
 from rekindle.store.extents import SUFFIX, Damaged, ExtentFiles
 from rekindle.store.settings import StoreSettings
 from rekindle.store.writers import Writers
 
-_RANKED = 256  # tails looked at in one go
 # What the catalog may grow by until a keep is published; its log is counted apart.
 _CATALOG_BYTES, _CATALOG_BYTES_A_BLOCK = 64 << 10, 4 << 10
 _CLOCK_STEP_SECONDS = 600.0  # a clock may be put right by so much without anything expiring
-_LOG_BYTES_A_BLOCK = 24 << 10  # what freeing a block writes to the log, at worst
+_SEEN_ROWS, _BYTES_A_SEEN_ROW, _LIMIT_BYTES_A_SEEN_ROW = 50_000, 100, 8000
 
 
 class Refused(Exception):
@@ -42,10 +41,19 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Reserved:
-    """Room for an extent that is about to be written: its number and its shelf's."""
+    """Room for an extent that is about to be written: its number, its name, and its shelf's number."""
 
     extent: int
+    name: str
     shelf: int
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """How many extents were rewritten, and for how many there was no room."""
+
+    done: int
+    no_room: int
 
 
 class Room:
@@ -66,6 +74,7 @@ class Room:
         self._files = extents.files
         self._clock = clock
         self._limit = parse_limit(settings.disk_limit)
+        self._eviction = Eviction(database, settings.chosen_policy, clock)
         self._writers = Writers(folder / "writers", extents.files)
         self._writing: set[tuple[int, int]] = set()  # (process, extent) being written now
 
@@ -84,17 +93,27 @@ class Room:
 
     def used_bytes(self, connection: sqlite3.Connection) -> int:
         """What files and catalog take, with all that is reserved."""
-        return catalog.total_bytes(connection) + self._database.claimed_bytes()
+        seen = 0
+        if self._settings.admission == "second-use":
+            seen = _SEEN_ROWS if self._limit.size_bytes is None else self.most_seen(self._limit.size_bytes)
+        return catalog.total_bytes(connection) + self._database.claimed_bytes() + seen * _BYTES_A_SEEN_ROW
+
+    def most_seen(self, limit_bytes: int) -> int:
+        """How many keys of second-use admission are remembered."""
+        return min(_SEEN_ROWS, limit_bytes // _LIMIT_BYTES_A_SEEN_ROW)
 
     @contextmanager
     def reserved(
-        self, plan: ExtentPlan, shelf: Callable[[sqlite3.Connection], int], *, evict: bool = True
+        self, plan: ExtentPlan, shelf: Callable[[sqlite3.Connection], int], *, evict: bool = True, copy: bool = False
     ) -> Iterator[Reserved]:
         """Room for a file, until it is published; if the block fails, the file is removed and the room given back.
 
-        Raises `Refused` if there is none and none can be made.
+        A copy adds no rows to the catalog. Raises `Refused` if there is no room and none can be made.
         """
-        room = self._reserve(plan, shelf, evict)
+        need = plan.file_bytes
+        if not copy:
+            need += _CATALOG_BYTES + _CATALOG_BYTES_A_BLOCK * plan.blocks
+        room = self._reserve(plan, need, shelf, evict)
         try:
             yield room
         except BaseException:
@@ -102,7 +121,7 @@ class Room:
             with contextlib.suppress(OSError, sqlite3.Error, CacheUnusable):
                 if self._files.remove(self._extents.path(plan.name)):
                     with self._database.writing() as connection:
-                        catalog.forget(connection, [room.extent])
+                        catalog.forget(connection, [plan.name])
             raise
         finally:
             self._writing.discard((os.getpid(), room.extent))
@@ -111,13 +130,16 @@ class Room:
         self, connection: sqlite3.Connection, room: Reserved, run: catalog.Run, size_bytes: int, digest: bytes
     ) -> None:
         """Make a written extent visible, and count what it cost. Raises `Refused` if others were busy meanwhile."""
-        row = catalog.extent(connection, room.extent)
-        if row is None or row.state != "writing":
-            raise Refused("its room was taken away meanwhile")
+        self._check_reserved(connection, room)
         if reason := catalog.clashes(connection, run):
             raise Refused(reason)
         catalog.publish(connection, room.extent, run, size_bytes, digest, self._clock())
         catalog.add_written(connection, int(self._clock() // 60), size_bytes)
+
+    def _check_reserved(self, connection: sqlite3.Connection, room: Reserved) -> None:
+        row = catalog.extent(connection, room.extent)
+        if row is None or row.state != "writing" or row.name != room.name:
+            raise Refused("its room was taken away meanwhile")
 
     def hold_limit(self) -> None:
         """Evict down to the limit, if it was lowered or the disk has become fuller."""
@@ -145,7 +167,7 @@ class Room:
         for row in dropping:
             with contextlib.suppress(OSError):
                 if self._files.remove(self._extents.path(row.name)):
-                    gone.append(row.id)
+                    gone.append(row.name)
         if gone:
             with self._database.writing() as connection:
                 catalog.forget(connection, gone)
@@ -153,12 +175,31 @@ class Room:
 
     def expire(self) -> None:
         """Free what is older than allowed."""
-        if self._settings.ttl_seconds is not None:
+        if self._settings.ttl_seconds is None:
+            return
+        fresh = self.fresh()
+        with self._database.scanning() as connection:
+            where = "state='live' AND NOT pinned AND (kept<? OR kept>?)"
+            expired = catalog.extents(connection, where, (fresh.oldest, fresh.newest))
+        self.cut_all(expired, unless=lambda row: bool(row.pinned))
+
+    def cut_all(self, rows: Sequence[catalog.Extent], unless: Callable[[catalog.Extent], bool] | None = None) -> None:
+        """Free extents and what hangs on them, in transactions of bearable size; those that are others by now stay."""
+        todo = deque(rows)
+        while todo:
+            blocks = blocks_a_transaction(self._database)
             with self._database.writing() as connection:
-                fresh = self.fresh()
-                where = "state='live' AND NOT pinned AND kept NOT BETWEEN ? AND ?"
-                for row in catalog.extents(connection, where, (fresh.oldest, fresh.newest)):
-                    catalog.cut(connection, row.id, 0)
+                while todo and blocks > 0:
+                    row = todo.popleft()
+                    now = catalog.extent(connection, row.id)
+                    if (
+                        now is not None
+                        and now.name == row.name
+                        and now.state == "live"
+                        and not (unless and unless(now))
+                    ):
+                        catalog.cut(connection, row.id, 0)
+                        blocks -= now.live
 
     def recover(self) -> None:
         """Give back the room of writers that died, of own writes that failed halfway, and of damaged files."""
@@ -185,29 +226,37 @@ class Room:
                 removed += self._files.remove(path)
         return removed
 
-    def compact(self) -> int:
-        """Rewrite extents of which less than half is live, if there is room for the copy; how many were."""
-        sparse = self._sparse()
-        if not sparse:
-            return 0
+    def sweep_once(self) -> None:
+        """Once in the life of a catalog: remove files of an earlier one, which nothing counts."""
+        with self._database.reading() as connection:
+            swept = connection.execute("SELECT swept FROM totals").fetchone()[0]
+        if not swept:
+            self.remove_strays()
+            with self._database.writing() as connection:
+                connection.execute("UPDATE totals SET swept=1")
+
+    def compact(self) -> Compacted:
+        """Rewrite extents of which less than half is live, if there is room for the copy."""
         with self._database.scanning() as connection:
-            shelves = dict(connection.execute("SELECT id, digest FROM shelves").fetchall())
-        return sum(self._rewrite(row, shelves[row.shelf]) for row in sparse)
+            sparse = catalog.sparse(connection, self._extents.digester.name)
+        done = no_room = 0
+        for row, shelf_digest in sparse:
+            try:
+                done += self._rewrite(row, shelf_digest)
+            except Refused:
+                no_room += 1
+        return Compacted(done, no_room)
 
     def close(self) -> None:
         """Give up being a writer."""
         self._writers.close()
 
-    def _reserve(self, plan: ExtentPlan, shelf: Callable[[sqlite3.Connection], int], evict: bool) -> Reserved:
+    def _reserve(
+        self, plan: ExtentPlan, need: int, shelf: Callable[[sqlite3.Connection], int], evict: bool
+    ) -> Reserved:
         writer = self._writers.own_name()
         self._files.make_folder(self._extents.folder)
-        if self._database.fresh:  # whatever files there are, the catalog that named them is lost
-            self.remove_strays()
-            self._database.fresh = False
-        self._database.cut_log()
-        need = plan.file_bytes
-        if evict:  # otherwise it is a copy, which adds no rows
-            need += _CATALOG_BYTES + _CATALOG_BYTES_A_BLOCK * plan.blocks
+        self.sweep_once()
         recovered = False
         while True:
             with self._database.writing() as connection:
@@ -218,7 +267,7 @@ class Room:
                     number = shelf(connection)
                     id = catalog.reserve(connection, plan.name, number, need, writer)
                     self._writing.add((os.getpid(), id))
-                    return Reserved(id, number)
+                    return Reserved(id, plan.name, number)
                 if used + need - catalog.freeable_bytes(connection) > limit:
                     raise Refused(f"it needs {need:,} bytes, more than can be freed under the limit of {limit:,}")
                 holder = self._holder(connection, plan)
@@ -232,65 +281,11 @@ class Room:
 
     def _make_room(self, short: int, holder: tuple[int, int] | None) -> bool:
         """Do the next thing that gives room back, the cheapest first; whether there was one."""
-        if self.sweep() or self.compact():
+        if self.sweep():
             return True
+        compacted = self.compact()
         # Where sparse extents find no room for their copy, trimming more would give nothing back: whole ones go.
-        return self._free(short, holder, whole=bool(self._sparse()))
-
-    def _sparse(self) -> list[catalog.Extent]:
-        with self._database.scanning() as connection:
-            return catalog.extents(connection, "state='live' AND live*2<blocks AND live>0")
-
-    def _free(self, short: int, holder: tuple[int, int] | None, whole: bool) -> bool:
-        """Free rows worth at least `short` bytes, as far as one transaction should; whether something was freed."""
-        with self._database.scanning() as connection:  # ranking may take long, and others may write meanwhile
-            policy, most_hits = self._settings.chosen_policy, catalog.most_hits(connection)
-            ranked = rank(catalog.tails(connection), policy, self._clock(), most_hits, _RANKED)
-        # First what gives bytes back; only if there is nothing, what merely brings an extent closer to that.
-        for largest_rest in (0.0, 1.0) if whole else (0.5, 1.0):
-            todo, freed = deque(ranked), 0
-            while todo and freed < short:
-                freed += self._cut_tails(todo, short - freed, holder, largest_rest)
-                self._database.cut_log()
-            if freed:
-                return True
-        return False
-
-    def _cut_tails(
-        self, todo: deque[catalog.Tail], short: int, holder: tuple[int, int] | None, largest_rest: float
-    ) -> int:
-        """Free tails, those at the front first, as many as one transaction should; about how many bytes that is."""
-        blocks, freed = max(8, self._database.log_limit_bytes // _LOG_BYTES_A_BLOCK), 0
-        with self._database.writing() as connection:
-            while todo and blocks > 0 and freed < short:
-                tail = catalog.tail(connection, todo[0].extent)  # as it is by now
-                cut = self._cut_tail(connection, tail, holder, largest_rest, blocks) if tail else 0
-                if tail and cut:
-                    freed += max(1, tail.size_bytes * cut // tail.blocks)
-                if cut < blocks:  # otherwise there may be more of it
-                    todo.popleft()
-                blocks -= cut
-        return freed
-
-    def _cut_tail(
-        self,
-        connection: sqlite3.Connection,
-        tail: catalog.Tail,
-        holder: tuple[int, int] | None,
-        largest_rest: float,
-        most_blocks: int,
-    ) -> int:
-        """Free a tail, or its last blocks, unless a larger share of its extent would be left; how many blocks."""
-        start = catalog.tail_start(connection, tail, by_worth=largest_rest > 0)
-        if holder is not None and holder[0] == tail.extent:
-            start = max(start, holder[1] + 1)
-        if start and start >= largest_rest * tail.blocks and largest_rest < 1:
-            return 0
-        start = max(start, tail.live - most_blocks)
-        if start >= tail.live:
-            return 0
-        catalog.cut(connection, tail.extent, start)
-        return tail.live - start
+        return compacted.done > 0 or self._eviction.free(short, holder, whole=compacted.no_room > 0)
 
     def _holder(self, connection: sqlite3.Connection, plan: ExtentPlan) -> tuple[int, int] | None:
         """The block that a new extent will hang on: it must not be evicted for it."""
@@ -314,19 +309,24 @@ class Room:
         return self._writers.is_dead(row.writer)
 
     def _rewrite(self, row: catalog.Extent, shelf_digest: str) -> bool:
-        """Copy the live blocks of an extent into a new one that takes its place."""
+        """Copy the live blocks of an extent into a new one that takes its place. Raises `Refused` without room."""
         try:
             old = self._extents.open(row, shelf_digest)
             try:
-                return self._copy_live(row, old.header.plan, lambda tokens: self._extents.read_all(old, tokens))
+                done = self._copy_live(row, old.header.plan, lambda tokens: self._extents.read_all(old, tokens))
             finally:
                 self._files.close(old.handle)
+        except FileNotFoundError:
+            self.cut_all([row])
+            return False
         except Damaged as error:
             with self._database.writing() as connection:
                 catalog.quarantine(connection, row.id, str(error))
-        except (Refused, FileNotFoundError):
-            pass  # no room for a copy, or it went meanwhile
-        return False
+            return False
+        except OSError:
+            return False  # whoever reads it will say why
+        self.sweep()  # the old one at once, so that there is never room needed for more than one copy
+        return done
 
     def _copy_live(self, row: catalog.Extent, plan: ExtentPlan, read: Callable[[int], tuple[LayerKv, ...]]) -> bool:
         with self._database.scanning() as connection:
@@ -336,11 +336,12 @@ class Room:
         if tokens != plan.tokens[: len(tokens)]:
             raise Damaged("it holds other tokens than its rows say")
         copy = replace(plan, name=secrets.token_hex(8), tokens=tokens)
-        with self.reserved(copy, lambda _: row.shelf, evict=False) as room:
+        with self.reserved(copy, lambda _: row.shelf, evict=False, copy=True) as room:
             written = self._extents.write(copy, read(copy.token_count))
             with self._database.writing() as connection:
                 now = catalog.extent(connection, row.id)
-                if now is None or now.state != "live" or now.live != copy.blocks:
+                self._check_reserved(connection, room)
+                if now is None or (now.name, now.state, now.live) != (row.name, "live", copy.blocks):
                     raise Refused("it changed meanwhile")
                 size = (copy.file_bytes, written.digest, now.depth, copy.blocks, copy.token_count)
                 catalog.make_live(connection, room.extent, *size)

@@ -46,6 +46,7 @@ MIGRATIONS: tuple[str, ...] = (
         reason TEXT
     );
     CREATE INDEX extents_not_live ON extents (state) WHERE state <> 'live';
+    CREATE INDEX extents_kept ON extents (kept);
     CREATE TABLE blocks (
         extent INTEGER NOT NULL,
         place INTEGER NOT NULL,
@@ -63,8 +64,12 @@ MIGRATIONS: tuple[str, ...] = (
         WITHOUT ROWID;
     CREATE INDEX seen_at ON seen (at);
     CREATE TABLE written (minute INTEGER PRIMARY KEY, bytes INTEGER NOT NULL);
-    CREATE TABLE totals (one INTEGER PRIMARY KEY CHECK (one = 1), bytes INTEGER NOT NULL);
-    INSERT INTO totals VALUES (1, 0);
+    CREATE TABLE totals (
+        one INTEGER PRIMARY KEY CHECK (one = 1),
+        bytes INTEGER NOT NULL,
+        swept INTEGER NOT NULL DEFAULT 0  -- whether files of an earlier, lost catalog were looked for
+    );
+    INSERT INTO totals (one, bytes) VALUES (1, 0);
     CREATE TRIGGER extents_added AFTER INSERT ON extents
         BEGIN UPDATE totals SET bytes = bytes + NEW.bytes; END;
     CREATE TRIGGER extents_gone AFTER DELETE ON extents

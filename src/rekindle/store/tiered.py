@@ -32,10 +32,11 @@ from rekindle.store.settings import StoreSettings
 
 log = logging.getLogger("rekindle.store")
 
-# The last three: rows that make no sense, because bits of the catalog were flipped.
-_FAILURES = (OSError, sqlite3.Error, CacheUnusable, TypeError, ValueError, OverflowError)
+# The last four: rows that make no sense, because bits of the catalog were flipped.
+_FAILURES = (OSError, sqlite3.Error, CacheUnusable, TypeError, ValueError, LookupError, ArithmeticError)
+_MOST_REASONS = 1000
+_USES_A_TRANSACTION = 16
 _MOST_USES = 10_000  # remembered while the catalog cannot be written
-_SEEN_ROWS, _LIMIT_BYTES_A_SEEN_ROW = 200_000, 8000
 T = TypeVar("T")
 
 
@@ -142,8 +143,7 @@ class TieredStore:
             with self.disk.database.writing() as connection:
                 number = catalog.add_shelf(connection, self.disk.shelf_digest(shelf), shelf)
                 first = gap.start // BLOCK_TOKENS
-                limit = self.disk.room.limit_bytes(self.disk.room.used_bytes(connection))
-                most = min(_SEEN_ROWS, limit // _LIMIT_BYTES_A_SEEN_ROW)
+                most = self.disk.room.most_seen(self.disk.room.limit_bytes(self.disk.room.used_bytes(connection)))
                 seen = catalog.seen_before(connection, number, keys[first:], self.disk.clock(), most)
             stop = min(gap.start + seen * BLOCK_TOKENS, gap.stop)
             return Span(gap.start, stop) if stop > gap.start else None
@@ -181,7 +181,7 @@ class TieredStore:
             return self._writing(write, lambda reason: Kept("failed", reason))
         except Refused as refusal:
             self.counts.refused += 1
-            self.counts.reasons[str(refusal)] += 1
+            self._count(str(refusal))
             return Kept("refused", str(refusal))
 
     def tend(self) -> None:
@@ -232,16 +232,24 @@ class TieredStore:
             self._log_once("The cache cannot be written, so nothing new is kept", error)
             return failed(str(error))
 
-    def _log_once(self, what: str, error: Exception) -> None:
-        known = self.counts.reasons[str(error)]
-        self.counts.reasons[str(error)] += 1
-        log.log(logging.DEBUG if known else logging.WARNING, "%s: %s", what, error)
+    def _log_once(self, what: str, error: Exception, level: int = logging.WARNING) -> None:
+        log.log(level if self._count(str(error)) == 1 else logging.DEBUG, "%s: %s", what, error)
+
+    def _count(self, reason: str) -> int:
+        """Count a reason; how often it came up. Reasons may have names in them, so the memory for them is bounded."""
+        reasons = self.counts.reasons
+        if len(reasons) >= _MOST_REASONS and reason not in reasons:
+            reasons.clear()
+        reasons[reason] += 1
+        return reasons[reason]
 
     def _lost(self, piece: Piece, error: Exception) -> None:
         """An extent that was found could not be read: never find it again. The catalog learns of it off the path."""
         self.counts.read_failures += 1
         self.memory.forget([piece.name])
-        self._log_once("KV from the cache is lost and will be computed again", error)
+        # A file that is gone was most likely evicted by another process: that is nothing to worry about.
+        level = logging.DEBUG if isinstance(error, FileNotFoundError) else logging.WARNING
+        self._log_once("KV from the cache is lost and will be computed again", error, level)
         if isinstance(error, (Damaged, FileNotFoundError)):  # anything else may be gone by the next time
             self.counts.quarantined += isinstance(error, Damaged)
             with self._lock:
@@ -276,10 +284,11 @@ class TieredStore:
             uses, self._uses = self._uses, []
             bad = dict(self._bad)
         try:
-            if uses:
+            while uses:
                 with self.disk.database.writing() as connection:
-                    for use in uses:
+                    for use in uses[:_USES_A_TRANSACTION]:
                         catalog.touch(connection, use.extent, use.name, use.last, use.at, use.saved_ms)
+                del uses[:_USES_A_TRANSACTION]
         except BaseException:
             with self._lock:
                 self._uses = uses[-_MOST_USES:] + self._uses
@@ -317,6 +326,7 @@ class TieredStore:
         """Remove what others left unfinished; cheap when there is nothing, and never a reason not to open."""
 
         def work() -> None:
+            self.disk.room.sweep_once()
             self.disk.room.recover()
             self.disk.room.sweep()
 
