@@ -480,10 +480,10 @@ def test_descriptors_do_not_grow_with_use_or_failure(tmp_path: Path, settings: S
             TieredStore(folder, settings).close()
 
     with TieredStore(folder, settings) as store:
-        for number in range(1, 22):
+        for number in range(1, 30):
             use(store, number)
         before = len(_descriptors())
-        for number in range(22, 222):
+        for number in range(30, 230):
             use(store, number)
         assert len(_descriptors()) <= before
     with TieredStore(tmp_path / "another", settings):
