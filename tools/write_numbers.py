@@ -33,17 +33,18 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print the tables, write nothing")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--add", type=Path, metavar="FILE.json", help="add a result from another machine, run nothing")
+    parser.add_argument("names", nargs="*", default=list(BENCHES), metavar="BENCH", help="run these only")
     chosen = parser.parse_args()
     more = ["--quick"] if chosen.quick else []
     KEPT.mkdir(exist_ok=True)
     if chosen.show:
-        for name in BENCHES:
+        for name in chosen.names:
             subprocess.run([sys.executable, "-m", "rekindle", "bench", name, *more], check=True)
         return
     if chosen.add is not None:
         keep(json.loads(chosen.add.read_text("utf-8")))
     else:
-        for name in BENCHES:
+        for name in chosen.names:
             keep(measure(name, more))
     results = [(path.stem, json.loads(path.read_text("utf-8"))) for path in sorted(KEPT.glob("*.json"))]
     PAGE.write_text("\n".join([HEAD, *(section(stem, result) for stem, result in results)]), "utf-8")
