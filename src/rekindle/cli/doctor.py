@@ -12,7 +12,7 @@ import typer
 from rekindle import __version__
 from rekindle.cli import app
 from rekindle.cli.options import AsJson
-from rekindle.config import home_folder, models_folder
+from rekindle.config import cache_folder, home_folder, models_folder
 from rekindle.errors import EngineMissing
 
 _PACKAGES = ("torch", "transformers", "accelerate", "gguf", "safetensors", "tokenizers", "numpy")
@@ -20,7 +20,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "gguf", "safetensors", "toke
 
 @app.command()
 def doctor(json: AsJson = False) -> None:
-    """Show versions, engines, cores, memory, the number type chosen and why, and the models folder."""
+    """Show versions, engines, cores, memory, the number type chosen and why, and where things are kept."""
     from rekindle.cli.console import print_json, print_table
 
     facts = examine()
@@ -56,6 +56,7 @@ def examine() -> dict[str, Any]:
         "memory_bytes": here["memory_bytes"],
         "memory_free_bytes": psutil.virtual_memory().available,
         "models_folder": str(models_folder()),
+        "cache_folder": str(cache_folder()),
         "disk_free_bytes": shutil.disk_usage(existing).free,
         "models": [entry.name for entry in entries()],
         "packages": {name: _version(name) for name in _PACKAGES},
