@@ -240,6 +240,7 @@ def test_the_limit_holds_at_every_moment_of_a_write(tmp_path: Path) -> None:
     assert max(sizes) <= LIMIT
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_file_operation_that_fails_anywhere_costs_at_most_what_it_was_for(
@@ -254,6 +255,7 @@ def test_a_file_operation_that_fails_anywhere_costs_at_most_what_it_was_for(
             raise AssertionError(f"call {nth} of {calls[method]} of {method}: {problem!r}") from problem
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("word", "text", "undone"),
     [
@@ -275,6 +277,7 @@ def test_a_transaction_that_fails_anywhere_costs_at_most_what_it_was_for(
             raise AssertionError(f"{word} {nth} of {calls[word]}: {problem!r}") from problem
 
 
+@pytest.mark.exhaustive
 def test_a_statement_that_fails_anywhere_costs_at_most_what_it_was_for(tmp_path: Path, calls: Counter[str]) -> None:
     for nth in _places(calls["any"], most=60):
         machine = Machine(connect=Connections("any", nth, "disk I/O error"), write_timeout_seconds=0.2)

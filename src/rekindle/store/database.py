@@ -103,7 +103,7 @@ class Database:
         if self.read_only:
             raise CacheUnusable(f"{self.path.parent} can only be read.")
         with self._writer.lock:
-            self._cut_log()
+            self._cut_log(self.log_limit_bytes // 4)
             if self.log_bytes() > self.log_limit_bytes // 2:
                 raise CacheUnusable("Somebody has been reading the catalog for too long: its log cannot be cut.")
             with self._transaction(self._writer, "BEGIN IMMEDIATE") as connection:
@@ -118,11 +118,13 @@ class Database:
                 try:
                     yield connection
                     connection.execute("COMMIT")
-                except BaseException:
+                except BaseException as error:
                     if connection.in_transaction:
                         with contextlib.suppress(sqlite3.Error):
                             connection.execute("ROLLBACK")
-                    if connection.in_transaction:  # one that cannot be ended would block everything after it
+                    # A transaction that cannot be ended, or a query that broke off and still holds its view, would
+                    # block what comes after it.
+                    if connection.in_transaction or isinstance(error, sqlite3.Error):
                         side.forget()
                     raise
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
@@ -144,8 +146,10 @@ class Database:
 
     def shrink(self) -> None:
         """Give the space of removed rows back to the disk, and cut the log."""
-        self._run("PRAGMA incremental_vacuum")
-        self._run("PRAGMA wal_checkpoint(TRUNCATE)")
+        if not self.read_only:
+            with self._writer.lock:
+                self._ensure(self._writer).execute("PRAGMA incremental_vacuum").fetchall()
+                self._cut_log(above_bytes=0)
 
     def discard(self) -> None:
         """Set the catalog aside, whatever it says: it cannot be mended."""
@@ -171,9 +175,9 @@ class Database:
         for side in (self._writer, self._reader):
             side.lock.release()
 
-    def _cut_log(self) -> None:
+    def _cut_log(self, above_bytes: int) -> None:
         """Move the log into the file, if that did not happen by itself: others were reading, or at it themselves."""
-        if self.log_bytes() <= self.log_limit_bytes // 4 or time.monotonic() < self._next_cut:
+        if self.log_bytes() <= above_bytes or time.monotonic() < self._next_cut:
             return
         connection = self._ensure(self._writer)
         connection.execute("PRAGMA busy_timeout=0")  # SQLite would wait with its hands on the locks
@@ -189,11 +193,6 @@ class Database:
             self._next_cut = time.monotonic() + _CUT_AGAIN_SECONDS
         finally:
             connection.execute(f"PRAGMA busy_timeout={int(self._writer.timeout_seconds * 1000)}")
-
-    def _run(self, statement: str) -> None:
-        if not self.read_only:
-            with self._writer.lock:
-                self._ensure(self._writer).execute(statement).fetchall()
 
     def _file_bytes(self, suffix: str) -> int:
         try:
