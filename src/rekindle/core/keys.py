@@ -95,17 +95,19 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 def child_key(parent: NodeKey, tokens: bytes) -> NodeKey:
     """The key of the block of `tokens` that follows `parent`."""
-    state = _NODE.copy()
-    # The parent has a fixed length, so one length field keeps the two apart.
-    state.update(parent + len(tokens).to_bytes(8, "little") + tokens)
-    return NodeKey(state.digest())
+    return chain(parent, tokens)[0]
 
 
 def chain(root: NodeKey, tokens: bytes) -> list[NodeKey]:
     """The keys of the blocks of a prompt, in order; the last block may be partial."""
     keys: list[NodeKey] = []
-    parent = root
+    parent, full = root, BLOCK_BYTES.to_bytes(8, "little")
     for start in range(0, len(tokens), BLOCK_BYTES):
-        parent = child_key(parent, tokens[start : start + BLOCK_BYTES])
+        part = tokens[start : start + BLOCK_BYTES]
+        length = full if len(part) == BLOCK_BYTES else len(part).to_bytes(8, "little")
+        state = _NODE.copy()
+        # The parent has a fixed length, so one length field keeps the two apart.
+        state.update(parent + length + part)
+        parent = NodeKey(state.digest())
         keys.append(parent)
     return keys

@@ -32,22 +32,17 @@ class Neighbour:
     tokens: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """What a catalog says of an extent's first blocks: the extent's name, and their tokens."""
-
-    name: str
-    tokens: bytes
-
-
 class Rows(Protocol):
     """What the search needs of a catalog, from one consistent view of it."""
 
     def find(self, key: NodeKey) -> Spot | None:
         """The block of a node."""
 
-    def run(self, spot: Spot) -> Stored | None:
-        """An extent's blocks up to and with that place; None if they may not be used."""
+    def name(self, extent: int) -> str | None:
+        """The name of an extent; None if it may not be used."""
+
+    def tokens(self, spot: Spot) -> bytes:
+        """The tokens of an extent's blocks up to and with that place."""
 
     def neighbours(self, parent: NodeKey, tokens: bytes) -> Sequence[Neighbour]:
         """The children of `parent` just below (or at) and just above `tokens`, in the order of their bytes."""
@@ -123,12 +118,12 @@ def _whole_blocks(rows: Rows, keys: Sequence[NodeKey], tokens: bytes) -> list[Pi
         pieces: list[Piece] = []
         while spot is not None:
             first = depth - 1 - spot.place  # the depth of the extent's first block
-            stored = rows.run(spot) if first >= 0 else None
-            if stored is None or stored.tokens != tokens[first * BLOCK_BYTES : depth * BLOCK_BYTES]:
+            name = rows.name(spot.extent) if first >= 0 else None
+            if name is None or rows.tokens(spot) != tokens[first * BLOCK_BYTES : depth * BLOCK_BYTES]:
                 # Damaged, expired, or a collision: what hangs below it is of no use either.
                 limit = max(0, min(first, depth - 1))
                 break
-            pieces.append(Piece(spot.extent, stored.name, 0, Span(first * BLOCK_TOKENS, depth * BLOCK_TOKENS)))
+            pieces.append(Piece(spot.extent, name, 0, Span(first * BLOCK_TOKENS, depth * BLOCK_TOKENS)))
             if first == 0:
                 return pieces[::-1]
             depth, limit = first, first - 1
@@ -154,9 +149,9 @@ def _inside_block(rows: Rows, parent: NodeKey, rest: bytes, depth: int) -> Piece
     start = depth * BLOCK_TOKENS
     for neighbour in rows.neighbours(parent, rest):
         common = _common_tokens(neighbour.tokens, rest)
-        if common > (len(best.span) if best else 0) and (stored := rows.run(neighbour.spot)) is not None:
-            spot = neighbour.spot
-            best = Piece(spot.extent, stored.name, spot.place, Span(start, start + common))
+        spot = neighbour.spot
+        if common > (len(best.span) if best else 0) and (name := rows.name(spot.extent)) is not None:
+            best = Piece(spot.extent, name, spot.place, Span(start, start + common))
     return best
 
 

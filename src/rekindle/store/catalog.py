@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, NodeKey, Shelf, layout_text
-from rekindle.index.prefix import Neighbour, Spot, Stored
+from rekindle.index.prefix import Neighbour, Spot
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,16 @@ class View:
         ).fetchone()
         return None if row is None else Spot(*row)
 
-    def run(self, spot: Spot) -> Stored | None:
-        """An extent's blocks up to and with that place."""
+    def name(self, extent: int) -> str | None:
+        """The name of an extent, if it may be used."""
         row = self.connection.execute(
             "SELECT name FROM extents WHERE id=? AND state='live' AND (kept BETWEEN ? AND ? OR pinned)",
-            (spot.extent, self.fresh.oldest, self.fresh.newest),
+            (extent, self.fresh.oldest, self.fresh.newest),
         ).fetchone()
-        return None if row is None or row[0] in self.lost else Stored(row[0], self._tokens(spot))
+        return None if row is None or row[0] in self.lost else str(row[0])
 
-    def _tokens(self, spot: Spot) -> bytes:
+    def tokens(self, spot: Spot) -> bytes:
+        """The tokens of an extent's blocks up to and with that place."""
         rows = self.connection.execute(
             "SELECT tokens FROM blocks WHERE extent=? AND place<=? ORDER BY place", (spot.extent, spot.place)
         )

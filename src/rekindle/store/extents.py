@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from rekindle.codec.extent import (
 )
 from rekindle.core.keys import BLOCK_TOKENS
 from rekindle.core.kv import LayerKv, Span
+from rekindle.store.beside import Helper, Work
 from rekindle.store.catalog import Extent
 from rekindle.store.files import Files, Handle
 
@@ -68,8 +67,7 @@ class ExtentFiles:
         self.digester = digester
         self._lock = threading.Lock()
         self._headers: OrderedDict[str, ExtentHeader] = OrderedDict()
-        self._helper: ThreadPoolExecutor | None = None
-        self._process = os.getpid()
+        self._helper = Helper()
 
     def path(self, name: str) -> Path:
         """The file of an extent."""
@@ -130,17 +128,13 @@ class ExtentFiles:
             self.read(extent, layer, Span(0, tokens), out)
         return layers
 
-    def side_by_side(self, first: Callable[[], None], second: Callable[[], None], size_bytes: int) -> None:
-        """Call two functions that mostly wait or copy, at the same time if that is worth it."""
+    def side_by_side(self, first: Work, second: Work, size_bytes: int) -> None:
+        """Do two things that mostly wait or copy, at the same time if that is worth it."""
         if size_bytes < _SPLIT_BYTES:
             first()
             second()
-            return
-        other = self._pool().submit(first)
-        try:
-            second()
-        finally:
-            other.result()
+        else:
+            self._helper.run(first, second)
 
     def write(self, plan: ExtentPlan, layers: Iterable[LayerKv]) -> WrittenExtent:
         """Write a new extent, layer by layer, the header last; one fsync. Raises `OSError`; the file is then left."""
@@ -162,10 +156,7 @@ class ExtentFiles:
 
     def close(self) -> None:
         """End the helper thread. Idempotent."""
-        with self._lock:
-            helper, self._helper = self._helper, None
-        if helper is not None and self._process == os.getpid():
-            helper.shutdown(wait=True)
+        self._helper.close()
 
     def _read_whole(self, extent: OpenExtent, layer: int, out: LayerKv) -> None:
         self.side_by_side(
@@ -229,13 +220,6 @@ class ExtentFiles:
             while len(self._headers) > _HEADERS:
                 self._headers.popitem(last=False)
         return header
-
-    def _pool(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._helper is None or self._process != os.getpid():  # threads do not survive a fork
-                self._process = os.getpid()
-                self._helper = ThreadPoolExecutor(1, thread_name_prefix="rekindle-read")
-            return self._helper
 
 
 def _window(kv: LayerKv, start: int, stop: int) -> LayerKv:
