@@ -26,6 +26,7 @@ from rekindle.bench.base import Advance, BenchOptions, Report, Row, Timing, inte
 from rekindle.bench.storm import storm
 from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, Namespace, NodeKey, Shelf, chain, token_bytes
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
+from rekindle.errors import EngineMissing
 from rekindle.store import catalog
 from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.files import Files, Handle
@@ -78,8 +79,7 @@ class _Measure:
 
     def put(self, report: Report) -> None:
         """Keep 1,000 tokens: ours, a plain file with fsync, diskcache."""
-        import diskcache
-
+        diskcache = _diskcache()
         settings = StoreSettings(disk_limit="20GB", memory_limit=0)
         number = iter(range(1_000_000))
         blob = b"".join(half.tobytes() for layer in self._kv.layers for half in (layer.keys, layer.values))
@@ -115,8 +115,7 @@ class _Measure:
 
     def get(self, report: Report) -> None:
         """Load 1,000 tokens into buffers that are there: from warm pages, from dropped ones, from memory."""
-        import diskcache
-
+        diskcache = _diskcache()
         settings = StoreSettings(disk_limit="20GB", memory_limit=0)
         tokens = self._tokens(0)
         with _folder(self.folder / "get") as folder:
@@ -345,6 +344,14 @@ def _index_memory(folder: Path) -> float:
     )
     done = subprocess.run([sys.executable, "-c", script, str(folder)], check=True, capture_output=True, text=True)
     return float(json.loads(done.stdout)) / 1e6
+
+
+def _diskcache() -> Any:
+    try:
+        import diskcache
+    except ImportError as error:
+        raise EngineMissing("This bench compares with diskcache: pip install 'rekindle[bench]'") from error
+    return diskcache
 
 
 def _machine() -> Machine:

@@ -123,7 +123,7 @@ def check(
             typer.echo(f"{problem.kind}: {problem.entry}: {problem.what}")
         done = "fixed" if fix else "`rekindle cache check --fix` removes them"
         verdict = f"{len(found.problems)} problems; {done}" if found.problems else "all good"
-        typer.echo(f"{found.entries} entries, {human_bytes(found.size_bytes)}: {verdict}")
+        typer.echo(f"{_entries(found.entries)}, {human_bytes(found.size_bytes)}: {verdict}")
         if found.under_other_keys:
             typer.echo(f"{found.under_other_keys} entries are under another key: their files were not read")
     if found.problems and not fix:
@@ -221,7 +221,7 @@ def export_entries(
         raise InvalidSetting(f"{file.absolute().parent} is no folder: the archive cannot be written there.")
     with _opened(folder, key_file) as store, counting("export") as progress:
         done = export(store, file, entries or (), progress)
-    typer.echo(f"{done.entries} entries exported to {file}")
+    typer.echo(f"{_entries(done.entries)} exported to {file}")
     if done.left_out:
         typer.echo(f"{done.left_out} could not be read and were left out: `rekindle cache check` tells why")
 
@@ -300,6 +300,10 @@ def _as_json(row: Any, models: dict[int, dict[str, Any]]) -> dict[str, Any]:
     fields = ("name", "depth", "tokens", "blocks", "live", "hits", "saved_ms", "kept", "used")
     about = {field: getattr(row, field) for field in fields}
     return {**about, "bytes": row.size_bytes, "pinned": bool(row.pinned), **models[row.shelf]}
+
+
+def _entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count} entries"
 
 
 def _age(seconds: float) -> str:
