@@ -11,6 +11,9 @@ from pathlib import Path
 from rekindle.store.files import Files, Handle
 
 
+_ATTEMPTS = 20
+
+
 class Writers:
     """The writers of one folder, as seen by one of them."""
 
@@ -28,12 +31,9 @@ class Writers:
                 self._own, self._process = None, os.getpid()
             if self._own is None or not (self._folder / self._own[0]).exists():
                 self._files.make_folder(self._folder)
-                name = secrets.token_hex(8)
-                handle = self._files.try_lock(self._folder / name)
-                if handle is None:
-                    raise OSError(f"cannot lock {self._folder / name}")
+                taken = self._take_name()
                 self._release()
-                self._own = name, handle
+                self._own = taken
             return self._own[0]
 
     def is_own(self, name: str) -> bool:
@@ -68,6 +68,15 @@ class Writers:
         with self._lock:
             if self._process == os.getpid():
                 self._release()
+
+    def _take_name(self) -> tuple[str, Handle]:
+        for _ in range(_ATTEMPTS):
+            name = secrets.token_hex(8)
+            handle = self._files.try_lock(self._folder / name)
+            if handle is not None:
+                return name, handle
+            # Somebody who looks for dead writers had it for a moment, between its making and its locking.
+        raise OSError(f"cannot lock a file in {self._folder}")
 
     def _release(self) -> None:
         if self._own is not None:
