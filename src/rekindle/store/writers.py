@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rekindle.store.files import Files, Handle
 
-
 _ATTEMPTS = 20
 
 
