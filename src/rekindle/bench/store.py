@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sqlite3
 import statistics
 import subprocess
 import sys
@@ -23,21 +22,20 @@ from typing import Any
 import numpy as np
 
 from rekindle.bench.base import Advance, BenchOptions, Report, Row, Timing, interleave, paired_ratio
+from rekindle.bench.rows import VOCABULARY, fill_catalog
 from rekindle.bench.storm import storm
-from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, Namespace, NodeKey, Shelf, chain, token_bytes
+from rekindle.core.keys import Namespace, Shelf
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.errors import EngineMissing
 from rekindle.store import catalog
-from rekindle.store.disk import CATALOG, Machine
+from rekindle.store.disk import Machine
 from rekindle.store.files import Files, Handle
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 
 TOKENS = 1000
 PROMPT = 8000
-VOCABULARY = 50_000
 ROWS = {"1k": 1_000, "1m": 1_000_000}
-BLOCKS_AN_EXTENT = 32
 SHELF = Shelf(Namespace("bench"), KvLayout("float32", tuple(LayerShape(3, 64, 64) for _ in range(30))), model="bench")
 STORM_LIMIT_BYTES = 6_000_000
 
@@ -185,7 +183,7 @@ class _Measure:
         """Look 8,000 tokens up among 1,000 and among 1,000,000 rows; reopen; evict; memory."""
         for name, count in ROWS.items():
             with _folder(self.folder / name) as folder:
-                prompt = _fill_catalog(folder, count, self._random)
+                prompt = fill_catalog(folder, SHELF, count, PROMPT, self._random)
                 known = TieredStore(folder, StoreSettings(disk_limit="1TB", memory_limit=0))
                 unknown = [VOCABULARY] * PROMPT
                 half = [*prompt[: PROMPT // 2 + 5], *unknown[: PROMPT // 2]]
@@ -269,56 +267,6 @@ class _Measure:
         with store.load(SHELF, store.lookup(SHELF, tokens)) as feed:
             for layer in feed.layers:
                 feed.fill(layer, layers[layer])
-
-
-def _fill_catalog(folder: Path, rows: int, random: Any) -> list[int]:
-    """A catalog of so many blocks, without files, and one prompt of 8,000 tokens in it, kept in eight turns."""
-    TieredStore(folder, StoreSettings(disk_limit="1TB", memory_limit=0)).close()
-    prompt = [int(token) for token in random.integers(0, VOCABULARY, PROMPT)]
-    connection = sqlite3.connect(folder / CATALOG, isolation_level=None)
-    # Filled with the speed of a fresh table: indexes afterwards, in order.
-    indexes = connection.execute("SELECT name, sql FROM sqlite_master WHERE type='index' AND tbl_name='blocks' AND sql")
-    definitions = indexes.fetchall()
-    connection.execute("PRAGMA synchronous=OFF")
-    connection.execute("PRAGMA cache_size=-400000")
-    connection.execute("BEGIN")
-    for name, _ in definitions:
-        connection.execute(f"DROP INDEX {name}")
-    store = TieredStore(folder / "names", StoreSettings(memory_limit=0))
-    shelf = catalog.add_shelf(connection, store.disk.shelf_digest(SHELF), SHELF)
-    store.close()
-    for extent, run in enumerate(_runs(rows, shelf, prompt, random), start=1):
-        connection.execute(
-            "INSERT INTO extents (id, name, shelf, state, bytes, writer, depth, blocks, live, tokens, kept, used) "
-            "VALUES (?,?,?,'live',1000,'bench',?,?,?,?,1,1)",
-            (extent, f"{extent:016x}", shelf, run.depth, len(run.keys), len(run.keys), len(run.tokens) // 4),
-        )
-        connection.executemany(
-            "INSERT INTO blocks (extent, place, shelf, key, parent, tokens, used) VALUES (?,?,?,?,?,?,?)",
-            run.rows(extent, 1.0),
-        )
-    for _, definition in definitions:
-        connection.execute(definition)
-    connection.execute("COMMIT")
-    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-    connection.close()
-    return prompt
-
-
-def _runs(rows: int, shelf: int, prompt: list[int], random: Any) -> Iterator[catalog.Run]:
-    root = SHELF.namespace.root
-    data = token_bytes(prompt)
-    keys = chain(root, data)
-    for first in range(0, len(keys), BLOCKS_AN_EXTENT):
-        stop = min(first + BLOCKS_AN_EXTENT, len(keys))
-        parent = keys[first - 1] if first else root
-        part = data[first * BLOCK_BYTES : stop * BLOCK_BYTES]
-        yield catalog.Run(shelf, first, parent, keys[first:stop], part)
-    for _ in range((rows - len(keys)) // BLOCKS_AN_EXTENT):
-        tokens = random.integers(0, VOCABULARY, BLOCKS_AN_EXTENT * BLOCK_TOKENS, dtype=np.uint32).tobytes()
-        names = random.bytes(16 * BLOCKS_AN_EXTENT)
-        drawn = [NodeKey(names[place * 16 : place * 16 + 16]) for place in range(BLOCKS_AN_EXTENT)]
-        yield catalog.Run(shelf, 0, root, drawn, tokens)
 
 
 def _lookup_us(store: TieredStore, tokens: list[int]) -> float:
