@@ -29,7 +29,7 @@ quick: $(STAMP)  ## the fast inner loop: tiny models only, under two minutes
 	@$(BIN)/python -m pytest -q -m "not real and not docs and not storm and not exhaustive"
 
 soak: $(STAMP)  ## 10,000 kills and a ten-minute storm in one cache folder
-	@REKINDLE_SOAK_KILLS=10000 REKINDLE_SOAK_SECONDS=600 $(BIN)/python -m pytest -q -s -m storm tests/faults/test_crash.py
+	@SOAK_KILLS=10000 SOAK_SECONDS=600 $(BIN)/python -m pytest -q -s -m storm tests/faults/test_crash.py
 
 lint: $(STAMP)  ## ruff, mypy --strict, import layers
 	@$(BIN)/ruff check --quiet src tests tools

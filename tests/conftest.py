@@ -1,8 +1,12 @@
-"""Fixtures for all tests. Every test has a Rekindle home of its own, except those marked `real` or `docs`."""
+"""Fixtures for all tests. Every test has a Rekindle home of its own, except those marked `real` or `docs`.
+
+No test sees the settings of whoever runs it.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +25,9 @@ CHAT_TEMPLATE = (
 def own_home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not any(request.node.get_closest_marker(name) for name in ("real", "docs")):
         monkeypatch.setenv("REKINDLE_HOME", str(tmp_path / "home"))
+    for name in [n for n in os.environ if n.startswith("REKINDLE_") and n != "REKINDLE_HOME"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
 @pytest.fixture(scope="session")

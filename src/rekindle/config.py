@@ -28,3 +28,18 @@ def cache_folder() -> Path:
 def models_folder() -> Path:
     """Where pulled models live, one folder each."""
     return home_folder() / "models"
+
+
+def config_folder() -> Path | None:
+    """Where the user's own `rekindle.toml` is looked for: `rekindle` in the user's folder of settings.
+
+    None: this user has no home.
+    """
+    if xdg := os.environ.get("XDG_CONFIG_HOME"):
+        return Path(xdg).expanduser() / "rekindle"
+    if sys.platform == "win32" and (roaming := os.environ.get("APPDATA")):
+        return Path(roaming) / "rekindle"
+    try:
+        return Path.home() / ".config" / "rekindle"
+    except RuntimeError:  # a user without an entry in the system's list, as in some containers
+        return None

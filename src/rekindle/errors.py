@@ -28,6 +28,9 @@ RekindleError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class RekindleError(Exception):
     """Root of all errors raised on purpose."""
@@ -130,3 +133,10 @@ class Closed(RekindleError):
 
 class Cancelled(RekindleError):
     """The caller asked to stop; what was being computed is dropped."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """How a refusal of an unknown `name` ends: with the known name nearest to it, or with all of them."""
+    choices = sorted(known)
+    close = get_close_matches(name, choices, n=1)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(choices)}."

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rekindle.core.identity import Identity, digest_of_config, digest_of_fields
 
-SAME = Identity("w", "c", "t", "float32", "plain")
+SAME = Identity("w", "c", "t", "m", "float32", "plain")
 
 
 def test_every_field_changes_the_digest() -> None:

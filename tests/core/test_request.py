@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rekindle.core.request import Message, Reply, Request, Sampling, Timings, Usage, parse_prompt
+from rekindle.core.request import Message, Reply, Request, Reuse, Sampling, Timings, Usage, parse_prompt
 from rekindle.errors import InvalidPrompt, InvalidSampling, InvalidSetting, RequestError
 
 
@@ -115,8 +115,10 @@ def test_greedy_is_the_default() -> None:
 
 
 def test_a_reply_shows_itself() -> None:
-    reply = Reply("a <b>", (1, 2), "stop", Usage(3, 2, 1), Timings(0.5, 0.1, 10.0))
+    reuse = Reuse("exact", computed=1, disk=2)
+    reply = Reply("a <b>", (1, 2), "stop", Usage(3, 2, 1, cached_tokens=2), Timings(0.5, 0.1, 10.0), reuse)
     assert str(reply) == "a <b>"
     assert reply.as_dict()["usage"]["total_tokens"] == 5
     assert "&lt;b&gt;" in reply._repr_html_() and "<b>" not in reply._repr_html_()
-    assert "1 oldest messages left out" in reply.summary()
+    assert "1 oldest messages left out" in reply.summary() and "3 tokens in (2 reused)" in reply.summary()
+    assert reply.as_dict()["reuse"]["disk"] == reply.reuse.reused == 2

@@ -59,7 +59,7 @@ def test_one_changed_weight_changes_the_identity(tiny_folder: Path, tmp_path: Pa
     [
         ("config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05', "config"),
         ("tokenizer.json", '"<|stop|>"', '"<|halt|>"', "tokenizer"),
-        ("chat_template.jinja", "assistant", "model", "tokenizer"),
+        ("chat_template.jinja", "assistant", "model", "template"),
     ],
 )
 def test_a_changed_config_tokenizer_or_template_changes_the_identity(
@@ -232,6 +232,7 @@ def test_closing_a_sequence_from_many_threads_gives_its_buffers_back_once() -> N
     import threading
 
     engine = tiny_engine("llama")
+    engine._pool._free.clear()
     for _ in range(50):
         sequence = engine.open(10, "plain")
         threads = [threading.Thread(target=sequence.close) for _ in range(4)]

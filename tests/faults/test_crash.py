@@ -17,15 +17,15 @@ from rekindle.store.tiered import TieredStore
 from tests.kvs import load
 
 LIMIT_BYTES = 6_000_000
-KILLS = int(os.environ.get("REKINDLE_SOAK_KILLS", "200"))
-STORM_SECONDS = float(os.environ.get("REKINDLE_SOAK_SECONDS", "60"))
+KILLS = int(os.environ.get("SOAK_KILLS", "200"))
+STORM_SECONDS = float(os.environ.get("SOAK_SECONDS", "60"))
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.storm
 @pytest.mark.timeout(0)
 def test_after_kill_9_at_any_moment_the_store_is_sound_and_serves_what_was_computed(tmp_path: Path) -> None:
-    seed = int(os.environ.get("REKINDLE_SOAK_SEED", random.randrange(1 << 30)))
+    seed = int(os.environ.get("SOAK_SEED", random.randrange(1 << 30)))
     print(f"seed {seed}")
     folder = tmp_path / "cache"
     rng = random.Random(seed)

@@ -36,7 +36,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     engine = _load(options)
     measure = _Measure(engine, options)
     report = Report("engine")
-    report.fields |= {"model": engine.name, "device": _device_name(engine)}
+    report.fields |= {"model": engine.name, "device": engine.device}
     report.fields |= {"dtype": engine.placement.dtype_name, "rounds": measure.rounds}
     for part in (measure.prefill, measure.decode, measure.batch, measure.scattered, measure.long, measure.startup):
         advance(part.__name__)
@@ -328,11 +328,6 @@ def _tokens(engine: HfEngine, options: BenchOptions, count: int) -> list[int]:
             if len(tokens) >= count:
                 break
     return tokens[:count]
-
-
-def _device_name(engine: HfEngine) -> str:
-    device = engine.placement.device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _row(measure: str, ours: Timing, theirs: Timing, ratio: float, bar: str = "") -> Row:

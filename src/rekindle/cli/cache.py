@@ -62,14 +62,19 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
 
 @cache.command()
 def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False) -> None:
-    """Sum it up: bytes, tokens, hits, time saved; by model, and the entries that saved most."""
+    """Sum it up: bytes, tokens, hits, time saved; by model with the room left, and the entries that saved most."""
     from rekindle.cli.console import print_json, print_table
+    from rekindle.core.keys import parse_layout
     from rekindle.core.size import human_bytes
+    from rekindle.settings import Settings
 
     with _opened(folder, key_file) as store:
         rows, models = store.entries(), _models(store)
+        room_bytes = _room_bytes(store)
         found: dict[str, Any] = {
             "folder": str(store.folder),
+            "limit": Settings.load().disk_limit,
+            "free_bytes": room_bytes,
             "entries": len(rows),
             "tokens": sum(row.tokens for row in rows),
             "bytes": sum(row.size_bytes for row in rows),
@@ -82,7 +87,8 @@ def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False)
     for shelf, about in models.items():
         own = [row for row in rows if row.shelf == shelf]
         numbers = {"entries": len(own), "tokens": sum(r.tokens for r in own), "bytes": sum(r.size_bytes for r in own)}
-        by_model.append({**about, **numbers, "saved_ms": sum(r.saved_ms for r in own)})
+        room = room_bytes // parse_layout(about.pop("layout")).token_bytes
+        by_model.append({**about, **numbers, "saved_ms": sum(r.saved_ms for r in own), "room_tokens": room})
     best = sorted(rows, key=lambda row: -row.saved_ms)[:10]
     if json:
         print_json({**found, "models": by_model, "best": [_as_json(row, models) for row in best]})
@@ -91,14 +97,26 @@ def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False)
         shown = human_bytes(value) if name.endswith("bytes") else value
         typer.echo(f"{name.replace('_', ' '):14} {shown}")
     print_table(
-        ["model", "adapter", "tenant", "entries", "tokens", "size", "saved"],
+        ["model", "adapter", "tenant", "entries", "tokens", "size", "saved", "room"],
         [
             [
                 *(m["model"] or m["identity"][:8], m["adapter"] or "-", m["tenant"]),
                 *(str(m["entries"]), str(m["tokens"]), human_bytes(m["bytes"]), f"{m['saved_ms'] / 1000:.1f} s"),
+                f"for {m['room_tokens']:,} tokens of this model",
             ]
             for m in by_model
         ],
+    )
+    print_table(
+        ["entry", "model", "tokens", "hits", "saved"],
+        [
+            [
+                *(row.name[:8], models[row.shelf]["model"] or models[row.shelf]["identity"][:8]),
+                *(f"{row.depth * 32}+{row.tokens}", str(row.hits), f"{row.saved_ms:,.0f} ms"),
+            ]
+            for row in best
+        ],
+        title="\nentries that saved most",
     )
 
 
@@ -172,12 +190,15 @@ def prune(
 
 @cache.command()
 def clear(yes: Yes = False, folder: Folder = None, key_file: KeyFile = None) -> None:
-    """Remove everything, pinned entries too."""
+    """Remove everything, pinned entries and what is remembered of requests too."""
+    from rekindle.store.history import forget_all
+
     with _opened(folder, key_file, write=True) as store:
         rows = store.entries()
         if not yes and rows:
             typer.confirm(f"Remove all {len(rows)} entries of {store.folder}?", abort=True)
         store.remove(rows)
+        forget_all(store)
         store.collect()
     typer.echo(f"{len(rows)} removed")
 
@@ -239,14 +260,13 @@ def import_entries(
 ) -> None:
     """Verify an archive, all of it, then keep what is new."""
     from rekindle.cli.console import counting, print_json
-    from rekindle.config import cache_folder
     from rekindle.store.archive import import_
     from rekindle.store.settings import StoreSettings
     from rekindle.store.tiered import TieredStore
 
     settings = StoreSettings(disk_limit=disk_limit or "90%", memory_limit=0, key=_key(key_file))
     with counting("import") as progress:
-        place = folder or cache_folder()
+        place = folder or _chosen_folder()
         done = import_(lambda: TieredStore(place, settings), file, evict=disk_limit is not None, progress=progress)
     if json:
         print_json(asdict(done))
@@ -261,11 +281,10 @@ def import_entries(
 @contextmanager
 def _opened(folder: Path | None, key_file: Path | None, *, write: bool = False) -> Iterator[DiskStore]:
     """The cache of a folder that exists: looking at one must not make it."""
-    from rekindle.config import cache_folder
     from rekindle.store.disk import CATALOG, DiskStore
     from rekindle.store.settings import StoreSettings
 
-    place = folder or cache_folder()
+    place = folder or _chosen_folder()
     if not (place / CATALOG).is_file():
         raise CacheUnusable(f"There is no cache in {place}. Name one with --folder.")
     # Whoever runs the cache knows its limit; looking at it here must not evict anything.
@@ -280,6 +299,15 @@ def _opened(folder: Path | None, key_file: Path | None, *, write: bool = False) 
         store.close()
 
 
+def _chosen_folder() -> Path:
+    """The folder of the settings, else the user's own."""
+    from rekindle.config import cache_folder
+    from rekindle.settings import Settings
+
+    chosen = Settings.load().cache
+    return cache_folder() if chosen is None or chosen == "off" else Path(chosen)
+
+
 def _key(path: Path | None) -> bytes | None:
     if path is None:
         return None
@@ -289,8 +317,19 @@ def _key(path: Path | None) -> bytes | None:
         raise InvalidSetting(f"The key file {path} cannot be read: {error}.") from error
 
 
+def _room_bytes(store: DiskStore) -> int:
+    """What may still be kept without evicting anything, under the limit of the settings."""
+    from rekindle.core.size import parse_limit
+    from rekindle.settings import Settings
+
+    with store.database.reading() as connection:
+        used = store.room.used_bytes(connection)
+    limit = parse_limit(Settings.load().disk_limit).resolve(store.files.free_bytes(store.folder) + used)
+    return max(0, min(limit - used, store.files.free_bytes(store.folder)))
+
+
 def _models(store: DiskStore) -> dict[int, dict[str, Any]]:
-    columns = ("model", "identity", "tenant", "adapter", "codec")
+    columns = ("model", "identity", "tenant", "adapter", "codec", "layout")
     with store.database.reading() as connection:
         rows = connection.execute(f"SELECT id, {', '.join(columns)} FROM shelves").fetchall()
     return {row[0]: dict(zip(columns, row[1:], strict=True)) for row in rows}
@@ -299,7 +338,8 @@ def _models(store: DiskStore) -> dict[int, dict[str, Any]]:
 def _as_json(row: Any, models: dict[int, dict[str, Any]]) -> dict[str, Any]:
     fields = ("name", "depth", "tokens", "blocks", "live", "hits", "saved_ms", "kept", "used")
     about = {field: getattr(row, field) for field in fields}
-    return {**about, "bytes": row.size_bytes, "pinned": bool(row.pinned), **models[row.shelf]}
+    shelf = {name: value for name, value in models[row.shelf].items() if name != "layout"}
+    return {**about, "bytes": row.size_bytes, "pinned": bool(row.pinned), **shelf}
 
 
 def _entries(count: int) -> str:

@@ -18,6 +18,7 @@ import typer
 
 from rekindle.core.request import DEFAULT_MAX_TOKENS
 from rekindle.errors import InvalidPrompt
+from rekindle.settings import doc_of
 
 Group = Callable[..., dict[str, Any]]
 
@@ -41,13 +42,26 @@ System = Annotated[str | None, typer.Option(help="The system message.")]
 
 
 def loading_options(
-    engine: Annotated[str, typer.Option(help="The engine: hf.")] = "hf",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
-    context: Annotated[int | None, typer.Option(help="Use at most so many tokens of the model's context.")] = None,
+    engine: Annotated[str | None, typer.Option(help=doc_of("engine"))] = None,
+    device: Annotated[str | None, typer.Option(help=doc_of("device"))] = None,
+    dtype: Annotated[str | None, typer.Option(help=doc_of("dtype"))] = None,
+    context: Annotated[int | None, typer.Option(help=doc_of("context"))] = None,
+    cache: Annotated[str | None, typer.Option(help=doc_of("cache"))] = None,
+    reuse: Annotated[str | None, typer.Option(help=doc_of("reuse"))] = None,
+    memory_limit: Annotated[str | None, typer.Option(help=doc_of("memory_limit"))] = None,
+    disk_limit: Annotated[str | None, typer.Option(help=doc_of("disk_limit"))] = None,
+    tenant: Annotated[str | None, typer.Option(help=doc_of("tenant"))] = None,
+    cache_salt: Annotated[str | None, typer.Option(help=doc_of("cache_salt"))] = None,
+    deterministic: Annotated[
+        bool | None, typer.Option("--deterministic/--no-deterministic", help=doc_of("deterministic"))
+    ] = None,
+    keep_reply_tokens: Annotated[
+        bool | None, typer.Option("--keep-reply-tokens/--no-keep-reply-tokens", help=doc_of("keep_reply_tokens"))
+    ] = None,
 ) -> dict[str, Any]:
-    """How a model is loaded."""
-    return {"engine": engine, "device": device, "dtype": dtype, "context": context}
+    """The settings that were given as flags; the others come from the environment, the file and the defaults."""
+    given = dict(locals())  # the parameters: nothing else is local yet
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def sampling_options(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 # What a tool wrote about itself, not about the model: a re-saved folder is the same model. The type of the numbers
 # in the files is left out because the weights digest covers it and the type computed with is a field of its own.
@@ -25,13 +25,14 @@ class Identity:
     weights: str
     config: str
     tokenizer: str
+    template: str
     dtype: str
     rope: str
 
     @property
     def digest(self) -> str:
         """One name for all of it, 32 hexadecimal digits."""
-        return digest_of_fields("rekindle/identity/1", self.weights, self.config, self.tokenizer, self.dtype, self.rope)
+        return digest_of_fields("rekindle/identity/2", *asdict(self).values())
 
     def with_rope(self, regime: str) -> Identity:
         """The same model under another rotary regime."""

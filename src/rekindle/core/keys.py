@@ -93,6 +93,18 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     return narrow.tobytes()
 
 
+def common_tokens(a: bytes, b: bytes) -> int:
+    """How many first tokens two prompts share."""
+    shorter = min(len(a), len(b))
+    if a[:shorter] == b[:shorter]:
+        return shorter // TOKEN_BYTES
+    low, high = 0, shorter  # the first differing byte by bisection: slices compare faster than bytes one by one
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle)
+    return low // TOKEN_BYTES
+
+
 def child_key(parent: NodeKey, tokens: bytes) -> NodeKey:
     """The key of the block of `tokens` that follows `parent`."""
     return chain(parent, tokens)[0]

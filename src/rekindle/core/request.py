@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
 
-from rekindle.errors import InvalidPrompt, InvalidSampling, InvalidSetting
+from rekindle.errors import InvalidPrompt, InvalidSampling, InvalidSetting, nearest
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Overflow = Literal["refuse", "drop-oldest"]
 FinishReason = Literal["stop", "length"]
+ReuseLevel = Literal["exact", "off"]
 
 DEFAULT_MAX_TOKENS = 512
 _LARGEST_SEED = 2**64 - 1
@@ -94,13 +94,17 @@ class Options(TypedDict, total=False):
     min_p: float
     repetition_penalty: float
     seed: int | None
+    reuse: ReuseLevel | None
+    tenant: str | None
+    cache_salt: str | None
 
 
 @dataclass(frozen=True)
 class Request:
     """One generation: a prompt (text, token ids or messages) and how to continue it.
 
-    Before `min_tokens` the model cannot end its reply; at `max_tokens` it is cut off.
+    Before `min_tokens` the model cannot end its reply; at `max_tokens` it is cut off. `reuse`, `tenant` and
+    `cache_salt` are the session's unless they are given.
     """
 
     prompt: str | tuple[int, ...] | tuple[Message, ...]
@@ -109,6 +113,9 @@ class Request:
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     overflow: Overflow = "refuse"
+    reuse: ReuseLevel | None = None
+    tenant: str | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         _check_whole("max_tokens", self.max_tokens, low=0, hint="0 only reads the prompt")
@@ -117,6 +124,8 @@ class Request:
             raise InvalidSampling("A stop string is empty and would stop before the first token. Leave it out.")
         if self.overflow not in get_args(Overflow):
             raise InvalidSetting(f"overflow={self.overflow!r} is unknown. Use 'refuse' or 'drop-oldest'.")
+        if self.reuse is not None and self.reuse not in get_args(ReuseLevel):
+            raise InvalidSetting(f"reuse={self.reuse!r} is unknown. Use 'exact' or 'off'.")
 
     @classmethod
     def of(cls, prompt: PromptLike, **options: Unpack[Options]) -> Request:
@@ -124,7 +133,7 @@ class Request:
         known = set(Options.__annotations__)
         for name in options:
             if name not in known:
-                raise InvalidSetting(f"Unknown option {name!r}.{_nearest(name, known)}")
+                raise InvalidSetting(f"Unknown option {name!r}.{nearest(name, known)}")
         chosen: dict[str, Any] = dict(options)
         sampling = Sampling(**{f.name: chosen.pop(f.name) for f in fields(Sampling) if f.name in chosen})
         stop = chosen.pop("stop", ())
@@ -134,11 +143,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many tokens went in and came out."""
+    """How many tokens went in and came out, and how many of those that went in did not have to be computed."""
 
     prompt_tokens: int
     completion_tokens: int
     dropped_messages: int = 0
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -155,6 +165,38 @@ class Timings:
     tokens_per_second: float | None  # of the tokens after the first; None when there is only one
 
 
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What a prompt was spared, and why not more.
+
+    level               what was allowed: exact, off
+    engine              tokens whose KV was still in the engine
+    memory, disk        tokens whose KV was loaded from there
+    computed            tokens that were computed
+    load_seconds        what bringing KV took; most of it overlaps with computing
+    predicted_seconds   what the prefill was expected to take; None while nothing was measured
+    cold_seconds        what computing everything was expected to take
+    miss                why the rest was computed: None (only the last token was), "off", "unknown" (nothing like it
+                        is known), "differs" (what is known goes on otherwise, or ends), "slower" (loading would have
+                        been), "lost" (KV could not be read), "late" (the cache did not answer)
+    """
+
+    level: ReuseLevel
+    computed: int
+    engine: int = 0
+    memory: int = 0
+    disk: int = 0
+    load_seconds: float = 0.0
+    predicted_seconds: float | None = None
+    cold_seconds: float | None = None
+    miss: str | None = None
+
+    @property
+    def reused(self) -> int:
+        """Tokens that were not computed."""
+        return self.engine + self.memory + self.disk
+
+
 @dataclass(frozen=True)
 class Reply:
     """A finished generation. `str(reply)` is its text."""
@@ -164,6 +206,7 @@ class Reply:
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
+    reuse: Reuse
 
     def __str__(self) -> str:
         return self.text
@@ -176,6 +219,7 @@ class Reply:
             "finish_reason": self.finish_reason,
             "usage": {**asdict(self.usage), "total_tokens": self.usage.total_tokens},
             "timings": asdict(self.timings),
+            "reuse": asdict(self.reuse),
         }
 
     def _repr_html_(self) -> str:
@@ -187,8 +231,9 @@ class Reply:
     def summary(self) -> str:
         """One line for people: sizes and times."""
         rate = self.timings.tokens_per_second
+        cached = f" ({self.usage.cached_tokens} reused)" if self.usage.cached_tokens else ""
         parts = [
-            f"{self.usage.prompt_tokens} tokens in, {self.usage.completion_tokens} out",
+            f"{self.usage.prompt_tokens} tokens in{cached}, {self.usage.completion_tokens} out",
             f"first token {self.timings.first_token_seconds:.3f} s",
         ]
         if rate is not None:
@@ -228,7 +273,7 @@ def _parse_message(item: MessageLike) -> Message:
         extra = {key: value for key, value in item.items() if key not in ("role", "content")}
         message = Message(item["role"], "" if item["content"] is None else item["content"], extra)
     if message.role not in get_args(Role):
-        raise InvalidPrompt(f"Unknown role {message.role!r}.{_nearest(str(message.role), get_args(Role))}")
+        raise InvalidPrompt(f"Unknown role {message.role!r}.{nearest(str(message.role), get_args(Role))}")
     if not isinstance(message.content, str):
         raise InvalidPrompt(
             f"The content of a message is text; this one is {type(message.content).__name__}. "
@@ -266,9 +311,3 @@ def _check_whole(name: str, value: int, *, low: int, high: int | None = None, hi
 def _is_whole(value: object) -> bool:
     # numpy's integers are not ints, but they are whole numbers.
     return not isinstance(value, bool) and hasattr(value, "__index__")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    choices = sorted(known)
-    close = get_close_matches(name, choices, n=1)
-    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(choices)}."

@@ -56,11 +56,24 @@ class EngineSequence(Protocol):
         """How many positions fit."""
 
     @property
+    def size_bytes(self) -> int:
+        """How much memory its buffers take."""
+
+    @property
     def regime(self) -> str:
         """The rotary regime its keys are computed under."""
 
+    def reserve(self, capacity: int) -> None:
+        """Make room for at least `capacity` positions; what is present stays. Raises `StepRefused` beyond the context.
+
+        Not while a step of the sequence runs.
+        """
+
     def export(self, span: Span) -> Kv:
-        """A copy of the KV of `span`, which must be present. Raises `StepRefused` if it is not."""
+        """A copy of the KV of `span`, which must be present. Raises `StepRefused` if it is not.
+
+        May be called while a step appends to the sequence behind `span`.
+        """
 
     def truncate(self, length: int) -> None:
         """Forget every position from `length` on. Raises `StepRefused` if fewer are present."""
@@ -83,7 +96,8 @@ class KvFeed(Protocol):
     def fill(self, layer: int, out: LayerKv) -> None:
         """Write the KV of `span` in `layer` into `out`, the sequence's own buffer; block until it is there.
 
-        `out` is only valid during the call. What it raises ends the step.
+        Called from a thread of the engine, ahead of the layers being computed. `out` is only valid during the call.
+        What it raises ends the step; a step that is cancelled does not wait for it.
         """
 
 
@@ -169,6 +183,9 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, control tokens left out."""
 
+    def spell(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, control tokens spelled out: for people who look for a difference."""
+
 
 class Engine(Protocol):
     """A loaded model. `step` may be called from several threads; calls are served one after the other."""
@@ -176,6 +193,10 @@ class Engine(Protocol):
     @property
     def name(self) -> str:
         """The model's name, for people."""
+
+    @property
+    def device(self) -> str:
+        """What it computes on, for people: cpu, or the name of an accelerator."""
 
     @property
     def capabilities(self) -> Capabilities:

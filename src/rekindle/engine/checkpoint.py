@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,10 @@ from rekindle.models.digest import digest_of_files
 _TOKENIZER_FILES = (
     *TOKENIZER_FILES,
     "merges.txt",
-    "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
 )
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,7 @@ class Fingerprint:
     weights: str
     config: str
     tokenizer: str
+    template: str
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def load_checkpoint(folder: Path, device: str, dtype: str) -> Checkpoint:
     config_digest = digest_of_config(config.to_dict())
 
     def fingerprint() -> Fingerprint:
-        return Fingerprint(digest_of_files(weights), config_digest, _tokenizer_digest(folder))
+        return Fingerprint(digest_of_files(weights), config_digest, _tokenizer_digest(folder), _template_digest(folder))
 
     return Checkpoint(model, tokenizer, placement, fingerprint)
 
@@ -103,7 +103,7 @@ def fingerprint_of(model: PreTrainedModel) -> Fingerprint:
         state.update(f"{name} {tuple(flat.shape)} {flat.dtype}\n".encode())
         state.update(flat.view(-1).view(torch.uint8).numpy().data)
     config = digest_of_config(model.config.to_dict())
-    return Fingerprint(state.hexdigest(), config, digest_of_fields("no tokenizer"))
+    return Fingerprint(state.hexdigest(), config, digest_of_fields("no tokenizer"), digest_of_fields("no template"))
 
 
 def _load_config(folder: Path) -> Any:
@@ -149,8 +149,26 @@ def _stop_ids(tokenizer: Any, model: PreTrainedModel) -> list[int]:
 
 
 def _tokenizer_digest(folder: Path) -> str:
-    fields: list[str | bytes] = ["rekindle/tokenizer/1"]
+    fields: list[str | bytes] = ["rekindle/tokenizer/2"]
     for name in _TOKENIZER_FILES:
         path = folder / name
         fields += [name, path.read_bytes() if path.is_file() else b""]
-    return digest_of_fields(*fields)
+    config, _ = _tokenizer_config(folder)
+    return digest_of_fields(*fields, config)
+
+
+def _template_digest(folder: Path) -> str:
+    _, inline = _tokenizer_config(folder)
+    files = [path.read_bytes() if (path := folder / name).is_file() else b"" for name in _TEMPLATE_FILES]
+    return digest_of_fields("rekindle/template/1", *files, inline)
+
+
+def _tokenizer_config(folder: Path) -> tuple[str, str]:
+    """The tokenizer's config without its chat template, and the template, which older folders keep in there."""
+    path = folder / "tokenizer_config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return "", ""
+    template = config.pop("chat_template", None)
+    return json.dumps(config, sort_keys=True), json.dumps(template, sort_keys=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,12 @@ class ByteTokenizer:
         """The text of the bytes; a cut-off character becomes U+FFFD."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
+    def spell(self, tokens: Sequence[int]) -> str:
+        """The same, with the two control tokens spelled out."""
+        names = {_START: "<start>", _END: "<end>"}
+        runs = groupby(tokens, key=lambda token: token in names)
+        return "".join("".join(names[t] for t in run) if control else self.decode(list(run)) for control, run in runs)
+
 
 class FakeSequence:
     """KV in numpy arrays. See `EngineSequence` for the contract."""
@@ -70,6 +77,11 @@ class FakeSequence:
             raise Closed("The sequence was closed. Open a new one.")
         return self._length
 
+    @property
+    def size_bytes(self) -> int:
+        """How much memory its arrays take."""
+        return self._kv.nbytes
+
     def buffer(self, layer: int, span: Span) -> LayerKv:
         """The layer's own buffer of `span`."""
         keys, values = self._kv[layer]
@@ -85,6 +97,14 @@ class FakeSequence:
             raise StepRefused(f"Cannot truncate to {length}: {self.length} positions are present.")
         self._length = length
         self._kv[:, :, :, length:] = np.nan
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` positions; what is present stays."""
+        self.engine.check_capacity(capacity)
+        more = capacity - self.capacity
+        if more > 0:
+            self._kv = np.pad(self._kv, ((0, 0),) * 3 + ((0, more), (0, 0)), constant_values=np.nan)
+            self.capacity = capacity
 
     def export(self, span: Span) -> Kv:
         """A copy of the KV of `span`."""
@@ -102,6 +122,7 @@ class FakeEngine:
     """The engine. `seed` makes another model, `context_tokens` another context."""
 
     capabilities = Capabilities(layer_feeds=True, scattered=True, selects=True, probes=True)
+    device = "cpu"
     prefill_tokens = 256
 
     def __init__(self, *, seed: int = 0, context_tokens: int = 4096) -> None:
@@ -121,15 +142,20 @@ class FakeEngine:
     def identity(self, regime: str) -> Identity:
         """Made of the seed, which is all there is."""
         digest = digest_of_fields("rekindle/fake/1", str(self._seed))
-        return Identity(digest, digest, digest_of_fields("bytes"), self.layout.dtype, regime)
+        tokenizer = digest_of_fields("bytes")
+        return Identity(digest, digest, tokenizer, tokenizer, self.layout.dtype, regime)
 
     def open(self, capacity: int, regime: str) -> FakeSequence:
         """An empty sequence with room for `capacity` tokens."""
         if regime != _REGIME:
             raise StepRefused(f"The regime {regime!r} is unknown. Ask `regime(tokens)`.")
+        self.check_capacity(capacity)
+        return FakeSequence(self, capacity)
+
+    def check_capacity(self, capacity: int) -> None:
+        """Raises `StepRefused` for a capacity beyond the context."""
         if not 0 < capacity <= self.context_tokens:
             raise StepRefused(f"A capacity of {capacity} does not fit the context of {self.context_tokens} tokens.")
-        return FakeSequence(self, capacity)
 
     def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         """Compute the rows, one after the other."""

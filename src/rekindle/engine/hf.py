@@ -59,6 +59,7 @@ class HfEngine:
         self.prefill_tokens = _PREFILL_TOKENS[model.device.type]
         if self._decoder.family not in TESTED_FAMILIES:
             self._check_against_model()
+        self._pool.warm()
 
     @classmethod
     def load(
@@ -79,6 +80,12 @@ class HfEngine:
         )
 
     @property
+    def device(self) -> str:
+        """What it computes on, for people."""
+        device = self.placement.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+    @property
     def layout(self) -> KvLayout:
         """The shape and type of its KV."""
         return self._live().layout
@@ -93,7 +100,7 @@ class HfEngine:
         if self._known is None:
             self._known = self._fingerprint()
         known = self._known
-        return Identity(known.weights, known.config, known.tokenizer, self.layout.dtype, regime)
+        return Identity(known.weights, known.config, known.tokenizer, known.template, self.layout.dtype, regime)
 
     def open(self, capacity: int, regime: str) -> TorchSequence:
         """An empty sequence with room for `capacity` tokens."""
@@ -102,7 +109,7 @@ class HfEngine:
             raise StepRefused(f"A capacity of {capacity} does not fit the context of {self.context_tokens} tokens.")
         if regime not in self._live().rope.regimes:
             raise StepRefused(f"The regime {regime!r} is unknown. Ask `regime(tokens)`.")
-        return TorchSequence(self._pool, capacity, regime)
+        return TorchSequence(self._pool, capacity, regime, self.context_tokens)
 
     def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         """Compute the rows in one pass."""
@@ -131,7 +138,8 @@ class HfEngine:
         if self._recorder is not None and not (cancelled is not None and cancelled()):
             logits = self._recorder.run(rows, self.context_tokens)
         if logits is None:
-            logits = decoder.run(Pass(rows, decoder.device, len(decoder.layout.layers), cancelled))
+            with Pass(rows, decoder.device, len(decoder.layout.layers), cancelled) as step:
+                logits = decoder.run(step)
         stops = np.cumsum([row.wanted for row in rows])
         return np.split(logits.float().cpu().numpy(), stops[:-1])
 

@@ -16,10 +16,11 @@ from torch import Tensor
 from rekindle.engine import probe
 from rekindle.engine.attention import Scores, Tile, attend, cut_tiles
 from rekindle.engine.base import Positions
+from rekindle.engine.filling import Filling
 from rekindle.engine.layers import StepPass
 from rekindle.engine.rope import Rope, Rotation
 from rekindle.engine.rows import CheckedRow
-from rekindle.engine.sequence import Landing, Slots, TorchSequence
+from rekindle.engine.sequence import Slots, TorchSequence
 from rekindle.errors import Cancelled, StepRefused
 
 
@@ -84,7 +85,8 @@ class Pass(StepPass):
         self._layers = layers
         self._cancelled = cancelled
         self._choosing = any(row.row.selector is not None for row in rows)
-        self._fed = any(row.row.feeds for row in rows)
+        feeds = [(lane.sequence, feed) for lane in self.lanes for feed in lane.checked.row.feeds]
+        self._filling = Filling(feeds, layers, device) if feeds else None
         self.tokens = torch.from_numpy(np.concatenate([row.tokens for row in rows]))[None].to(device)
         self._pack()
 
@@ -127,14 +129,17 @@ class Pass(StepPass):
 
     def fill(self, layer: int) -> None:
         """Wait for what the feeds bring to this layer."""
-        if not self._fed:
-            return
-        for lane in self.lanes:
-            for feed in lane.checked.row.feeds:
-                if layer in feed.layers:
-                    landing = Landing(lane.sequence, layer, feed.span)
-                    feed.fill(layer, landing.out)
-                    landing.land()
+        if self._filling is not None:
+            self._filling.wait(layer, self._cancelled)
+
+    def __enter__(self) -> Pass:
+        if self._filling is not None:
+            self._filling.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._filling is not None:
+            self._filling.stop()
 
     def rotations(self, rope: Rope, hidden: Tensor) -> dict[str, Rotation] | None:
         """The rotations of the packed positions, each lane under its own regime."""

@@ -73,6 +73,10 @@ class TextTokenizer:
         """The text of tokens, control tokens left out."""
         return str(self._backend.decode(list(tokens), skip_special_tokens=True))
 
+    def spell(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, control tokens spelled out."""
+        return str(self._backend.decode(list(tokens), skip_special_tokens=False))
+
     def _forbidden(self, message: Message) -> re.Pattern[str]:
         """What must stay text in a message."""
         return self._special if message.role == "assistant" else self._control

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, NodeKey, chain
+from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, NodeKey, chain, common_tokens
 from rekindle.core.kv import Span
 
 
@@ -89,6 +89,15 @@ class Match:
         """The node that block number `block` of the prompt hangs on."""
         return self.keys[block - 1] if block else self.root
 
+    def until(self, length: int) -> Match:
+        """The same, of at most the first `length` tokens: for loading less than is known."""
+        pieces = [
+            Piece(piece.extent, piece.name, piece.first, Span(piece.span.start, min(piece.span.stop, length)))
+            for piece in self.pieces
+            if piece.span.start < length
+        ]
+        return Match(self.root, self.tokens, self.keys, tuple(pieces))
+
     def gap(self) -> Span | None:
         """What is to be kept of the prompt: from the first block not known whole. None if every token is known."""
         count = len(self.tokens) // TOKEN_BYTES
@@ -148,16 +157,22 @@ def _inside_block(rows: Rows, parent: NodeKey, rest: bytes, depth: int) -> Piece
     best: Piece | None = None
     start = depth * BLOCK_TOKENS
     for neighbour in rows.neighbours(parent, rest):
-        common = _common_tokens(neighbour.tokens, rest)
+        common = common_tokens(neighbour.tokens, rest)
         spot = neighbour.spot
         if common > (len(best.span) if best else 0) and (name := rows.name(spot.extent)) is not None:
             best = Piece(spot.extent, name, spot.place, Span(start, start + common))
     return best
 
 
-def _common_tokens(a: bytes, b: bytes) -> int:
-    shorter = min(len(a), len(b))
-    if a[:shorter] == b[:shorter]:
-        return shorter // TOKEN_BYTES
-    differing = next(index for index in range(shorter) if a[index] != b[index])
-    return differing // TOKEN_BYTES
+def continuation(rows: Rows, match: Match) -> bytes | None:
+    """The tokens with which something known goes on where `match` ends and the prompt does not; None if nothing does.
+
+    Of several, those of the nearest in the order of token bytes.
+    """
+    block = match.full_blocks
+    rest = match.tokens[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+    known = (match.length - block * BLOCK_TOKENS) * TOKEN_BYTES
+    for neighbour in rows.neighbours(match.key_before(block), rest):
+        if neighbour.tokens[:known] == rest[:known] and len(neighbour.tokens) > known:
+            return neighbour.tokens[known:]
+    return None

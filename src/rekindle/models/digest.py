@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rekindle.config import home_folder
 from rekindle.core.identity import digest_of_fields
+from rekindle.remembered import Remembered
 
 _PIECE_BYTES = 64 << 20
 _REMEMBERED = 1000  # files; the oldest are forgotten
@@ -22,13 +20,13 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 def digest_of_files(paths: Sequence[Path], progress: Progress | None = None) -> str:
     """One digest over the contents of the files, in the order given; their names do not count."""
-    memory = _Memory(home_folder() / "digests.json")
+    memory = Remembered(home_folder() / "digests.json", _REMEMBERED)
     sizes = [path.stat().st_size for path in paths]
     digests, done, total = [], 0, sum(sizes)
     for path, size in zip(paths, sizes, strict=True):
         key = _key(path)
         digest = memory.recall(key)
-        if digest is None:
+        if not isinstance(digest, str):
             digest = _digest_of_file(path, size)
             memory.keep(key, digest)
         digests.append(digest)
@@ -69,33 +67,3 @@ def _key(path: Path) -> str:
         about.st_dev,
     )
     return ":".join(map(str, fields))
-
-
-class _Memory:
-    """Digests of files seen before, in one small JSON file. Losing it costs one more read of the weights."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def recall(self, key: str) -> str | None:
-        """The digest kept under `key`."""
-        return self._load().get(key)
-
-    def keep(self, key: str, digest: str) -> None:
-        """Remember a digest; if the disk refuses, it is read again next time."""
-        known = self._load()
-        known[key] = digest
-        recent = dict(list(known.items())[-_REMEMBERED:])
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=".digests-")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(recent, file)
-            Path(name).replace(self._path)
-
-    def _load(self) -> dict[str, str]:
-        try:
-            known = json.loads(self._path.read_text("utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return {str(k): str(v) for k, v in known.items()} if isinstance(known, dict) else {}

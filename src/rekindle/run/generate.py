@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.core.request import FinishReason, Message, Reply, Request, Timings, Usage
+from rekindle.core.request import FinishReason, Message, Reply, Request, Reuse, Timings, Usage
 from rekindle.engine.base import Engine, EngineSequence, Logits, Row
 from rekindle.errors import Cancelled
-from rekindle.run.prefill import prefill
+from rekindle.run.context import Context
 from rekindle.run.prompt import PromptTokens
 from rekindle.run.sample import Sampler
 from rekindle.run.text import Detokenizer, StopWatch
@@ -24,7 +24,7 @@ _CONTEXT_TOKENS = 8  # of a text that is continued, for the detokenizer
 
 
 class Generation:
-    """The state of one reply being decoded. Its sequence holds the context; whoever opened it closes it."""
+    """The state of one reply being decoded."""
 
     def __init__(self, engine: Engine, request: Request, prompt: PromptTokens, *, started: float) -> None:
         self._engine = engine
@@ -74,20 +74,23 @@ class Generation:
         self._pieces.append(text)
         return text
 
-    def reply(self) -> Reply:
-        """The finished reply."""
+    def reply(self, reuse: Reuse) -> Reply:
+        """The finished reply; `reuse` tells what its prompt was spared."""
         assert self.finish_reason is not None, "a reply exists once the generation is finished"
         decoding, after_first = self._last_at - self._first_at, len(self._tokens) - 1
         return Reply(
             text="".join(self._pieces),
             tokens=tuple(self._tokens),
             finish_reason=self.finish_reason,
-            usage=Usage(len(self._prompt.tokens), len(self._tokens), self._prompt.dropped_messages),
+            usage=Usage(
+                len(self._prompt.tokens), len(self._tokens), self._prompt.dropped_messages, cached_tokens=reuse.reused
+            ),
             timings=Timings(
                 first_token_seconds=self._first_at - self._started,
                 decode_seconds=decoding,
                 tokens_per_second=after_first / decoding if after_first > 0 and decoding > 0 else None,
             ),
+            reuse=reuse,
         )
 
     def _without_stops(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -112,28 +115,19 @@ class Generation:
             self._first_at = self._last_at
 
 
-def decode(engine: Engine, generation: Generation, cancelled: Callable[[], bool]) -> Iterator[str]:
-    """The text of the reply in pieces. Raises `Cancelled` within a token of being asked to stop."""
-    sequence = _open(engine, generation)
+def decode(engine: Engine, generation: Generation, context: Context, cancelled: Callable[[], bool]) -> Iterator[str]:
+    """The text that follows the first token, in pieces, until the reply is finished or its context is void.
+
+    A context is void once it grew past a length where the model's rotary embedding changes. Raises `Cancelled` within
+    a token of being asked to stop. However it ends, the context knows what it holds.
+    """
+    sequence = context.sequence
     try:
-        text = generation.take(prefill(engine, sequence, generation.context, cancelled))
-        while True:
-            if text:
-                yield text
-            if generation.finish_reason is not None:
-                return
+        while generation.finish_reason is None and engine.regime(len(generation.context)) == sequence.regime:
             if cancelled():
                 raise Cancelled("The request was cancelled.")
-            if engine.regime(len(generation.context)) != sequence.regime:
-                # The context grew past a length where its rotary embedding changes: all KV is void.
-                sequence.close()
-                sequence = _open(engine, generation)
-                text = generation.take(prefill(engine, sequence, generation.context, cancelled))
-            else:
-                text = generation.take(engine.step([generation.row(sequence)], cancelled)[0])
+            text = generation.take(engine.step([generation.row(sequence)], cancelled)[0])
+            if text:
+                yield text
     finally:
-        sequence.close()
-
-
-def _open(engine: Engine, generation: Generation) -> EngineSequence:
-    return engine.open(generation.capacity, engine.regime(len(generation.context)))
+        context.tokens = generation.context[: sequence.length]

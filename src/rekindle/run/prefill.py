@@ -1,22 +1,103 @@
-"""Filling a sequence with a prompt."""
+"""Carrying out a plan: KV streams into a sequence while the layers before are computed; the rest is computed."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from rekindle.engine.base import Engine, EngineSequence, Logits, Row, Wanted
+from rekindle.core.kv import LayerKv
+from rekindle.core.plan import Compute, Plan
+from rekindle.engine.base import Engine, KvFeed, Logits, Row, Wanted
+from rekindle.errors import Cancelled, KvLost
+from rekindle.reuse.cost import Costs
+from rekindle.run.context import Context
+from rekindle.run.patience import Deadline
+
+Asked = Callable[[], bool]
 
 
-def prefill(engine: Engine, sequence: EngineSequence, tokens: Sequence[int], cancelled: Callable[[], bool]) -> Logits:
-    """Compute what is missing of `tokens`; the logits `[1, vocabulary]` after the last of them.
+class TimedFeed:
+    """A feed with a deadline, which knows how long it took."""
 
-    At least the last token is always computed. Long prompts go in pieces, which bounds memory.
+    def __init__(self, feed: KvFeed, deadline: Deadline) -> None:
+        self._feed = feed
+        self.span, self.layers = feed.span, feed.layers
+        self.deadline = deadline
+        self.busy_seconds = 0.0
+        self.filling = False
+        self._done = False
+
+    @property
+    def late(self) -> bool:
+        """Whether it should have brought everything by now."""
+        return not self._done and self.deadline.passed
+
+    def fill(self, layer: int, out: LayerKv) -> None:
+        """See `KvFeed`."""
+        started, self.filling = time.perf_counter(), True
+        try:
+            self._feed.fill(layer, out)
+        finally:
+            self.filling = False
+            self.busy_seconds += time.perf_counter() - started
+        self._done = layer == self.layers[-1]
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A context that holds a whole prompt, and the logits `[1, vocabulary]` after its last token.
+
+    `plan` is what was really done; `lost` says why less was reused than planned.
     """
-    sequence.truncate(min(sequence.length, len(tokens) - 1))
-    while True:
-        start = sequence.length
-        stop = min(start + engine.prefill_tokens, len(tokens))
-        wanted: Wanted = "last" if stop == len(tokens) else "none"
-        (logits,) = engine.step([Row.following(sequence, tokens[start:stop], logits=wanted)], cancelled)
-        if stop == len(tokens):
-            return logits
+
+    context: Context
+    logits: Logits
+    plan: Plan
+    load_seconds: float = 0.0
+    lost: str | None = None
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """The tokens of a prompt on their way into a context."""
+
+    engine: Engine
+    costs: Costs
+    tokens: Sequence[int]
+    cancelled: Asked
+
+    def run(self, context: Context, plan: Plan, feed: TimedFeed | None = None) -> Filled:
+        """Carry out a plan whose loads come by `feed`, or are in the context already.
+
+        Raises `KvLost` if the feed fails or is late, and `Cancelled`; the context then holds what it held before.
+        """
+        first, *others = plan.computes
+        logits = self._compute(context, first) if feed is None else self._compute_with(context, first, feed)
+        for step in others:
+            logits = self._compute(context, step)
+        return Filled(context, logits, plan, 0.0 if feed is None else feed.busy_seconds)
+
+    def _compute(self, context: Context, step: Compute) -> Logits:
+        started = time.perf_counter()
+        (logits,) = self.engine.step([self._row(context, step)], self.cancelled)
+        self.costs.computed(step.span, time.perf_counter() - started)
+        context.tokens = tuple(self.tokens[: step.span.stop])
+        return logits
+
+    def _compute_with(self, context: Context, step: Compute, feed: TimedFeed) -> Logits:
+        try:
+            (logits,) = self.engine.step([self._row(context, step, feed)], lambda: self.cancelled() or feed.late)
+        except Cancelled:
+            if self.cancelled():
+                raise
+            limit = feed.deadline.seconds
+            raise KvLost(f"KV from the cache did not come within {limit:.2f} s; it is computed instead.") from None
+        context.tokens = tuple(self.tokens[: step.span.stop])
+        return logits
+
+    def _row(self, context: Context, step: Compute, *feeds: TimedFeed) -> Row:
+        span = step.span
+        wanted: Wanted = "last" if span.stop == len(self.tokens) else "none"
+        tokens = self.tokens[span.start : span.stop]
+        return Row(context.sequence, tokens, range(span.start, span.stop), wanted, feeds)

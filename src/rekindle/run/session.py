@@ -1,26 +1,34 @@
 """A model ready to answer: the life of a request.
 
-request   what people write becomes a `Request`            core/request
-tokens    the model's own template, within its context     run/prompt
-prefill   the prompt's KV into a sequence                  run/prefill
-decode    tokens to text, cancellable at every one         run/generate
+request   what people write becomes a `Request`               core/request
+tokens    the model's own template, within its context        run/prompt
+lookup    what is known of the prompt                         reuse/lookup
+plan      what to load and what to compute                    reuse/planner
+prefill   KV into a sequence, loading while computing         run/prefill
+decode    tokens to text, cancellable at every one            run/generate
+keep      what was new, in the background                     run/keep
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from rekindle.core.request import MessageLike, Options, PromptLike, Reply, Request, parse_prompt
+from rekindle.core.request import Message, MessageLike, Options, PromptLike, Reply, Request, Reuse, parse_prompt
 from rekindle.engine.base import Engine
 from rekindle.errors import Closed
 from rekindle.models.download import Progress
+from rekindle.reuse.reason import content_of
+from rekindle.run.cache import Known, PrefixCache
+from rekindle.run.explain import Explanation, Prompt
 from rekindle.run.generate import Generation, decode
 from rekindle.run.load import EngineOptions, load_engine
 from rekindle.run.prompt import encode_prompt
 from rekindle.run.stream import AsyncStream, Stream
+from rekindle.settings import Settings, SettingsLike
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -32,29 +40,33 @@ class Session:
         with Session("smollm2") as session:
             print(session.chat("What is a cache?"))
 
-    model    a name (smollm2), a folder, a .gguf file, ORG/NAME on the hub, or an engine already loaded
-    device   auto, cpu, cuda, cuda:1, mps
-    dtype    auto, float32, bfloat16, float16
-    context  use at most so many tokens of the model's context
+    model      a name (smollm2), a folder, a .gguf file, ORG/NAME on the hub, or an engine already loaded
+    settings   cache="...", reuse="exact", memory_limit="512MB", disk_limit="10%", deterministic=False, device="auto",
+               ...: see `rekindle.settings`. What is not given comes from the environment and `rekindle.toml`.
     """
 
     def __init__(
         self,
         model: str | os.PathLike[str] | Engine = "smollm2",
         *,
-        engine: str = "hf",
-        device: str = "auto",
-        dtype: str = "auto",
-        context: int | None = None,
         progress: Progress | None = None,
+        **settings: Unpack[SettingsLike],
     ) -> None:
-        """Load the model, pulling it first if it must be. Raises `ModelError`, `EngineMissing`, `InvalidSetting`."""
+        """Load the model, pulling it first if it must be, and open the cache.
+
+        Raises `ModelError`, `EngineMissing`, `InvalidSetting`, and `CacheUnusable` for a folder that was named.
+        """
+        self.settings = Settings.load(settings)
         self._engine: Engine | None
         if isinstance(model, (str, os.PathLike)):
-            options = EngineOptions(engine, device, dtype, context)
+            chosen = self.settings
+            options = EngineOptions(chosen.engine, chosen.device, chosen.dtype, chosen.context)
             self._engine = load_engine(os.fspath(model), options, progress)
         else:
             self._engine = model
+        self.cache = PrefixCache(self._engine, self.settings)
+        # A program that ends without closing its sessions still keeps what they computed.
+        self._finalizer = weakref.finalize(self, self.cache.close)
 
     @property
     def engine(self) -> Engine:
@@ -95,16 +107,77 @@ class Session:
         """`stream` for coroutines: `async for piece in session.astream(...)`."""
         return AsyncStream(self.stream(prompt, **options))
 
+    def warm(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        **options: Unpack[Options],
+    ) -> list[Reuse]:
+        """Compute prompts now and keep their KV, so that they start at once later. What is known costs nothing.
+
+        One prompt, or several: texts, lists of messages, lists of token ids. Returns when all of it is kept.
+        Raises as `generate` does.
+        """
+        todo = as_prompts(prompts)
+        chosen: Options = {**options, "max_tokens": 0}
+        done = []
+        for number, prompt in enumerate(todo):
+            done.append(self.stream(prompt, **chosen).reply.reuse)
+            if progress is not None:
+                progress(number + 1, len(todo))
+        self.flush()
+        return done
+
+    def flush(self, timeout_seconds: float = 60.0) -> bool:
+        """Wait until everything computed so far is on disk; False if that takes longer."""
+        return self.cache.flush(timeout_seconds)
+
     def _answer(self, request: Request, cancelled: Callable[[], bool]) -> Generator[str, None, Reply]:
         started = time.perf_counter()
-        engine = self.engine
+        engine, cache = self.engine, self.cache
         prompt = encode_prompt(engine, request)
         generation = Generation(engine, request, prompt, started=started)
-        yield from decode(engine, generation, cancelled)
-        return generation.reply()
+        reuse: Reuse | None = None
+        while generation.finish_reason is None:  # once; again where a longer context needs other KV
+            known = cache.lookup(request, generation.context)
+            plan = cache.plan(known)
+            filled = cache.fill(known, plan, generation.capacity, cancelled)
+            try:
+                text = generation.take(filled.logits)
+                if reuse is None:
+                    reuse = cache.reuse(known, filled)
+                    cache.note(known, self._prompt(request, known), reuse, filled, time.perf_counter() - started)
+                cache.keep_early(filled.context)
+                if text:
+                    yield text
+                yield from decode(engine, generation, filled.context, cancelled)
+            finally:
+                cache.keep(filled.context)
+        assert reuse is not None
+        return generation.reply(reuse)
+
+    def explain(self, prompt: PromptLike, **options: Unpack[Options]) -> Explanation:
+        """Where the KV of a prompt would come from and why not more of it, without running it.
+
+        Names the first token that differs from what is known, and text that changes from request to request.
+        """
+        request = Request.of(prompt, **options)
+        known = self.cache.lookup(request, encode_prompt(self.engine, request).tokens)
+        plan = self.cache.plan(known)
+        self.cache.forget(known)
+        miss = "off" if known.off else "late" if known.trouble else None
+        if miss is None and plan.reused < min(known.matches.length, len(known.tokens) - 1):
+            miss = "slower"
+        return self.cache.explainer().explain(self._prompt(request, known), plan, known.matches.match, miss)
+
+    def _prompt(self, request: Request, known: Known) -> Prompt:
+        identity = self.engine.identity(self.engine.regime(len(known.tokens)))
+        return Prompt(known.shelf, identity, self.engine.name, known.tokens, content_of(request.prompt))
 
     def close(self) -> None:
-        """Free the model. Idempotent."""
+        """Keep what is waiting, within a bounded time, and free the model. Idempotent."""
+        self._finalizer()
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -122,3 +195,12 @@ class Session:
 def as_messages(messages: str | Sequence[MessageLike]) -> Sequence[MessageLike]:
     """A single text is one user message; it may not be empty."""
     return [{"role": "user", "content": parse_prompt(messages)}] if isinstance(messages, str) else messages
+
+
+def as_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
+    """Several prompts, or one: a text, a list of messages and a list of token ids are one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    single = all(isinstance(item, (Message, Mapping)) or hasattr(item, "__index__") for item in items)
+    return [items] if items and single else items

@@ -45,6 +45,10 @@ class MemoryTier:
         """Whether an extent of that size may be held at all."""
         return 0 < size_bytes <= self.limit_bytes
 
+    def holds(self, name: str) -> bool:
+        """Whether an extent is held."""
+        return name in self._held
+
     def get(self, name: str) -> HeldExtent | None:
         """The extent, which becomes the most recently used."""
         with self._lock:

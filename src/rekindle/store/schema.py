@@ -7,6 +7,8 @@ shelves    what must be equal for KV to be interchangeable.
 seen       keys met once, for admission on second use.
 written    bytes written, by minute, for the write budget.
 totals     the sum of all extents' bytes, kept by triggers: limits are checked at every keep.
+requests   what was asked lately and what came of it, for `explain`: a bounded number, the oldest go.
+identities what a shelf's identity is made of, to tell in which way two models differ.
 """
 
 from __future__ import annotations
@@ -76,5 +78,17 @@ MIGRATIONS: tuple[str, ...] = (
         BEGIN UPDATE totals SET bytes = bytes - OLD.bytes; END;
     CREATE TRIGGER extents_resized AFTER UPDATE OF bytes ON extents
         BEGIN UPDATE totals SET bytes = bytes + NEW.bytes - OLD.bytes; END;
+    """,
+    """
+    CREATE TABLE identities (digest TEXT PRIMARY KEY, fields TEXT NOT NULL) WITHOUT ROWID;
+    CREATE TABLE requests (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        shelf INTEGER NOT NULL,
+        at REAL NOT NULL,
+        tokens BLOB NOT NULL,  -- the first of the prompt
+        content BLOB NOT NULL,  -- chained digests of what was asked, whatever the model makes of it
+        record TEXT NOT NULL
+    );
+    CREATE INDEX requests_shelf ON requests (shelf);
     """,
 )

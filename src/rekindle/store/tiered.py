@@ -10,19 +10,20 @@ import logging
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import psutil
 
+from rekindle.core.identity import Identity
 from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, Shelf, chain, token_bytes
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable, Closed, InvalidSetting, KvLost
-from rekindle.index.prefix import Match, Piece, search
-from rekindle.store import catalog
+from rekindle.index.prefix import Match, Piece, continuation, search
+from rekindle.store import catalog, history
 from rekindle.store.disk import DiskStore, Machine
 from rekindle.store.extents import Damaged
 from rekindle.store.feed import Source, StoredFeed
@@ -104,6 +105,15 @@ class TieredStore:
 
         return self._reading(look, nothing)
 
+    def continuation(self, shelf: Shelf, match: Match) -> bytes | None:
+        """How something known goes on where `match` ends and its prompt does not; None if nothing does."""
+
+        def look() -> bytes | None:
+            with self.disk.view(shelf, self._bad) as rows:
+                return None if rows is None else continuation(rows, match)
+
+        return self._reading(look, None)
+
     def load(self, shelf: Shelf, match: Match) -> StoredFeed:
         """A feed of what `match` found, ready to fill. Raises `KvLost` if it is not there any more."""
         if not match.pieces:
@@ -120,6 +130,10 @@ class TieredStore:
                 self._lost(piece, error)
                 raise KvLost(f"KV from the cache could not be read ({error}); it is computed instead.") from error
         return StoredFeed(shelf.layout, tuple(sources), self.disk.extents, self._lost)
+
+    def holds(self, piece: Piece) -> bool:
+        """Whether a piece's KV is in memory, as far as is known without looking closer."""
+        return self.memory.holds(piece.name)
 
     def used(self, match: Match, saved_ms: float = 0.0) -> None:
         """Note that what `match` found was used, and what that saved. Written to the catalog by `tend`."""
@@ -153,8 +167,9 @@ class TieredStore:
     def keep(self, shelf: Shelf, tokens: Sequence[int], kv: Kv, *, evict: bool = True) -> Kept:
         """Keep KV whose span is what `gap` said of the same tokens, or begins at an earlier block.
 
-        `tokens` may go on behind the span. Returns when it is on disk and visible to every process. Without `evict`
-        it is refused where others would have to go for it.
+        `tokens` may go on behind the span. The arrays are the store's from now on: it may hold them in memory.
+        Returns when it is on disk and visible to every process. Without `evict` it is refused where others would have
+        to go for it.
         """
         data = token_bytes(tokens[: kv.span.stop])
         if kv.span.start % BLOCK_TOKENS or len(kv.span) == 0 or kv.layout != shelf.layout:
@@ -173,7 +188,8 @@ class TieredStore:
             rest = _from(kv, gap.start)
             written = self.disk.keep(shelf, match.root, data, rest, evict=evict)
             if self.memory.fits(written.size_bytes):
-                self.memory.put(written.header.plan.name, HeldExtent(written.header, _copied(rest)))
+                held = kv.layers if rest.span == kv.span else _copied(rest)
+                self.memory.put(written.header.plan.name, HeldExtent(written.header, held))
             self.counts.kept += 1
             return Kept("kept", size_bytes=written.size_bytes)
 
@@ -183,6 +199,13 @@ class TieredStore:
             self.counts.refused += 1
             self._count(str(refusal))
             return Kept("refused", str(refusal))
+
+    def note(
+        self, shelf: Shelf, identity: Identity, tokens: Sequence[int], content: bytes, record: Mapping[str, Any]
+    ) -> None:
+        """Remember a request, for `explain`. What cannot be remembered is not."""
+        if not self.disk.database.read_only:
+            self._writing(lambda: history.note(self.disk, shelf, identity, tokens, content, record), lambda _: None)
 
     def tend(self) -> None:
         """Do what may wait: note uses, hold in memory what was read, remove what expired. Call it when idle."""
@@ -357,5 +380,5 @@ def _from(kv: Kv, start: int) -> Kv:
 
 
 def _copied(kv: Kv) -> tuple[LayerKv, ...]:
-    """Layers of its own: the arrays of a keep belong to whoever gave them."""
+    """Layers of its own: views would hold on to the whole they are a part of."""
     return tuple(LayerKv(layer.keys.copy(), layer.values.copy()) for layer in kv.layers)

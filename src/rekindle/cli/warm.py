@@ -1,0 +1,108 @@
+"""`rekindle warm` and `rekindle explain`: prepare prompts, and ask why one is fast or slow."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rekindle.cli import app
+from rekindle.cli.options import AsJson, System, complete_model, loading_options, takes
+from rekindle.errors import CacheUnusable, InvalidSetting
+
+ModelOption = Annotated[
+    str,
+    typer.Option("--model", "-m", help="A name, a folder, a .gguf file, or ORG/NAME.", autocompletion=complete_model),
+]
+Raw = Annotated[bool, typer.Option("--raw", help="A text is continued as it is, without the chat template.")]
+AsSystem = Annotated[bool, typer.Option("--as-system", help="A text is the system message, not the user's.")]
+
+
+@app.command()
+@takes(loading=loading_options)
+def warm(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Texts, .json or .jsonl with messages.")],
+    loading: dict[str, Any],
+    model: ModelOption = "smollm2",
+    raw: Raw = False,
+    as_system: AsSystem = False,
+    json: AsJson = False,
+) -> None:
+    """Compute prompts now and keep their KV: what begins like them then starts at once, also after a restart."""
+    from rekindle.cli.console import counting, print_json, progress
+    from rekindle.cli.prompts import read_prompts
+    from rekindle.run.session import Session
+
+    named = [(path, prompt) for path in files for prompt in read_prompts(path, raw=raw, as_system=as_system)]
+    with progress(model) as report, Session(model, **loading, progress=report) as session:
+        if session.cache.store is None:
+            raise InvalidSetting("There is no cache to warm: leave out --cache off and --reuse off.")
+        started = time.perf_counter()
+        with counting("warm") as count:
+            done = session.warm([prompt for _, prompt in named], progress=count)
+        seconds = time.perf_counter() - started
+        outcomes = dict(session.cache.keeper.outcomes) if session.cache.keeper else {}
+    computed, known = sum(reuse.computed for reuse in done), sum(reuse.reused for reuse in done)
+    if json:
+        print_json({"prompts": len(done), "computed_tokens": computed, "known_tokens": known, "seconds": seconds})
+        return
+    for (path, _), reuse in zip(named, done, strict=True):
+        typer.echo(f"{path}: {reuse.computed + reuse.reused} tokens, {reuse.reused} known before")
+    typer.echo(f"{computed} tokens computed, {known} known before, {seconds:.1f} s")
+    if refused := outcomes.get("refused", 0) + outcomes.get("failed", 0):
+        typer.echo(f"{refused} could not be kept: is the limit too small? `rekindle cache stats` tells.", err=True)
+
+
+@app.command()
+@takes(loading=loading_options)
+def explain(
+    loading: dict[str, Any],
+    file: Annotated[Path | None, typer.Argument(help="A prompt: a text, or .json with messages.")] = None,
+    last: Annotated[bool, typer.Option("--last", help="Explain the last request that was answered.")] = False,
+    number: Annotated[int, typer.Option("--number", "-n", min=1, help="With --last: the last so many.")] = 1,
+    model: ModelOption = "smollm2",
+    raw: Raw = False,
+    system: System = None,
+    json: AsJson = False,
+) -> None:
+    """Say which spans of a prompt come from where, why the others do not, and what would help."""
+    from rekindle.cli.console import print_json, progress
+    from rekindle.cli.prompts import read_prompts
+    from rekindle.run.session import Session
+
+    if last == (file is not None):
+        raise InvalidSetting("Name a file with a prompt, or say --last.")
+    if file is None:
+        told = _last(loading, number)
+    else:
+        (prompt, *_) = read_prompts(file, raw=raw, as_system=False)
+        if system is not None and isinstance(prompt, list):
+            prompt = [{"role": "system", "content": system}, *prompt]
+        with progress(model) as report, Session(model, **loading, progress=report) as session:
+            told = [session.explain(prompt)]
+    if json:
+        print_json([one.as_dict() for one in told] if last else told[0].as_dict())
+        return
+    for one in told:
+        if one.at is not None:
+            typer.echo(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.at)))
+        typer.echo(str(one))
+
+
+def _last(loading: dict[str, Any], number: int) -> list[Any]:
+    """What was noted about the last requests; no model is needed for that."""
+    from rekindle.run.cache import open_store
+    from rekindle.run.explain import Explanation
+    from rekindle.settings import Settings
+    from rekindle.store import history
+
+    store = open_store(Settings.load(loading))
+    if store is None:
+        raise CacheUnusable("There is no cache, so nothing is known of earlier requests.")
+    with store:
+        found = history.last(store.disk, number)
+    if not found:
+        raise CacheUnusable(f"Nothing was asked yet with the cache in {store.disk.folder}.")
+    return [Explanation.from_dict(asked.record) for asked in found]

@@ -1,0 +1,39 @@
+"""Making the invisible visible: spaces, line ends, odd Unicode forms, so that people see why two texts differ."""
+
+from __future__ import annotations
+
+import unicodedata
+
+_SIGNS = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
+_HIDDEN = {"Cc", "Cf", "Zs", "Zl", "Zp", "Mn", "Me", "Co", "Cs"}  # controls, formats, spaces, combining marks
+
+
+def visible(text: str) -> str:
+    """The text on one line, with a sign for every space and a name for every character that cannot be seen."""
+    return "".join(_SIGNS.get(char) or (_named(char) if _is_hidden(char) else char) for char in text)
+
+
+def likeness(a: str, b: str) -> str | None:
+    """In what two beginnings that look alike really differ: Unicode form, whitespace or case; None if in more."""
+    if not a or not b:
+        return None
+    folds = {
+        "Unicode form": lambda text: unicodedata.normalize("NFKC", text),
+        "whitespace": lambda text: "".join(text.split()),
+        "case": str.casefold,
+    }
+    for word, fold in folds.items():
+        first, second = fold(a), fold(b)
+        shorter = min(len(first), len(second))
+        if shorter and first[:shorter] == second[:shorter]:
+            return word
+    return None
+
+
+def _is_hidden(char: str) -> bool:
+    return unicodedata.category(char) in _HIDDEN
+
+
+def _named(char: str) -> str:
+    name = unicodedata.name(char, "")
+    return f"⟨U+{ord(char):04X}{' ' if name else ''}{name}⟩"

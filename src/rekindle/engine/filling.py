@@ -1,0 +1,95 @@
+"""Feeds at work: a thread brings layer after layer into the sequences while the layers before are computed.
+
+    thread   [fill 0][fill 1][fill 2][fill 3] ...       disk, memory or network
+    step             [layer 0][layer 1][layer 2] ...    waits only where the next layer is not there yet
+
+The step stays in charge: cancelling ends its wait at once, however long a read hangs. The thread may then still be
+writing, so the sequences leave their buffers to it and take others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rekindle.engine.base import KvFeed
+from rekindle.engine.sequence import Landing, TorchSequence
+from rekindle.errors import Cancelled
+
+_LOOK_SECONDS = 0.005  # how often a wait looks whether it was cancelled
+
+
+class Filling:
+    """The feeds of one step. `start`, then `wait(layer)` before each layer, then `stop`, whatever happened."""
+
+    def __init__(self, feeds: Sequence[tuple[TorchSequence, KvFeed]], layers: int, device: torch.device) -> None:
+        self._feeds = feeds
+        self._layers = layers
+        self._changed = threading.Condition()
+        self._filled = 0  # layers that are there
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._arrivals: list[torch.cuda.Event] = []
+        self._thread = threading.Thread(target=self._fill_all, name="rekindle-fill", daemon=True)
+
+    def start(self) -> None:
+        """Begin to fill."""
+        if self._stream is not None:  # what reads the buffers now must be through before they are written
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._thread.start()
+
+    def wait(self, layer: int, cancelled: Callable[[], bool] | None) -> None:
+        """Block until `layer` is there. Raises what its feed raised, or `Cancelled`."""
+        with self._changed:
+            while self._filled <= layer and self._error is None:
+                self._changed.wait(None if cancelled is None else _LOOK_SECONDS)
+                if cancelled is not None and self._filled <= layer and cancelled():
+                    raise Cancelled("The request was cancelled.")
+            if self._filled <= layer and self._error is not None:
+                raise self._error
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._arrivals[layer])
+
+    def stop(self) -> None:
+        """Fill no further layer. A fill that is under way keeps the buffers it writes to; the sequences get others."""
+        with self._changed:
+            self._stopped = True
+            under_way = self._filled < self._layers and self._error is None
+        if under_way:
+            self._thread.join(timeout=_LOOK_SECONDS)
+        if self._thread.is_alive():
+            for sequence in {id(sequence): sequence for sequence, _ in self._feeds}.values():
+                sequence.leave_buffers()
+        elif self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _fill_all(self) -> None:
+        try:
+            for layer in range(self._layers):
+                if self._stopped:
+                    return
+                self._fill(layer)
+                with self._changed:
+                    self._filled = layer + 1
+                    self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001  (raised again by whoever waits)
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _fill(self, layer: int) -> None:
+        side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with torch.inference_mode(), side:
+            for sequence, feed in self._feeds:
+                if layer in feed.layers:
+                    landing = Landing(sequence, layer, feed.span)
+                    feed.fill(layer, landing.out)
+                    landing.land()
+            if self._stream is not None:
+                arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                arrival.record(self._stream)
+                self._arrivals.append(arrival)

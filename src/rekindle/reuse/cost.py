@@ -1,0 +1,134 @@
+"""What things cost on this machine with this model: measured while working, remembered between runs.
+
+Computing `n` tokens after `c` others takes `fixed + per_token * n + per_pair * n * (c + n / 2)` seconds: weights are
+read once, each token is projected, each pair of tokens attends. Bringing KV takes `fixed + per_byte * bytes`, by tier.
+The coefficients are fitted to the last measurements, never negative, small errors on short steps counting as much as
+large ones on long steps.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from rekindle.core.kv import Span
+from rekindle.core.plan import Tier
+
+_MEASUREMENTS = 48  # the last so many of each kind
+_FADE = 0.97  # each is worth this share of the next newer one
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The coefficients at one moment; empty where nothing was measured yet."""
+
+    compute: tuple[float, ...] = ()  # fixed, per token, per pair
+    load: Mapping[Tier, tuple[float, ...]] = field(default_factory=dict)  # fixed, per byte
+
+    def compute_seconds(self, span: Span) -> float | None:
+        """The time to compute a span whose predecessors are present; None while unknown."""
+        return None if not self.compute else _sum(self.compute, _work(span))
+
+    def load_seconds(self, tier: Tier, size_bytes: int) -> float | None:
+        """The time to bring so many bytes; None while unknown. What is in the engine already costs nothing."""
+        if tier == "engine":
+            return 0.0
+        known = self.load.get(tier)
+        return None if known is None else _sum(known, (1.0, float(size_bytes)))
+
+
+class Costs:
+    """Takes measurements, gives rates. Used from several threads."""
+
+    def __init__(self, remembered: Any = None) -> None:
+        """`remembered` is what `as_json` gave in an earlier run; anything else is ignored."""
+        self._lock = threading.Lock()
+        self._kinds: dict[str, deque[tuple[float, ...]]] = {}
+        self._rates: Rates | None = None
+        for name, width in (("compute", 4), ("memory", 3), ("disk", 3)):
+            known = remembered.get(name) if isinstance(remembered, dict) else None
+            self._kinds[name] = deque(_sound(known, width), maxlen=_MEASUREMENTS)
+
+    def computed(self, span: Span, seconds: float) -> None:
+        """A span took so long to compute."""
+        self._add("compute", (*_work(span), seconds))
+
+    def loaded(self, tier: Tier, size_bytes: int, seconds: float) -> None:
+        """So many bytes took so long to bring."""
+        self._add(tier, (1.0, float(size_bytes), seconds))
+
+    @property
+    def rates(self) -> Rates:
+        """What is known by now."""
+        with self._lock:
+            if self._rates is None:
+                tiers: tuple[Tier, ...] = ("memory", "disk")
+                load = {tier: fit(self._kinds[tier]) for tier in tiers if self._kinds[tier]}
+                self._rates = Rates(fit(self._kinds["compute"]), load)
+            return self._rates
+
+    def as_json(self) -> dict[str, list[tuple[float, ...]]]:
+        """Everything measured, for `Costs(...)` of a later run."""
+        with self._lock:
+            return {name: list(rows) for name, rows in self._kinds.items()}
+
+    def _add(self, kind: str, measurement: tuple[float, ...]) -> None:
+        if measurement[-1] > 0:
+            with self._lock:
+                self._kinds[kind].append(measurement)
+                self._rates = None
+
+
+def fit(measurements: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """The coefficients, none negative, with the least relative error; of no measurements, none.
+
+    A measurement is its features and the seconds. With three features at most, trying every subset of them is the
+    simplest way to the best answer without negative ones.
+    """
+    if not measurements:
+        return ()
+    rows = np.array(measurements, dtype=np.float64)
+    features, seconds = rows[:, :-1], rows[:, -1]
+    weights = np.sqrt(_FADE ** np.arange(len(rows))[::-1]) / seconds
+    scaled, target = features * weights[:, None], seconds * weights
+    width = features.shape[1]
+    best: tuple[float, tuple[float, ...]] | None = None
+    # As many coefficients as there are different measurements, and the plain rate (the second) before the others.
+    most = min(width, len({row[:-1] for row in measurements}))
+    for count in range(1, most + 1):
+        for chosen in sorted(combinations(range(width), count), key=lambda c: 1 not in c):
+            found = np.linalg.lstsq(scaled[:, chosen], target, rcond=None)[0]
+            error = float(np.square(scaled[:, chosen] @ found - target).sum())
+            if (found >= 0).all() and (best is None or error < best[0] * 0.999):
+                coefficients = np.zeros(width)
+                coefficients[list(chosen)] = found
+                best = error, tuple(coefficients.tolist())
+    return best[1] if best is not None else ()
+
+
+def _work(span: Span) -> tuple[float, float, float]:
+    count = len(span)
+    return 1.0, float(count), count * (span.start + count / 2)
+
+
+def _sum(coefficients: Sequence[float], features: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(coefficients, features, strict=True))
+
+
+def _sound(rows: Any, width: int) -> list[tuple[float, ...]]:
+    """Remembered measurements, as far as they make sense."""
+    if not isinstance(rows, list):
+        return []
+    kept = []
+    for row in rows:
+        numbers = isinstance(row, list) and all(isinstance(n, (int, float)) and math.isfinite(n) for n in row)
+        if numbers and len(row) == width and row[-1] > 0:
+            kept.append(tuple(float(n) for n in row))
+    return kept

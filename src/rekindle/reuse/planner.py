@@ -1,0 +1,87 @@
+"""From what is known and what it costs to the plan. Pure: same arguments, same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rekindle.core.kv import Span
+from rekindle.core.plan import Compute, Load, Plan, Step
+from rekindle.reuse.cost import Rates
+from rekindle.reuse.lookup import Matches
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a prefill is cut into steps of the engine: at most `most_tokens` each.
+
+    With `piece_tokens` every prefill, cold or warm, is cut at the same places and only whole pieces are reused: each
+    token is then computed in the same company, so that its KV and logits are the same to the last bit.
+    """
+
+    most_tokens: int
+    piece_tokens: int | None = None
+
+    def reusable(self, tokens: int) -> int:
+        """How many of `tokens` known ones may be reused."""
+        return tokens - tokens % self.piece_tokens if self.piece_tokens else tokens
+
+    def spans(self, start: int, stop: int) -> list[Span]:
+        """The steps that compute `[start, stop)`."""
+        size = self.piece_tokens or self.most_tokens
+        edges = [start, *range(start + size, stop, size), stop]
+        return [Span(a, b) for a, b in pairwise(edges)]
+
+
+def make_plan(matches: Matches, rates: Rates, cut: Cut) -> Plan:
+    """The plan with the shortest expected time. While costs are unknown, whatever is known is reused."""
+    last = matches.tokens - 1
+    cold = _seconds(_computing(0, matches, cut), rates, matches)
+    best, best_seconds = Plan.computing(cut.spans(0, matches.tokens), cold), cold
+    for loads in _choices(matches, cut, last):
+        steps = (*loads, *_computing(loads[-1].span.stop, matches, cut))
+        seconds = _seconds(steps, rates, matches)
+        if seconds is None or best_seconds is None or seconds < best_seconds or _is_free(loads):
+            if seconds is not None and cold is not None:
+                seconds = min(seconds, cold)
+            best, best_seconds = Plan(matches.tokens, steps, seconds, cold), seconds
+    return best
+
+
+def _choices(matches: Matches, cut: Cut, last: int) -> Iterator[tuple[Load, ...]]:
+    """What could be reused, less before more, what is already in the engine at the end."""
+    loads: list[Load] = []
+    for found in matches.stored:
+        whole = Span(found.span.start, min(found.span.stop, last))
+        usable = cut.reusable(whole.stop) if len(whole) else 0
+        if usable > whole.start:
+            yield (*loads, Load(Span(whole.start, usable), found.tier))
+        loads.append(Load(whole, found.tier))
+    stays = cut.reusable(min(matches.in_engine, last))
+    if stays and stays >= max((load.span.stop for load in loads), default=0):
+        yield (Load(Span(0, stays), "engine"),)
+
+
+def _is_free(loads: tuple[Load, ...]) -> bool:
+    """What is in the engine costs nothing to reuse, whatever the estimates say."""
+    return all(load.tier == "engine" for load in loads)
+
+
+def _computing(start: int, matches: Matches, cut: Cut) -> tuple[Step, ...]:
+    return tuple(map(Compute, cut.spans(start, matches.tokens)))
+
+
+def _seconds(steps: tuple[Step, ...], rates: Rates, matches: Matches) -> float | None:
+    """What the steps take one after the other, though they may overlap; None where a cost is unknown."""
+    token_bytes = matches.stored[0].size_bytes // len(matches.stored[0].span) if matches.stored else 0
+    total = 0.0
+    for step in steps:
+        if isinstance(step, Load):
+            cost = rates.load_seconds(step.tier, len(step.span) * token_bytes)
+        else:
+            cost = rates.compute_seconds(step.span)
+        if cost is None:
+            return None
+        total += cost
+    return total

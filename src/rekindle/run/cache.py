@@ -1,0 +1,345 @@
+"""The prefix cache of a session: what is still in the engine, what the store has, what things cost, and the keeper.
+
+Nothing in here fails or delays a request for longer than computing would take: a store that cannot be opened, read or
+written, or does not answer, is a store that knows nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from rekindle.config import cache_folder, home_folder
+from rekindle.core.identity import digest_of_fields
+from rekindle.core.keys import Namespace, Shelf
+from rekindle.core.kv import Span
+from rekindle.core.plan import Plan, Tier
+from rekindle.core.request import Request, Reuse
+from rekindle.core.size import parse_duration, parse_limit
+from rekindle.engine.base import Engine
+from rekindle.errors import CacheUnusable, Closed, InvalidSetting, KvLost
+from rekindle.index.prefix import Match
+from rekindle.remembered import Remembered
+from rekindle.reuse.cost import Costs
+from rekindle.reuse.lookup import Matches, lookup
+from rekindle.reuse.planner import Cut, make_plan
+from rekindle.run.context import Context, ParkedContexts
+from rekindle.run.explain import Explainer, Prompt
+from rekindle.run.keep import Job, Keeper
+from rekindle.run.patience import Deadline, Late, Patience
+from rekindle.run.prefill import Asked, Filled, Prefill, TimedFeed
+from rekindle.settings import Settings
+from rekindle.store.settings import StoreSettings
+from rekindle.store.tiered import TieredStore
+
+log = logging.getLogger("rekindle.cache")
+
+PIECE_TOKENS = 256  # of a deterministic prefill
+EARLY_TOKENS = 256  # a prompt with so many new tokens is kept while its reply is being written
+LOOKUP_SECONDS = 0.25  # the longest wait for the catalog
+LOAD_SECONDS = 1.0  # the shortest deadline of a load, and the one while costs are unknown; else what computing takes
+CLOSE_SECONDS = 10.0
+_SHELVES = 256  # remembered
+_MACHINES = 64  # pairs of machine and model whose costs are remembered
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a prompt, and the context it can go on from, which is its own until it is given back."""
+
+    shelf: Shelf
+    tokens: Sequence[int]
+    matches: Matches
+    parked: Context | None = None
+    trouble: str | None = None
+    off: bool = False  # nothing was looked for, and nothing shall be kept
+
+    @property
+    def stored_tokens(self) -> int:
+        """How many tokens the store knows."""
+        return self.matches.match.length if self.matches.match is not None else 0
+
+
+class PrefixCache:
+    """One for each session. With `cache="off"` it knows and keeps nothing."""
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        """Raises `InvalidSetting`, and `CacheUnusable` for a folder that was named."""
+        self._engine = engine
+        self._settings = settings
+        self.store = open_store(settings)
+        self.keeper = None if self.store is None else Keeper(self.store)
+        self.cut = Cut(engine.prefill_tokens, PIECE_TOKENS if settings.deterministic else None)
+        memory = parse_limit(settings.memory_limit).resolve(psutil.virtual_memory().total)
+        self._parked = ParkedContexts(memory // 2 if self.store is not None else 0)
+        self._patience = Patience()
+        self._slow: TimedFeed | None = None
+        self._shelves: dict[tuple[str, str, str], Shelf] = {}
+        self._remembered = Remembered(home_folder() / "costs.json", _MACHINES)
+        self._machine = _machine_and_model(engine)
+        self.costs = Costs(self._remembered.recall(self._machine))
+        self._closed = False
+
+    def shelf(self, request: Request, tokens: int) -> Shelf:
+        """Where KV of a prompt of so many tokens belongs."""
+        tenant = self._settings.tenant if request.tenant is None else request.tenant
+        salt = self._settings.cache_salt if request.cache_salt is None else request.cache_salt
+        regime = self._engine.regime(tokens)
+        known = self._shelves.get((regime, tenant, salt))
+        if known is None:
+            namespace = Namespace(self._engine.identity(regime).digest, tenant, salt)
+            # Pieces are part of what the bits depend on: KV computed in others is on another shelf.
+            codec = f"raw/{self.cut.piece_tokens}" if self.cut.piece_tokens else "raw"
+            known = Shelf(namespace, self._engine.layout, codec=codec, model=self._engine.name)
+            if len(self._shelves) >= _SHELVES:
+                self._shelves.clear()
+            self._shelves[regime, tenant, salt] = known
+        return known
+
+    def lookup(self, request: Request, tokens: Sequence[int]) -> Known:
+        """What is known of a prompt. Give it to `fill`, or `forget` it."""
+        shelf = self.shelf(request, len(tokens))
+        if self.store is None or request.reuse == "off":
+            return Known(shelf, tokens, Matches(len(tokens)), off=True)
+        parked = self._parked.take(shelf, tokens)
+        in_engine = 0 if parked is None else parked.common(tokens)
+        nothing = Known(shelf, tokens, Matches(len(tokens), in_engine), parked)
+        store = self.store
+        if in_engine >= len(tokens) - 1:
+            return nothing
+        try:
+            if self._slow is not None and self._slow.filling:
+                raise Late("it is still busy with an earlier load")
+            found = self._patience.ask(lambda: lookup(store, shelf, tokens, in_engine), LOOKUP_SECONDS)
+        except (Late, Closed) as late:
+            log.warning("The cache does not answer (%s), so everything is computed.", late)
+            return replace(nothing, trouble=f"the cache does not answer: {late}")
+        return replace(nothing, matches=found)
+
+    def plan(self, known: Known) -> Plan:
+        """What to do about it."""
+        return make_plan(known.matches, self.costs.rates, self.cut)
+
+    def forget(self, known: Known) -> None:
+        """Give back what `lookup` took."""
+        if known.parked is not None:
+            self._parked.park(known.parked)
+
+    def fill(self, known: Known, plan: Plan, capacity: int, cancelled: Asked) -> Filled:
+        """Carry out the plan. What cannot be loaded is computed. Raises `Cancelled` and what the engine raises."""
+        work = Prefill(self._engine, self.costs, known.tokens, cancelled)
+        stays = bool(plan.loads) and plan.loads[0].tier == "engine"
+        if not stays:
+            self.forget(known)
+        context = known.parked if stays else None
+        if context is None:
+            regime = self._engine.regime(len(known.tokens))
+            context = Context(known.shelf, self._engine.open(capacity, regime))
+        context.stored_tokens, context.prompt_tokens = known.stored_tokens, len(known.tokens)
+        context.passing = known.off
+        try:
+            if stays:
+                context.truncate(plan.reused)
+                context.reserve(capacity)
+                self.offer(_Stayed(known.shelf, known.tokens[: plan.reused], self.costs))
+            if stays or not plan.loads:
+                return work.run(context, plan)
+            return self._load(work, context, known, plan)
+        except BaseException:
+            context.close()
+            raise
+
+    def _load(self, work: Prefill, context: Context, known: Known, plan: Plan) -> Filled:
+        store, match = self.store, known.matches.match
+        assert store is not None and match is not None
+        saved = self.costs.rates.compute_seconds(Span(0, plan.reused))
+        deadline = Deadline(max(LOAD_SECONDS, saved or 0.0))
+        used = match.until(plan.reused)
+        feed: TimedFeed | None = None
+        try:
+            feed = TimedFeed(self._patience.ask(lambda: store.load(known.shelf, used), deadline.seconds), deadline)
+            filled = work.run(context, plan, feed)
+        except (KvLost, Late, Closed) as error:
+            if feed is not None and feed.filling:
+                self._slow = feed
+            log.info("computing instead: %s", error)
+            spans = self.cut.spans(0, len(known.tokens))
+            return replace(work.run(context, Plan.computing(spans, plan.cold_seconds)), lost=str(error))
+        self._note_load(plan, filled, known.shelf.layout.token_bytes)
+        store.used(used, max(0.0, (saved or 0.0) - filled.load_seconds) * 1e3)
+        return filled
+
+    def _note_load(self, plan: Plan, filled: Filled, token_bytes: int) -> None:
+        tiers: set[Tier] = {load.tier for load in plan.loads}
+        if len(tiers) == 1:
+            self.costs.loaded(tiers.pop(), plan.reused * token_bytes, filled.load_seconds)
+
+    def reuse(self, known: Known, filled: Filled) -> Reuse:
+        """What a prompt was spared, for its reply."""
+        tiers = Counter({load.tier: 0 for load in filled.plan.loads})
+        for load in filled.plan.loads:
+            tiers[load.tier] += len(load.span)
+        return Reuse(
+            level="off" if known.off else "exact",
+            computed=len(known.tokens) - filled.plan.reused,
+            engine=tiers["engine"],
+            memory=tiers["memory"],
+            disk=tiers["disk"],
+            load_seconds=filled.load_seconds,
+            predicted_seconds=filled.plan.predicted_seconds,
+            cold_seconds=filled.plan.cold_seconds,
+            miss=_miss(known, filled),
+        )
+
+    def note(self, known: Known, prompt: Prompt, reuse: Reuse, filled: Filled, first_token_seconds: float) -> None:
+        """Remember the request, with why it was not faster, for `explain`: in the background."""
+        if not known.off:
+            explainer = self.explainer()
+            self.offer(_Note(explainer, prompt, filled.plan, known.matches.match, reuse.miss, first_token_seconds))
+
+    def explainer(self) -> Explainer:
+        """What explains requests of this session."""
+        return Explainer(self.store, self._engine.tokenizer, self.costs.rates)
+
+    def keep_early(self, context: Context) -> None:
+        """Keep a long new prompt while its reply is being written: nobody else should have to compute it again."""
+        if not context.passing and context.prompt_tokens - context.stored_tokens >= EARLY_TOKENS:
+            self._keep(context, context.prompt_tokens)
+
+    def keep(self, context: Context) -> None:
+        """Keep what the context holds by now, prompt and reply, and let it wait for the next request."""
+        if context.passing or self._closed:
+            context.close()
+            return
+        if self.cut.piece_tokens:  # only what was prefilled in whole pieces is ever reused
+            context.truncate(min(len(context.tokens), self.cut.reusable(context.prompt_tokens)))
+        self._keep(context, len(context.tokens))
+        self._parked.park(context)
+
+    def _keep(self, context: Context, count: int) -> None:
+        count = self.cut.reusable(count)
+        if self.keeper is not None and count > context.stored_tokens:
+            self.keeper.offer(context.keep(count))
+
+    def offer(self, job: Job) -> None:
+        """Something else to do with the store when there is time."""
+        if self.keeper is not None:
+            self.keeper.offer(job)
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything offered so far is kept; False if that takes longer."""
+        return self.keeper is None or self.keeper.flush(timeout_seconds)
+
+    def close(self) -> None:
+        """Keep what is waiting, within a bounded time, and remember what things cost. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._remembered.keep(self._machine, self.costs.as_json())
+        idle = self.keeper is None or self.keeper.close(CLOSE_SECONDS)
+        self._parked.clear()
+        self._patience.close()
+        if self.store is not None and idle:
+            self.store.close()
+
+
+def _miss(known: Known, filled: Filled) -> str | None:
+    """Why not everything but the last token was reused."""
+    reused, last = filled.plan.reused, len(known.tokens) - 1
+    if known.off:
+        return "off"
+    if known.trouble is not None:
+        return "late"
+    if filled.lost is not None:
+        return "lost"
+    if reused < min(known.matches.length, last):
+        return "slower"
+    if reused == last:
+        return None
+    return "differs" if known.matches.length else "unknown"
+
+
+@dataclass(frozen=True)
+class _Note:
+    """Explains a request and remembers it."""
+
+    explainer: Explainer
+    prompt: Prompt
+    plan: Plan
+    match: Match | None
+    miss: str | None
+    first_token_seconds: float
+
+    def do(self, store: TieredStore) -> str:
+        """Before anything of it is kept: then it would explain itself."""
+        miss = self.miss if self.miss in ("late", "lost", "slower") else None
+        told = self.explainer.explain(self.prompt, self.plan, self.match, miss)
+        told = replace(told, first_token_seconds=self.first_token_seconds, at=store.disk.clock())
+        store.note(self.prompt.shelf, self.prompt.identity, self.prompt.tokens, self.prompt.content, told.as_dict())
+        return "noted"
+
+    def detached_bytes(self) -> int:
+        """Next to nothing."""
+        return 0
+
+
+class _Stayed:
+    """Notes that KV the store knows was reused without asking it: else it would look unused, and be evicted."""
+
+    def __init__(self, shelf: Shelf, tokens: Sequence[int], costs: Costs) -> None:
+        self._shelf, self._tokens = shelf, tokens
+        self._saved_seconds = costs.rates.compute_seconds(Span(0, len(tokens))) or 0.0
+
+    def do(self, store: TieredStore) -> str:
+        """Look it up now, and count it."""
+        match = store.lookup(self._shelf, self._tokens)
+        if match.pieces:
+            store.used(match, self._saved_seconds * 1e3 * match.length / len(self._tokens))
+        return "noted"
+
+    def detached_bytes(self) -> int:
+        """Next to nothing."""
+        return 0
+
+
+def open_store(settings: Settings) -> TieredStore | None:
+    """The store that the settings name; None if they want none, or the user's own folder cannot be used."""
+    if settings.cache == "off" or settings.reuse == "off":
+        return None
+    memory = parse_limit(settings.memory_limit).resolve(psutil.virtual_memory().total)
+    chosen = StoreSettings(
+        disk_limit=settings.disk_limit,
+        memory_limit=memory - memory // 2,  # the other half is for contexts parked in the engine
+        policy=settings.policy,
+        ttl_seconds=None if settings.ttl is None else parse_duration(settings.ttl),
+        admission=settings.admission,
+        write_budget=settings.write_budget,
+        key=None if settings.key_file is None else _read_key(Path(settings.key_file)),
+    )
+    try:
+        return TieredStore(settings.cache or cache_folder(), chosen)
+    except CacheUnusable as error:
+        if settings.cache is not None:
+            raise
+        log.warning("There is no cache, so everything is computed: %s", error)
+        return None
+
+
+def _read_key(path: Path) -> bytes:
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as error:
+        raise InvalidSetting(f"The key file {path} cannot be read: {error}.") from error
+
+
+def _machine_and_model(engine: Engine) -> str:
+    """What costs depend on: this machine, where it computes, and the model."""
+    identity = engine.identity(engine.regime(1)).digest
+    return digest_of_fields(platform.node(), platform.machine(), str(os.cpu_count()), engine.device, identity)

@@ -1,0 +1,117 @@
+"""A sequence and the tokens whose KV it holds; and those that nobody uses now but somebody may soon."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from rekindle.core.keys import Shelf
+from rekindle.core.kv import Kv, Span
+from rekindle.engine.base import EngineSequence
+from rekindle.run.keep import Keep
+
+_MOST_PARKED = 8
+
+
+class Context:
+    """A sequence of the engine with what it holds. Used by one request at a time; the keeper may copy from it."""
+
+    def __init__(self, shelf: Shelf, sequence: EngineSequence) -> None:
+        self.shelf = shelf
+        self.sequence = sequence
+        self.tokens: tuple[int, ...] = ()  # as many as are present in the sequence
+        self.stored_tokens = 0  # of these the store knew so many when they were looked up
+        self.prompt_tokens = 0  # so many were prefilled, the others came one by one
+        self.passing = False  # it is for one request only: nothing of it is kept
+        self._keeps: list[Keep] = []
+
+    @property
+    def size_bytes(self) -> int:
+        """What its buffers take."""
+        return self.sequence.size_bytes
+
+    def common(self, tokens: Sequence[int]) -> int:
+        """How many first tokens it has in common with `tokens`."""
+        most = min(len(tokens), len(self.tokens))
+        differing = np.flatnonzero(np.asarray(tokens[:most]) != np.asarray(self.tokens[:most]))
+        return int(differing[0]) if len(differing) else most
+
+    def keep(self, count: int) -> Keep:
+        """The job of keeping its first `count` tokens."""
+        job = Keep(self.shelf, self.tokens[:count], self._export, known=self.stored_tokens)
+        self._keeps = [*(other for other in self._keeps if not other.detached), job]
+        return job
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` tokens; jobs that read from the old buffers copy first."""
+        if capacity > self.sequence.capacity:
+            self._detach(0)
+            self.sequence.reserve(capacity)
+
+    def truncate(self, length: int) -> None:
+        """Forget every token from `length` on; jobs that still need them copy them first."""
+        self._detach(length)
+        self.sequence.truncate(length)
+        self.tokens = self.tokens[:length]
+
+    def close(self) -> None:
+        """Give the sequence back. Idempotent."""
+        self._detach(0)
+        self.sequence.close()
+
+    def _detach(self, length: int) -> None:
+        for job in self._keeps:
+            if len(job.tokens) > length:
+                job.detach()
+        self._keeps = [job for job in self._keeps if len(job.tokens) <= length]
+
+    def _export(self, span: Span) -> Kv:
+        return self.sequence.export(span)
+
+
+class ParkedContexts:
+    """Contexts of finished requests, as they are in the engine: a request that goes on from one needs no loading.
+
+    Never more bytes than the limit; the least recently used go first. Used from several threads.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._parked: list[Context] = []
+
+    def take(self, shelf: Shelf, tokens: Sequence[int]) -> Context | None:
+        """The context that has most in common with `tokens`, out of the park; None if none is worth taking.
+
+        Going on from a context forgets the rest of it, so at least half of it must be of use: else it stays for
+        whoever it was computed for.
+        """
+        with self._lock:
+            shared = [(context.common(tokens), context) for context in self._parked if context.shelf == shelf]
+            useful = [(common, context) for common, context in shared if 2 * common >= len(context.tokens) > 0]
+            if not useful:
+                return None
+            _, best = max(useful, key=lambda pair: pair[0])
+            self._parked.remove(best)
+            return best
+
+    def park(self, context: Context) -> None:
+        """Let a context wait for its next request."""
+        with self._lock:
+            self._parked.append(context)
+            left = sum(parked.size_bytes for parked in self._parked)
+            leaving: list[Context] = []
+            while left > self._limit_bytes or len(self._parked) > _MOST_PARKED:
+                leaving.append(self._parked.pop(0))
+                left -= leaving[-1].size_bytes
+        for gone in leaving:
+            gone.close()
+
+    def clear(self) -> None:
+        """Give all sequences back."""
+        with self._lock:
+            leaving, self._parked = self._parked, []
+        for context in leaving:
+            context.close()

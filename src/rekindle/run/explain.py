@@ -1,0 +1,277 @@
+"""Why a prompt is fast or slow: where each span of it comes from, what it differs in, and what would help."""
+
+from __future__ import annotations
+
+import html
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rekindle.core.identity import Identity
+from rekindle.core.keys import TOKEN_BYTES, Shelf, common_tokens, token_bytes
+from rekindle.core.kv import Span
+from rekindle.core.plan import Load, Plan
+from rekindle.core.visible import likeness, visible
+from rekindle.engine.base import Tokenizer
+from rekindle.errors import CacheError
+from rekindle.index.prefix import Match
+from rekindle.reuse.cost import Rates
+from rekindle.reuse.reason import Reason, Sight, common_content, differences, judge
+from rekindle.reuse.volatile import find_volatile
+from rekindle.store import history
+from rekindle.store.tiered import TieredStore
+
+_SHOWN_TOKENS = 12  # of each text at a difference
+_LEAD_TOKENS = 8
+_COMPARED = 12  # earlier prompts, for what changes
+
+
+@dataclass(frozen=True)
+class Part:
+    """A span of the prompt, where its KV comes from, and the entry of the cache that has it."""
+
+    start: int
+    stop: int
+    source: str  # engine, memory, disk, compute
+    entry: str | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token that differs from something known, and both texts, made visible."""
+
+    position: int
+    before: str  # what both begin with, its end
+    ours: str
+    known: str
+    only_in: str | None  # whitespace, Unicode form, case: when the texts look alike
+
+
+@dataclass(frozen=True)
+class Change:
+    """Text that changes between requests, early enough to spoil the rest."""
+
+    start: int
+    stop: int
+    now: str
+    earlier: tuple[str, ...]
+    requests: int
+    shared_tokens: int
+    saved_seconds: float | None  # by moving it behind what is shared
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything that is known about why a prompt takes as long as it does. `str()` tells it to people."""
+
+    model: str
+    tokens: int
+    parts: tuple[Part, ...]
+    reason: Reason
+    difference: Difference | None = None
+    change: Change | None = None
+    predicted_seconds: float | None = None
+    cold_seconds: float | None = None
+    first_token_seconds: float | None = None  # what it really took, for a request that was answered
+    at: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Explanation:
+        """What `as_dict` gave. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
+        fields = dict(values)
+        fields["parts"] = tuple(Part(**part) for part in fields["parts"])
+        fields["reason"] = Reason(**{**fields["reason"], "differs_in": tuple(fields["reason"]["differs_in"])})
+        if fields.get("difference"):
+            fields["difference"] = Difference(**fields["difference"])
+        if fields.get("change"):
+            fields["change"] = Change(**{**fields["change"], "earlier": tuple(fields["change"]["earlier"])})
+        return cls(**fields)
+
+    @property
+    def reused(self) -> int:
+        """How many tokens are not computed."""
+        return sum(part.stop - part.start for part in self.parts if part.source != "compute")
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def _lines(self) -> list[str]:
+        lines = [f"{self.model}: {self.reused} of {self.tokens} tokens reused"]
+        for part in self.parts:
+            where = "computed" if part.source == "compute" else f"from {part.source}"
+            entry = f"  entry {part.entry[:8]}" if part.entry else ""
+            lines.append(f"  {part.start:>6} to {part.stop:<6} {where}{entry}")
+        times = {"expected": self.predicted_seconds, "without the cache": self.cold_seconds}
+        shown = [f"{name} {_seconds(value)}" for name, value in times.items() if value is not None]
+        if self.first_token_seconds is not None:
+            shown.insert(0, f"first token {_seconds(self.first_token_seconds)}")
+        if shown:
+            lines.append("  " + ", ".join(shown))
+        lines.append(f"why: {self.reason.sentence}")
+        if self.difference is not None:
+            lines += _tell_difference(self.difference)
+        if self.change is not None:
+            lines += _tell_change(self.change)
+        return lines
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to be explained: where it belongs, its tokens, and what was asked whatever the model makes of it."""
+
+    shelf: Shelf
+    identity: Identity
+    model: str
+    tokens: Sequence[int]
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Explainer:
+    """What explaining needs. Slow parts (the catalog's history) are read when it is used, off a request's path."""
+
+    store: TieredStore | None
+    tokenizer: Tokenizer
+    rates: Rates
+    other_tenants: bool = True  # whether the reader may learn that another tenant knows a prompt
+
+    def explain(self, prompt: Prompt, plan: Plan, match: Match | None, miss: str | None) -> Explanation:
+        """Explain a plan for a prompt of which the store knows `match`. A store in trouble explains less."""
+        goes_on = None
+        sight = Sight(len(prompt.tokens), plan.reused, miss=miss)
+        change = None
+        if self.store is not None:
+            try:
+                goes_on = self._goes_on(prompt, match, plan.reused)
+                sight = self._sight(prompt, sight, goes_on is not None)
+                change = self._change(prompt)
+            except (OSError, sqlite3.Error, CacheError, ValueError):
+                pass  # what the catalog cannot tell stays untold
+        reason = judge(sight)
+        difference = None
+        if goes_on is not None and reason.kind in ("differs", "gone", "elsewhere"):
+            difference = self._difference(prompt.tokens, plan.reused, goes_on)
+        return Explanation(
+            model=prompt.model,
+            tokens=len(prompt.tokens),
+            parts=_parts(plan, match),
+            reason=reason,
+            difference=difference,
+            change=change,
+            predicted_seconds=plan.predicted_seconds,
+            cold_seconds=plan.cold_seconds,
+        )
+
+    def _goes_on(self, prompt: Prompt, match: Match | None, reused: int) -> list[int] | None:
+        """The tokens with which something known goes on where the reuse ends."""
+        assert self.store is not None
+        if match is None:
+            match = self.store.lookup(prompt.shelf, prompt.tokens)
+        if match.length > reused or match.length >= len(prompt.tokens) - 1:
+            return None
+        found = self.store.continuation(prompt.shelf, match)
+        return None if found is None else np.frombuffer(found, "<u4").tolist()
+
+    def _sight(self, prompt: Prompt, sight: Sight, goes_on: bool) -> Sight:
+        assert self.store is not None
+        disk, own = self.store.disk, token_bytes(prompt.tokens[: history.MOST_TOKENS])
+        here = history.recent(disk, prompt.shelf)
+        asked = max(here, key=lambda past: common_tokens(past.tokens, own), default=None)
+        there = []
+        for past in history.elsewhere(disk, prompt.shelf):
+            if not self.other_tenants and past.shelf["tenant"] != prompt.shelf.namespace.tenant:
+                continue
+            words = differences(prompt.shelf, asdict(prompt.identity), past.shelf, past.identity)
+            there.append((common_content(past.asked.content, prompt.content), tuple(words), str(past.shelf["model"])))
+        return Sight(
+            tokens=sight.tokens,
+            reused=sight.reused,
+            asked=0 if asked is None else common_tokens(asked.tokens, own),
+            asked_age=0.0 if asked is None else disk.clock() - asked.at,
+            content=max((common_content(past.content, prompt.content) for past in here), default=0),
+            elsewhere=max(there, key=lambda found: found[0], default=(0, (), "")),
+            goes_on=goes_on,
+            miss=sight.miss,
+            ttl_seconds=self.store.settings.ttl_seconds,
+        )
+
+    def _change(self, prompt: Prompt) -> Change | None:
+        assert self.store is not None
+        tokens = list(prompt.tokens[: history.MOST_TOKENS])
+        past = [p for p in history.recent(self.store.disk, prompt.shelf, _COMPARED) if len(p.tokens) > TOKEN_BYTES]
+        found = find_volatile(tokens, [np.frombuffer(p.tokens, "<u4").tolist() for p in past])
+        if found is None:
+            return None
+        shared = Span(found.start, found.start + found.shared_tokens)
+        return Change(
+            start=found.start,
+            stop=found.stop,
+            now=visible(self.tokenizer.spell(tokens[found.start : found.stop])),
+            earlier=tuple(visible(self.tokenizer.spell(other)) for other in found.others[:3]),
+            requests=found.requests,
+            shared_tokens=found.shared_tokens,
+            saved_seconds=self.rates.compute_seconds(shared),
+        )
+
+    def _difference(self, tokens: Sequence[int], position: int, known: list[int]) -> Difference:
+        spell = self.tokenizer.spell
+        ours = spell(tokens[position : position + _SHOWN_TOKENS])
+        theirs = spell(known[:_SHOWN_TOKENS])
+        return Difference(
+            position=position,
+            before=visible(spell(tokens[max(0, position - _LEAD_TOKENS) : position])),
+            ours=visible(ours),
+            known=visible(theirs),
+            only_in=likeness(ours, theirs),
+        )
+
+
+def _parts(plan: Plan, match: Match | None) -> tuple[Part, ...]:
+    """The steps of a plan, loads by the entry they come from."""
+    parts: list[Part] = []
+    for step in plan.steps:
+        if not isinstance(step, Load):
+            parts.append(Part(step.span.start, step.span.stop, "compute"))
+            continue
+        pieces = [] if match is None or step.tier == "engine" else match.until(step.span.stop).pieces
+        named = [piece for piece in pieces if piece.span.start >= step.span.start]
+        if not named:
+            parts.append(Part(step.span.start, step.span.stop, step.tier))
+        parts += [Part(piece.span.start, piece.span.stop, step.tier, piece.name) for piece in named]
+    return tuple(parts)
+
+
+def _tell_difference(difference: Difference) -> list[str]:
+    lines = [
+        f"first difference: token {difference.position}, after {difference.before!r}"
+        if difference.before
+        else "first difference: the very first token",
+        f"  this prompt: {difference.ours}",
+        f"  known:       {difference.known}",
+    ]
+    if difference.only_in is not None:
+        lines.append(f"  they differ in {difference.only_in} only; to a model these are other tokens")
+    return lines
+
+
+def _tell_change(change: Change) -> list[str]:
+    saved = "" if change.saved_seconds is None else f", about {_seconds(change.saved_seconds)} a request"
+    return [
+        f"this text changes from request to request: {change.now}  (tokens {change.start} to {change.stop})",
+        *(f"  earlier it was: {earlier}" for earlier in change.earlier),
+        f"  Moving it behind the {change.shared_tokens} tokens that stay the same would let those be reused{saved}.",
+    ]
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:,.0f} ms" if value < 10 else f"{value:,.1f} s"

@@ -1,0 +1,178 @@
+"""Keeping what was new: in the background, after the first token, and never for longer than allowed at the end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Protocol
+
+from rekindle.core.keys import BLOCK_TOKENS, Shelf
+from rekindle.core.kv import Kv, Span
+from rekindle.errors import RekindleError
+from rekindle.store.tiered import TieredStore
+
+log = logging.getLogger("rekindle.keep")
+
+_MOST_JOBS = 64
+_MOST_DETACHED_BYTES = 1 << 30
+_IDLE_SECONDS = 0.5  # without work, before the store tidies up
+
+
+class Job(Protocol):
+    """Something to do with the store when there is time."""
+
+    def do(self, store: TieredStore) -> str:
+        """Do it; one word for what came of it. May raise `RekindleError`: then it failed."""
+
+    def detached_bytes(self) -> int:
+        """How much memory it holds that nobody else does."""
+
+
+class Keep:
+    """The KV of `tokens`, to be kept as far as it is new.
+
+    `export(span)` copies the KV of a span that begins at a block. It is called once, on the keeper's thread, or by
+    `detach`. Of the tokens the first `known` were in the store when this was made.
+    """
+
+    def __init__(self, shelf: Shelf, tokens: tuple[int, ...], export: Callable[[Span], Kv], *, known: int = 0) -> None:
+        self.shelf = shelf
+        self.tokens = tokens
+        self._start = known - known % BLOCK_TOKENS
+        self._export: Callable[[Span], Kv] | None = export
+        self._kv: Kv | None = None
+        self._lock = threading.Lock()
+
+    def do(self, store: TieredStore) -> str:
+        """Keep what the store does not know yet."""
+        gap = store.gap(self.shelf, self.tokens)
+        if gap is None:
+            self._drop()
+            return "known"
+        kv = self._take(gap)
+        return "gone" if kv is None else store.keep(self.shelf, self.tokens, kv).outcome
+
+    def detach(self) -> None:
+        """Copy what will be needed now: whatever `export` reads from is about to change."""
+        with self._lock:
+            if self._export is not None:
+                span = Span(self._start, len(self.tokens))
+                self._kv, self._export = (self._export(span) if len(span) else None), None
+
+    @property
+    def detached(self) -> bool:
+        """Whether `export` will not be called any more."""
+        return self._export is None
+
+    def detached_bytes(self) -> int:
+        """The size of the copy, if there is one."""
+        kv = self._kv
+        return 0 if kv is None else len(kv.span) * kv.layout.token_bytes
+
+    def _take(self, gap: Span) -> Kv | None:
+        with self._lock:
+            if self._export is not None:
+                exported, self._export = self._export(gap), None
+                return exported
+            kv, self._kv = self._kv, None
+        return None if kv is None or gap.start < kv.span.start else _until(kv, gap.stop)
+
+    def _drop(self) -> None:
+        with self._lock:
+            self._export = self._kv = None
+
+
+class Keeper:
+    """A thread that does jobs in order. Its queue is bounded: what does not fit is not done, and counted."""
+
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
+        self._jobs: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._working = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self.outcomes: Counter[str] = Counter()
+
+    @property
+    def backlog(self) -> int:
+        """How many jobs are not done yet."""
+        return len(self._jobs) + self._working
+
+    def offer(self, job: Job) -> bool:
+        """Queue a job; False if there is no room for it, or the keeper was closed."""
+        with self._changed:
+            held = sum(waiting.detached_bytes() for waiting in self._jobs)
+            if self._closed or len(self._jobs) >= _MOST_JOBS or held > _MOST_DETACHED_BYTES:
+                self.outcomes["backlog"] += 1
+                return False
+            self._jobs.append(job)
+            self._changed.notify_all()
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._serve, name="rekindle-keep", daemon=True)
+                self._thread.start()
+        return True
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything is done; False if it takes longer than that."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._changed:
+            while self._jobs or self._working:
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                    return not (self._jobs or self._working)
+        return True
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Do what is left, within that time, and drop the rest. True if the store is not in use any more."""
+        with self._changed:
+            self._closed = True
+        finished = self.flush(timeout_seconds)
+        with self._changed:
+            self.outcomes["dropped"] += len(self._jobs)
+            self._jobs.clear()
+            self._changed.notify_all()
+        if not finished:
+            log.warning("The cache did not take everything within %.0f s: some KV was not kept.", timeout_seconds)
+        return finished
+
+    def _serve(self) -> None:
+        tended = True
+        while True:
+            with self._changed:
+                if not self._jobs and not self._closed:
+                    self._changed.wait(None if tended else _IDLE_SECONDS)
+                job = self._jobs.popleft() if self._jobs else None
+                if job is None and self._closed:
+                    return
+                if job is None and tended:
+                    continue
+                self._working = True
+            try:
+                self._do(job)
+            finally:
+                with self._changed:
+                    self._working = False
+                    self._changed.notify_all()
+            tended = job is None
+
+    def _do(self, job: Job | None) -> None:
+        try:
+            if job is None:
+                self._store.tend()
+            else:
+                self.outcomes[job.do(self._store)] += 1
+        except (RekindleError, RuntimeError, MemoryError) as error:  # a closed sequence, a device out of memory
+            self.outcomes["failed"] += 1
+            log.debug("not kept: %s", error)
+
+
+def _until(kv: Kv, stop: int) -> Kv:
+    """The KV up to `stop`."""
+    if stop >= kv.span.stop:
+        return kv
+    count = stop - kv.span.start
+    layers = tuple(type(layer)(layer.keys[:, :count], layer.values[:, :count]) for layer in kv.layers)
+    return Kv(Span(kv.span.start, stop), kv.layout, layers)

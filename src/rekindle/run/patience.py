@@ -1,0 +1,88 @@
+"""Asking something that may not answer: on a thread of its own, with a deadline.
+
+A disk on a network, a dying drive or a locked catalog can hold a call for minutes. A request must not wait for that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Late(Exception):
+    """No answer within the deadline, or the last question was not answered yet."""
+
+
+class _Question(Generic[T]):
+    def __init__(self, ask: Callable[[], T]) -> None:
+        self.ask = ask
+        self.answered = threading.Event()
+        self.answer: T | None = None
+        self.error: BaseException | None = None
+
+
+class Patience:
+    """Asks one question at a time of each kind of caller; while one hangs, all others are late at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hanging: _Question[object] | None = None
+        self._idle: list[SimpleQueue[_Question[object] | None]] = []
+
+    def ask(self, question: Callable[[], T], timeout_seconds: float) -> T:
+        """The answer. Raises `Late`, or what the question raised."""
+        asked: _Question[T] = _Question(question)
+        with self._lock:
+            if self._hanging is not None and not self._hanging.answered.is_set():
+                raise Late("it has not answered the last question yet")
+            self._hanging = None
+            line = self._idle.pop() if self._idle else self._new_line()
+        line.put(asked)  # type: ignore[arg-type]
+        if not asked.answered.wait(timeout_seconds):
+            with self._lock:
+                self._hanging = asked  # type: ignore[assignment]
+            raise Late(f"no answer within {timeout_seconds:.2f} s")
+        with self._lock:
+            self._idle.append(line)
+        if asked.error is not None:
+            raise asked.error
+        return asked.answer  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """End the threads that are not hanging."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for line in idle:
+            line.put(None)
+
+    def _new_line(self) -> SimpleQueue[_Question[object] | None]:
+        line: SimpleQueue[_Question[object] | None] = SimpleQueue()
+        threading.Thread(target=_answer, args=(line,), name="rekindle-ask", daemon=True).start()
+        return line
+
+
+def _answer(line: SimpleQueue[_Question[object] | None]) -> None:
+    while (question := line.get()) is not None:
+        try:
+            question.answer = question.ask()
+        except BaseException as error:  # noqa: BLE001  (raised again by whoever asked)
+            question.error = error
+        question.answered.set()
+
+
+class Deadline:
+    """A moment after which waiting ends."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._at = time.monotonic() + seconds
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is too late."""
+        return time.monotonic() > self._at

@@ -1,0 +1,275 @@
+"""What can be chosen about a session, each thing once: name, type, default and meaning.
+
+    given         arguments and flags        memory_limit="1GB", --memory-limit 1GB
+    environment   REKINDLE_ and the name     REKINDLE_MEMORY_LIMIT=1GB
+    file          rekindle.toml              memory_limit = "1GB"
+    default       the one below
+
+The upper beats the lower. A name that is unknown, or a value of the wrong type, is refused in all of them. What a text
+may say (a size, a policy, a device) is checked by the part that uses it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+
+from rekindle.config import config_folder
+from rekindle.errors import InvalidSetting, nearest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FILE_NAME = "rekindle.toml"
+_PREFIX = "REKINDLE_"
+_FOLDERS = (f"{_PREFIX}HOME", f"{_PREFIX}CONFIG")  # known variables that are no settings
+_WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+def _setting(default: object, doc: str) -> Any:
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The choices. Make one with `Settings.load`: the constructor takes its values unchecked."""
+
+    engine: str = _setting("hf", "The engine: hf.")
+    device: str = _setting("auto", "Where the model runs: auto, cpu, cuda, cuda:1, mps.")
+    dtype: str = _setting("auto", "The numbers it computes with: auto, float32, bfloat16, float16.")
+    context: int | None = _setting(None, "Use at most so many tokens of the model's context.")
+    cache: str | None = _setting(
+        None, "The folder of the cache; none: the user's own cache folder; off: no cache at all."
+    )
+    reuse: Literal["exact", "off"] = _setting(
+        "exact", "What may be reused: exact (same tokens, same bits), off (compute everything, keep nothing)."
+    )
+    memory_limit: str = _setting("512MB", "How much KV is held in memory: bytes, 512MB, or 10% of what is free.")
+    disk_limit: str = _setting(
+        "10%", "How much the cache takes on disk: bytes, 20GB, or 10% of what is free or already the cache's."
+    )
+    policy: str = _setting("weighted-lru", "What goes first when room is needed: weighted-lru, lru, lfu.")
+    ttl: str | None = _setting(None, "KV older than this is not served: 90s, 30m, 12h, 7d; none: of any age.")
+    admission: Literal["always", "second-use"] = _setting(
+        "always", "What is kept: always (everything), second-use (only what was met before)."
+    )
+    write_budget: str | None = _setting(
+        None, "How much is written within an hour at most, to spare flash: 10GB; none: no limit."
+    )
+    key_file: str | None = _setting(
+        None, "A file with 16 to 64 secret bytes: digests are keyed, and KV that others wrote is never served."
+    )
+    tenant: str = _setting("local", "Whose KV it is: tenants never share any.")
+    cache_salt: str = _setting("", "KV is shared only where this text is the same.")
+    deterministic: bool = _setting(
+        False, "Cut cold and warm prefills into the same pieces, so that their logits are bit-equal."
+    )
+    keep_reply_tokens: bool = _setting(
+        False,
+        "In chats, let the tokens that the model generated stand in for its reply, if they decode to exactly its text.",
+    )
+
+    @classmethod
+    def load(
+        cls,
+        given: Mapping[str, object] | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        file: Path | None = None,
+    ) -> Settings:
+        """Collect the settings from everywhere.
+
+        given        by name; None counts as not given, "none" is the value None
+        environment  in place of the process's `REKINDLE_*` variables; an empty value counts as not given
+        file         in place of the one that `REKINDLE_CONFIG` names, else `rekindle.toml` here, else the user's
+
+        Raises `InvalidSetting` for unknown names, wrong values and files that cannot be read, also where a stronger
+        source overrules them. Paths in a file are relative to its folder; `~` is the user's home everywhere.
+        """
+        variables = os.environ if environment is None else environment
+        source = file or _find_file(variables)
+        values = {} if source is None else _from_file(source)
+        return cls(**values | _from_environment(variables) | _from_arguments(given or {}))
+
+
+class SettingsLike(TypedDict, total=False):
+    """The settings as keyword arguments; None counts as not given."""
+
+    engine: str | None
+    device: str | None
+    dtype: str | None
+    context: int | None
+    cache: str | os.PathLike[str] | None
+    reuse: Literal["exact", "off"] | None
+    memory_limit: str | int | None
+    disk_limit: str | int | None
+    policy: str | None
+    ttl: str | int | None
+    admission: Literal["always", "second-use"] | None
+    write_budget: str | int | None
+    key_file: str | os.PathLike[str] | None
+    tenant: str | None
+    cache_salt: str | None
+    deterministic: bool | None
+    keep_reply_tokens: bool | None
+
+
+def doc_of(name: str) -> str:
+    """What the setting of this name means, in one line for people."""
+    return next(str(setting.metadata["doc"]) for setting in fields(Settings) if setting.name == name)
+
+
+def variable_of(name: str) -> str:
+    """The variable of the environment that holds the setting of this name."""
+    return _PREFIX + name.upper()
+
+
+def _from_arguments(given: Mapping[str, object]) -> dict[str, Any]:
+    _refuse_unknown(given, _names(), "argument")
+    return {n: _parse(n, value, f"The argument {n}") for n, value in given.items() if value is not None}
+
+
+def _from_environment(variables: Mapping[str, str]) -> dict[str, Any]:
+    given = {name: text for name, text in variables.items() if name.startswith(_PREFIX) and text}
+    names = {variable_of(name): name for name in _names()}
+    _refuse_unknown(given, {*names, *_FOLDERS}, "variable")
+    return {names[v]: _parse(names[v], text, f"The variable {v}") for v, text in given.items() if v in names}
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        given = tomllib.loads(path.read_text("utf-8-sig"))  # some editors put a byte order mark first
+    except OSError as error:
+        reason = error.strerror or "no reason given"
+        raise InvalidSetting(
+            f"{path} cannot be read ({reason}). Mend it, or name another in REKINDLE_CONFIG."
+        ) from None
+    except UnicodeDecodeError as error:
+        raise InvalidSetting(f"{path} is not UTF-8 text: byte {error.start}. Save it as UTF-8.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidSetting(f'{path} is not TOML: {error}. Lines look like memory_limit = "1GB".') from None
+    _refuse_unknown(given, _names(), f"key in {path}:")
+    folder = path.absolute().parent
+    return {n: _parse(n, value, f"{n} in {path}", folder) for n, value in given.items()}
+
+
+def _find_file(variables: Mapping[str, str]) -> Path | None:
+    if chosen := variables.get(f"{_PREFIX}CONFIG"):
+        return Path(_expand(chosen) or chosen)
+    folder = config_folder()
+    candidates = [Path(FILE_NAME), *([] if folder is None else [folder / FILE_NAME])]
+    return next((path for path in candidates if _is_there(path)), None)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except PermissionError:  # a folder that this user may not enter holds nothing of theirs
+        return False
+
+
+def _names() -> list[str]:
+    return [setting.name for setting in fields(Settings)]
+
+
+def _refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    for name in given:
+        if name not in known:
+            raise InvalidSetting(f"Unknown {what} {name!r}.{nearest(name, known)}")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How values of one setting are read; `read` gives None for a wrong one, `right` says what it should be."""
+
+    read: Callable[[object], object]
+    right: str
+    optional: bool
+
+
+_PATHS = {"cache": "the path of a folder, or off", "key_file": "the path of a file"}
+_AMOUNTS = {  # a plain number stands for its text
+    "memory_limit": "a size (512MB, 10%)",
+    "disk_limit": "a size (20GB, 10%)",
+    "write_budget": "a size (10GB)",
+    "ttl": "a time (12h, 7d)",
+}
+
+
+@cache
+def _kind(name: str) -> _Kind:
+    hint = get_type_hints(Settings)[name]
+    members = get_args(hint)
+    optional = NoneType in members
+    if get_origin(hint) is Literal:
+        return _Kind(lambda value: value if value in members else None, " or ".join(members), optional)
+    if hint is bool:
+        return _Kind(_read_bool, "true or false", optional)
+    if int in members:
+        return _Kind(_read_int, "a whole number", optional)
+    if name in _PATHS:
+        return _Kind(_read_path, _PATHS[name], optional)
+    if name in _AMOUNTS:
+        return _Kind(_read_amount, _AMOUNTS[name], optional)
+    # The default tells whether an empty text says something: no salt does, no engine does not.
+    return _Kind(_read_any_text if getattr(Settings, name) == "" else _read_text, "a text", optional)
+
+
+def _parse(name: str, value: object, where: str, folder: Path | None = None) -> object:
+    """The value as the setting's type; `folder` is what a relative path starts from. Raises `InvalidSetting`."""
+    kind = _kind(name)
+    if kind.optional and isinstance(value, str) and value.strip().lower() == "none":
+        return None
+    parsed = kind.read(value)
+    if parsed is None:
+        raise InvalidSetting(f"{where} is {value!r}. Use {kind.right}{', or none' if kind.optional else ''}.")
+    if folder is not None and kind.read is _read_path and parsed != "off":
+        return str(folder / str(parsed))
+    return parsed
+
+
+def _read_bool(value: object) -> bool | None:
+    if isinstance(value, str):
+        return _WORDS.get(value.strip().lower())
+    return value if isinstance(value, bool) else None
+
+
+def _read_int(value: object) -> int | None:
+    if not isinstance(value, (int, str)) or isinstance(value, bool):
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        return None
+
+
+def _read_amount(value: object) -> str | None:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else _read_text(value)
+
+
+def _read_text(value: object) -> str | None:
+    return _read_any_text(value) or None
+
+
+def _read_any_text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _read_path(value: object) -> str | None:
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return _expand(text) if isinstance(text, str) and text else None
+
+
+def _expand(text: str) -> str | None:
+    try:
+        return str(Path(text).expanduser()) if text.startswith("~") else text
+    except RuntimeError:  # ~somebody who is not known here
+        return None
