@@ -1,4 +1,7 @@
-"""`make demo`: the engine as it is today, on the embedded model. Text proved equal, times side by side."""
+"""`make demo`: the same questions cold and warm, across a restart, with damage and with isolation. Text proved equal.
+
+Nothing is left behind: the demo's cache is a temporary folder of its own. `--readme` also writes the table into README.
+"""
 
 from __future__ import annotations
 
@@ -6,108 +9,225 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from rekindle import Session
+from rekindle import Reply, Session
 from rekindle.bench.base import machine
-from rekindle.core.request import parse_prompt
-from rekindle.engine.hf import HfEngine
 
-QUESTIONS = [
-    "Explain in two sentences why the sky is blue.",
-    "Write a haiku about a lighthouse.",
-    "List three uses of a paper clip.",
-]
-NEW_TOKENS = 24
+NEW_TOKENS = 16
+RULES_WORDS = 260
+QUESTIONS = ("Who brought the lamp?", "What is this text about?", "Name one object in it.")
+CHANGED = ("Where does it happen?", "How many people are in it?")
+
+
+@dataclass
+class Line:
+    """One line of the table."""
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    same: list[bool] = field(default_factory=list)
+
+    def add(self, reply: dict[str, Any], expected: list[int]) -> None:
+        """Note a reply, and whether it says what it should."""
+        self.seconds.append(reply["seconds"])
+        self.cached.append(reply["cached"])
+        self.same.append(reply["tokens"] == expected)
+
+    def cells(self, cold: float) -> list[str]:
+        """What the table shows."""
+        median = statistics.median(self.seconds)
+        return [
+            self.name,
+            f"{median * 1e3:,.0f} ms ({min(self.seconds) * 1e3:,.0f}-{max(self.seconds) * 1e3:,.0f})",
+            f"{cold / median:.1f}x",
+            f"{statistics.median(self.cached):.0f}",
+            f"{sum(self.same)}/{len(self.same)}",
+        ]
 
 
 def main() -> None:
-    """Run the demo."""
+    """Run the demo, or a part of it in a process of its own."""
+    if len(sys.argv) > 1 and sys.argv[1] != "--readme":
+        part: Callable[[dict[str, Any]], list[dict[str, Any]]] = {"restart": restart, "theirs": theirs}[sys.argv[1]]
+        json.dump(part(json.load(sys.stdin)), sys.stdout)
+        return
     console = Console(highlight=False)
     about = machine()
     console.print(f"[bold]Rekindle[/bold] on {about['processor']}, {about['cores']} cores")
-    console.print("Model: SmolLM2-135M, the embedded default: it shows speed, not wisdom.\n")
-    with console.status("loading the model"), Session("smollm2") as session:
-        rows = measure(session)
-        fresh = ask_in_a_new_process(QUESTIONS[0])
-        same = fresh["text"] == session.chat(QUESTIONS[0], max_tokens=NEW_TOKENS).text
+    with tempfile.TemporaryDirectory(prefix="rekindle-demo-") as folder:
+        size, lines = measure(console, Path(folder) / "cache")
+    console.print("Model: SmolLM2-135M, the embedded default. It shows speed; its answers are weak.")
+    console.print(f"Prompt: {size} tokens of rules and a question; {NEW_TOKENS} tokens of reply; medians (range).\n")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("", "first token", "tokens/s", "same text"):
+    for column in ("", "first token", "speed-up", "cached", "same text"):
         table.add_column(column, justify="left" if not column else "right")
-    for name, firsts, rates, equal in rows:
-        table.add_row(name, f"{statistics.median(firsts) * 1e3:,.0f} ms", f"{statistics.median(rates):.1f}", equal)
-    times = fresh["timings"]
-    table.add_row(
-        "rekindle, new process",
-        f"{times['first_token_seconds'] * 1e3:,.0f} ms",
-        f"{times['tokens_per_second']:.1f}",
-        "1/1" if same else "0/1",
-    )
+    cold = statistics.median(lines[0].seconds)
+    for line in lines:
+        table.add_row(*line.cells(cold))
     console.print(table)
     console.print(
-        "\nThere is no cache yet: this is the engine that it will stand on.\n"
-        "Try:     .venv/bin/rekindle chat smollm2\n"
-        "         .venv/bin/rekindle bench engine --quick\n"
-        "Remove:  .venv/bin/rekindle rm smollm2 minilm && make clean"
+        "\nTry:     .venv/bin/rekindle chat smollm2         turns after the first start at once, also tomorrow\n"
+        "         .venv/bin/rekindle explain --last       why the last request was not faster\n"
+        "         .venv/bin/rekindle bench prefix --quick\n"
+        "Remove:  .venv/bin/rekindle cache clear; .venv/bin/rekindle rm smollm2 minilm; make clean"
     )
-    if not same or any(equal != f"{len(QUESTIONS)}/{len(QUESTIONS)}" for *_, equal in rows):
+    if not all(all(line.same) for line in lines):
         sys.exit("The texts differ: this should never happen. Please report it.")
+    if len(sys.argv) > 1:
+        write_readme(f"{about['processor']}, {about['cores']} cores; {size} tokens", [line.cells(cold) for line in lines])
 
 
-def measure(session: Session) -> list[tuple[str, list[float], list[float], str]]:
-    """transformers' own generate and our session, in turns, on the same questions."""
-    engine = session.engine
-    assert isinstance(engine, HfEngine)
-    session.chat(QUESTIONS[0], max_tokens=2)
-    theirs: tuple[list[float], list[float]] = ([], [])
-    ours: tuple[list[float], list[float]] = ([], [])
-    equal = 0
-    for question in QUESTIONS:
-        tokens = engine.tokenizer.encode_chat(parse_prompt([{"role": "user", "content": question}]))
-        expected, first, rate = generate(engine, tokens)
-        theirs[0].append(first)
-        theirs[1].append(rate)
-        reply = session.chat(question, max_tokens=NEW_TOKENS)
-        ours[0].append(reply.timings.first_token_seconds)
-        ours[1].append(reply.timings.tokens_per_second or 0.0)
-        equal += list(reply.tokens) == expected
-    share = f"{equal}/{len(QUESTIONS)}"
-    count = f"{len(QUESTIONS)}/{len(QUESTIONS)}"
-    return [("transformers", *theirs, count), ("rekindle", *ours, share)]
+def write_readme(where: str, rows: list[list[str]]) -> None:
+    """Put the table between its marks in the README."""
+    path = Path(__file__).resolve().parent.parent / "README.md"
+    head, rest = path.read_text("utf-8").split("<!-- demo -->\n")[0], path.read_text("utf-8").split("<!-- /demo -->\n")[1]
+    table = ["| | first token | speed-up | cached tokens | same text |", "|---|---:|---:|---:|---:|"]
+    table += ["| " + " | ".join(row) + " |" for row in rows]
+    body = "\n".join([f"Printed by `make demo` on {where}:", "", *table])
+    path.write_text(f"{head}<!-- demo -->\n{body}\n<!-- /demo -->\n{rest}", "utf-8")
 
 
-def generate(engine: HfEngine, tokens: list[int]) -> tuple[list[int], float, float]:
-    """Tokens, time to the first, and tokens a second of `model.generate`."""
-    times: list[float] = []
+def measure(console: Console, folder: Path) -> tuple[int, list[Line]]:
+    """All lines of the table, cold first; and how long the prompts are."""
+    rules = " ".join(resources.files("rekindle.bench").joinpath("sample.txt").read_text("utf-8").split()[:RULES_WORDS])
+    names = ("cold", "same process", "NEW PROCESS, from disk", "end changed", "second turn",
+             "one byte flipped on disk", "other cache_salt", "transformers, restarted")  # fmt: skip
+    cold, again, new, changed, turn, flipped, salted, alone = lines = [Line(name) for name in names]
+    prompts = [chat(rules, question) for question in QUESTIONS]
+    with console.status("loading the model") as status, Session("smollm2", cache=str(folder)) as session:
+        session.generate("Hello", max_tokens=2, reuse="off")
+        status.update("cold and warm")
+        expected = []
+        for number, prompt in enumerate(prompts):
+            # Each first one is a prompt whose rules nobody has seen: its own salt keeps it from finding the others'.
+            reply = ask(session, prompt, cache_salt=f"{number}")
+            expected.append(reply["tokens"])
+            cold.add(reply, reply["tokens"])
+            again.add(ask(session, prompt, cache_salt=f"{number}"), expected[-1])
+        for question in CHANGED:
+            prompt = chat(rules, question)
+            right = ask(session, prompt, reuse="off")["tokens"]
+            changed.add(ask(session, prompt, cache_salt="0"), right)
+        for number in range(2):
+            prompt = [*prompts[number], {"role": "assistant", "content": decode(session, expected[number])},
+                      {"role": "user", "content": "Tell me more."}]  # fmt: skip
+            right = ask(session, prompt, reuse="off")["tokens"]
+            turn.add(ask(session, prompt, cache_salt=f"{number}"), right)
+        salted.add(ask(session, prompts[0], cache_salt="somebody else"), expected[0])
+        size = session.chat(prompts[0], max_tokens=0, reuse="off").usage.prompt_tokens
+    with console.status("a new process"):
+        task = {"folder": str(folder), "prompts": prompts}
+        *replies, damaged = run_part("restart", task)
+        for reply, right in zip(replies, expected, strict=True):
+            new.add(reply, right)
+        flipped.add(damaged, expected[0])
+    with console.status("transformers alone, in a new process"):
+        for reply, right in zip(run_part("theirs", {"prompts": prompts[:2]}), expected, strict=False):
+            alone.add(reply, right)
+    return size, lines
+
+
+def chat(rules: str, question: str) -> list[dict[str, str]]:
+    """A long system message and a short question."""
+    return [{"role": "system", "content": rules}, {"role": "user", "content": question}]
+
+
+def ask(session: Session, prompt: list[dict[str, str]], **options: Any) -> dict[str, Any]:
+    """Ask when nothing else is going on."""
+    session.flush()
+    reply: Reply = session.chat(prompt, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, **options)
+    seconds, cached = reply.timings.first_token_seconds, reply.usage.cached_tokens
+    return {"seconds": seconds, "cached": cached, "tokens": list(reply.tokens)}
+
+
+def decode(session: Session, tokens: list[int]) -> str:
+    """The text of a reply."""
+    return session.engine.tokenizer.decode(tokens)
+
+
+def restart(task: dict[str, Any]) -> list[dict[str, Any]]:
+    """In a new process: every prompt from disk; then the first again, after a byte of its file was flipped."""
+    replies = []
+    with Session("smollm2", cache=task["folder"], memory_limit=0) as session:
+        session.generate("Hello", max_tokens=2, reuse="off")
+        for number, prompt in enumerate(task["prompts"]):
+            replies.append(ask(session, prompt, cache_salt=f"{number}"))
+        session.flush()
+        flip(session, task["prompts"][0])
+        replies.append(ask(session, task["prompts"][0], cache_salt="0"))
+        assert session.cache.store is not None and session.cache.store.counts.quarantined == 1
+    return replies
+
+
+def flip(session: Session, prompt: list[dict[str, str]]) -> None:
+    """Flip one bit in the middle of the file that holds a prompt."""
+    told = session.explain(prompt, cache_salt="0")
+    store = session.cache.store
+    assert store is not None and told.parts[0].entry is not None
+    path = store.disk.extents.path(told.parts[0].entry)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def theirs(task: dict[str, Any]) -> list[dict[str, Any]]:
+    """What transformers does with the same prompts after a restart: `model.generate`, everything computed."""
+    import torch
+
+    from rekindle.core.request import parse_prompt
+    from rekindle.engine.hf import HfEngine
 
     class Clock:
+        def __init__(self) -> None:
+            self.at: list[float] = []
+
         def put(self, _: object) -> None:
-            times.append(time.perf_counter())
+            self.at.append(time.perf_counter())
 
         def end(self) -> None:
             pass
 
-    with torch.inference_mode():
-        ids = torch.tensor([tokens], device=engine.model.device)
-        output = engine.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            streamer=Clock(),
-        )
-    return output[0, len(tokens) :].tolist(), times[1] - times[0], (len(times) - 2) / (times[-1] - times[1])
+    replies = []
+    with Session("smollm2", cache="off") as session:
+        engine = session.engine
+        assert isinstance(engine, HfEngine)
+        for warm_up, prompt in [(True, [{"role": "user", "content": "Hello"}]), *((False, p) for p in task["prompts"])]:
+            ids = torch.tensor([engine.tokenizer.encode_chat(parse_prompt(prompt))])
+            clock = Clock()
+            with torch.inference_mode():
+                output = engine.model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=NEW_TOKENS,
+                    min_new_tokens=NEW_TOKENS,
+                    do_sample=False,
+                    streamer=clock,
+                )
+            if not warm_up:
+                tokens = output[0, ids.shape[1] :].tolist()
+                replies.append({"seconds": clock.at[1] - clock.at[0], "cached": 0, "tokens": tokens})
+    return replies
 
 
-def ask_in_a_new_process(question: str) -> dict[str, object]:
-    """The same question to the command line, in an interpreter of its own."""
-    command = [sys.executable, "-m", "rekindle", "run", "smollm2", question, "-n", str(NEW_TOKENS), "--json"]
-    answer: dict[str, object] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    return answer
+def run_part(name: str, task: dict[str, Any]) -> list[dict[str, Any]]:
+    """A part of the demo in an interpreter of its own."""
+    command = [sys.executable, __file__, name]
+    done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"the part {name!r} of the demo failed:\n{done.stderr}")
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from rekindle.bench.base import Advance, BenchOptions, Report, Row, Timing, interleave, paired_ratio
-from rekindle.bench.data import texts
+from rekindle.bench.models import load
+from rekindle.bench.prompts import tokens_for
 from rekindle.core.request import Request
 from rekindle.engine import base
 from rekindle.engine.hf import HfEngine
 from rekindle.run.generate import Generation
-from rekindle.run.load import EngineOptions, load_engine
 from rekindle.run.prompt import PromptTokens
 
 SIZES = (64, 256, 1024)
@@ -33,7 +33,7 @@ BARS = {"prefill_vs_model": 1.05, "decode_vs_generate": 1.10, "batch4_speedup": 
 def run(options: BenchOptions, advance: Advance) -> Report:
     """Measure everything; see `docs/concepts/engine.md` for what it means."""
     advance("load the model")
-    engine = _load(options)
+    engine = load(options)
     measure = _Measure(engine, options)
     report = Report("engine")
     report.fields |= {"model": engine.name, "device": engine.device}
@@ -54,7 +54,7 @@ class _Measure:
         self._steps = 16 if options.quick else 32
         self._random = options.shape is not None
         self._cuda = engine.placement.device.type == "cuda"
-        self._tokens = _tokens(engine, options, LONG + SUFFIX if self._cuda else max(SIZES) + QUESTION)
+        self._tokens = tokens_for(engine, options, LONG + SUFFIX if self._cuda else max(SIZES) + QUESTION)
 
     def prefill(self, report: Report) -> None:
         """A whole prompt, up to the logits of its last token."""
@@ -303,31 +303,6 @@ class _TokenClock:
     def steps(self) -> list[float]:
         """The times between tokens after the first."""
         return [after - before for before, after in pairwise(self._at[1:])]
-
-
-def _load(options: BenchOptions) -> HfEngine:
-    if options.shape is not None:
-        from rekindle.bench.shapes import build
-
-        return build(options.shape, options.device, options.dtype, options.seed)
-    loaded = load_engine(options.model, EngineOptions(options.engine, options.device, options.dtype))
-    assert isinstance(loaded, HfEngine)
-    return loaded
-
-
-def _tokens(engine: HfEngine, options: BenchOptions, count: int) -> list[int]:
-    """Real tokens for a real model, random ones for a random one."""
-    if options.shape is not None:
-        vocabulary = int(engine.model.config.vocab_size)
-        return [int(t) for t in np.random.default_rng(options.seed).integers(0, vocabulary, count)]
-    tokens: list[int] = []
-    passages = texts(options.data)
-    while len(tokens) < count:
-        for passage in passages:
-            tokens += engine.tokenizer.encode(passage)
-            if len(tokens) >= count:
-                break
-    return tokens[:count]
 
 
 def _row(measure: str, ours: Timing, theirs: Timing, ratio: float, bar: str = "") -> Row:

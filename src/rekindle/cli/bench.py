@@ -12,7 +12,7 @@ from rekindle.cli import app
 from rekindle.cli.options import AsJson
 from rekindle.errors import EngineMissing, InvalidSetting
 
-BENCHES = {"engine": "rekindle.bench.engine", "store": "rekindle.bench.store"}
+BENCHES = {name: f"rekindle.bench.{name}" for name in ("engine", "store", "prefix")}
 _WITHOUT_ENGINE = {"store"}
 
 

@@ -14,11 +14,15 @@ def visible(text: str) -> str:
 
 
 def likeness(a: str, b: str) -> str | None:
-    """In what two beginnings that look alike really differ: Unicode form, whitespace or case; None if in more."""
+    """In what two beginnings that look alike differ: Unicode form, invisible characters, whitespace, case.
+
+    None if in more than one of these, or in something else.
+    """
     if not a or not b:
         return None
     folds = {
         "Unicode form": lambda text: unicodedata.normalize("NFKC", text),
+        "invisible characters": lambda text: "".join(c for c in text if unicodedata.category(c) not in ("Cf", "Cc")),
         "whitespace": lambda text: "".join(text.split()),
         "case": str.casefold,
     }

@@ -12,7 +12,7 @@ of the row. A position below the row's last that is none of these is a gap, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -26,6 +26,7 @@ from rekindle.core.request import Message
 Positions = NDArray[np.int64]  # sorted, each once
 Logits = NDArray[np.float32]  # [tokens, vocabulary]
 Wanted = Literal["last", "all", "none"]
+Written = Mapping[str, Sequence[int]]  # texts of replies -> the tokens they were generated as
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +175,11 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain text, with whatever the model wants at its start."""
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], written: Written | None = None) -> list[int]:
         """Tokens of the model's own chat template, up to where the reply begins.
+
+        `written` has the tokens that the model generated for some texts: they stand in for an assistant message of
+        exactly that text, where the rest of the chat is tokenized the same with and without it.
 
         Raises `InvalidPrompt` if the model has no template or it refuses the messages.
         """

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.core.request import Message
-from rekindle.engine.base import Capabilities, Logits, Positions, Reading, Row
+from rekindle.engine.base import Capabilities, Logits, Positions, Reading, Row, Written
 from rekindle.engine.rows import CheckedRow, check_rows
 from rekindle.errors import Cancelled, Closed, StepRefused
 
@@ -40,8 +40,8 @@ class ByteTokenizer:
         """The text's UTF-8 bytes."""
         return list(text.encode("utf-8"))
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Each message between a start and an end, then the start of the reply."""
+    def encode_chat(self, messages: Sequence[Message], written: Written | None = None) -> list[int]:  # noqa: ARG002
+        """Each message between a start and an end, then the start of the reply. A text has one spelling only."""
         turns = [[_START, *self.encode(f"{m.role}\n{m.content}"), _END] for m in messages]
         return [token for turn in turns for token in turn] + [_START, *self.encode("assistant\n")]
 

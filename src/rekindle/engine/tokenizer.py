@@ -22,6 +22,7 @@ from typing import Any
 import tokenizers
 
 from rekindle.core.request import Message
+from rekindle.engine.base import Written
 from rekindle.errors import InvalidPrompt
 
 Render = Callable[[list[dict[str, Any]]], str]  # messages -> the template's text, up to where the reply begins
@@ -57,7 +58,7 @@ class TextTokenizer:
         backend = self._renamed if self._control.search(text) else self._backend
         return list(backend.encode(text, add_special_tokens=True).ids)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], written: Written | None = None) -> list[int]:
         """Tokens of the model's own chat template, up to where the reply begins."""
         if self._render is None:
             raise InvalidPrompt("This model has no chat template. Use generate() with a plain prompt.")
@@ -65,9 +66,39 @@ class TextTokenizer:
         shown = [hidden.hide(m.as_template_input(), self._forbidden(m)) for m in messages]
         text = self._render(shown)
         if not hidden.spellings:
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
+            tokens = self._plain(text)
+            replies = {m.content for m in messages if m.role == "assistant" and m.content}
+            own = {reply: written[reply] for reply in replies if reply in written} if written else {}
+            return (self._with_written(shown, text, tokens, own) or tokens) if own else tokens
         respelled = self._control.sub(lambda found: self._secret(found.group()), text)
         return list(self._renamed.encode(hidden.reveal(respelled), add_special_tokens=False).ids)
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def _with_written(
+        self, shown: Sequence[dict[str, Any]], text: str, tokens: list[int], own: Written
+    ) -> list[int] | None:
+        """The tokens with the model's own in place of its replies; None where that cannot be done cleanly."""
+        assert self._render is not None
+        marks = {content: f"\ue004{self._nonce}:{number}\ue005" for number, content in enumerate(own)}
+        content_of = {mark: content for content, mark in marks.items()}
+        marked = [
+            {**m, "content": marks[m["content"]]} if m["role"] == "assistant" and m["content"] in marks else m
+            for m in shown
+        ]
+        rendered = self._render(marked)
+        parts = re.split("|".join(f"({re.escape(mark)})" for mark in marks.values()), rendered)
+        pieces = [part for part in parts if part]
+        if "".join(content_of.get(piece, piece) for piece in pieces) != text:
+            return None  # the template does more to a reply than to write it
+        alone = [self._plain(content_of.get(piece, piece)) for piece in pieces]
+        if [token for part in alone for token in part] != tokens:
+            return None  # a reply and what stands beside it share a token
+        chosen = [
+            own[content_of[piece]] if piece in content_of else part for piece, part in zip(pieces, alone, strict=True)
+        ]
+        return [token for part in chosen for token in part]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, control tokens left out."""

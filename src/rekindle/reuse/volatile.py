@@ -57,7 +57,10 @@ def find_volatile(tokens: Sequence[int], earlier: Sequence[Sequence[int]]) -> Vo
 
 
 def compare(a: Sequence[int], b: Sequence[int]) -> Change | None:
-    """Where two prompts differ, if they go on alike behind it; None if they do not differ, or differ for good."""
+    """Where `a` says something else than `b`, if they go on alike behind it.
+
+    None if they do not differ, differ for good, or `a` only lacks something.
+    """
     start = _common(a, b)
     if start >= min(len(a), len(b)):
         return None
@@ -69,7 +72,9 @@ def compare(a: Sequence[int], b: Sequence[int]) -> Change | None:
         place = anchors.get(tuple(b[other : other + _ANCHOR]))
         if place is not None and (best is None or place + other < best.stop + best.other_stop):
             best = Change(start, place, other, _common(a[place:], b[other:]))
-    return best if best is not None and best.shared >= LEAST_SHARED else None
+    if best is None or best.stop == start or best.shared < LEAST_SHARED:
+        return None
+    return best
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -233,6 +233,10 @@ class PrefixCache:
         if self.keeper is not None:
             self.keeper.offer(job)
 
+    def unpark(self) -> None:
+        """Give all contexts back that wait in the engine: the next request finds its KV in memory or on disk."""
+        self._parked.clear()
+
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until everything offered so far is kept; False if that takes longer."""
         return self.keeper is None or self.keeper.flush(timeout_seconds)

@@ -47,7 +47,7 @@ class Difference:
     before: str  # what both begin with, its end
     ours: str
     known: str
-    only_in: str | None  # whitespace, Unicode form, case: when the texts look alike
+    only_in: str | None  # Unicode form, invisible characters, whitespace, case: when the texts look alike
 
 
 @dataclass(frozen=True)
@@ -147,20 +147,21 @@ class Explainer:
 
     def explain(self, prompt: Prompt, plan: Plan, match: Match | None, miss: str | None) -> Explanation:
         """Explain a plan for a prompt of which the store knows `match`. A store in trouble explains less."""
-        goes_on = None
+        goes_on = difference = change = None
         sight = Sight(len(prompt.tokens), plan.reused, miss=miss)
-        change = None
         if self.store is not None:
             try:
                 goes_on = self._goes_on(prompt, match, plan.reused)
+                difference = None if goes_on is None else self._difference(prompt.tokens, plan.reused, goes_on)
+                if difference is not None and plan.reused == 0 and difference.only_in is None:
+                    goes_on = None  # they have nothing in common
                 sight = self._sight(prompt, sight, goes_on is not None)
                 change = self._change(prompt)
             except (OSError, sqlite3.Error, CacheError, ValueError):
                 pass  # what the catalog cannot tell stays untold
         reason = judge(sight)
-        difference = None
-        if goes_on is not None and reason.kind in ("differs", "gone", "elsewhere"):
-            difference = self._difference(prompt.tokens, plan.reused, goes_on)
+        if goes_on is None or reason.kind not in ("differs", "gone", "elsewhere"):
+            difference = None
         return Explanation(
             model=prompt.model,
             tokens=len(prompt.tokens),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rekindle.core.request import Message, Request
-from rekindle.engine.base import Engine
+from rekindle.core.request import Message, Reply, Request
+from rekindle.engine.base import Engine, Written
 from rekindle.errors import ContextOverflow, InvalidPrompt
 
 
@@ -17,13 +19,16 @@ class PromptTokens:
     dropped_messages: int = 0
 
 
-def encode_prompt(engine: Engine, request: Request) -> PromptTokens:
-    """The prompt's tokens, with room for at least one more. Raises `InvalidPrompt` or `ContextOverflow`."""
+def encode_prompt(engine: Engine, request: Request, written: Written | None = None) -> PromptTokens:
+    """The prompt's tokens, with room for at least one more. Raises `InvalidPrompt` or `ContextOverflow`.
+
+    `written` has the tokens of replies that shall stand in for their text.
+    """
     prompt = request.prompt
     if isinstance(prompt, str):
         encoded = PromptTokens(tuple(engine.tokenizer.encode(prompt)))
     elif isinstance(prompt[0], Message):
-        encoded = _encode_chat(engine, [m for m in prompt if isinstance(m, Message)], request)
+        encoded = _encode_chat(engine, [m for m in prompt if isinstance(m, Message)], request, written)
     else:
         encoded = PromptTokens(_checked_ids(prompt, engine.tokenizer.vocabulary_size))
     if not encoded.tokens:
@@ -33,14 +38,14 @@ def encode_prompt(engine: Engine, request: Request) -> PromptTokens:
     return encoded
 
 
-def _encode_chat(engine: Engine, messages: list[Message], request: Request) -> PromptTokens:
-    tokens = engine.tokenizer.encode_chat(messages)
+def _encode_chat(engine: Engine, messages: list[Message], request: Request, written: Written | None) -> PromptTokens:
+    tokens = engine.tokenizer.encode_chat(messages, written)
     dropped = 0
     while request.overflow == "drop-oldest" and len(tokens) > _room(engine, request):
         if _oldest_droppable(messages) is None:
             break
         dropped += _drop_oldest_turn(messages)
-        tokens = engine.tokenizer.encode_chat(messages)
+        tokens = engine.tokenizer.encode_chat(messages, written)
     return PromptTokens(tuple(tokens), dropped)
 
 
@@ -81,3 +86,32 @@ def _checked_ids(ids: tuple[object, ...], vocabulary_size: int) -> tuple[int, ..
     if wrong:
         raise InvalidPrompt(f"Token id {wrong[0]} is outside the model's vocabulary of {vocabulary_size:,}.")
     return tokens
+
+
+class WrittenReplies(Mapping[str, Sequence[int]]):
+    """The tokens of the last replies, by their text. Used from several threads."""
+
+    def __init__(self, most: int = 256) -> None:
+        self._most = most
+        self._tokens: dict[str, tuple[int, ...]] = {}
+        self._lock = threading.Lock()
+
+    def note(self, engine: Engine, reply: Reply) -> None:
+        """Remember a reply, if its tokens decode to exactly its text."""
+        stops = engine.tokenizer.stop_ids
+        tokens = reply.tokens[:-1] if reply.tokens and reply.tokens[-1] in stops else reply.tokens
+        if tokens and engine.tokenizer.decode(tokens) == reply.text:
+            with self._lock:
+                self._tokens.pop(reply.text, None)
+                self._tokens[reply.text] = tokens
+                while len(self._tokens) > self._most:
+                    del self._tokens[next(iter(self._tokens))]
+
+    def __getitem__(self, text: str) -> tuple[int, ...]:
+        return self._tokens[text]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._tokens))
+
+    def __len__(self) -> int:
+        return len(self._tokens)

@@ -26,7 +26,7 @@ from rekindle.run.cache import Known, PrefixCache
 from rekindle.run.explain import Explanation, Prompt
 from rekindle.run.generate import Generation, decode
 from rekindle.run.load import EngineOptions, load_engine
-from rekindle.run.prompt import encode_prompt
+from rekindle.run.prompt import WrittenReplies, encode_prompt
 from rekindle.run.stream import AsyncStream, Stream
 from rekindle.settings import Settings, SettingsLike
 
@@ -58,12 +58,14 @@ class Session:
         """
         self.settings = Settings.load(settings)
         self._engine: Engine | None
+        self._owns_engine = isinstance(model, (str, os.PathLike))
         if isinstance(model, (str, os.PathLike)):
             chosen = self.settings
             options = EngineOptions(chosen.engine, chosen.device, chosen.dtype, chosen.context)
             self._engine = load_engine(os.fspath(model), options, progress)
         else:
             self._engine = model
+        self._written = WrittenReplies() if self.settings.keep_reply_tokens else None
         self.cache = PrefixCache(self._engine, self.settings)
         # A program that ends without closing its sessions still keeps what they computed.
         self._finalizer = weakref.finalize(self, self.cache.close)
@@ -136,7 +138,7 @@ class Session:
     def _answer(self, request: Request, cancelled: Callable[[], bool]) -> Generator[str, None, Reply]:
         started = time.perf_counter()
         engine, cache = self.engine, self.cache
-        prompt = encode_prompt(engine, request)
+        prompt = encode_prompt(engine, request, self._written)
         generation = Generation(engine, request, prompt, started=started)
         reuse: Reuse | None = None
         while generation.finish_reason is None:  # once; again where a longer context needs other KV
@@ -155,7 +157,10 @@ class Session:
             finally:
                 cache.keep(filled.context)
         assert reuse is not None
-        return generation.reply(reuse)
+        reply = generation.reply(reuse)
+        if self._written is not None:
+            self._written.note(engine, reply)
+        return reply
 
     def explain(self, prompt: PromptLike, **options: Unpack[Options]) -> Explanation:
         """Where the KV of a prompt would come from and why not more of it, without running it.
@@ -163,7 +168,7 @@ class Session:
         Names the first token that differs from what is known, and text that changes from request to request.
         """
         request = Request.of(prompt, **options)
-        known = self.cache.lookup(request, encode_prompt(self.engine, request).tokens)
+        known = self.cache.lookup(request, encode_prompt(self.engine, request, self._written).tokens)
         plan = self.cache.plan(known)
         self.cache.forget(known)
         miss = "off" if known.off else "late" if known.trouble else None
@@ -176,11 +181,11 @@ class Session:
         return Prompt(known.shelf, identity, self.engine.name, known.tokens, content_of(request.prompt))
 
     def close(self) -> None:
-        """Keep what is waiting, within a bounded time, and free the model. Idempotent."""
+        """Keep what is waiting, within a bounded time, and free the model, unless it was given. Idempotent."""
         self._finalizer()
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is not None and self._owns_engine:
+            engine.close()
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,131 @@
+"""The part of `bench prefix` that needs a fresh process: KV comes from disk, the model is loaded, nothing is warm.
+
+Reads a task as JSON from standard input, writes what it measured as JSON to standard output. The floor is measured in
+turns with it: ratios stay within one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rekindle.bench.base import BenchOptions
+from rekindle.bench.models import load
+from rekindle.core.kv import LayerKv
+from rekindle.core.request import Request
+from rekindle.engine.base import Engine, Row
+from rekindle.run.session import Session
+
+
+class Floor:
+    """KV already in the engine, and nothing else to do than to compute the ending and take its likeliest token."""
+
+    def __init__(self, engine: Engine, prefix: list[int], ending: int) -> None:
+        self._engine = engine
+        self._count = len(prefix)
+        self._sequence = engine.open(self._count + ending, engine.regime(self._count + ending))
+        start = 0
+        while start < self._count:
+            part = prefix[start : start + engine.prefill_tokens]
+            engine.step([Row.following(self._sequence, part, logits="none")])
+            start += len(part)
+
+    def run(self, ending: list[int]) -> float:
+        """Seconds to the first token."""
+        self._sequence.truncate(self._count)
+        started = time.perf_counter()
+        (logits,) = self._engine.step([Row.following(self._sequence, ending)])
+        int(logits[-1].argmax())
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """Give the sequence back."""
+        self._sequence.close()
+
+
+def drop_pages(folder: Path) -> None:
+    """Make the system forget a cache's files, so that the next read goes to the disk."""
+    for path in (folder / "extents").glob("*.kv"):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
+
+class Loading:
+    """KV from the store into buffers, with no computing beside it."""
+
+    def __init__(self, session: Session, count: int) -> None:
+        assert session.cache.store is not None
+        self._cache, self._store, self._count = session.cache, session.cache.store, count
+        layout = session.engine.layout
+        self._buffers = [
+            LayerKv(
+                np.zeros((shape.kv_heads, count, shape.key_dim), layout.numpy_dtype),
+                np.zeros((shape.kv_heads, count, shape.value_dim), layout.numpy_dtype),
+            )
+            for shape in layout.layers
+        ]
+
+    def run(self, prompt: list[int]) -> float:
+        """Seconds from the tokens of a prompt to the KV of its prefix."""
+        shelf = self._cache.shelf(Request.of(prompt), len(prompt))
+        started = time.perf_counter()
+        with self._store.load(shelf, self._store.lookup(shelf, prompt).until(self._count)) as feed:
+            for layer in feed.layers:
+                feed.fill(layer, self._buffers[layer])
+        return time.perf_counter() - started
+
+
+def measure(task: dict[str, Any]) -> dict[str, Any]:
+    """First tokens from disk with warm pages and with dropped ones, and the floor, in turns."""
+    options = BenchOptions(**{**task["options"], "data": None})
+    engine = load(options)
+    folder = Path(task["folder"])
+    found: dict[str, Any] = {"sizes": {}}
+    with Session(engine, cache=str(folder), memory_limit=0, disk_limit="90%") as session:
+        for size, rounds in task["sizes"].items():
+            found["sizes"][size] = _measure_size(session, folder, rounds)
+    return found
+
+
+def _measure_size(session: Session, folder: Path, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    times: dict[str, list[float]] = {"disk": [], "cold_pages": [], "floor": [], "load": []}
+    texts: list[list[int]] = []
+    reused: list[int] = []
+    for prompt in rounds:
+        prefix, endings = prompt["prefix"], prompt["endings"]
+        floor, loading = Floor(session.engine, prefix, len(endings[0])), Loading(session, len(prefix))
+
+        def ask(name: str, ending: list[int], prefix: list[int] = prefix) -> None:
+            reply = session.generate(prefix + ending, max_tokens=1)
+            times[name].append(reply.timings.first_token_seconds)
+            reused.append(reply.reuse.disk - len(prefix))
+            session.flush()
+
+        for disk, cold_pages, bare in zip(endings[::3], endings[1::3], endings[2::3], strict=True):
+            ask("disk", disk)
+            drop_pages(folder)
+            ask("cold_pages", cold_pages)
+            times["floor"].append(floor.run(bare))
+            times["load"].append(loading.run(prefix + bare))
+        floor.close()
+        texts += [list(session.generate(prefix + ending, max_tokens=16).tokens) for ending in prompt["asked"]]
+    return {**times, "texts": texts, "exactly": all(extra == 0 for extra in reused)}
+
+
+def main() -> None:
+    """One task."""
+    json.dump(measure(json.load(sys.stdin)), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
