@@ -144,7 +144,11 @@ class Probe:
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens of one sequence to compute in a step: token `i` stands at position `positions[i]`."""
+    """Tokens of one sequence to compute in a step: token `i` stands at position `positions[i]`.
+
+    Without `replay` the step is computed the same way every time. With it an engine may record a step's kernels and
+    replay them later, which is faster and may round differently.
+    """
 
     sequence: EngineSequence
     tokens: Sequence[int]
@@ -153,6 +157,7 @@ class Row:
     feeds: tuple[KvFeed, ...] = ()
     selector: Selector | None = None
     probe: Probe | None = None
+    replay: bool = True
 
     @classmethod
     def following(cls, sequence: EngineSequence, tokens: Sequence[int], *, logits: Wanted = "last") -> Row:

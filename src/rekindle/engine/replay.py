@@ -266,7 +266,14 @@ def flash_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Length
 def replayable(row: CheckedRow, longest: int) -> tuple[Buffers, int] | None:
     """The buffers and padded length with which a row can be replayed."""
     asked, sequence, count = row.row, row.row.sequence, len(row.tokens)
-    if asked.feeds or asked.selector or asked.probe or asked.logits != "last" or count > _PADDED[-1]:
+    if (
+        not asked.replay
+        or asked.feeds
+        or asked.selector
+        or asked.probe
+        or asked.logits != "last"
+        or count > _PADDED[-1]
+    ):
         return None
     first = int(row.positions[0])
     follows = first == row.kept and int(row.positions[-1]) == first + count - 1

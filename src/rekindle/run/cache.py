@@ -134,7 +134,8 @@ class PrefixCache:
 
     def fill(self, known: Known, plan: Plan, capacity: int, cancelled: Asked) -> Filled:
         """Carry out the plan. What cannot be loaded is computed. Raises `Cancelled` and what the engine raises."""
-        work = Prefill(self._engine, self.costs, known.tokens, cancelled)
+        replay = not self._settings.deterministic
+        work = Prefill(self._engine, self.costs, known.tokens, cancelled, replay)
         stays = bool(plan.loads) and plan.loads[0].tier == "engine"
         if not stays:
             self.forget(known)

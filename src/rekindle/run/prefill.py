@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rekindle.core.kv import LayerKv
+from rekindle.core.kv import LayerKv, Span
 from rekindle.core.plan import Compute, Plan
 from rekindle.engine.base import Engine, KvFeed, Logits, Row, Wanted
 from rekindle.errors import Cancelled, KvLost
@@ -66,22 +66,25 @@ class Prefill:
     costs: Costs
     tokens: Sequence[int]
     cancelled: Asked
+    replay: bool = True  # see `Row`
 
     def run(self, context: Context, plan: Plan, feed: TimedFeed | None = None) -> Filled:
         """Carry out a plan whose loads come by `feed`, or are in the context already.
 
         Raises `KvLost` if the feed fails or is late, and `Cancelled`; the context then holds what it held before.
         """
+        started = time.perf_counter()
         first, *others = plan.computes
         logits = self._compute(context, first) if feed is None else self._compute_with(context, first, feed)
         for step in others:
             logits = self._compute(context, step)
+        if feed is None:  # all steps together: on a GPU only the last one waits for what it computes
+            span = Span(first.span.start, plan.tokens)
+            self.costs.computed(span, time.perf_counter() - started)
         return Filled(context, logits, plan, 0.0 if feed is None else feed.busy_seconds)
 
     def _compute(self, context: Context, step: Compute) -> Logits:
-        started = time.perf_counter()
         (logits,) = self.engine.step([self._row(context, step)], self.cancelled)
-        self.costs.computed(step.span, time.perf_counter() - started)
         context.tokens = tuple(self.tokens[: step.span.stop])
         return logits
 
@@ -100,4 +103,4 @@ class Prefill:
         span = step.span
         wanted: Wanted = "last" if span.stop == len(self.tokens) else "none"
         tokens = self.tokens[span.start : span.stop]
-        return Row(context.sequence, tokens, range(span.start, span.stop), wanted, feeds)
+        return Row(context.sequence, tokens, range(span.start, span.stop), wanted, feeds, replay=self.replay)
