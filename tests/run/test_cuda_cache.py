@@ -12,6 +12,7 @@ import torch
 from rekindle import Session
 from rekindle.engine.device import place
 from rekindle.engine.hf import HfEngine
+from rekindle.reuse.cost import Costs
 from tests.tiny import byte_tokenizer, tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -51,6 +52,7 @@ def test_what_comes_back_gives_the_same_logits(engine: Watched, tmp_path: Path, 
         for count in (30, 199, 640, 700):
             asked = [*TOKENS[:count], 5, 6, 7]
             session.cache.unpark()
+            session.cache.costs = Costs()  # a tiny model is computed sooner than loaded
             warm = session.generate(asked, max_tokens=1)
             got = engine.seen[-1]
             session.generate(asked, max_tokens=1, reuse="off")
@@ -69,6 +71,7 @@ def test_deterministic_prefills_are_bit_equal_cold_and_warm(engine: Watched, tmp
                 for _ in range(3):  # often enough for a step to be recorded
                     for reuse in ("off", "exact"):
                         session.cache.unpark()
+                        session.cache.costs = Costs()
                         reply = session.generate(asked, max_tokens=1, reuse=reuse)
                         logits.append(engine.seen[-1])
                     assert reply.reuse.reused >= 256

@@ -69,8 +69,8 @@ class Loading:
         layout = session.engine.layout
         self._buffers = [
             LayerKv(
-                np.zeros((shape.kv_heads, count, shape.key_dim), layout.numpy_dtype),
-                np.zeros((shape.kv_heads, count, shape.value_dim), layout.numpy_dtype),
+                np.ones((shape.kv_heads, count, shape.key_dim), layout.numpy_dtype),  # zeros have no pages yet
+                np.ones((shape.kv_heads, count, shape.value_dim), layout.numpy_dtype),
             )
             for shape in layout.layers
         ]

@@ -38,7 +38,7 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
     from rekindle.cli.console import print_json, print_table
     from rekindle.core.size import human_bytes
 
-    with _opened(folder, key_file) as store:
+    with opened(folder, key_file) as store:
         rows, models = store.entries(), _models(store)
     if json:
         print_json([_as_json(row, models) for row in rows])
@@ -68,7 +68,7 @@ def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False)
     from rekindle.core.size import human_bytes
     from rekindle.settings import Settings
 
-    with _opened(folder, key_file) as store:
+    with opened(folder, key_file) as store:
         rows, models = store.entries(), _models(store)
         room_bytes = _room_bytes(store)
         found: dict[str, Any] = {
@@ -132,7 +132,7 @@ def check(
     from rekindle.core.size import human_bytes
     from rekindle.store.check import check as verify
 
-    with _opened(folder, key_file) as store, counting("check") as progress:
+    with opened(folder, key_file) as store, counting("check") as progress:
         found = verify(store, fix=fix, progress=progress)
     if json:
         print_json(asdict(found))
@@ -151,7 +151,7 @@ def check(
 @cache.command()
 def rm(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> None:
     """Remove entries, and what hangs on them."""
-    with _opened(folder, key_file, write=True) as store:
+    with opened(folder, key_file, write=True) as store:
         gone = store.remove(store.entries(entries))
     typer.echo(f"{gone} removed")
 
@@ -169,7 +169,7 @@ def prune(
 
     if to is None and unused is None and model is None:
         raise InvalidSetting("Say what to prune: --to 2GB, --unused 7d or --model NAME.")
-    with _opened(folder, key_file, write=True) as store:
+    with opened(folder, key_file, write=True) as store:
         before = len(store.entries())
         models = _models(store)
         if unused is not None:
@@ -193,7 +193,7 @@ def clear(yes: Yes = False, folder: Folder = None, key_file: KeyFile = None) -> 
     """Remove everything, pinned entries and what is remembered of requests too."""
     from rekindle.store.history import forget_all
 
-    with _opened(folder, key_file, write=True) as store:
+    with opened(folder, key_file, write=True) as store:
         rows = store.entries()
         if not yes and rows:
             typer.confirm(f"Remove all {len(rows)} entries of {store.folder}?", abort=True)
@@ -206,7 +206,7 @@ def clear(yes: Yes = False, folder: Folder = None, key_file: KeyFile = None) -> 
 @cache.command()
 def pin(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> None:
     """Never evict these entries, nor what they hang on."""
-    with _opened(folder, key_file, write=True) as store:
+    with opened(folder, key_file, write=True) as store:
         store.pin(store.entries(entries))
     typer.echo(f"{len(entries)} pinned")
 
@@ -214,7 +214,7 @@ def pin(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> No
 @cache.command()
 def unpin(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> None:
     """Allow these entries to be evicted again."""
-    with _opened(folder, key_file, write=True) as store:
+    with opened(folder, key_file, write=True) as store:
         store.pin(store.entries(entries), pinned=False)
     typer.echo(f"{len(entries)} unpinned")
 
@@ -222,7 +222,7 @@ def unpin(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> 
 @cache.command()
 def gc(folder: Folder = None, key_file: KeyFile = None) -> None:
     """Remove leftovers, rewrite sparse entries, shrink the catalog. Nothing that can be used is lost."""
-    with _opened(folder, key_file, write=True) as store:
+    with opened(folder, key_file, write=True) as store:
         removed = store.collect()
     typer.echo(f"{removed} stray files removed")
 
@@ -240,7 +240,7 @@ def export_entries(
 
     if not file.absolute().parent.is_dir():
         raise InvalidSetting(f"{file.absolute().parent} is no folder: the archive cannot be written there.")
-    with _opened(folder, key_file) as store, counting("export") as progress:
+    with opened(folder, key_file) as store, counting("export") as progress:
         done = export(store, file, entries or (), progress)
     typer.echo(f"{_entries(done.entries)} exported to {file}")
     if done.left_out:
@@ -266,7 +266,7 @@ def import_entries(
 
     settings = StoreSettings(disk_limit=disk_limit or "90%", memory_limit=0, key=_key(key_file))
     with counting("import") as progress:
-        place = folder or _chosen_folder()
+        place = folder or chosen_folder()
         done = import_(lambda: TieredStore(place, settings), file, evict=disk_limit is not None, progress=progress)
     if json:
         print_json(asdict(done))
@@ -279,12 +279,12 @@ def import_entries(
 
 
 @contextmanager
-def _opened(folder: Path | None, key_file: Path | None, *, write: bool = False) -> Iterator[DiskStore]:
+def opened(folder: Path | None, key_file: Path | None, *, write: bool = False) -> Iterator[DiskStore]:
     """The cache of a folder that exists: looking at one must not make it."""
     from rekindle.store.disk import CATALOG, DiskStore
     from rekindle.store.settings import StoreSettings
 
-    place = folder or _chosen_folder()
+    place = folder or chosen_folder()
     if not (place / CATALOG).is_file():
         raise CacheUnusable(f"There is no cache in {place}. Name one with --folder.")
     # Whoever runs the cache knows its limit; looking at it here must not evict anything.
@@ -299,7 +299,7 @@ def _opened(folder: Path | None, key_file: Path | None, *, write: bool = False) 
         store.close()
 
 
-def _chosen_folder() -> Path:
+def chosen_folder() -> Path:
     """The folder of the settings, else the user's own."""
     from rekindle.config import cache_folder
     from rekindle.settings import Settings

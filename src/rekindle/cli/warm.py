@@ -93,16 +93,13 @@ def explain(
 
 def _last(loading: dict[str, Any], number: int) -> list[Any]:
     """What was noted about the last requests; no model is needed for that."""
-    from rekindle.run.cache import open_store
+    from rekindle.cli.cache import opened
     from rekindle.run.explain import Explanation
-    from rekindle.settings import Settings
     from rekindle.store import history
 
-    store = open_store(Settings.load(loading))
-    if store is None:
-        raise CacheUnusable("There is no cache, so nothing is known of earlier requests.")
-    with store:
-        found = history.last(store.disk, number)
-    if not found:
-        raise CacheUnusable(f"Nothing was asked yet with the cache in {store.disk.folder}.")
+    named = loading.get("cache")
+    with opened(Path(named) if named else None, None) as disk:
+        found = history.last(disk, number)
+        if not found:
+            raise CacheUnusable(f"Nothing was asked yet with the cache in {disk.folder}.")
     return [Explanation.from_dict(asked.record) for asked in found]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-import numpy as np
-
-from rekindle.core.keys import Shelf
+from rekindle.core.keys import Shelf, common_tokens, token_bytes
 from rekindle.core.kv import Kv, Span
 from rekindle.engine.base import EngineSequence
 from rekindle.run.keep import Keep
@@ -34,9 +32,7 @@ class Context:
 
     def common(self, tokens: Sequence[int]) -> int:
         """How many first tokens it has in common with `tokens`."""
-        most = min(len(tokens), len(self.tokens))
-        differing = np.flatnonzero(np.asarray(tokens[:most]) != np.asarray(self.tokens[:most]))
-        return int(differing[0]) if len(differing) else most
+        return common_tokens(token_bytes(tokens), token_bytes(self.tokens))
 
     def keep(self, count: int) -> Keep:
         """The job of keeping its first `count` tokens."""
@@ -80,7 +76,7 @@ class ParkedContexts:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._parked: list[Context] = []
+        self._parked: dict[Context, bytes] = {}  # with their tokens, the least recently used first
 
     def take(self, shelf: Shelf, tokens: Sequence[int]) -> Context | None:
         """The context that has most in common with `tokens`, out of the park; None if none is worth taking.
@@ -88,23 +84,29 @@ class ParkedContexts:
         Going on from a context forgets the rest of it, so at least half of it must be of use: else it stays for
         whoever it was computed for.
         """
+        given = token_bytes(tokens)
         with self._lock:
-            shared = [(context.common(tokens), context) for context in self._parked if context.shelf == shelf]
+            shared = [
+                (common_tokens(given, parked), context)
+                for context, parked in self._parked.items()
+                if context.shelf is shelf or context.shelf == shelf
+            ]
             useful = [(common, context) for common, context in shared if 2 * common >= len(context.tokens) > 0]
             if not useful:
                 return None
             _, best = max(useful, key=lambda pair: pair[0])
-            self._parked.remove(best)
+            del self._parked[best]
             return best
 
     def park(self, context: Context) -> None:
         """Let a context wait for its next request."""
         with self._lock:
-            self._parked.append(context)
+            self._parked[context] = token_bytes(context.tokens)
             left = sum(parked.size_bytes for parked in self._parked)
             leaving: list[Context] = []
             while left > self._limit_bytes or len(self._parked) > _MOST_PARKED:
-                leaving.append(self._parked.pop(0))
+                leaving.append(next(iter(self._parked)))
+                del self._parked[leaving[-1]]
                 left -= leaving[-1].size_bytes
         for gone in leaving:
             gone.close()
@@ -112,6 +114,6 @@ class ParkedContexts:
     def clear(self) -> None:
         """Give all sequences back."""
         with self._lock:
-            leaving, self._parked = self._parked, []
+            leaving, self._parked = list(self._parked), {}
         for context in leaving:
             context.close()
