@@ -52,7 +52,7 @@ class Settings:
     reuse: Literal["exact", "off"] = _setting(
         "exact", "What may be reused: exact (same tokens, same bits), off (compute everything, keep nothing)."
     )
-    memory_limit: str = _setting("512MB", "How much KV is held in memory: bytes, 512MB, or 10% of what is free.")
+    memory_limit: str = _setting("512MB", "How much KV is held in memory: bytes, 512MB, or 10% of all memory.")
     disk_limit: str = _setting(
         "10%", "How much the cache takes on disk: bytes, 20GB, or 10% of what is free or already the cache's."
     )

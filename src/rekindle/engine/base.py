@@ -234,7 +234,7 @@ class Engine(Protocol):
         """What makes its KV interchangeable with another's. The first call may read all weights."""
 
     def open(self, capacity: int, regime: str) -> EngineSequence:
-        """An empty sequence with room for `capacity` tokens."""
+        """An empty sequence with room for `capacity` tokens. Raises `OutOfMemory`."""
 
     def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         """Compute the rows in one pass; returns the logits each asked for (none: an array of no rows).

@@ -20,7 +20,7 @@ from rekindle.engine.lanes import Pass, own_sequence
 from rekindle.engine.replay import Recorder
 from rekindle.engine.rows import CheckedRow, check_rows
 from rekindle.engine.sequence import BufferPool, TorchSequence
-from rekindle.errors import Closed, InvalidSetting, StepRefused, UnsupportedModel
+from rekindle.errors import Closed, InvalidSetting, OutOfMemory, StepRefused, UnsupportedModel
 
 _PREFILL_TOKENS = {"cpu": 2048, "mps": 2048, "cuda": 16384}
 _CHECK_TOKENS = 12
@@ -109,7 +109,13 @@ class HfEngine:
             raise StepRefused(f"A capacity of {capacity} does not fit the context of {self.context_tokens} tokens.")
         if regime not in self._live().rope.regimes:
             raise StepRefused(f"The regime {regime!r} is unknown. Ask `regime(tokens)`.")
-        return TorchSequence(self._pool, capacity, regime, self.context_tokens)
+        try:
+            return TorchSequence(self._pool, capacity, regime, self.context_tokens)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"{self.device} has no memory left for a context of {capacity:,} tokens. Ask for fewer at once, or use "
+                "a shorter context."
+            ) from error
 
     def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         """Compute the rows in one pass."""

@@ -23,8 +23,8 @@ from rekindle.core.kv import Span
 from rekindle.core.plan import Plan, Tier
 from rekindle.core.request import Request, Reuse
 from rekindle.core.size import parse_duration, parse_limit
-from rekindle.engine.base import Engine
-from rekindle.errors import CacheUnusable, Closed, InvalidSetting, KvLost
+from rekindle.engine.base import Engine, EngineSequence
+from rekindle.errors import CacheUnusable, Closed, InvalidSetting, KvLost, OutOfMemory
 from rekindle.index.prefix import Match
 from rekindle.remembered import Remembered
 from rekindle.reuse.cost import Costs
@@ -81,6 +81,7 @@ class PrefixCache:
         self._parked = ParkedContexts(memory // 2 if self.store is not None else 0)
         self._patience = Patience()
         self._slow: TimedFeed | None = None
+        self._told = False  # that the store does not answer: once is enough until it does again
         self._shelves: dict[tuple[str, str, str], Shelf] = {}
         self._remembered = Remembered(home_folder() / "costs.json", _MACHINES)
         self._machine = _machine_and_model(engine)
@@ -119,8 +120,10 @@ class PrefixCache:
                 raise Late("it is still busy with an earlier load")
             found = self._patience.ask(lambda: lookup(store, shelf, tokens, in_engine), LOOKUP_SECONDS)
         except (Late, Closed) as late:
-            log.warning("The cache does not answer (%s), so everything is computed.", late)
+            log.log(logging.DEBUG if self._told else logging.WARNING, "The cache does not answer: %s.", late)
+            self._told = True
             return replace(nothing, trouble=f"the cache does not answer: {late}")
+        self._told = False
         return replace(nothing, matches=found)
 
     def plan(self, known: Known) -> Plan:
@@ -141,15 +144,15 @@ class PrefixCache:
             self.forget(known)
         context = known.parked if stays else None
         if context is None:
-            regime = self._engine.regime(len(known.tokens))
-            context = Context(known.shelf, self._engine.open(capacity, regime))
-        context.stored_tokens, context.prompt_tokens = known.stored_tokens, len(known.tokens)
+            context = Context(known.shelf, self._open(capacity, self._engine.regime(len(known.tokens))))
         context.passing = known.off
         try:
             if stays:
                 context.truncate(plan.reused)
                 context.reserve(capacity)
                 self.offer(_Stayed(known.shelf, known.tokens[: plan.reused], self.costs))
+            context.prompt_tokens = len(known.tokens)
+            context.stored_tokens = max(known.stored_tokens, min(context.stored_tokens, plan.reused))
             if stays or not plan.loads:
                 return work.run(context, plan)
             return self._load(work, context, known, plan)
@@ -157,19 +160,28 @@ class PrefixCache:
             context.close()
             raise
 
+    def _open(self, capacity: int, regime: str) -> EngineSequence:
+        try:
+            return self._engine.open(capacity, regime)
+        except OutOfMemory:
+            self.unpark()  # what only waits makes room for what is asked
+            return self._engine.open(capacity, regime)
+
     def _load(self, work: Prefill, context: Context, known: Known, plan: Plan) -> Filled:
         store, match = self.store, known.matches.match
         assert store is not None and match is not None
         saved = self.costs.rates.compute_seconds(Span(0, plan.reused))
         deadline = Deadline(max(LOAD_SECONDS, saved or 0.0))
         used = match.until(plan.reused)
-        feed: TimedFeed | None = None
         try:
-            feed = TimedFeed(self._patience.ask(lambda: store.load(known.shelf, used), deadline.seconds), deadline)
-            filled = work.run(context, plan, feed)
+            feed = self._patience.ask(lambda: _feed(store, known.shelf, used, deadline), deadline.seconds)
+            try:
+                filled = work.run(context, plan, feed)
+            finally:
+                feed.close()
+                if feed.filling:  # a read that hangs: it was left behind, and nothing is asked until it is through
+                    self._slow = feed
         except (KvLost, Late, Closed) as error:
-            if feed is not None and feed.filling:
-                self._slow = feed
             log.info("computing instead: %s", error)
             spans = self.cut.spans(0, len(known.tokens))
             return replace(work.run(context, Plan.computing(spans, plan.cold_seconds)), lost=str(error))
@@ -196,8 +208,23 @@ class PrefixCache:
             load_seconds=filled.load_seconds,
             predicted_seconds=filled.plan.predicted_seconds,
             cold_seconds=filled.plan.cold_seconds,
-            miss=_miss(known, filled),
+            miss=self.miss(known, filled.plan, filled.lost),
         )
+
+    def miss(self, known: Known, plan: Plan, lost: str | None = None) -> str | None:
+        """Why not everything but the last token is reused, in a word; None if it is. See `Reuse`."""
+        last = len(known.tokens) - 1
+        if known.off:
+            return "off"
+        if known.trouble is not None:
+            return "late"
+        if lost is not None:
+            return "lost"
+        if plan.reused < self.cut.reusable(min(known.matches.length, last)):
+            return "slower"
+        if plan.reused == last:
+            return None
+        return "differs" if known.matches.length else "unknown"
 
     def note(self, known: Known, prompt: Prompt, reuse: Reuse, filled: Filled, first_token_seconds: float) -> None:
         """Remember the request, with why it was not faster, for `explain`: in the background."""
@@ -226,8 +253,8 @@ class PrefixCache:
 
     def _keep(self, context: Context, count: int) -> None:
         count = self.cut.reusable(count)
-        if self.keeper is not None and count > context.stored_tokens:
-            self.keeper.offer(context.keep(count))
+        if self.keeper is not None and count > context.stored_tokens and self.keeper.offer(context.keep(count)):
+            context.stored_tokens = count
 
     def offer(self, job: Job) -> None:
         """Something else to do with the store when there is time."""
@@ -255,20 +282,11 @@ class PrefixCache:
             self.store.close()
 
 
-def _miss(known: Known, filled: Filled) -> str | None:
-    """Why not everything but the last token was reused."""
-    reused, last = filled.plan.reused, len(known.tokens) - 1
-    if known.off:
-        return "off"
-    if known.trouble is not None:
-        return "late"
-    if filled.lost is not None:
-        return "lost"
-    if reused < min(known.matches.length, last):
-        return "slower"
-    if reused == last:
-        return None
-    return "differs" if known.matches.length else "unknown"
+def _feed(store: TieredStore, shelf: Shelf, match: Match, deadline: Deadline) -> TimedFeed:
+    feed = TimedFeed(store.load(shelf, match), deadline)
+    if deadline.passed:  # nobody waits for it any more
+        feed.close()
+    return feed
 
 
 @dataclass(frozen=True)
@@ -284,8 +302,7 @@ class _Note:
 
     def do(self, store: TieredStore) -> str:
         """Before anything of it is kept: then it would explain itself."""
-        miss = self.miss if self.miss in ("late", "lost", "slower") else None
-        told = self.explainer.explain(self.prompt, self.plan, self.match, miss)
+        told = self.explainer.explain(self.prompt, self.plan, self.match, self.miss)
         told = replace(told, first_token_seconds=self.first_token_seconds, at=store.disk.clock())
         store.note(self.prompt.shelf, self.prompt.identity, self.prompt.tokens, self.prompt.content, told.as_dict())
         return "noted"

@@ -20,7 +20,7 @@ class Context:
         self.shelf = shelf
         self.sequence = sequence
         self.tokens: tuple[int, ...] = ()  # as many as are present in the sequence
-        self.stored_tokens = 0  # of these the store knew so many when they were looked up
+        self.stored_tokens = 0  # of these the store knows so many, or will
         self.prompt_tokens = 0  # so many were prefilled, the others came one by one
         self.passing = False  # it is for one request only: nothing of it is kept
         self._keeps: list[Keep] = []

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from rekindle.core.kv import LayerKv, Span
 from rekindle.core.plan import Compute, Plan
-from rekindle.engine.base import Engine, KvFeed, Logits, Row, Wanted
+from rekindle.engine.base import Engine, Logits, Row, Wanted
 from rekindle.errors import Cancelled, KvLost
 from rekindle.reuse.cost import Costs
 from rekindle.run.context import Context
 from rekindle.run.patience import Deadline
+from rekindle.store.feed import StoredFeed
 
 Asked = Callable[[], bool]
 
@@ -20,12 +21,13 @@ Asked = Callable[[], bool]
 class TimedFeed:
     """A feed with a deadline, which knows how long it took."""
 
-    def __init__(self, feed: KvFeed, deadline: Deadline) -> None:
+    def __init__(self, feed: StoredFeed, deadline: Deadline) -> None:
         self._feed = feed
         self.span, self.layers = feed.span, feed.layers
         self.deadline = deadline
         self.busy_seconds = 0.0
         self.filling = False
+        self._closed = False
         self._done = False
 
     @property
@@ -41,7 +43,15 @@ class TimedFeed:
         finally:
             self.filling = False
             self.busy_seconds += time.perf_counter() - started
+            if self._closed:
+                self._feed.close()
         self._done = layer == self.layers[-1]
+
+    def close(self) -> None:
+        """Close its files; if it is in the middle of a fill, then after it."""
+        self._closed = True
+        if not self.filling:
+            self._feed.close()
 
 
 @dataclass(frozen=True)

@@ -171,9 +171,7 @@ class Session:
         known = self.cache.lookup(request, encode_prompt(self.engine, request, self._written).tokens)
         plan = self.cache.plan(known)
         self.cache.forget(known)
-        miss = "off" if known.off else "late" if known.trouble else None
-        if miss is None and plan.reused < min(known.matches.length, len(known.tokens) - 1):
-            miss = "slower"
+        miss = self.cache.miss(known, plan)
         return self.cache.explainer().explain(self._prompt(request, known), plan, known.matches.match, miss)
 
     def _prompt(self, request: Request, known: Known) -> Prompt:
