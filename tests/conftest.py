@@ -1,4 +1,5 @@
-"""Fixtures for all tests. Every test has a Rekindle home of its own, except those marked `real` or `docs`.
+"""Fixtures for all tests. Every test has a Rekindle home of its own; those marked `real` or `docs` use the models of
+whoever runs them, and share a cache that goes with the run.
 
 No test sees the settings of whoever runs it.
 """
@@ -21,12 +22,21 @@ CHAT_TEMPLATE = (
 )
 
 
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared") / "cache"
+
+
 @pytest.fixture(autouse=True)
-def own_home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not any(request.node.get_closest_marker(name) for name in ("real", "docs")):
-        monkeypatch.setenv("REKINDLE_HOME", str(tmp_path / "home"))
+def own_home(
+    request: pytest.FixtureRequest, tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [n for n in os.environ if n.startswith("REKINDLE_") and n != "REKINDLE_HOME"]:
         monkeypatch.delenv(name)
+    if any(request.node.get_closest_marker(name) for name in ("real", "docs")):
+        monkeypatch.setenv("REKINDLE_CACHE", str(shared_cache))
+    else:
+        monkeypatch.setenv("REKINDLE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 

@@ -33,6 +33,7 @@ from rekindle.reuse.planner import Cut, make_plan
 from rekindle.run.context import Context, ParkedContexts
 from rekindle.run.explain import Explainer, Prompt
 from rekindle.run.keep import Job, Keeper
+from rekindle.run.notes import Note, Stayed
 from rekindle.run.patience import Deadline, Late, Patience
 from rekindle.run.prefill import Asked, Filled, Prefill, TimedFeed
 from rekindle.settings import Settings
@@ -150,7 +151,7 @@ class PrefixCache:
             if stays:
                 context.truncate(plan.reused)
                 context.reserve(capacity)
-                self.offer(_Stayed(known.shelf, known.tokens[: plan.reused], self.costs))
+                self.offer(Stayed(known.shelf, known.tokens[: plan.reused], self.costs))
             context.prompt_tokens = len(known.tokens)
             context.stored_tokens = max(known.stored_tokens, min(context.stored_tokens, plan.reused))
             if stays or not plan.loads:
@@ -230,7 +231,7 @@ class PrefixCache:
         """Remember the request, with why it was not faster, for `explain`: in the background."""
         if not known.off:
             explainer = self.explainer()
-            self.offer(_Note(explainer, prompt, filled.plan, known.matches.match, reuse.miss, first_token_seconds))
+            self.offer(Note(explainer, prompt, filled.plan, known.matches.match, reuse.miss, first_token_seconds))
 
     def explainer(self) -> Explainer:
         """What explains requests of this session."""
@@ -287,48 +288,6 @@ def _feed(store: TieredStore, shelf: Shelf, match: Match, deadline: Deadline) ->
     if deadline.passed:  # nobody waits for it any more
         feed.close()
     return feed
-
-
-@dataclass(frozen=True)
-class _Note:
-    """Explains a request and remembers it."""
-
-    explainer: Explainer
-    prompt: Prompt
-    plan: Plan
-    match: Match | None
-    miss: str | None
-    first_token_seconds: float
-
-    def do(self, store: TieredStore) -> str:
-        """Before anything of it is kept: then it would explain itself."""
-        told = self.explainer.explain(self.prompt, self.plan, self.match, self.miss)
-        told = replace(told, first_token_seconds=self.first_token_seconds, at=store.disk.clock())
-        store.note(self.prompt.shelf, self.prompt.identity, self.prompt.tokens, self.prompt.content, told.as_dict())
-        return "noted"
-
-    def detached_bytes(self) -> int:
-        """Next to nothing."""
-        return 0
-
-
-class _Stayed:
-    """Notes that KV the store knows was reused without asking it: else it would look unused, and be evicted."""
-
-    def __init__(self, shelf: Shelf, tokens: Sequence[int], costs: Costs) -> None:
-        self._shelf, self._tokens = shelf, tokens
-        self._saved_seconds = costs.rates.compute_seconds(Span(0, len(tokens))) or 0.0
-
-    def do(self, store: TieredStore) -> str:
-        """Look it up now, and count it."""
-        match = store.lookup(self._shelf, self._tokens)
-        if match.pieces:
-            store.used(match, self._saved_seconds * 1e3 * match.length / len(self._tokens))
-        return "noted"
-
-    def detached_bytes(self) -> int:
-        """Next to nothing."""
-        return 0
 
 
 def open_store(settings: Settings) -> TieredStore | None:

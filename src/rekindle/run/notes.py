@@ -1,0 +1,56 @@
+"""What is noted about a request when it is over: why it was not faster, and what it used. Jobs for the keeper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rekindle.core.keys import Shelf
+from rekindle.core.kv import Span
+from rekindle.core.plan import Plan
+from rekindle.index.prefix import Match
+from rekindle.reuse.cost import Costs
+from rekindle.run.explain import Explainer, Prompt
+from rekindle.store.tiered import TieredStore
+
+
+@dataclass(frozen=True)
+class Note:
+    """Explains a request and remembers it."""
+
+    explainer: Explainer
+    prompt: Prompt
+    plan: Plan
+    match: Match | None
+    miss: str | None
+    first_token_seconds: float
+
+    def do(self, store: TieredStore) -> str:
+        """Before anything of it is kept: then it would explain itself."""
+        told = self.explainer.explain(self.prompt, self.plan, self.match, self.miss)
+        told = replace(told, first_token_seconds=self.first_token_seconds, at=store.disk.clock())
+        store.note(self.prompt.shelf, self.prompt.identity, self.prompt.tokens, self.prompt.content, told.as_dict())
+        return "noted"
+
+    def detached_bytes(self) -> int:
+        """Next to nothing."""
+        return 0
+
+
+class Stayed:
+    """Notes that KV the store knows was reused without asking it: else it would look unused, and be evicted."""
+
+    def __init__(self, shelf: Shelf, tokens: Sequence[int], costs: Costs) -> None:
+        self._shelf, self._tokens = shelf, tokens
+        self._saved_seconds = costs.rates.compute_seconds(Span(0, len(tokens))) or 0.0
+
+    def do(self, store: TieredStore) -> str:
+        """Look it up now, and count it."""
+        match = store.lookup(self._shelf, self._tokens)
+        if match.pieces:
+            store.used(match, self._saved_seconds * 1e3 * match.length / len(self._tokens))
+        return "noted"
+
+    def detached_bytes(self) -> int:
+        """Next to nothing."""
+        return 0
