@@ -21,16 +21,30 @@ _HOME_OF = {
     "RekindleError": "rekindle.errors",
     "Reply": "rekindle.core.request",
     "Session": "rekindle.run.session",
+    "Settings": "rekindle.settings",
     "Stream": "rekindle.run.stream",
+    "attach": "rekindle.integrate.transformers",
 }
 
-__all__ = ["AsyncStream", "Message", "RekindleError", "Reply", "Session", "Stream", "__version__"]
+__all__ = [
+    "AsyncStream",
+    "Message",
+    "RekindleError",
+    "Reply",
+    "Session",
+    "Settings",
+    "Stream",
+    "__version__",
+    "attach",
+]
 
 if TYPE_CHECKING:
     from rekindle.core.request import Message, Reply
     from rekindle.errors import RekindleError
+    from rekindle.integrate.transformers import attach
     from rekindle.run.session import Session
     from rekindle.run.stream import AsyncStream, Stream
+    from rekindle.settings import Settings
 
 
 def __getattr__(name: str) -> object:

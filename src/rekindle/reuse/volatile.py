@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
+from rekindle.core.keys import common_tokens, token_bytes
 
 LEAST_SHARED = 64  # tokens behind the change: less is not worth a word
 _LONGEST_CHANGE = 256
@@ -78,6 +78,4 @@ def compare(a: Sequence[int], b: Sequence[int]) -> Change | None:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    most = min(len(a), len(b))
-    differing = np.flatnonzero(np.asarray(a[:most]) != np.asarray(b[:most]))
-    return int(differing[0]) if len(differing) else most
+    return common_tokens(token_bytes(a), token_bytes(b))

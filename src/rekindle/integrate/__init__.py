@@ -1,0 +1,1 @@
+"""Rekindle inside loops that other people wrote."""
