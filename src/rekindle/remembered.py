@@ -37,6 +37,6 @@ class Remembered:
     def _load(self) -> dict[str, Any]:
         try:
             known = json.loads(self._path.read_text("utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return known if isinstance(known, dict) else {}

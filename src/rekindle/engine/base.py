@@ -97,8 +97,9 @@ class KvFeed(Protocol):
     def fill(self, layer: int, out: LayerKv) -> None:
         """Write the KV of `span` in `layer` into `out`, the sequence's own buffer; block until it is there.
 
-        Called from a thread of the engine, ahead of the layers being computed. `out` is only valid during the call.
-        What it raises ends the step; a step that is cancelled does not wait for it.
+        May be called from a thread of the engine, ahead of the layers being computed. `out` is only valid during the
+        call.
+        What it raises ends the step; a step that is cancelled need not wait for it.
         """
 
 

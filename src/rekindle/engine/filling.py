@@ -34,16 +34,25 @@ class Filling:
         self._stopped = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._arrivals: list[torch.cuda.Event] = []
-        self._thread = threading.Thread(target=self._fill_all, name="rekindle-fill", daemon=True)
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._fill_all, name="rekindle-fill", daemon=True
+        )
 
     def start(self) -> None:
         """Begin to fill."""
         if self._stream is not None:  # what reads the buffers now must be through before they are written
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        self._thread.start()
+        try:
+            assert self._thread is not None
+            self._thread.start()
+        except RuntimeError:  # the system has no thread left: each layer is filled when it is needed
+            self._thread = None
 
     def wait(self, layer: int, cancelled: Callable[[], bool] | None) -> None:
         """Block until `layer` is there. Raises what its feed raised, or `Cancelled`."""
+        if self._thread is None:
+            self._fill(layer)
+            self._filled = layer + 1
         with self._changed:
             while self._filled <= layer and self._error is None:
                 self._changed.wait(None if cancelled is None else _LOOK_SECONDS)
@@ -58,10 +67,11 @@ class Filling:
         """Fill no further layer. A fill that is under way keeps the buffers it writes to; the sequences get others."""
         with self._changed:
             self._stopped = True
-            under_way = self._filled < self._layers and self._error is None
-        if under_way:
+            under_way = self._thread is not None and self._filled < self._layers and self._error is None
+        if under_way and self._thread is not None:
             self._thread.join(timeout=_LOOK_SECONDS)
-        if self._thread.is_alive():
+            under_way = self._thread.is_alive()
+        if under_way:
             for sequence in {id(sequence): sequence for sequence, _ in self._feeds}.values():
                 sequence.leave_buffers()
         elif self._stream is not None:

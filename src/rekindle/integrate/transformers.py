@@ -36,7 +36,7 @@ from rekindle.integrate.tracked import OTHER_TOKENS, Call, LayerTensors, Matched
 from rekindle.integrate.weights import Conditions, Weights, refuse_unfit, refuse_untested
 from rekindle.run.cache import CLOSE_SECONDS, LOAD_SECONDS, open_store
 from rekindle.run.keep import Keep, Keeper
-from rekindle.run.patience import Late, Patience
+from rekindle.run.patience import NoAnswer, Patience
 from rekindle.settings import Settings
 from rekindle.store.tiered import TieredStore
 
@@ -185,7 +185,7 @@ class Attached:
         assert store is not None
         try:
             match = self._patience.ask(lambda: store.lookup(terms.shelf, tokens), LOAD_SECONDS)
-        except Late as late:
+        except NoAnswer as late:
             self._say(f"The cache does not answer ({late}), so everything is computed.")
             return ()
         if match.pieces:
@@ -204,7 +204,7 @@ class Attached:
         try:
             read = self._patience.ask(lambda: _read(store, terms.shelf, match, pinned=device.type == "cuda"), seconds)
             return tuple((k.to(device, non_blocking=True), v.to(device, non_blocking=True)) for k, v in read)
-        except (KvLost, Late, torch.OutOfMemoryError) as error:
+        except (NoAnswer, torch.OutOfMemoryError) as error:
             log.info("computing instead: %s", error)
             return ()
 

@@ -8,7 +8,6 @@ large ones on long steps.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -70,7 +69,8 @@ class Costs:
         with self._lock:
             if self._rates is None:
                 tiers: tuple[Tier, ...] = ("memory", "disk")
-                load = {tier: fit(self._kinds[tier]) for tier in tiers if self._kinds[tier]}
+                fitted = {tier: fit(self._kinds[tier]) for tier in tiers}
+                load = {tier: rates for tier, rates in fitted.items() if rates}
                 self._rates = Rates(fit(self._kinds["compute"]), load)
             return self._rates
 
@@ -80,7 +80,7 @@ class Costs:
             return {name: list(rows) for name, rows in self._kinds.items()}
 
     def _add(self, kind: str, measurement: tuple[float, ...]) -> None:
-        if measurement[-1] > 0:
+        if _is_sound(measurement):
             with self._lock:
                 self._kinds[kind].append(measurement)
                 self._rates = None
@@ -106,7 +106,7 @@ def fit(measurements: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
         for chosen in sorted(combinations(range(width), count), key=lambda c: 1 not in c):
             found = np.linalg.lstsq(scaled[:, chosen], target, rcond=None)[0]
             error = float(np.square(scaled[:, chosen] @ found - target).sum())
-            if (found >= 0).all() and (best is None or error < best[0] * 0.999):
+            if (found >= 0).all() and (best is None or error < best[0] * 0.999 - 1e-12):
                 coefficients = np.zeros(width)
                 coefficients[list(chosen)] = found
                 best = error, tuple(coefficients.tolist())
@@ -128,7 +128,13 @@ def _sound(rows: Any, width: int) -> list[tuple[float, ...]]:
         return []
     kept = []
     for row in rows:
-        numbers = isinstance(row, list) and all(isinstance(n, (int, float)) and math.isfinite(n) for n in row)
-        if numbers and len(row) == width and row[-1] > 0:
+        numbers = isinstance(row, list) and all(isinstance(n, (int, float)) for n in row)
+        if numbers and len(row) == width and _is_sound(row):
             kept.append(tuple(float(n) for n in row))
     return kept
+
+
+def _is_sound(measurement: Sequence[float]) -> bool:
+    """Whether this can be a measurement: no machine takes a day for a step, or less than a nanosecond."""
+    *features, seconds = measurement
+    return 1e-9 < seconds < 1e5 and all(0 <= feature < 1e15 for feature in features)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rekindle.core.keys import Shelf
+from rekindle.core.keys import Shelf, token_bytes
 from rekindle.core.kv import Span
 from rekindle.core.plan import Tier
 from rekindle.index.prefix import Match
@@ -43,6 +43,8 @@ class Matches:
 def lookup(store: TieredStore, shelf: Shelf, tokens: Sequence[int], in_engine: int = 0) -> Matches:
     """Ask the store for the longest known prefix of `tokens`. A store in trouble knows nothing."""
     match = store.lookup(shelf, tokens)
+    if match.tokens != token_bytes(tokens) or match.root != shelf.namespace.root:
+        return Matches(len(tokens), in_engine)  # an answer to another question
     stored = tuple(
         Found(piece.span, "memory" if store.holds(piece) else "disk", len(piece.span) * shelf.layout.token_bytes)
         for piece in match.pieces

@@ -35,37 +35,39 @@ class Cut:
 
 
 def make_plan(matches: Matches, rates: Rates, cut: Cut) -> Plan:
-    """The plan with the shortest expected time. While costs are unknown, whatever is known is reused."""
-    last = matches.tokens - 1
+    """The plan with the shortest expected time. While costs are unknown, as much as possible is reused."""
     cold = _seconds(_computing(0, matches, cut), rates, matches)
-    best, best_seconds = Plan.computing(cut.spans(0, matches.tokens), cold), cold
-    for loads in _choices(matches, cut, last):
+    nothing = Plan.computing(cut.spans(0, matches.tokens), cold)
+    plans = []
+    for loads in _choices(matches, cut):
         steps = (*loads, *_computing(loads[-1].span.stop, matches, cut))
         seconds = _seconds(steps, rates, matches)
-        if seconds is None or best_seconds is None or seconds < best_seconds or _is_free(loads):
-            if seconds is not None and cold is not None:
-                seconds = min(seconds, cold)
-            best, best_seconds = Plan(matches.tokens, steps, seconds, cold), seconds
-    return best
+        if seconds is None or cold is None:
+            plans.append(Plan(matches.tokens, steps, None, cold))
+        elif seconds <= cold:
+            plans.append(Plan(matches.tokens, steps, seconds, cold))
+    if any(plan.predicted_seconds is None for plan in plans):
+        return max(plans, key=_worth)
+    return min((*plans, nothing), key=lambda plan: (plan.predicted_seconds or 0.0, -plan.reused))
 
 
-def _choices(matches: Matches, cut: Cut, last: int) -> Iterator[tuple[Load, ...]]:
-    """What could be reused, less before more, what is already in the engine at the end."""
+def _worth(plan: Plan) -> tuple[int, bool]:
+    """How much is reused; of equals, what is in the engine already."""
+    return plan.reused, plan.loads[0].tier == "engine"
+
+
+def _choices(matches: Matches, cut: Cut) -> Iterator[tuple[Load, ...]]:
+    """What could be reused: ever more of what is stored, or what is already in the engine."""
+    last = matches.tokens - 1
     loads: list[Load] = []
     for found in matches.stored:
-        whole = Span(found.span.start, min(found.span.stop, last))
-        usable = cut.reusable(whole.stop) if len(whole) else 0
+        whole = Span(found.span.start, max(found.span.start, min(found.span.stop, last)))
+        usable = cut.reusable(whole.stop)
         if usable > whole.start:
             yield (*loads, Load(Span(whole.start, usable), found.tier))
         loads.append(Load(whole, found.tier))
-    stays = cut.reusable(min(matches.in_engine, last))
-    if stays and stays >= max((load.span.stop for load in loads), default=0):
+    if stays := cut.reusable(min(matches.in_engine, last)):
         yield (Load(Span(0, stays), "engine"),)
-
-
-def _is_free(loads: tuple[Load, ...]) -> bool:
-    """What is in the engine costs nothing to reuse, whatever the estimates say."""
-    return all(load.tier == "engine" for load in loads)
 
 
 def _computing(start: int, matches: Matches, cut: Cut) -> tuple[Step, ...]:

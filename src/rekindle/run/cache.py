@@ -24,7 +24,7 @@ from rekindle.core.plan import Plan, Tier
 from rekindle.core.request import Request, Reuse
 from rekindle.core.size import parse_duration, parse_limit
 from rekindle.engine.base import Engine, EngineSequence
-from rekindle.errors import CacheUnusable, Closed, InvalidSetting, KvLost, OutOfMemory
+from rekindle.errors import CacheUnusable, InvalidSetting, KvLost, OutOfMemory
 from rekindle.index.prefix import Match
 from rekindle.remembered import Remembered
 from rekindle.reuse.cost import Costs
@@ -34,7 +34,7 @@ from rekindle.run.context import Context, ParkedContexts
 from rekindle.run.explain import Explainer, Prompt
 from rekindle.run.keep import Job, Keeper
 from rekindle.run.notes import Note, Stayed
-from rekindle.run.patience import Deadline, Late, Patience
+from rekindle.run.patience import Deadline, Late, NoAnswer, Patience
 from rekindle.run.prefill import Asked, Filled, Prefill, TimedFeed
 from rekindle.settings import Settings
 from rekindle.store.settings import StoreSettings
@@ -45,6 +45,7 @@ log = logging.getLogger("rekindle.cache")
 PIECE_TOKENS = 256  # of a deterministic prefill
 EARLY_TOKENS = 256  # a prompt with so many new tokens is kept while its reply is being written
 LOOKUP_SECONDS = 0.25  # the longest wait for the catalog
+MOST_LOAD_SECONDS = 60.0
 LOAD_SECONDS = 1.0  # the shortest deadline of a load, and the one while costs are unknown; else what computing takes
 CLOSE_SECONDS = 10.0
 _SHELVES = 256  # remembered
@@ -79,7 +80,8 @@ class PrefixCache:
         self.keeper = None if self.store is None else Keeper(self.store)
         self.cut = Cut(engine.prefill_tokens, PIECE_TOKENS if settings.deterministic else None)
         memory = parse_limit(settings.memory_limit).resolve(psutil.virtual_memory().total)
-        self._parked = ParkedContexts(memory // 2 if self.store is not None else 0)
+        # Nothing says how old the KV of a parked context is: with a time to live, there are none.
+        self._parked = ParkedContexts(memory // 2 if self.store is not None and settings.ttl is None else 0)
         self._patience = Patience()
         self._slow: TimedFeed | None = None
         self._told = False  # that the store does not answer: once is enough until it does again
@@ -120,7 +122,7 @@ class PrefixCache:
             if self._slow is not None and self._slow.filling:
                 raise Late("it is still busy with an earlier load")
             found = self._patience.ask(lambda: lookup(store, shelf, tokens, in_engine), LOOKUP_SECONDS)
-        except (Late, Closed) as late:
+        except NoAnswer as late:
             log.log(logging.DEBUG if self._told else logging.WARNING, "The cache does not answer: %s.", late)
             self._told = True
             return replace(nothing, trouble=f"the cache does not answer: {late}")
@@ -153,7 +155,7 @@ class PrefixCache:
                 context.reserve(capacity)
                 self.offer(Stayed(known.shelf, known.tokens[: plan.reused], self.costs))
             context.prompt_tokens = len(known.tokens)
-            context.stored_tokens = max(known.stored_tokens, min(context.stored_tokens, plan.reused))
+            context.stored_tokens = max(known.stored_tokens, context.stored_tokens)
             if stays or not plan.loads:
                 return work.run(context, plan)
             return self._load(work, context, known, plan)
@@ -171,23 +173,24 @@ class PrefixCache:
     def _load(self, work: Prefill, context: Context, known: Known, plan: Plan) -> Filled:
         store, match = self.store, known.matches.match
         assert store is not None and match is not None
-        saved = self.costs.rates.compute_seconds(Span(0, plan.reused))
-        deadline = Deadline(max(LOAD_SECONDS, saved or 0.0))
+        saved = self.costs.rates.compute_seconds(Span(0, plan.reused)) or 0.0
+        patience = min(max(LOAD_SECONDS, saved), MOST_LOAD_SECONDS)
         used = match.until(plan.reused)
         try:
-            feed = self._patience.ask(lambda: _feed(store, known.shelf, used, deadline), deadline.seconds)
+            feed = self._patience.ask(lambda: _feed(store, known.shelf, used, patience), patience)
             try:
                 filled = work.run(context, plan, feed)
             finally:
                 feed.close()
                 if feed.filling:  # a read that hangs: it was left behind, and nothing is asked until it is through
                     self._slow = feed
-        except (KvLost, Late, Closed) as error:
+        except (KvLost, NoAnswer) as error:
             log.info("computing instead: %s", error)
+            context.stored_tokens = 0
             spans = self.cut.spans(0, len(known.tokens))
             return replace(work.run(context, Plan.computing(spans, plan.cold_seconds)), lost=str(error))
         self._note_load(plan, filled, known.shelf.layout.token_bytes)
-        store.used(used, max(0.0, (saved or 0.0) - filled.load_seconds) * 1e3)
+        store.used(used, max(0.0, saved - filled.load_seconds) * 1e3)
         return filled
 
     def _note_load(self, plan: Plan, filled: Filled, token_bytes: int) -> None:
@@ -249,13 +252,16 @@ class PrefixCache:
             return
         if self.cut.piece_tokens:  # only what was prefilled in whole pieces is ever reused
             context.truncate(min(len(context.tokens), self.cut.reusable(context.prompt_tokens)))
+        if not context.tokens:
+            context.close()
+            return
         self._keep(context, len(context.tokens))
         self._parked.park(context)
 
     def _keep(self, context: Context, count: int) -> None:
         count = self.cut.reusable(count)
-        if self.keeper is not None and count > context.stored_tokens and self.keeper.offer(context.keep(count)):
-            context.stored_tokens = count
+        if self.keeper is not None and count > context.stored_tokens:
+            self.keeper.offer(context.keep(count))
 
     def offer(self, job: Job) -> None:
         """Something else to do with the store when there is time."""
@@ -278,13 +284,17 @@ class PrefixCache:
         self._remembered.keep(self._machine, self.costs.as_json())
         idle = self.keeper is None or self.keeper.close(CLOSE_SECONDS)
         self._parked.clear()
-        self._patience.close()
         if self.store is not None and idle:
-            self.store.close()
+            try:
+                self._patience.ask(self.store.close, CLOSE_SECONDS)
+            except NoAnswer as reason:
+                log.warning("The cache could not be closed: %s.", reason)
+        self._patience.close()
 
 
-def _feed(store: TieredStore, shelf: Shelf, match: Match, deadline: Deadline) -> TimedFeed:
-    feed = TimedFeed(store.load(shelf, match), deadline)
+def _feed(store: TieredStore, shelf: Shelf, match: Match, patience_seconds: float) -> TimedFeed:
+    deadline = Deadline(patience_seconds)
+    feed = TimedFeed(store.load(shelf, match), patience_seconds)
     if deadline.passed:  # nobody waits for it any more
         feed.close()
     return feed

@@ -20,10 +20,21 @@ class Context:
         self.shelf = shelf
         self.sequence = sequence
         self.tokens: tuple[int, ...] = ()  # as many as are present in the sequence
-        self.stored_tokens = 0  # of these the store knows so many, or will
         self.prompt_tokens = 0  # so many were prefilled, the others came one by one
         self.passing = False  # it is for one request only: nothing of it is kept
         self._keeps: list[Keep] = []
+        self._stored_tokens = 0
+
+    @property
+    def stored_tokens(self) -> int:
+        """How many of its tokens the store knows, as far as is known: found by a lookup, or kept since."""
+        kept = [len(job.tokens) for job in self._keeps if job.kept]
+        self._stored_tokens = min(max([self._stored_tokens, *kept]), len(self.tokens) or self._stored_tokens)
+        return self._stored_tokens
+
+    @stored_tokens.setter
+    def stored_tokens(self, count: int) -> None:
+        self._stored_tokens = count
 
     @property
     def size_bytes(self) -> int:
@@ -36,7 +47,8 @@ class Context:
 
     def keep(self, count: int) -> Keep:
         """The job of keeping its first `count` tokens."""
-        job = Keep(self.shelf, self.tokens[:count], self._export, known=self.stored_tokens)
+        known = self.stored_tokens  # before those that are done are forgotten
+        job = Keep(self.shelf, self.tokens[:count], self._export, known=known)
         self._keeps = [*(other for other in self._keeps if not other.detached), job]
         return job
 
@@ -50,6 +62,7 @@ class Context:
         """Forget every token from `length` on; jobs that still need them copy them first."""
         self._detach(length)
         self.sequence.truncate(length)
+        self._stored_tokens = min(self.stored_tokens, length)
         self.tokens = self.tokens[:length]
 
     def close(self) -> None:
@@ -58,6 +71,7 @@ class Context:
         self.sequence.close()
 
     def _detach(self, length: int) -> None:
+        self._stored_tokens = self.stored_tokens
         for job in self._keeps:
             if len(job.tokens) > length:
                 job.detach()

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rekindle.core.keys import BLOCK_TOKENS, Shelf
-from rekindle.core.kv import Kv, Span
-from rekindle.errors import RekindleError
+from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.store.tiered import TieredStore
 
 log = logging.getLogger("rekindle.keep")
@@ -25,7 +24,7 @@ class Job(Protocol):
     """Something to do with the store when there is time."""
 
     def do(self, store: TieredStore) -> str:
-        """Do it; one word for what came of it. May raise `RekindleError`: then it failed."""
+        """Do it; one word for what came of it. What it raises ends it: then it failed."""
 
     def detached_bytes(self) -> int:
         """How much memory it holds that nobody else does."""
@@ -45,15 +44,21 @@ class Keep:
         self._export: Callable[[Span], Kv] | None = export
         self._kv: Kv | None = None
         self._lock = threading.Lock()
+        self.kept = False  # whether the store has all of it by now
 
     def do(self, store: TieredStore) -> str:
         """Keep what the store does not know yet."""
         gap = store.gap(self.shelf, self.tokens)
         if gap is None:
             self._drop()
+            self.kept = True
             return "known"
         kv = self._take(gap)
-        return "gone" if kv is None else store.keep(self.shelf, self.tokens, kv).outcome
+        if kv is None:
+            return "gone"
+        outcome = store.keep(self.shelf, self.tokens, kv).outcome
+        self.kept = outcome in ("kept", "known") and gap.stop == len(self.tokens)
+        return outcome
 
     def detach(self) -> None:
         """Copy what will be needed now: whatever `export` reads from is about to change."""
@@ -164,15 +169,15 @@ class Keeper:
                 self._store.tend()
             else:
                 self.outcomes[job.do(self._store)] += 1
-        except (RekindleError, RuntimeError, MemoryError) as error:  # a closed sequence, a device out of memory
+        except Exception as error:  # noqa: BLE001  (whatever it was: it is not kept, and those behind it still are)
             self.outcomes["failed"] += 1
             log.debug("not kept: %s", error)
 
 
 def _until(kv: Kv, stop: int) -> Kv:
-    """The KV up to `stop`."""
+    """The KV up to `stop`; copied, because views would hold on to the whole."""
     if stop >= kv.span.stop:
         return kv
     count = stop - kv.span.start
-    layers = tuple(type(layer)(layer.keys[:, :count], layer.values[:, :count]) for layer in kv.layers)
+    layers = tuple(LayerKv(layer.keys[:, :count].copy(), layer.values[:, :count].copy()) for layer in kv.layers)
     return Kv(Span(kv.span.start, stop), kv.layout, layers)

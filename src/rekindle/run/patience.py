@@ -14,7 +14,11 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Late(Exception):
+class NoAnswer(Exception):
+    """The question failed, whatever the reason. This is where failures of reading end."""
+
+
+class Late(NoAnswer):
     """No answer within the deadline, or the last question was not answered yet."""
 
 
@@ -35,20 +39,26 @@ class Patience:
         self._idle: list[SimpleQueue[_Question[object] | None]] = []
 
     def ask(self, question: Callable[[], T], timeout_seconds: float) -> T:
-        """The answer. Raises `Late`, or what the question raised."""
+        """The answer. Raises `NoAnswer` if the question raised anything, `Late` if that took too long."""
         asked: _Question[T] = _Question(question)
         with self._lock:
             if self._hanging is not None and not self._hanging.answered.is_set():
                 raise Late("it has not answered the last question yet")
             self._hanging = None
-            line = self._idle.pop() if self._idle else self._new_line()
+            try:
+                line = self._idle.pop() if self._idle else self._new_line()
+            except RuntimeError as error:  # the system has no thread left
+                raise NoAnswer(str(error)) from error
         line.put(asked)  # type: ignore[arg-type]
         if not asked.answered.wait(timeout_seconds):
             with self._lock:
                 self._hanging = asked  # type: ignore[assignment]
+            line.put(None)  # its thread ends with it
             raise Late(f"no answer within {timeout_seconds:.2f} s")
         with self._lock:
             self._idle.append(line)
+        if isinstance(asked.error, Exception):
+            raise NoAnswer(str(asked.error) or type(asked.error).__name__) from asked.error
         if asked.error is not None:
             raise asked.error
         return asked.answer  # type: ignore[return-value]
@@ -73,6 +83,7 @@ def _answer(line: SimpleQueue[_Question[object] | None]) -> None:
         except BaseException as error:  # noqa: BLE001  (raised again by whoever asked)
             question.error = error
         question.answered.set()
+        del question  # nobody shall be kept alive by the last answer
 
 
 class Deadline:

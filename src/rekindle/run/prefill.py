@@ -21,10 +21,12 @@ Asked = Callable[[], bool]
 class TimedFeed:
     """A feed with a deadline, which knows how long it took."""
 
-    def __init__(self, feed: StoredFeed, deadline: Deadline) -> None:
+    def __init__(self, feed: StoredFeed, patience_seconds: float) -> None:
+        """The time runs from the first fill on: waiting for the engine's turn is not the feed's fault."""
         self._feed = feed
         self.span, self.layers = feed.span, feed.layers
-        self.deadline = deadline
+        self.patience_seconds = patience_seconds
+        self._deadline: Deadline | None = None
         self.busy_seconds = 0.0
         self.filling = False
         self._closed = False
@@ -33,13 +35,18 @@ class TimedFeed:
     @property
     def late(self) -> bool:
         """Whether it should have brought everything by now."""
-        return not self._done and self.deadline.passed
+        return not self._done and self._deadline is not None and self._deadline.passed
 
     def fill(self, layer: int, out: LayerKv) -> None:
-        """See `KvFeed`."""
+        """See `KvFeed`. Raises `KvLost`, whatever went wrong."""
+        self._deadline = self._deadline or Deadline(self.patience_seconds)
         started, self.filling = time.perf_counter(), True
         try:
             self._feed.fill(layer, out)
+        except KvLost:
+            raise
+        except Exception as error:
+            raise KvLost(f"KV from the cache could not be read ({error}); it is computed instead.") from error
         finally:
             self.filling = False
             self.busy_seconds += time.perf_counter() - started
@@ -104,7 +111,7 @@ class Prefill:
         except Cancelled:
             if self.cancelled():
                 raise
-            limit = feed.deadline.seconds
+            limit = feed.patience_seconds
             raise KvLost(f"KV from the cache did not come within {limit:.2f} s; it is computed instead.") from None
         context.tokens = tuple(self.tokens[: step.span.stop])
         return logits
