@@ -38,6 +38,8 @@ from tests.faults.folders import NOBODY, REPOSITORY, flip, open_to_all
 from tests.laws.test_prefix_cache import ENGINES, PROMPT, N, ask, both, cold, opened, tokens_of
 from tests.tiny import tiny_engine
 
+pytestmark = pytest.mark.exhaustive
+
 HANG_SECONDS = 30.0
 BOUND_SECONDS = 10.0
 NO_MEMORY = {"memory_limit": 0}  # nothing is parked and nothing held: every hit comes from the disk

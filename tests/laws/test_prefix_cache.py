@@ -33,6 +33,8 @@ from rekindle.reuse.cost import Costs, Rates
 from rekindle.store.feed import StoredFeed
 from tests.tiny import tiny_engine
 
+pytestmark = pytest.mark.exhaustive
+
 ENGINES: dict[str, Callable[[], Engine]] = {"fake": FakeEngine, "tiny": tiny_engine}
 ROOM = {"disk_limit": "200MB"}
 both = pytest.mark.parametrize("kind", list(ENGINES))

@@ -11,7 +11,7 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -122,6 +122,9 @@ class TieredStore:
             raise Closed("The store was closed.")
         sources: list[Source] = []
         for piece in match.pieces:
+            if sources and (longer := _stretched(sources[-1], match, piece.span.stop)) is not None:
+                sources[-1] = longer
+                continue
             try:
                 sources.append(self._source(shelf, match, piece))
             except (*_FAILURES, Damaged) as error:
@@ -365,6 +368,19 @@ def _is_in_place(source: Source, match: Match, shelf_digest: str) -> bool:
     above = chain(plan.parent, plan.tokens[: piece.first * BLOCK_BYTES])
     parent = above[-1] if above else plan.parent
     return (plan.shelf, stored, parent) == (shelf_digest, wanted, match.key_before(piece.span.start // BLOCK_TOKENS))
+
+
+def _stretched(source: Source, match: Match, stop: int) -> Source | None:
+    """The same extent for all tokens up to `stop`, if its file has those too, though they are listed elsewhere by now.
+
+    The end of a prompt is: when the prompt went on, its last block was kept again as a whole.
+    """
+    plan, piece = source.header.plan, source.piece
+    count = stop - piece.span.start
+    stored = plan.tokens[piece.first * BLOCK_BYTES :][: count * TOKEN_BYTES]
+    if stored != match.tokens[piece.span.start * TOKEN_BYTES : stop * TOKEN_BYTES]:
+        return None
+    return Source(replace(piece, span=Span(piece.span.start, stop)), source.origin)
 
 
 def _live(connection: sqlite3.Connection, name: str) -> catalog.Extent | None:

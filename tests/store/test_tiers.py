@@ -1,0 +1,35 @@
+"""Reading: which files are opened for a prompt, and how much of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rekindle.store.settings import StoreSettings
+from rekindle.store.tiered import TieredStore
+from tests.kvs import SHELF, keep, load
+
+PROMPT = list(range(1000, 1100))  # three whole blocks and four tokens more
+
+
+def test_a_prompt_that_went_on_is_still_read_from_its_own_file(tmp_path: Path) -> None:
+    """Its last block was kept again with what followed; the four tokens of it are in the first file too."""
+    with TieredStore(tmp_path / "cache", StoreSettings(memory_limit=0)) as store:
+        keep(store, PROMPT)
+        keep(store, [*PROMPT, 1, 2, 3])
+        asked = [*PROMPT, 7, 8, 9]
+        match = store.lookup(SHELF, asked)
+        assert match.length == len(PROMPT) and len(match.pieces) == 2
+        with store.load(SHELF, match) as feed:
+            assert len(feed._sources) == 1 and len(feed.span) == len(PROMPT)
+        assert load(store, asked) == len(PROMPT)
+        assert load(store, [*PROMPT, 1, 2, 9]) == len(PROMPT) + 2
+
+
+def test_any_part_of_any_chain_comes_back_right(tmp_path: Path) -> None:
+    with TieredStore(tmp_path / "cache", StoreSettings(memory_limit=0)) as store:
+        for stop in (5, 40, 64, 100):
+            keep(store, PROMPT[:stop])
+        keep(store, [*PROMPT[:70], 1, 2, 3])
+        for count in range(1, len(PROMPT) + 1):
+            assert load(store, PROMPT[:count]) == count
+            assert load(store, [*PROMPT[:count], 5]) == count
