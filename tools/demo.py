@@ -85,13 +85,16 @@ def main() -> None:
     if not all(all(line.same) for line in lines):
         sys.exit("The texts differ: this should never happen. Please report it.")
     if len(sys.argv) > 1:
-        write_readme(f"{about['processor']}, {about['cores']} cores; {size} tokens", [line.cells(cold) for line in lines])
+        write_readme(
+            f"{about['processor']}, {about['cores']} cores; {size} tokens", [line.cells(cold) for line in lines]
+        )
 
 
 def write_readme(where: str, rows: list[list[str]]) -> None:
     """Put the table between its marks in the README."""
     path = Path(__file__).resolve().parent.parent / "README.md"
-    head, rest = path.read_text("utf-8").split("<!-- demo -->\n")[0], path.read_text("utf-8").split("<!-- /demo -->\n")[1]
+    before = path.read_text("utf-8")
+    head, rest = before.split("<!-- demo -->\n")[0], before.split("<!-- /demo -->\n")[1]
     table = ["| | first token | speed-up | cached tokens | same text |", "|---|---:|---:|---:|---:|"]
     table += ["| " + " | ".join(row) + " |" for row in rows]
     body = "\n".join([f"Printed by `make demo` on {where}:", "", *table])
