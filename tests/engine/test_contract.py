@@ -339,3 +339,23 @@ def test_probing_changes_nothing(engine: Engine, reference: tuple[np.ndarray, Kv
     probe = Probe(lambda reading: None, queries=Span(0, COUNT), segments=(Span(0, 9),), deviation=True)
     (got,) = engine.step([Row(opened(engine), TOKENS, range(COUNT), logits="all", probe=probe)])
     assert_same(engine, got, logits)
+
+
+def test_a_sequence_can_grow_and_keeps_what_it_holds(engine: Engine, reference: tuple[np.ndarray, Kv]) -> None:
+    logits, kv = reference
+    others = [opened(engine, 300) for _ in range(5)]  # whatever larger buffers lie ready
+    sequence = opened(engine, 20)
+    engine.step([Row.following(sequence, TOKENS[:20], logits="none")])
+    before = sequence.size_bytes
+    sequence.reserve(20 + 400)  # further than any rounding of buffers
+    assert sequence.capacity >= 420 and sequence.length == 20 and sequence.size_bytes > before
+    for other in others:
+        other.close()
+    (rest,) = engine.step([Row.following(sequence, TOKENS[20:], logits="all")])
+    assert_same(engine, rest, logits[20:])
+    assert_same_kv(engine, sequence.export(Span(0, COUNT)), kv)
+    sequence.reserve(5)
+    assert sequence.length == COUNT
+    with pytest.raises(StepRefused):
+        sequence.reserve(engine.context_tokens + 1)
+    sequence.close()

@@ -226,3 +226,20 @@ def test_deterministic_logits_are_bit_equal_cold_and_warm(split: int, engine: En
             reply = session.generate(tokens, max_tokens=4, min_tokens=4)
             assert reply.reuse.disk == (0 if name == "cold" else split // 256 * 256)
     assert_bit_equal(seen["warm"], seen["cold"])
+
+
+def test_with_keep_reply_tokens_the_next_turn_begins_behind_the_whole_reply(tmp_path: Path) -> None:
+    """A sampled reply is often not what the tokenizer would make of its text."""
+    reused = {}
+    for keeps in (False, True):
+        with Session("smollm2", cache=str(tmp_path / str(keeps)), keep_reply_tokens=keeps) as session:
+            chat = [{"role": "user", "content": "Write zzzqx 12345 67 in words"}]
+            reply = session.chat(chat, max_tokens=40, temperature=1.5, seed=3)
+            chat += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": "And now backwards."}]
+            again = session.chat(chat, max_tokens=2)
+            reused[keeps] = again.usage.cached_tokens
+            told = session.engine.tokenizer.encode(reply.text)
+            assert list(reply.tokens) != told, "this reply does not show the difference: take another seed"
+            if keeps:
+                assert again.usage.cached_tokens >= reply.usage.prompt_tokens + len(reply.tokens) - 1
+    assert reused[True] > reused[False] > 0
