@@ -111,11 +111,14 @@ def _measure_size(session: Session, folder: Path, rounds: list[dict[str, Any]]) 
             reused.append(reply.reuse.disk - len(prefix))
             session.flush()
 
-        for disk, cold_pages, bare in zip(endings[::3], endings[1::3], endings[2::3], strict=True):
+        for turn, (disk, cold_pages, bare) in enumerate(zip(endings[::3], endings[1::3], endings[2::3], strict=True)):
+            if turn % 2:  # in turns the one or the other first
+                times["floor"].append(floor.run(bare))
             ask("disk", disk)
+            if not turn % 2:
+                times["floor"].append(floor.run(bare))
             drop_pages(folder)
             ask("cold_pages", cold_pages)
-            times["floor"].append(floor.run(bare))
             times["load"].append(loading.run(prefix + bare))
         floor.close()
         texts += [list(session.generate(prefix + ending, max_tokens=16).tokens) for ending in prompt["asked"]]

@@ -102,6 +102,7 @@ class _Measure:
         self._bytes_per_token = 0.0
         self._bit_equal: bool | None = None
         self._exactly = True
+        self._turns = 0
 
     def size(self, size: int) -> None:
         """Everything that is measured in this process."""
@@ -116,6 +117,7 @@ class _Measure:
             self._warm_up(prompt, floor, theirs)
             for _ in range(self._rounds):
                 self._turn(found, prompt, floor, theirs)
+                self._turns += 1
             floor.close()
             self._compare_texts(found, prompt)
 
@@ -126,16 +128,33 @@ class _Measure:
 
     def _turn(self, found: _Size, prompt: Prompt, floor: Floor, theirs: _Theirs) -> None:
         size = len(prompt.prefix)
-        found.add("cold", self._ask(prompt.next(), reuse="off").timings.first_token_seconds)
-        reply = self._ask(prompt.next())
-        self._exactly &= reply.reuse.engine == size
-        found.add("engine", reply.timings.first_token_seconds)
-        found.add("floor", floor.run(prompt.next()[-ENDING:]))
-        self._session.cache.unpark()
-        reply = self._ask(prompt.next())
-        self._exactly &= reply.reuse.memory == size
-        found.add("memory", reply.timings.first_token_seconds)
-        found.add("transformers", theirs.run(prompt.next()[-ENDING:]))
+
+        def cold() -> float:
+            return self._ask(prompt.next(), reuse="off").timings.first_token_seconds
+
+        def from_engine() -> float:
+            reply = self._ask(prompt.next())
+            self._exactly &= reply.reuse.engine == size
+            return reply.timings.first_token_seconds
+
+        def from_memory() -> float:
+            self._session.cache.unpark()
+            reply = self._ask(prompt.next())
+            self._exactly &= reply.reuse.memory == size
+            return reply.timings.first_token_seconds
+
+        jobs: dict[str, Callable[[], float]] = {
+            "cold": cold,
+            "engine": from_engine,
+            "floor": lambda: floor.run(prompt.next()[-ENDING:]),
+            "memory": from_memory,
+            "transformers": lambda: theirs.run(prompt.next()[-ENDING:]),
+        }
+        # Another one first each time: what comes after a long prefill finds a slower processor.
+        names = list(jobs)
+        shift = self._turns % len(names)
+        for name in names[shift:] + names[:shift]:
+            found.add(name, jobs[name]())
 
     def _compare_texts(self, found: _Size, prompt: Prompt) -> None:
         endings = [prompt.next()[-ENDING:] for _ in range(2)]
