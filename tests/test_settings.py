@@ -304,7 +304,7 @@ def test_the_example_of_the_reference_is_right(own_folder: Path) -> None:
 
 
 def test_the_keyword_arguments_are_the_settings() -> None:
-    assert list(SettingsLike.__annotations__) == NAMES
+    assert sorted(SettingsLike.__annotations__) == sorted(NAMES)
 
 
 def test_flags_give_only_what_was_said() -> None:

@@ -68,7 +68,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rekindle-demo-") as folder:
         size, lines = measure(console, Path(folder) / "cache")
     console.print("Model: SmolLM2-135M, the embedded default. It shows speed; its answers are weak.")
-    console.print(f"Prompt: {size} tokens of rules and a question; {NEW_TOKENS} tokens of reply; medians (range).\n")
+    console.print(f"Prompt: {size} tokens of rules and a question; {NEW_TOKENS} tokens of reply.")
+    console.print("Medians (range) of as many runs as the last column counts.\n")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", "first token", "speed-up", "cached", "same text"):
         table.add_column(column, justify="left" if not column else "right")

@@ -100,13 +100,9 @@ class Settings:
         return cls(**values | _from_environment(variables) | _from_arguments(given or {}))
 
 
-class SettingsLike(TypedDict, total=False):
-    """The settings as keyword arguments; None counts as not given."""
+class CacheSettings(TypedDict, total=False):
+    """The settings of a cache as keyword arguments; None counts as not given."""
 
-    engine: str | None
-    device: str | None
-    dtype: str | None
-    context: int | None
     cache: str | os.PathLike[str] | None
     reuse: Literal["exact", "off"] | None
     memory_limit: str | int | None
@@ -118,6 +114,15 @@ class SettingsLike(TypedDict, total=False):
     key_file: str | os.PathLike[str] | None
     tenant: str | None
     cache_salt: str | None
+
+
+class SettingsLike(CacheSettings, total=False):
+    """All settings as keyword arguments; None counts as not given."""
+
+    engine: str | None
+    device: str | None
+    dtype: str | None
+    context: int | None
     deterministic: bool | None
     keep_reply_tokens: bool | None
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rekindle import Session
 from rekindle.core.request import Reply, Request
@@ -38,7 +37,7 @@ from tests.faults.folders import NOBODY, REPOSITORY, flip, open_to_all
 from tests.laws.test_prefix_cache import ENGINES, PROMPT, N, ask, both, cold, opened, tokens_of
 from tests.tiny import tiny_engine
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("one_thread")]
 
 HANG_SECONDS = 30.0
 BOUND_SECONDS = 10.0
@@ -50,14 +49,6 @@ def deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than on a machine of one's own, far shorter than the hangs."""
     monkeypatch.setattr("rekindle.run.cache.LOOKUP_SECONDS", 2.0)
     monkeypatch.setattr("rekindle.run.cache.LOAD_SECONDS", 2.0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def alone() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Hang:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +32,7 @@ from rekindle.reuse.cost import Costs, Rates
 from rekindle.store.feed import StoredFeed
 from tests.tiny import tiny_engine
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("one_thread")]
 
 ENGINES: dict[str, Callable[[], Engine]] = {"fake": FakeEngine, "tiny": tiny_engine}
 ROOM = {"disk_limit": "200MB"}
@@ -64,15 +63,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared machine may be slow: here no answer is too late."""
     monkeypatch.setattr("rekindle.run.cache.LOOKUP_SECONDS", 120.0)
     monkeypatch.setattr("rekindle.run.cache.LOAD_SECONDS", 120.0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def alone() -> Iterator[None]:
-    """One thread for tiny models: several only wait for each other, ten times longer where others work too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tokens_of(count: int, seed: int = 0) -> list[int]:

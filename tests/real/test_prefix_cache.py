@@ -243,3 +243,18 @@ def test_with_keep_reply_tokens_the_next_turn_begins_behind_the_whole_reply(tmp_
             if keeps:
                 assert again.usage.cached_tokens >= reply.usage.prompt_tokens + len(reply.tokens) - 1
     assert reused[True] > reused[False] > 0
+
+
+def test_explain_names_the_differing_text_and_what_changes(tmp_path: Path) -> None:
+    rules = "You are a careful assistant of a lighthouse. " * 12
+    with Session("smollm2", cache=str(tmp_path / "explained")) as session:
+        for day in ("Monday", "Tuesday", "Friday"):
+            session.generate(f"Today is {day}. {rules}", max_tokens=1)
+            session.flush()
+        told = session.explain(f"Today is Sunday. {rules}")
+        assert told.difference is not None and told.difference.ours.startswith("·Sunday.")
+        assert told.change is not None and told.change.now == "·Sunday" and "·Friday" in told.change.earlier
+        assert told.change.shared_tokens > 64 and told.change.saved_seconds is not None
+        spaced = session.explain(f"Today is Monday.\u00a0 {rules}")
+        assert spaced.difference is not None and "NO-BREAK SPACE" in spaced.difference.ours
+        assert spaced.predicted_seconds is not None and spaced.cold_seconds >= spaced.predicted_seconds

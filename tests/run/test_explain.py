@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import unicodedata
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from rekindle import Session
+from rekindle.core.keys import Namespace, Shelf
 from rekindle.core.visible import likeness, visible
 from rekindle.engine.fake import FakeEngine
-from rekindle.reuse.reason import common_content, content_of
+from rekindle.reuse.reason import common_content, content_of, differences
 from rekindle.reuse.volatile import compare, find_volatile
 from rekindle.run.explain import Explanation
 from rekindle.store import history
@@ -123,6 +126,54 @@ def test_what_is_known_elsewhere_is_named_by_what_differs(folder: str, changed: 
     with Session(FakeEngine(), cache=folder, **changed) as session:  # type: ignore[arg-type]
         told = session.explain(RULES)
         assert told.reason.kind == "elsewhere" and told.reason.differs_in == (word,) and told.reused == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"weights": "x"}, "model"),
+        ({"config": "x"}, "model"),
+        ({"tokenizer": "x"}, "tokenizer"),
+        ({"template": "x"}, "template"),
+        ({"dtype": "x"}, "number type"),
+        ({"rope": "x"}, "rope regime"),
+        ({"adapter": "x"}, "adapter"),
+    ],
+)
+def test_every_way_in_which_shelves_differ_has_a_word(changed: dict[str, str], word: str) -> None:
+    engine = FakeEngine()
+    own = engine.identity("plain")
+    shelf = Shelf(Namespace(own.digest), engine.layout)
+    other = {"tenant": "local", "salt": "", "adapter": None, "codec": "raw", "identity": "y"}
+    fields = asdict(own)
+    assert differences(shelf, fields, {**other, "identity": own.digest}, fields) == []
+    there = other | {k: v for k, v in changed.items() if k in other}
+    its = fields | {k: v for k, v in changed.items() if k in fields}
+    assert differences(shelf, fields, there, its) == [word]
+    assert differences(shelf, fields, other, {}) == ["model"], "an identity that was never noted"
+
+
+def test_another_template_is_named(folder: str, tiny_folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_folder, other)
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text("utf-8").replace("assistant", "model"), "utf-8")
+    with Session(tiny_folder, cache=folder) as session:
+        session.chat(RULES, max_tokens=2)
+    with Session(other, cache=folder) as session:
+        told = session.explain([{"role": "user", "content": RULES}])
+        assert told.reason.differs_in == ("template",) and told.reused == 0
+
+
+def test_costs_are_remembered_so_that_the_first_plan_of_a_process_predicts(folder: str) -> None:
+    with Session(FakeEngine(), cache=folder) as session:
+        assert session.explain(RULES).cold_seconds is None
+        ask(session, RULES)
+    with Session(FakeEngine(), cache=folder) as session:
+        told = session.explain(RULES + "x")
+        assert told.cold_seconds is not None and told.cold_seconds > 0
+    with Session(FakeEngine(seed=3), cache=folder) as session:
+        assert session.explain(RULES).cold_seconds is None, "another model has costs of its own"
 
 
 def test_another_model_is_named(folder: str) -> None:

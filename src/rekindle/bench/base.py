@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import sys
@@ -82,7 +83,9 @@ class Timing:
         return f"{self.median * 1e3:,.1f} ms ({min(self.seconds) * 1e3:,.1f}-{max(self.seconds) * 1e3:,.1f})"
 
 
-def interleave(jobs: Mapping[str, Callable[[], object]], rounds: int, settle: Callable[[], None]) -> dict[str, Timing]:
+def interleave(
+    jobs: Mapping[str, Callable[[], object]], rounds: int, settle: Callable[[], object]
+) -> dict[str, Timing]:
     """Time every job `rounds` times, in turns (A B C A B C), after one unmeasured turn of each.
 
     `settle` waits until the device is idle.
@@ -102,6 +105,20 @@ def interleave(jobs: Mapping[str, Callable[[], object]], rounds: int, settle: Ca
 def paired_ratio(ours: Timing, theirs: Timing) -> float:
     """The median of the ratios of neighbouring measurements: what a shared machine disturbs least."""
     return statistics.median(a / b for a, b in zip(ours.seconds, theirs.seconds, strict=True))
+
+
+def drop_pages(*paths: Path) -> bool:
+    """Make the system forget the pages of files, so that the disk is read; False where it cannot be asked to."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+    return True
 
 
 def machine() -> dict[str, Any]:

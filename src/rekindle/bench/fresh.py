@@ -7,7 +7,6 @@ turns with it: ratios stay within one process.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -15,49 +14,41 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.bench.base import BenchOptions
+from rekindle.bench.base import BenchOptions, drop_pages
 from rekindle.bench.models import load
 from rekindle.core.kv import LayerKv
 from rekindle.core.request import Request
-from rekindle.engine.base import Engine, Row
+from rekindle.engine.base import Row
 from rekindle.run.session import Session
+
+ASKED_TOKENS = 16  # of a reply whose text is compared
 
 
 class Floor:
     """KV already in the engine, and nothing else to do than to compute the ending and take its likeliest token."""
 
-    def __init__(self, engine: Engine, prefix: list[int], ending: int) -> None:
-        self._engine = engine
-        self._count = len(prefix)
-        self._sequence = engine.open(self._count + ending, engine.regime(self._count + ending))
-        start = 0
-        while start < self._count:
-            part = prefix[start : start + engine.prefill_tokens]
-            engine.step([Row.following(self._sequence, part, logits="none")])
-            start += len(part)
+    def __init__(self, session: Session, prefix: list[int], ending: int) -> None:
+        """The prefix must have been kept: its KV is brought from the store, which is quicker than computing it."""
+        self._engine, store = session.engine, session.cache.store
+        assert store is not None
+        self.count = len(prefix)
+        shelf = session.cache.shelf(Request.of(prefix), self.count + ending)
+        self.sequence = self._engine.open(self.count + ending, self._engine.regime(self.count + ending))
+        last = self.count - 1
+        with store.load(shelf, store.lookup(shelf, prefix).until(last)) as feed:
+            self._engine.step([Row(self.sequence, prefix[last:], range(last, self.count), "none", (feed,))])
 
     def run(self, ending: list[int]) -> float:
         """Seconds to the first token."""
-        self._sequence.truncate(self._count)
+        self.sequence.truncate(self.count)
         started = time.perf_counter()
-        (logits,) = self._engine.step([Row.following(self._sequence, ending)])
+        (logits,) = self._engine.step([Row.following(self.sequence, ending)])
         int(logits[-1].argmax())
         return time.perf_counter() - started
 
     def close(self) -> None:
         """Give the sequence back."""
-        self._sequence.close()
-
-
-def drop_pages(folder: Path) -> None:
-    """Make the system forget a cache's files, so that the next read goes to the disk."""
-    for path in (folder / "extents").glob("*.kv"):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)
+        self.sequence.close()
 
 
 class Loading:
@@ -103,7 +94,7 @@ def _measure_size(session: Session, folder: Path, rounds: list[dict[str, Any]]) 
     reused: list[int] = []
     for prompt in rounds:
         prefix, endings = prompt["prefix"], prompt["endings"]
-        floor, loading = Floor(session.engine, prefix, len(endings[0])), Loading(session, len(prefix))
+        floor, loading = Floor(session, prefix, len(endings[0])), Loading(session, len(prefix))
 
         def ask(name: str, ending: list[int], prefix: list[int] = prefix) -> None:
             reply = session.generate(prefix + ending, max_tokens=1)
@@ -117,11 +108,11 @@ def _measure_size(session: Session, folder: Path, rounds: list[dict[str, Any]]) 
             ask("disk", disk)
             if not turn % 2:
                 times["floor"].append(floor.run(bare))
-            drop_pages(folder)
-            ask("cold_pages", cold_pages)
+            if drop_pages(*(folder / "extents").glob("*.kv")):
+                ask("cold_pages", cold_pages)
             times["load"].append(loading.run(prefix + bare))
         floor.close()
-        texts += [list(session.generate(prefix + ending, max_tokens=16).tokens) for ending in prompt["asked"]]
+        texts += [list(session.generate(prefix + ending, max_tokens=ASKED_TOKENS).tokens) for ending in prompt["asked"]]
     return {**times, "texts": texts, "exactly": all(extra == 0 for extra in reused)}
 
 

@@ -7,7 +7,6 @@ fresh process with its own floor: from disk, and from disk with dropped pages.
 
 from __future__ import annotations
 
-import copy
 import json
 import statistics
 import subprocess
@@ -20,22 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import DynamicCache
 
 from rekindle.bench.base import Advance, BenchOptions, Report, Row, Timing, paired_ratio
-from rekindle.bench.fresh import Floor
+from rekindle.bench.fresh import ASKED_TOKENS, Floor
 from rekindle.bench.models import load
 from rekindle.bench.prompts import Prompt, prompts
+from rekindle.bench.rivals import CopiedCache
 from rekindle.core.request import Reply, Request
 from rekindle.engine.base import Logits
 from rekindle.engine.hf import HfEngine
+from rekindle.run.cache import PIECE_TOKENS
 from rekindle.run.session import Session
 
 SIZES = (180, 1000)
 ENDING = 20
 SHARES = (0.25, 0.5, 0.75, 0.9)
-ASKED_TOKENS = 16
 BARS = {
     "over_floor_memory": "<= 1.05",
     "over_floor_disk": "<= 1.15",
@@ -112,25 +110,29 @@ class _Measure:
         session.generate(found.prompts[0].next(), max_tokens=1, reuse="off")  # the first of its kind is always slower
         for prompt in found.prompts:
             session.warm(prompt.prefix)
-            floor = Floor(self._engine, prompt.prefix, ENDING)
-            theirs = _Theirs(self._engine, prompt.prefix)
+            floor = Floor(session, prompt.prefix, ENDING)
+            theirs = CopiedCache(self._engine, floor)
             self._warm_up(prompt, floor, theirs)
+            found.asked.append([])
             for _ in range(self._rounds):
                 self._turn(found, prompt, floor, theirs)
                 self._turns += 1
             floor.close()
-            self._compare_texts(found, prompt)
 
-    def _warm_up(self, prompt: Prompt, floor: Floor, theirs: _Theirs) -> None:
+    def _warm_up(self, prompt: Prompt, floor: Floor, theirs: CopiedCache) -> None:
         self._ask(prompt.next())
         floor.run(prompt.next()[-ENDING:])
         theirs.run(prompt.next()[-ENDING:])
 
-    def _turn(self, found: _Size, prompt: Prompt, floor: Floor, theirs: _Theirs) -> None:
+    def _turn(self, found: _Size, prompt: Prompt, floor: Floor, theirs: CopiedCache) -> None:
         size = len(prompt.prefix)
 
+        asked = prompt.next()
+
         def cold() -> float:
-            return self._ask(prompt.next(), reuse="off").timings.first_token_seconds
+            reply = self._ask(asked, max_tokens=ASKED_TOKENS, reuse="off")
+            found.texts.setdefault("cold", []).append(list(reply.tokens))
+            return reply.timings.first_token_seconds
 
         def from_engine() -> float:
             reply = self._ask(prompt.next())
@@ -155,18 +157,12 @@ class _Measure:
         shift = self._turns % len(names)
         for name in names[shift:] + names[:shift]:
             found.add(name, jobs[name]())
+        found.asked[-1].append(asked[-ENDING:])
+        found.texts.setdefault("warm", []).append(list(self._ask(asked, max_tokens=ASKED_TOKENS).tokens))
 
-    def _compare_texts(self, found: _Size, prompt: Prompt) -> None:
-        endings = [prompt.next()[-ENDING:] for _ in range(2)]
-        found.asked.append(endings)
-        for ending in endings:
-            for name, reuse in (("cold", "off"), ("warm", "exact")):
-                reply = self._session.generate(prompt.prefix + ending, max_tokens=ASKED_TOKENS, reuse=reuse)  # type: ignore[arg-type]
-                found.texts.setdefault(name, []).append(list(reply.tokens))
-
-    def _ask(self, tokens: list[int], **options: Any) -> Reply:
+    def _ask(self, tokens: list[int], *, max_tokens: int = 1, **options: Any) -> Reply:
         """One request, when nothing else is going on."""
-        reply = self._session.generate(tokens, max_tokens=1, **options)
+        reply = self._session.generate(tokens, max_tokens=max_tokens, **options)
         self._session.flush()
         return reply
 
@@ -175,12 +171,12 @@ class _Measure:
         size, large = SIZES[-1], self._sizes[SIZES[-1]]
         gains: dict[float, list[float]] = {share: [] for share in SHARES}
         for prompt, other in zip(large.prompts, large.prompts[1:] + large.prompts[:1], strict=True):
-            floor = Floor(self._engine, prompt.prefix, ENDING)
+            floor = Floor(self._session, prompt.prefix, ENDING)
+            cold = self._ask(prompt.next(), reuse="off").timings.first_token_seconds
             for share in SHARES:
                 matched = int((size + ENDING) * share)
                 tail = other.next()  # another text behind the match
                 asked = prompt.prefix[:matched] + tail[matched - size - ENDING :]
-                cold = self._ask(asked, reuse="off").timings.first_token_seconds
                 self._session.cache.unpark()
                 reply = self._ask(asked)
                 self._exactly &= matched <= reply.reuse.memory <= matched + 1
@@ -239,8 +235,9 @@ class _Measure:
             session = Session(watched, cache=folder, deterministic=True, disk_limit="90%")
             equal, hits = True, 0
             for prompt in self._sizes[SIZES[-1]].prompts[:3]:
-                session.warm(prompt.prefix)
-                tokens = prompt.next()
+                known = prompt.prefix[: 2 * PIECE_TOKENS + ENDING]
+                session.warm(known)
+                tokens = known + prompt.next()[-ENDING:]
                 for reuse in ("off", "exact"):
                     reply = session.generate(tokens, max_tokens=1, reuse=reuse)
                 hits += reply.reuse.reused > 0
@@ -290,7 +287,7 @@ class _Measure:
             "warm_memory_ttft_s": timing("engine").median,
             "warm_memory_tier_ttft_s": timing("memory").median,
             "warm_disk_ttft_s": disk,
-            "warm_disk_cold_pages_ttft_s": timing("cold_pages").median,
+            **_cold_pages(found),
             "transformers_memory_ttft_s": timing("transformers").median,
             "floor_ttft_s": timing("floor").median,
             "floor_fresh_ttft_s": timing("fresh_floor").median,
@@ -300,16 +297,16 @@ class _Measure:
             "over_floor_memory": paired_ratio(timing("engine"), timing("floor")),
             "over_floor_memory_tier": paired_ratio(timing("memory"), timing("floor")),
             "over_floor_disk": paired_ratio(timing("disk"), timing("fresh_floor")),
-            "over_floor_disk_cold_pages": paired_ratio(timing("cold_pages"), timing("fresh_floor")),
             "load_s": timing("load").median,
             "load_share": timing("load").median / timing("cold").median,
-            "spread": {name: timing(name).as_json() for name in found.times},
+            "spread": {name: timing(name).as_json() for name, times in found.times.items() if times},
         }
 
     def _rows_of(self, size: int, found: _Size, fields: dict[str, Any]) -> list[Row]:
         timing, name = found.timing, f"{size}+{ENDING}"
         floor, fresh = str(timing("floor")), str(timing("fresh_floor"))
         large = size == SIZES[-1]
+        dropped = [ratio for ratio in (fields["over_floor_disk_cold_pages"],) if ratio is not None]
 
         def row(what: str, ours: str, baseline: str, ratio: float, bar: str = "") -> Row:
             return Row(f"{name}, {what}", str(timing(ours)), baseline, f"{ratio:.3f}", bar)
@@ -319,7 +316,7 @@ class _Measure:
             row("same process / floor", "engine", floor, fields["over_floor_memory"], BARS["over_floor_memory"]),
             row("memory tier / floor", "memory", floor, fields["over_floor_memory_tier"]),
             row("new process, disk / floor", "disk", fresh, fields["over_floor_disk"], BARS["over_floor_disk"]),
-            row("disk, pages dropped / floor", "cold_pages", fresh, fields["over_floor_disk_cold_pages"]),
+            *(row("disk, pages dropped / floor", "cold_pages", fresh, ratio) for ratio in dropped),
             row("cold / disk", "disk", cold, fields["speedup_disk"], BARS["speedup_disk"] if large else ""),
             row("cold / floor", "floor", cold, fields["speedup_floor"]),
             row(
@@ -332,25 +329,13 @@ class _Measure:
         ]
 
 
-class _Theirs:
-    """transformers' own way to reuse a prefix: a cache in memory, copied for each request."""
-
-    def __init__(self, engine: HfEngine, prefix: list[int]) -> None:
-        self._model = engine.model
-        self._cache = DynamicCache()
-        self._forward(prefix, self._cache)
-
-    def run(self, ending: list[int]) -> float:
-        """Seconds to the first token."""
-        started = time.perf_counter()
-        logits = self._forward(ending, copy.deepcopy(self._cache))
-        int(logits.argmax())
-        return time.perf_counter() - started
-
-    def _forward(self, tokens: list[int], cache: DynamicCache) -> Any:
-        with torch.inference_mode():
-            ids = torch.tensor([tokens], device=self._model.device)
-            return self._model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].float().cpu().numpy()
+def _cold_pages(found: _Size) -> dict[str, Any]:
+    """First tokens from dropped pages; null where the system cannot be asked to drop them."""
+    names = ("warm_disk_cold_pages_ttft_s", "over_floor_disk_cold_pages")
+    if not found.times["cold_pages"]:
+        return {**dict.fromkeys(names), "cold_pages_reason": "this system cannot be asked to drop pages"}
+    timing = found.timing("cold_pages")
+    return dict(zip(names, (timing.median, paired_ratio(timing, found.timing("fresh_floor"))), strict=True))
 
 
 class _Watched:
@@ -381,8 +366,9 @@ def _plotter(report: Report) -> Callable[[Any], None]:
             "transformers in memory": "transformers_memory_ttft_s",
         }
         for axes, (size, fields) in zip(figure.subplots(1, len(SIZES)), report.fields["sizes"].items(), strict=True):
-            seconds = [fields[name] for name in bars.values()]
-            axes.barh(list(bars), seconds)
+            known = {label: fields[name] for label, name in bars.items() if fields[name] is not None}
+            seconds = list(known.values())
+            axes.barh(list(known), seconds)
             axes.bar_label(axes.containers[0], labels=[f" {s * 1e3:,.0f} ms" for s in seconds])
             axes.set_xlim(0, max(seconds) * 1.25)
             axes.invert_yaxis()

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.bench.base import Advance, BenchOptions, Report, Row, Timing, interleave, paired_ratio
+from rekindle.bench.base import Advance, BenchOptions, Report, Row, Timing, drop_pages, interleave, paired_ratio
 from rekindle.bench.rows import VOCABULARY, fill_catalog
 from rekindle.bench.storm import storm
 from rekindle.core.keys import Namespace, Shelf
@@ -144,7 +144,7 @@ class _Measure:
                     if not np.array_equal(layer.keys, right.keys) or not np.array_equal(layer.values, right.values):
                         raise AssertionError("what was loaded is not what was kept")
                 cold = interleave(
-                    {name: jobs[name] for name in ("ours", "plain")}, self.rounds, lambda: _drop(extent, copy)
+                    {name: jobs[name] for name in ("ours", "plain")}, self.rounds, lambda: drop_pages(extent, copy)
                 )
             theirs.close()
         report.fields |= {
@@ -318,18 +318,6 @@ def _folder(path: Path) -> Iterator[Path]:
 def _read(path: Path, out: Any) -> None:
     with path.open("rb", buffering=0) as file:
         file.readinto(out)
-
-
-def _drop(*paths: Path) -> None:
-    """Make the system forget the pages of files, where it can be asked."""
-    if hasattr(os, "posix_fadvise"):
-        for path in paths:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
 
 
 def _compare(report: Report, measure: str, times: dict[str, Timing], baseline: str, bar: str) -> None:

@@ -16,7 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,12 +37,10 @@ from rekindle.integrate.weights import Conditions, Weights, refuse_unfit, refuse
 from rekindle.run.cache import CLOSE_SECONDS, LOAD_SECONDS, open_store
 from rekindle.run.keep import Keep, Keeper
 from rekindle.run.patience import NoAnswer, Patience
-from rekindle.settings import Settings
+from rekindle.settings import CacheSettings, Settings
 from rekindle.store.tiered import TieredStore
 
 if TYPE_CHECKING:
-    import os
-
     from typing_extensions import Self, Unpack
 
 log = logging.getLogger("rekindle.integrate")
@@ -51,22 +49,6 @@ _HARMLESS = frozenset({"use_cache", "output_attentions", "output_hidden_states",
 # What bookkeeping can meet in a call made by hand: it ends the track, never the call.
 _TROUBLE = (RekindleError, TypeError, ValueError, AttributeError, LookupError, RuntimeError)
 _SLOWEST_BYTES = 100e6  # a second: a cache that is slower than this is not waited for
-
-
-class CacheSettings(TypedDict, total=False):
-    """The settings that `attach` takes, as `Session` does; what is not given comes from environment and file."""
-
-    cache: str | os.PathLike[str] | None
-    reuse: Literal["exact", "off"] | None
-    memory_limit: str | int | None
-    disk_limit: str | int | None
-    policy: str | None
-    ttl: str | int | None
-    admission: Literal["always", "second-use"] | None
-    write_budget: str | int | None
-    key_file: str | os.PathLike[str] | None
-    tenant: str | None
-    cache_salt: str | None
 
 
 def attach(model: PreTrainedModel, **settings: Unpack[CacheSettings]) -> Attached:

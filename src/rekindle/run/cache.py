@@ -238,7 +238,7 @@ class PrefixCache:
 
     def explainer(self) -> Explainer:
         """What explains requests of this session."""
-        return Explainer(self.store, self._engine.tokenizer, self.costs.rates)
+        return Explainer(self.store, self._engine.tokenizer, self.costs)
 
     def keep_early(self, context: Context) -> None:
         """Keep a long new prompt while its reply is being written: nobody else should have to compute it again."""

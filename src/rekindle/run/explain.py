@@ -6,6 +6,7 @@ import html
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ from rekindle.core.identity import Identity
 from rekindle.core.keys import TOKEN_BYTES, Shelf, common_tokens, token_bytes
 from rekindle.core.kv import Span
 from rekindle.core.plan import Load, Plan
+from rekindle.core.request import Message
 from rekindle.core.visible import likeness, visible
 from rekindle.engine.base import Tokenizer
 from rekindle.errors import CacheError
 from rekindle.index.prefix import Match
-from rekindle.reuse.cost import Rates
-from rekindle.reuse.reason import Reason, Sight, common_content, differences, judge
+from rekindle.reuse.cost import Costs
+from rekindle.reuse.reason import Reason, Sight, common_content, content_of, differences, judge
 from rekindle.reuse.volatile import find_volatile
 from rekindle.store import history
 from rekindle.store.tiered import TieredStore
@@ -133,7 +135,12 @@ class Prompt:
     identity: Identity
     model: str
     tokens: Sequence[int]
-    content: bytes
+    asked: str | Sequence[int] | Sequence[Message]
+
+    @cached_property
+    def content(self) -> bytes:
+        """Digests of what was asked; made when they are wanted, which is never before the first token."""
+        return content_of(self.asked)
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,7 @@ class Explainer:
 
     store: TieredStore | None
     tokenizer: Tokenizer
-    rates: Rates
+    costs: Costs
     other_tenants: bool = True  # whether the reader may learn that another tenant knows a prompt
 
     def explain(self, prompt: Prompt, plan: Plan, match: Match | None, miss: str | None) -> Explanation:
@@ -221,7 +228,7 @@ class Explainer:
             earlier=tuple(visible(self.tokenizer.spell(other)) for other in found.others[:3]),
             requests=found.requests,
             shared_tokens=found.shared_tokens,
-            saved_seconds=self.rates.compute_seconds(shared),
+            saved_seconds=self.costs.rates.compute_seconds(shared),
         )
 
     def _difference(self, tokens: Sequence[int], position: int, known: list[int]) -> Difference:

@@ -21,7 +21,6 @@ from rekindle.core.request import Message, MessageLike, Options, PromptLike, Rep
 from rekindle.engine.base import Engine
 from rekindle.errors import Closed
 from rekindle.models.download import Progress
-from rekindle.reuse.reason import content_of
 from rekindle.run.cache import Known, PrefixCache
 from rekindle.run.explain import Explanation, Prompt
 from rekindle.run.generate import Generation, decode
@@ -176,7 +175,7 @@ class Session:
 
     def _prompt(self, request: Request, known: Known) -> Prompt:
         identity = self.engine.identity(self.engine.regime(len(known.tokens)))
-        return Prompt(known.shelf, identity, self.engine.name, known.tokens, content_of(request.prompt))
+        return Prompt(known.shelf, identity, self.engine.name, known.tokens, request.prompt)
 
     def close(self) -> None:
         """Keep what is waiting, within a bounded time, and free the model, unless it was given. Idempotent."""
