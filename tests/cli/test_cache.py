@@ -124,7 +124,7 @@ def test_export_and_import(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["ls", "stats", "check", "gc", "clear"])
 def test_looking_at_a_cache_that_is_not_there_makes_none(tmp_path: Path, command: str) -> None:
     result = cache(tmp_path / "nowhere", command)
-    assert isinstance(result.exception, CacheUnusable) and "--folder" in str(result.exception)
+    assert isinstance(result.exception, CacheUnusable) and "another folder" in str(result.exception)
     assert not (tmp_path / "nowhere").exists()
 
 

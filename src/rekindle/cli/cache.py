@@ -286,7 +286,7 @@ def opened(folder: Path | None, key_file: Path | None, *, write: bool = False) -
 
     place = folder or chosen_folder()
     if not (place / CATALOG).is_file():
-        raise CacheUnusable(f"There is no cache in {place}. Name one with --folder.")
+        raise CacheUnusable(f"There is no cache in {place}. Ask something first, or name another folder.")
     # Whoever runs the cache knows its limit; looking at it here must not evict anything.
     store = DiskStore(place, StoreSettings(disk_limit="100%", key=_key(key_file)))
     try:
