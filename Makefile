@@ -5,10 +5,18 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := hf,bench,dev
 
-.PHONY: help setup demo test quick lint bench numbers reference soak clean
+# llama-cpp-python comes as source only: it is built once, outside the tree, for the processor of this machine.
+WHEELS ?= $(or $(REKINDLE_WHEELS),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/rekindle-wheels)
+LLAMA := llama-cpp-python==$(shell sed -n 's/^llama_cpp_python==//p' constraints.txt)
+LLAMA_WHEEL = $(firstword $(wildcard $(WHEELS)/llama_cpp_python-$(lastword $(subst ==, ,$(LLAMA)))-*.whl))
+# Virtual machines announce AMX and then refuse it.
+LLAMA_FLAGS := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
+LLAMA_STAMP := $(VENV)/.llamacpp
+
+.PHONY: help setup llamacpp test-llamacpp demo test quick lint bench numbers reference soak clean
 
 help:  ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
 setup: $(STAMP)  ## .venv, dependencies, default models; quiet, and quick when there is nothing to do
 	@$(BIN)/rekindle pull smollm2 minilm > /dev/null
@@ -22,8 +30,24 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## the main job, as far as it exists, on the embedded model
 	@$(BIN)/python tools/demo.py
 
-test: setup lint  ## lint, types, layers, all tests
+test: setup lint  ## lint, types, layers, all tests (those of llama.cpp where it is at hand)
+	@if [ -n "$(LLAMA_WHEEL)" ]; then $(MAKE) --no-print-directory llamacpp; \
+	else echo "llama.cpp: its tests are not run, because it is not built here (make test-llamacpp builds it)"; fi
 	@$(BIN)/python -m pytest
+
+llamacpp: $(LLAMA_STAMP)  ## build llama-cpp-python if need be (about 15 CPU-minutes, once) and install it
+
+$(LLAMA_STAMP): $(STAMP) constraints.txt
+	@mkdir -p $(WHEELS)
+	@if [ -z "$(LLAMA_WHEEL)" ]; then \
+	  echo "building $(LLAMA) into $(WHEELS) (about 15 CPU-minutes, once)"; \
+	  CMAKE_ARGS="-DLLAVA_BUILD=OFF -DCMAKE_C_FLAGS='$(LLAMA_FLAGS)' -DCMAKE_CXX_FLAGS='$(LLAMA_FLAGS)'" \
+	  $(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps -w $(WHEELS) "$(LLAMA)"; fi
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --find-links $(WHEELS) --only-binary llama-cpp-python "$(LLAMA)"
+	@touch $@
+
+test-llamacpp: setup llamacpp  ## the tests of the llama.cpp engine, and every law of the cache on every engine
+	@$(BIN)/python -m pytest -m llamacpp
 
 quick: $(STAMP)  ## the fast inner loop: tiny models only, under two minutes
 	@$(BIN)/python -m pytest -q -m "not real and not docs and not storm and not exhaustive"

@@ -38,6 +38,8 @@ def own_home(
         monkeypatch.setenv("REKINDLE_CACHE", str(shared_cache))
     else:
         monkeypatch.setenv("REKINDLE_HOME", str(tmp_path / "home"))
+        for name in ("OLLAMA_MODELS", "HF_HOME"):  # what other tools have here is none of a test's business
+            monkeypatch.setenv(name, str(tmp_path / "others" / name))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 

@@ -159,7 +159,7 @@ def test_a_value_is_read_as_the_type_of_its_setting(own_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "right"),
     [
-        ("engine", 1, "a text"),
+        ("engine", 1, "auto or hf or llamacpp"),
         ("tenant", "", "a text"),
         ("context", 1.5, "a whole number, or none"),
         ("context", True, "a whole number, or none"),
@@ -249,10 +249,18 @@ TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_s
 PATHS = TEXT.map(lambda text: str(Path(Path.cwd().anchor, text.replace("/", "_"))))
 ANY = st.builds(
     Settings,
-    engine=TEXT,
+    engine=st.sampled_from(["auto", "hf", "llamacpp"]),
     device=TEXT,
     dtype=TEXT,
     context=st.none() | st.integers(),
+    threads=st.none() | st.integers(),
+    gpu_layers=st.none() | st.integers(),
+    flash_attention=st.sampled_from(["auto", "on", "off"]),
+    kv_type=TEXT,
+    kv_tokens=st.none() | st.integers(),
+    batch_tokens=st.integers(),
+    micro_batch_tokens=st.integers(),
+    keep_alive=st.none() | TEXT,
     cache=st.none() | st.just("off") | PATHS,
     reuse=st.sampled_from(["exact", "off"]),
     memory_limit=TEXT,
@@ -330,7 +338,7 @@ def test_flags_give_only_what_was_said() -> None:
     texts = [n for n in loading_options.__annotations__ if isinstance(getattr(Settings, n, None), str) or n == "cache"]
     for name in texts:
         assert said(f"--{name.replace('_', '-')}", "x") == {name: "x"}
-    assert len(texts) == 9
+    assert len(texts) == 11
 
 
 def test_every_flag_is_a_setting_and_its_help_says_the_same() -> None:
@@ -338,7 +346,7 @@ def test_every_flag_is_a_setting_and_its_help_says_the_same() -> None:
     app.command()(takes(loading=loading_options)(lambda loading: None))
     options = {option.name: option.help for option in typer.main.get_command(app).params}  # type: ignore[attr-defined]
     flags = [name for name in options if name in NAMES]
-    assert len(flags) == 12
+    assert len(flags) == 19
     assert all(options[name] == doc_of(name) for name in flags)
 
 

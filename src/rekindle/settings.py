@@ -42,10 +42,34 @@ def _setting(default: object, doc: str) -> Any:
 class Settings:
     """The choices. Make one with `Settings.load`: the constructor takes its values unchecked."""
 
-    engine: str = _setting("hf", "The engine: hf.")
-    device: str = _setting("auto", "Where the model runs: auto, cpu, cuda, cuda:1, mps.")
-    dtype: str = _setting("auto", "The numbers it computes with: auto, float32, bfloat16, float16.")
-    context: int | None = _setting(None, "Use at most so many tokens of the model's context.")
+    engine: Literal["auto", "hf", "llamacpp"] = _setting(
+        "auto",
+        "The engine: hf (Hugging Face transformers), llamacpp (llama.cpp), auto (llamacpp for GGUF files and what "
+        "Ollama has, hf for the rest; the other one where one is not installed).",
+    )
+    device: str = _setting("auto", "Where the model runs: auto, cpu, cuda, cuda:1, mps; for llamacpp auto, cpu, gpu.")
+    dtype: str = _setting("auto", "hf: the numbers it computes with: auto, float32, bfloat16, float16.")
+    context: int | None = _setting(
+        None, "Use at most so many tokens of the model's context; none: all of it, with llamacpp up to 8192."
+    )
+    threads: int | None = _setting(None, "llamacpp: how many threads compute; none: one a core.")
+    gpu_layers: int | None = _setting(None, "llamacpp: how many layers go to the GPU; none: all, if there is one.")
+    flash_attention: Literal["auto", "on", "off"] = _setting(
+        "auto",
+        "llamacpp: flash attention: on, off, auto (on for GPUs and quantized KV; off for CPUs, where a few tokens "
+        "after many are slower with it).",
+    )
+    kv_type: str = _setting("f16", "llamacpp: the numbers of KV: f16, f32, bf16, q8_0, q5_1, q5_0, q4_1, q4_0.")
+    kv_tokens: int | None = _setting(
+        None, "llamacpp: how many tokens its KV buffer holds for all contexts together; none: one context and 4096."
+    )
+    batch_tokens: int = _setting(2048, "llamacpp: how many tokens are given to it at once.")
+    micro_batch_tokens: int = _setting(512, "llamacpp: how many tokens it computes at once.")
+    keep_alive: str | None = _setting(
+        None,
+        "Free the model when it was not used for so long (30s, 5m), and load it again when it is; its KV stays warm. "
+        "none: never.",
+    )
     cache: str | None = _setting(
         None, "The folder of the cache; none: the user's own cache folder; off: no cache at all."
     )
@@ -119,10 +143,18 @@ class CacheSettings(TypedDict, total=False):
 class SettingsLike(CacheSettings, total=False):
     """All settings as keyword arguments; None counts as not given."""
 
-    engine: str | None
+    engine: Literal["auto", "hf", "llamacpp"] | None
     device: str | None
     dtype: str | None
     context: int | None
+    threads: int | None
+    gpu_layers: int | None
+    flash_attention: Literal["auto", "on", "off"] | None
+    kv_type: str | None
+    kv_tokens: int | None
+    batch_tokens: int | None
+    micro_batch_tokens: int | None
+    keep_alive: str | int | None
     deterministic: bool | None
     keep_reply_tokens: bool | None
 
@@ -206,6 +238,7 @@ _AMOUNTS = {  # a plain number stands for its text
     "disk_limit": "a size (20GB, 10%)",
     "write_budget": "a size (10GB)",
     "ttl": "a time (12h, 7d)",
+    "keep_alive": "a time (30s, 5m)",
 }
 
 
@@ -218,7 +251,7 @@ def _kind(name: str) -> _Kind:
         return _Kind(lambda value: value if value in members else None, " or ".join(members), optional)
     if hint is bool:
         return _Kind(_read_bool, "true or false", optional)
-    if int in members:
+    if hint is int or int in members:
         return _Kind(_read_int, "a whole number", optional)
     if name in _PATHS:
         return _Kind(_read_path, _PATHS[name], optional)

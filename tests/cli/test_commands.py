@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -94,7 +95,7 @@ def test_errors_are_one_sentence_and_status_1(tiny_folder: Path, tmp_path: Path)
         ("run", str(tiny_folder), "hi", "-t", "-1"): "temperature=-1.0 is out of range",
         ("run", str(tiny_folder), "hi", "--raw", "--system", "x"): "--raw",
         ("run", str(tiny_folder), "hi", "--device", "tpu"): "device='tpu' is unknown",
-        ("run", str(tiny_folder), "hi", "--engine", "magic"): "engine='magic' is unknown",
+        ("run", str(tiny_folder), "hi", "--engine", "magic"): "engine is 'magic'. Use auto or hf or llamacpp",
         ("run", str(tiny_folder), "x" * 600): "The prompt has 618 tokens, the model's context holds 512. Shorten it.",
         ("bench", "nosuch"): "no bench 'nosuch'",
         ("rm", "nosuch"): "No model 'nosuch' was pulled",
@@ -157,16 +158,20 @@ def test_models_are_pulled_listed_and_removed(tiny_folder: Path) -> None:
 def test_doctor_tells_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = json.loads(rekindle("doctor", "--json").stdout)
     assert facts["rekindle"] == __version__ and facts["cores"] >= 1 and facts["memory_bytes"] > 0
-    assert facts["engines"] == {"hf": "ready"} and facts["engines_ready"]
-    assert " on " in facts["choices"]["float32 weights"]
+    assert facts["engines"]["hf"] == "ready" and facts["engines_ready"]
+    if importlib.util.find_spec("llama_cpp") is None:
+        assert "pip install 'rekindle[llamacpp]'" in facts["engines"]["llamacpp"]
+    else:
+        assert facts["engines"]["llamacpp"] == "ready" and "CPU" in facts["choices"]["llamacpp: built with"]
+    assert " on " in facts["choices"]["hf: float32 weights"]
     assert "package: torch" in rekindle("doctor").stdout
 
 
 def test_doctor_and_run_say_how_to_get_an_engine(tiny_folder: Path, tmp_path: Path) -> None:
-    """An environment without torch: everything that does not need it works, the rest says what to install."""
+    """An environment without engines: everything that does not need it works, the rest says what to install."""
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util, sys\n"
-        "hidden, real = ('torch', 'transformers'), importlib.util.find_spec\n"
+        "hidden, real = ('torch', 'transformers', 'llama_cpp'), importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *rest: None if name in hidden else real(name, *rest)\n"
         "sys.modules.update(dict.fromkeys(hidden))\n"  # importing one raises ModuleNotFoundError
     )

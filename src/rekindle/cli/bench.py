@@ -20,7 +20,7 @@ _WITHOUT_ENGINE = {"store"}
 def bench(
     name: Annotated[str, typer.Argument(help=f"Which bench: {', '.join(BENCHES)}.")],
     model: Annotated[str, typer.Option(help="The model to measure with.")] = "smollm2",
-    engine: Annotated[str, typer.Option(help="The engine: hf.")] = "hf",
+    engine: Annotated[str, typer.Option(help="The engine: hf, llamacpp.")] = "hf",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     shape: Annotated[str | None, typer.Option(help="Random weights of this shape: for time only.")] = None,
@@ -34,12 +34,12 @@ def bench(
     """Run a bench: every baseline in the same process, interleaved, as medians and ratios."""
     from rekindle.bench.base import BenchOptions
     from rekindle.cli.console import notes, print_json, print_table
-    from rekindle.run.load import require_hf
+    from rekindle.run.load import choose_engine, require
 
     if name not in BENCHES:
         raise InvalidSetting(f"There is no bench {name!r}. Use {', '.join(BENCHES)}.")
     if name not in _WITHOUT_ENGINE:
-        require_hf()
+        require(choose_engine(model, engine))
     options = BenchOptions(model, engine, device, dtype, data, shape, limit, seed, quick)
     with notes.status(f"bench {name}") as status:
         report = import_module(BENCHES[name]).run(options, lambda part: status.update(f"bench {name}: {part}"))

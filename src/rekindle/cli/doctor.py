@@ -15,7 +15,16 @@ from rekindle.cli.options import AsJson
 from rekindle.config import cache_folder, home_folder, models_folder
 from rekindle.errors import EngineMissing
 
-_PACKAGES = ("torch", "transformers", "accelerate", "gguf", "safetensors", "tokenizers", "numpy")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "gguf",
+    "safetensors",
+    "llama-cpp-python",
+    "tokenizers",
+    "numpy",
+)
 
 
 @app.command()
@@ -32,7 +41,9 @@ def doctor(json: AsJson = False) -> None:
         rows += [[f"{group.rstrip('s')}: {name}", _say(value)] for name, value in facts[group].items()]
     print_table(["what", "found"], rows)
     if not facts["engines_ready"]:
-        typer.echo("\nNo engine is installed. Get one with: pip install 'rekindle[hf]'", err=True)
+        typer.echo(
+            "\nNo engine is installed. Get one with: pip install 'rekindle[hf]' or 'rekindle[llamacpp]'", err=True
+        )
         raise typer.Exit(1)
 
 
@@ -68,20 +79,35 @@ def examine() -> dict[str, Any]:
 
 def _engines() -> tuple[dict[str, str], dict[str, str]]:
     """Which engines work, and how they would run a model."""
-    from rekindle.run.load import require_hf
+    from rekindle.run.load import ENGINES, require
 
-    try:
-        require_hf()
-    except EngineMissing as missing:
-        return {"hf": str(missing)}, {}
+    engines: dict[str, str] = {}
+    choices: dict[str, str] = {}
+    for name in ENGINES:
+        try:
+            require(name)
+            choices |= _hf_choices() if name == "hf" else _llamacpp_choices()
+            engines[name] = "ready"
+        except (EngineMissing, OSError, RuntimeError) as trouble:  # the latter: a shared library that does not load
+            engines[name] = str(trouble)
+    return engines, choices
+
+
+def _hf_choices() -> dict[str, str]:
     from rekindle.engine.device import DTYPES, cpu_computes_bfloat16, place
 
     choices = {}
     for name, stored in DTYPES.items():
         placement = place(stored=stored)
-        choices[f"{name} weights"] = f"{placement.dtype_name} on {placement.device} ({placement.reason})"
-    choices["bfloat16 arithmetic on this CPU"] = "yes" if cpu_computes_bfloat16() else "no"
-    return {"hf": "ready"}, choices
+        choices[f"hf: {name} weights"] = f"{placement.dtype_name} on {placement.device} ({placement.reason})"
+    choices["hf: bfloat16 arithmetic on this CPU"] = "yes" if cpu_computes_bfloat16() else "no"
+    return choices
+
+
+def _llamacpp_choices() -> dict[str, str]:
+    from rekindle.engine.llamacpp.library import build, cores
+
+    return {"llamacpp: built with": build(), "llamacpp: threads": str(cores())}
 
 
 def _version(package: str) -> str:

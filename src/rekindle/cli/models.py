@@ -8,13 +8,12 @@ import typer
 
 from rekindle.cli import app
 from rekindle.cli.options import AsJson, complete_model
-from rekindle.errors import EngineMissing
 
 Names = Annotated[
     list[str],
     typer.Argument(
         metavar="MODEL...",
-        help="Names (smollm2, minilm), folders, .gguf files, or ORG/NAME on the hub.",
+        help="Names (smollm2, minilm), folders, .gguf files, ollama:NAME, or ORG/NAME[:QUANT] on the hub.",
         autocompletion=complete_model,
     ),
 ]
@@ -24,24 +23,23 @@ Names = Annotated[
 def pull(models: Names, json: AsJson = False) -> None:
     """Get models: fetched, checked against their digest, and ready to run offline.
 
-    An interrupted download goes on where it stopped. Folders and .gguf files are used in place.
+    An interrupted download goes on where it stopped. Folders, .gguf files and what Ollama has are used in place.
     """
     from rekindle.cli.console import print_json, progress
     from rekindle.core.size import human_bytes
     from rekindle.models.pull import pull as get
-    from rekindle.run.load import prepare, require_hf
+    from rekindle.run.load import missing, prepare
 
     got = []
     for model in models:
         with progress(model) as report:
             entry = get(model, report)
-            if entry.kind == "decoder":
-                try:
-                    require_hf()
-                except EngineMissing as missing:
-                    typer.echo(f"note: {missing}", err=True)
-                else:
+            if entry.kind == "decoder" and not (entry.in_place and entry.files.gguf):  # llama.cpp takes that as it is
+                if not missing("hf"):
                     prepare(entry.files, report)
+                elif entry.files.gguf is None or missing("llamacpp"):
+                    names = "'rekindle[hf]'" + ("" if entry.files.gguf is None else " or 'rekindle[llamacpp]'")
+                    typer.echo(f"note: no engine for it is installed. Get one with: pip install {names}", err=True)
         got.append({"name": entry.name, "kind": entry.kind, "source": entry.source, "bytes": entry.size_bytes()})
         if not json:
             typer.echo(f"{entry.name}: ready ({human_bytes(entry.size_bytes())}, {entry.kind}, from {entry.source})")
@@ -51,13 +49,16 @@ def pull(models: Names, json: AsJson = False) -> None:
 
 @app.command("list")
 def list_models(json: AsJson = False) -> None:
-    """Show the models that were pulled, and the named ones that can be."""
+    """Show the models that were pulled, those of other tools that can be used in place, and the named ones."""
     from rekindle.cli.console import print_json, print_table
     from rekindle.core.size import human_bytes
+    from rekindle.models.inplace import found
     from rekindle.models.registry import entries
     from rekindle.models.sources import NAMED
 
     pulled = entries()
+    known = {e.name for e in pulled}
+    others = [other for other in found() if other.name not in known]
     if json:
         print_json(
             [
@@ -73,10 +74,23 @@ def list_models(json: AsJson = False) -> None:
                 }
                 for e in pulled
             ]
+            + [
+                {
+                    "name": other.name,
+                    "kind": other.kind,
+                    "source": other.keeper,
+                    "bytes": other.size_bytes,
+                    "folder": None,
+                    "gguf": str(other.gguf),
+                    "in_place": True,
+                    "added": None,
+                }
+                for other in others
+            ]
         )
         return
     rows = [[e.name, e.kind, human_bytes(e.size_bytes()), e.source, e.added[:10]] for e in pulled]
-    known = {e.name for e in pulled}
+    rows += [[o.name, o.kind, human_bytes(o.size_bytes), f"in place: {o.keeper}", "-"] for o in others]
     rows += [[m.name, m.kind, "-", f"not pulled: {m.about}", "-"] for m in NAMED.values() if m.name not in known]
     print_table(["model", "kind", "size", "source", "added"], rows)
 

@@ -25,16 +25,19 @@ Group = Callable[..., dict[str, Any]]
 
 def complete_model(incomplete: str) -> list[str]:
     """Model names for the shell's completion."""
+    from rekindle.models.ollama import names
     from rekindle.models.registry import entries
     from rekindle.models.sources import NAMED
 
-    return sorted(n for n in {*NAMED, *(e.name for e in entries())} if n.startswith(incomplete))
+    known = {*NAMED, *(e.name for e in entries()), *map(str, names())}
+    return sorted(n for n in known if n.startswith(incomplete))
 
 
 Model = Annotated[
     str,
     typer.Argument(
-        help="A name (smollm2), a folder, a .gguf file, or ORG/NAME on the hub.", autocompletion=complete_model
+        help="A name (smollm2), a folder, a .gguf file, ollama:NAME, or ORG/NAME[:QUANT] on the hub.",
+        autocompletion=complete_model,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
@@ -46,6 +49,13 @@ def loading_options(
     device: Annotated[str | None, typer.Option(help=doc_of("device"))] = None,
     dtype: Annotated[str | None, typer.Option(help=doc_of("dtype"))] = None,
     context: Annotated[int | None, typer.Option(help=doc_of("context"))] = None,
+    threads: Annotated[int | None, typer.Option(help=doc_of("threads"))] = None,
+    gpu_layers: Annotated[int | None, typer.Option(help=doc_of("gpu_layers"))] = None,
+    flash_attention: Annotated[str | None, typer.Option(help=doc_of("flash_attention"))] = None,
+    kv_type: Annotated[str | None, typer.Option(help=doc_of("kv_type"))] = None,
+    kv_tokens: Annotated[int | None, typer.Option(help=doc_of("kv_tokens"))] = None,
+    batch_tokens: Annotated[int | None, typer.Option(help=doc_of("batch_tokens"))] = None,
+    micro_batch_tokens: Annotated[int | None, typer.Option(help=doc_of("micro_batch_tokens"))] = None,
     cache: Annotated[str | None, typer.Option(help=doc_of("cache"))] = None,
     reuse: Annotated[str | None, typer.Option(help=doc_of("reuse"))] = None,
     memory_limit: Annotated[str | None, typer.Option(help=doc_of("memory_limit"))] = None,

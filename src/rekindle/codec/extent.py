@@ -27,7 +27,7 @@ from rekindle.core.kv import KvLayout, LayerKv
 
 FORMAT = "rekindle-extent/1"
 _ALIGN_BYTES = 64
-_SAFETENSORS_TYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_SAFETENSORS_TYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
 _LARGEST_HEADER_BYTES = 256 << 20
 
 Half = Literal["keys", "values"]

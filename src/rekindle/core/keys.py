@@ -13,12 +13,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NewType
+from typing import NewType, get_args
 
 import numpy as np
 
 from rekindle.core.identity import digest_of_fields
-from rekindle.core.kv import KvLayout, LayerShape
+from rekindle.core.kv import KvLayout, KvType, LayerShape
 from rekindle.errors import InvalidPrompt
 
 BLOCK_TOKENS = 32
@@ -75,7 +75,7 @@ def layout_text(layout: KvLayout) -> str:
 def parse_layout(text: str) -> KvLayout:
     """The layout of such a text. Raises `ValueError` or `KeyError` for any other text."""
     fields = json.loads(text)
-    if fields["dtype"] not in ("float32", "float16", "bfloat16"):
+    if fields["dtype"] not in get_args(KvType):
         raise ValueError(f"not a KV type: {fields['dtype']!r}")
     return KvLayout(fields["dtype"], tuple(LayerShape(*map(int, shape)) for shape in fields["layers"]))
 

@@ -1,7 +1,8 @@
 """The KV value: what a model computed for a span of tokens, layer by layer.
 
 Shapes are `[kv_heads, tokens, head_dim]`, keys rotated at their positions. 16-bit brain floats have no numpy type;
-outside `engine/` they are carried raw, as `uint16`.
+outside `engine/` they are carried raw, as `uint16`. What an engine has quantized is carried as its bytes, `uint8`: a
+dimension then counts bytes. An engine that keeps the heads of a token side by side has one head, as wide as all.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-KvType = Literal["float32", "float16", "bfloat16"]
+KvType = Literal["float32", "float16", "bfloat16", "uint8"]
 
 _NUMPY_TYPE: dict[KvType, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.uint16),
+    "uint8": np.dtype(np.uint8),
 }
 
 

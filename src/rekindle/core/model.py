@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+
+_PART = re.compile(r"-(\d{5})-of-(\d{5})(\.gguf)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     """A model found on this machine.
 
-    `folder` holds the files in Hugging Face form (config, safetensors, tokenizer). A model that came as one GGUF
-    file has `gguf`; its `folder` may not exist yet and is where an engine writes the converted form, once.
+    `folder` holds the files in Hugging Face form (config, safetensors, tokenizer). A model that came as GGUF has
+    `gguf`; its `folder` may not exist yet and is where an engine writes the converted form, once. Of a model split
+    into several GGUF files `gguf` is the first.
     """
 
     name: str
@@ -22,3 +26,21 @@ class ModelFiles:
     def converted(self) -> bool:
         """Whether the Hugging Face form is there."""
         return (self.folder / "config.json").is_file()
+
+    @property
+    def parts(self) -> tuple[Path, ...]:
+        """The GGUF files, in order: one, several if the model is split, none if it did not come as GGUF."""
+        gguf = self.gguf
+        return () if gguf is None else tuple(gguf.with_name(name) for name in part_names(gguf.name))
+
+
+def part_names(name: str) -> tuple[str, ...]:
+    """The names of all files of the GGUF model that this file belongs to, in order; mostly only itself.
+
+    `x-00002-of-00003.gguf` is one of `x-00001-of-00003.gguf`, `x-00002-of-00003.gguf`, `x-00003-of-00003.gguf`.
+    """
+    found = _PART.search(name)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        return (name,)
+    begin = name[: found.start()]
+    return tuple(f"{begin}-{number:05}-of-{found[2]}{found[3]}" for number in range(1, int(found[2]) + 1))

@@ -178,7 +178,8 @@ class Reuse:
     cold_seconds        what computing everything was expected to take
     miss                why the rest was computed: None (only the last token was), "off", "unknown" (nothing like it
                         is known), "differs" (what is known goes on otherwise, or ends), "slower" (loading would have
-                        been), "lost" (KV could not be read), "late" (the cache did not answer)
+                        been), "lost" (KV could not be read), "late" (the cache did not answer), "checkpoint" (a state
+                        that cannot be cut was reused up to where it was kept)
     """
 
     level: ReuseLevel

@@ -8,6 +8,8 @@ One step computes any set of positions of any number of sequences:
 
 A row attends to every position up to its own that is *present*: kept by an earlier step, fed by a feed, or part
 of the row. A position below the row's last that is none of these is a gap, and the step is refused.
+
+Not every engine can do all of it: `Capabilities` tells. What one cannot do it refuses, before anything is computed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from numpy.typing import NDArray
 
 from rekindle.core.identity import Identity
 from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
-from rekindle.core.request import Message
+from rekindle.core.request import Message, Sampling
+from rekindle.errors import StepRefused
 
 Positions = NDArray[np.int64]  # sorted, each once
 Logits = NDArray[np.float32]  # [tokens, vocabulary]
@@ -29,20 +32,35 @@ Wanted = Literal["last", "all", "none"]
 Written = Mapping[str, Sequence[int]]  # texts of replies -> the tokens they were generated as
 
 
+Mends = Literal["scattered", "leading", "none"]
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What an engine can do beyond computing the next tokens.
 
+    opaque        None: KV of any span can be taken out and put back (`spans`). Else why not, for people: then only a
+                  whole state can, where it stands (`snapshot`), and a sequence is truncated to nothing
     layer_feeds   feeds fill one layer at a time, while earlier layers compute
-    scattered     rows may be any sorted set of positions, not only the next ones
+    mends         how KV of another context is made to fit. scattered: rows may be any sorted set of positions, so any
+                  of its tokens can be computed anew. leading: it is appended behind what is present (`append`), so
+                  only the tokens that lead to it can. none: not at all
     selects       rows can be chosen between layers
     probes        attention and deviation can be read
+    crowded       all sequences share one buffer: each that is open, in use or not, makes every step slower
     """
 
     layer_feeds: bool
-    scattered: bool
+    mends: Mends
     selects: bool
     probes: bool
+    crowded: bool = False
+    opaque: str | None = None
+
+    @property
+    def spans(self) -> bool:
+        """Whether KV of any span can be taken out and put back."""
+        return self.opaque is None
 
 
 class EngineSequence(Protocol):
@@ -76,11 +94,48 @@ class EngineSequence(Protocol):
         May be called while a step appends to the sequence behind `span`.
         """
 
+    def append(self, kv: Kv) -> None:
+        """Put KV behind what is present, its keys turned from where they were computed to where they stand now.
+
+        Raises `StepRefused` where there is no room, or an engine mends in another way than `leading`.
+        """
+
     def truncate(self, length: int) -> None:
-        """Forget every position from `length` on. Raises `StepRefused` if fewer are present."""
+        """Forget every position from `length` on. Raises `StepRefused` if fewer are present.
+
+        Where an engine has no spans, only all of it can be forgotten, or nothing.
+        """
+
+    def snapshot(self) -> bytes:
+        """All of its state, in a form that only `restore` of an engine of the same identity understands.
+
+        Raises `StepRefused` where an engine has spans: then `export` is the better way.
+        """
+
+    def restore(self, snapshot: bytes | memoryview, length: int) -> None:
+        """Make an empty sequence what another was, with `length` positions present, when its snapshot was taken.
+
+        Raises `KvLost` for bytes that are no such snapshot; it is then still empty.
+        """
 
     def close(self) -> None:
         """Give the buffers back. Idempotent; any later use raises `Closed`."""
+
+
+class SpansOnly:
+    """For sequences of engines that have spans and mend otherwise: what they need not be able to do, refused."""
+
+    def append(self, kv: Kv) -> None:
+        """Refused."""
+        raise StepRefused(f"This engine does not append KV: feed the {len(kv.span)} tokens to a row.")
+
+    def snapshot(self) -> bytes:
+        """Refused."""
+        raise StepRefused("This engine gives no snapshots: export the KV of a span.")
+
+    def restore(self, snapshot: bytes | memoryview, length: int) -> None:
+        """Refused."""
+        raise StepRefused(f"This engine takes no snapshots ({len(snapshot)} bytes of {length} tokens): feed KV.")
 
 
 class KvFeed(Protocol):
@@ -92,7 +147,10 @@ class KvFeed(Protocol):
 
     @property
     def layers(self) -> range:
-        """The layers it fills; each exactly once, in order, before that layer computes."""
+        """The layers it fills; each exactly once, in order, before that layer computes.
+
+        An engine without layer feeds has all layers filled before it computes any.
+        """
 
     def fill(self, layer: int, out: LayerKv) -> None:
         """Write the KV of `span` in `layer` into `out`, the sequence's own buffer; block until it is there.
@@ -197,6 +255,13 @@ class Tokenizer(Protocol):
         """The text of tokens, control tokens spelled out: for people who look for a difference."""
 
 
+class TokenSampler(Protocol):
+    """Draws the tokens of one reply."""
+
+    def draw(self, logits: NDArray[np.float32]) -> int:
+        """The next token, from logits `[vocabulary]`. Same sampling, seed and logits: same tokens."""
+
+
 class Engine(Protocol):
     """A loaded model. `step` may be called from several threads; calls are served one after the other."""
 
@@ -237,12 +302,16 @@ class Engine(Protocol):
     def open(self, capacity: int, regime: str) -> EngineSequence:
         """An empty sequence with room for `capacity` tokens. Raises `OutOfMemory`."""
 
+    def sampler(self, sampling: Sampling, context: Sequence[int]) -> TokenSampler:
+        """What draws the tokens of a reply to the prompt `context`, which a repetition penalty counts too."""
+
     def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         """Compute the rows in one pass; returns the logits each asked for (none: an array of no rows).
 
         Afterwards a row's positions are present. Raises `StepRefused` before anything is computed if a row breaks
         the contract. If it fails later (`Cancelled`, checked between layers, a selector's forbidden choice, what a
-        feed raised), every sequence is truncated to below its first touched position: nothing half-computed stays.
+        feed raised), every sequence is truncated to below its first touched position, or to nothing where an engine
+        has no spans: nothing half-computed stays.
         """
 
     def close(self) -> None:

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
-from rekindle.core.request import Message
-from rekindle.engine.base import Capabilities, Logits, Positions, Reading, Row, Written
+from rekindle.core.request import Message, Sampling
+from rekindle.engine.base import Capabilities, Logits, Positions, Reading, Row, SpansOnly, Written
 from rekindle.engine.rows import CheckedRow, check_rows
+from rekindle.engine.sample import Sampler
 from rekindle.errors import Cancelled, Closed, StepRefused
 
 Array = NDArray[np.float32]
@@ -56,7 +57,7 @@ class ByteTokenizer:
         return "".join("".join(names[t] for t in run) if control else self.decode(list(run)) for control, run in runs)
 
 
-class FakeSequence:
+class FakeSequence(SpansOnly):
     """KV in numpy arrays. See `EngineSequence` for the contract."""
 
     regime = _REGIME
@@ -121,7 +122,7 @@ class FakeSequence:
 class FakeEngine:
     """The engine. `seed` makes another model, `context_tokens` another context."""
 
-    capabilities = Capabilities(layer_feeds=True, scattered=True, selects=True, probes=True)
+    capabilities = Capabilities(layer_feeds=True, mends="scattered", selects=True, probes=True)
     device = "cpu"
     prefill_tokens = 256
 
@@ -173,6 +174,10 @@ class FakeEngine:
                 for row in checked:
                     self._own(row).set_length(row.end if finished else min(row.kept, row.first_touched))
             return logits
+
+    def sampler(self, sampling: Sampling, context: Sequence[int]) -> Sampler:
+        """What draws the tokens of a reply."""
+        return Sampler(sampling, context)
 
     def close(self) -> None:
         """Free the model."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from rekindle.core.identity import Identity
 from rekindle.core.kv import KvLayout
 from rekindle.core.model import ModelFiles
+from rekindle.core.request import Sampling
 from rekindle.engine.base import Capabilities, Logits, Row, Tokenizer
 from rekindle.engine.checkpoint import Fingerprint, fingerprint_of, load_checkpoint
 from rekindle.engine.decoder import TESTED_FAMILIES, Decoder, refusal
@@ -19,6 +20,7 @@ from rekindle.engine.device import Placement
 from rekindle.engine.lanes import Pass, own_sequence
 from rekindle.engine.replay import Recorder
 from rekindle.engine.rows import CheckedRow, check_rows
+from rekindle.engine.sample import Sampler
 from rekindle.engine.sequence import BufferPool, TorchSequence
 from rekindle.errors import Closed, InvalidSetting, OutOfMemory, StepRefused, UnsupportedModel
 
@@ -30,7 +32,7 @@ _CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e
 class HfEngine:
     """A loaded model. See `Engine` for the contract."""
 
-    capabilities = Capabilities(layer_feeds=True, scattered=True, selects=True, probes=True)
+    capabilities = Capabilities(layer_feeds=True, mends="scattered", selects=True, probes=True)
 
     def __init__(
         self,
@@ -148,6 +150,10 @@ class HfEngine:
                 logits = decoder.run(step)
         stops = np.cumsum([row.wanted for row in rows])
         return np.split(logits.float().cpu().numpy(), stops[:-1])
+
+    def sampler(self, sampling: Sampling, context: Sequence[int]) -> Sampler:
+        """What draws the tokens of a reply."""
+        return Sampler(sampling, context)
 
     def close(self) -> None:
         """Free the model."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
+from rekindle.engine.base import SpansOnly
 from rekindle.errors import Closed, StepRefused
 
 Slots = slice | Tensor  # where rows stand in a buffer: a run, or an index of positions
@@ -96,7 +97,7 @@ class BufferPool:
                 self.on_drop(buffers)
 
 
-class TorchSequence:
+class TorchSequence(SpansOnly):
     """A sequence whose slots are positions. See `EngineSequence` for the contract."""
 
     def __init__(self, pool: BufferPool, capacity: int, regime: str, longest: int) -> None:

@@ -34,7 +34,8 @@ from rekindle.errors import Closed, InvalidPrompt, InvalidSetting, KvLost, Rekin
 from rekindle.index.prefix import Match
 from rekindle.integrate.tracked import OTHER_TOKENS, Call, LayerTensors, MatchedCache, Snapshot, Terms, Track
 from rekindle.integrate.weights import Conditions, Weights, refuse_unfit, refuse_untested
-from rekindle.run.cache import CLOSE_SECONDS, LOAD_SECONDS, open_store
+from rekindle.run.cache import CLOSE_SECONDS, LOAD_SECONDS
+from rekindle.run.folder import open_store
 from rekindle.run.keep import Keep, Keeper
 from rekindle.run.patience import NoAnswer, Patience
 from rekindle.settings import CacheSettings, Settings

@@ -1,13 +1,19 @@
-"""The header of a GGUF file, read in milliseconds: what the model is, and whether the file is whole."""
+"""The header of a GGUF file, read in milliseconds: what the model is, and whether the file is whole.
+
+A large model may be split into several files (`NAME-00001-of-00003.gguf`), each a GGUF file of its own with its own
+tensors; the metadata of the model is in the first.
+"""
 
 from __future__ import annotations
 
+import os
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-from rekindle.errors import BrokenModel, NotAModel
+from rekindle.errors import BrokenModel, ModelNotFound, NotAModel
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -16,63 +22,174 @@ _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 
-# Tensor types: number -> (values a block, bytes a block).
+# Tensor types: number -> (values a block, bytes a block). A tensor of another type is taken to need no bytes.
 _BLOCKS = {
     0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84),
-    11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 24: (1, 1), 25: (1, 2),
-    26: (1, 4), 27: (1, 8), 28: (1, 8), 30: (1, 2),
+    11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74),
+    18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82), 23: (256, 136), 24: (1, 1),
+    25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66),
+    39: (32, 17),
 }  # fmt: skip
 _LARGEST_TEXT_BYTES = 64 << 20
+_BUFFER_BYTES = 1 << 20
+_LENGTH = struct.Struct("<Q")
+
+_ARCHITECTURE = "general.architecture"
+# What these write is a vector, not text.
+_EMBEDDING = frozenset(
+    {"bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "llama-embed", "modern-bert", "neo-bert",
+     "nomic-bert", "nomic-bert-moe", "t5encoder"}
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What stands before the tensors. Arrays are left out of `metadata`."""
+    """What stands before the tensors of one file. Of an array only the length is kept, in `lengths`."""
 
     metadata: dict[str, Any]
-    values: int  # numbers in all tensors together
+    lengths: dict[str, int]
+    tensors: int
+    values: int  # numbers in all tensors of this file together
 
     @property
     def architecture(self) -> str:
         """The model's family, as llama.cpp names it."""
-        return str(self.metadata.get("general.architecture", "unknown"))
+        return str(self.metadata.get(_ARCHITECTURE, "unknown"))
+
+    def number(self, name: str, default: int) -> int:
+        """A whole number of the metadata; the default if there is none of that name."""
+        value = self.metadata.get(name)
+        return value if isinstance(value, int) else default
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the model computes embeddings in place of text."""
+        return self.architecture in _EMBEDDING
+
+
+class _Counts(NamedTuple):
+    """How many tensors a file announces, and how many pairs of metadata before them."""
+
+    tensors: int
+    pairs: int
+
+
+class _Extent(NamedTuple):
+    """How many numbers a tensor has, and where its data ends, counted from the beginning of all tensor data."""
+
+    values: int
+    end: int
+
+
+class _Array(NamedTuple):
+    """An array that was skipped."""
+
+    length: int
+
+
+_DAMAGES = (struct.error, UnicodeDecodeError, KeyError, EOFError)
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read and check the header; raises `NotAModel` for another kind of file, `BrokenModel` for a damaged one."""
-    with path.open("rb") as file:
-        if file.read(4) != MAGIC:
-            raise NotAModel(f"{path} is not a GGUF file (it does not begin with GGUF).")
+    """Read and check the header of one file, be it a whole model or a part of one.
+
+    Raises `NotAModel` for another kind of file, `BrokenModel` for a damaged one, `ModelNotFound` for one that this
+    user may not read.
+    """
+    with _open(path) as file:
         try:
             return _read(file, path)
-        except (struct.error, UnicodeDecodeError, KeyError, EOFError) as error:
+        except _DAMAGES as error:
             raise BrokenModel(f"{path} has a damaged GGUF header ({error}). Get the file again.") from error
 
 
+def check_parts(parts: Sequence[Path]) -> GgufHeader:
+    """Whether these are all files of one model, in order; gives the header of the first.
+
+    Raises what `read_header` raises, `BrokenModel` for parts of different models, and `NotAModel` for a model without
+    weights.
+    """
+    headers = [read_header(part) for part in parts]
+    for number, (part, header) in enumerate(zip(parts, headers, strict=True)):
+        _check_place(part, header, number, len(parts))
+    found = sum(header.tensors for header in headers)
+    expected = headers[0].number("split.tensors.count", found)
+    if len(parts) > 1 and found != expected:
+        raise BrokenModel(
+            f"{parts[0]} and its other parts have {found:,} tensors, the model has {expected:,}: they do not belong "
+            "together. Get all of them again."
+        )
+    if not found:
+        raise NotAModel(f"{parts[0]} holds a vocabulary but no weights. Get the file of the model.")
+    return headers[0]
+
+
+def embeds(path: Path) -> bool:
+    """Whether the file's model computes embeddings, told from its first bytes. No for a file that cannot be read."""
+    try:
+        with _open(path) as file:
+            value = next((v for name, v in _pairs(file, _begin(file, path).pairs) if name == _ARCHITECTURE), None)
+    except (NotAModel, BrokenModel, ModelNotFound, OSError, *_DAMAGES):
+        return False  # whoever loads it says what is wrong
+    return value in _EMBEDDING
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except PermissionError as error:
+        raise ModelNotFound(f"{path} may not be read by this user. Change its permissions, or copy it.") from error
+
+
 def _read(file: BinaryIO, path: Path) -> GgufHeader:
+    counts = _begin(file, path)
+    metadata, lengths = {}, {}
+    for name, value in _pairs(file, counts.pairs):
+        if isinstance(value, _Array):
+            lengths[name] = value.length
+        else:
+            metadata[name] = value
+    extents = [_tensor_extent(file) for _ in range(counts.tensors)]
+    needed = file.tell()
+    if extents:  # without tensors there is no padding either
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise struct.error(f"an alignment of {alignment!r}")
+        needed = -(-needed // alignment) * alignment + max(extent.end for extent in extents)
+    size = path.stat().st_size
+    if size < needed:
+        raise BrokenModel(f"{path} ends after {size:,} of {needed:,} bytes. Get the file again.")
+    return GgufHeader(metadata, lengths, counts.tensors, sum(extent.values for extent in extents))
+
+
+def _begin(file: BinaryIO, path: Path) -> _Counts:
+    if file.read(4) != MAGIC:
+        raise NotAModel(f"{path} is not a GGUF file (it does not begin with GGUF).")
     (version,) = _unpack(file, "I")
     if version not in _VERSIONS:
         raise BrokenModel(f"{path} has GGUF version {version}; versions 2 and 3 are known. Convert it again.")
-    tensors, pairs = _unpack(file, "QQ")
-    metadata = {}
-    for _ in range(pairs):
+    return _Counts(*_unpack(file, "QQ"))
+
+
+def _check_place(part: Path, header: GgufHeader, number: int, count: int) -> None:
+    """A lone file may call itself part 1 of 1, or say nothing. Raises `BrokenModel`."""
+    said_number, said_count = header.number("split.no", 0), header.number("split.count", 0) or 1
+    if (said_number, said_count) != (number, count):
+        raise BrokenModel(
+            f"{part} calls itself part {said_number + 1} of {said_count}; by its name it is part {number + 1} of "
+            f"{count}. Give it the name it was published under, or get it again."
+        )
+
+
+def _pairs(file: BinaryIO, count: int) -> Iterator[tuple[str, Any]]:
+    """The metadata, name and value."""
+    for _ in range(count):
         name = _text(file)
         (kind,) = _unpack(file, "I")
-        value = _value(file, kind)
-        if value is not None:
-            metadata[name] = value
-    extents = [_tensor_extent(file) for _ in range(tensors)]
-    needed = max((end for _, end in extents), default=0)
-    alignment = int(metadata.get("general.alignment", 32))
-    begin = -(-file.tell() // alignment) * alignment
-    size = path.stat().st_size
-    if size < begin + needed:
-        raise BrokenModel(f"{path} ends after {size:,} of {begin + needed:,} bytes. Get the file again.")
-    return GgufHeader(metadata, sum(values for values, _ in extents))
+        yield name, _value(file, kind)
 
 
-def _tensor_extent(file: BinaryIO) -> tuple[int, int]:
-    """How many numbers a tensor has, and where its data ends, counted from the beginning of all tensor data."""
+def _tensor_extent(file: BinaryIO) -> _Extent:
     _text(file)
     (dimensions,) = _unpack(file, "I")
     if dimensions > 8:
@@ -82,7 +199,7 @@ def _tensor_extent(file: BinaryIO) -> tuple[int, int]:
         values *= size
     kind, offset = _unpack(file, "IQ")
     per_block, block_bytes = _BLOCKS.get(kind, (1, 0))
-    return int(values), int(offset + -(-values // per_block) * block_bytes)
+    return _Extent(values, offset + -(-values // per_block) * block_bytes)
 
 
 def _value(file: BinaryIO, kind: int) -> Any:
@@ -92,12 +209,33 @@ def _value(file: BinaryIO, kind: int) -> Any:
         return _unpack(file, _SCALARS[kind])[0]
     inner, count = _unpack(file, "IQ")
     if inner == _TEXT:
-        for _ in range(count):
-            (length,) = _unpack(file, "Q")
-            file.seek(length, 1)
+        _skip_texts(file, count)
     else:
-        file.seek(count * struct.calcsize("<" + _SCALARS[inner]), 1)
-    return None
+        _skip(file, count * struct.calcsize("<" + _SCALARS[inner]))
+    return _Array(count)
+
+
+def _skip_texts(file: BinaryIO, count: int) -> None:
+    """Each length says where the next one is. Two calls to the file for each of 150,000 tokens would take a quarter
+    of a second, so the lengths are read from a large buffer."""
+    unpack, data, at, last = _LENGTH.unpack_from, b"", 0, -1  # at: where the next length is in data; last: could be
+    for _ in range(count):
+        if at > last:
+            _skip(file, at - len(data))
+            data, at = file.read(_BUFFER_BYTES), 0
+            last = len(data) - _LENGTH.size
+            if last < 0:
+                raise EOFError("the file ends inside the header")
+        (length,) = unpack(data, at)
+        at += 8 + length
+    _skip(file, at - len(data))
+
+
+def _skip(file: BinaryIO, size_bytes: int) -> None:
+    """Go forward, or back if it is negative."""
+    if size_bytes > os.fstat(file.fileno()).st_size:
+        raise EOFError("the file ends inside the header")
+    file.seek(size_bytes, 1)
 
 
 def _text(file: BinaryIO) -> str:

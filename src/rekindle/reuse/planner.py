@@ -18,10 +18,12 @@ class Cut:
 
     With `piece_tokens` every prefill, cold or warm, is cut at the same places and only whole pieces are reused: each
     token is then computed in the same company, so that its KV and logits are the same to the last bit.
+    At each of the `edges` a step ends: there a state shall be kept.
     """
 
     most_tokens: int
     piece_tokens: int | None = None
+    edges: tuple[int, ...] = ()
 
     def reusable(self, tokens: int) -> int:
         """How many of `tokens` known ones may be reused."""
@@ -30,8 +32,9 @@ class Cut:
     def spans(self, start: int, stop: int) -> list[Span]:
         """The steps that compute `[start, stop)`."""
         size = self.piece_tokens or self.most_tokens
-        edges = [start, *range(start + size, stop, size), stop]
-        return [Span(a, b) for a, b in pairwise(edges)]
+        fixed = [start, *(edge for edge in self.edges if start < edge < stop), stop]
+        edges = [place for a, b in pairwise(fixed) for place in range(a, b, size)]
+        return [Span(a, b) for a, b in pairwise([*edges, stop])]
 
 
 def make_plan(matches: Matches, rates: Rates, cut: Cut) -> Plan:

@@ -5,6 +5,7 @@ The first of these that is true:
     off         reuse was switched off
     late, lost  the cache did not answer, or what it had could not be read
     slower      computing was expected to be faster than loading
+    checkpoint  the model's state is only kept where messages end, and that is where the reuse ends
     complete    everything but the last token was reused
     expired     it was kept, but for longer than the `ttl` allows
     gone        it was asked before, but its KV is not there any more: evicted, removed, or never kept
@@ -91,6 +92,7 @@ _PLAIN = {
     "late": "The cache did not answer in time.",
     "lost": "KV that was found could not be read, so it was computed.",
     "slower": "Loading it was expected to take longer than computing it.",
+    "checkpoint": "The state is reused up to the last checkpoint that the prompt shares; what follows is computed.",
 }
 
 

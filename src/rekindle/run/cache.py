@@ -12,19 +12,18 @@ import platform
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import psutil
 
-from rekindle.config import cache_folder, home_folder
+from rekindle.config import home_folder
 from rekindle.core.identity import digest_of_fields
 from rekindle.core.keys import Namespace, Shelf
 from rekindle.core.kv import Span
 from rekindle.core.plan import Plan, Tier
 from rekindle.core.request import Request, Reuse
-from rekindle.core.size import parse_duration, parse_limit
-from rekindle.engine.base import Engine, EngineSequence
-from rekindle.errors import CacheUnusable, InvalidSetting, KvLost, OutOfMemory
+from rekindle.core.size import parse_limit
+from rekindle.engine.base import Engine
+from rekindle.errors import KvLost, OutOfMemory
 from rekindle.index.prefix import Match
 from rekindle.remembered import Remembered
 from rekindle.reuse.cost import Costs
@@ -32,12 +31,13 @@ from rekindle.reuse.lookup import Matches, lookup
 from rekindle.reuse.planner import Cut, make_plan
 from rekindle.run.context import Context, ParkedContexts
 from rekindle.run.explain import Explainer, Prompt
+from rekindle.run.folder import open_store
 from rekindle.run.keep import Job, Keeper
 from rekindle.run.notes import Note, Stayed
 from rekindle.run.patience import Deadline, Late, NoAnswer, Patience
 from rekindle.run.prefill import Asked, Filled, Prefill, TimedFeed
+from rekindle.run.room import Room
 from rekindle.settings import Settings
-from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 
 log = logging.getLogger("rekindle.cache")
@@ -48,6 +48,7 @@ LOOKUP_SECONDS = 0.25  # the longest wait for the catalog
 MOST_LOAD_SECONDS = 60.0
 LOAD_SECONDS = 1.0  # the shortest deadline of a load, and the one while costs are unknown; else what computing takes
 CLOSE_SECONDS = 10.0
+REST_SECONDS = 60.0
 _SHELVES = 256  # remembered
 _MACHINES = 64  # pairs of machine and model whose costs are remembered
 
@@ -84,6 +85,7 @@ class PrefixCache:
         self._parked = ParkedContexts(memory // 2 if self.store is not None and settings.ttl is None else 0)
         self._patience = Patience()
         self._slow: TimedFeed | None = None
+        self._room = Room(self.unpark)
         self._told = False  # that the store does not answer: once is enough until it does again
         self._shelves: dict[tuple[str, str, str], Shelf] = {}
         self._remembered = Remembered(home_folder() / "costs.json", _MACHINES)
@@ -112,7 +114,7 @@ class PrefixCache:
         shelf = self.shelf(request, len(tokens))
         if self.store is None or request.reuse == "off":
             return Known(shelf, tokens, Matches(len(tokens)), off=True)
-        parked = self._parked.take(shelf, tokens)
+        parked = self._take_parked(shelf, tokens)
         in_engine = 0 if parked is None else parked.common(tokens)
         nothing = Known(shelf, tokens, Matches(len(tokens), in_engine), parked)
         store = self.store
@@ -121,13 +123,19 @@ class PrefixCache:
         try:
             if self._slow is not None and self._slow.filling:
                 raise Late("it is still busy with an earlier load")
-            found = self._patience.ask(lambda: lookup(store, shelf, tokens, in_engine), LOOKUP_SECONDS)
+            found = self._patience.ask(lambda: self._find(store, shelf, tokens, in_engine), LOOKUP_SECONDS)
         except NoAnswer as late:
             log.log(logging.DEBUG if self._told else logging.WARNING, "The cache does not answer: %s.", late)
             self._told = True
             return replace(nothing, trouble=f"the cache does not answer: {late}")
         self._told = False
         return replace(nothing, matches=found)
+
+    def _take_parked(self, shelf: Shelf, tokens: Sequence[int]) -> Context | None:
+        return self._parked.take(shelf, tokens)
+
+    def _find(self, store: TieredStore, shelf: Shelf, tokens: Sequence[int], in_engine: int) -> Matches:
+        return lookup(store, shelf, tokens, in_engine)
 
     def plan(self, known: Known) -> Plan:
         """What to do about it."""
@@ -140,46 +148,57 @@ class PrefixCache:
 
     def fill(self, known: Known, plan: Plan, capacity: int, cancelled: Asked) -> Filled:
         """Carry out the plan. What cannot be loaded is computed. Raises `Cancelled` and what the engine raises."""
-        replay = not self._settings.deterministic
-        work = Prefill(self._engine, self.costs, known.tokens, cancelled, replay)
-        stays = bool(plan.loads) and plan.loads[0].tier == "engine"
-        if not stays:
-            self.forget(known)
-        context = known.parked if stays else None
+        context = self._going_on(known, plan, capacity)
+        if self._engine.capabilities.crowded:
+            self.unpark()
         if context is None:
-            context = Context(known.shelf, self._open(capacity, self._engine.regime(len(known.tokens))))
+            if plan.loads and plan.loads[0].tier == "engine":  # there is no room to go on from it
+                plan = Plan.computing(self.cut.spans(0, len(known.tokens)), plan.cold_seconds)
+            regime = self._engine.regime(len(known.tokens))
+            context = self._room.take(lambda: Context(known.shelf, self._engine.open(capacity, regime)), cancelled)
         context.passing = known.off
+        work = self._prefill(context, known, cancelled)
         try:
-            if stays:
-                context.truncate(plan.reused)
-                context.reserve(capacity)
-                self.offer(Stayed(known.shelf, known.tokens[: plan.reused], self.costs))
             context.prompt_tokens = len(known.tokens)
             context.stored_tokens = max(known.stored_tokens, context.stored_tokens)
-            if stays or not plan.loads:
-                return work.run(context, plan)
-            return self._load(work, context, known, plan)
+            if plan.loads and plan.loads[0].tier != "engine":
+                return self._load(work, context, known, plan)
+            return work.run(context, plan)
         except BaseException:
             context.close()
+            self._room.give()
             raise
 
-    def _open(self, capacity: int, regime: str) -> EngineSequence:
+    def _going_on(self, known: Known, plan: Plan, capacity: int) -> Context | None:
+        """The context that the plan goes on from, cut to what it shares and with room for more; None for a new one."""
+        context = known.parked
+        if context is None or not plan.loads or plan.loads[0].tier != "engine":
+            self.forget(known)
+            return None
         try:
-            return self._engine.open(capacity, regime)
+            context.truncate(plan.reused)
+            context.reserve(capacity)
         except OutOfMemory:
-            self.unpark()  # what only waits makes room for what is asked
-            return self._engine.open(capacity, regime)
+            context.close()
+            return None
+        self._room.take(lambda: None, lambda: False)
+        self.offer(Stayed(known.shelf, known.tokens[: plan.reused], self.costs))
+        return context
+
+    def _prefill(self, context: Context, known: Known, cancelled: Asked) -> Prefill:  # noqa: ARG002  (for subclasses)
+        replay = not self._settings.deterministic
+        return Prefill(self._engine, self.costs, known.tokens, cancelled, replay)
 
     def _load(self, work: Prefill, context: Context, known: Known, plan: Plan) -> Filled:
         store, match = self.store, known.matches.match
         assert store is not None and match is not None
         saved = self.costs.rates.compute_seconds(Span(0, plan.reused)) or 0.0
         patience = min(max(LOAD_SECONDS, saved), MOST_LOAD_SECONDS)
-        used = match.until(plan.reused)
+        used = self._used(match, plan.reused)
         try:
             feed = self._patience.ask(lambda: _feed(store, known.shelf, used, patience), patience)
             try:
-                filled = work.run(context, plan, feed)
+                filled = self._run(work, context, plan, feed)
             finally:
                 feed.close()
                 if feed.filling:  # a read that hangs: it was left behind, and nothing is asked until it is through
@@ -189,14 +208,23 @@ class PrefixCache:
             context.stored_tokens = 0
             spans = self.cut.spans(0, len(known.tokens))
             return replace(work.run(context, Plan.computing(spans, plan.cold_seconds)), lost=str(error))
-        self._note_load(plan, filled, known.shelf.layout.token_bytes)
+        self._note_load(known, plan, filled)
         store.used(used, max(0.0, saved - filled.load_seconds) * 1e3)
         return filled
 
-    def _note_load(self, plan: Plan, filled: Filled, token_bytes: int) -> None:
+    def _used(self, match: Match, tokens: int) -> Match:
+        """The part of what was found that `tokens` tokens need."""
+        return match.until(tokens)
+
+    def _run(self, work: Prefill, context: Context, plan: Plan, feed: TimedFeed) -> Filled:
+        return work.run(context, plan, feed)
+
+    def _note_load(self, known: Known, plan: Plan, filled: Filled) -> None:
         tiers: set[Tier] = {load.tier for load in plan.loads}
         if len(tiers) == 1:
-            self.costs.loaded(tiers.pop(), plan.reused * token_bytes, filled.load_seconds)
+            known_tokens = known.matches.stored[-1].span.stop
+            size = sum(found.size_bytes for found in known.matches.stored) * plan.reused // known_tokens
+            self.costs.loaded(tiers.pop(), size, filled.load_seconds)
 
     def reuse(self, known: Known, filled: Filled) -> Reuse:
         """What a prompt was spared, for its reply."""
@@ -238,7 +266,7 @@ class PrefixCache:
 
     def explainer(self) -> Explainer:
         """What explains requests of this session."""
-        return Explainer(self.store, self._engine.tokenizer, self.costs)
+        return Explainer(self.store, self._engine.tokenizer, self.costs, opaque=self._engine.capabilities.opaque)
 
     def keep_early(self, context: Context) -> None:
         """Keep a long new prompt while its reply is being written: nobody else should have to compute it again."""
@@ -247,16 +275,19 @@ class PrefixCache:
 
     def keep(self, context: Context) -> None:
         """Keep what the context holds by now, prompt and reply, and let it wait for the next request."""
-        if context.passing or self._closed:
-            context.close()
-            return
-        if self.cut.piece_tokens:  # only what was prefilled in whole pieces is ever reused
-            context.truncate(min(len(context.tokens), self.cut.reusable(context.prompt_tokens)))
-        if not context.tokens:
-            context.close()
-            return
-        self._keep(context, len(context.tokens))
-        self._parked.park(context)
+        try:
+            if context.passing or self._closed:
+                context.close()
+                return
+            if self.cut.piece_tokens:  # only what was prefilled in whole pieces is ever reused
+                context.truncate(min(len(context.tokens), self.cut.reusable(context.prompt_tokens)))
+            if not context.tokens:
+                context.close()
+                return
+            self._keep(context, len(context.tokens))
+            self._parked.park(context)
+        finally:
+            self._room.give()
 
     def _keep(self, context: Context, count: int) -> None:
         count = self.cut.reusable(count)
@@ -271,6 +302,12 @@ class PrefixCache:
     def unpark(self) -> None:
         """Give all contexts back that wait in the engine: the next request finds its KV in memory or on disk."""
         self._parked.clear()
+
+    def rest(self) -> bool:
+        """Keep everything and give all sequences back, so that the engine can let its model go; False if it cannot."""
+        done = self.keeper is None or self.keeper.flush(REST_SECONDS)
+        self.unpark()
+        return done
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until everything offered so far is kept; False if that takes longer."""
@@ -298,36 +335,6 @@ def _feed(store: TieredStore, shelf: Shelf, match: Match, patience_seconds: floa
     if deadline.passed:  # nobody waits for it any more
         feed.close()
     return feed
-
-
-def open_store(settings: Settings) -> TieredStore | None:
-    """The store that the settings name; None if they want none, or the user's own folder cannot be used."""
-    if settings.cache == "off" or settings.reuse == "off":
-        return None
-    memory = parse_limit(settings.memory_limit).resolve(psutil.virtual_memory().total)
-    chosen = StoreSettings(
-        disk_limit=settings.disk_limit,
-        memory_limit=memory - memory // 2,  # the other half is for contexts parked in the engine
-        policy=settings.policy,
-        ttl_seconds=None if settings.ttl is None else parse_duration(settings.ttl),
-        admission=settings.admission,
-        write_budget=settings.write_budget,
-        key=None if settings.key_file is None else _read_key(Path(settings.key_file)),
-    )
-    try:
-        return TieredStore(settings.cache or cache_folder(), chosen)
-    except CacheUnusable as error:
-        if settings.cache is not None:
-            raise
-        log.warning("There is no cache, so everything is computed: %s", error)
-        return None
-
-
-def _read_key(path: Path) -> bytes:
-    try:
-        return path.expanduser().read_bytes()
-    except OSError as error:
-        raise InvalidSetting(f"The key file {path} cannot be read: {error}.") from error
 
 
 def _machine_and_model(engine: Engine) -> str:

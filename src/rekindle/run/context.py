@@ -92,11 +92,11 @@ class ParkedContexts:
         self._lock = threading.Lock()
         self._parked: dict[Context, bytes] = {}  # with their tokens, the least recently used first
 
-    def take(self, shelf: Shelf, tokens: Sequence[int]) -> Context | None:
+    def take(self, shelf: Shelf, tokens: Sequence[int], *, whole: bool = False) -> Context | None:
         """The context that has most in common with `tokens`, out of the park; None if none is worth taking.
 
         Going on from a context forgets the rest of it, so at least half of it must be of use: else it stays for
-        whoever it was computed for.
+        whoever it was computed for. With `whole` all of it must be, and something must be left to compute.
         """
         given = token_bytes(tokens)
         with self._lock:
@@ -106,6 +106,8 @@ class ParkedContexts:
                 if context.shelf is shelf or context.shelf == shelf
             ]
             useful = [(common, context) for common, context in shared if 2 * common >= len(context.tokens) > 0]
+            if whole:
+                useful = [(c, context) for c, context in useful if c == len(context.tokens) < len(tokens)]
             if not useful:
                 return None
             _, best = max(useful, key=lambda pair: pair[0])
@@ -116,12 +118,11 @@ class ParkedContexts:
         """Let a context wait for its next request."""
         with self._lock:
             self._parked[context] = token_bytes(context.tokens)
-            left = sum(parked.size_bytes for parked in self._parked)
+            sizes = {parked: parked.size_bytes for parked in self._parked}
             leaving: list[Context] = []
-            while left > self._limit_bytes or len(self._parked) > _MOST_PARKED:
+            while sum(sizes.values()) > self._limit_bytes or len(sizes) > _MOST_PARKED:
                 leaving.append(next(iter(self._parked)))
-                del self._parked[leaving[-1]]
-                left -= leaving[-1].size_bytes
+                del self._parked[leaving[-1]], sizes[leaving[-1]]
         for gone in leaving:
             gone.close()
 

@@ -79,6 +79,7 @@ class Explanation:
     cold_seconds: float | None = None
     first_token_seconds: float | None = None  # what it really took, for a request that was answered
     at: float | None = None
+    opaque: str | None = None  # why reuse is by checkpoint, if it is
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -120,6 +121,8 @@ class Explanation:
         if shown:
             lines.append("  " + ", ".join(shown))
         lines.append(f"why: {self.reason.sentence}")
+        if self.opaque is not None:
+            lines.append(f"reuse is by checkpoint, where messages end: {self.opaque}")
         if self.difference is not None:
             lines += _tell_difference(self.difference)
         if self.change is not None:
@@ -151,14 +154,17 @@ class Explainer:
     tokenizer: Tokenizer
     costs: Costs
     other_tenants: bool = True  # whether the reader may learn that another tenant knows a prompt
+    opaque: str | None = None  # why the model's state is kept and restored whole, if it is
 
     def explain(self, prompt: Prompt, plan: Plan, match: Match | None, miss: str | None) -> Explanation:
         """Explain a plan for a prompt of which the store knows `match`. A store in trouble explains less."""
+        if self.opaque is not None:
+            match = None  # its pages are no tokens
         goes_on = difference = change = None
         sight = Sight(len(prompt.tokens), plan.reused, miss=miss)
         if self.store is not None:
             try:
-                goes_on = self._goes_on(prompt, match, plan.reused)
+                goes_on = None if self.opaque is not None else self._goes_on(prompt, match, plan.reused)
                 difference = None if goes_on is None else self._difference(prompt.tokens, plan.reused, goes_on)
                 if difference is not None and plan.reused == 0 and difference.only_in is None:
                     goes_on = None  # they have nothing in common
@@ -178,6 +184,7 @@ class Explainer:
             change=change,
             predicted_seconds=plan.predicted_seconds,
             cold_seconds=plan.cold_seconds,
+            opaque=self.opaque,
         )
 
     def _goes_on(self, prompt: Prompt, match: Match | None, reused: int) -> list[int] | None:

@@ -17,7 +17,6 @@ from rekindle.engine.base import Engine, EngineSequence, Logits, Row
 from rekindle.errors import Cancelled
 from rekindle.run.context import Context
 from rekindle.run.prompt import PromptTokens
-from rekindle.run.sample import Sampler
 from rekindle.run.text import Detokenizer, StopWatch
 
 _CONTEXT_TOKENS = 8  # of a text that is continued, for the detokenizer
@@ -31,7 +30,7 @@ class Generation:
         self._request = request
         self._prompt = prompt
         self._started = started
-        self._sampler = Sampler(request.sampling, prompt.tokens)
+        self._sampler = engine.sampler(request.sampling, prompt.tokens)
         chat = isinstance(request.prompt, tuple) and isinstance(request.prompt[0], Message)
         self._detokenizer = Detokenizer(engine.tokenizer, () if chat else prompt.tokens[-_CONTEXT_TOKENS:])
         self._watch = StopWatch(request.stop)

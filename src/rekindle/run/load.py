@@ -4,33 +4,116 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from rekindle.core.model import ModelFiles
 from rekindle.engine.base import Engine
-from rekindle.errors import EngineMissing, InvalidSetting
+from rekindle.engine.llamacpp.options import LlamaOptions
+from rekindle.errors import EngineMissing, InvalidSetting, ModelError, UnsupportedModel
 from rekindle.models.download import Progress, require_space
 from rekindle.models.gguf import read_header
 from rekindle.models.pull import obtain
+from rekindle.models.sources import GgufModel, HubModel, OllamaModel, WheelModel, find, parse
+from rekindle.settings import Settings
 
-ENGINES = ("hf",)
+EngineName = Literal["hf", "llamacpp"]
+ENGINES: dict[EngineName, tuple[str, ...]] = {  # and the packages that each needs
+    "hf": ("torch", "transformers", "accelerate", "gguf", "safetensors"),
+    "llamacpp": ("llama_cpp", "jinja2"),
+}
+_TITLES = {"hf": "The Hugging Face engine", "llamacpp": "The llama.cpp engine"}
+
+Have = Callable[[str], object]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineOptions:
     """How to run a model: which engine, where, in which numbers, with how long a context."""
 
-    engine: str = "hf"
+    engine: str = "auto"
     device: str = "auto"
     dtype: str = "auto"
     context_tokens: int | None = None
+    llama: LlamaOptions = field(default_factory=LlamaOptions)
+
+    @classmethod
+    def of(cls, settings: Settings) -> EngineOptions:
+        """The part of the settings that is about the engine. Raises `InvalidSetting`."""
+        names = {known.name for known in fields(LlamaOptions)} & {known.name for known in fields(Settings)}
+        llama = LlamaOptions(context_tokens=settings.context, **{name: getattr(settings, name) for name in names})
+        return cls(settings.engine, settings.device, settings.dtype, settings.context, llama)
 
 
 def load_engine(model: str, options: EngineOptions, progress: Progress | None = None) -> Engine:
     """Find (or pull) a model and load it. Raises `ModelError`, `EngineMissing` or `InvalidSetting`."""
-    if options.engine not in ENGINES:
-        raise InvalidSetting(f"engine={options.engine!r} is unknown. Use {', '.join(ENGINES)}.")
-    require_hf()  # before anything is fetched
+    name = choose_engine(model, options.engine)
+    require(name)  # before anything is fetched
+    if name == "llamacpp":
+        return _load_llamacpp(model, options, progress)
+    return _load_hf(model, options, progress)
+
+
+def choose_engine(model: str, wanted: str, have: Have = importlib.util.find_spec) -> EngineName:
+    """The engine for a model: the one that is wanted; else what suits its files, of those that are installed."""
+    for known in ENGINES:
+        if wanted == known:
+            return known
+    if wanted != "auto":
+        raise InvalidSetting(f"engine={wanted!r} is unknown. Use auto, {', '.join(ENGINES)}.")
+    ordered: tuple[EngineName, EngineName] = ("llamacpp", "hf") if _is_gguf(model) else ("hf", "llamacpp")
+    return next((name for name in ordered if not missing(name, have)), ordered[0])
+
+
+def _is_gguf(model: str) -> bool:
+    """Whether a model is a GGUF file and nothing else. The named ones come in both forms."""
+    source = parse(model)
+    if isinstance(source, WheelModel):
+        return False
+    if isinstance(source, (GgufModel, OllamaModel)) or (isinstance(source, HubModel) and source.wanted is not None):
+        return True
+    try:
+        return find(model).gguf is not None
+    except ModelError:  # not here yet: it is fetched in the form that the engine wants
+        return False
+
+
+def missing(name: EngineName, have: Have = importlib.util.find_spec) -> list[str]:
+    """The packages that an engine lacks."""
+    return [package for package in ENGINES[name] if not have(package)]
+
+
+def require(name: EngineName, have: Have = importlib.util.find_spec) -> None:
+    """Raises `EngineMissing` if an engine's packages are not installed."""
+    if lacking := missing(name, have):
+        raise EngineMissing(
+            f"{_TITLES[name]} needs {', '.join(lacking)}. Install it with: pip install 'rekindle[{name}]'"
+        )
+
+
+def prepare(files: ModelFiles, progress: Progress | None = None) -> None:
+    """Write the Hugging Face form of a GGUF model, if it is not there yet: once, about half a minute."""
+    if files.gguf is None or files.converted:
+        return
+    if len(files.parts) > 1:
+        raise UnsupportedModel(
+            f"{files.name} is split into {len(files.parts)} GGUF files, which the Hugging Face engine cannot convert. "
+            "Use engine='llamacpp'."
+        )
+    require_space(files.folder.parent, 4 * read_header(files.gguf).values, f"The converted form of {files.name}")
+    from rekindle.engine.dequant import convert
+
+    _tell(progress, "convert", 0, 1)
+    convert(files.gguf, files.folder)
+    _tell(progress, "convert", 1, 1)
+
+
+def _load_hf(model: str, options: EngineOptions, progress: Progress | None) -> Engine:
+    plain = LlamaOptions(device=options.llama.device, context_tokens=options.llama.context_tokens)
+    for name in (known.name for known in fields(LlamaOptions)):
+        value = getattr(options.llama, name)
+        if value != getattr(plain, name):
+            raise InvalidSetting(f"{name}={value!r} is for llama.cpp. Leave it away, or use engine='llamacpp'.")
     files = obtain(model, progress)
     prepare(files, progress)
     from rekindle.engine.hf import HfEngine
@@ -41,25 +124,20 @@ def load_engine(model: str, options: EngineOptions, progress: Progress | None = 
     return engine
 
 
-def prepare(files: ModelFiles, progress: Progress | None = None) -> None:
-    """Write the Hugging Face form of a GGUF model, if it is not there yet: once, about half a minute."""
-    if files.gguf is None or files.converted:
-        return
-    require_space(files.folder.parent, 4 * read_header(files.gguf).values, f"The converted form of {files.name}")
-    from rekindle.engine.dequant import convert
-
-    _tell(progress, "convert", 0, 1)
-    convert(files.gguf, files.folder)
-    _tell(progress, "convert", 1, 1)
-
-
-def require_hf(have: Callable[[str], object] = importlib.util.find_spec) -> None:
-    """Raises `EngineMissing` if the Hugging Face engine's packages are not installed."""
-    missing = [name for name in ("torch", "transformers", "accelerate", "gguf", "safetensors") if not have(name)]
-    if missing:
-        raise EngineMissing(
-            f"The Hugging Face engine needs {', '.join(missing)}. Install it with: pip install 'rekindle[hf]'"
+def _load_llamacpp(model: str, options: EngineOptions, progress: Progress | None) -> Engine:
+    if options.dtype != "auto":
+        raise InvalidSetting(
+            f"dtype={options.dtype!r} is for engine='hf': a GGUF file has its own numbers. Those of KV are kv_type."
         )
+    files = obtain(model, progress, form="gguf")
+    try:
+        from rekindle.engine.llamacpp.engine import LlamaCppEngine
+    except (ImportError, OSError, RuntimeError) as error:  # its shared library does not fit this machine
+        raise EngineMissing(
+            f"llama-cpp-python is installed but does not load ({error}). Install it anew: "
+            "pip install --force-reinstall --no-cache-dir llama-cpp-python"
+        ) from error
+    return LlamaCppEngine(files, options.llama, lambda share: _tell(progress, "load", round(share * 100), 100))
 
 
 def _tell(progress: Progress | None, stage: str, done: int, total: int) -> None:

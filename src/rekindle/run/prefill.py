@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rekindle.core.kv import LayerKv, Span
 from rekindle.core.plan import Compute, Plan
@@ -84,6 +85,7 @@ class Prefill:
     tokens: Sequence[int]
     cancelled: Asked
     replay: bool = True  # see `Row`
+    reached: Callable[[int], None] | None = None  # told how many tokens are computed, after each step but the last
 
     def run(self, context: Context, plan: Plan, feed: TimedFeed | None = None) -> Filled:
         """Carry out a plan whose loads come by `feed`, or are in the context already.
@@ -91,9 +93,11 @@ class Prefill:
         Raises `KvLost` if the feed fails or is late, and `Cancelled`; the context then holds what it held before.
         """
         started = time.perf_counter()
-        first, *others = plan.computes
+        first = plan.computes[0]
         logits = self._compute(context, first) if feed is None else self._compute_with(context, first, feed)
-        for step in others:
+        for before, step in pairwise(plan.computes):
+            if self.reached is not None:
+                self.reached(before.span.stop)
             logits = self._compute(context, step)
         if feed is None:  # all steps together: on a GPU only the last one waits for what it computes
             span = Span(first.span.start, plan.tokens)

@@ -18,10 +18,14 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rekindle.core.request import Message, MessageLike, Options, PromptLike, Reply, Request, Reuse, parse_prompt
+from rekindle.core.size import parse_duration
 from rekindle.engine.base import Engine
-from rekindle.errors import Closed
+from rekindle.engine.resting import RestingEngine
+from rekindle.errors import Closed, InvalidSetting
 from rekindle.models.download import Progress
+from rekindle.run.alive import KeepAlive
 from rekindle.run.cache import Known, PrefixCache
+from rekindle.run.checkpoints import CheckpointCache
 from rekindle.run.explain import Explanation, Prompt
 from rekindle.run.generate import Generation, decode
 from rekindle.run.load import EngineOptions, load_engine
@@ -56,18 +60,30 @@ class Session:
         Raises `ModelError`, `EngineMissing`, `InvalidSetting`, and `CacheUnusable` for a folder that was named.
         """
         self.settings = Settings.load(settings)
-        self._engine: Engine | None
         self._owns_engine = isinstance(model, (str, os.PathLike))
-        if isinstance(model, (str, os.PathLike)):
-            chosen = self.settings
-            options = EngineOptions(chosen.engine, chosen.device, chosen.dtype, chosen.context)
-            self._engine = load_engine(os.fspath(model), options, progress)
-        else:
-            self._engine = model
+        self._engine: Engine | None = self._load(model, progress)
         self._written = WrittenReplies() if self.settings.keep_reply_tokens else None
-        self.cache = PrefixCache(self._engine, self.settings)
+        kind = PrefixCache if self._engine.capabilities.spans else CheckpointCache
+        self.cache = kind(self._engine, self.settings)
+        stays = self.settings.keep_alive
+        self._alive = KeepAlive(None if stays is None else parse_duration(stays), self._rest)
         # A program that ends without closing its sessions still keeps what they computed.
         self._finalizer = weakref.finalize(self, self.cache.close)
+
+    def _load(self, model: str | os.PathLike[str] | Engine, progress: Progress | None) -> Engine:
+        stays = self.settings.keep_alive is None
+        if isinstance(model, (str, os.PathLike)):
+            spec, options = os.fspath(model), EngineOptions.of(self.settings)
+            return load_engine(spec, options, progress) if stays else RestingEngine(lambda: load_engine(spec, options))
+        if not stays:
+            raise InvalidSetting("keep_alive is for a model given by name: an engine that was given stays loaded.")
+        return model
+
+    def _rest(self) -> None:
+        """Let the model go until the next request; what it computed is kept first."""
+        assert isinstance(self._engine, RestingEngine)
+        if self.cache.rest():
+            self._engine.rest()
 
     @property
     def engine(self) -> Engine:
@@ -135,6 +151,10 @@ class Session:
         return self.cache.flush(timeout_seconds)
 
     def _answer(self, request: Request, cancelled: Callable[[], bool]) -> Generator[str, None, Reply]:
+        with self._alive.use():
+            return (yield from self._reply(request, cancelled))
+
+    def _reply(self, request: Request, cancelled: Callable[[], bool]) -> Generator[str, None, Reply]:
         started = time.perf_counter()
         engine, cache = self.engine, self.cache
         prompt = encode_prompt(engine, request, self._written)
@@ -167,11 +187,12 @@ class Session:
         Names the first token that differs from what is known, and text that changes from request to request.
         """
         request = Request.of(prompt, **options)
-        known = self.cache.lookup(request, encode_prompt(self.engine, request, self._written).tokens)
-        plan = self.cache.plan(known)
-        self.cache.forget(known)
-        miss = self.cache.miss(known, plan)
-        return self.cache.explainer().explain(self._prompt(request, known), plan, known.matches.match, miss)
+        with self._alive.use():
+            known = self.cache.lookup(request, encode_prompt(self.engine, request, self._written).tokens)
+            plan = self.cache.plan(known)
+            self.cache.forget(known)
+            miss = self.cache.miss(known, plan)
+            return self.cache.explainer().explain(self._prompt(request, known), plan, known.matches.match, miss)
 
     def _prompt(self, request: Request, known: Known) -> Prompt:
         identity = self.engine.identity(self.engine.regime(len(known.tokens)))
@@ -179,6 +200,7 @@ class Session:
 
     def close(self) -> None:
         """Keep what is waiting, within a bounded time, and free the model, unless it was given. Idempotent."""
+        self._alive.close()
         self._finalizer()
         engine, self._engine = self._engine, None
         if engine is not None and self._owns_engine:

@@ -210,6 +210,12 @@ class TieredStore:
         if not self.disk.database.read_only:
             self._writing(lambda: history.note(self.disk, shelf, identity, tokens, content, record), lambda _: None)
 
+    def asked_lengths(self, shelf: Shelf, most: int = 32) -> list[int]:
+        """How many tokens the last requests on a shelf had; of a store in trouble, none."""
+        nothing: list[history.Asked] = []
+        asked = self._reading(lambda: history.recent(self.disk, shelf, most), nothing)
+        return [int(past.record.get("tokens", 0)) for past in asked]
+
     def tend(self) -> None:
         """Do what may wait: note uses, hold in memory what was read, remove what expired. Call it when idle."""
 

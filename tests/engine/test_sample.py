@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.core.request import Sampling
-from rekindle.run.sample import Sampler
+from rekindle.engine.sample import Sampler
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], dtype=np.float32))
 logits_lists = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=30)

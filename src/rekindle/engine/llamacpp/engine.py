@@ -1,0 +1,264 @@
+"""The llama.cpp engine: any GGUF model, on CPU or GPU, without torch."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import llama_cpp
+import numpy as np
+
+from rekindle.core.identity import Identity, digest_of_fields
+from rekindle.core.kv import KvLayout, LayerShape, Span
+from rekindle.core.model import ModelFiles
+from rekindle.core.request import Sampling
+from rekindle.engine.base import Capabilities, Logits, Row
+from rekindle.engine.llamacpp.cells import Cells, Tokens
+from rekindle.engine.llamacpp.feeding import Staging
+from rekindle.engine.llamacpp.library import LoadedContext, LoadedModel, version
+from rekindle.engine.llamacpp.options import LlamaOptions
+from rekindle.engine.llamacpp.sample import ChainSampler
+from rekindle.engine.llamacpp.sequence import LlamaSequence
+from rekindle.engine.llamacpp.state import StateLayout, UnknownLayout, read_layout
+from rekindle.engine.llamacpp.tokenizer import GgufTokenizer
+from rekindle.engine.rows import CheckedRow, check_rows
+from rekindle.errors import Closed, NotAModel, StepRefused, UnsupportedModel
+from rekindle.models.digest import digest_of_files
+
+log = logging.getLogger("rekindle.llamacpp")
+
+PAGE_BYTES = 16 << 10  # of a snapshot, where that is what is kept
+_PAGES = KvLayout("uint8", (LayerShape(1, PAGE_BYTES // 2, PAGE_BYTES // 2),))
+_CHECK_TOKENS = 6
+_CHECK_TOLERANCE = 1e-2  # of the largest logit
+
+
+class LlamaCppEngine:
+    """A loaded model. See `Engine` for the contract.
+
+    Where the state of the model's sequences is plain KV of a known layout, it has spans. Else, as with recurrent,
+    hybrid and sliding-window models, it has snapshots, and `opaque` says why.
+    """
+
+    def __init__(
+        self, files: ModelFiles, options: LlamaOptions, progress: Callable[[float], None] | None = None
+    ) -> None:
+        """Load it. Raises `BrokenModel`, `NotAModel`, `UnsupportedModel`, `OutOfMemory` or `InvalidSetting`."""
+        if files.gguf is None:
+            raise NotAModel(f"llama.cpp needs a GGUF file, and {files.name} has none. Use engine='hf' for it.")
+        self.name = files.name
+        self._files = files
+        self._options = options
+        self._model = LoadedModel(files.gguf, options, progress)
+        self._context: LoadedContext | None = None
+        self._identities: dict[str, Identity] = {}
+        self._closing = threading.Lock()
+        try:
+            if not self._model.has_decoder:
+                raise UnsupportedModel(f"{files.gguf} does not generate text. Use a decoder such as smollm2.")
+            self.tokenizer = GgufTokenizer(self._model)
+            self._start(options)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, options: LlamaOptions) -> None:
+        self._context = context = LoadedContext(self._model, options)
+        self.context_tokens = context.tokens
+        self.prefill_tokens = context.batch_tokens
+        self.flash_attention = context.flash_attention
+        self.threads = context.threads
+        self._cells = Cells(context, options.sequences, self.tokenizer.vocabulary_size)
+        self._regime = self._read_regime(context)
+        self.opaque = self._why_opaque()
+        self._state: StateLayout | None = None
+        if self.opaque is None:
+            try:
+                self._state = self._read_state_layout()
+            except UnknownLayout as error:
+                self.opaque = f"this llama.cpp hands KV out in a layout that is not known ({error})"
+                log.warning("%s: reuse is by checkpoint, because %s.", self.name, self.opaque)
+        self._staging = None if self._state is None else Staging(self._state)
+        self._moves = self._state is not None and bool(llama_cpp.llama_memory_can_shift(context.memory))
+        self.layout = _PAGES if self._state is None else self._state.kv
+        self.capabilities = Capabilities(
+            layer_feeds=False,
+            mends="leading" if self._moves else "none",
+            selects=False,
+            probes=False,
+            crowded=True,
+            opaque=self.opaque,
+        )
+
+    @property
+    def device(self) -> str:
+        """What it computes on, for people."""
+        return "gpu" if self._model.on_gpu else "cpu"
+
+    def regime(self, tokens: int) -> str:  # noqa: ARG002  (llama.cpp chooses by the size of its buffer)
+        """The same for every length: the rotary embedding is chosen with the context."""
+        return self._regime
+
+    def identity(self, regime: str) -> Identity:
+        """What makes its KV interchangeable; the first call reads the whole file, unless it was read before."""
+        self._cells.context  # noqa: B018  (raises)
+        known = self._identities.get(regime)
+        if known is None:
+            weights = digest_of_files(self._files.parts)
+            how = "plain" if self._state is not None else "snapshot"
+            known = Identity(
+                weights=weights,
+                config=digest_of_fields("rekindle/llamacpp/1", version(), how),
+                tokenizer=weights,
+                template=digest_of_fields("rekindle/template/1", self.tokenizer.template),
+                dtype=self._options.kv_type,
+                rope=regime,
+            )
+            self._identities[regime] = known
+        return known
+
+    def open(self, capacity: int, regime: str) -> LlamaSequence:
+        """An empty sequence with room for `capacity` tokens."""
+        if not 0 < capacity <= self.context_tokens:
+            raise StepRefused(f"A capacity of {capacity} does not fit the context of {self.context_tokens} tokens.")
+        if regime != self._regime:
+            raise StepRefused(f"The regime {regime!r} is unknown. Ask `regime(tokens)`.")
+        return LlamaSequence(self._cells, self._state, capacity, regime, self.context_tokens, self._moves)
+
+    def sampler(self, sampling: Sampling, context: Sequence[int]) -> ChainSampler:
+        """What draws the tokens of a reply: llama.cpp's own samplers."""
+        size, most = self.tokenizer.vocabulary_size, self.context_tokens
+        return ChainSampler(sampling, context, size, most_tokens=most)
+
+    def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        """Compute the rows in one batch."""
+        with self._cells.lock:
+            self._cells.context  # noqa: B018  (raises)
+            layers, size = len(self.layout.layers), self.tokenizer.vocabulary_size
+            checked = check_rows(rows, layers=layers, vocabulary_size=size)
+            sequences = [self._own(row) for row in checked]
+            finished = False
+            try:
+                for row, sequence in zip(checked, sequences, strict=True):
+                    if row.row.feeds:
+                        self._feed(row, sequence, cancelled)
+                work = [
+                    Tokens(_number(sequence), row.tokens, int(row.positions[0]), row.wanted)
+                    for row, sequence in zip(checked, sequences, strict=True)
+                ]
+                logits = self._cells.compute(work, cancelled)
+                finished = True
+            finally:
+                for row, sequence in zip(checked, sequences, strict=True):
+                    self._settle(row, sequence, finished)
+            return logits
+
+    def close(self) -> None:
+        """Free the model. Sequences that are still open can only be closed then."""
+        with self._closing:
+            cells = self.__dict__.get("_cells")
+            if cells is not None:
+                cells.close()  # waits for a step that runs
+            elif self._context is not None:
+                self._context.close()
+            self._model.close()
+
+    def _own(self, row: CheckedRow) -> LlamaSequence:
+        sequence = row.row.sequence
+        if not isinstance(sequence, LlamaSequence) or sequence.cells is not self._cells:
+            raise StepRefused("A row holds a sequence of another engine.")
+        if row.row.selector is not None or row.row.probe is not None:
+            raise StepRefused("llama.cpp can neither choose tokens between layers nor look inside. Use engine='hf'.")
+        first, count = int(row.positions[0]), len(row.positions)
+        if int(row.positions[-1]) - first + 1 != count or first < row.kept:
+            raise StepRefused(
+                f"llama.cpp computes the tokens that come next, without a gap: not {count} from position {first} on, "
+                f"where {row.kept} are present."
+            )
+        if row.row.feeds and self._state is None:
+            raise StepRefused("This model has no plain KV to feed. Restore a snapshot.")
+        if any(feed.span.start < row.kept or feed.span.stop > first for feed in row.row.feeds):
+            raise StepRefused(f"Feeds must lie between what is present ({row.kept}) and the row's first ({first}).")
+        return sequence
+
+    def _feed(self, row: CheckedRow, sequence: LlamaSequence, cancelled: Callable[[], bool] | None) -> None:
+        assert self._staging is not None
+        span = Span(row.kept, int(row.positions[0]))
+        state = self._staging.bring(row.row.feeds, span, cancelled)
+        if not row.kept:
+            taken = self._cells.put(_number(sequence), state)
+        else:
+            taken = self._cells.put_behind(_number(sequence), state, span, span.start)
+        if not taken:
+            raise StepRefused(f"llama.cpp does not take the KV of {span}.")
+
+    def _settle(self, row: CheckedRow, sequence: LlamaSequence, finished: bool) -> None:
+        if finished:
+            sequence.set_length(row.end)
+            return
+        length = min(row.kept, row.first_touched) if self._state is not None else 0
+        if self._cells.remove(_number(sequence), length):
+            sequence.set_length(length)
+        else:
+            self._cells.remove(_number(sequence), 0)
+            sequence.set_length(0)
+
+    def _read_regime(self, context: LoadedContext) -> str:
+        """Longrope has other frequencies past its original length; llama.cpp takes them by the size of the buffer."""
+        architecture = self._model.metadata("general.architecture")
+        original = self._model.metadata(f"{architecture}.rope.scaling.original_context_length")
+        if original is None:
+            return "plain"
+        return "long" if context.cells > int(original) else "short"
+
+    def _why_opaque(self) -> str | None:
+        pointer = self._model.pointer
+        if llama_cpp.llama_model_is_recurrent(pointer):
+            return "the model is recurrent: its state cannot be cut"
+        if llama_cpp.llama_model_is_hybrid(pointer):
+            return "the model is hybrid: a part of its state is recurrent and cannot be cut"
+        if llama_cpp.llama_model_n_swa(pointer) > 0:
+            return "the model has a sliding window: llama.cpp forgets what left it"
+        return None
+
+    def _read_state_layout(self) -> StateLayout:
+        """The layout of states, after proof: KV that went out and in again gives the same logits.
+
+        Raises `UnknownLayout`.
+        """
+        cells, count = self._cells, _CHECK_TOKENS
+        tokens = np.arange(1, count + 2) * 37 % self.tokenizer.vocabulary_size
+        number = cells.open(count + 1)
+        try:
+            cells.compute([Tokens(number, tokens[:count], 0, 0)])
+            whole = cells.whole_state_of(number)
+            layout = read_layout(whole, count)
+            kv, middle = layout.parse(whole, Span(0, count)), Span(2, count - 1)
+            part = layout.parse(cells.state_of(number, middle, layout.size_bytes(len(middle))), middle)
+            for ours, theirs in zip(part.layers, kv.layers, strict=True):
+                same = np.array_equal(ours.keys, theirs.keys[:, 2:-1]) and np.array_equal(
+                    ours.values, theirs.values[:, 2:-1]
+                )
+                if not same:
+                    raise UnknownLayout("the state of a part is not a part of the state")
+            (expected,) = cells.compute([Tokens(number, tokens[count:], count, 1)])
+            cells.remove(number, 0)
+            again = np.empty(layout.size_bytes(count), np.uint8)
+            layout.write(again, Span(0, count))
+            for view, layer in zip(layout.views(again, count), kv.layers, strict=True):
+                view.keys[:], view.values[:] = layer.keys, layer.values
+            if not cells.put(number, again):
+                raise UnknownLayout("it does not take back what it gave")
+            (got,) = cells.compute([Tokens(number, tokens[count:], count, 1)])
+            if np.abs(got - expected).max() > _CHECK_TOLERANCE * max(1.0, float(np.abs(expected).max())):
+                raise UnknownLayout("KV that went out and in again gives other logits")
+            return layout
+        finally:
+            cells.close_sequence(number, count + 1)
+
+
+def _number(sequence: LlamaSequence) -> int:
+    if sequence.number is None:
+        raise Closed("The sequence was closed. Open a new one.")
+    return sequence.number

@@ -1,0 +1,237 @@
+"""The shared library: a model from a GGUF file, a context to compute in, and what it says when something goes wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import llama_cpp
+import psutil
+
+from rekindle.engine.llamacpp.options import KV_TYPES, PLAIN_KV_TYPES, LlamaOptions
+from rekindle.errors import BrokenModel, Closed, InvalidSetting, OutOfMemory, UnsupportedModel
+
+log = logging.getLogger("rekindle.llamacpp")
+
+_ROUND_TOKENS = 256  # llama.cpp computes over cells in steps of this
+_CONTEXT_TOKENS = 8192  # unless more is asked for: without flash attention memory grows with it, used or not
+_SPARE_TOKENS = 4096  # of the buffer, beside one whole context
+_FLASH = {"auto": -1, "off": 0, "on": 1}
+_ERROR, _CONTINUED = 4, 5  # levels of ggml's log
+
+
+class LoadedModel:
+    """The weights and the vocabulary."""
+
+    def __init__(self, path: Path, options: LlamaOptions, progress: Callable[[float], None] | None = None) -> None:
+        """Raises `BrokenModel`, `UnsupportedModel` or `OutOfMemory`."""
+        said = quiet()
+        said.clear()
+        self._lock = threading.RLock()
+        parameters = llama_cpp.llama_model_default_params()
+        self.on_gpu = options.device != "cpu" and options.gpu_layers != 0 and llama_cpp.llama_supports_gpu_offload()
+        if options.wants_gpu and not self.on_gpu:
+            raise InvalidSetting(
+                f"device={options.device!r}: this build of llama.cpp has no GPU. Use device='cpu', or install one that "
+                "has: its README says how."
+            )
+        parameters.n_gpu_layers = (-1 if options.gpu_layers is None else options.gpu_layers) if self.on_gpu else 0
+        told = llama_cpp.llama_progress_callback(lambda share, _: bool(progress is None or progress(share) or True))
+        parameters.progress_callback = told
+        self._pointer = llama_cpp.llama_model_load_from_file(os.fsencode(path), parameters)
+        if not self._pointer:
+            raise _load_error(path, said)
+        self.vocab = llama_cpp.llama_model_get_vocab(self._pointer)
+
+    @property
+    def pointer(self) -> Any:
+        """For the library's functions."""
+        return self._pointer
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether it writes text, token after token."""
+        return bool(llama_cpp.llama_model_has_decoder(self._pointer)) and not bool(
+            llama_cpp.llama_model_has_encoder(self._pointer)
+        )
+
+    @property
+    def trained_tokens(self) -> int:
+        """The longest context it was made for."""
+        return int(llama_cpp.llama_model_n_ctx_train(self._pointer))
+
+    def metadata(self, key: str) -> str | None:
+        """A value of the file's header, as text."""
+        needed = llama_cpp.llama_model_meta_val_str(self._pointer, key.encode(), None, 0)
+        if needed < 0:
+            return None
+        buffer = ctypes.create_string_buffer(needed + 1)
+        llama_cpp.llama_model_meta_val_str(self._pointer, key.encode(), buffer, needed + 1)
+        return buffer.value.decode("utf-8", errors="replace")
+
+    def kv_token_bytes(self) -> int:
+        """About what the KV of a token takes as 16-bit floats, told from the header."""
+        heads = llama_cpp.llama_model_n_head(self._pointer)
+        dim = llama_cpp.llama_model_n_embd(self._pointer) // max(1, heads)
+        layers, kv_heads = llama_cpp.llama_model_n_layer(self._pointer), llama_cpp.llama_model_n_head_kv(self._pointer)
+        return int(2 * 2 * layers * max(1, kv_heads) * dim)
+
+    @contextmanager
+    def alive(self) -> Iterator[None]:
+        """While this lasts, it is not freed. Raises `Closed` if it was."""
+        with self._lock:
+            if self._pointer is None:
+                raise Closed("The engine was closed. Load the model again.")
+            yield
+
+    def close(self) -> None:
+        """Free it. Idempotent."""
+        with self._lock:
+            pointer, self._pointer = self._pointer, None
+            if pointer:
+                llama_cpp.llama_model_free(pointer)
+
+
+class LoadedContext:
+    """Where a model computes: one KV buffer of `cells` tokens for all sequences. Not for two threads at once."""
+
+    def __init__(self, model: LoadedModel, options: LlamaOptions) -> None:
+        """Raises `OutOfMemory` or `InvalidSetting`."""
+        said = quiet()
+        said.clear()
+        self.tokens = _choose_context(model, options)
+        wanted = options.kv_tokens or self.tokens + min(self.tokens, _SPARE_TOKENS)
+        self.cells = _rounded(max(wanted, self.tokens))
+        self.batch_tokens = min(options.batch_tokens, self.cells)
+        parameters = llama_cpp.llama_context_default_params()
+        parameters.n_ctx = self.cells
+        parameters.n_batch = self.batch_tokens
+        parameters.n_ubatch = min(options.micro_batch_tokens, self.batch_tokens)
+        parameters.n_seq_max = options.sequences + 1  # one to spare
+        parameters.kv_unified = True
+        parameters.swa_full = False
+        threads = options.threads or cores()
+        parameters.n_threads = parameters.n_threads_batch = threads
+        parameters.type_k = parameters.type_v = KV_TYPES[options.kv_type]
+        self.flash_attention = _choose_flash(options, on_gpu=model.on_gpu)
+        parameters.flash_attn_type = _FLASH[self.flash_attention]
+        parameters.no_perf = True
+        self.threads = threads
+        self._pointer = llama_cpp.llama_init_from_model(model.pointer, parameters)
+        if not self._pointer:
+            raise OutOfMemory(
+                f"llama.cpp makes no context of {self.cells:,} tokens ({_tell(said)}). Use a shorter context, "
+                "kv_type='q8_0', or a smaller kv_tokens."
+            )
+        self.memory = llama_cpp.llama_get_memory(self._pointer)
+        self._abort = ctypes.create_string_buffer(2)  # a text: empty, or not
+        llama_cpp.llama_set_abort_callback(self._pointer, _is_not_empty(), ctypes.addressof(self._abort))
+
+    @property
+    def pointer(self) -> Any:
+        """For the library's functions."""
+        return self._pointer
+
+    def abort(self, wanted: bool) -> None:
+        """End the computation that runs now, and every later one until this is taken back. From any thread."""
+        self._abort[0] = b"\x01" if wanted else b"\x00"
+
+    def close(self) -> None:
+        """Free it. Idempotent."""
+        pointer, self._pointer = self._pointer, None
+        if pointer:
+            llama_cpp.llama_free(pointer)
+
+
+def version() -> str:
+    """Of the bindings, which are built with one version of llama.cpp."""
+    return str(llama_cpp.__version__)
+
+
+def build() -> str:
+    """What the library was built for: instruction sets, GPUs."""
+    quiet()
+    text: bytes = llama_cpp.llama_print_system_info()
+    return " ".join(text.decode("utf-8", errors="replace").replace(" = 1", "").split())
+
+
+def cores() -> int:
+    """How many threads compute best: one a core that this process may use, hyperthreads not counted."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, int(psutil.cpu_count(logical=False) or allowed)))
+
+
+@cache
+def quiet() -> deque[str]:
+    """Take over the library's log: it goes to Python's, and the last errors are at hand for a message."""
+    said: deque[str] = deque(maxlen=8)
+
+    def listen(level: int, text: bytes, _: Any) -> None:
+        line = text.decode("utf-8", errors="replace").strip()
+        if not line or level == _CONTINUED:
+            return
+        if level == _ERROR:
+            said.append(line)
+        log.debug("%s", line)
+
+    listener = llama_cpp.llama_log_callback(listen)
+    llama_cpp.llama_log_set(listener, ctypes.c_void_p(0))
+    _FOREVER.append(listener)
+    return said
+
+
+_FOREVER: list[Any] = []  # what the library calls back must live as long as it
+
+
+@cache
+def _is_not_empty() -> Any:
+    """A function of C that tells whether a text is empty: asked between two operations, without Python's lock."""
+    library = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
+    return ctypes.cast(library.strlen, llama_cpp.ggml_abort_callback)
+
+
+def _choose_context(model: LoadedModel, options: LlamaOptions) -> int:
+    longest: int = model.trained_tokens
+    if options.context_tokens is not None:
+        if not 0 < options.context_tokens <= longest:
+            raise InvalidSetting(
+                f"A context of {options.context_tokens} tokens is out of range: the model takes 1 to {longest:,}."
+            )
+        return options.context_tokens
+    affordable = int(psutil.virtual_memory().total) // 8 // max(1, model.kv_token_bytes())
+    return min(longest, _CONTEXT_TOKENS, max(512, affordable // _ROUND_TOKENS * _ROUND_TOKENS))
+
+
+def _choose_flash(options: LlamaOptions, *, on_gpu: bool) -> Literal["auto", "on", "off"]:
+    """On a CPU, off where it may be: a few tokens after many take up to four times longer with it, replies twice."""
+    if options.flash_attention != "auto":
+        return options.flash_attention
+    if options.kv_type not in PLAIN_KV_TYPES:
+        return "on"
+    return "auto" if on_gpu else "off"
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // _ROUND_TOKENS) * _ROUND_TOKENS
+
+
+def _load_error(path: Path, said: deque[str]) -> Exception:
+    words = _tell(said)
+    if "unknown model architecture" in words:
+        return UnsupportedModel(f"{path} is of a kind this llama.cpp does not know ({words}). Update llama-cpp-python.")
+    if "alloc" in words or "memory" in words:
+        return OutOfMemory(f"{path} does not fit into memory ({words}). Use a smaller model or fewer gpu_layers.")
+    return BrokenModel(f"llama.cpp cannot load {path} ({words}). Get the file again, or update llama-cpp-python.")
+
+
+def _tell(said: deque[str]) -> str:
+    return "; ".join(line.partition(": ")[2] or line for line in list(said)[:2]) or "it does not say why"

@@ -1,0 +1,76 @@
+"""llama.cpp's own samplers, in a chain, over logits that may come from anywhere."""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+from collections.abc import Sequence
+
+import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.core.request import Sampling
+
+_TOKEN = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
+
+
+class ChainSampler:
+    """Draws the tokens of one reply. See `TokenSampler` for the contract."""
+
+    def __init__(
+        self, sampling: Sampling, context: Sequence[int], vocabulary_size: int, *, most_tokens: int = 1 << 16
+    ) -> None:
+        """`context` is the prompt: a repetition penalty counts it too, as far as the last `most_tokens` go."""
+        self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+        self._remembers = sampling.repetition_penalty != 1.0
+        for sampler in _samplers(sampling, vocabulary_size, most_tokens):
+            llama_cpp.llama_sampler_chain_add(self._chain, sampler)
+        if self._remembers:
+            for token in context:
+                llama_cpp.llama_sampler_accept(self._chain, token)
+        self._candidates = np.zeros(vocabulary_size, _TOKEN)
+        self._plainly_greedy = sampling.greedy and not self._remembers
+
+    def draw(self, logits: NDArray[np.float32]) -> int:
+        """The next token, from logits `[vocabulary]`."""
+        if self._plainly_greedy:
+            return int(logits.argmax())
+        candidates = self._candidates
+        candidates["id"] = np.arange(len(candidates))
+        candidates["logit"], candidates["p"] = logits, 0.0
+        data = ctypes.cast(candidates.ctypes.data, llama_cpp.llama_token_data_p)
+        array = llama_cpp.llama_token_data_array(data=data, size=len(candidates), selected=-1, sorted=False)
+        llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
+        token = int(array.data[array.selected].id)
+        llama_cpp.llama_sampler_accept(self._chain, token)
+        return token
+
+    def __del__(self) -> None:
+        chain = self.__dict__.pop("_chain", None)
+        if chain is not None:
+            llama_cpp.llama_sampler_free(chain)
+
+
+def _samplers(sampling: Sampling, vocabulary_size: int, most_tokens: int) -> list[llama_cpp.llama_sampler_p]:
+    """In llama.cpp's usual order: penalties, then what cuts the tail, temperature, the draw."""
+    chain = []
+    if sampling.repetition_penalty != 1.0:
+        chain.append(llama_cpp.llama_sampler_init_penalties(most_tokens, sampling.repetition_penalty, 0.0, 0.0))
+    if sampling.greedy:
+        return [*chain, llama_cpp.llama_sampler_init_greedy()]
+    if sampling.top_k is not None and sampling.top_k < vocabulary_size:
+        chain.append(llama_cpp.llama_sampler_init_top_k(sampling.top_k))
+    if sampling.top_p < 1.0:
+        chain.append(llama_cpp.llama_sampler_init_top_p(sampling.top_p, 1))
+    if sampling.min_p > 0.0:
+        chain.append(llama_cpp.llama_sampler_init_min_p(sampling.min_p, 1))
+    chain.append(llama_cpp.llama_sampler_init_temp(sampling.temperature))
+    chain.append(llama_cpp.llama_sampler_init_dist(_seed(sampling.seed)))
+    return chain
+
+
+def _seed(seed: int | None) -> int:
+    """32 bits of a seed; not the one by which llama.cpp means a random one."""
+    wanted = secrets.randbits(32) if seed is None else (seed ^ seed >> 32) & 0xFFFFFFFF
+    return min(wanted, int(llama_cpp.LLAMA_DEFAULT_SEED) - 1)

@@ -1,0 +1,124 @@
+"""One sequence of a llama.cpp context."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rekindle.core.kv import Kv, Span
+from rekindle.engine.llamacpp.cells import Cells
+from rekindle.engine.llamacpp.state import StateLayout, UnknownLayout
+from rekindle.errors import Closed, KvLost, StepRefused
+
+
+class LlamaSequence:
+    """See `EngineSequence` for the contract. `layout` is None for a model whose state is not plain KV."""
+
+    def __init__(
+        self, cells: Cells, layout: StateLayout | None, capacity: int, regime: str, longest: int, moves: bool
+    ) -> None:
+        """`longest` is how many positions the model takes, `moves` whether its keys can be turned."""
+        self.cells = cells
+        self._layout = layout
+        self._longest = longest
+        self._moves = moves
+        self.regime = regime
+        self.number: int | None = cells.open(capacity)
+        self.capacity = capacity
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        """How many positions are present, from 0 on."""
+        self._open()
+        return self._length
+
+    @property
+    def size_bytes(self) -> int:
+        """What its cells take; of a model without plain KV, what its state does."""
+        self._open()
+        if self._layout is not None:
+            return self.capacity * self._layout.kv.token_bytes
+        return len(self.cells.whole_state_of(self._open())) if self._length else 0
+
+    def set_length(self, length: int) -> None:
+        """Count exactly the positions below `length` as present."""
+        self._length = length
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` positions; what is present stays."""
+        self._open()
+        if capacity > self._longest:
+            raise StepRefused(f"A capacity of {capacity} does not fit the context of {self._longest} tokens.")
+        if capacity > self.capacity:
+            self.cells.reserve(capacity - self.capacity)
+            self.capacity = capacity
+
+    def export(self, span: Span) -> Kv:
+        """A copy of the KV of `span`."""
+        if self._layout is None:
+            raise StepRefused("This model has no plain KV to export. Take a snapshot.")
+        if span.stop > self.length:
+            raise StepRefused(f"Cannot export up to {span.stop}: {self.length} positions are present.")
+        state = self.cells.state_of(self._open(), span, self._layout.size_bytes(len(span)))
+        try:
+            return self._layout.parse(state, span)
+        except UnknownLayout as error:
+            raise KvLost(f"llama.cpp handed out something else than the KV of {span} ({error}).") from error
+
+    def append(self, kv: Kv) -> None:
+        """Put KV behind what is present, its keys turned to where they stand now."""
+        start, number = self.length, self._open()
+        if self._layout is None or not self._moves:
+            raise StepRefused("This model's keys cannot be moved. Compute the tokens instead.")
+        if kv.layout != self._layout.kv:
+            raise StepRefused("The KV is of another model, or of another type.")
+        if start + len(kv.span) > self.capacity:
+            raise StepRefused(f"{len(kv.span)} tokens more are beyond the sequence's capacity of {self.capacity}.")
+        state = np.empty(self._layout.size_bytes(len(kv.span)), np.uint8)
+        self._layout.write(state, kv.span)
+        for view, layer in zip(self._layout.views(state, len(kv.span)), kv.layers, strict=True):
+            view.keys[:], view.values[:] = layer.keys, layer.values
+        if not self.cells.put_behind(number, state, kv.span, start):
+            raise KvLost("llama.cpp does not take the KV.")
+        self._length = start + len(kv.span)
+
+    def truncate(self, length: int) -> None:
+        """Forget every position from `length` on; without plain KV, all of them or none."""
+        if not 0 <= length <= self.length:
+            raise StepRefused(f"Cannot truncate to {length}: {self.length} positions are present.")
+        if length == self._length:
+            return
+        if length and self._layout is None:
+            raise StepRefused(f"This model cannot forget a part of its context: not {length} of {self._length} tokens.")
+        self.cells.remove(self._open(), length)
+        self._length = length
+
+    def snapshot(self) -> bytes:
+        """All of its state."""
+        self._open()
+        if self._layout is not None:
+            raise StepRefused("This model has plain KV: export a span.")
+        return self.cells.whole_state_of(self._open()).tobytes()
+
+    def restore(self, snapshot: bytes | memoryview, length: int) -> None:
+        """Make an empty sequence what another was."""
+        number = self._open()
+        if self._length:
+            raise StepRefused(f"Only an empty sequence can be restored: {self._length} positions are present.")
+        if not 0 < length <= self.capacity:
+            raise StepRefused(f"{length} tokens do not fit the sequence's capacity of {self.capacity}.")
+        if not self.cells.put(number, np.frombuffer(snapshot, np.uint8)):
+            self.cells.remove(number, 0)
+            raise KvLost("llama.cpp does not take the snapshot; its tokens are computed instead.")
+        self._length = length
+
+    def close(self) -> None:
+        """Give the cells back."""
+        number, self.number = self.number, None
+        if number is not None:
+            self.cells.close_sequence(number, self.capacity)
+
+    def _open(self) -> int:
+        if self.number is None:
+            raise Closed("The sequence was closed. Open a new one.")
+        return self.number

@@ -1,0 +1,245 @@
+"""Models that Ollama has pulled, used in place: `ollama:NAME`, `ollama:USER/NAME:TAG`, `ollama:HOST/USER/NAME:TAG`.
+
+    OLLAMA_MODELS, else ~/.ollama/models
+    |-- manifests/HOST/USER/NAME/TAG    JSON: the model's layers, each with its kind and digest
+    |-- manifests-v2/...                the same, as newer versions write it
+    `-- blobs/sha256-DIGEST             the layers; the one with the weights is a GGUF file
+
+Only the weights are used. The chat template is the one inside the GGUF file: Ollama's own, in the language of Go, is a
+layer of its own and is not read, nor are its system prompt and parameters. Of a vision model only the part that writes
+text is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rekindle.errors import BrokenModel, ModelNotFound, NotAModel, UnsupportedModel
+from rekindle.models.foreign import as_path, find_paths, is_file
+
+PREFIX = "ollama:"
+_HOST, _USER, _TAG = "registry.ollama.ai", "library", "latest"
+_HOSTS = (_HOST, "ollama.com")  # two names of one registry, in older and newer manifests
+_MANIFESTS = ("manifests-v2", "manifests")
+_SERVICE_FOLDERS = ("/usr/share/ollama/.ollama/models", "/var/lib/ollama/.ollama/models")
+
+_PART = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
+_HOST_PART = re.compile(r"\w[\w.:-]{0,255}", re.ASCII)
+_DIGEST = re.compile(r"sha256[:-]([0-9a-fA-F]{64})")
+_LARGEST_MANIFEST_BYTES = 4 << 20
+
+_LIST = "application/vnd.ollama.manifest.list.v2+json"
+_LAYER = "application/vnd.ollama.image."
+_GGUF_RUNNERS = ("ollama", "llamacpp")
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaName:
+    """A model's name, with what Ollama adds to a short one."""
+
+    name: str
+    tag: str = _TAG
+    user: str = _USER
+    host: str = _HOST
+
+    @property
+    def short(self) -> str:
+        """The name as Ollama's own commands print and take it."""
+        above = [] if self.host == _HOST else [self.host]
+        above += [] if not above and self.user == _USER else [self.user]
+        return "/".join([*above, f"{self.name}:{self.tag}"])
+
+    def __str__(self) -> str:
+        """What to type here."""
+        return PREFIX + self.short
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A piece of a model: what it is (`model`, `template`, `projector`, ...) and which blob."""
+
+    kind: str
+    digest: str
+    size_bytes: int | None
+
+
+def parse_name(text: str) -> OllamaName:
+    """The name that stands after `ollama:`. Raises `ModelNotFound` for one that no model can have."""
+    path, tag = text.rsplit(":", 1) if text.rfind(":") > text.rfind("/") else (text, _TAG)
+    *above, name = path.split("/")
+    user, host = (above or [_USER])[-1], above[0] if len(above) == 2 else _HOST
+    sound = all(_PART.fullmatch(part) for part in (name, tag, user)) and _HOST_PART.fullmatch(host)
+    if len(above) > 2 or not sound:
+        raise ModelNotFound(
+            f"{PREFIX}{text} is no name of an Ollama model. Write {PREFIX}NAME or {PREFIX}NAME:TAG, as ollama list "
+            "shows them."
+        )
+    return OllamaName(name, tag, user, _HOST if host in _HOSTS else host)
+
+
+def folders() -> list[Path]:
+    """Where Ollama may keep models, in the order in which they are looked through."""
+    if chosen := os.environ.get("OLLAMA_MODELS"):
+        return [as_path(chosen)]
+    service = _SERVICE_FOLDERS if sys.platform == "linux" else ()
+    return [as_path("~/.ollama/models"), *map(Path, service)]
+
+
+def names() -> list[OllamaName]:
+    """The models that Ollama has, sorted; told from the names of its files alone."""
+    found = set()
+    for folder in (folder / kind for folder in folders() for kind in _MANIFESTS):
+        for path in find_paths(folder, "*/*/*/*"):
+            host, user, name, tag = path.relative_to(folder).parts
+            if all(map(_PART.fullmatch, (user, name, tag))) and _HOST_PART.fullmatch(host) and is_file(path):
+                found.add(OllamaName(name, tag, user, _HOST if host in _HOSTS else host))
+    return sorted(found, key=str)
+
+
+def find_weights(name: OllamaName) -> Path:
+    """The GGUF file of a model; its header was not looked at.
+
+    Raises `ModelNotFound` (with the names that are near, and how to get it), `BrokenModel` for a manifest or blob that
+    is damaged or missing, `NotAModel` for a model without GGUF, `UnsupportedModel` for one in several pieces.
+    """
+    refused = None
+    for folder in folders():
+        try:
+            for path in _manifest_paths(folder, name):
+                if (data := _read_manifest(path, name)) is not None:
+                    return _weights_of(folder, name, data)
+        except PermissionError as error:
+            refused = error
+    if refused is not None:
+        raise ModelNotFound(
+            f"{name} cannot be read: {refused.filename} is closed to this user, as Ollama's service keeps it. Join its "
+            "group (sudo usermod -aG ollama $USER, then log in again), or set OLLAMA_MODELS to a folder of your own."
+        ) from refused
+    respelled = [other for other in names() if str(other).lower() == str(name).lower() and other != name]
+    if respelled:  # Ollama does not tell Q4_K_M from q4_k_m either
+        return find_weights(respelled[0])
+    raise ModelNotFound(_say_missing(name))
+
+
+def names_near(name: str) -> list[OllamaName]:
+    """The models whose name, without user and tag, is much like this one."""
+    known = names()
+    close = get_close_matches(name, {other.name for other in known}, n=3)
+    return [other for other in known if other.name in close]
+
+
+def _say_missing(name: OllamaName) -> str:
+    if not any(find_paths(folder, "*") for folder in folders()):
+        looked = ", ".join(map(str, folders()))
+        return (
+            f"Ollama has no models here (looked in {looked}). Set OLLAMA_MODELS to where it keeps them, or get this "
+            f"one with: ollama pull {name.short}"
+        )
+    near = names_near(name.name)
+    near = [other for other in near if replace(other, tag=name.tag) == name] or near or names()
+    has = f" It has {', '.join(map(str, near[:5]))}." if near else ""
+    return f"Ollama has no {name.short}.{has} Get it with: ollama pull {name.short}"
+
+
+def _manifest_paths(folder: Path, name: OllamaName) -> list[Path]:
+    hosts = _HOSTS if name.host == _HOST else (name.host,)
+    return [folder / kind / host / name.user / name.name / name.tag for kind in _MANIFESTS for host in hosts]
+
+
+def _read_manifest(path: Path, name: OllamaName) -> dict[str, Any] | None:
+    """The manifest in a file; None if there is no such file. Raises `PermissionError` or `BrokenModel`."""
+    again = f"Get it again with: ollama pull {name.short}"
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_MANIFEST_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise BrokenModel(f"{path} cannot be read ({error.strerror}). {again}") from error
+    if len(data) > _LARGEST_MANIFEST_BYTES:
+        raise BrokenModel(f"{path} is no manifest: it is larger than {_LARGEST_MANIFEST_BYTES:,} bytes. {again}")
+    try:
+        manifest = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BrokenModel(f"{path} is not JSON. {again}") from error
+    if not isinstance(manifest, dict):
+        raise BrokenModel(f"{path} is no manifest: it is not an object. {again}")
+    return manifest
+
+
+def _weights_of(folder: Path, name: OllamaName, manifest: dict[str, Any]) -> Path:
+    layers = _layers(name, _for_gguf(folder, name, manifest))
+    models = [layer for layer in layers if layer.kind == "model"]
+    if any(layer.kind == "adapter" for layer in layers):
+        raise UnsupportedModel(
+            f"{name} puts an adapter (LoRA) over its weights, which is not applied here. Merge both into one GGUF "
+            "file, or use the model without it."
+        )
+    if len(models) > 1:
+        raise UnsupportedModel(
+            f"{name} has its weights in {len(models)} layers. Use one whose weights are one GGUF file."
+        )
+    if any(layer.kind == "tensor" for layer in layers):
+        raise NotAModel(f"{name} is kept as single tensors, not as GGUF. Pull it under a tag that is GGUF.")
+    if not models:
+        raise NotAModel(f"{name} has no weights here: it runs on Ollama's servers. Pull one that runs on this machine.")
+    return _blob(folder, name, models[0])
+
+
+def _for_gguf(folder: Path, name: OllamaName, manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest itself, or of a list of them, one a runner, the one for GGUF."""
+    if manifest.get("mediaType") != _LIST:
+        return manifest
+    choices = manifest.get("manifests")
+    for choice in choices if isinstance(choices, list) else []:
+        if isinstance(choice, dict) and (choice.get("format") == "gguf" or choice.get("runner") in _GGUF_RUNNERS):
+            if "layers" in choice:
+                return choice
+            path = _blob(folder, name, _Layer("manifest", str(choice.get("digest")), None))
+            return _read_manifest(path, name) or {}
+    raise NotAModel(f"{name} is not here as GGUF, only for other runners. Use one that Ollama has as GGUF.")
+
+
+def _layers(name: OllamaName, manifest: dict[str, Any]) -> list[_Layer]:
+    layers = manifest.get("layers")
+    if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
+        raise BrokenModel(f"The manifest of {name} lists no layers. Get it again with: ollama pull {name.short}")
+    return [
+        _Layer(
+            kind=str(layer.get("mediaType")).partition(";")[0].removeprefix(_LAYER),
+            digest=str(layer.get("digest")),
+            size_bytes=size if isinstance(size := layer.get("size"), int) else None,
+        )
+        for layer in layers
+    ]
+
+
+def _blob(folder: Path, name: OllamaName, layer: _Layer) -> Path:
+    """The file of a layer, as long as the manifest says. Raises `PermissionError` or `BrokenModel`."""
+    again = f"Get it again with: ollama pull {name.short}"
+    digest = _DIGEST.fullmatch(layer.digest)
+    if digest is None:
+        raise BrokenModel(f"The manifest of {name} names {layer.digest[:80]!r}, which is no SHA-256 digest. {again}")
+    blob = folder / "blobs" / f"sha256-{digest[1]}"
+    if not is_file(blob) and is_file(older := blob.with_name(f"sha256:{digest[1]}")):
+        blob = older
+    try:
+        with blob.open("rb") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+    except PermissionError:
+        raise
+    except OSError as error:
+        cut = " (it was not fetched to the end)" if find_paths(blob.parent, f"{blob.name}-partial*") else ""
+        raise BrokenModel(f"{name} lacks its file {blob}{cut}. {again}") from error
+    if layer.size_bytes is not None and size_bytes != layer.size_bytes:
+        raise BrokenModel(f"{blob} has {size_bytes:,} bytes, the manifest of {name} says {layer.size_bytes:,}. {again}")
+    return blob

@@ -1,0 +1,204 @@
+"""Reuse by checkpoint, for models whose state cannot be cut: recurrent, hybrid, sliding-window ones.
+
+    prompt       [system ...........][user ......][assistant ...][user ....]..reply..
+    checkpoints                     ^            ^              ^         ^         ^    where messages end
+
+A checkpoint is the whole state after some first tokens, and can only be restored whole. It is kept as pages, each of
+which stands where the KV of a token would: so limits, tiers, digests and crashes are the store's business as ever. The
+chain that the pages hang on begins with a digest of all the tokens, so a checkpoint is found by exactly its tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import replace
+
+import numpy as np
+
+from rekindle.core.keys import Shelf, token_bytes
+from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
+from rekindle.core.plan import Plan, Tier
+from rekindle.errors import Cancelled, KvLost
+from rekindle.index.prefix import Match
+from rekindle.reuse.lookup import Found, Matches
+from rekindle.reuse.planner import make_plan
+from rekindle.run.cache import EARLY_TOKENS, Known, PrefixCache
+from rekindle.run.context import Context
+from rekindle.run.keep import Keep
+from rekindle.run.prefill import Asked, Filled, Prefill, TimedFeed
+from rekindle.store.tiered import TieredStore
+
+GRID_TOKENS = 512  # where a text without messages is kept
+_MOST_PLACES = 4  # of one prompt
+_MOST_CANDIDATES = 64
+_APART_TOKENS = 32  # a checkpoint nearer to the next one is not worth its time
+_NAME_PAGES = 8  # carry the digest of the tokens, four bytes each
+_HEAD = struct.Struct("<8sQQ")  # what it is, tokens, bytes of the snapshot
+_MAGIC = b"rkcheck1"
+_LENGTHS = (1 << 5, 1 << 8, 1 << 11, 1 << 14, 1 << 17, 1 << 20)  # pages looked for
+
+
+class CheckpointCache(PrefixCache):
+    """A prefix cache that keeps and restores whole states."""
+
+    def plan(self, known: Known) -> Plan:
+        """What to do about it; steps end where a state shall be kept."""
+        edges = () if known.off else places(known.tokens, self._stops, self.cut.piece_tokens)
+        return make_plan(known.matches, self.costs.rates, replace(self.cut, edges=edges))
+
+    def keep_early(self, context: Context) -> None:
+        """Keep the state of a long new prompt before its reply changes it."""
+        new = context.prompt_tokens - context.stored_tokens
+        if not context.passing and not self.cut.piece_tokens and new >= EARLY_TOKENS:
+            self._keep(context, context.prompt_tokens)
+
+    def miss(self, known: Known, plan: Plan, lost: str | None = None) -> str | None:
+        """Why not everything but the last token is reused, in a word; None if it is."""
+        word = super().miss(known, plan, lost)
+        return "checkpoint" if word == "differs" else word
+
+    @property
+    def _stops(self) -> Set[int]:
+        return self._engine.tokenizer.stop_ids
+
+    def _take_parked(self, shelf: Shelf, tokens: Sequence[int]) -> Context | None:
+        return self._parked.take(shelf, tokens, whole=True)
+
+    def _find(self, store: TieredStore, shelf: Shelf, tokens: Sequence[int], in_engine: int) -> Matches:
+        asked = [] if self.cut.piece_tokens else [n for n in store.asked_lengths(shelf) if 0 < n < len(tokens)]
+        lengths = {*candidates(tokens, self._stops, self.cut.piece_tokens), *asked}
+        for length, name in sorted(_names(tokens, lengths), reverse=True):
+            if length <= in_engine:
+                break
+            if (match := _lookup(store, shelf, name)) is not None:
+                tier: Tier = "memory" if all(store.holds(piece) for piece in match.pieces) else "disk"
+                found = Found(Span(0, length), tier, match.length * shelf.layout.token_bytes)
+                return Matches(len(tokens), in_engine, (found,), match)
+        return Matches(len(tokens), in_engine)
+
+    def _prefill(self, context: Context, known: Known, cancelled: Asked) -> Prefill:
+        def reached(length: int) -> None:
+            if length in edges and length > known.stored_tokens:
+                self._keep(context, length)
+
+        edges = () if known.off else places(known.tokens, self._stops, self.cut.piece_tokens)
+        return replace(super()._prefill(context, known, cancelled), reached=reached)
+
+    def _used(self, match: Match, tokens: int) -> Match:  # noqa: ARG002  (all of it, or nothing)
+        return match
+
+    def _run(self, work: Prefill, context: Context, plan: Plan, feed: TimedFeed) -> Filled:
+        pages = len(feed.span)
+        snapshot = _Pages(self._engine.layout, pages)
+        feed.fill(0, snapshot.out)
+        if work.cancelled():
+            raise Cancelled("The request was cancelled.")
+        context.sequence.restore(snapshot.content(plan.reused), plan.reused)
+        context.tokens = tuple(work.tokens[: plan.reused])
+        return replace(work.run(context, plan), load_seconds=feed.busy_seconds)
+
+    def _keep(self, context: Context, count: int) -> None:
+        """Keep the state as it is now: that of the first `count` tokens."""
+        if self.keeper is None or count <= context.stored_tokens or context.sequence.length != count:
+            return
+        kv = _as_pages(self._engine.layout, context.sequence.snapshot(), count)
+        ((_, name),) = _names(context.tokens, [count])
+        job = Keep(context.shelf, tuple(_ids(name, len(kv.span))), lambda span: _part(kv, span))
+        job.detach()
+        if self.keeper.offer(job):
+            context.stored_tokens = count
+
+
+def places(tokens: Sequence[int], stops: Set[int], piece_tokens: int | None = None) -> tuple[int, ...]:
+    """After how many tokens of a prompt the state is worth keeping: where its first and its last messages end.
+
+    A text without messages is kept every so many tokens. With `piece_tokens` only whole pieces count.
+    """
+    last = len(tokens) - 1
+    if piece_tokens:
+        return tuple(range(piece_tokens, last + 1, piece_tokens)[-_MOST_PLACES:])
+    ends = [place + 1 for place, token in enumerate(tokens[:last]) if token in stops]
+    if not ends:
+        return tuple(range(GRID_TOKENS, last - _APART_TOKENS, GRID_TOKENS)[-_MOST_PLACES:])
+    chosen: list[int] = []
+    for end in (ends[-1], ends[0], *reversed(ends[1:-1])):
+        if len(chosen) < _MOST_PLACES - 1 and all(abs(end - other) >= _APART_TOKENS for other in chosen):
+            chosen.append(end)
+    return tuple(sorted(chosen))
+
+
+def candidates(tokens: Sequence[int], stops: Set[int], piece_tokens: int | None = None) -> list[int]:
+    """After how many tokens a state may have been kept: there, or before a message's end, where a reply stopped."""
+    last = len(tokens) - 1
+    if piece_tokens:
+        return list(range(piece_tokens, last + 1, piece_tokens))
+    ends = [place for place, token in enumerate(tokens[:last]) if token in stops]
+    near = sorted({*ends, *(end + 1 for end in ends), last} - {0})
+    return sorted({*near[-_MOST_CANDIDATES:], *near[:2], *range(GRID_TOKENS, last + 1, GRID_TOKENS)})
+
+
+def _names(tokens: Sequence[int], lengths: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+    """A digest of the first so many tokens, for each of the lengths."""
+    data, start = token_bytes(tokens), 0
+    state = hashlib.blake2b(b"rekindle/checkpoint/1", digest_size=32)
+    for length in sorted(lengths):
+        state.update(data[start : 4 * length])
+        start = 4 * length
+        yield length, state.copy().digest()
+
+
+def _ids(name: bytes, pages: int) -> list[int]:
+    """What stands for tokens in the chain of a checkpoint's pages: its name, then numbers."""
+    return [*np.frombuffer(name, "<u4").tolist(), *range(_NAME_PAGES, pages)]
+
+
+def _lookup(store: TieredStore, shelf: Shelf, name: bytes) -> Match | None:
+    for pages in _LENGTHS:
+        match = store.lookup(shelf, _ids(name, pages))
+        if match.length < _NAME_PAGES:
+            return None
+        if match.length < pages:
+            return match
+    return None
+
+
+class _Pages:
+    """Room for the pages of a checkpoint: keys take the first half of its bytes, values the second."""
+
+    def __init__(self, layout: KvLayout, pages: int) -> None:
+        (shape,) = layout.layers
+        self.out = LayerKv(
+            np.zeros((1, pages, shape.key_dim), np.uint8), np.zeros((1, pages, shape.value_dim), np.uint8)
+        )
+
+    def content(self, tokens: int) -> bytes:
+        """The snapshot in it. Raises `KvLost` if it is not that of so many tokens, or not all of it is there."""
+        data = self.out.keys.tobytes() + self.out.values.tobytes()
+        magic, kept, size = _HEAD.unpack_from(data)
+        pages, page_bytes = self.out.keys.shape[1], len(data) // self.out.keys.shape[1]
+        if (magic, kept, _page_count(size, page_bytes)) != (_MAGIC, tokens, pages):
+            raise KvLost("A checkpoint is not whole any more; its tokens are computed instead.")
+        return data[_HEAD.size : _HEAD.size + size]
+
+
+def _as_pages(layout: KvLayout, snapshot: bytes, tokens: int) -> Kv:
+    (shape,) = layout.layers
+    pages = _page_count(len(snapshot), shape.key_dim + shape.value_dim)
+    data = np.zeros(pages * (shape.key_dim + shape.value_dim), np.uint8)
+    content = _HEAD.pack(_MAGIC, tokens, len(snapshot)) + snapshot
+    data[: len(content)] = np.frombuffer(content, np.uint8)
+    half = pages * shape.key_dim
+    layer = LayerKv(data[:half].reshape(1, pages, -1), data[half:].reshape(1, pages, -1))
+    return Kv(Span(0, pages), layout, (layer,))
+
+
+def _page_count(snapshot_bytes: int, page_bytes: int) -> int:
+    return max(_NAME_PAGES, -(-(_HEAD.size + snapshot_bytes) // page_bytes))
+
+
+def _part(kv: Kv, span: Span) -> Kv:
+    start, stop = span.start, span.stop
+    layers = (LayerKv(layer.keys[:, start:stop], layer.values[:, start:stop]) for layer in kv.layers)
+    return Kv(span, kv.layout, tuple(layers))

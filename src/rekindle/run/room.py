@@ -1,0 +1,58 @@
+"""Who waits for the engine's memory: what only waits makes room, else somebody's request must end first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from rekindle.errors import Cancelled, OutOfMemory
+
+_LOOK_SECONDS = 0.05  # how often one that waits looks whether it is still wanted
+T = TypeVar("T")
+
+
+class Room:
+    """Counts the requests that hold memory of the engine. Used from several threads."""
+
+    def __init__(self, make: Callable[[], None]) -> None:
+        """`make` frees what nobody uses now."""
+        self._make = make
+        self._changed = threading.Condition()
+        self._changes = 0
+        self._running = 0
+
+    def take(self, get: Callable[[], T], cancelled: Callable[[], bool]) -> T:
+        """What `get` gives, as soon as there is room for it; it counts as running from then on, until `give`.
+
+        Raises `OutOfMemory` if there is no room though nothing else runs, and `Cancelled`.
+        """
+        try:
+            return self._got(get())
+        except OutOfMemory:
+            self._make()
+        while True:
+            with self._changed:
+                seen, running = self._changes, self._running
+            try:
+                return self._got(get())
+            except OutOfMemory:
+                if not running:
+                    raise
+            with self._changed:
+                if self._changes == seen:
+                    self._changed.wait(_LOOK_SECONDS)
+            if cancelled():
+                raise Cancelled("The request was cancelled.")
+
+    def give(self) -> None:
+        """One that was running has ended."""
+        with self._changed:
+            self._running -= 1
+            self._changes += 1
+            self._changed.notify_all()
+
+    def _got(self, thing: T) -> T:
+        with self._changed:
+            self._running += 1
+        return thing

@@ -1,0 +1,101 @@
+"""Tiny GGUF models with random weights, for llama.cpp. The same byte-level vocabulary as `tests.tiny`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from tokenizers import pre_tokenizers
+
+from rekindle.core.model import ModelFiles
+
+VOCABULARY = 320
+LAYERS, HEADS, KV_HEADS, DIM, INNER = 4, 2, 1, 32, 64
+HIDDEN = HEADS * DIM
+CONTEXT = 512
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+CONTROL = ["<|end|>", "<|start|>", "<|stop|>"]
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, *, template: str | None = CHAT_TEMPLATE) -> None:
+    """One token a byte, three control tokens, and a pair that no text spells, because there must be a merge."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pair = [alphabet[-1], alphabet[-2]]
+    tokens = [*alphabet, *CONTROL, "".join(pair)]
+    normal, control, unused = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL, gguf.TokenType.UNUSED
+    kinds = [*[normal] * 256, *[control] * 3, normal]
+    tokens += [f"<unused{i}>" for i in range(VOCABULARY - len(tokens))]
+    kinds += [unused] * (VOCABULARY - len(kinds))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair)])
+    writer.add_eos_token_id(256)
+    writer.add_bos_token_id(257)
+    writer.add_add_bos_token(False)
+    if template is not None:
+        writer.add_chat_template(template)
+
+
+class Weights:
+    """Random tensors, the same for the same seed."""
+
+    def __init__(self, writer: gguf.GGUFWriter, seed: int) -> None:
+        self._writer = writer
+        self._random = np.random.default_rng(seed)
+
+    def matrix(self, name: str, *shape: int, scale: float = 0.2) -> None:
+        self._writer.add_tensor(name, (self._random.standard_normal(shape) * scale).astype(np.float32))
+
+    def ones(self, name: str, *shape: int) -> None:
+        self._writer.add_tensor(name, np.ones(shape, np.float32))
+
+
+def write_llama(path: Path, *, seed: int = 0, template: str | None = CHAT_TEMPLATE, **changes: Any) -> Path:
+    """A llama of four layers."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name(f"tiny-{seed}")
+    writer.add_context_length(changes.get("context", CONTEXT))
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_dimension_count(DIM)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(VOCABULARY)
+    add_vocabulary(writer, template=template)
+    weights = Weights(writer, seed)
+    weights.matrix("token_embd.weight", VOCABULARY, HIDDEN)
+    for layer in range(LAYERS):
+        block = f"blk.{layer}."
+        weights.ones(block + "attn_norm.weight", HIDDEN)
+        weights.matrix(block + "attn_q.weight", HEADS * DIM, HIDDEN)
+        weights.matrix(block + "attn_k.weight", KV_HEADS * DIM, HIDDEN)
+        weights.matrix(block + "attn_v.weight", KV_HEADS * DIM, HIDDEN)
+        weights.matrix(block + "attn_output.weight", HIDDEN, HEADS * DIM)
+        weights.ones(block + "ffn_norm.weight", HIDDEN)
+        weights.matrix(block + "ffn_gate.weight", INNER, HIDDEN)
+        weights.matrix(block + "ffn_up.weight", INNER, HIDDEN)
+        weights.matrix(block + "ffn_down.weight", HIDDEN, INNER)
+    weights.ones("output_norm.weight", HIDDEN)
+    weights.matrix("output.weight", VOCABULARY, HIDDEN)
+    return finish(writer, path)
+
+
+def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def files_of(path: Path) -> ModelFiles:
+    return ModelFiles(path.stem, path.parent / "hf", path)
