@@ -32,9 +32,15 @@ COMMANDS = [
 ]
 
 
+def _skip_without_llamacpp(where: str) -> None:
+    if "llamacpp" in where:
+        pytest.importorskip("llama_cpp")
+
+
 @pytest.mark.docs
 @pytest.mark.parametrize(("where", "command"), COMMANDS, ids=[f"{w}: {c[:40]}" for w, c in COMMANDS])
 def test_a_command_of_the_docs_works(where: str, command: str) -> None:
+    _skip_without_llamacpp(where)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
@@ -46,6 +52,7 @@ def test_a_command_of_the_docs_works(where: str, command: str) -> None:
 @pytest.mark.docs
 @pytest.mark.parametrize(("where", "code"), blocks("python"), ids=[w for w, _ in blocks("python")])
 def test_the_code_of_the_docs_works(where: str, code: str) -> None:
+    _skip_without_llamacpp(where)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{where}\n{done.stderr}"
     assert done.stdout

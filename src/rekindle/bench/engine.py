@@ -20,6 +20,7 @@ from rekindle.bench.prompts import tokens_for
 from rekindle.core.request import Request
 from rekindle.engine import base
 from rekindle.engine.hf import HfEngine
+from rekindle.errors import InvalidSetting
 from rekindle.run.generate import Generation
 from rekindle.run.prompt import PromptTokens
 
@@ -34,6 +35,9 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     """Measure everything; see `docs/concepts/engine.md` for what it means."""
     advance("load the model")
     engine = load(options)
+    if not isinstance(engine, HfEngine):
+        engine.close()
+        raise InvalidSetting("bench engine compares with transformers: it is for --engine hf. Use bench prefix.")
     measure = _Measure(engine, options)
     report = Report("engine")
     report.fields |= {"model": engine.name, "device": engine.device}

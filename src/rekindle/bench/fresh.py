@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from rekindle.bench.base import BenchOptions, drop_pages
 from rekindle.bench.models import load
 from rekindle.core.kv import LayerKv
 from rekindle.core.request import Request
-from rekindle.engine.base import Row
+from rekindle.engine.base import Engine, Row
 from rekindle.run.session import Session
 
 ASKED_TOKENS = 16  # of a reply whose text is compared
@@ -27,9 +29,9 @@ ASKED_TOKENS = 16  # of a reply whose text is compared
 class Floor:
     """KV already in the engine, and nothing else to do than to compute the ending and take its likeliest token."""
 
-    def __init__(self, session: Session, prefix: list[int], ending: int) -> None:
+    def __init__(self, session: Session, engine: Engine, prefix: list[int], ending: int) -> None:
         """The prefix must have been kept: its KV is brought from the store, which is quicker than computing it."""
-        self._engine, store = session.engine, session.cache.store
+        self._engine, store = engine, session.cache.store
         assert store is not None
         self.count = len(prefix)
         shelf = session.cache.shelf(Request.of(prefix), self.count + ending)
@@ -49,6 +51,11 @@ class Floor:
     def close(self) -> None:
         """Give the sequence back."""
         self.sequence.close()
+
+
+def floor_engine(engine: Engine, options: BenchOptions) -> Engine:
+    """Where floors are measured: another engine of the same model where sequences would be in each other's way."""
+    return load(options) if engine.capabilities.crowded else engine
 
 
 class Loading:
@@ -76,25 +83,33 @@ class Loading:
         return time.perf_counter() - started
 
 
+_Round = tuple[dict[str, Any], dict[str, Callable[[list[int]], float]]]  # a prompt, and how the rivals answer it
+
+
 def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """First tokens from disk with warm pages and with dropped ones, and the floor, in turns."""
+    """First tokens from disk with warm pages and with dropped ones, the floor, and the rivals, in turns."""
+    from rekindle.bench.rivals import restarted
+
     options = BenchOptions(**{**task["options"], "data": None})
     engine = load(options)
     folder = Path(task["folder"])
     found: dict[str, Any] = {"sizes": {}}
     with Session(engine, cache=str(folder), memory_limit=0, disk_limit="90%") as session:
+        numbers, floors = count(), floor_engine(engine, options)
+        rivals = restarted(engine, task["rivals"])
         for size, rounds in task["sizes"].items():
-            found["sizes"][size] = _measure_size(session, folder, rounds)
+            prompts = [(prompt, rivals(next(numbers))) for prompt in rounds]
+            found["sizes"][size] = _measure_size(session, floors, folder, prompts)
     return found
 
 
-def _measure_size(session: Session, folder: Path, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+def _measure_size(session: Session, floors: Engine, folder: Path, rounds: list[_Round]) -> dict[str, Any]:
     times: dict[str, list[float]] = {"disk": [], "cold_pages": [], "floor": [], "load": []}
     texts: list[list[int]] = []
     reused: list[int] = []
-    for prompt in rounds:
-        prefix, endings = prompt["prefix"], prompt["endings"]
-        floor, loading = Floor(session, prefix, len(endings[0])), Loading(session, len(prefix))
+    for prompt, rivals in rounds:
+        prefix, endings = prompt["prefix"], iter(prompt["endings"])
+        floor, loading = Floor(session, floors, prefix, len(prompt["endings"][0])), Loading(session, len(prefix))
 
         def ask(name: str, ending: list[int], prefix: list[int] = prefix) -> None:
             reply = session.generate(prefix + ending, max_tokens=1)
@@ -102,15 +117,17 @@ def _measure_size(session: Session, folder: Path, rounds: list[dict[str, Any]]) 
             reused.append(reply.reuse.disk - len(prefix))
             session.flush()
 
-        for turn, (disk, cold_pages, bare) in enumerate(zip(endings[::3], endings[1::3], endings[2::3], strict=True)):
+        for turn in range(len(prompt["asked"])):
             if turn % 2:  # in turns the one or the other first
-                times["floor"].append(floor.run(bare))
-            ask("disk", disk)
+                times["floor"].append(floor.run(next(endings)))
+            ask("disk", next(endings))
             if not turn % 2:
-                times["floor"].append(floor.run(bare))
+                times["floor"].append(floor.run(next(endings)))
+            for name, run in rivals.items():
+                times.setdefault(name, []).append(run(prefix + next(endings)))
             if drop_pages(*(folder / "extents").glob("*.kv")):
-                ask("cold_pages", cold_pages)
-            times["load"].append(loading.run(prefix + bare))
+                ask("cold_pages", next(endings))
+            times["load"].append(loading.run(prefix + prompt["asked"][turn]))
         floor.close()
         texts += [list(session.generate(prefix + ending, max_tokens=ASKED_TOKENS).tokens) for ending in prompt["asked"]]
     return {**times, "texts": texts, "exactly": all(extra == 0 for extra in reused)}

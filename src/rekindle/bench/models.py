@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from rekindle.bench.base import BenchOptions
-from rekindle.engine.hf import HfEngine
+from rekindle.engine.base import Engine
+from rekindle.errors import InvalidSetting
 from rekindle.run.load import EngineOptions, load_engine
 
 
-def load(options: BenchOptions) -> HfEngine:
-    """Load it. Raises as `load_engine` does."""
+def load(options: BenchOptions) -> Engine:
+    """Load it. Raises as `load_engine` does, and `InvalidSetting` for a shape on another engine than hf."""
     if options.shape is not None:
+        if options.engine == "llamacpp":
+            raise InvalidSetting("--shape builds models for --engine hf. Give llama.cpp a real one with --model.")
         from rekindle.bench.shapes import build
 
         return build(options.shape, options.device, options.dtype, options.seed)
-    loaded = load_engine(options.model, EngineOptions(options.engine, options.device, options.dtype))
-    assert isinstance(loaded, HfEngine)
-    return loaded
+    return load_engine(options.model, EngineOptions(options.engine, options.device, options.dtype))

@@ -1,12 +1,13 @@
-"""`rekindle bench prefix`: first tokens with the cache against none, against transformers' own, and the floor.
+"""`rekindle bench prefix`: first tokens with the cache against none, against what others have, and the floor.
 
 Every prompt is a known prefix with an ending that was never asked. In turns, in one process: cold, from the engine
-(same process, as a second request finds it), from the memory tier, transformers' cache in memory, the floor. Then in a
-fresh process with its own floor: from disk, and from disk with dropped pages.
+(same process, as a second request finds it), from the memory tier, the rivals in memory, the floor. Then in a fresh
+process with its own floor: from disk, from disk with dropped pages, and the rivals that survive a restart.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import subprocess
@@ -14,33 +15,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rekindle.bench.base import Advance, BenchOptions, Report, Row, Timing, paired_ratio
-from rekindle.bench.fresh import ASKED_TOKENS, Floor
+from rekindle.bench.base import Advance, BenchOptions, Report, Timing
+from rekindle.bench.fresh import ASKED_TOKENS, Floor, floor_engine
 from rekindle.bench.models import load
+from rekindle.bench.prefix_report import ENDING, SHARES, SIZES, Found, SizeFound, plotter, tell
 from rekindle.bench.prompts import Prompt, prompts
-from rekindle.bench.rivals import CopiedCache
+from rekindle.bench.rivals import Run, rivals_of
 from rekindle.core.request import Reply, Request
-from rekindle.engine.base import Logits
-from rekindle.engine.hf import HfEngine
+from rekindle.engine.base import Engine, Logits
 from rekindle.run.cache import PIECE_TOKENS
 from rekindle.run.session import Session
-
-SIZES = (180, 1000)
-ENDING = 20
-SHARES = (0.25, 0.5, 0.75, 0.9)
-BARS = {
-    "over_floor_memory": "<= 1.05",
-    "over_floor_disk": "<= 1.15",
-    "speedup_disk": ">= 15",
-    "load_share": "<= 0.03",
-    "partial_recovery": ">= 0.95",
-}
 
 
 def run(options: BenchOptions, advance: Advance) -> Report:
@@ -48,10 +38,12 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     advance("load the model")
     engine = load(options)
     report = Report("prefix")
-    report.fields |= {"model": engine.name, "device": engine.device, "dtype": engine.placement.dtype_name}
-    with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
+    dtype = engine.identity(engine.regime(1)).dtype
+    report.fields |= {"model": engine.name, "engine": options.engine, "device": engine.device, "dtype": dtype}
+    scratch = functools.partial(tempfile.TemporaryDirectory, prefix="rekindle-bench-")
+    with scratch() as folder, scratch() as theirs:
         with Session(engine, cache=folder, memory_limit="4GB", disk_limit="90%") as session:
-            measure = _Measure(session, engine, options, Path(folder))
+            measure = _Measure(session, options, Path(folder), Path(theirs))
             for size in SIZES:
                 advance(f"{size} + {ENDING} tokens")
                 measure.size(size)
@@ -60,58 +52,50 @@ def run(options: BenchOptions, advance: Advance) -> Report:
             advance("lookup")
             measure.lookup()
             session.flush()
+            measure.close()
         advance("a fresh process")
         measure.fresh()
         advance("bit-equal")
         measure.deterministic()
     engine.close()
-    measure.tell(report)
-    report.plot = _plotter(report)
+    tell(report, measure.found)
+    report.plot = plotter(report, measure.found.titles)
     return report
-
-
-@dataclass
-class _Size:
-    """What was measured at one size."""
-
-    prompts: list[Prompt]
-    times: dict[str, list[float]] = field(default_factory=dict)
-    asked: list[list[list[int]]] = field(default_factory=list)  # endings whose greedy texts are compared, by prompt
-    texts: dict[str, list[list[int]]] = field(default_factory=dict)
-
-    def add(self, name: str, seconds: float) -> None:
-        self.times.setdefault(name, []).append(seconds)
-
-    def timing(self, name: str) -> Timing:
-        return Timing(tuple(self.times[name]))
 
 
 class _Measure:
     """The parts of the bench, on one session."""
 
-    def __init__(self, session: Session, engine: HfEngine, options: BenchOptions, folder: Path) -> None:
-        self._session, self._engine = session, engine
+    def __init__(self, session: Session, options: BenchOptions, folder: Path, theirs: Path) -> None:
+        self._session, self._engine = session, session.engine
         self._options, self._folder = options, folder
-        self._count = 3 if options.quick else 5  # prompts
         self._rounds = options.rounds(3, quick=1)  # of each prompt
-        self._sizes: dict[int, _Size] = {}
-        self._recovery: dict[float, float] = {}
-        self._lookup = Timing((0.0,))
-        self._bytes_per_token = 0.0
-        self._bit_equal: bool | None = None
-        self._exactly = True
+        self._floors = floor_engine(self._engine, options)
+        self._rivals = rivals_of(self._engine, theirs)
+        self.found = Found(3 if options.quick else 5, self._rounds, random_weights=options.shape is not None)
+        self.found.titles = dict(self._rivals.titles)
         self._turns = 0
+        self._prefixes = 0
+
+    def close(self) -> None:
+        """Free the rivals: a fresh process shall have the machine for itself."""
+        self.found.sizes_on_disk = self._rivals.sizes()
+        self._restart = self._rivals.restart()
+        self._rivals.close()
+        if self._floors is not self._engine:
+            self._floors.close()
 
     def size(self, size: int) -> None:
         """Everything that is measured in this process."""
         session = self._session
-        found = _Size(prompts(self._engine, self._options, self._count, size, ENDING))
-        self._sizes[size] = found
+        found = SizeFound(prompts(self._engine, self._options, self.found.prompts, size, ENDING))
+        self.found.sizes[size] = found
         session.generate(found.prompts[0].next(), max_tokens=1, reuse="off")  # the first of its kind is always slower
         for prompt in found.prompts:
             session.warm(prompt.prefix)
-            floor = Floor(session, prompt.prefix, ENDING)
-            theirs = CopiedCache(self._engine, floor)
+            floor = Floor(session, self._floors, prompt.prefix, ENDING)
+            theirs = self._rivals.prepare(self._prefixes, prompt.prefix, floor)
+            self._prefixes += 1
             self._warm_up(prompt, floor, theirs)
             found.asked.append([])
             for _ in range(self._rounds):
@@ -119,12 +103,12 @@ class _Measure:
                 self._turns += 1
             floor.close()
 
-    def _warm_up(self, prompt: Prompt, floor: Floor, theirs: CopiedCache) -> None:
+    def _warm_up(self, prompt: Prompt, floor: Floor, theirs: dict[str, Run]) -> None:
         self._ask(prompt.next())
-        floor.run(prompt.next()[-ENDING:])
-        theirs.run(prompt.next()[-ENDING:])
+        for run in (floor.run, *theirs.values()):
+            run(prompt.next()[-ENDING:])
 
-    def _turn(self, found: _Size, prompt: Prompt, floor: Floor, theirs: CopiedCache) -> None:
+    def _turn(self, found: SizeFound, prompt: Prompt, floor: Floor, theirs: dict[str, Run]) -> None:
         size = len(prompt.prefix)
 
         asked = prompt.next()
@@ -136,13 +120,13 @@ class _Measure:
 
         def from_engine() -> float:
             reply = self._ask(prompt.next())
-            self._exactly &= reply.reuse.engine == size
+            self.found.exactly &= reply.reuse.engine == size
             return reply.timings.first_token_seconds
 
         def from_memory() -> float:
             self._session.cache.unpark()
             reply = self._ask(prompt.next())
-            self._exactly &= reply.reuse.memory == size
+            self.found.exactly &= reply.reuse.memory == size
             return reply.timings.first_token_seconds
 
         jobs: dict[str, Callable[[], float]] = {
@@ -150,8 +134,9 @@ class _Measure:
             "engine": from_engine,
             "floor": lambda: floor.run(prompt.next()[-ENDING:]),
             "memory": from_memory,
-            "transformers": lambda: theirs.run(prompt.next()[-ENDING:]),
         }
+        jobs |= {name: functools.partial(_ending, run, prompt) for name, run in theirs.items()}
+        jobs |= {name: functools.partial(run, asked) for name, run in self._rivals.cold().items()}
         # Another one first each time: what comes after a long prefill finds a slower processor.
         names = list(jobs)
         shift = self._turns % len(names)
@@ -159,6 +144,8 @@ class _Measure:
             found.add(name, jobs[name]())
         found.asked[-1].append(asked[-ENDING:])
         found.texts.setdefault("warm", []).append(list(self._ask(asked, max_tokens=ASKED_TOKENS).tokens))
+        if (said := self._rivals.reply(asked, ASKED_TOKENS)) is not None:
+            found.texts.setdefault("rival", []).append(said)
 
     def _ask(self, tokens: list[int], *, max_tokens: int = 1, **options: Any) -> Reply:
         """One request, when nothing else is going on."""
@@ -168,10 +155,10 @@ class _Measure:
 
     def partial(self) -> None:
         """Prompts that share only a part with what is kept: how much of the gain is left."""
-        size, large = SIZES[-1], self._sizes[SIZES[-1]]
+        size, large = SIZES[-1], self.found.sizes[SIZES[-1]]
         gains: dict[float, list[float]] = {share: [] for share in SHARES}
         for prompt, other in zip(large.prompts, large.prompts[1:] + large.prompts[:1], strict=True):
-            floor = Floor(self._session, prompt.prefix, ENDING)
+            floor = Floor(self._session, self._floors, prompt.prefix, ENDING)
             cold = self._ask(prompt.next(), reuse="off").timings.first_token_seconds
             for share in SHARES:
                 matched = int((size + ENDING) * share)
@@ -179,36 +166,38 @@ class _Measure:
                 asked = prompt.prefix[:matched] + tail[matched - size - ENDING :]
                 self._session.cache.unpark()
                 reply = self._ask(asked)
-                self._exactly &= matched <= reply.reuse.memory <= matched + 1
+                self.found.exactly &= matched <= reply.reuse.memory <= matched + 1
                 bare = floor.run(prompt.next()[-ENDING:])
                 gains[share].append((cold - reply.timings.first_token_seconds) / (cold - bare) / share)
             floor.close()
-        self._recovery = {share: statistics.median(found) for share, found in gains.items()}
+        self.found.recovery = {share: statistics.median(found) for share, found in gains.items()}
 
     def lookup(self) -> None:
         """Finding a prompt of the large size among everything kept by now, and what a token takes on disk."""
         store = self._session.cache.store
         assert store is not None
-        prompt = self._sizes[SIZES[-1]].prompts[0].next()
+        prompt = self.found.sizes[SIZES[-1]].prompts[0].next()
         shelf = self._session.cache.shelf(Request.of(prompt), len(prompt))
         times = []
         for _ in range(50):
             started = time.perf_counter()
             store.lookup(shelf, prompt)
             times.append(time.perf_counter() - started)
-        self._lookup = Timing(tuple(times))
-        rows = store.disk.entries()
-        self._bytes_per_token = sum(row.size_bytes for row in rows) / sum(row.tokens for row in rows)
+        self.found.lookup = Timing(tuple(times))
+        matches = [store.lookup(shelf, prompt.prefix) for prompt in self.found.sizes[SIZES[-1]].prompts]
+        names = {piece.name for match in matches for piece in match.pieces}
+        rows = [row for row in store.disk.entries() if row.name in names]
+        self.found.bytes_per_token = sum(row.size_bytes for row in rows) / sum(row.tokens for row in rows)
 
     def fresh(self) -> None:
         """From disk, in a process of its own."""
-        task: dict[str, Any] = {"folder": str(self._folder), "sizes": {}}
+        task: dict[str, Any] = {"folder": str(self._folder), "sizes": {}, "rivals": self._restart}
         task["options"] = {**asdict(self._options), "data": None}
-        for size, found in self._sizes.items():
+        for size, found in self.found.sizes.items():
             task["sizes"][size] = [
                 {
                     "prefix": prompt.prefix,
-                    "endings": [prompt.next()[-ENDING:] for _ in range(3 * self._rounds)],
+                    "endings": [prompt.next()[-ENDING:] for _ in range((3 + len(self._rivals.titles)) * self._rounds)],
                     "asked": asked,
                 }
                 for prompt, asked in zip(found.prompts, found.asked, strict=True)
@@ -221,9 +210,9 @@ class _Measure:
             check=True,
         )
         for size, result in json.loads(done.stdout)["sizes"].items():
-            found = self._sizes[int(size)]
+            found = self.found.sizes[int(size)]
             found.texts["restarted"] = result.pop("texts")
-            self._exactly &= result.pop("exactly")
+            self.found.exactly &= result.pop("exactly")
             for name, times in result.items():
                 found.times["fresh_floor" if name == "floor" else name] = times
 
@@ -234,7 +223,7 @@ class _Measure:
         with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
             session = Session(watched, cache=folder, deterministic=True, disk_limit="90%")
             equal, hits = True, 0
-            for prompt in self._sizes[SIZES[-1]].prompts[:3]:
+            for prompt in self.found.sizes[SIZES[-1]].prompts[:3]:
                 known = prompt.prefix[: 2 * PIECE_TOKENS + ENDING]
                 session.warm(known)
                 tokens = known + prompt.next()[-ENDING:]
@@ -242,106 +231,18 @@ class _Measure:
                     reply = session.generate(tokens, max_tokens=1, reuse=reuse)
                 hits += reply.reuse.reused > 0
                 equal &= np.array_equal(seen[-1], seen[-2])
-            self._bit_equal = equal and hits == min(3, len(self._sizes[SIZES[-1]].prompts))
+            self.found.bit_equal = equal and hits == min(3, len(self.found.sizes[SIZES[-1]].prompts))
             session.cache.close()
 
-    def tell(self, report: Report) -> None:
-        """Fields and rows."""
-        report.fields |= {"prompts": self._count, "rounds": self._rounds, "exact_matches": self._exactly}
-        sizes = {f"{size}+{ENDING}": self._fields_of(found) for size, found in self._sizes.items()}
-        report.fields["sizes"] = sizes
-        report.fields |= {name: value for name, value in sizes[f"{SIZES[-1]}+{ENDING}"].items() if name != "spread"}
-        report.fields["partial"] = {f"{share:.2f}": value for share, value in self._recovery.items()}
-        report.fields["partial_recovery"] = statistics.mean(self._recovery.values())
-        if self._options.shape is None:
-            report.fields["greedy_equal"] = self._greedy_equal()
-        else:
-            report.fields |= {"greedy_equal": None, "greedy_equal_reason": "random weights have no likeliest token"}
-        report.fields["bit_equal_deterministic"] = self._bit_equal
-        report.fields["lookup_us"] = self._lookup.median * 1e6
-        report.fields["bytes_per_token"] = self._bytes_per_token
-        for size, found in self._sizes.items():
-            report.rows += self._rows_of(size, found, sizes[f"{size}+{ENDING}"])
-        report.rows += [
-            Row("partial matches keep", f"{report.fields['partial_recovery']:.3f}", "", "", BARS["partial_recovery"]),
-            Row("same greedy text", str(report.fields["greedy_equal"]), "", "", "1.0"),
-            Row("bit-equal with deterministic", str(self._bit_equal), "", "", "True"),
-            Row("lookup", f"{self._lookup.median * 1e6:.0f} us", "", "", ""),
-        ]
 
-    def _greedy_equal(self) -> float:
-        pairs = [
-            cold == warm == restarted
-            for found in self._sizes.values()
-            for cold, warm, restarted in zip(
-                found.texts["cold"], found.texts["warm"], found.texts["restarted"], strict=True
-            )
-        ]
-        return sum(pairs) / len(pairs)
-
-    def _fields_of(self, found: _Size) -> dict[str, Any]:
-        timing = found.timing
-        disk = timing("disk").median
-        return {
-            "cold_ttft_s": timing("cold").median,
-            "warm_memory_ttft_s": timing("engine").median,
-            "warm_memory_tier_ttft_s": timing("memory").median,
-            "warm_disk_ttft_s": disk,
-            **_cold_pages(found),
-            "transformers_memory_ttft_s": timing("transformers").median,
-            "floor_ttft_s": timing("floor").median,
-            "floor_fresh_ttft_s": timing("fresh_floor").median,
-            "speedup_memory": timing("cold").median / timing("engine").median,
-            "speedup_disk": timing("cold").median / disk,
-            "speedup_floor": timing("cold").median / timing("floor").median,
-            "over_floor_memory": paired_ratio(timing("engine"), timing("floor")),
-            "over_floor_memory_tier": paired_ratio(timing("memory"), timing("floor")),
-            "over_floor_disk": paired_ratio(timing("disk"), timing("fresh_floor")),
-            "load_s": timing("load").median,
-            "load_share": timing("load").median / timing("cold").median,
-            "spread": {name: timing(name).as_json() for name, times in found.times.items() if times},
-        }
-
-    def _rows_of(self, size: int, found: _Size, fields: dict[str, Any]) -> list[Row]:
-        timing, name = found.timing, f"{size}+{ENDING}"
-        floor, fresh = str(timing("floor")), str(timing("fresh_floor"))
-        large = size == SIZES[-1]
-        dropped = [ratio for ratio in (fields["over_floor_disk_cold_pages"],) if ratio is not None]
-
-        def row(what: str, ours: str, baseline: str, ratio: float, bar: str = "") -> Row:
-            return Row(f"{name}, {what}", str(timing(ours)), baseline, f"{ratio:.3f}", bar)
-
-        cold = str(timing("cold"))
-        return [
-            row("same process / floor", "engine", floor, fields["over_floor_memory"], BARS["over_floor_memory"]),
-            row("memory tier / floor", "memory", floor, fields["over_floor_memory_tier"]),
-            row("new process, disk / floor", "disk", fresh, fields["over_floor_disk"], BARS["over_floor_disk"]),
-            *(row("disk, pages dropped / floor", "cold_pages", fresh, ratio) for ratio in dropped),
-            row("cold / disk", "disk", cold, fields["speedup_disk"], BARS["speedup_disk"] if large else ""),
-            row("cold / floor", "floor", cold, fields["speedup_floor"]),
-            row(
-                "transformers in memory / floor",
-                "transformers",
-                floor,
-                paired_ratio(timing("transformers"), timing("floor")),
-            ),
-            row("load alone / cold", "load", cold, fields["load_share"], BARS["load_share"] if large else ""),
-        ]
-
-
-def _cold_pages(found: _Size) -> dict[str, Any]:
-    """First tokens from dropped pages; null where the system cannot be asked to drop them."""
-    names = ("warm_disk_cold_pages_ttft_s", "over_floor_disk_cold_pages")
-    if not found.times["cold_pages"]:
-        return {**dict.fromkeys(names), "cold_pages_reason": "this system cannot be asked to drop pages"}
-    timing = found.timing("cold_pages")
-    return dict(zip(names, (timing.median, paired_ratio(timing, found.timing("fresh_floor"))), strict=True))
+def _ending(run: Run, prompt: Prompt) -> float:
+    return run(prompt.next()[-ENDING:])
 
 
 class _Watched:
     """An engine whose logits are noted."""
 
-    def __init__(self, engine: HfEngine, seen: list[Logits]) -> None:
+    def __init__(self, engine: Engine, seen: list[Logits]) -> None:
         self._engine, self._seen = engine, seen
 
     def __getattr__(self, name: str) -> Any:
@@ -352,27 +253,3 @@ class _Watched:
         logits = self._engine.step(rows, cancelled)
         self._seen.extend(found for found in logits if len(found))
         return logits
-
-
-def _plotter(report: Report) -> Callable[[Any], None]:
-    def draw(figure: Any) -> None:
-        bars = {
-            "cold": "cold_ttft_s",
-            "new process, pages dropped": "warm_disk_cold_pages_ttft_s",
-            "new process, disk": "warm_disk_ttft_s",
-            "memory tier": "warm_memory_tier_ttft_s",
-            "same process": "warm_memory_ttft_s",
-            "floor": "floor_ttft_s",
-            "transformers in memory": "transformers_memory_ttft_s",
-        }
-        for axes, (size, fields) in zip(figure.subplots(1, len(SIZES)), report.fields["sizes"].items(), strict=True):
-            known = {label: fields[name] for label, name in bars.items() if fields[name] is not None}
-            seconds = list(known.values())
-            axes.barh(list(known), seconds)
-            axes.bar_label(axes.containers[0], labels=[f" {s * 1e3:,.0f} ms" for s in seconds])
-            axes.set_xlim(0, max(seconds) * 1.25)
-            axes.invert_yaxis()
-            axes.set_xlabel("seconds to the first token")
-            axes.set_title(f"{size} tokens")
-
-    return draw

@@ -1,39 +1,58 @@
-"""What others do, as a bench runs it beside ours."""
+"""What others do with the same prompts, as a bench runs it beside ours."""
 
 from __future__ import annotations
 
-import copy
-import time
-from typing import Any
-
-import torch
-from transformers import DynamicCache
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
 
 from rekindle.bench.fresh import Floor
-from rekindle.engine.hf import HfEngine
-from rekindle.engine.sequence import TorchSequence
+from rekindle.engine.base import Engine
+
+Run = Callable[[list[int]], float]  # the ending of a prompt -> seconds to its first token
 
 
-class CopiedCache:
-    """transformers' own way to reuse a prefix: a cache in memory, copied for each request."""
+class Rivals(Protocol):
+    """The rivals of an engine."""
 
-    def __init__(self, engine: HfEngine, floor: Floor) -> None:
-        self._model = engine.model
-        self._cache = DynamicCache()
-        sequence = floor.sequence
-        assert isinstance(sequence, TorchSequence)
-        for layer in range(len(engine.layout.layers)):
-            keys, values = sequence.keys(layer), sequence.values(layer)
-            self._cache.update(keys[:, :, : floor.count].clone(), values[:, :, : floor.count].clone(), layer)
+    titles: dict[str, str]  # name in fields -> name for people
 
-    def run(self, ending: list[int]) -> float:
-        """Seconds to the first token."""
-        started = time.perf_counter()
-        logits = self._forward(ending, copy.deepcopy(self._cache))
-        int(logits.argmax())
-        return time.perf_counter() - started
+    def prepare(self, number: int, prefix: list[int], floor: Floor) -> dict[str, Run]:
+        """How each of them answers prompts that begin with `prefix`, whose KV is in the floor's sequence."""
 
-    def _forward(self, tokens: list[int], cache: DynamicCache) -> Any:
-        with torch.inference_mode():
-            ids = torch.tensor([tokens], device=self._model.device)
-            return self._model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].float().cpu().numpy()
+    def cold(self) -> dict[str, Run]:
+        """How each of them answers a prompt that it never saw, given whole."""
+
+    def reply(self, tokens: list[int], count: int) -> list[int] | None:
+        """What one of them answers, greedily; None if it is the same model in the same program as ours."""
+
+    def restart(self) -> dict[str, Any]:
+        """What they need to go on in another process, where `restarted` takes it up."""
+
+    def sizes(self) -> dict[str, float]:
+        """Bytes a token that each of them has on disk."""
+
+    def close(self) -> None:
+        """Free what they hold."""
+
+
+def rivals_of(engine: Engine, folder: Path) -> Rivals:
+    """Those that drive the same kind of model. They may write into `folder`."""
+    from rekindle.engine.llamacpp import is_llamacpp
+
+    if is_llamacpp(engine):
+        from rekindle.bench.llama_rivals import LlamaRivals
+
+        return LlamaRivals(engine, folder)
+    from rekindle.bench.hf_rivals import HfRivals
+
+    return HfRivals(engine)
+
+
+def restarted(engine: Engine, task: dict[str, Any]) -> Callable[[int], dict[str, Run]]:
+    """The rivals in a fresh process: how they answer prompts of prefix number so and so."""
+    if not task:
+        return lambda _: {}
+    from rekindle.bench.llama_rivals import Restarted
+
+    return Restarted(engine, task).prepare

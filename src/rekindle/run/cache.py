@@ -181,7 +181,7 @@ class PrefixCache:
         except OutOfMemory:
             context.close()
             return None
-        self._room.take(lambda: None, lambda: False)
+        self._room.enter()
         self.offer(Stayed(known.shelf, known.tokens[: plan.reused], self.costs))
         return context
 

@@ -45,6 +45,11 @@ class Room:
             if cancelled():
                 raise Cancelled("The request was cancelled.")
 
+    def enter(self) -> None:
+        """One that has its room already is running from now on, until `give`."""
+        with self._changed:
+            self._running += 1
+
     def give(self) -> None:
         """One that was running has ended."""
         with self._changed:
@@ -53,6 +58,5 @@ class Room:
             self._changed.notify_all()
 
     def _got(self, thing: T) -> T:
-        with self._changed:
-            self._running += 1
+        self.enter()
         return thing

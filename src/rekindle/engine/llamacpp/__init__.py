@@ -8,3 +8,12 @@ cells       the one buffer that all sequences share, and what is in it
 sequence    one sequence, with KV by span, or by snapshot where the model has no plain KV
 engine      all of it as an `Engine`
 """
+
+from __future__ import annotations
+
+from rekindle.engine.base import Engine
+
+
+def is_llamacpp(engine: Engine) -> bool:
+    """Whether an engine is llama.cpp's, asked without loading the library."""
+    return type(engine).__module__ == f"{__name__}.engine"

@@ -48,23 +48,23 @@ class LlamaCppEngine:
         if files.gguf is None:
             raise NotAModel(f"llama.cpp needs a GGUF file, and {files.name} has none. Use engine='hf' for it.")
         self.name = files.name
-        self._files = files
-        self._options = options
-        self._model = LoadedModel(files.gguf, options, progress)
+        self.files = files
+        self.options = options
+        self.loaded_model = LoadedModel(files.gguf, options, progress)
         self._context: LoadedContext | None = None
         self._identities: dict[str, Identity] = {}
         self._closing = threading.Lock()
         try:
-            if not self._model.has_decoder:
+            if not self.loaded_model.has_decoder:
                 raise UnsupportedModel(f"{files.gguf} does not generate text. Use a decoder such as smollm2.")
-            self.tokenizer = GgufTokenizer(self._model)
+            self.tokenizer = GgufTokenizer(self.loaded_model)
             self._start(options)
         except BaseException:
             self.close()
             raise
 
     def _start(self, options: LlamaOptions) -> None:
-        self._context = context = LoadedContext(self._model, options)
+        self._context = context = LoadedContext(self.loaded_model, options)
         self.context_tokens = context.tokens
         self.prefill_tokens = context.batch_tokens
         self.flash_attention = context.flash_attention
@@ -94,7 +94,7 @@ class LlamaCppEngine:
     @property
     def device(self) -> str:
         """What it computes on, for people."""
-        return "gpu" if self._model.on_gpu else "cpu"
+        return "gpu" if self.loaded_model.on_gpu else "cpu"
 
     def regime(self, tokens: int) -> str:  # noqa: ARG002  (llama.cpp chooses by the size of its buffer)
         """The same for every length: the rotary embedding is chosen with the context."""
@@ -105,14 +105,14 @@ class LlamaCppEngine:
         self._cells.context  # noqa: B018  (raises)
         known = self._identities.get(regime)
         if known is None:
-            weights = digest_of_files(self._files.parts)
+            weights = digest_of_files(self.files.parts)
             how = "plain" if self._state is not None else "snapshot"
             known = Identity(
                 weights=weights,
                 config=digest_of_fields("rekindle/llamacpp/1", version(), how),
                 tokenizer=weights,
                 template=digest_of_fields("rekindle/template/1", self.tokenizer.template),
-                dtype=self._options.kv_type,
+                dtype=self.options.kv_type,
                 rope=regime,
             )
             self._identities[regime] = known
@@ -162,7 +162,7 @@ class LlamaCppEngine:
                 cells.close()  # waits for a step that runs
             elif self._context is not None:
                 self._context.close()
-            self._model.close()
+            self.loaded_model.close()
 
     def _own(self, row: CheckedRow) -> LlamaSequence:
         sequence = row.row.sequence
@@ -206,14 +206,14 @@ class LlamaCppEngine:
 
     def _read_regime(self, context: LoadedContext) -> str:
         """Longrope has other frequencies past its original length; llama.cpp takes them by the size of the buffer."""
-        architecture = self._model.metadata("general.architecture")
-        original = self._model.metadata(f"{architecture}.rope.scaling.original_context_length")
+        architecture = self.loaded_model.metadata("general.architecture")
+        original = self.loaded_model.metadata(f"{architecture}.rope.scaling.original_context_length")
         if original is None:
             return "plain"
         return "long" if context.cells > int(original) else "short"
 
     def _why_opaque(self) -> str | None:
-        pointer = self._model.pointer
+        pointer = self.loaded_model.pointer
         if llama_cpp.llama_model_is_recurrent(pointer):
             return "the model is recurrent: its state cannot be cut"
         if llama_cpp.llama_model_is_hybrid(pointer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -25,30 +26,52 @@ class Staging:
 
     def __init__(self, layout: StateLayout) -> None:
         self._layout = layout
-        self._bytes: Bytes = np.empty(0, np.uint8)
+        self._state, self._across = _Room(), _Room()
 
     def bring(self, feeds: Sequence[KvFeed], span: Span, cancelled: Callable[[], bool] | None) -> Bytes:
         """The state of `span`, which the feeds cover together. Raises what a feed raised, or `Cancelled`."""
-        state = self._room(self._layout.size_bytes(len(span)))
+        state = self._state.take(self._layout.size_bytes(len(span)))
         self._layout.write(state, span)
-        work = _Work(lambda: self._fill(state, feeds, span))
-        if not work.done(cancelled):
-            self._bytes = np.empty(0, np.uint8)  # somebody may still write to these
+        fill = self._fill_across if self._layout.transposed else self._fill
+        if not _Work(lambda: fill(state, feeds, span)).done(cancelled):
+            self._state, self._across = _Room(), _Room()  # somebody may still write to these
             raise Cancelled("The request was cancelled.")
         return state
 
     def _fill(self, state: Bytes, feeds: Sequence[KvFeed], span: Span) -> None:
-        for layer, view in enumerate(self._layout.views(state, len(span))):
-            # A feed wants each head in one piece; values that stand across go there by a second copy.
-            values = np.empty(view.values.shape, view.values.dtype) if self._layout.transposed else view.values
-            for feed in feeds:
-                if layer in feed.layers:
-                    start, stop = feed.span.start - span.start, feed.span.stop - span.start
-                    feed.fill(layer, LayerKv(view.keys[:, start:stop], values[:, start:stop]))
-            if values is not view.values:
-                np.copyto(view.values, values)
+        for layer, out in enumerate(self._layout.views(state, len(span))):
+            _fill_layer(feeds, span, layer, out)
 
-    def _room(self, size_bytes: int) -> Bytes:
+    def _fill_across(self, state: Bytes, feeds: Sequence[KvFeed], span: Span) -> None:
+        """A feed wants each head in one piece. Values that stand across are turned beside the next layer's reading."""
+        dtype, shapes = self._layout.kv.numpy_dtype, self._layout.kv.layers
+        sizes = np.cumsum([0, *(len(span) * shape.value_dim * dtype.itemsize for shape in shapes)])
+        values = self._across.take(int(sizes[-1]))
+        with ThreadPoolExecutor(1, thread_name_prefix="rekindle-turn") as turning:
+            turned = []
+            for layer, out in enumerate(self._layout.views(state, len(span))):
+                upright = values[sizes[layer] : sizes[layer + 1]].view(dtype).reshape(out.values.shape)
+                _fill_layer(feeds, span, layer, LayerKv(out.keys, upright))
+                turned.append(turning.submit(np.copyto, out.values, upright))
+            for done in turned:
+                done.result()
+
+
+def _fill_layer(feeds: Sequence[KvFeed], span: Span, layer: int, out: LayerKv) -> None:
+    for feed in feeds:
+        if layer in feed.layers:
+            start, stop = feed.span.start - span.start, feed.span.stop - span.start
+            feed.fill(layer, LayerKv(out.keys[:, start:stop], out.values[:, start:stop]))
+
+
+class _Room:
+    """Bytes that are used again, unless they are very many."""
+
+    def __init__(self) -> None:
+        self._bytes: Bytes = np.empty(0, np.uint8)
+
+    def take(self, size_bytes: int) -> Bytes:
+        """So many bytes, whatever is in them."""
         if size_bytes > _KEPT_BYTES:
             return np.empty(size_bytes, np.uint8)
         if size_bytes > len(self._bytes):
