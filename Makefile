@@ -13,7 +13,7 @@ LLAMA_WHEEL = $(firstword $(wildcard $(WHEELS)/llama_cpp_python-$(lastword $(sub
 LLAMA_FLAGS := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 LLAMA_STAMP := $(VENV)/.llamacpp
 
-.PHONY: help setup llamacpp test-llamacpp demo test quick lint bench numbers reference soak clean
+.PHONY: help setup llamacpp test-llamacpp engines demo test quick lint bench numbers reference soak clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -66,6 +66,9 @@ bench: setup  ## every bench, for people
 
 numbers: setup  ## run every bench and rewrite docs/numbers.md
 	@$(BIN)/python tools/write_numbers.py
+
+engines: setup llamacpp  ## compare the engines, for the guide
+	@$(BIN)/python tools/compare_engines.py --write
 
 reference: $(STAMP)  ## rewrite docs/reference from the code
 	@$(BIN)/python tools/write_reference.py

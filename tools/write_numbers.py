@@ -7,6 +7,7 @@ What was measured is kept as JSON in docs/numbers/, one file a bench and machine
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import platform
 import subprocess
@@ -19,6 +20,9 @@ from rekindle.cli.bench import BENCHES
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "numbers.md"
 KEPT = ROOT / "docs" / "numbers"
+
+# A bench, or one on another engine than its usual one.
+NAMES = [*BENCHES, *(["prefix:llamacpp"] if importlib.util.find_spec("llama_cpp") else [])]
 
 HEAD = """# Numbers
 
@@ -33,13 +37,13 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print the tables, write nothing")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--add", type=Path, metavar="FILE.json", help="add a result from another machine, run nothing")
-    parser.add_argument("names", nargs="*", default=list(BENCHES), metavar="BENCH", help="run these only")
+    parser.add_argument("names", nargs="*", default=NAMES, metavar="BENCH[:ENGINE]", help="run these only")
     chosen = parser.parse_args()
     more = ["--quick"] if chosen.quick else []
     KEPT.mkdir(exist_ok=True)
     if chosen.show:
         for name in chosen.names:
-            subprocess.run([sys.executable, "-m", "rekindle", "bench", name, *more], check=True)
+            subprocess.run([sys.executable, "-m", "rekindle", "bench", *words(name), *more], check=True)
         return
     if chosen.add is not None:
         keep(json.loads(chosen.add.read_text("utf-8")))
@@ -51,10 +55,16 @@ def main() -> None:
     print(f"wrote {PAGE.relative_to(ROOT)}")
 
 
+def words(name: str) -> list[str]:
+    """A bench as the command line names it."""
+    bench, _, engine = name.partition(":")
+    return [bench, *(["--engine", engine] if engine else [])]
+
+
 def measure(name: str, more: list[str]) -> dict[str, Any]:
     """Run a bench here; its plot is written beside the page."""
-    plot = f"{name}-{platform.machine()}.png"
-    command = [sys.executable, "-m", "rekindle", "bench", name, *more, "--json", "--plot", plot]
+    plot = f"{name.replace(':', '-')}-{platform.machine()}.png"
+    command = [sys.executable, "-m", "rekindle", "bench", *words(name), *more, "--json", "--plot", plot]
     done = subprocess.run(command, cwd=KEPT, check=True, stdout=subprocess.PIPE)
     result: dict[str, Any] = json.loads(done.stdout)
     return result
@@ -63,7 +73,8 @@ def measure(name: str, more: list[str]) -> dict[str, Any]:
 def keep(result: dict[str, Any]) -> None:
     """Keep a result with the commit it belongs to."""
     device = result["machine"]["architecture"] if result["device"] == "cpu" else result["device"].replace(" ", "-")
-    path = KEPT / f"{result['bench']}-{device}.json"
+    engine = "" if result.get("engine", "hf") == "hf" else f"-{result['engine']}"
+    path = KEPT / f"{result['bench']}{engine}-{device}.json"
     path.write_text(json.dumps({**result, "commit": commit()}, indent=1) + "\n", "utf-8")
 
 
@@ -73,7 +84,7 @@ def section(stem: str, result: dict[str, Any]) -> str:
     told = ("bench", "command", "commit", "device")
     single = {name: v for name, v in result.items() if name not in told and not isinstance(v, (dict, list))}
     lines = [
-        f"## {result['bench']}, {result['device']}",
+        f"## {result['bench']}, {result['device']}" + ("" if result.get("engine", "hf") == "hf" else ", llama.cpp"),
         "",
         f"- command: `{result['command']}`",
         f"- machine: {where['processor']} ({where['architecture']}), {where['cores']} cores, "

@@ -134,7 +134,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def versions(packages: Sequence[str] = ("torch", "transformers")) -> dict[str, str]:
+def versions(packages: Sequence[str] = ("torch", "transformers", "llama-cpp-python")) -> dict[str, str]:
     """The versions that matter."""
     found = {"rekindle": __version__, "python": platform.python_version()}
     for name in packages:

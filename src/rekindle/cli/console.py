@@ -27,6 +27,7 @@ notes = Console(stderr=True, highlight=False)
 
 _STAGES = {
     "convert": "convert the GGUF for this engine (once, about half a minute)",
+    "digest": "read the weights (once: their digest says whose KV it is)",
     "load": "load the model",
 }
 

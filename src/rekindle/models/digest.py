@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from rekindle.config import home_folder
@@ -27,21 +28,29 @@ def digest_of_files(paths: Sequence[Path], progress: Progress | None = None) -> 
         key = _key(path)
         digest = memory.recall(key)
         if not isinstance(digest, str):
-            digest = _digest_of_file(path, size)
+            digest = _digest_of_file(path, size, partial(_tell, progress, total, done))
             memory.keep(key, digest)
         digests.append(digest)
+        _tell(progress, total, done, size)
         done += size
-        if progress is not None:
-            progress(done, total)
     return digest_of_fields("rekindle/files/1", *digests)
 
 
-def _digest_of_file(path: Path, size: int) -> str:
-    """SHA-256 over the SHA-256 of 64 MiB pieces, so that all cores can work at it."""
+def _digest_of_file(path: Path, size: int, read: Callable[[int], None]) -> str:
+    """SHA-256 over the SHA-256 of 64 MiB pieces, so that all cores can work at it; `read` is told how far it is."""
     offsets = range(0, max(size, 1), _PIECE_BYTES)
+    state = hashlib.sha256()
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        pieces = pool.map(lambda offset: _digest_of_piece(path, offset), offsets)
-        return hashlib.sha256(b"".join(pieces)).hexdigest()
+        for offset, piece in zip(offsets, pool.map(lambda start: _digest_of_piece(path, start), offsets), strict=True):
+            state.update(piece)
+            if offset + _PIECE_BYTES < size:  # the end is told with the file
+                read(offset + _PIECE_BYTES)
+    return state.hexdigest()
+
+
+def _tell(progress: Progress | None, total: int, before: int, read: int) -> None:
+    if progress is not None:
+        progress(before + read, total)
 
 
 def _digest_of_piece(path: Path, offset: int) -> bytes:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Literal
 
 from rekindle.core.model import ModelFiles
 from rekindle.engine.base import Engine
 from rekindle.engine.llamacpp.options import LlamaOptions
 from rekindle.errors import EngineMissing, InvalidSetting, ModelError, UnsupportedModel
+from rekindle.models.check import check_folder
+from rekindle.models.digest import digest_of_files
 from rekindle.models.download import Progress, require_space
 from rekindle.models.gguf import read_header
 from rekindle.models.pull import obtain
@@ -116,6 +119,7 @@ def _load_hf(model: str, options: EngineOptions, progress: Progress | None) -> E
             raise InvalidSetting(f"{name}={value!r} is for llama.cpp. Leave it away, or use engine='llamacpp'.")
     files = obtain(model, progress)
     prepare(files, progress)
+    _digest(check_folder(files.folder), progress)
     from rekindle.engine.hf import HfEngine
 
     _tell(progress, "load", 0, 1)
@@ -130,6 +134,7 @@ def _load_llamacpp(model: str, options: EngineOptions, progress: Progress | None
             f"dtype={options.dtype!r} is for engine='hf': a GGUF file has its own numbers. Those of KV are kv_type."
         )
     files = obtain(model, progress, form="gguf")
+    _digest(files.parts, progress)
     try:
         from rekindle.engine.llamacpp.engine import LlamaCppEngine
     except (ImportError, OSError, RuntimeError) as error:  # its shared library does not fit this machine
@@ -138,6 +143,11 @@ def _load_llamacpp(model: str, options: EngineOptions, progress: Progress | None
             "pip install --force-reinstall --no-cache-dir llama-cpp-python"
         ) from error
     return LlamaCppEngine(files, options.llama, lambda share: _tell(progress, "load", round(share * 100), 100))
+
+
+def _digest(weights: Sequence[Path], progress: Progress | None) -> None:
+    """Read the weights once, which takes a while the first time: their digest is remembered for the identity."""
+    digest_of_files(weights, lambda done, total: _tell(progress, "digest", done, total))
 
 
 def _tell(progress: Progress | None, stage: str, done: int, total: int) -> None:
