@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -18,6 +17,7 @@ from rekindle.core.identity import digest_of_config, digest_of_fields
 from rekindle.engine.decoder import ADVICE, refusal
 from rekindle.engine.device import Placement, place
 from rekindle.engine.quiet import quiet_transformers
+from rekindle.engine.template import TEMPLATE_ERRORS
 from rekindle.engine.tokenizer import TextTokenizer
 from rekindle.errors import BrokenModel, InvalidPrompt, OutOfMemory, UnsupportedModel
 from rekindle.models.check import GENERATING, TOKENIZER_FILES, check_folder
@@ -83,7 +83,7 @@ def load_tokenizer(folder: Path, model: PreTrainedModel) -> TextTokenizer:
     def render(messages: list[dict[str, Any]]) -> str:
         try:
             return str(loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except TEMPLATE_ERRORS as error:
             raise InvalidPrompt(f"The model's chat template refuses these messages: {error}") from error
 
     return TextTokenizer(

@@ -17,6 +17,8 @@ class KeepAlive:
         self._lock = threading.Lock()
         self._users = 0
         self._timer: threading.Timer | None = None
+        with self._lock:
+            self._start()
 
     @contextmanager
     def use(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -67,7 +68,7 @@ class Known:
     @property
     def stored_tokens(self) -> int:
         """How many tokens the store knows."""
-        return self.matches.match.length if self.matches.match is not None else 0
+        return self.matches.stored[-1].span.stop if self.matches.stored else 0
 
 
 class PrefixCache:
@@ -77,12 +78,14 @@ class PrefixCache:
         """Raises `InvalidSetting`, and `CacheUnusable` for a folder that was named."""
         self._engine = engine
         self._settings = settings
-        self.store = open_store(settings)
+        crowded = engine.capabilities.crowded  # then parked contexts take no memory that is not taken anyway
+        self.store = open_store(settings, share=1.0 if crowded else 0.5)
         self.keeper = None if self.store is None else Keeper(self.store)
         self.cut = Cut(engine.prefill_tokens, PIECE_TOKENS if settings.deterministic else None)
         memory = parse_limit(settings.memory_limit).resolve(psutil.virtual_memory().total)
         # Nothing says how old the KV of a parked context is: with a time to live, there are none.
-        self._parked = ParkedContexts(memory // 2 if self.store is not None and settings.ttl is None else 0)
+        parks = self.store is not None and settings.ttl is None and memory > 0
+        self._parked = ParkedContexts((sys.maxsize if crowded else memory // 2) if parks else 0)
         self._patience = Patience()
         self._slow: TimedFeed | None = None
         self._room = Room(self.unpark)
@@ -153,7 +156,7 @@ class PrefixCache:
             self.unpark()
         if context is None:
             if plan.loads and plan.loads[0].tier == "engine":  # there is no room to go on from it
-                plan = Plan.computing(self.cut.spans(0, len(known.tokens)), plan.cold_seconds)
+                plan = Plan.computing(self._spans(known), plan.cold_seconds)
             regime = self._engine.regime(len(known.tokens))
             context = self._room.take(lambda: Context(known.shelf, self._engine.open(capacity, regime)), cancelled)
         context.passing = known.off
@@ -206,11 +209,14 @@ class PrefixCache:
         except (KvLost, NoAnswer) as error:
             log.info("computing instead: %s", error)
             context.stored_tokens = 0
-            spans = self.cut.spans(0, len(known.tokens))
-            return replace(work.run(context, Plan.computing(spans, plan.cold_seconds)), lost=str(error))
+            return replace(work.run(context, Plan.computing(self._spans(known), plan.cold_seconds)), lost=str(error))
         self._note_load(known, plan, filled)
         store.used(used, max(0.0, saved - filled.load_seconds) * 1e3)
         return filled
+
+    def _spans(self, known: Known) -> list[Span]:
+        """The steps that compute all of a prompt."""
+        return self.cut.spans(0, len(known.tokens))
 
     def _used(self, match: Match, tokens: int) -> Match:
         """The part of what was found that `tokens` tokens need."""
@@ -279,8 +285,8 @@ class PrefixCache:
             if context.passing or self._closed:
                 context.close()
                 return
-            if self.cut.piece_tokens:  # only what was prefilled in whole pieces is ever reused
-                context.truncate(min(len(context.tokens), self.cut.reusable(context.prompt_tokens)))
+            if self.cut.piece_tokens:
+                self._cut_to_pieces(context)
             if not context.tokens:
                 context.close()
                 return
@@ -288,6 +294,10 @@ class PrefixCache:
             self._parked.park(context)
         finally:
             self._room.give()
+
+    def _cut_to_pieces(self, context: Context) -> None:
+        """Only what was prefilled in whole pieces is ever reused."""
+        context.truncate(min(len(context.tokens), self.cut.reusable(context.prompt_tokens)))
 
     def _keep(self, context: Context, count: int) -> None:
         count = self.cut.reusable(count)

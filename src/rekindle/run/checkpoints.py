@@ -23,7 +23,7 @@ from rekindle.core.plan import Plan, Tier
 from rekindle.errors import Cancelled, KvLost
 from rekindle.index.prefix import Match
 from rekindle.reuse.lookup import Found, Matches
-from rekindle.reuse.planner import make_plan
+from rekindle.reuse.planner import Cut, make_plan
 from rekindle.run.cache import EARLY_TOKENS, Known, PrefixCache
 from rekindle.run.context import Context
 from rekindle.run.keep import Keep
@@ -45,8 +45,16 @@ class CheckpointCache(PrefixCache):
 
     def plan(self, known: Known) -> Plan:
         """What to do about it; steps end where a state shall be kept."""
-        edges = () if known.off else places(known.tokens, self._stops, self.cut.piece_tokens)
-        return make_plan(known.matches, self.costs.rates, replace(self.cut, edges=edges))
+        return make_plan(known.matches, self.costs.rates, self._cut(known))
+
+    def _cut(self, known: Known) -> Cut:
+        return self.cut if known.off else replace(self.cut, edges=self._places(known))
+
+    def _places(self, known: Known) -> tuple[int, ...]:
+        return places(known.tokens, self._stops, self.cut.piece_tokens)
+
+    def _spans(self, known: Known) -> list[Span]:
+        return self._cut(known).spans(0, len(known.tokens))
 
     def keep_early(self, context: Context) -> None:
         """Keep the state of a long new prompt before its reply changes it."""
@@ -80,10 +88,10 @@ class CheckpointCache(PrefixCache):
 
     def _prefill(self, context: Context, known: Known, cancelled: Asked) -> Prefill:
         def reached(length: int) -> None:
-            if length in edges and length > known.stored_tokens:
+            if not known.off and length in edges:
                 self._keep(context, length)
 
-        edges = () if known.off else places(known.tokens, self._stops, self.cut.piece_tokens)
+        edges = self._places(known)
         return replace(super()._prefill(context, known, cancelled), reached=reached)
 
     def _used(self, match: Match, tokens: int) -> Match:  # noqa: ARG002  (all of it, or nothing)
@@ -92,12 +100,16 @@ class CheckpointCache(PrefixCache):
     def _run(self, work: Prefill, context: Context, plan: Plan, feed: TimedFeed) -> Filled:
         pages = len(feed.span)
         snapshot = _Pages(self._engine.layout, pages)
-        feed.fill(0, snapshot.out)
+        self._patience.ask(lambda: feed.fill(0, snapshot.out), feed.patience_seconds)
         if work.cancelled():
             raise Cancelled("The request was cancelled.")
         context.sequence.restore(snapshot.content(plan.reused), plan.reused)
         context.tokens = tuple(work.tokens[: plan.reused])
         return replace(work.run(context, plan), load_seconds=feed.busy_seconds)
+
+    def _cut_to_pieces(self, context: Context) -> None:
+        """Whole pieces were kept on the way; what came after cannot be cut off."""
+        context.truncate(0)
 
     def _keep(self, context: Context, count: int) -> None:
         """Keep the state as it is now: that of the first `count` tokens."""

@@ -17,14 +17,17 @@ from rekindle.store.tiered import TieredStore
 log = logging.getLogger("rekindle.cache")
 
 
-def open_store(settings: Settings) -> TieredStore | None:
-    """The store that the settings name; None if they want none, or the user's own folder cannot be used."""
+def open_store(settings: Settings, *, share: float = 0.5) -> TieredStore | None:
+    """The store that the settings name; None if they want none, or the user's own folder cannot be used.
+
+    `share` of the memory limit is for its memory tier; the rest is for contexts parked in the engine.
+    """
     if settings.cache == "off" or settings.reuse == "off":
         return None
     memory = parse_limit(settings.memory_limit).resolve(psutil.virtual_memory().total)
     chosen = StoreSettings(
         disk_limit=settings.disk_limit,
-        memory_limit=memory - memory // 2,  # the other half is for contexts parked in the engine
+        memory_limit=int(memory * share),
         policy=settings.policy,
         ttl_seconds=None if settings.ttl is None else parse_duration(settings.ttl),
         admission=settings.admission,

@@ -11,6 +11,7 @@ keep      what was new, in the background                     run/keep
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import weakref
@@ -74,7 +75,8 @@ class Session:
         stays = self.settings.keep_alive is None
         if isinstance(model, (str, os.PathLike)):
             spec, options = os.fspath(model), EngineOptions.of(self.settings)
-            return load_engine(spec, options, progress) if stays else RestingEngine(lambda: load_engine(spec, options))
+            load = functools.partial(load_engine, spec, options, progress)
+            return load() if stays else RestingEngine(load)
         if not stays:
             raise InvalidSetting("keep_alive is for a model given by name: an engine that was given stays loaded.")
         return model

@@ -108,7 +108,12 @@ class Cells:
         """All of a sequence."""
         with self.lock:
             self._turn()
-            return self._get(sequence, int(llama_cpp.llama_state_seq_get_size(self.context.pointer, sequence)))
+            return self._get(sequence, self.size_bytes_of(sequence))
+
+    def size_bytes_of(self, sequence: int) -> int:
+        """How long the state of a whole sequence is."""
+        with self.lock:
+            return int(llama_cpp.llama_state_seq_get_size(self.context.pointer, sequence))
 
     def put(self, sequence: int, state: Bytes) -> bool:
         """Make an empty sequence what `state` says; False if llama.cpp does not take it."""

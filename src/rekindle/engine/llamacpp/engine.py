@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import llama_cpp
 import numpy as np
 
 from rekindle.core.identity import Identity, digest_of_fields
-from rekindle.core.kv import KvLayout, LayerShape, Span
+from rekindle.core.kv import Kv, KvLayout, LayerShape, Span
 from rekindle.core.model import ModelFiles
 from rekindle.core.request import Sampling
 from rekindle.engine.base import Capabilities, Logits, Row
@@ -19,7 +21,7 @@ from rekindle.engine.llamacpp.feeding import Staging
 from rekindle.engine.llamacpp.library import LoadedContext, LoadedModel, version
 from rekindle.engine.llamacpp.options import LlamaOptions
 from rekindle.engine.llamacpp.sample import ChainSampler
-from rekindle.engine.llamacpp.sequence import LlamaSequence
+from rekindle.engine.llamacpp.sequence import LlamaSequence, SequenceModel
 from rekindle.engine.llamacpp.state import StateLayout, UnknownLayout, read_layout
 from rekindle.engine.llamacpp.tokenizer import GgufTokenizer
 from rekindle.engine.rows import CheckedRow, check_rows
@@ -31,7 +33,7 @@ log = logging.getLogger("rekindle.llamacpp")
 PAGE_BYTES = 16 << 10  # of a snapshot, where that is what is kept
 _PAGES = KvLayout("uint8", (LayerShape(1, PAGE_BYTES // 2, PAGE_BYTES // 2),))
 _CHECK_TOKENS = 6
-_CHECK_TOLERANCE = 1e-2  # of the largest logit
+_CHECK_TOLERANCE = 1e-3  # of the largest logit
 
 
 class LlamaCppEngine:
@@ -51,7 +53,9 @@ class LlamaCppEngine:
         self.files = files
         self.options = options
         self.loaded_model = LoadedModel(files.gguf, options, progress)
-        self._context: LoadedContext | None = None
+        self._held = ExitStack()  # what is freed at the end, the last first; also if nobody closes the engine
+        self._held.callback(self.loaded_model.close)
+        weakref.finalize(self, self._held.close).atexit = False
         self._identities: dict[str, Identity] = {}
         self._closing = threading.Lock()
         try:
@@ -64,13 +68,14 @@ class LlamaCppEngine:
             raise
 
     def _start(self, options: LlamaOptions) -> None:
-        self._context = context = LoadedContext(self.loaded_model, options)
+        context = LoadedContext(self.loaded_model, options)
         self.context_tokens = context.tokens
         self.prefill_tokens = context.batch_tokens
         self.flash_attention = context.flash_attention
         self.threads = context.threads
         self._cells = Cells(context, options.sequences, self.tokenizer.vocabulary_size)
-        self._regime = self._read_regime(context)
+        self._held.callback(self._cells.close)
+        self._regime = context.regime
         self.opaque = self._why_opaque()
         self._state: StateLayout | None = None
         if self.opaque is None:
@@ -80,11 +85,14 @@ class LlamaCppEngine:
                 self.opaque = f"this llama.cpp hands KV out in a layout that is not known ({error})"
                 log.warning("%s: reuse is by checkpoint, because %s.", self.name, self.opaque)
         self._staging = None if self._state is None else Staging(self._state)
-        self._moves = self._state is not None and bool(llama_cpp.llama_memory_can_shift(context.memory))
+        moves = self._state is not None and bool(llama_cpp.llama_memory_can_shift(context.memory))
+        self._sequences = SequenceModel(
+            self._cells, self._state, self._regime, self.context_tokens, moves, _owner_of(weakref.ref(self))
+        )
         self.layout = _PAGES if self._state is None else self._state.kv
         self.capabilities = Capabilities(
             layer_feeds=False,
-            mends="leading" if self._moves else "none",
+            mends="leading" if moves else "none",
             selects=False,
             probes=False,
             crowded=True,
@@ -106,7 +114,7 @@ class LlamaCppEngine:
         known = self._identities.get(regime)
         if known is None:
             weights = digest_of_files(self.files.parts)
-            how = "plain" if self._state is not None else "snapshot"
+            how = "plain" if self._state is not None else f"snapshot, flash attention {self.flash_attention}"
             known = Identity(
                 weights=weights,
                 config=digest_of_fields("rekindle/llamacpp/1", version(), how),
@@ -124,7 +132,7 @@ class LlamaCppEngine:
             raise StepRefused(f"A capacity of {capacity} does not fit the context of {self.context_tokens} tokens.")
         if regime != self._regime:
             raise StepRefused(f"The regime {regime!r} is unknown. Ask `regime(tokens)`.")
-        return LlamaSequence(self._cells, self._state, capacity, regime, self.context_tokens, self._moves)
+        return LlamaSequence(self._sequences, capacity)
 
     def sampler(self, sampling: Sampling, context: Sequence[int]) -> ChainSampler:
         """What draws the tokens of a reply: llama.cpp's own samplers."""
@@ -157,12 +165,7 @@ class LlamaCppEngine:
     def close(self) -> None:
         """Free the model. Sequences that are still open can only be closed then."""
         with self._closing:
-            cells = self.__dict__.get("_cells")
-            if cells is not None:
-                cells.close()  # waits for a step that runs
-            elif self._context is not None:
-                self._context.close()
-            self.loaded_model.close()
+            self._held.close()  # waits for a step that runs
 
     def _own(self, row: CheckedRow) -> LlamaSequence:
         sequence = row.row.sequence
@@ -204,14 +207,6 @@ class LlamaCppEngine:
             self._cells.remove(_number(sequence), 0)
             sequence.set_length(0)
 
-    def _read_regime(self, context: LoadedContext) -> str:
-        """Longrope has other frequencies past its original length; llama.cpp takes them by the size of the buffer."""
-        architecture = self.loaded_model.metadata("general.architecture")
-        original = self.loaded_model.metadata(f"{architecture}.rope.scaling.original_context_length")
-        if original is None:
-            return "plain"
-        return "long" if context.cells > int(original) else "short"
-
     def _why_opaque(self) -> str | None:
         pointer = self.loaded_model.pointer
         if llama_cpp.llama_model_is_recurrent(pointer):
@@ -236,12 +231,8 @@ class LlamaCppEngine:
             layout = read_layout(whole, count)
             kv, middle = layout.parse(whole, Span(0, count)), Span(2, count - 1)
             part = layout.parse(cells.state_of(number, middle, layout.size_bytes(len(middle))), middle)
-            for ours, theirs in zip(part.layers, kv.layers, strict=True):
-                same = np.array_equal(ours.keys, theirs.keys[:, 2:-1]) and np.array_equal(
-                    ours.values, theirs.values[:, 2:-1]
-                )
-                if not same:
-                    raise UnknownLayout("the state of a part is not a part of the state")
+            if not _same(part, kv, middle):
+                raise UnknownLayout("the state of a part is not a part of the state")
             (expected,) = cells.compute([Tokens(number, tokens[count:], count, 1)])
             cells.remove(number, 0)
             again = np.empty(layout.size_bytes(count), np.uint8)
@@ -250,12 +241,36 @@ class LlamaCppEngine:
                 view.keys[:], view.values[:] = layer.keys, layer.values
             if not cells.put(number, again):
                 raise UnknownLayout("it does not take back what it gave")
+            if not _same(layout.parse(cells.whole_state_of(number), Span(0, count)), kv, Span(0, count)):
+                raise UnknownLayout("it gives back something else than it took")
             (got,) = cells.compute([Tokens(number, tokens[count:], count, 1)])
             if np.abs(got - expected).max() > _CHECK_TOLERANCE * max(1.0, float(np.abs(expected).max())):
                 raise UnknownLayout("KV that went out and in again gives other logits")
             return layout
         finally:
             cells.close_sequence(number, count + 1)
+
+
+def _same(part: Kv, whole: Kv, span: Span) -> bool:
+    """Whether the KV of a part is that part of the whole, bit for bit."""
+    pairs = zip(part.layers, whole.layers, strict=True)
+    start, stop = span.start, span.stop
+    return all(
+        a.keys.tobytes() == b.keys[:, start:stop].tobytes() and a.values.tobytes() == b.values[:, start:stop].tobytes()
+        for a, b in pairs
+    )
+
+
+def _owner_of(engine: weakref.ref[LlamaCppEngine]) -> Callable[[], bytes]:
+    """The digest of an engine's identity, asked when it is needed: the first time may read the whole file."""
+
+    def owner() -> bytes:
+        alive = engine()
+        if alive is None:
+            raise Closed("The engine was closed. Load the model again.")
+        return bytes.fromhex(alive.identity(alive.regime(1)).digest)
+
+    return owner
 
 
 def _number(sequence: LlamaSequence) -> int:

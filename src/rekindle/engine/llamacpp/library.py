@@ -45,11 +45,11 @@ class LoadedModel:
                 "has: its README says how."
             )
         parameters.n_gpu_layers = (-1 if options.gpu_layers is None else options.gpu_layers) if self.on_gpu else 0
-        told = llama_cpp.llama_progress_callback(lambda share, _: bool(progress is None or progress(share) or True))
-        parameters.progress_callback = told
+        listener = _Listener(progress)
+        parameters.progress_callback = listener.callback
         self._pointer = llama_cpp.llama_model_load_from_file(os.fsencode(path), parameters)
         if not self._pointer:
-            raise _load_error(path, said)
+            raise listener.error or _load_error(path, said)
         self.vocab = llama_cpp.llama_model_get_vocab(self._pointer)
 
     @property
@@ -60,14 +60,19 @@ class LoadedModel:
     @property
     def has_decoder(self) -> bool:
         """Whether it writes text, token after token."""
-        return bool(llama_cpp.llama_model_has_decoder(self._pointer)) and not bool(
-            llama_cpp.llama_model_has_encoder(self._pointer)
-        )
+        other = llama_cpp.llama_model_has_encoder(self._pointer) or llama_cpp.llama_model_is_diffusion(self._pointer)
+        return bool(llama_cpp.llama_model_has_decoder(self._pointer)) and not other
 
     @property
     def trained_tokens(self) -> int:
         """The longest context it was made for."""
         return int(llama_cpp.llama_model_n_ctx_train(self._pointer))
+
+    @property
+    def original_tokens(self) -> int | None:
+        """The length past which its rotary embedding has other frequencies; None if it has no such length."""
+        original = self.metadata(f"{self.metadata('general.architecture')}.rope.scaling.original_context_length")
+        return None if original is None else int(original)
 
     def metadata(self, key: str) -> str | None:
         """A value of the file's header, as text."""
@@ -101,6 +106,23 @@ class LoadedModel:
                 llama_cpp.llama_model_free(pointer)
 
 
+class _Listener:
+    """Tells how far a load is. What is raised by whoever is told ends the load, and is raised by it."""
+
+    def __init__(self, progress: Callable[[float], None] | None) -> None:
+        self.error: BaseException | None = None
+        self._progress = progress
+        self.callback = llama_cpp.llama_progress_callback(self._told)
+
+    def _told(self, share: float, _: Any) -> bool:
+        try:
+            if self._progress is not None:
+                self._progress(share)
+        except BaseException as error:  # noqa: BLE001  (raised again when the library has returned)
+            self.error = error
+        return self.error is None
+
+
 class LoadedContext:
     """Where a model computes: one KV buffer of `cells` tokens for all sequences. Not for two threads at once."""
 
@@ -111,12 +133,19 @@ class LoadedContext:
         self.tokens = _choose_context(model, options)
         wanted = options.kv_tokens or self.tokens + min(self.tokens, _SPARE_TOKENS)
         self.cells = _rounded(max(wanted, self.tokens))
+        held = self.cells + _ROUND_TOKENS  # a few to spare: moved keys are turned by computing a token
+        original = model.original_tokens
+        if original is not None and self.tokens <= original:
+            held = min(held, original)
+            self.cells = min(self.cells, max(self.tokens, held - 1))
+        # Longrope has other frequencies past its original length; llama.cpp chooses them by the size of the buffer.
+        self.regime = "plain" if original is None else "long" if held > original else "short"
         self.batch_tokens = min(options.batch_tokens, self.cells)
         parameters = llama_cpp.llama_context_default_params()
-        parameters.n_ctx = self.cells
-        parameters.n_batch = self.batch_tokens
-        parameters.n_ubatch = min(options.micro_batch_tokens, self.batch_tokens)
+        parameters.n_ctx = held
         parameters.n_seq_max = options.sequences + 1  # one to spare
+        parameters.n_batch = max(self.batch_tokens, parameters.n_seq_max)  # it wants room for a token of each
+        parameters.n_ubatch = min(options.micro_batch_tokens, parameters.n_batch)
         parameters.kv_unified = True
         parameters.swa_full = False
         threads = options.threads or cores()

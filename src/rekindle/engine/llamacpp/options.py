@@ -9,6 +9,7 @@ from rekindle.errors import InvalidSetting, nearest
 
 # ggml's numbers of types
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
+MOST_SEQUENCES = 255  # and one to spare
 PLAIN_KV_TYPES = ("f32", "f16", "bf16")
 
 FlashAttention = Literal["auto", "on", "off"]
@@ -36,6 +37,8 @@ class LlamaOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidSetting(f"{name}={value} makes no sense. Use 1 or more, or leave it out.")
+        if self.sequences > MOST_SEQUENCES:
+            raise InvalidSetting(f"sequences={self.sequences} is more than llama.cpp takes. Use up to {MOST_SEQUENCES}")
         if self.kv_type not in PLAIN_KV_TYPES and self.flash_attention == "off":
             raise InvalidSetting(f"kv_type={self.kv_type!r} needs flash attention. Leave flash_attention='off' away.")
         if self.gpu_layers is not None and self.gpu_layers < 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import secrets
+import weakref
 from collections.abc import Sequence
 
 import llama_cpp
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from rekindle.core.request import Sampling
 
+_COLDEST = 1e-6  # below, logits divided by it overflow, and all but the likeliest are out of reach anyway
 _TOKEN = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
 
 
@@ -23,6 +25,7 @@ class ChainSampler:
     ) -> None:
         """`context` is the prompt: a repetition penalty counts it too, as far as the last `most_tokens` go."""
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+        weakref.finalize(self, llama_cpp.llama_sampler_free, self._chain).atexit = False
         self._remembers = sampling.repetition_penalty != 1.0
         for sampler in _samplers(sampling, vocabulary_size, most_tokens):
             llama_cpp.llama_sampler_chain_add(self._chain, sampler)
@@ -30,7 +33,7 @@ class ChainSampler:
             for token in context:
                 llama_cpp.llama_sampler_accept(self._chain, token)
         self._candidates = np.zeros(vocabulary_size, _TOKEN)
-        self._plainly_greedy = sampling.greedy and not self._remembers
+        self._plainly_greedy = sampling.temperature < _COLDEST and not self._remembers
 
     def draw(self, logits: NDArray[np.float32]) -> int:
         """The next token, from logits `[vocabulary]`."""
@@ -46,18 +49,13 @@ class ChainSampler:
         llama_cpp.llama_sampler_accept(self._chain, token)
         return token
 
-    def __del__(self) -> None:
-        chain = self.__dict__.pop("_chain", None)
-        if chain is not None:
-            llama_cpp.llama_sampler_free(chain)
-
 
 def _samplers(sampling: Sampling, vocabulary_size: int, most_tokens: int) -> list[llama_cpp.llama_sampler_p]:
     """In llama.cpp's usual order: penalties, then what cuts the tail, temperature, the draw."""
     chain = []
-    if sampling.repetition_penalty != 1.0:
-        chain.append(llama_cpp.llama_sampler_init_penalties(most_tokens, sampling.repetition_penalty, 0.0, 0.0))
-    if sampling.greedy:
+    if (penalty := sampling.repetition_penalty) != 1.0:
+        chain.append(llama_cpp.llama_sampler_init_penalties(vocabulary_size, most_tokens, penalty, 0.0, 0.0))
+    if sampling.temperature < _COLDEST:
         return [*chain, llama_cpp.llama_sampler_init_greedy()]
     if sampling.top_k is not None and sampling.top_k < vocabulary_size:
         chain.append(llama_cpp.llama_sampler_init_top_k(sampling.top_k))

@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
+import xxhash
 
 from rekindle.core.kv import Kv, Span
 from rekindle.engine.llamacpp.cells import Cells
 from rekindle.engine.llamacpp.state import StateLayout, UnknownLayout
 from rekindle.errors import Closed, KvLost, StepRefused
 
+_HEAD = struct.Struct("<8s16sQQ16s")  # what it is, whose, tokens, bytes, their digest
+_MAGIC = b"rksnap01"
+
+
+@dataclass(frozen=True)
+class SequenceModel:
+    """What the sequences of an engine share.
+
+    layout    of their states; None for a model whose state is not plain KV
+    longest   how many positions the model takes
+    moves     whether its keys can be turned
+    owner     16 bytes: whose snapshots it understands
+    """
+
+    cells: Cells
+    layout: StateLayout | None
+    regime: str
+    longest: int
+    moves: bool
+    owner: Callable[[], bytes]
+
 
 class LlamaSequence:
-    """See `EngineSequence` for the contract. `layout` is None for a model whose state is not plain KV."""
+    """See `EngineSequence` for the contract."""
 
-    def __init__(
-        self, cells: Cells, layout: StateLayout | None, capacity: int, regime: str, longest: int, moves: bool
-    ) -> None:
-        """`longest` is how many positions the model takes, `moves` whether its keys can be turned."""
-        self.cells = cells
-        self._layout = layout
-        self._longest = longest
-        self._moves = moves
-        self.regime = regime
+    def __init__(self, model: SequenceModel, capacity: int) -> None:
+        self.cells = cells = model.cells
+        self._model = model
+        self._layout = model.layout
+        self.regime = model.regime
         self.number: int | None = cells.open(capacity)
         self.capacity = capacity
         self._length = 0
@@ -35,10 +57,10 @@ class LlamaSequence:
     @property
     def size_bytes(self) -> int:
         """What its cells take; of a model without plain KV, what its state does."""
-        self._open()
+        number = self._open()
         if self._layout is not None:
             return self.capacity * self._layout.kv.token_bytes
-        return len(self.cells.whole_state_of(self._open())) if self._length else 0
+        return _HEAD.size + self.cells.size_bytes_of(number) if self._length else 0
 
     def set_length(self, length: int) -> None:
         """Count exactly the positions below `length` as present."""
@@ -47,8 +69,8 @@ class LlamaSequence:
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` positions; what is present stays."""
         self._open()
-        if capacity > self._longest:
-            raise StepRefused(f"A capacity of {capacity} does not fit the context of {self._longest} tokens.")
+        if capacity > self._model.longest:
+            raise StepRefused(f"A capacity of {capacity} does not fit the context of {self._model.longest} tokens.")
         if capacity > self.capacity:
             self.cells.reserve(capacity - self.capacity)
             self.capacity = capacity
@@ -68,7 +90,7 @@ class LlamaSequence:
     def append(self, kv: Kv) -> None:
         """Put KV behind what is present, its keys turned to where they stand now."""
         start, number = self.length, self._open()
-        if self._layout is None or not self._moves:
+        if self._layout is None or not self._model.moves:
             raise StepRefused("This model's keys cannot be moved. Compute the tokens instead.")
         if kv.layout != self._layout.kv:
             raise StepRefused("The KV is of another model, or of another type.")
@@ -98,19 +120,32 @@ class LlamaSequence:
         self._open()
         if self._layout is not None:
             raise StepRefused("This model has plain KV: export a span.")
-        return self.cells.whole_state_of(self._open()).tobytes()
+        state = self.cells.whole_state_of(self._open())
+        digest = xxhash.xxh3_128_digest(state.data)
+        return _HEAD.pack(_MAGIC, self._model.owner(), self._length, len(state), digest) + state.tobytes()
 
     def restore(self, snapshot: bytes | memoryview, length: int) -> None:
         """Make an empty sequence what another was."""
         number = self._open()
+        if self._layout is not None:
+            raise StepRefused("This model has plain KV: feed a span.")
         if self._length:
             raise StepRefused(f"Only an empty sequence can be restored: {self._length} positions are present.")
         if not 0 < length <= self.capacity:
             raise StepRefused(f"{length} tokens do not fit the sequence's capacity of {self.capacity}.")
-        if not self.cells.put(number, np.frombuffer(snapshot, np.uint8)):
+        if not self._is_whole(snapshot, length):  # llama.cpp would believe what it reads, and fall over it
+            raise KvLost("This is no snapshot of this model at that length; its tokens are computed instead.")
+        if not self.cells.put(number, np.frombuffer(snapshot, np.uint8, offset=_HEAD.size)):
             self.cells.remove(number, 0)
             raise KvLost("llama.cpp does not take the snapshot; its tokens are computed instead.")
         self._length = length
+
+    def _is_whole(self, snapshot: bytes | memoryview, length: int) -> bool:
+        if len(snapshot) < _HEAD.size:
+            return False
+        magic, owner, tokens, size, digest = _HEAD.unpack_from(snapshot)
+        ours = (magic, owner, tokens, size) == (_MAGIC, self._model.owner(), length, len(snapshot) - _HEAD.size)
+        return bool(ours and digest == xxhash.xxh3_128_digest(memoryview(snapshot)[_HEAD.size :]))
 
     def close(self) -> None:
         """Give the cells back."""

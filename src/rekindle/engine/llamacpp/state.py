@@ -141,6 +141,10 @@ def read_layout(state: Bytes, cells: int) -> StateLayout:
     except (struct.error, ValueError) as error:
         raise UnknownLayout(str(error)) from error
     layout = StateLayout(magic, bool(transposed), keys, values)
+    types = {half.type for half in (*keys, *values)}
+    size = layout.kv.numpy_dtype.itemsize
+    if (transposed and len(types) > 1) or any(half.row_bytes % size for half in (*keys, *values)):
+        raise UnknownLayout(f"numbers of types {sorted(types)} that cannot be told apart")
     if start != len(state) or layout.size_bytes(cells) != start:
         raise UnknownLayout(f"{len(state)} bytes in place of {start}")
     return layout

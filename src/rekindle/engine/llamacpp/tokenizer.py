@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import re
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from itertools import pairwise
-from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import llama_cpp
 import numpy as np
 
-from rekindle.engine.chat import ChatTokenizer, Render, any_of, is_marker
+from rekindle.engine.chat import ChatTokenizer, any_of, is_marker
 from rekindle.engine.llamacpp.library import LoadedModel
-from rekindle.errors import InvalidPrompt
+from rekindle.engine.template import renderer
 
 _TEMPLATE = "tokenizer.chat_template"
 _SPECIAL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 _DEFINED = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+_STRIPS = llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP  # takes the whitespace behind it along
+_MARKER = re.compile(r"<\|.+\|>")  # what the file calls defined by users, but nobody writes
+_SEAM = "\x01"  # a character that no token joins with another
 
 
 class GgufTokenizer(ChatTokenizer):
@@ -39,12 +36,14 @@ class GgufTokenizer(ChatTokenizer):
         kinds = np.array([llama_cpp.llama_vocab_get_attr(vocab, i) for i in range(self.vocabulary_size)])
         special = {self._text(i): i for i in np.flatnonzero(kinds & _SPECIAL).tolist()}
         defined = {self._text(i): i for i in np.flatnonzero(kinds & _DEFINED).tolist()}
-        markers = {text: i for text, i in defined.items() if is_marker(text, self.template)}
+        markers = {text: i for text, i in defined.items() if is_marker(text, self.template) or _MARKER.fullmatch(text)}
         self._ids = {**markers, **special}
-        self._markers = any_of(markers)
+        self._markers = re.compile(f"(?={any_of(markers).pattern})")  # where one begins, also inside another
+        self._strips = {i: bool(kinds[i] & _STRIPS) for i in self._ids.values()}
         ends = {i for i in special.values() if llama_cpp.llama_vocab_is_eog(vocab, i)}
         self.stop_ids = frozenset(ends | {i for i in (eos, int(llama_cpp.llama_vocab_eot(vocab))) if i >= 0})
-        render = _renderer(self.template, self._spelling(self._bos), self._spelling(eos)) if self.template else None
+        self._beginning = self._spelling(self._bos)
+        render = renderer(self.template, self._beginning, self._spelling(eos)) if self.template else None
         super().__init__(render=render, special=special, control=self._ids)
 
     def encode(self, text: str) -> list[int]:
@@ -53,7 +52,8 @@ class GgufTokenizer(ChatTokenizer):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, control tokens left out."""
-        return self._detokenize(tokens, spelled=False)
+        begins = bool(len(tokens)) and tokens[0] == self._bos  # else the space that leads a text would stay
+        return self._detokenize(tokens[1:] if begins else tokens, spelled=False)
 
     def spell(self, tokens: Sequence[int]) -> str:
         """The text of tokens, control tokens spelled out."""
@@ -64,22 +64,36 @@ class GgufTokenizer(ChatTokenizer):
         return lead + self._tokenize(rest, special=True)
 
     def _mixed(self, text: str, reveal: Callable[[str], str]) -> list[int]:
-        tokens = list(self._lead)
+        tokens, strips = list(self._lead), False
         for piece in re.split(f"({self._control.pattern})", self._rest(text)):
-            tokens += [self._ids[piece]] if piece in self._ids else self._as_text(reveal(piece))
+            if piece in self._ids:
+                tokens.append(self._ids[piece])
+                strips = self._strips[tokens[-1]]
+            elif piece:
+                tokens += self._as_text(reveal(piece.lstrip() if strips else piece))
+                strips = False
         return tokens
 
     def _rest(self, text: str) -> str:
         """A rendered chat without the token it begins with, which comes once, whether the template writes it or not."""
-        written = self._spelling(self._bos)
-        return text[len(written) :] if self._lead and written and text.startswith(written) else text
+        return text.removeprefix(self._beginning) if self._lead else text
 
     def _as_text(self, text: str) -> list[int]:
         """Tokens of text in which nothing is a control token: a marker of the template is cut after a letter."""
         if not text:
             return []
         edges = [0, *(found.start() + 1 for found in self._markers.finditer(text)), len(text)]
-        return [token for a, b in pairwise(edges) for token in self._tokenize(text[a:b], special=False)]
+        first, *others = pairwise(sorted(set(edges)))
+        tokens = self._tokenize(text[slice(*first)], special=False)
+        for start, stop in others:
+            tokens += self._going_on(text[start:stop])
+        return tokens
+
+    def _going_on(self, text: str) -> list[int]:
+        """Tokens of a text that is not the beginning of one: some vocabularies put a space before that."""
+        seam, joined = self._tokenize(_SEAM, special=False), self._tokenize(_SEAM + text, special=False)
+        clean = joined[: len(seam)] == seam
+        return joined[len(seam) :] if clean else self._tokenize(text, special=False)
 
     def _tokenize(self, text: str, *, special: bool) -> list[int]:
         if not text:
@@ -114,35 +128,3 @@ class GgufTokenizer(ChatTokenizer):
 
     def _spelling(self, token: int) -> str:
         return self._text(token) if token >= 0 else ""
-
-
-def _renderer(template: str, bos: str, eos: str) -> Render:
-    """As transformers and llama.cpp render templates: sandboxed, with the few functions that templates know."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        compiled: jinja2.Template | jinja2.TemplateError = environment.from_string(template)
-    except jinja2.TemplateError as error:
-        compiled = error
-
-    def render(messages: list[dict[str, Any]]) -> str:
-        try:
-            if isinstance(compiled, jinja2.TemplateError):
-                raise compiled
-            return compiled.render(messages=messages, add_generation_prompt=True, bos_token=bos, eos_token=eos)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise InvalidPrompt(f"The model's chat template refuses these messages: {error}") from error
-
-    return render
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-
-def _refuse(message: str) -> str:
-    raise jinja2.TemplateError(message)
