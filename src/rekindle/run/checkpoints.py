@@ -34,6 +34,7 @@ GRID_TOKENS = 512  # where a text without messages is kept
 _MOST_PLACES = 4  # of one prompt
 _MOST_CANDIDATES = 64
 _APART_TOKENS = 32  # a checkpoint nearer to the next one is not worth its time
+_PENDING_SECONDS = 0.1
 _NAME_PAGES = 8  # carry the digest of the tokens, four bytes each
 _HEAD = struct.Struct("<8sQQ")  # what it is, tokens, bytes of the snapshot
 _MAGIC = b"rkcheck1"
@@ -75,6 +76,8 @@ class CheckpointCache(PrefixCache):
         return self._parked.take(shelf, tokens, whole=True)
 
     def _find(self, store: TieredStore, shelf: Shelf, tokens: Sequence[int], in_engine: int) -> Matches:
+        if self.keeper is not None:  # the last state of this chat may be on its way: it is worth waiting for
+            self.keeper.flush(_PENDING_SECONDS)
         asked = [] if self.cut.piece_tokens else [n for n in store.asked_lengths(shelf) if 0 < n < len(tokens)]
         lengths = {*candidates(tokens, self._stops, self.cut.piece_tokens), *asked}
         for length, name in sorted(_names(tokens, lengths), reverse=True):

@@ -9,6 +9,7 @@ from typing import TypeVar
 from rekindle.errors import Cancelled, OutOfMemory
 
 _LOOK_SECONDS = 0.05  # how often one that waits looks whether it is still wanted
+_LONELY_LOOKS = 20
 T = TypeVar("T")
 
 
@@ -30,14 +31,17 @@ class Room:
         try:
             return self._got(get())
         except OutOfMemory:
-            self._make()
+            pass
+        lonely = 0
         while True:
             with self._changed:
                 seen, running = self._changes, self._running
+            self._make()  # also what has been left waiting since
             try:
                 return self._got(get())
             except OutOfMemory:
-                if not running:
+                lonely = 0 if running else lonely + 1
+                if lonely > _LONELY_LOOKS:  # nor is anybody just about to begin, or to give back what he had
                     raise
             with self._changed:
                 if self._changes == seen:

@@ -9,6 +9,7 @@ from rekindle.errors import InvalidSetting, nearest
 
 # ggml's numbers of types
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
+_LARGEST = 1 << 31
 MOST_SEQUENCES = 255  # and one to spare
 PLAIN_KV_TYPES = ("f32", "f16", "bf16")
 
@@ -35,13 +36,13 @@ class LlamaOptions:
             raise InvalidSetting(f"kv_type={self.kv_type!r} is unknown.{nearest(self.kv_type, KV_TYPES)}")
         for name in ("threads", "batch_tokens", "micro_batch_tokens", "kv_tokens", "sequences"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and not 1 <= value < _LARGEST:
                 raise InvalidSetting(f"{name}={value} makes no sense. Use 1 or more, or leave it out.")
         if self.sequences > MOST_SEQUENCES:
             raise InvalidSetting(f"sequences={self.sequences} is more than llama.cpp takes. Use up to {MOST_SEQUENCES}")
         if self.kv_type not in PLAIN_KV_TYPES and self.flash_attention == "off":
             raise InvalidSetting(f"kv_type={self.kv_type!r} needs flash attention. Leave flash_attention='off' away.")
-        if self.gpu_layers is not None and self.gpu_layers < 0:
+        if self.gpu_layers is not None and not 0 <= self.gpu_layers < _LARGEST:
             raise InvalidSetting(f"gpu_layers={self.gpu_layers} makes no sense. Use 0 or more; none: as many as fit.")
         if self.device == "cpu" and self.gpu_layers:
             raise InvalidSetting(f"device='cpu' contradicts gpu_layers={self.gpu_layers}. Leave one of them out.")
