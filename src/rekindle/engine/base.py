@@ -274,6 +274,10 @@ class Engine(Protocol):
         """What it computes on, for people: cpu, or the name of an accelerator."""
 
     @property
+    def arithmetic(self) -> str:
+        """What the last bits of its results depend on, beside the model: versions, kernels, where it computes."""
+
+    @property
     def capabilities(self) -> Capabilities:
         """What this engine can do."""
 

@@ -124,6 +124,7 @@ class FakeEngine:
 
     capabilities = Capabilities(layer_feeds=True, mends="scattered", selects=True, probes=True)
     device = "cpu"
+    arithmetic = "numpy"
     prefill_tokens = 256
 
     def __init__(self, *, seed: int = 0, context_tokens: int = 4096) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from rekindle.core.identity import Identity
@@ -86,6 +87,11 @@ class HfEngine:
         """What it computes on, for people."""
         device = self.placement.device
         return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+    @property
+    def arithmetic(self) -> str:
+        """What the last bits of its results depend on."""
+        return f"torch {torch.__version__}, transformers {transformers.__version__}, {self.device}"
 
     @property
     def layout(self) -> KvLayout:

@@ -23,7 +23,7 @@ class RestingEngine:
         self._engine: Engine | None = load()
         self._closed = False
         awake = self._engine
-        self.name, self.device = awake.name, awake.device
+        self.name, self.device, self.arithmetic = awake.name, awake.device, awake.arithmetic
         self.capabilities, self.layout = awake.capabilities, awake.layout
         self.context_tokens, self.prefill_tokens = awake.context_tokens, awake.prefill_tokens
         self._identities: dict[str, Identity] = {}

@@ -105,7 +105,8 @@ class PrefixCache:
         if known is None:
             namespace = Namespace(self._engine.identity(regime).digest, tenant, salt)
             # Pieces are part of what the bits depend on: KV computed in others is on another shelf.
-            codec = f"raw/{self.cut.piece_tokens}" if self.cut.piece_tokens else "raw"
+            bits = digest_of_fields(str(self.cut.piece_tokens), self._engine.arithmetic)
+            codec = f"raw/{bits}" if self.cut.piece_tokens else "raw"
             known = Shelf(namespace, self._engine.layout, codec=codec, model=self._engine.name)
             if len(self._shelves) >= _SHELVES:
                 self._shelves.clear()

@@ -5,7 +5,8 @@
 
 A checkpoint is the whole state after some first tokens, and can only be restored whole. It is kept as pages, each of
 which stands where the KV of a token would: so limits, tiers, digests and crashes are the store's business as ever. The
-chain that the pages hang on begins with a digest of all the tokens, so a checkpoint is found by exactly its tokens.
+chain that the pages hang on begins with a digest of all the tokens and their number, so the checkpoints of a shelf can
+be listed, and one is found by exactly its tokens.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rekindle.core.keys import Shelf, token_bytes
+from rekindle.core.keys import TOKEN_BYTES, Shelf, token_bytes
 from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
 from rekindle.core.plan import Plan, Tier
 from rekindle.errors import Cancelled, KvLost
@@ -32,10 +33,9 @@ from rekindle.store.tiered import TieredStore
 
 GRID_TOKENS = 512  # where a text without messages is kept
 _MOST_PLACES = 4  # of one prompt
-_MOST_CANDIDATES = 64
 _APART_TOKENS = 32  # a checkpoint nearer to the next one is not worth its time
 _PENDING_SECONDS = 0.1
-_NAME_PAGES = 8  # carry the digest of the tokens, four bytes each
+_NAME_PAGES = 9  # carry the name: the digest of the tokens, four bytes each, and how many they are
 _HEAD = struct.Struct("<8sQQ")  # what it is, tokens, bytes of the snapshot
 _MAGIC = b"rkcheck1"
 _LENGTHS = (1 << 5, 1 << 8, 1 << 11, 1 << 14, 1 << 17, 1 << 20)  # pages looked for
@@ -78,14 +78,12 @@ class CheckpointCache(PrefixCache):
     def _find(self, store: TieredStore, shelf: Shelf, tokens: Sequence[int], in_engine: int) -> Matches:
         if self.keeper is not None:  # the last state of this chat may be on its way: it is worth waiting for
             self.keeper.flush(_PENDING_SECONDS)
-        asked = [] if self.cut.piece_tokens else [n for n in store.asked_lengths(shelf) if 0 < n < len(tokens)]
-        lengths = {*candidates(tokens, self._stops, self.cut.piece_tokens), *asked}
-        for length, name in sorted(_names(tokens, lengths), reverse=True):
-            if length <= in_engine:
-                break
+        kept = {_Name.of(beginning) for beginning in store.beginnings(shelf)}
+        lengths = {name.tokens for name in kept if in_engine < name.tokens < len(tokens)}
+        for name in sorted(kept & set(_names(tokens, lengths)), key=lambda name: -name.tokens):
             if (match := _lookup(store, shelf, name)) is not None:
                 tier: Tier = "memory" if all(store.holds(piece) for piece in match.pieces) else "disk"
-                found = Found(Span(0, length), tier, match.length * shelf.layout.token_bytes)
+                found = Found(Span(0, name.tokens), tier, match.length * shelf.layout.token_bytes)
                 return Matches(len(tokens), in_engine, (found,), match)
         return Matches(len(tokens), in_engine)
 
@@ -119,8 +117,8 @@ class CheckpointCache(PrefixCache):
         if self.keeper is None or count <= context.stored_tokens or context.sequence.length != count:
             return
         kv = _as_pages(self._engine.layout, context.sequence.snapshot(), count)
-        ((_, name),) = _names(context.tokens, [count])
-        job = Keep(context.shelf, tuple(_ids(name, len(kv.span))), lambda span: _part(kv, span))
+        (name,) = _names(context.tokens, [count])
+        job = Keep(context.shelf, tuple(name.ids(len(kv.span))), lambda span: _part(kv, span))
         job.detach()
         if self.keeper.offer(job):
             context.stored_tokens = count
@@ -144,34 +142,36 @@ def places(tokens: Sequence[int], stops: Set[int], piece_tokens: int | None = No
     return tuple(sorted(chosen))
 
 
-def candidates(tokens: Sequence[int], stops: Set[int], piece_tokens: int | None = None) -> list[int]:
-    """After how many tokens a state may have been kept: there, or before a message's end, where a reply stopped."""
-    last = len(tokens) - 1
-    if piece_tokens:
-        return list(range(piece_tokens, last + 1, piece_tokens))
-    ends = [place for place, token in enumerate(tokens[:last]) if token in stops]
-    near = sorted({*ends, *(end + 1 for end in ends), last} - {0})
-    return sorted({*near[-_MOST_CANDIDATES:], *near[:2], *range(GRID_TOKENS, last + 1, GRID_TOKENS)})
+@dataclass(frozen=True)
+class _Name:
+    """What a checkpoint is found by: how many tokens it is the state of, and their digest."""
+
+    tokens: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, beginning: bytes) -> _Name:
+        """The name of the checkpoint whose pages begin so."""
+        return cls(int.from_bytes(beginning[32:36], "little"), beginning[:32])
+
+    def ids(self, pages: int) -> list[int]:
+        """What stands for tokens in the chain of its pages: the name, then numbers."""
+        return [*np.frombuffer(self.digest, "<u4").tolist(), self.tokens, *range(_NAME_PAGES, pages)]
 
 
-def _names(tokens: Sequence[int], lengths: Iterable[int]) -> Iterator[tuple[int, bytes]]:
-    """A digest of the first so many tokens, for each of the lengths."""
+def _names(tokens: Sequence[int], lengths: Iterable[int]) -> Iterator[_Name]:
+    """The names of the states after the first so many tokens, for each of the lengths."""
     data, start = token_bytes(tokens), 0
     state = hashlib.blake2b(b"rekindle/checkpoint/1", digest_size=32)
     for length in sorted(lengths):
-        state.update(data[start : 4 * length])
-        start = 4 * length
-        yield length, state.copy().digest()
+        state.update(data[start : TOKEN_BYTES * length])
+        start = TOKEN_BYTES * length
+        yield _Name(length, state.copy().digest())
 
 
-def _ids(name: bytes, pages: int) -> list[int]:
-    """What stands for tokens in the chain of a checkpoint's pages: its name, then numbers."""
-    return [*np.frombuffer(name, "<u4").tolist(), *range(_NAME_PAGES, pages)]
-
-
-def _lookup(store: TieredStore, shelf: Shelf, name: bytes) -> Match | None:
+def _lookup(store: TieredStore, shelf: Shelf, name: _Name) -> Match | None:
     for pages in _LENGTHS:
-        match = store.lookup(shelf, _ids(name, pages))
+        match = store.lookup(shelf, name.ids(pages))
         if match.length < _NAME_PAGES:
             return None
         if match.length < pages:

@@ -107,6 +107,11 @@ class View:
         ]
         return [Neighbour(Spot(row[0], row[1]), row[2]) for cursor in found for row in cursor.fetchall()]
 
+    def children(self, parent: NodeKey, most: int) -> list[bytes]:
+        """The tokens of the blocks that hang on `parent`, in order of their bytes."""
+        select = "SELECT tokens FROM blocks WHERE parent=? AND shelf=? ORDER BY tokens LIMIT ?"
+        return [row[0] for row in self.connection.execute(select, (parent, self.shelf, most)).fetchall()]
+
 
 def shelf_id(connection: sqlite3.Connection, digest: str) -> int | None:
     """The number of a shelf that has been used before."""

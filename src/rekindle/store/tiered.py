@@ -114,6 +114,15 @@ class TieredStore:
 
         return self._reading(look, None)
 
+    def beginnings(self, shelf: Shelf, most: int = 10_000) -> list[bytes]:
+        """The tokens with which everything kept on a shelf begins, a block of each; of a store in trouble, none."""
+
+        def look() -> list[bytes]:
+            with self.disk.view(shelf, self._bad) as rows:
+                return [] if rows is None else rows.children(shelf.namespace.root, most)
+
+        return self._reading(look, [])
+
     def load(self, shelf: Shelf, match: Match) -> StoredFeed:
         """A feed of what `match` found, ready to fill. Raises `KvLost` if it is not there any more."""
         if not match.pieces:
@@ -209,12 +218,6 @@ class TieredStore:
         """Remember a request, for `explain`. What cannot be remembered is not."""
         if not self.disk.database.read_only:
             self._writing(lambda: history.note(self.disk, shelf, identity, tokens, content, record), lambda _: None)
-
-    def asked_lengths(self, shelf: Shelf, most: int = 32) -> list[int]:
-        """How many tokens the last requests on a shelf had; of a store in trouble, none."""
-        nothing: list[history.Asked] = []
-        asked = self._reading(lambda: history.recent(self.disk, shelf, most), nothing)
-        return [int(past.record.get("tokens", 0)) for past in asked]
 
     def tend(self) -> None:
         """Do what may wait: note uses, hold in memory what was read, remove what expired. Call it when idle."""

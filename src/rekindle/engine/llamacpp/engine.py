@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from rekindle.core.request import Sampling
 from rekindle.engine.base import Capabilities, Logits, Row
 from rekindle.engine.llamacpp.cells import Cells, Tokens
 from rekindle.engine.llamacpp.feeding import Staging
-from rekindle.engine.llamacpp.library import LoadedContext, LoadedModel, version
+from rekindle.engine.llamacpp.library import LoadedContext, LoadedModel, build, version
 from rekindle.engine.llamacpp.options import LlamaOptions
 from rekindle.engine.llamacpp.sample import ChainSampler
 from rekindle.engine.llamacpp.sequence import LlamaSequence, SequenceModel
@@ -32,6 +33,8 @@ log = logging.getLogger("rekindle.llamacpp")
 
 PAGE_BYTES = 16 << 10  # of a snapshot, where that is what is kept
 _PAGES = KvLayout("uint8", (LayerShape(1, PAGE_BYTES // 2, PAGE_BYTES // 2),))
+_NO_ROTATION = "LLAMA_ATTN_ROT_DISABLE"  # with it llama.cpp quantizes other numbers
+_MOVING_TYPES = ("f16", "f32")  # llama.cpp falls over turning others
 _CHECK_TOKENS = 6
 _CHECK_TOLERANCE = 1e-3  # of the largest logit
 
@@ -85,7 +88,8 @@ class LlamaCppEngine:
                 self.opaque = f"this llama.cpp hands KV out in a layout that is not known ({error})"
                 log.warning("%s: reuse is by checkpoint, because %s.", self.name, self.opaque)
         self._staging = None if self._state is None else Staging(self._state)
-        moves = self._state is not None and bool(llama_cpp.llama_memory_can_shift(context.memory))
+        moves = self._state is not None and options.kv_type in _MOVING_TYPES
+        moves = moves and bool(llama_cpp.llama_memory_can_shift(context.memory))
         self._sequences = SequenceModel(
             self._cells, self._state, self._regime, self.context_tokens, moves, _owner_of(weakref.ref(self))
         )
@@ -104,6 +108,11 @@ class LlamaCppEngine:
         """What it computes on, for people."""
         return "gpu" if self.loaded_model.on_gpu else "cpu"
 
+    @property
+    def arithmetic(self) -> str:
+        """What the last bits of its results depend on."""
+        return f"{version()}, {build()}, flash attention {self.flash_attention}, {self.device}"
+
     def regime(self, tokens: int) -> str:  # noqa: ARG002  (llama.cpp chooses by the size of its buffer)
         """The same for every length: the rotary embedding is chosen with the context."""
         return self._regime
@@ -117,7 +126,7 @@ class LlamaCppEngine:
             how = "plain" if self._state is not None else f"snapshot, flash attention {self.flash_attention}"
             known = Identity(
                 weights=weights,
-                config=digest_of_fields("rekindle/llamacpp/1", version(), how),
+                config=digest_of_fields("rekindle/llamacpp/1", version(), how, os.environ.get(_NO_ROTATION, "")),
                 tokenizer=weights,
                 template=digest_of_fields("rekindle/template/1", self.tokenizer.template),
                 dtype=self.options.kv_type,
