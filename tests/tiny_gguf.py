@@ -13,7 +13,6 @@ from rekindle.core.model import ModelFiles
 
 VOCABULARY = 320
 LAYERS, HEADS, KV_HEADS, DIM, INNER = 4, 2, 1, 32, 64
-HIDDEN = HEADS * DIM
 CONTEXT = 512
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}"
@@ -58,34 +57,47 @@ class Weights:
 
 
 def write_llama(path: Path, *, seed: int = 0, template: str | None = CHAT_TEMPLATE, **changes: Any) -> Path:
-    """A llama of four layers."""
+    """A llama of four layers.
+
+    context   how long a context it was made for
+    epsilon   of its norms
+    switch    for how many tokens its rotary frequencies are made; they are others for longer contexts
+    dim       of a head
+    """
+    dim = changes.get("dim", DIM)
+    hidden = HEADS * dim
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name(f"tiny-{seed}")
     writer.add_context_length(changes.get("context", CONTEXT))
-    writer.add_embedding_length(HIDDEN)
+    writer.add_embedding_length(hidden)
     writer.add_block_count(LAYERS)
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_dimension_count(DIM)
-    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(dim)
+    writer.add_layer_norm_rms_eps(changes.get("epsilon", 1e-5))
     writer.add_vocab_size(VOCABULARY)
     add_vocabulary(writer, template=template)
+    if "switch" in changes:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+        writer.add_rope_scaling_orig_ctx_len(changes["switch"])
+        writer.add_tensor("rope_factors_short.weight", np.ones(dim // 2, np.float32))
+        writer.add_tensor("rope_factors_long.weight", np.linspace(1.5, 7.0, dim // 2, dtype=np.float32))
     weights = Weights(writer, seed)
-    weights.matrix("token_embd.weight", VOCABULARY, HIDDEN)
+    weights.matrix("token_embd.weight", VOCABULARY, hidden)
     for layer in range(LAYERS):
         block = f"blk.{layer}."
-        weights.ones(block + "attn_norm.weight", HIDDEN)
-        weights.matrix(block + "attn_q.weight", HEADS * DIM, HIDDEN)
-        weights.matrix(block + "attn_k.weight", KV_HEADS * DIM, HIDDEN)
-        weights.matrix(block + "attn_v.weight", KV_HEADS * DIM, HIDDEN)
-        weights.matrix(block + "attn_output.weight", HIDDEN, HEADS * DIM)
-        weights.ones(block + "ffn_norm.weight", HIDDEN)
-        weights.matrix(block + "ffn_gate.weight", INNER, HIDDEN)
-        weights.matrix(block + "ffn_up.weight", INNER, HIDDEN)
-        weights.matrix(block + "ffn_down.weight", HIDDEN, INNER)
-    weights.ones("output_norm.weight", HIDDEN)
-    weights.matrix("output.weight", VOCABULARY, HIDDEN)
+        weights.ones(block + "attn_norm.weight", hidden)
+        weights.matrix(block + "attn_q.weight", HEADS * dim, hidden)
+        weights.matrix(block + "attn_k.weight", KV_HEADS * dim, hidden)
+        weights.matrix(block + "attn_v.weight", KV_HEADS * dim, hidden)
+        weights.matrix(block + "attn_output.weight", hidden, HEADS * dim)
+        weights.ones(block + "ffn_norm.weight", hidden)
+        weights.matrix(block + "ffn_gate.weight", INNER, hidden)
+        weights.matrix(block + "ffn_up.weight", INNER, hidden)
+        weights.matrix(block + "ffn_down.weight", hidden, INNER)
+    weights.ones("output_norm.weight", hidden)
+    weights.matrix("output.weight", VOCABULARY, hidden)
     return finish(writer, path)
 
 

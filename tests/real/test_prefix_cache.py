@@ -13,7 +13,8 @@ import pytest
 from rekindle import Session
 from rekindle.core.request import Reply, parse_prompt
 from rekindle.engine.base import Engine
-from tests.laws.test_prefix_cache import assert_bit_equal, common, opened, record
+from tests.parity.engines import common
+from tests.parity.sessions import assert_bit_equal, opened, record
 
 pytestmark = pytest.mark.real
 

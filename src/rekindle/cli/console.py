@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -44,7 +45,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
         numeric = bool(rows) and all(row[index][:1].isdigit() for row in rows)
         table.add_column(name, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     Console(highlight=False).print(table)
 
 

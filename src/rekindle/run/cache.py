@@ -152,26 +152,34 @@ class PrefixCache:
 
     def fill(self, known: Known, plan: Plan, capacity: int, cancelled: Asked) -> Filled:
         """Carry out the plan. What cannot be loaded is computed. Raises `Cancelled` and what the engine raises."""
-        context = self._going_on(known, plan, capacity)
-        if self._engine.capabilities.crowded:
-            self.unpark()
-        if context is None:
-            if plan.loads and plan.loads[0].tier == "engine":  # there is no room to go on from it
-                plan = Plan.computing(self._spans(known), plan.cold_seconds)
-            regime = self._engine.regime(len(known.tokens))
-            context = self._room.take(lambda: Context(known.shelf, self._engine.open(capacity, regime)), cancelled)
-        context.passing = known.off
-        work = self._prefill(context, known, cancelled)
+        self._room.enter()
+        context: Context | None = None
         try:
-            context.prompt_tokens = len(known.tokens)
-            context.stored_tokens = max(known.stored_tokens, context.stored_tokens)
-            if plan.loads and plan.loads[0].tier != "engine":
-                return self._load(work, context, known, plan)
-            return work.run(context, plan)
+            context = self._going_on(known, plan, capacity)
+            if self._engine.capabilities.crowded:
+                self.unpark()
+            if context is None:
+                if plan.loads and plan.loads[0].tier == "engine":  # there is no room to go on from it
+                    plan = Plan.computing(self._spans(known), plan.cold_seconds)
+                context = self._room.take(lambda: self._new(known, capacity), cancelled)
+            return self._filled(context, known, plan, cancelled)
         except BaseException:
-            context.close()
-            self._room.give()
+            if context is not None:
+                context.close()
+            self._room.leave()
             raise
+
+    def _new(self, known: Known, capacity: int) -> Context:
+        return Context(known.shelf, self._engine.open(capacity, self._engine.regime(len(known.tokens))))
+
+    def _filled(self, context: Context, known: Known, plan: Plan, cancelled: Asked) -> Filled:
+        context.passing = known.off
+        context.prompt_tokens = len(known.tokens)
+        context.stored_tokens = max(known.stored_tokens, context.stored_tokens)
+        work = self._prefill(context, known, cancelled)
+        if plan.loads and plan.loads[0].tier != "engine":
+            return self._load(work, context, known, plan)
+        return work.run(context, plan)
 
     def _going_on(self, known: Known, plan: Plan, capacity: int) -> Context | None:
         """The context that the plan goes on from, cut to what it shares and with room for more; None for a new one."""
@@ -185,7 +193,6 @@ class PrefixCache:
         except OutOfMemory:
             context.close()
             return None
-        self._room.enter()
         self.offer(Stayed(known.shelf, known.tokens[: plan.reused], self.costs))
         return context
 
@@ -294,7 +301,7 @@ class PrefixCache:
             self._keep(context, len(context.tokens))
             self._parked.park(context)
         finally:
-            self._room.give()
+            self._room.leave()
 
     def _cut_to_pieces(self, context: Context) -> None:
         """Only what was prefilled in whole pieces is ever reused."""

@@ -21,7 +21,7 @@ import numpy as np
 from rekindle.core.keys import TOKEN_BYTES, Shelf, token_bytes
 from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
 from rekindle.core.plan import Plan, Tier
-from rekindle.errors import Cancelled, KvLost
+from rekindle.errors import KvLost
 from rekindle.index.prefix import Match
 from rekindle.reuse.lookup import Found, Matches
 from rekindle.reuse.planner import Cut, make_plan
@@ -101,9 +101,7 @@ class CheckpointCache(PrefixCache):
     def _run(self, work: Prefill, context: Context, plan: Plan, feed: TimedFeed) -> Filled:
         pages = len(feed.span)
         snapshot = _Pages(self._engine.layout, pages)
-        self._patience.ask(lambda: feed.fill(0, snapshot.out), feed.patience_seconds)
-        if work.cancelled():
-            raise Cancelled("The request was cancelled.")
+        self._patience.ask(lambda: feed.fill(0, snapshot.out), feed.patience_seconds, work.cancelled)
         context.sequence.restore(snapshot.content(plan.reused), plan.reused)
         context.tokens = tuple(work.tokens[: plan.reused])
         return replace(work.run(context, plan), load_seconds=feed.busy_seconds)
@@ -172,7 +170,8 @@ def _names(tokens: Sequence[int], lengths: Iterable[int]) -> Iterator[_Name]:
 def _lookup(store: TieredStore, shelf: Shelf, name: _Name) -> Match | None:
     for pages in _LENGTHS:
         match = store.lookup(shelf, name.ids(pages))
-        if match.length < _NAME_PAGES:
+        asked = match.root == shelf.namespace.root and match.tokens == token_bytes(name.ids(pages))
+        if not asked or match.length < _NAME_PAGES:
             return None
         if match.length < pages:
             return match

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
+from rekindle.errors import Cancelled
+
+_LOOK_SECONDS = 0.005  # how often a question that may be cancelled looks whether it was
 T = TypeVar("T")
 
 
@@ -38,8 +41,11 @@ class Patience:
         self._hanging: _Question[object] | None = None
         self._idle: list[SimpleQueue[_Question[object] | None]] = []
 
-    def ask(self, question: Callable[[], T], timeout_seconds: float) -> T:
-        """The answer. Raises `NoAnswer` if the question raised anything, `Late` if that took too long."""
+    def ask(self, question: Callable[[], T], timeout_seconds: float, cancelled: Callable[[], bool] | None = None) -> T:
+        """The answer. Raises `NoAnswer` if the question raised anything, `Late` if that took too long.
+
+        Raises `Cancelled` as soon as nobody wants to know any more.
+        """
         asked: _Question[T] = _Question(question)
         with self._lock:
             if self._hanging is not None and not self._hanging.answered.is_set():
@@ -50,10 +56,16 @@ class Patience:
             except RuntimeError as error:  # the system has no thread left
                 raise NoAnswer(str(error)) from error
         line.put(asked)  # type: ignore[arg-type]
-        if not asked.answered.wait(timeout_seconds):
+        deadline = Deadline(timeout_seconds)
+        while not asked.answered.wait(timeout_seconds if cancelled is None else _LOOK_SECONDS):
+            unwanted = cancelled is not None and cancelled()
+            if not unwanted and not deadline.passed:
+                continue
             with self._lock:
                 self._hanging = asked  # type: ignore[assignment]
             line.put(None)  # its thread ends with it
+            if unwanted:
+                raise Cancelled("The request was cancelled.")
             raise Late(f"no answer within {timeout_seconds:.2f} s")
         with self._lock:
             self._idle.append(line)

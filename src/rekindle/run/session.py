@@ -61,13 +61,14 @@ class Session:
         Raises `ModelError`, `EngineMissing`, `InvalidSetting`, and `CacheUnusable` for a folder that was named.
         """
         self.settings = Settings.load(settings)
+        stays = self.settings.keep_alive
+        stays_seconds = None if stays is None else parse_duration(stays)
         self._owns_engine = isinstance(model, (str, os.PathLike))
         self._engine: Engine | None = self._load(model, progress)
         self._written = WrittenReplies() if self.settings.keep_reply_tokens else None
         kind = PrefixCache if self._engine.capabilities.spans else CheckpointCache
         self.cache = kind(self._engine, self.settings)
-        stays = self.settings.keep_alive
-        self._alive = KeepAlive(None if stays is None else parse_duration(stays), self._rest)
+        self._alive = KeepAlive(stays_seconds, self._rest)
         # A program that ends without closing its sessions still keeps what they computed.
         self._finalizer = weakref.finalize(self, self.cache.close)
 

@@ -77,11 +77,15 @@ class LlamaSequence:
 
     def export(self, span: Span) -> Kv:
         """A copy of the KV of `span`."""
+        number = self._open()
         if self._layout is None:
             raise StepRefused("This model has no plain KV to export. Take a snapshot.")
         if span.stop > self.length:
             raise StepRefused(f"Cannot export up to {span.stop}: {self.length} positions are present.")
-        state = self.cells.state_of(self._open(), span, self._layout.size_bytes(len(span)))
+        if not len(span):
+            nothing = np.empty(self._layout.size_bytes(0), np.uint8)
+            return Kv(span, self._layout.kv, tuple(self._layout.views(nothing, 0)))
+        state = self.cells.state_of(number, span, self._layout.size_bytes(len(span)))
         try:
             return self._layout.parse(state, span)
         except UnknownLayout as error:

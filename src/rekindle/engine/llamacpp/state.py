@@ -98,10 +98,11 @@ class StateLayout:
         for half, start in zip((*self.keys, *self.values), starts, strict=True):
             begin = start + _ROWS.size
             arrays.append(state[begin : begin + cells * half.row_bytes].view(self.kv.numpy_dtype))
-        keys, values = arrays[: len(self.keys)], arrays[len(self.keys) :]
-        if self.transposed:
-            values = [v.reshape(1, -1, cells).swapaxes(1, 2) for v in values]
-        return [LayerKv(k.reshape(1, cells, -1), v.reshape(1, cells, -1)) for k, v in zip(keys, values, strict=True)]
+        layers = []
+        for shape, keys, values in zip(self.kv.layers, arrays, arrays[len(self.keys) :], strict=False):
+            across = values.reshape(1, shape.value_dim, cells).swapaxes(1, 2) if self.transposed else values
+            layers.append(LayerKv(keys.reshape(1, cells, shape.key_dim), across.reshape(1, cells, shape.value_dim)))
+        return layers
 
     def parse(self, state: Bytes, span: Span) -> Kv:
         """The KV of `span` from its state. Raises `UnknownLayout` if it is another's."""
@@ -177,5 +178,5 @@ def _checked(kind: int, row_bytes: int, stop: int, length: int) -> _Half:
 
 
 def _in(order: NDArray[Any] | None, array: NDArray[Any]) -> NDArray[Any]:
-    """The tokens in order, each head contiguous; copied only where they are not already."""
-    return np.ascontiguousarray(array if order is None else array[:, order])
+    """The tokens in order, each head contiguous; a copy, because a view would hold on to the whole state."""
+    return np.array(array if order is None else array[:, order], order="C")

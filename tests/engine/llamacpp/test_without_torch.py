@@ -1,0 +1,122 @@
+"""The command in a virtual environment that has llama.cpp and no torch: everything that does not need torch works."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("llama_cpp")
+
+pytestmark = [pytest.mark.llamacpp, pytest.mark.real, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[3]
+PROMPT = "Name three colours, and say where they are seen in a garden in spring."
+
+
+def wheels() -> Path:
+    """Where the Makefile has the wheel of llama-cpp-python built."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("REKINDLE_WHEELS") or caches / "rekindle-wheels")
+
+
+def said(*command: str | Path, **environment: str) -> str:
+    """What a command prints; fails with all of it if the command does."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        env={**os.environ, **environment},
+        cwd=Path(sys.prefix),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, (
+        f"{command} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    )
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of its programs."""
+    if not list(wheels().glob("llama_cpp_python-*.whl")):
+        pytest.skip(f"there is no wheel of llama-cpp-python in {wheels()}: make llamacpp builds it")
+    folder = tmp_path_factory.mktemp("without") / "venv"
+    venv.create(folder, with_pip=True)
+    programs = folder / ("Scripts" if os.name == "nt" else "bin")
+    pip = [programs / "python", "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+    found = ["-c", ROOT / "constraints.txt", "--find-links", wheels(), "--only-binary", "llama-cpp-python"]
+    said(*pip, *found, f"{ROOT}[llamacpp]")
+    return programs
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("without") / "cache"
+
+
+def rekindle(programs: Path, cache: Path, *arguments: str) -> str:
+    return said(programs / "rekindle", *arguments, REKINDLE_CACHE=str(cache), COLUMNS="200")
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "accelerate", "safetensors", "gguf"])
+def test_it_really_is_without(environment: Path, package: str) -> None:
+    code = f"import importlib.util as u, rekindle; print(u.find_spec({package!r}) is None, rekindle.__file__)"
+    absent, where = said(environment / "python", "-c", code).split()
+    assert absent == "True" and Path(where).is_relative_to(environment.parent), "it is the installed one"
+
+
+def test_a_prompt_is_answered_and_the_second_time_it_is_reused_from_disk(environment: Path, cache: Path) -> None:
+    first, second, third = (
+        json.loads(rekindle(environment, cache, "run", "smollm2", *engine, PROMPT, "-n", "16", "--json"))
+        for engine in (("--engine", "llamacpp"), ("--engine", "llamacpp"), ())
+    )
+    assert first["reuse"]["disk"] == 0 and first["text"]
+    tokens = first["usage"]["prompt_tokens"]
+    assert second["text"] == third["text"] == first["text"]
+    assert second["reuse"]["disk"] == third["reuse"]["disk"] == tokens - 1
+    assert rekindle(environment, cache, "run", "smollm2", PROMPT, "-n", "16").strip() == first["text"].strip()
+
+
+def test_the_last_request_is_explained(environment: Path, cache: Path) -> None:
+    rekindle(environment, cache, "run", "smollm2", PROMPT, "-n", "4")
+    told = rekindle(environment, cache, "explain", "--last")
+    found = re.search(r"smollm2: (\d+) of (\d+) tokens reused", told)
+    assert found is not None and int(found[1]) == int(found[2]) - 1
+    assert "from disk" in told and "why:" in told
+
+
+def test_the_cache_is_looked_at(environment: Path, cache: Path) -> None:
+    told = rekindle(environment, cache, "cache", "stats")
+    assert str(cache) in told and "smollm2" in told
+    assert rekindle(environment, cache, "cache", "check")
+    assert "smollm2" in rekindle(environment, cache, "cache", "ls")
+
+
+def test_models_are_listed(environment: Path, cache: Path) -> None:
+    assert re.search(r"^smollm2\s+decoder", rekindle(environment, cache, "list"), re.MULTILINE)
+
+
+def test_doctor_says_what_is_ready_and_how_to_get_the_rest(environment: Path, cache: Path) -> None:
+    report = json.loads(rekindle(environment, cache, "doctor", "--json"))
+    assert report["engines"]["llamacpp"] == "ready" and report["engines_ready"]
+    assert report["packages"]["torch"] == "not installed"
+    told = " ".join(rekindle(environment, cache, "doctor").split())
+    assert re.search(r"engine: llamacpp ready", told)
+    assert "needs torch, transformers, accelerate, gguf, safetensors" in told
+    assert "pip install 'rekindle[hf]'" in told
+
+
+def test_what_needs_torch_is_refused_with_what_to_install(environment: Path, cache: Path) -> None:
+    command = [str(environment / "rekindle"), "run", "smollm2", "--engine", "hf", "Hi", "-n", "2"]
+    done = subprocess.run(
+        command, env={**os.environ, "REKINDLE_CACHE": str(cache)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "pip install 'rekindle[hf]'" in " ".join(done.stderr.split())
