@@ -119,6 +119,7 @@ class _Measure:
             return reply.timings.first_token_seconds
 
         def from_engine() -> float:
+            self._ask(prompt.next())  # as a request before leaves it
             reply = self._ask(prompt.next())
             self.found.exactly &= reply.reuse.engine == size
             return reply.timings.first_token_seconds

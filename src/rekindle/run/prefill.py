@@ -124,4 +124,5 @@ class Prefill:
         span = step.span
         wanted: Wanted = "last" if span.stop == len(self.tokens) else "none"
         tokens = self.tokens[span.start : span.stop]
-        return Row(context.sequence, tokens, range(span.start, span.stop), wanted, feeds, replay=self.replay)
+        positions = range(span.start, span.stop)
+        return Row(context.sequence, tokens, positions, wanted, feeds, replay=self.replay, prefill=True)

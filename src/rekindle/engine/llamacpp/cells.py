@@ -154,6 +154,17 @@ class Cells:
                         filled += 1
             return np.split(logits, np.cumsum([row.wanted for row in rows])[:-1])
 
+    def compute_in_company(self, row: Tokens, cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        """The same for one row of one token, which rounds as among others: llama.cpp has other kernels for one alone.
+
+        The company is a token that nobody needs, in the spare sequence.
+        """
+        with self.lock:
+            try:
+                return self.compute([row, Tokens(self._spare, np.zeros(1, np.int64), 0, 0)], cancelled)[:1]
+            finally:
+                llama_cpp.llama_memory_seq_rm(self.context.memory, self._spare, -1, -1)
+
     def close(self) -> None:
         """Free the context. Idempotent."""
         with self.lock:

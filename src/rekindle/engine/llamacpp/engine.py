@@ -164,7 +164,10 @@ class LlamaCppEngine:
                     Tokens(_number(sequence), row.tokens, int(row.positions[0]), row.wanted)
                     for row, sequence in zip(checked, sequences, strict=True)
                 ]
-                logits = self._cells.compute(work, cancelled)
+                if len(work) == len(work[0].tokens) == 1 and rows[0].prefill and self._state is not None:
+                    logits = self._cells.compute_in_company(work[0], cancelled)
+                else:
+                    logits = self._cells.compute(work, cancelled)
                 finished = True
             finally:
                 for row, sequence in zip(checked, sequences, strict=True):
