@@ -206,8 +206,8 @@ class Row:
     """Tokens of one sequence to compute in a step: token `i` stands at position `positions[i]`.
 
     Without `replay` the step is computed the same way every time. With it an engine may record a step's kernels and
-    replay them later, which is faster and may round differently. `prefill` says that the tokens belong to a prompt: even
-    one alone shall round as it would in the company of the others, if the engine can see to that.
+    replay them later, which is faster and may round differently. `prefill` says that the tokens belong to a prompt:
+    even one alone shall round as it would in the company of the others, if the engine can see to that.
     """
 
     sequence: EngineSequence
