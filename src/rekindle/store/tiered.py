@@ -95,33 +95,23 @@ class TieredStore:
 
     def lookup(self, shelf: Shelf, tokens: Sequence[int]) -> Match:
         """The longest prefix of `tokens` whose KV is known. Changes nothing."""
-        data = token_bytes(tokens)
-        root = shelf.namespace.root
-        nothing = Match(root, data, (), ())
-
-        def look() -> Match:
-            with self.disk.view(shelf, self._bad) as rows:
-                return nothing if rows is None else search(rows, root, data)
-
-        return self._reading(look, nothing)
+        data, root = token_bytes(tokens), shelf.namespace.root
+        return self._viewing(shelf, lambda rows: search(rows, root, data), Match(root, data, (), ()))
 
     def continuation(self, shelf: Shelf, match: Match) -> bytes | None:
         """How something known goes on where `match` ends and its prompt does not; None if nothing does."""
-
-        def look() -> bytes | None:
-            with self.disk.view(shelf, self._bad) as rows:
-                return None if rows is None else continuation(rows, match)
-
-        return self._reading(look, None)
+        return self._viewing(shelf, lambda rows: continuation(rows, match), None)
 
     def beginnings(self, shelf: Shelf, most: int = 10_000) -> list[bytes]:
         """The tokens with which everything kept on a shelf begins, a block of each; of a store in trouble, none."""
+        return self._viewing(shelf, lambda rows: rows.children(shelf.namespace.root, most), [])
 
-        def look() -> list[bytes]:
+    def _viewing(self, shelf: Shelf, ask: Callable[[catalog.View], T], nothing: T) -> T:
+        def look() -> T:
             with self.disk.view(shelf, self._bad) as rows:
-                return [] if rows is None else rows.children(shelf.namespace.root, most)
+                return nothing if rows is None else ask(rows)
 
-        return self._reading(look, [])
+        return self._reading(look, nothing)
 
     def load(self, shelf: Shelf, match: Match) -> StoredFeed:
         """A feed of what `match` found, ready to fill. Raises `KvLost` if it is not there any more."""
