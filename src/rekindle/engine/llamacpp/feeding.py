@@ -19,6 +19,8 @@ from rekindle.errors import Cancelled
 
 _LOOK_SECONDS = 0.005
 _KEPT_BYTES = 256 << 20
+_WARM_BYTES = 48 << 20
+_BESIDE_BYTES = 128 << 10  # of a layer's values: fewer are turned before another thread would have begun
 
 
 class Staging:
@@ -27,6 +29,10 @@ class Staging:
     def __init__(self, layout: StateLayout) -> None:
         self._layout = layout
         self._state, self._across = _Room(), _Room()
+        # The first request after a start shall not pay for pages that nobody touched yet.
+        self._state.take(_WARM_BYTES).fill(0)
+        if layout.transposed:
+            self._across.take(_WARM_BYTES // 2).fill(0)
 
     def bring(self, feeds: Sequence[KvFeed], span: Span, cancelled: Callable[[], bool] | None) -> Bytes:
         """The state of `span`, which the feeds cover together. Raises what a feed raised, or `Cancelled`."""
@@ -52,7 +58,10 @@ class Staging:
             for layer, out in enumerate(self._layout.views(state, len(span))):
                 upright = values[sizes[layer] : sizes[layer + 1]].view(dtype).reshape(out.values.shape)
                 _fill_layer(feeds, span, layer, LayerKv(out.keys, upright))
-                turned.append(turning.submit(np.copyto, out.values, upright))
+                if upright.nbytes < _BESIDE_BYTES:
+                    np.copyto(out.values, upright)
+                else:
+                    turned.append(turning.submit(np.copyto, out.values, upright))
             for done in turned:
                 done.result()
 
