@@ -87,7 +87,9 @@ class LlamaCppEngine:
             except UnknownLayout as error:
                 self.opaque = f"this llama.cpp hands KV out in a layout that is not known ({error})"
                 log.warning("%s: reuse is by checkpoint, because %s.", self.name, self.opaque)
-        self._staging = None if self._state is None else Staging(self._state)
+        self._staging = None if self._state is None else Staging(self._state, self.context_tokens)
+        if self._staging is not None:
+            self._held.callback(self._staging.close)
         moves = self._state is not None and options.kv_type in _MOVING_TYPES
         moves = moves and bool(llama_cpp.llama_memory_can_shift(context.memory))
         self._sequences = SequenceModel(

@@ -24,15 +24,20 @@ _BESIDE_BYTES = 128 << 10  # of a layer's values: fewer are turned before anothe
 
 
 class Staging:
-    """Where a state is put together. One at a time."""
+    """Where a state of at most `context_tokens` is put together. One at a time."""
 
-    def __init__(self, layout: StateLayout) -> None:
+    def __init__(self, layout: StateLayout, context_tokens: int) -> None:
         self._layout = layout
         self._state, self._across = _Room(), _Room()
         # The first request after a start shall not pay for pages that nobody touched yet.
-        self._state.take(_WARM_BYTES).fill(0)
+        warm_bytes = min(_WARM_BYTES, layout.size_bytes(context_tokens))
+        self._state.take(warm_bytes).fill(0)
         if layout.transposed:
-            self._across.take(_WARM_BYTES // 2).fill(0)
+            self._across.take(warm_bytes // 2).fill(0)
+
+    def close(self) -> None:
+        """Let go of the bytes."""
+        self._state, self._across = _Room(), _Room()
 
     def bring(self, feeds: Sequence[KvFeed], span: Span, cancelled: Callable[[], bool] | None) -> Bytes:
         """The state of `span`, which the feeds cover together. Raises what a feed raised, or `Cancelled`."""
