@@ -37,17 +37,18 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
     """List the entries: what is kept of which model, how large, how often used."""
     from rekindle.cli.console import print_json, print_table
     from rekindle.core.size import human_bytes
+    from rekindle.store import report
 
     with opened(folder, key_file) as store:
-        rows, models = store.entries(), _models(store)
+        entries = report.entries(store)
     if json:
-        print_json([_as_json(row, models) for row in rows])
+        print_json([entry.as_dict() for entry in entries])
         return
     now = time.time()
     lines = [
         [
             row.name[:8],
-            models[row.shelf]["model"] or models[row.shelf]["identity"][:8],
+            shelf.title,
             f"{row.depth * 32}+{row.tokens}",
             human_bytes(row.size_bytes),
             str(row.hits),
@@ -55,7 +56,7 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
             _age(now - row.used),
             "pinned" if row.pinned else "",
         ]
-        for row in rows
+        for row, shelf in ((entry.extent, entry.shelf) for entry in entries)
     ]
     print_table(["entry", "model", "tokens", "size", "hits", "saved", "used", ""], lines)
 
@@ -63,36 +64,34 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
 @cache.command()
 def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False) -> None:
     """Sum it up: bytes, tokens, hits, time saved; by model with the room left, and the entries that saved most."""
-    from rekindle.cli.console import print_json, print_table
-    from rekindle.core.keys import parse_layout
-    from rekindle.core.size import human_bytes
+    from rekindle.cli.console import print_json
     from rekindle.settings import Settings
+    from rekindle.store import report
 
     with opened(folder, key_file) as store:
-        rows, models = store.entries(), _models(store)
         room_bytes = _room_bytes(store)
         found: dict[str, Any] = {
             "folder": str(store.folder),
             "limit": Settings.load().disk_limit,
             "free_bytes": room_bytes,
-            "entries": len(rows),
-            "tokens": sum(row.tokens for row in rows),
-            "bytes": sum(row.size_bytes for row in rows),
+            **report.summary(store),
             "catalog_bytes": store.database.size_bytes(),
-            "hits": sum(row.hits for row in rows),
-            "saved_ms": sum(row.saved_ms for row in rows),
-            "pinned": sum(bool(row.pinned) for row in rows),
         }
-    by_model = []
-    for shelf, about in models.items():
-        own = [row for row in rows if row.shelf == shelf]
-        numbers = {"entries": len(own), "tokens": sum(r.tokens for r in own), "bytes": sum(r.size_bytes for r in own)}
-        room = room_bytes // parse_layout(about.pop("layout")).token_bytes
-        by_model.append({**about, **numbers, "saved_ms": sum(r.saved_ms for r in own), "room_tokens": room})
-    best = sorted(rows, key=lambda row: -row.saved_ms)[:10]
+        models = report.by_shelf(store)
+        entries = report.entries(store)
+    for model in models:
+        model["room_tokens"] = room_bytes // model.pop("token_bytes")
+    best = [entry.as_dict() for entry in sorted(entries, key=lambda entry: -entry.extent.saved_ms)[:10]]
     if json:
-        print_json({**found, "models": by_model, "best": [_as_json(row, models) for row in best]})
-        return
+        print_json({**found, "models": models, "best": best})
+    else:
+        _print_stats(found, models, best)
+
+
+def _print_stats(found: dict[str, Any], models: list[dict[str, Any]], best: list[dict[str, Any]]) -> None:
+    from rekindle.cli.console import print_table
+    from rekindle.core.size import human_bytes
+
     for name, value in found.items():
         shown = human_bytes(value) if name.endswith("bytes") else value
         typer.echo(f"{name.replace('_', ' '):14} {shown}")
@@ -104,15 +103,15 @@ def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False)
                 *(str(m["entries"]), str(m["tokens"]), human_bytes(m["bytes"]), f"{m['saved_ms'] / 1000:.1f} s"),
                 f"for {m['room_tokens']:,} tokens of this model",
             ]
-            for m in by_model
+            for m in models
         ],
     )
     print_table(
         ["entry", "model", "tokens", "hits", "saved"],
         [
             [
-                *(row.name[:8], models[row.shelf]["model"] or models[row.shelf]["identity"][:8]),
-                *(f"{row.depth * 32}+{row.tokens}", str(row.hits), f"{row.saved_ms:,.0f} ms"),
+                *(row["name"][:8], row["model"] or row["identity"][:8]),
+                *(f"{row['depth'] * 32}+{row['tokens']}", str(row["hits"]), f"{row['saved_ms']:,.0f} ms"),
             ]
             for row in best
         ],
@@ -166,20 +165,21 @@ def prune(
 ) -> None:
     """Make the cache smaller: to a size, by age, or by model. Pinned entries stay."""
     from rekindle.core.size import parse_duration, parse_limit
+    from rekindle.store import report
 
     if to is None and unused is None and model is None:
         raise InvalidSetting("Say what to prune: --to 2GB, --unused 7d or --model NAME.")
     with opened(folder, key_file, write=True) as store:
         before = len(store.entries())
-        models = _models(store)
+        models = report.shelves(store)
         if unused is not None:
             oldest = store.clock() - parse_duration(unused)
             store.evict(lambda row: row.used < oldest)
         if model is not None:
-            if not any(model in (about["model"], about["identity"]) for about in models.values()):
-                known = ", ".join(sorted({about["model"] or about["identity"] for about in models.values()}))
+            if not any(model in (shelf.model, shelf.identity) for shelf in models.values()):
+                known = ", ".join(sorted({shelf.model or shelf.identity for shelf in models.values()}))
                 raise EntryNotFound(f"Nothing of a model {model!r} is kept. Kept: {known or 'nothing'}.")
-            store.evict(lambda row: model in (models[row.shelf]["model"], models[row.shelf]["identity"]))
+            store.evict(lambda row: model in (models[row.shelf].model, models[row.shelf].identity))
         if to is not None:
             used = sum(row.size_bytes for row in store.entries()) + store.database.size_bytes()
             store.room.prune(parse_limit(to).resolve(store.files.free_bytes(store.folder) + used))
@@ -321,25 +321,11 @@ def _room_bytes(store: DiskStore) -> int:
     """What may still be kept without evicting anything, under the limit of the settings."""
     from rekindle.core.size import parse_limit
     from rekindle.settings import Settings
+    from rekindle.store import report
 
-    with store.database.reading() as connection:
-        used = store.room.used_bytes(connection)
+    used = report.used_bytes(store)
     limit = parse_limit(Settings.load().disk_limit).resolve(store.files.free_bytes(store.folder) + used)
     return max(0, min(limit - used, store.files.free_bytes(store.folder)))
-
-
-def _models(store: DiskStore) -> dict[int, dict[str, Any]]:
-    columns = ("model", "identity", "tenant", "adapter", "codec", "layout")
-    with store.database.reading() as connection:
-        rows = connection.execute(f"SELECT id, {', '.join(columns)} FROM shelves").fetchall()
-    return {row[0]: dict(zip(columns, row[1:], strict=True)) for row in rows}
-
-
-def _as_json(row: Any, models: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    fields = ("name", "depth", "tokens", "blocks", "live", "hits", "saved_ms", "kept", "used")
-    about = {field: getattr(row, field) for field in fields}
-    shelf = {name: value for name, value in models[row.shelf].items() if name != "layout"}
-    return {**about, "bytes": row.size_bytes, "pinned": bool(row.pinned), **shelf}
 
 
 def _entries(count: int) -> str:

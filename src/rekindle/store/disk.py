@@ -124,14 +124,7 @@ class DiskStore:
         """The extents that begin with these names, or all live ones. Raises `EntryNotFound`."""
         with self.database.reading() as connection:
             rows = sorted(catalog.extents(connection, "state='live'"), key=lambda row: row.id)
-        chosen = []
-        for name in names:
-            found = [row for row in rows if name and row.name.startswith(name)]
-            if len(found) != 1:
-                what = "There is no entry" if not found else f"{len(found)} entries begin with"
-                raise EntryNotFound(f"{what} {name!r}. `rekindle cache ls` lists them.")
-            chosen += found
-        return chosen if names else rows
+        return named(rows, names) if names else rows
 
     def remove(self, rows: Sequence[catalog.Extent]) -> int:
         """Remove extents and what hangs on them; how many files went. Pinned ones too: they were named."""
@@ -191,6 +184,18 @@ class DiskStore:
         self.room.close()
         self.extents.close()
         self.database.close()
+
+
+def named(rows: Sequence[catalog.Extent], names: Sequence[str]) -> list[catalog.Extent]:
+    """Of the rows those that begin with these names, each of which must mean one. Raises `EntryNotFound`."""
+    chosen = []
+    for name in names:
+        found = [row for row in rows if name and row.name.startswith(name)]
+        if len(found) != 1:
+            what = "There is no entry" if not found else f"{len(found)} entries begin with"
+            raise EntryNotFound(f"{what} {name!r}. `rekindle cache ls` lists them.")
+        chosen += found
+    return chosen
 
 
 def _check_folder(folder: Path) -> None:

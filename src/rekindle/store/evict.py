@@ -69,8 +69,8 @@ class Eviction:
         self._policy = policy
         self._clock = clock
 
-    def free(self, short: int, holder: tuple[int, int] | None, whole: bool) -> bool:
-        """Free rows worth at least `short` bytes, as far as one transaction should; whether something was freed."""
+    def free(self, short: int, holder: tuple[int, int] | None, whole: bool) -> int:
+        """Free rows worth at least `short` bytes, as far as one transaction should; about how many bytes went."""
         with self._database.scanning() as connection:  # ranking may take long, and others may write meanwhile
             policy, most_hits = self._policy, catalog.most_hits(connection)
             ranked = rank(catalog.tails(connection), policy, self._clock(), most_hits, _RANKED)
@@ -80,8 +80,8 @@ class Eviction:
             while todo and freed < short:
                 freed += self._cut_tails(todo, short - freed, holder, largest_rest)
             if freed:
-                return True
-        return False
+                return freed
+        return 0
 
     def _cut_tails(
         self, todo: deque[catalog.Tail], short: int, holder: tuple[int, int] | None, largest_rest: float

@@ -97,11 +97,13 @@ def elsewhere(disk: DiskStore, shelf: Shelf, most: int = 64) -> list[Elsewhere]:
     ]
 
 
-def last(disk: DiskStore, most: int = 1) -> list[Asked]:
-    """The last requests of all, newest first."""
+def last(disk: DiskStore, most: int = 1, tenant: str | None = None) -> list[Asked]:
+    """The last requests of a tenant, or of all, newest first."""
     with disk.database.reading() as connection:
         rows = connection.execute(
-            "SELECT id, at, tokens, content, record FROM requests ORDER BY id DESC LIMIT ?", (most,)
+            "SELECT r.id, r.at, r.tokens, r.content, r.record FROM requests r JOIN shelves s ON s.id=r.shelf "
+            "WHERE ?1 IS NULL OR s.tenant=?1 ORDER BY r.id DESC LIMIT ?2",
+            (tenant, most),
         ).fetchall()
     return [_asked(row) for row in rows]
 

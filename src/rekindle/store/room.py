@@ -12,7 +12,7 @@ import contextlib
 import os
 import secrets
 import sqlite3
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -77,6 +77,7 @@ class Room:
         self._eviction = Eviction(database, settings.chosen_policy, clock)
         self._writers = Writers(folder / "writers", extents.files)
         self._writing: set[tuple[int, int]] = set()  # (process, extent) being written now
+        self.evicted_bytes: Counter[str] = Counter()  # by reason: new, limit, expired
 
     def fresh(self) -> catalog.Fresh:
         """When extents must have been kept not to be expired."""
@@ -156,7 +157,7 @@ class Room:
         while True:
             with self._database.scanning() as connection:
                 short = catalog.total_bytes(connection) - extent_bytes
-            if short <= 0 or not self._make_room(short, None):
+            if short <= 0 or not self._make_room(short, None, "limit"):
                 return
 
     def sweep(self) -> int:
@@ -182,6 +183,7 @@ class Room:
             where = "state='live' AND NOT pinned AND (kept<? OR kept>?)"
             expired = catalog.extents(connection, where, (fresh.oldest, fresh.newest))
         self.cut_all(expired, unless=lambda row: bool(row.pinned))
+        self.evicted_bytes["expired"] += sum(row.size_bytes for row in expired)
 
     def cut_all(self, rows: Sequence[catalog.Extent], unless: Callable[[catalog.Extent], bool] | None = None) -> None:
         """Free extents and what hangs on them, in transactions of bearable size; those that are others by now stay."""
@@ -276,16 +278,20 @@ class Room:
                 recovered = True
             if not evict:
                 raise Refused("there is no room for it")
-            if not self._make_room(used + need - limit + limit // 64, holder):
+            if not self._make_room(used + need - limit + limit // 64, holder, "new"):
                 raise Refused("all room is taken by what is pinned or being written")
 
-    def _make_room(self, short: int, holder: tuple[int, int] | None) -> bool:
+    def _make_room(self, short: int, holder: tuple[int, int] | None, reason: str) -> bool:
         """Do the next thing that gives room back, the cheapest first; whether there was one."""
         if self.sweep():
             return True
         compacted = self.compact()
+        if compacted.done > 0:
+            return True
         # Where sparse extents find no room for their copy, trimming more would give nothing back: whole ones go.
-        return compacted.done > 0 or self._eviction.free(short, holder, whole=compacted.no_room > 0)
+        freed_bytes = self._eviction.free(short, holder, whole=compacted.no_room > 0)
+        self.evicted_bytes[reason] += freed_bytes
+        return freed_bytes > 0
 
     def _holder(self, connection: sqlite3.Connection, plan: ExtentPlan) -> tuple[int, int] | None:
         """The block that a new extent will hang on: it must not be evicted for it."""
