@@ -20,6 +20,7 @@ RekindleError
 |-- RequestError            the request itself cannot be served (also a ValueError)
 |   |-- InvalidPrompt       empty, not text, or no chat template
 |   |-- InvalidSampling     a sampling value out of its range
+|   |-- InvalidGrammar      a grammar or schema that is wrong, too large or not supported
 |   `-- ContextOverflow     longer than the model's context
 |-- StepRefused             a row that breaks the engine's contract: a bug in the caller
 |-- Closed                  the session or sequence was closed
@@ -110,6 +111,10 @@ class InvalidPrompt(RequestError):
 
 class InvalidSampling(RequestError):
     """A sampling value is out of its range."""
+
+
+class InvalidGrammar(RequestError):
+    """A grammar or JSON schema is wrong, too large or not supported."""
 
 
 class ContextOverflow(RequestError):

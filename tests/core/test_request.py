@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from rekindle.core.request import Message, Reply, Request, Reuse, Sampling, Timings, Usage, parse_prompt
+from rekindle.core.reply import Reply, Reuse, Timings, Usage
+from rekindle.core.request import Message, Request, Sampling, parse_prompt
 from rekindle.errors import InvalidPrompt, InvalidSampling, InvalidSetting, RequestError
 
 

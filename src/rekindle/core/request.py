@@ -1,24 +1,27 @@
-"""What is asked of a session, and what comes back."""
+"""What is asked of a session."""
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
 
+from rekindle.core.tools import Tool, ToolChoice, parse_tools
 from rekindle.errors import InvalidPrompt, InvalidSampling, InvalidSetting, nearest
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from rekindle.core.grammar import Grammar
+
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Overflow = Literal["refuse", "drop-oldest"]
-FinishReason = Literal["stop", "length"]
 ReuseLevel = Literal["exact", "off"]
 
 DEFAULT_MAX_TOKENS = 512
+MOST_LOGPROBS = 20
+MOST_STOPS = 64
 _LARGEST_SEED = 2**64 - 1
 
 
@@ -94,6 +97,10 @@ class Options(TypedDict, total=False):
     min_p: float
     repetition_penalty: float
     seed: int | None
+    logprobs: int | None
+    grammar: Grammar | None
+    tools: Sequence[Tool | Mapping[str, Any]]
+    tool_choice: ToolChoice | str | Mapping[str, Any]
     reuse: ReuseLevel | None
     tenant: str | None
     cache_salt: str | None
@@ -103,8 +110,9 @@ class Options(TypedDict, total=False):
 class Request:
     """One generation: a prompt (text, token ids or messages) and how to continue it.
 
-    Before `min_tokens` the model cannot end its reply; at `max_tokens` it is cut off. `reuse`, `tenant` and
-    `cache_salt` are the session's unless they are given.
+    Before `min_tokens` the model cannot end its reply; at `max_tokens` it is cut off. With `logprobs` the reply tells
+    how likely its tokens were, and so many others in their place. `grammar` is what the reply must obey; `tools` are
+    what it may call. `reuse`, `tenant` and `cache_salt` are the session's unless they are given.
     """
 
     prompt: str | tuple[int, ...] | tuple[Message, ...]
@@ -113,6 +121,10 @@ class Request:
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     overflow: Overflow = "refuse"
+    logprobs: int | None = None
+    grammar: Grammar | None = None
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
     reuse: ReuseLevel | None = None
     tenant: str | None = None
     cache_salt: str | None = None
@@ -120,6 +132,10 @@ class Request:
     def __post_init__(self) -> None:
         _check_whole("max_tokens", self.max_tokens, low=0, hint="0 only reads the prompt")
         _check_whole("min_tokens", self.min_tokens, low=0, high=self.max_tokens, hint="at most max_tokens")
+        if self.logprobs is not None:
+            _check_whole("logprobs", self.logprobs, low=0, high=MOST_LOGPROBS, hint="0 gives the drawn token's alone")
+        if len(self.stop) > MOST_STOPS:
+            raise InvalidSampling(f"There are {len(self.stop):,} stop strings. Use up to {MOST_STOPS}.")
         if any(not text for text in self.stop):
             raise InvalidSampling("A stop string is empty and would stop before the first token. Leave it out.")
         if self.overflow not in get_args(Overflow):
@@ -138,110 +154,11 @@ class Request:
         sampling = Sampling(**{f.name: chosen.pop(f.name) for f in fields(Sampling) if f.name in chosen})
         stop = chosen.pop("stop", ())
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        return cls(prompt=parse_prompt(prompt), sampling=sampling, stop=stops, **chosen)
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """How many tokens went in and came out, and how many of those that went in did not have to be computed."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    dropped_messages: int = 0
-    cached_tokens: int = 0
-
-    @property
-    def total_tokens(self) -> int:
-        """Tokens of prompt and reply together."""
-        return self.prompt_tokens + self.completion_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Where the time went. `first_token_seconds` counts from the call, `decode_seconds` from the first token."""
-
-    first_token_seconds: float
-    decode_seconds: float
-    tokens_per_second: float | None  # of the tokens after the first; None when there is only one
-
-
-@dataclass(frozen=True, slots=True)
-class Reuse:
-    """What a prompt was spared, and why not more.
-
-    level               what was allowed: exact, off
-    engine              tokens whose KV was still in the engine
-    memory, disk        tokens whose KV was loaded from there
-    computed            tokens that were computed
-    load_seconds        what bringing KV took; most of it overlaps with computing
-    predicted_seconds   what the prefill was expected to take; None while nothing was measured
-    cold_seconds        what computing everything was expected to take
-    miss                why the rest was computed: None (only the last token was), "off", "unknown" (nothing like it
-                        is known), "differs" (what is known goes on otherwise, or ends), "slower" (loading would have
-                        been), "lost" (KV could not be read), "late" (the cache did not answer), "checkpoint" (a state
-                        that cannot be cut was reused up to where it was kept)
-    """
-
-    level: ReuseLevel
-    computed: int
-    engine: int = 0
-    memory: int = 0
-    disk: int = 0
-    load_seconds: float = 0.0
-    predicted_seconds: float | None = None
-    cold_seconds: float | None = None
-    miss: str | None = None
-
-    @property
-    def reused(self) -> int:
-        """Tokens that were not computed."""
-        return self.engine + self.memory + self.disk
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A finished generation. `str(reply)` is its text."""
-
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason
-    usage: Usage
-    timings: Timings
-    reuse: Reuse
-
-    def __str__(self) -> str:
-        return self.text
-
-    def as_dict(self) -> dict[str, Any]:
-        """The reply as plain values, for JSON."""
-        return {
-            "text": self.text,
-            "tokens": list(self.tokens),
-            "finish_reason": self.finish_reason,
-            "usage": {**asdict(self.usage), "total_tokens": self.usage.total_tokens},
-            "timings": asdict(self.timings),
-            "reuse": asdict(self.reuse),
-        }
-
-    def _repr_html_(self) -> str:
-        return (
-            f"<div style='white-space:pre-wrap'>{html.escape(self.text)}</div>"
-            f"<div style='color:gray;font-size:smaller'>{html.escape(self.summary())}</div>"
+        tools = parse_tools(chosen.pop("tools", None))
+        choice = ToolChoice.parse(chosen.pop("tool_choice", None), tools)
+        return cls(
+            prompt=parse_prompt(prompt), sampling=sampling, stop=stops, tools=tools, tool_choice=choice, **chosen
         )
-
-    def summary(self) -> str:
-        """One line for people: sizes and times."""
-        rate = self.timings.tokens_per_second
-        cached = f" ({self.usage.cached_tokens} reused)" if self.usage.cached_tokens else ""
-        parts = [
-            f"{self.usage.prompt_tokens} tokens in{cached}, {self.usage.completion_tokens} out",
-            f"first token {self.timings.first_token_seconds:.3f} s",
-        ]
-        if rate is not None:
-            parts.append(f"{rate:.1f} tokens/s")
-        if self.usage.dropped_messages:
-            parts.append(f"{self.usage.dropped_messages} oldest messages left out")
-        return ", ".join(parts)
 
 
 def parse_prompt(prompt: PromptLike) -> str | tuple[int, ...] | tuple[Message, ...]:
@@ -269,10 +186,11 @@ def _parse_message(item: MessageLike) -> Message:
     if isinstance(item, Message):
         message = item
     else:
-        if "role" not in item or "content" not in item:
+        if "role" not in item or ("content" not in item and not item.get("tool_calls")):
             raise InvalidPrompt(f"A message needs 'role' and 'content'; this one has {sorted(item)}.")
         extra = {key: value for key, value in item.items() if key not in ("role", "content")}
-        message = Message(item["role"], "" if item["content"] is None else item["content"], extra)
+        content = item.get("content")
+        message = Message(item["role"], "" if content is None else content, extra)
     if message.role not in get_args(Role):
         raise InvalidPrompt(f"Unknown role {message.role!r}.{nearest(str(message.role), get_args(Role))}")
     if not isinstance(message.content, str):

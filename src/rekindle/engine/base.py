@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from rekindle.core.identity import Identity
 from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
 from rekindle.core.request import Message, Sampling
+from rekindle.core.tools import Tool
 from rekindle.errors import StepRefused
 
 Positions = NDArray[np.int64]  # sorted, each once
@@ -241,8 +242,16 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain text, with whatever the model wants at its start."""
 
-    def encode_chat(self, messages: Sequence[Message], written: Written | None = None) -> list[int]:
+    @property
+    def template(self) -> str:
+        """The source of the model's chat template; empty where it has none, or none that can be read."""
+
+    def encode_chat(
+        self, messages: Sequence[Message], written: Written | None = None, *, tools: Sequence[Tool] = ()
+    ) -> list[int]:
         """Tokens of the model's own chat template, up to where the reply begins.
+
+        A template that takes `tools` writes them; for another they are put into words, and calls and results too.
 
         `written` has the tokens that the model generated for some texts: they stand in for an assistant message of
         exactly that text, where the rest of the chat is tokenized the same with and without it.
@@ -255,6 +264,13 @@ class Tokenizer(Protocol):
 
     def spell(self, tokens: Sequence[int]) -> str:
         """The text of tokens, control tokens spelled out: for people who look for a difference."""
+
+    def pieces(self) -> list[bytes]:
+        """The bytes that each token adds inside a text, by its id; none for control tokens and ids without a use.
+
+        `vocabulary_size` of them; some 100 ms of work the first time. A space that `decode` strips from the very
+        beginning of a text is part of the piece.
+        """
 
 
 class TokenSampler(Protocol):

@@ -15,20 +15,38 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from rekindle.core.request import Message
+from rekindle.core.tools import Tool
 from rekindle.engine.base import Written
+from rekindle.engine.calls import ToolHabits, in_words, without_system
 from rekindle.errors import InvalidPrompt
 
-Render = Callable[[list[dict[str, Any]]], str]  # messages -> the template's text, up to where the reply begins
+
+class Render(Protocol):
+    """Renders the model's template."""
+
+    def __call__(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+        """The template's text, up to where the reply begins. Raises `InvalidPrompt` if it refuses the messages.
+
+        `tools` come only to a template that takes them, and only if there are any.
+        """
 
 
 class ChatTokenizer(ABC):
     """What tokenizers of chats share. See `Tokenizer` for the contract."""
 
-    def __init__(self, *, render: Render | None, special: Iterable[str], control: Iterable[str]) -> None:
-        """`special` spellings are never text but the template's own; `control` are those and the template's markers."""
+    def __init__(
+        self, *, render: Render | None, special: Iterable[str], control: Iterable[str], template: str = ""
+    ) -> None:
+        """`special` spellings are never text but the template's own; `control` are those and the template's markers.
+
+        `template` is the source of what `render` renders.
+        """
+        self.template = template
+        self._habits = ToolHabits.of(template)
         self._render = render
         self._special, self._control = any_of(special), any_of(control)
         self._nonce = secrets.token_hex(8)
@@ -41,32 +59,59 @@ class ChatTokenizer(ABC):
     def _mixed(self, text: str, reveal: Callable[[str], str]) -> list[int]:
         """The tokens of a rendered chat in which control tokens are meant, but those not that `reveal` brings back."""
 
-    def encode_chat(self, messages: Sequence[Message], written: Written | None = None) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], written: Written | None = None, *, tools: Sequence[Tool] = ()
+    ) -> list[int]:
         """Tokens of the model's own chat template, up to where the reply begins."""
         if self._render is None:
             raise InvalidPrompt("This model has no chat template. Use generate() with a plain prompt.")
         hidden = _Hidden()
-        shown = [hidden.hide(m.as_template_input(), self._forbidden(m)) for m in messages]
-        text = self._render(shown)
+        shown = [self._shown(message, hidden) for message in messages]
+        offered = [hidden.hide(tool.as_template_input(), self._control) for tool in tools]
+        render: Callable[[list[dict[str, Any]]], str] = self._render
+        if self._habits.takes_tools and offered:
+            render = partial(self._render, tools=offered)
+        elif not self._habits.takes_tools and (offered or any(m.get("tool_calls") for m in shown)):
+            shown = self._accepted(in_words(shown, offered))
+        text = render(shown)
         if hidden.spellings:
             return self._mixed(text, hidden.reveal)
         tokens = self._plain(text)
-        replies = {m.content for m in messages if m.role == "assistant" and m.content}
+        replies = {m["content"] for m in shown if m["role"] == "assistant" and m["content"]}
         own = {reply: written[reply] for reply in replies if reply in written} if written else {}
-        return (self._with_written(shown, text, tokens, own) or tokens) if own else tokens
+        return (self._with_written(render, shown, text, tokens, own) or tokens) if own else tokens
+
+    def _shown(self, message: Message, hidden: _Hidden) -> dict[str, Any]:
+        """A message as the template gets it. The arguments of a call are data, although the model wrote them."""
+        ready = self._habits.prepare(message.as_template_input())
+        calls = hidden.hide({key: ready.pop(key) for key in ("tool_calls",) if key in ready}, self._control)
+        return {**hidden.hide(ready, self._forbidden(message)), **calls}
+
+    def _accepted(self, shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """A chat in words, its instructions where the template takes them: some know no system message."""
+        assert self._render is not None
+        try:
+            self._render(shown)
+        except InvalidPrompt:
+            return without_system(shown)
+        return shown
 
     def _with_written(
-        self, shown: Sequence[dict[str, Any]], text: str, tokens: list[int], own: Written
+        self,
+        render: Callable[[list[dict[str, Any]]], str],
+        shown: Sequence[dict[str, Any]],
+        text: str,
+        tokens: list[int],
+        own: Written,
     ) -> list[int] | None:
         """The tokens with the model's own in place of its replies; None where that cannot be done cleanly."""
-        assert self._render is not None
         marks = {content: f"\ue004{self._nonce}:{number}\ue005" for number, content in enumerate(own)}
         content_of = {mark: content for content, mark in marks.items()}
         marked = [
             {**m, "content": marks[m["content"]]} if m["role"] == "assistant" and m["content"] in marks else m
             for m in shown
         ]
-        rendered = self._render(marked)
+        rendered = render(marked)
         parts = re.split("|".join(f"({re.escape(mark)})" for mark in marks.values()), rendered)
         pieces = [part for part in parts if part]
         if "".join(content_of.get(piece, piece) for piece in pieces) != text:
@@ -113,8 +158,9 @@ class _Hidden:
         return value
 
     def reveal(self, text: str) -> str:
-        """The text with the placeholders turned back."""
-        return re.sub(f"\ue002{self._nonce}:(\\d+)\ue003", lambda found: self.spellings[int(found.group(1))], text)
+        """The text with the placeholders turned back, also where a template wrote them with escapes."""
+        start, stop = r"(?:\ue002|\\ue002)", r"(?:\ue003|\\ue003)"
+        return re.sub(f"{start}{self._nonce}:(\\d+){stop}", lambda found: self.spellings[int(found.group(1))], text)
 
     def _placeholder(self, found: re.Match[str]) -> str:
         self.spellings.append(found.group())

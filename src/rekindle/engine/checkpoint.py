@@ -80,18 +80,19 @@ def load_tokenizer(folder: Path, model: PreTrainedModel) -> TextTokenizer:
         raise BrokenModel(f"The tokenizer in {folder} cannot be read ({error}). Get its tokenizer.json.") from error
     vocabulary_size = int(model.config.get_text_config().vocab_size)
 
-    def render(messages: list[dict[str, Any]]) -> str:
+    def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
         try:
-            return str(loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return str(loaded.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True))
         except TEMPLATE_ERRORS as error:
             raise InvalidPrompt(f"The model's chat template refuses these messages: {error}") from error
 
+    templates = loaded.chat_template or ""  # or several, one of them for when there are tools
     return TextTokenizer(
         backend,
         render=render if loaded.chat_template else None,
         stop_ids=frozenset(i for i in _stop_ids(loaded, model) if 0 <= i < vocabulary_size),
         vocabulary_size=vocabulary_size,
-        template=str(loaded.chat_template or ""),
+        template="\n".join(templates.values()) if isinstance(templates, dict) else str(templates),
     )
 
 

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.core.request import Message, Sampling
+from rekindle.core.tools import Tool
 from rekindle.engine.base import Capabilities, Logits, Positions, Reading, Row, SpansOnly, Written
+from rekindle.engine.calls import ToolHabits, in_words
 from rekindle.engine.rows import CheckedRow, check_rows
 from rekindle.engine.sample import Sampler
 from rekindle.errors import Cancelled, Closed, StepRefused
@@ -36,14 +38,27 @@ class ByteTokenizer:
 
     stop_ids = frozenset({_END})
     vocabulary_size = _VOCABULARY
+    template = ""
 
     def encode(self, text: str) -> list[int]:
         """The text's UTF-8 bytes."""
         return list(text.encode("utf-8"))
 
-    def encode_chat(self, messages: Sequence[Message], written: Written | None = None) -> list[int]:  # noqa: ARG002
-        """Each message between a start and an end, then the start of the reply. A text has one spelling only."""
-        turns = [[_START, *self.encode(f"{m.role}\n{m.content}"), _END] for m in messages]
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        written: Written | None = None,  # noqa: ARG002
+        *,
+        tools: Sequence[Tool] = (),
+    ) -> list[int]:
+        """Each message between a start and an end, then the start of the reply. A text has one spelling only.
+
+        Tools are put into words.
+        """
+        chat = [ToolHabits.of(self.template).prepare(m.as_template_input()) for m in messages]
+        if tools or any(m.get("tool_calls") for m in chat):
+            chat = in_words(chat, [tool.as_template_input() for tool in tools])
+        turns = [[_START, *self.encode(f"{m['role']}\n{m['content']}"), _END] for m in chat]
         return [token for turn in turns for token in turn] + [_START, *self.encode("assistant\n")]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -55,6 +70,10 @@ class ByteTokenizer:
         names = {_START: "<start>", _END: "<end>"}
         runs = groupby(tokens, key=lambda token: token in names)
         return "".join("".join(names[t] for t in run) if control else self.decode(list(run)) for control, run in runs)
+
+    def pieces(self) -> list[bytes]:
+        """The bytes themselves; none for the two control tokens."""
+        return [bytes([token]) if token < 256 else b"" for token in range(_VOCABULARY)]
 
 
 class FakeSequence(SpansOnly):

@@ -32,11 +32,13 @@ def renderer(template: str, bos: str, eos: str) -> Render:
     except jinja2.TemplateError as error:
         compiled = error
 
-    def render(messages: list[dict[str, Any]]) -> str:
+    def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+        offered = {"tools": tools} if tools else {}
         try:
             if isinstance(compiled, jinja2.TemplateError):
                 raise compiled
-            return compiled.render(messages=messages, add_generation_prompt=True, bos_token=bos, eos_token=eos)
+            known = {"add_generation_prompt": True, "bos_token": bos, "eos_token": eos}
+            return compiled.render(messages=messages, **offered, **known)
         except TEMPLATE_ERRORS as error:
             raise InvalidPrompt(f"The model's chat template refuses these messages: {error}") from error
 

@@ -13,7 +13,9 @@ from functools import cached_property
 
 import tokenizers
 
+from rekindle.engine.calls import ToolHabits
 from rekindle.engine.chat import ChatTokenizer, Render, is_marker
+from rekindle.engine.pieces import token_bytes
 
 
 class TextTokenizer(ChatTokenizer):
@@ -36,8 +38,9 @@ class TextTokenizer(ChatTokenizer):
         self.vocabulary_size = vocabulary_size
         added = self._backend.get_added_tokens_decoder()
         special = {token.content for token in added.values() if token.special}
-        self._ids = {t.content: i for i, t in added.items() if t.content in special or is_marker(t.content, template)}
-        super().__init__(render=render, special=special, control=self._ids)
+        around = ToolHabits.written_by(template)
+        self._ids = {t.content: i for i, t in added.items() if t.content in special or is_marker(t.content, around)}
+        super().__init__(render=render, special=special, control=self._ids, template=template)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain text, with whatever the model wants at its start."""
@@ -51,6 +54,14 @@ class TextTokenizer(ChatTokenizer):
     def spell(self, tokens: Sequence[int]) -> str:
         """The text of tokens, control tokens spelled out."""
         return str(self._backend.decode(list(tokens), skip_special_tokens=False))
+
+    def pieces(self) -> list[bytes]:
+        """The bytes that each token adds inside a text; none for special tokens."""
+        return self._pieces
+
+    @cached_property
+    def _pieces(self) -> list[bytes]:
+        return token_bytes(self._backend, self.vocabulary_size)
 
     def _plain(self, text: str, *, begins: bool = True) -> list[int]:  # noqa: ARG002  (the template writes a beginning)
         return list(self._backend.encode(text, add_special_tokens=False).ids)

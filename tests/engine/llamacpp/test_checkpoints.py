@@ -14,7 +14,7 @@ pytest.importorskip("llama_cpp")
 
 from rekindle import Session
 from rekindle.core.kv import Span
-from rekindle.core.request import Reply
+from rekindle.core.reply import Reply
 from rekindle.engine.llamacpp import engine as module
 from rekindle.engine.llamacpp.sequence import LlamaSequence
 from rekindle.engine.llamacpp.state import UnknownLayout

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import llama_cpp
 import numpy as np
 
+from rekindle.engine.calls import ToolHabits
 from rekindle.engine.chat import ChatTokenizer, any_of, is_marker
 from rekindle.engine.llamacpp.library import LoadedModel
 from rekindle.engine.template import renderer
@@ -29,22 +31,23 @@ class GgufTokenizer(ChatTokenizer):
         self._model = model
         vocab = self._vocab = model.vocab
         self.vocabulary_size = int(llama_cpp.llama_vocab_n_tokens(vocab))
-        self.template = model.metadata(_TEMPLATE) or ""
+        template = model.metadata(_TEMPLATE) or ""
         self._bos, eos = int(llama_cpp.llama_vocab_bos(vocab)), int(llama_cpp.llama_vocab_eos(vocab))
         begins = self._bos >= 0 and llama_cpp.llama_vocab_get_add_bos(vocab)
         self._lead = [self._bos] if begins else []  # with which every text of this model begins
         kinds = np.array([llama_cpp.llama_vocab_get_attr(vocab, i) for i in range(self.vocabulary_size)])
         special = {self._text(i): i for i in np.flatnonzero(kinds & _SPECIAL).tolist()}
         defined = {self._text(i): i for i in np.flatnonzero(kinds & _DEFINED).tolist()}
-        markers = {text: i for text, i in defined.items() if is_marker(text, self.template) or _MARKER.fullmatch(text)}
+        around = ToolHabits.written_by(template)
+        markers = {text: i for text, i in defined.items() if is_marker(text, around) or _MARKER.fullmatch(text)}
         self._ids = {**markers, **special}
         self._markers = re.compile(f"(?={any_of(markers).pattern})")  # where one begins, also inside another
         self._strips = {i: bool(kinds[i] & _STRIPS) for i in self._ids.values()}
         ends = {i for i in special.values() if llama_cpp.llama_vocab_is_eog(vocab, i)}
         self.stop_ids = frozenset(ends | {i for i in (eos, int(llama_cpp.llama_vocab_eot(vocab))) if i >= 0})
         self._beginning = self._spelling(self._bos)
-        render = renderer(self.template, self._beginning, self._spelling(eos)) if self.template else None
-        super().__init__(render=render, special=special, control=self._ids)
+        render = renderer(template, self._beginning, self._spelling(eos)) if template else None
+        super().__init__(render=render, special=special, control=self._ids, template=template)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain text, with whatever the model wants at its start."""
@@ -58,6 +61,14 @@ class GgufTokenizer(ChatTokenizer):
     def spell(self, tokens: Sequence[int]) -> str:
         """The text of tokens, control tokens spelled out."""
         return self._detokenize(tokens, spelled=True)
+
+    def pieces(self) -> list[bytes]:
+        """The bytes that each token adds inside a text; none for control tokens."""
+        return self._pieces
+
+    @cached_property
+    def _pieces(self) -> list[bytes]:
+        return [self._piece(token) for token in range(self.vocabulary_size)]
 
     def _plain(self, text: str, *, begins: bool = True) -> list[int]:
         lead, rest = (self._lead, self._rest(text)) if begins else ([], text)
@@ -121,6 +132,16 @@ class GgufTokenizer(ChatTokenizer):
                 count = llama_cpp.llama_detokenize(self._vocab, pointer, len(ids), text, room, False, spelled)
             if count >= 0:
                 return text.raw[:count].decode("utf-8", errors="replace")
+            room = -count
+
+    def _piece(self, token: int) -> bytes:
+        room = 64
+        while True:
+            text = ctypes.create_string_buffer(room)
+            with self._model.alive():
+                count = int(llama_cpp.llama_token_to_piece(self._vocab, token, text, room, 0, False))
+            if count >= 0:
+                return text.raw[:count]
             room = -count
 
     def _text(self, token: int) -> str:

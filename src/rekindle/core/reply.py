@@ -1,0 +1,145 @@
+"""What comes back from a session."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rekindle.core.request import ReuseLevel
+from rekindle.core.tools import ToolCall
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """A token and the logarithm of its probability, as the model gave it: before temperature, grammar or cuts."""
+
+    token: int
+    text: bytes  # what it adds to the reply; may be a part of a character
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token of a reply, and the likeliest ones in its place, as many as were asked for."""
+
+    chosen: Likelihood
+    likeliest: tuple[Likelihood, ...] = ()
+
+
+class Piece(str):
+    """A piece of a reply's text. `drawn` are the tokens it became certain with, if their likelihood was asked for."""
+
+    drawn: tuple[Drawn, ...]
+
+    def __new__(cls, text: str, drawn: tuple[Drawn, ...] = ()) -> Piece:
+        piece = super().__new__(cls, text)
+        piece.drawn = drawn
+        return piece
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How many tokens went in and came out, and how many of those that went in did not have to be computed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    dropped_messages: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of prompt and reply together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time went. `first_token_seconds` counts from the call, `decode_seconds` from the first token."""
+
+    first_token_seconds: float
+    decode_seconds: float
+    tokens_per_second: float | None  # of the tokens after the first; None when there is only one
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What a prompt was spared, and why not more.
+
+    level               what was allowed: exact, off
+    engine              tokens whose KV was still in the engine
+    memory, disk        tokens whose KV was loaded from there
+    computed            tokens that were computed
+    load_seconds        what bringing KV took; most of it overlaps with computing
+    predicted_seconds   what the prefill was expected to take; None while nothing was measured
+    cold_seconds        what computing everything was expected to take
+    miss                why the rest was computed: None (only the last token was), "off", "unknown" (nothing like it
+                        is known), "differs" (what is known goes on otherwise, or ends), "slower" (loading would have
+                        been), "lost" (KV could not be read), "late" (the cache did not answer), "checkpoint" (a state
+                        that cannot be cut was reused up to where it was kept)
+    """
+
+    level: ReuseLevel
+    computed: int
+    engine: int = 0
+    memory: int = 0
+    disk: int = 0
+    load_seconds: float = 0.0
+    predicted_seconds: float | None = None
+    cold_seconds: float | None = None
+    miss: str | None = None
+
+    @property
+    def reused(self) -> int:
+        """Tokens that were not computed."""
+        return self.engine + self.memory + self.disk
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A finished generation. `str(reply)` is its text."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    reuse: Reuse
+    drawn: tuple[Drawn, ...] = ()  # if `logprobs` was asked for
+    tool_calls: tuple[ToolCall, ...] = ()  # found in the text, if tools were given; `text` is what stands beside them
+
+    def __str__(self) -> str:
+        return self.text
+
+    def as_dict(self) -> dict[str, Any]:
+        """The reply as plain values, for JSON."""
+        return {
+            "text": self.text,
+            "tokens": list(self.tokens),
+            "finish_reason": self.finish_reason,
+            "usage": {**asdict(self.usage), "total_tokens": self.usage.total_tokens},
+            "timings": asdict(self.timings),
+            "reuse": asdict(self.reuse),
+        }
+
+    def _repr_html_(self) -> str:
+        return (
+            f"<div style='white-space:pre-wrap'>{html.escape(self.text)}</div>"
+            f"<div style='color:gray;font-size:smaller'>{html.escape(self.summary())}</div>"
+        )
+
+    def summary(self) -> str:
+        """One line for people: sizes and times."""
+        rate = self.timings.tokens_per_second
+        cached = f" ({self.usage.cached_tokens} reused)" if self.usage.cached_tokens else ""
+        parts = [
+            f"{self.usage.prompt_tokens} tokens in{cached}, {self.usage.completion_tokens} out",
+            f"first token {self.timings.first_token_seconds:.3f} s",
+        ]
+        if rate is not None:
+            parts.append(f"{rate:.1f} tokens/s")
+        if self.usage.dropped_messages:
+            parts.append(f"{self.usage.dropped_messages} oldest messages left out")
+        return ", ".join(parts)
