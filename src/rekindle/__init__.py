@@ -19,7 +19,7 @@ _HOME_OF = {
     "AsyncStream": "rekindle.run.stream",
     "Message": "rekindle.core.request",
     "RekindleError": "rekindle.errors",
-    "Reply": "rekindle.core.request",
+    "Reply": "rekindle.core.reply",
     "Session": "rekindle.run.session",
     "Settings": "rekindle.settings",
     "Stream": "rekindle.run.stream",
@@ -39,7 +39,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from rekindle.core.request import Message, Reply
+    from rekindle.core.reply import Reply
+    from rekindle.core.request import Message
     from rekindle.errors import RekindleError
     from rekindle.integrate.transformers import attach
     from rekindle.run.session import Session

@@ -30,7 +30,7 @@ else:
 
 FILE_NAME = "rekindle.toml"
 _PREFIX = "REKINDLE_"
-_FOLDERS = (f"{_PREFIX}HOME", f"{_PREFIX}CONFIG")  # known variables that are no settings
+_FOLDERS = (f"{_PREFIX}HOME", f"{_PREFIX}CONFIG", f"{_PREFIX}API_KEYS")  # known variables that are no settings
 _WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
@@ -65,6 +65,11 @@ class Settings:
     )
     batch_tokens: int = _setting(2048, "llamacpp: how many tokens are given to it at once.")
     micro_batch_tokens: int = _setting(512, "llamacpp: how many tokens it computes at once.")
+    parallel: int | None = _setting(
+        None,
+        "How many requests are answered at the same time, sharing the engine's steps; none: 8 in the server, else "
+        "those of several threads take turns.",
+    )
     keep_alive: str | None = _setting(
         None,
         "Free the model when it was not used for so long (30s, 5m), and load it again when it is; its KV stays warm. "
@@ -154,6 +159,7 @@ class SettingsLike(CacheSettings, total=False):
     kv_tokens: int | None
     batch_tokens: int | None
     micro_batch_tokens: int | None
+    parallel: int | None
     keep_alive: str | int | None
     deterministic: bool | None
     keep_reply_tokens: bool | None

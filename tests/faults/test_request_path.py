@@ -25,7 +25,8 @@ from typing import Any
 import pytest
 
 from rekindle import Session
-from rekindle.core.request import Reply, Request
+from rekindle.core.reply import Reply
+from rekindle.core.request import Request
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import CacheUnusable, KvLost
 from rekindle.index.prefix import Match
@@ -295,7 +296,7 @@ OTHER = [*tokens_of(MESSAGE - 1, seed=77), PROMPT[MESSAGE - 1], *tokens_of(N - M
 
 def match_of(session: Session, tokens: Sequence[int]) -> Match:
     """What is found of a prompt: its KV, or the pages of its last checkpoint."""
-    known = session.cache.lookup(Request.of(list(tokens)), tokens)
+    known = session.cache.look(Request.of(list(tokens)), tokens)
     session.cache.forget(known)
     assert known.matches.match is not None
     return known.matches.match

@@ -12,7 +12,7 @@ import numpy as np
 
 from rekindle import Session
 from rekindle.core.kv import Span
-from rekindle.core.request import Reply
+from rekindle.core.reply import Reply
 from rekindle.engine.base import Engine, EngineSequence, Row
 from rekindle.errors import Closed
 from rekindle.reuse.cost import Costs, Rates

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 
 from rekindle import Session
 from rekindle.core.kv import KvLayout, LayerShape
-from rekindle.core.request import Reply, parse_prompt
+from rekindle.core.reply import Reply
+from rekindle.core.request import parse_prompt
 from rekindle.engine.base import Engine
 from rekindle.errors import Cancelled
 from rekindle.store.feed import StoredFeed

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rekindle.core.kv import Kv, Span
-from rekindle.core.request import Reply
+from rekindle.core.reply import Reply
 from rekindle.engine.base import Row
 from rekindle.errors import Cancelled
 from tests.engine.contract import Stored

@@ -23,7 +23,8 @@ import llama_cpp
 
 from rekindle import Session
 from rekindle.core.kv import Span
-from rekindle.core.request import Message, Reply, parse_prompt
+from rekindle.core.reply import Reply
+from rekindle.core.request import Message, parse_prompt
 from rekindle.engine.base import Row
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.llamacpp.options import LlamaOptions

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from rekindle import Session
-from rekindle.core.request import Reply, parse_prompt
+from rekindle.core.reply import Reply
+from rekindle.core.request import parse_prompt
 from rekindle.engine.base import Engine
 from tests.parity.engines import common
 from tests.parity.sessions import assert_bit_equal, opened, record

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rekindle import Session
-from rekindle.core.request import Reply
+from rekindle.core.reply import Reply
 from rekindle.engine.fake import FakeEngine
 from rekindle.engine.resting import RestingEngine
 from rekindle.errors import Closed, InvalidSetting

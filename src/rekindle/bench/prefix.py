@@ -27,7 +27,8 @@ from rekindle.bench.models import load
 from rekindle.bench.prefix_report import ENDING, SHARES, SIZES, Found, SizeFound, plotter, tell
 from rekindle.bench.prompts import Prompt, prompts
 from rekindle.bench.rivals import Run, rivals_of
-from rekindle.core.request import Reply, Request
+from rekindle.core.reply import Reply
+from rekindle.core.request import Request
 from rekindle.engine.base import Engine, Logits
 from rekindle.run.cache import PIECE_TOKENS
 from rekindle.run.session import Session

@@ -21,7 +21,8 @@ from rekindle.core.identity import digest_of_fields
 from rekindle.core.keys import Namespace, Shelf
 from rekindle.core.kv import Span
 from rekindle.core.plan import Plan, Tier
-from rekindle.core.request import Request, Reuse
+from rekindle.core.reply import Reuse
+from rekindle.core.request import Request
 from rekindle.core.size import parse_limit
 from rekindle.engine.base import Engine
 from rekindle.errors import KvLost, OutOfMemory
@@ -32,6 +33,7 @@ from rekindle.reuse.lookup import Matches, lookup
 from rekindle.reuse.planner import Cut, make_plan
 from rekindle.run.context import Context, ParkedContexts
 from rekindle.run.explain import Explainer, Prompt
+from rekindle.run.flight import Flight, Flights
 from rekindle.run.folder import open_store
 from rekindle.run.keep import Job, Keeper
 from rekindle.run.notes import Note, Stayed
@@ -64,6 +66,7 @@ class Known:
     parked: Context | None = None
     trouble: str | None = None
     off: bool = False  # nothing was looked for, and nothing shall be kept
+    flight: Flight | None = None  # by which others know that it is being computed
 
     @property
     def stored_tokens(self) -> int:
@@ -89,6 +92,7 @@ class PrefixCache:
         self._patience = Patience()
         self._slow: TimedFeed | None = None
         self._room = Room(self.unpark)
+        self._flights = Flights()
         self._told = False  # that the store does not answer: once is enough until it does again
         self._shelves: dict[tuple[str, str, str], Shelf] = {}
         self._remembered = Remembered(home_folder() / "costs.json", _MACHINES)
@@ -113,8 +117,23 @@ class PrefixCache:
             self._shelves[regime, tenant, salt] = known
         return known
 
-    def lookup(self, request: Request, tokens: Sequence[int]) -> Known:
-        """What is known of a prompt. Give it to `fill`, or `forget` it."""
+    def lookup(self, request: Request, tokens: Sequence[int], cancelled: Asked) -> Known:
+        """What is known of a prompt that will be computed; waits for whoever computes the same beginning just now.
+
+        Give it to `fill`. Raises `Cancelled`.
+        """
+        while True:
+            known = self.look(request, tokens)
+            if known.off or not self._engine.capabilities.spans:
+                return known
+            flight, own = self._flights.join(known.shelf, tokens, known.matches.length)
+            if own:
+                return replace(known, flight=flight)
+            self.forget(known)
+            flight.wait(cancelled)
+
+    def look(self, request: Request, tokens: Sequence[int]) -> Known:
+        """What is known of a prompt. `forget` it when it was looked at."""
         shelf = self.shelf(request, len(tokens))
         if self.store is None or request.reuse == "off":
             return Known(shelf, tokens, Matches(len(tokens)), off=True)
@@ -164,6 +183,8 @@ class PrefixCache:
                 context = self._room.take(lambda: self._new(known, capacity), cancelled)
             return self._filled(context, known, plan, cancelled)
         except BaseException:
+            if known.flight is not None:
+                known.flight.land()
             if context is not None:
                 context.close()
             self._room.leave()
@@ -173,7 +194,7 @@ class PrefixCache:
         return Context(known.shelf, self._engine.open(capacity, self._engine.regime(len(known.tokens))))
 
     def _filled(self, context: Context, known: Known, plan: Plan, cancelled: Asked) -> Filled:
-        context.passing = known.off
+        context.passing, context.flight = known.off, known.flight
         context.prompt_tokens = len(known.tokens)
         context.stored_tokens = max(known.stored_tokens, context.stored_tokens)
         work = self._prefill(context, known, cancelled)
@@ -240,21 +261,22 @@ class PrefixCache:
             size = sum(found.size_bytes for found in known.matches.stored) * plan.reused // known_tokens
             self.costs.loaded(tiers.pop(), size, filled.load_seconds)
 
-    def reuse(self, known: Known, filled: Filled) -> Reuse:
-        """What a prompt was spared, for its reply."""
-        tiers = Counter({load.tier: 0 for load in filled.plan.loads})
-        for load in filled.plan.loads:
+    def reuse(self, known: Known, plan: Plan, filled: Filled | None = None) -> Reuse:
+        """What a prompt is spared by a plan; once it is filled, what it was really spared."""
+        done = plan if filled is None else filled.plan
+        tiers = Counter({load.tier: 0 for load in done.loads})
+        for load in done.loads:
             tiers[load.tier] += len(load.span)
         return Reuse(
             level="off" if known.off else "exact",
-            computed=len(known.tokens) - filled.plan.reused,
+            computed=len(known.tokens) - done.reused,
             engine=tiers["engine"],
             memory=tiers["memory"],
             disk=tiers["disk"],
-            load_seconds=filled.load_seconds,
-            predicted_seconds=filled.plan.predicted_seconds,
-            cold_seconds=filled.plan.cold_seconds,
-            miss=self.miss(known, filled.plan, filled.lost),
+            load_seconds=0.0 if filled is None else filled.load_seconds,
+            predicted_seconds=done.predicted_seconds,
+            cold_seconds=done.cold_seconds,
+            miss=self.miss(known, done, None if filled is None else filled.lost),
         )
 
     def miss(self, known: Known, plan: Plan, lost: str | None = None) -> str | None:
@@ -275,17 +297,27 @@ class PrefixCache:
     def note(self, known: Known, prompt: Prompt, reuse: Reuse, filled: Filled, first_token_seconds: float) -> None:
         """Remember the request, with why it was not faster, for `explain`: in the background."""
         if not known.off:
-            explainer = self.explainer()
+            explainer = self.explainer(known.shelf)
             self.offer(Note(explainer, prompt, filled.plan, known.matches.match, reuse.miss, first_token_seconds))
 
-    def explainer(self) -> Explainer:
-        """What explains requests of this session."""
-        return Explainer(self.store, self._engine.tokenizer, self.costs, opaque=self._engine.capabilities.opaque)
+    def explainer(self, shelf: Shelf) -> Explainer:
+        """What explains requests of that shelf. Only the session's own tenant may learn that others know a prompt."""
+        return Explainer(
+            self.store,
+            self._engine.tokenizer,
+            self.costs,
+            other_tenants=shelf.namespace.tenant == self._settings.tenant,
+            opaque=self._engine.capabilities.opaque,
+        )
 
     def keep_early(self, context: Context) -> None:
         """Keep a long new prompt while its reply is being written: nobody else should have to compute it again."""
-        if not context.passing and context.prompt_tokens - context.stored_tokens >= EARLY_TOKENS:
+        awaited = context.flight is not None and context.flight.waiting > 0
+        new = context.prompt_tokens - context.stored_tokens
+        if not context.passing and new >= (1 if awaited else EARLY_TOKENS):
             self._keep(context, context.prompt_tokens)
+        else:
+            context.land()
 
     def keep(self, context: Context) -> None:
         """Keep what the context holds by now, prompt and reply, and let it wait for the next request."""
@@ -301,6 +333,7 @@ class PrefixCache:
             self._keep(context, len(context.tokens))
             self._parked.park(context)
         finally:
+            context.land()
             self._room.leave()
 
     def _cut_to_pieces(self, context: Context) -> None:
@@ -309,8 +342,13 @@ class PrefixCache:
 
     def _keep(self, context: Context, count: int) -> None:
         count = self.cut.reusable(count)
-        if self.keeper is not None and count > context.stored_tokens:
-            self.keeper.offer(context.keep(count))
+        if self.keeper is None or count <= context.stored_tokens:
+            context.land()
+            return
+        job = context.keep(count)
+        job.then = None if context.flight is None else context.flight.land
+        if not self.keeper.offer(job):
+            context.land()
 
     def offer(self, job: Job) -> None:
         """Something else to do with the store when there is time."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rekindle.core.keys import Shelf, common_tokens, token_bytes
 from rekindle.core.kv import Kv, Span
 from rekindle.engine.base import EngineSequence
+from rekindle.run.flight import Flight
 from rekindle.run.keep import Keep
 
 _MOST_PARKED = 8
@@ -22,6 +23,7 @@ class Context:
         self.tokens: tuple[int, ...] = ()  # as many as are present in the sequence
         self.prompt_tokens = 0  # so many were prefilled, the others came one by one
         self.passing = False  # it is for one request only: nothing of it is kept
+        self.flight: Flight | None = None  # others may wait for what is being computed here
         self._keeps: list[Keep] = []
         self._stored_tokens = 0
 
@@ -65,8 +67,15 @@ class Context:
         self._stored_tokens = min(self.stored_tokens, length)
         self.tokens = self.tokens[:length]
 
+    def land(self) -> None:
+        """Nobody need wait for it any more."""
+        if self.flight is not None:
+            self.flight.land()
+            self.flight = None
+
     def close(self) -> None:
         """Give the sequence back. Idempotent."""
+        self.land()
         self._detach(0)
         self.sequence.close()
 

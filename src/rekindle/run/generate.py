@@ -6,14 +6,17 @@ put the rows of several into one engine step.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.core.request import FinishReason, Message, Reply, Request, Reuse, Timings, Usage
+from rekindle.core.reply import Drawn, FinishReason, Likelihood, Piece, Reply, Reuse, Timings, Usage
+from rekindle.core.request import Message, Request
 from rekindle.engine.base import Engine, EngineSequence, Logits, Row
+from rekindle.engine.constrain import Constraint
 from rekindle.errors import Cancelled
 from rekindle.run.context import Context
 from rekindle.run.prompt import PromptTokens
@@ -25,10 +28,20 @@ _CONTEXT_TOKENS = 8  # of a text that is continued, for the detokenizer
 class Generation:
     """The state of one reply being decoded."""
 
-    def __init__(self, engine: Engine, request: Request, prompt: PromptTokens, *, started: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        request: Request,
+        prompt: PromptTokens,
+        constraint: Constraint | None = None,
+        *,
+        started: float,
+    ) -> None:
+        """`constraint` is what the request's grammar allows."""
         self._engine = engine
         self._request = request
         self._prompt = prompt
+        self._constraint = constraint
         self._started = started
         self._sampler = engine.sampler(request.sampling, prompt.tokens)
         chat = isinstance(request.prompt, tuple) and isinstance(request.prompt[0], Message)
@@ -37,6 +50,8 @@ class Generation:
         self._limit = min(request.max_tokens, engine.context_tokens - len(prompt.tokens))
         self._tokens: list[int] = []
         self._pieces: list[str] = []
+        self._drawn: list[Drawn] = []
+        self._told = 0  # so many of the drawn ones came with a piece of text
         self._first_at = self._last_at = started
         self.finish_reason: FinishReason | None = None
 
@@ -54,24 +69,26 @@ class Generation:
         """The next row to compute: the token drawn last."""
         return Row.following(sequence, self._tokens[-1:])
 
-    def take(self, logits: Logits) -> str:
+    def take(self, logits: Logits) -> Piece:
         """Draw the next token from logits `[1, vocabulary]`; the text it adds, which may be none."""
         if self._limit == 0:
             self._note_time()
             return self._finish("length")
-        token = self._sampler.draw(self._without_stops(logits[-1]))
+        token = self._sampler.draw(self._allowed(logits[-1]))
         self._note_time()
-        if token in self._engine.tokenizer.stop_ids:
-            self._tokens.append(token)
-            return self._finish("stop")
         self._tokens.append(token)
+        if token in self._engine.tokenizer.stop_ids:
+            return self._finish("stop")
+        if self._request.logprobs is not None:
+            self._drawn.append(self._likelihoods(logits[-1], token, self._request.logprobs))
         text = self._watch.add(self._detokenizer.add(token))
         if self._watch.found is not None:
             self.finish_reason = "stop"
+        elif self._is_complete(token):
+            return self._finish("stop", text)
         elif len(self._tokens) >= self._limit:
             return self._finish("length", text)
-        self._pieces.append(text)
-        return text
+        return self._piece(text)
 
     def reply(self, reuse: Reuse) -> Reply:
         """The finished reply; `reuse` tells what its prompt was spared."""
@@ -90,7 +107,19 @@ class Generation:
                 tokens_per_second=after_first / decoding if after_first > 0 and decoding > 0 else None,
             ),
             reuse=reuse,
+            drawn=tuple(self._drawn),
         )
+
+    def _allowed(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The logits of what may come next; the others are -inf."""
+        return self._without_stops(logits) if self._constraint is None else self._constraint.mask(logits)
+
+    def _is_complete(self, token: int) -> bool:
+        """Whether the grammar allows nothing after this token."""
+        if self._constraint is None:
+            return False
+        self._constraint.accept(token)
+        return self._constraint.finished
 
     def _without_stops(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """The logits, with no way to end the reply before its minimal length."""
@@ -100,13 +129,31 @@ class Generation:
         open_ended[list(self._engine.tokenizer.stop_ids)] = -np.inf
         return open_ended
 
-    def _finish(self, reason: FinishReason, text: str = "") -> str:
+    def _finish(self, reason: FinishReason, text: str = "") -> Piece:
         """End the reply; what was held back for a stop string or a character's rest comes out now."""
         text += self._watch.add(self._detokenizer.finish())
         self.finish_reason = "stop" if self._watch.found is not None else reason
-        text += self._watch.finish()
+        return self._piece(text + self._watch.finish())
+
+    def _piece(self, text: str) -> Piece:
+        """A piece of text, with the tokens that were drawn since the last one that had any."""
         self._pieces.append(text)
-        return text
+        drawn = tuple(self._drawn[self._told :]) if text else ()
+        self._told += len(drawn)
+        return Piece(text, drawn)
+
+    def _likelihoods(self, logits: NDArray[np.float32], token: int, count: int) -> Drawn:
+        highest = float(logits.max())
+        total = highest + math.log(float(np.exp(logits - highest, dtype=np.float64).sum()))
+        top = np.argpartition(logits, -count)[-count:] if count else np.empty(0, np.int64)
+        ordered = top[np.argsort(-logits[top], kind="stable")]
+
+        pieces = self._engine.tokenizer.pieces()
+
+        def likelihood(one: int) -> Likelihood:
+            return Likelihood(one, pieces[one], float(logits[one]) - total)
+
+        return Drawn(likelihood(token), tuple(likelihood(int(other)) for other in ordered))
 
     def _note_time(self) -> None:
         self._last_at = time.perf_counter()
@@ -114,7 +161,7 @@ class Generation:
             self._first_at = self._last_at
 
 
-def decode(engine: Engine, generation: Generation, context: Context, cancelled: Callable[[], bool]) -> Iterator[str]:
+def decode(engine: Engine, generation: Generation, context: Context, cancelled: Callable[[], bool]) -> Iterator[Piece]:
     """The text that follows the first token, in pieces, until the reply is finished or its context is void.
 
     A context is void once it grew past a length where the model's rotary embedding changes. Raises `Cancelled` within

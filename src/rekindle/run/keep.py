@@ -45,9 +45,17 @@ class Keep:
         self._kv: Kv | None = None
         self._lock = threading.Lock()
         self.kept = False  # whether the store has all of it by now
+        self.then: Callable[[], None] | None = None  # called when it is done, whatever came of it
 
     def do(self, store: TieredStore) -> str:
         """Keep what the store does not know yet."""
+        try:
+            return self._do(store)
+        finally:
+            if self.then is not None:
+                self.then()
+
+    def _do(self, store: TieredStore) -> str:
         gap = store.gap(self.shelf, self.tokens)
         if gap is None:
             self._drop()

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rekindle.core.request import Message, Reply, Request
+from rekindle.core.reply import Reply
+from rekindle.core.request import Message, Request
 from rekindle.engine.base import Engine, Written
 from rekindle.errors import ContextOverflow, InvalidPrompt
 
@@ -39,13 +40,13 @@ def encode_prompt(engine: Engine, request: Request, written: Written | None = No
 
 
 def _encode_chat(engine: Engine, messages: list[Message], request: Request, written: Written | None) -> PromptTokens:
-    tokens = engine.tokenizer.encode_chat(messages, written)
+    tokens = engine.tokenizer.encode_chat(messages, written, tools=request.tools)
     dropped = 0
     while request.overflow == "drop-oldest" and len(tokens) > _room(engine, request):
         if _oldest_droppable(messages) is None:
             break
         dropped += _drop_oldest_turn(messages)
-        tokens = engine.tokenizer.encode_chat(messages, written)
+        tokens = engine.tokenizer.encode_chat(messages, written, tools=request.tools)
     return PromptTokens(tuple(tokens), dropped)
 
 

@@ -13,29 +13,39 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rekindle.core.request import Message, MessageLike, Options, PromptLike, Reply, Request, Reuse, parse_prompt
+from rekindle.core.reply import Piece, Reply, Reuse
+from rekindle.core.request import Message, MessageLike, Options, PromptLike, Request, parse_prompt
 from rekindle.core.size import parse_duration
 from rekindle.engine.base import Engine
+from rekindle.engine.constrain import Constrainer, Constraint
+from rekindle.engine.llamacpp import is_llamacpp
 from rekindle.engine.resting import RestingEngine
 from rekindle.errors import Closed, InvalidSetting
 from rekindle.models.download import Progress
 from rekindle.run.alive import KeepAlive
+from rekindle.run.batch import BatchingEngine
 from rekindle.run.cache import Known, PrefixCache
 from rekindle.run.checkpoints import CheckpointCache
 from rekindle.run.explain import Explanation, Prompt
 from rekindle.run.generate import Generation, decode
 from rekindle.run.load import EngineOptions, load_engine
+from rekindle.run.prefill import Asked
 from rekindle.run.prompt import WrittenReplies, encode_prompt
 from rekindle.run.stream import AsyncStream, Stream
+from rekindle.run.tools import call_grammar, style_of, with_calls
+from rekindle.run.turn import FairShare
 from rekindle.settings import Settings, SettingsLike
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+Told = Callable[[Reuse], None]
 
 
 class Session:
@@ -61,10 +71,15 @@ class Session:
         Raises `ModelError`, `EngineMissing`, `InvalidSetting`, and `CacheUnusable` for a folder that was named.
         """
         self.settings = Settings.load(settings)
+        self.shares = FairShare()  # among apps, where requests share steps
         stays = self.settings.keep_alive
         stays_seconds = None if stays is None else parse_duration(stays)
         self._owns_engine = isinstance(model, (str, os.PathLike))
-        self._engine: Engine | None = self._load(model, progress)
+        self._resting: RestingEngine | None = None
+        loaded = self._load(model, progress)
+        self.engine_kind = "llamacpp" if is_llamacpp(self._resting.awake if self._resting else loaded) else "hf"
+        self._engine: Engine | None = self._sharing(loaded)
+        self._grammars: Constrainer | None = None
         self._written = WrittenReplies() if self.settings.keep_reply_tokens else None
         kind = PrefixCache if self._engine.capabilities.spans else CheckpointCache
         self.cache = kind(self._engine, self.settings)
@@ -77,16 +92,33 @@ class Session:
         if isinstance(model, (str, os.PathLike)):
             spec, options = os.fspath(model), EngineOptions.of(self.settings)
             load = functools.partial(load_engine, spec, options, progress)
-            return load() if stays else RestingEngine(load)
+            if stays:
+                return load()
+            self._resting = RestingEngine(load)
+            return self._resting
         if not stays:
             raise InvalidSetting("keep_alive is for a model given by name: an engine that was given stays loaded.")
         return model
 
+    def _sharing(self, engine: Engine) -> Engine:
+        """The engine, whose steps the requests share, if several are answered at the same time."""
+        parallel = self.settings.parallel
+        if parallel is None:
+            return engine
+        if parallel < 1:
+            raise InvalidSetting(f"parallel={parallel} makes no sense. Use 1 or more, or leave it out.")
+        return BatchingEngine(engine, self.shares, together=not self.settings.deterministic and parallel > 1)
+
     def _rest(self) -> None:
         """Let the model go until the next request; what it computed is kept first."""
-        assert isinstance(self._engine, RestingEngine)
+        assert self._resting is not None
         if self.cache.rest():
-            self._engine.rest()
+            self._resting.rest()
+
+    @property
+    def resting(self) -> bool:
+        """Whether the model is out of memory now, until the next request."""
+        return self._resting is not None and self._resting.resting
 
     @property
     def engine(self) -> Engine:
@@ -112,8 +144,19 @@ class Session:
 
     def stream(self, prompt: PromptLike, **options: Unpack[Options]) -> Stream:
         """The same, piece by piece: text and token ids are continued, messages are answered."""
-        request = Request.of(prompt, **options)
-        return Stream(lambda cancelled: self._answer(request, cancelled))
+        return self.answer(Request.of(prompt, **options))
+
+    def answer(
+        self,
+        request: Request,
+        cancelled: threading.Event | None = None,
+        planned: Callable[[Reuse], None] | None = None,
+    ) -> Stream:
+        """The same for a request that was built before. `planned` is told what it is spared, before it is computed.
+
+        Setting `cancelled` stops it within a token.
+        """
+        return Stream(lambda stop: self._answer(request, stop, planned), cancelled)
 
     async def agenerate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Reply:
         """`generate` for coroutines: the event loop stays free, cancelling the task stops the model."""
@@ -153,24 +196,26 @@ class Session:
         """Wait until everything computed so far is on disk; False if that takes longer."""
         return self.cache.flush(timeout_seconds)
 
-    def _answer(self, request: Request, cancelled: Callable[[], bool]) -> Generator[str, None, Reply]:
+    def _answer(self, request: Request, cancelled: Asked, planned: Told | None) -> Generator[Piece, None, Reply]:
         with self._alive.use():
-            return (yield from self._reply(request, cancelled))
+            return (yield from self._reply(request, cancelled, planned))
 
-    def _reply(self, request: Request, cancelled: Callable[[], bool]) -> Generator[str, None, Reply]:
+    def _reply(self, request: Request, cancelled: Asked, planned: Told | None) -> Generator[Piece, None, Reply]:
         started = time.perf_counter()
         engine, cache = self.engine, self.cache
         prompt = encode_prompt(engine, request, self._written)
-        generation = Generation(engine, request, prompt, started=started)
+        generation = Generation(engine, request, prompt, self._constraint(request), started=started)
         reuse: Reuse | None = None
         while generation.finish_reason is None:  # once; again where a longer context needs other KV
-            known = cache.lookup(request, generation.context)
+            known = cache.lookup(request, generation.context, cancelled)
             plan = cache.plan(known)
+            if planned is not None and reuse is None:
+                planned(cache.reuse(known, plan))
             filled = cache.fill(known, plan, generation.capacity, cancelled)
             try:
                 text = generation.take(filled.logits)
                 if reuse is None:
-                    reuse = cache.reuse(known, filled)
+                    reuse = cache.reuse(known, plan, filled)
                     cache.note(known, self._prompt(request, known), reuse, filled, time.perf_counter() - started)
                 cache.keep_early(filled.context)
                 if text:
@@ -179,23 +224,38 @@ class Session:
             finally:
                 cache.keep(filled.context)
         assert reuse is not None
-        reply = generation.reply(reuse)
+        reply = with_calls(generation.reply(reuse), request, engine.tokenizer.template)
         if self._written is not None:
             self._written.note(engine, reply)
         return reply
+
+    def _constraint(self, request: Request) -> Constraint | None:
+        """What the reply must obey; None if anything goes."""
+        grammar = request.grammar
+        if grammar is None and request.tool_choice.forces:
+            grammar = call_grammar(style_of(self.engine.tokenizer.template), request.tools, request.tool_choice)
+        if grammar is None:
+            return None
+        self._grammars = self._grammars or Constrainer(self.engine.tokenizer)
+        return self._grammars.start(grammar)
 
     def explain(self, prompt: PromptLike, **options: Unpack[Options]) -> Explanation:
         """Where the KV of a prompt would come from and why not more of it, without running it.
 
         Names the first token that differs from what is known, and text that changes from request to request.
         """
-        request = Request.of(prompt, **options)
+        return self.explain_request(Request.of(prompt, **options))
+
+    def explain_request(self, request: Request) -> Explanation:
+        """The same for a request that was built before."""
         with self._alive.use():
-            known = self.cache.lookup(request, encode_prompt(self.engine, request, self._written).tokens)
+            known = self.cache.look(request, encode_prompt(self.engine, request, self._written).tokens)
             plan = self.cache.plan(known)
             self.cache.forget(known)
             miss = self.cache.miss(known, plan)
-            return self.cache.explainer().explain(self._prompt(request, known), plan, known.matches.match, miss)
+            return self.cache.explainer(known.shelf).explain(
+                self._prompt(request, known), plan, known.matches.match, miss
+            )
 
     def _prompt(self, request: Request, known: Known) -> Prompt:
         identity = self.engine.identity(self.engine.regime(len(known.tokens)))

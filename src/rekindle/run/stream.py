@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from rekindle.core.request import Reply
+from rekindle.core.reply import Piece, Reply
 from rekindle.errors import Cancelled, RekindleError
 
 _Result = TypeVar("_Result")
-Run = Callable[[Callable[[], bool]], Generator[str, None, Reply]]
+Run = Callable[[Callable[[], bool]], Generator[Piece, None, Reply]]
 
 
-class Stream(Iterator[str]):
+class Stream(Iterator[Piece]):
     """Pieces of text as they are decoded.
 
         stream = session.stream("Once upon a time")
@@ -26,13 +26,14 @@ class Stream(Iterator[str]):
     Leaving the loop early, `close()` or `cancel()` (from any thread) stops the model within a token.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._cancelled = threading.Event()
+    def __init__(self, run: Run, cancelled: threading.Event | None = None) -> None:
+        """Setting `cancelled` is the same as `cancel()`."""
+        self._cancelled = cancelled or threading.Event()
         self._pieces = run(self._cancelled.is_set)
         self._reading = threading.Lock()
         self._reply: Reply | None = None
 
-    def __next__(self) -> str:
+    def __next__(self) -> Piece:
         with self._reading:
             try:
                 return next(self._pieces)
@@ -70,7 +71,7 @@ class Stream(Iterator[str]):
         self.close()
 
 
-class AsyncStream(AsyncIterator[str]):
+class AsyncStream(AsyncIterator[Piece]):
     """Pieces of text for `async for`. The model works in a thread of its own; the event loop stays free.
 
     Cancelling the task that reads, leaving the loop and calling `aclose()`, or `cancel()` stops within a token.
@@ -82,7 +83,7 @@ class AsyncStream(AsyncIterator[str]):
         # closing waits for the token that is being read.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rekindle-stream")
 
-    async def __anext__(self) -> str:
+    async def __anext__(self) -> Piece:
         piece = await self._in_thread(lambda: next(self._stream, None))
         if piece is None:
             raise StopAsyncIteration
