@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from rekindle.cli import app
-from rekindle.cli.options import AsJson, Model, System, loading_options, sampling_options, takes
-from rekindle.errors import Cancelled, RequestError
+from rekindle.cli.options import AsJson, OptionalModel, System, loading_options, sampling_options, takes
+from rekindle.errors import Cancelled, InvalidSetting, RequestError
 
 _HELP = "/system TEXT sets the system message, /clear starts over, /bye leaves. Ctrl-C stops a reply."
 
@@ -17,16 +17,42 @@ _HELP = "/system TEXT sets the system message, /clear starts over, /bye leaves. 
 @app.command()
 @takes(sampling=sampling_options, loading=loading_options)
 def chat(
-    model: Model, sampling: dict[str, Any], loading: dict[str, Any], system: System = None, json: AsJson = False
+    sampling: dict[str, Any],
+    loading: dict[str, Any],
+    model: OptionalModel = None,
+    system: System = None,
+    server: Annotated[str | None, typer.Option(help="Talk to a running server at this address instead.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The key to send to the server.")] = None,
+    json: AsJson = False,
 ) -> None:
     """Talk to a model. When the chat outgrows the context, its oldest messages go; the system message stays."""
     from rekindle.cli.console import progress
     from rekindle.run.session import Session
 
+    if server is not None:
+        if loading:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in loading)
+            raise InvalidSetting(f"{names}: that is for the server to know. Give it to `rekindle serve`.")
+        _talk_to_server(server, api_key, model, sampling, system, as_json=json)
+        return
+    if model is None:
+        raise InvalidSetting("Name a model (rekindle chat smollm2), or a server (--server URL).")
     with progress(model) as report:
         session = Session(model, **loading, progress=report)
     with session:
         _Conversation(session, {**sampling, "overflow": "drop-oldest"}, system, as_json=json).talk()
+
+
+def _talk_to_server(
+    url: str, api_key: str | None, model: str | None, sampling: dict[str, Any], system: str | None, *, as_json: bool
+) -> None:
+    from rekindle.cli.remote import RemoteSession
+
+    session = RemoteSession(url, api_key, model)
+    try:
+        _Conversation(session, sampling, system, as_json=as_json).talk()
+    finally:
+        session.close()
 
 
 class _Conversation:

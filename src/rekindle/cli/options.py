@@ -40,6 +40,7 @@ Model = Annotated[
         autocompletion=complete_model,
     ),
 ]
+OptionalModel = Annotated[str | None, Model.__metadata__[0]]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 System = Annotated[str | None, typer.Option(help="The system message.")]
 

@@ -1,0 +1,181 @@
+"""From the body of a request to what the session is asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from rekindle.core.grammar import Grammar
+from rekindle.core.request import Message, Options, PromptLike, Request
+from rekindle.server.problem import Problem
+from rekindle.server.schema import (
+    Asked,
+    Cached,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    PromptRequest,
+    Sampled,
+)
+
+_Body = TypeVar("_Body", bound=Asked)
+_MOST_NESTED = 100
+_SEEDS = 2**64
+
+
+def parse(kind: type[_Body], body: bytes) -> _Body:
+    """A body of that kind. Raises `Problem` 400 that names the field that is wrong."""
+    try:
+        if _nesting(body) > _MOST_NESTED:
+            raise Problem(400, f"The JSON is nested more than {_MOST_NESTED} levels deep. Send it flatter.")
+        return kind.model_validate_json(body or b"null")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "json_invalid":
+            raise Problem(400, f"The body is not JSON: {first['msg']}.") from None
+        raise Problem(400, f"{where or 'The body'}: {first['msg']}.", param=where or None) from None
+
+
+def _nesting(body: bytes) -> int:
+    """How deep brackets are nested in JSON, at least as deep as a parser would go."""
+    deepest = depth = 0
+    inside = escaped = False
+    if body.count(b"[") + body.count(b"{") <= _MOST_NESTED:
+        return 0
+    for byte in body:
+        if inside:
+            if escaped:
+                escaped = False
+            elif byte == 0x5C:
+                escaped = True
+            elif byte == 0x22:
+                inside = False
+        elif byte == 0x22:
+            inside = True
+        elif byte in b"[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif byte in b"]}":
+            depth -= 1
+    return deepest
+
+
+def chat_request(body: ChatRequest, tenant: str, most_tokens: int) -> Request:
+    """What a chat asks of the session. Raises `RequestError` and `Problem`."""
+    options = _options(body, tenant, most_tokens, body.max_completion_tokens)
+    if body.logprobs:
+        options["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise Problem(400, "top_logprobs needs logprobs=true.", param="top_logprobs")
+    if body.tools:
+        options["tools"] = body.tools
+        if body.tool_choice is not None:
+            options["tool_choice"] = body.tool_choice
+    elif body.tool_choice not in (None, "none", "auto"):
+        raise Problem(400, "tool_choice needs tools. Send them along.", param="tool_choice")
+    return Request.of(messages_of(body.messages), **options)
+
+
+def completion_requests(body: CompletionRequest, tenant: str, most_tokens: int) -> list[Request]:
+    """What completions ask of the session, one for each prompt."""
+    if body.suffix:
+        raise Problem(400, "suffix is not supported: this server continues texts. Leave it out.", param="suffix")
+    if body.best_of is not None and body.best_of != body.n:
+        raise Problem(400, "best_of is not supported. Leave it out, or make it equal to n.", param="best_of")
+    if body.echo and body.logprobs is not None:
+        raise Problem(400, "echo with logprobs is not supported. Leave one of them out.", param="echo")
+    options = _options(body, tenant, most_tokens, None)
+    if body.logprobs is not None:
+        options["logprobs"] = body.logprobs
+    return [Request.of(prompt, **options) for prompt in prompts_of(body.prompt)]
+
+
+def prompt_request(body: PromptRequest, tenant: str) -> Request:
+    """A prompt alone, of which nothing is generated."""
+    if (body.messages is None) == (body.prompt is None):
+        raise Problem(400, "Give either messages or a prompt.", param="messages")
+    prompt: PromptLike = messages_of(body.messages) if body.messages is not None else body.prompt or ""
+    options: Options = {**_cache_options(body, tenant), "max_tokens": 0}
+    return Request.of(prompt, **options)
+
+
+def prompts_of(given: str | Sequence[Any]) -> list[PromptLike]:
+    """One prompt or several: texts, or lists of token ids."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return [given]
+    return list(given)
+
+
+def variant(request: Request, number: int) -> Request:
+    """The request for the choice of that number: a seed gives each choice its own."""
+    seed = request.sampling.seed
+    if number == 0 or seed is None:
+        return request
+    return replace(request, sampling=replace(request.sampling, seed=(seed + number) % _SEEDS))
+
+
+def messages_of(messages: Sequence[ChatMessage]) -> list[Message | Mapping[str, Any]]:
+    """Messages as the session takes them: contents in parts become one text."""
+    return [
+        {"role": message.role, "content": _text_of(message.content), **(message.model_extra or {})}
+        for message in messages
+    ]
+
+
+def _text_of(content: str | list[dict[str, Any]] | None) -> str | None:
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        if part.get("type") not in ("text", "input_text") or not isinstance(part.get("text"), str):
+            kind = json.dumps(part.get("type"))[:50]
+            raise Problem(400, f"A part of type {kind} is not supported: only text is.", param="messages")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _options(body: Sampled, tenant: str, most_tokens: int, wanted_tokens: int | None) -> Options:
+    options = _cache_options(body, tenant)
+    chosen = body.max_tokens if wanted_tokens is None else wanted_tokens
+    options["max_tokens"] = most_tokens if chosen is None else min(chosen, most_tokens)
+    options["temperature"] = 1.0 if body.temperature is None else float(body.temperature)
+    for name in ("top_p", "min_p", "repetition_penalty", "min_tokens"):
+        if (value := getattr(body, name)) is not None:
+            options[name] = value
+    if body.top_k is not None and body.top_k > 0:
+        options["top_k"] = body.top_k
+    if body.seed is not None:
+        options["seed"] = body.seed % _SEEDS
+    if body.stop:
+        options["stop"] = body.stop
+    grammar = _grammar(body)
+    if grammar is not None:
+        options["grammar"] = grammar
+    return options
+
+
+def _grammar(body: Sampled) -> Grammar | None:
+    form = body.response_format
+    if form is None or form.type == "text":
+        return None if not body.grammar else Grammar.gbnf(body.grammar)
+    if body.grammar:
+        raise Problem(400, "Give either a grammar or a response_format.", param="grammar")
+    if form.type == "json_object":
+        return Grammar.json_object()
+    if form.json_schema is None:
+        raise Problem(400, "response_format json_schema needs a json_schema.", param="response_format.json_schema")
+    return Grammar.json_schema(form.json_schema.body)
+
+
+def _cache_options(body: Cached, tenant: str) -> Options:
+    options: Options = {"tenant": tenant}
+    if body.cache_salt is not None:
+        options["cache_salt"] = body.cache_salt
+    if body.cache_prompt is False:
+        options["reuse"] = "off"
+    return options

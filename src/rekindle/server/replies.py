@@ -1,0 +1,93 @@
+"""What every reply tells beside its text: sizes, times, and what was reused."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from rekindle.core.reply import Drawn, Likelihood, Reply, Reuse
+
+PLAN_HEADER = "X-Rekindle-Plan"
+
+
+def new_id(kind: str) -> str:
+    """A name for a reply."""
+    return f"{kind}-{secrets.token_hex(12)}"
+
+
+def plan_header(reuse: Reuse) -> dict[str, str]:
+    """What a prompt is spared, in one line."""
+    parts = {"level": reuse.level, "engine": reuse.engine, "memory": reuse.memory, "disk": reuse.disk}
+    fields = {**parts, "computed": reuse.computed, "miss": reuse.miss or "none"}
+    return {PLAN_HEADER: "; ".join(f"{name}={value}" for name, value in fields.items())}
+
+
+def usage_of(replies: Sequence[Reply], prompts: int = 1) -> dict[str, Any]:
+    """Tokens in and out, in OpenAI's words; replies to the same prompt count it once."""
+    each = len(replies) // prompts
+    asked = [replies[number] for number in range(0, len(replies), each)]
+    prompt, written = sum(r.usage.prompt_tokens for r in asked), sum(r.usage.completion_tokens for r in replies)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": sum(r.usage.cached_tokens for r in asked)},
+    }
+
+
+def timings_of(reply: Reply) -> dict[str, Any]:
+    """Where the time went, in llama.cpp's words."""
+    prompt_ms, predicted_ms = reply.timings.first_token_seconds * 1e3, reply.timings.decode_seconds * 1e3
+    computed, written = reply.reuse.computed, reply.usage.completion_tokens
+    return {
+        "cache_n": reply.usage.cached_tokens,
+        "prompt_n": computed,
+        "prompt_ms": round(prompt_ms, 3),
+        "prompt_per_second": round(computed / prompt_ms * 1e3, 3) if prompt_ms else None,
+        "predicted_n": written,
+        "predicted_ms": round(predicted_ms, 3),
+        "predicted_per_second": None if (rate := reply.timings.tokens_per_second) is None else round(rate, 3),
+    }
+
+
+def rekindle_of(reuse: Reuse, ignored: Sequence[str] = ()) -> dict[str, Any]:
+    """What was reused, from where, and why not more; and which fields of the request meant nothing."""
+    return {
+        "level": reuse.level,
+        "loaded": reuse.reused,
+        "loaded_from": {"engine": reuse.engine, "memory": reuse.memory, "disk": reuse.disk},
+        "mended": 0,
+        "streamed": 0,
+        "computed": reuse.computed,
+        "miss": reuse.miss,
+        "load_ms": round(reuse.load_seconds * 1e3, 3),
+        "cold_ms": None if reuse.cold_seconds is None else round(reuse.cold_seconds * 1e3, 3),
+        "ignored": list(ignored),
+    }
+
+
+def chat_logprobs(drawn: Sequence[Drawn]) -> dict[str, Any]:
+    """Likelihoods as chats tell them."""
+    content = [
+        {**_likelihood(one.chosen), "top_logprobs": [_likelihood(other) for other in one.likeliest]} for one in drawn
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _likelihood(one: Likelihood) -> dict[str, Any]:
+    return {"token": one.text.decode("utf-8", "replace"), "logprob": one.logprob, "bytes": list(one.text)}
+
+
+def completion_logprobs(drawn: Sequence[Drawn], offset: int) -> dict[str, Any]:
+    """Likelihoods as completions tell them; the text begins at `offset`."""
+    texts = [one.chosen.text.decode("utf-8", "replace") for one in drawn]
+    offsets = [offset + sum(map(len, texts[:number])) for number in range(len(texts))]
+    return {
+        "tokens": texts,
+        "token_logprobs": [one.chosen.logprob for one in drawn],
+        "top_logprobs": [
+            {other.text.decode("utf-8", "replace"): other.logprob for other in one.likeliest} for one in drawn
+        ],
+        "text_offset": offsets,
+    }

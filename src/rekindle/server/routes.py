@@ -1,0 +1,83 @@
+"""Every endpoint: where it is, what it takes, who may call it. The router and the OpenAPI document are made of this."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+
+from rekindle.server import admin, plain
+from rekindle.server.chat import answer_chat
+from rekindle.server.completions import answer_completion
+from rekindle.server.embeddings import answer_embeddings
+from rekindle.server.schema import (
+    AppRequest,
+    Asked,
+    ChatRequest,
+    CheckRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    PromptRequest,
+    TokenizeRequest,
+)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One method at one path. `answer(call)`, or `answer(call, body)` where it takes one."""
+
+    method: str
+    path: str
+    answer: Callable[..., Awaitable[Response]]
+    body: type[Asked] | None = None
+    open: bool = False  # needs no key
+    streams: bool = False
+    media_type: str = "application/json"
+
+    @property
+    def summary(self) -> str:
+        """What it is for, in one sentence."""
+        return (self.answer.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
+
+    @property
+    def parameters(self) -> list[dict[str, Any]]:
+        """What stands in the path or behind it, as OpenAPI has it."""
+        names = [part[1:-1].split(":")[0] for part in self.path.split("/") if part.startswith("{")]
+        told: list[dict[str, Any]] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in names
+        ]
+        if self.answer is admin.list_entries:
+            limit = {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}
+            told.append({"name": "limit", "in": "query", "schema": limit})
+            told.append({"name": "after", "in": "query", "schema": {"type": "string"}})
+        return told
+
+
+_OWN = "/v1/rekindle"
+ENDPOINTS = (
+    Endpoint("POST", "/v1/chat/completions", answer_chat, ChatRequest, streams=True),
+    Endpoint("POST", "/v1/completions", answer_completion, CompletionRequest, streams=True),
+    Endpoint("POST", "/v1/embeddings", answer_embeddings, EmbeddingsRequest),
+    Endpoint("GET", "/v1/models", plain.list_models),
+    Endpoint("GET", "/v1/models/{name:path}", plain.show_model),
+    Endpoint("POST", "/tokenize", plain.tokenize, TokenizeRequest),
+    Endpoint("POST", "/detokenize", plain.detokenize, DetokenizeRequest),
+    Endpoint("GET", "/health", plain.health, open=True),
+    Endpoint("GET", "/metrics", plain.metrics, media_type="text/plain"),
+    Endpoint("GET", f"{_OWN}/server", admin.show_server),
+    Endpoint("GET", f"{_OWN}/stats", admin.show_stats),
+    Endpoint("GET", f"{_OWN}/entries", admin.list_entries),
+    Endpoint("DELETE", f"{_OWN}/entries/{{name}}", admin.remove_entry),
+    Endpoint("PUT", f"{_OWN}/entries/{{name}}/pin", admin.pin_entry),
+    Endpoint("DELETE", f"{_OWN}/entries/{{name}}/pin", admin.pin_entry),
+    Endpoint("POST", f"{_OWN}/check", admin.check_cache, CheckRequest),
+    Endpoint("POST", f"{_OWN}/warm", admin.warm_prompt, PromptRequest),
+    Endpoint("POST", f"{_OWN}/explain", admin.explain_prompt, PromptRequest),
+    Endpoint("GET", f"{_OWN}/explain/last", admin.explain_last),
+    Endpoint("GET", f"{_OWN}/apps", admin.list_apps),
+    Endpoint("PUT", f"{_OWN}/apps/{{id}}", admin.set_app, AppRequest),
+)

@@ -1,0 +1,162 @@
+"""What may be asked over HTTP: OpenAI's forms, and the few fields of our own.
+
+Fields that nobody knows are allowed, because clients send all sorts of them; the reply names them (`rekindle.ignored`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+
+Token = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+Number = StrictFloat | StrictInt
+Text = StrictStr
+MOST_CHOICES = 8
+MOST_TEXTS = 2048
+
+
+class Asked(BaseModel):
+    """What every body has in common."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def ignored(self) -> list[str]:
+        """The fields that were sent and mean nothing here."""
+        return sorted(self.model_extra or {})
+
+
+class Cached(Asked):
+    """Whose request it is, and what of the cache it may use."""
+
+    cache_salt: Text | None = Field(None, max_length=1024, description="KV is shared only where this is the same.")
+    cache_prompt: StrictBool | None = Field(None, description="false: compute everything, keep nothing.")
+    app_id: Text | None = Field(None, max_length=256, description="The app that asks; apps get equal shares.")
+    app_state: Literal["foreground", "background"] | None = Field(None, description="Whether somebody looks at it.")
+    session_id: Text | None = Field(None, max_length=256, description="Stands in for app_id.")
+    prompt_cache_key: Text | None = Field(None, max_length=256, description="Stands in for app_id.")
+    user: Text | None = Field(None, max_length=256, description="Stands in for app_id.")
+    keep_alive: Text | Number | None = Field(None, description="How long the model stays in memory after it: 30s, 5m.")
+
+    @property
+    def app(self) -> str:
+        """Who asks, by the first name that was given."""
+        return self.app_id or self.session_id or self.prompt_cache_key or self.user or ""
+
+
+class StreamOptions(Asked):
+    """What a stream has besides text."""
+
+    include_usage: StrictBool = False
+
+
+class JsonSchema(Asked):
+    """A schema and its name."""
+
+    model_config = ConfigDict(extra="allow", populate_by_name=True)
+
+    name: Text = ""
+    body: dict[str, Any] | StrictBool = Field(default_factory=dict, alias="schema")
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(Asked):
+    """What form the reply has to have; it is enforced while it is being written."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Sampled(Cached):
+    """How a reply is drawn."""
+
+    model: Text | None = Field(None, description="One of /v1/models; without it, the one that is served.")
+    temperature: Number | None = Field(None, ge=0, le=100, description="0 is greedy; without it 1, as with OpenAI.")
+    top_p: Number | None = Field(None, gt=0, le=1)
+    top_k: StrictInt | None = Field(None, ge=-1, description="0 and -1 mean all.")
+    min_p: Number | None = Field(None, ge=0, le=1)
+    repetition_penalty: Number | None = Field(None, gt=0, le=100)
+    seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: Text | list[Text] | None = None
+    n: StrictInt = Field(1, ge=1, le=MOST_CHOICES, description="How many replies.")
+    max_tokens: StrictInt | None = Field(None, ge=0, lt=2**31)
+    min_tokens: StrictInt | None = Field(None, ge=0, lt=2**31, description="The reply does not end before.")
+    stream: StrictBool | None = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    grammar: Text | None = Field(None, description="A GBNF grammar that the reply has to obey, as llama.cpp has it.")
+
+
+class ChatMessage(Asked):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[dict[str, Any]] | None = None
+
+
+class ChatRequest(Sampled):
+    """The body of /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: StrictInt | None = Field(None, ge=0, lt=2**31)
+    logprobs: StrictBool | None = False
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Text | dict[str, Any] | None = None
+
+
+class CompletionRequest(Sampled):
+    """The body of /v1/completions."""
+
+    prompt: Text | list[Text] | list[Token] | list[list[Token]]
+    logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    echo: StrictBool | None = False
+    best_of: StrictInt | None = Field(None, ge=1, le=MOST_CHOICES)
+    suffix: Text | None = None
+
+
+class EmbeddingsRequest(Asked):
+    """The body of /v1/embeddings."""
+
+    input: Text | list[Text] | list[Token] | list[list[Token]]
+    model: Text | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: StrictInt | None = Field(None, ge=1, description="So many of the first ones, to unit length again.")
+    user: Text | None = None
+
+
+class TokenizeRequest(Asked):
+    """The body of /tokenize: a text, or messages in the model's template."""
+
+    content: Text | None = None
+    prompt: Text | None = None
+    messages: list[ChatMessage] | None = None
+    with_pieces: StrictBool = False
+    model: Text | None = None
+
+
+class DetokenizeRequest(Asked):
+    """The body of /detokenize."""
+
+    tokens: list[Token]
+    model: Text | None = None
+
+
+class AppRequest(Asked):
+    """The body of PUT /v1/rekindle/apps/{id}."""
+
+    state: Literal["foreground", "background", "killed"]
+
+
+class PromptRequest(Cached):
+    """A prompt to warm or to explain."""
+
+    messages: list[ChatMessage] | None = None
+    prompt: Text | list[Token] | None = None
+    model: Text | None = None
+
+
+class CheckRequest(Asked):
+    """The body of /v1/rekindle/check."""
+
+    fix: StrictBool = False

@@ -1,0 +1,139 @@
+"""What answers: one session, and the line in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from rekindle.core.request import Request
+from rekindle.run.session import Session
+from rekindle.run.turn import Turn
+from rekindle.server.apps import Apps
+from rekindle.server.embeddings import Embeddings
+from rekindle.server.job import Event, Finished, Job
+from rekindle.server.keys import Caller
+from rekindle.server.line import Line
+from rekindle.server.metrics import Metrics
+from rekindle.server.problem import Problem
+from rekindle.server.schema import Cached
+from rekindle.server.settings import DEFAULT_PARALLEL, ServerSettings
+
+
+@dataclass(frozen=True)
+class Happened:
+    """Something happened to the choice of that number."""
+
+    choice: int
+    event: Event
+
+
+class Service:
+    """One for each server. Used by one event loop; what computes does so in threads."""
+
+    def __init__(self, session: Session, settings: ServerSettings) -> None:
+        self.session = session
+        self.settings = settings
+        self.started = time.time()
+        places = session.settings.parallel or DEFAULT_PARALLEL
+        self.line = Line(places, settings.queue, session.shares)
+        self.threads = ThreadPoolExecutor(places, thread_name_prefix="rekindle-answer")
+        self.aside = ThreadPoolExecutor(2, thread_name_prefix="rekindle-aside")  # for what asks no model
+        self.apps = Apps()
+        self.embeddings = Embeddings(settings.embedder)
+        self.metrics = Metrics(self)
+        self._jobs: dict[Job, tuple[str, str]] = {}  # whose they are: tenant and app
+
+    @property
+    def model(self) -> str:
+        """The name of the model that is served."""
+        return self.session.engine.name
+
+    def most_tokens(self) -> int:
+        """The longest reply."""
+        context = self.session.engine.context_tokens
+        return context if self.settings.most_tokens is None else min(context, self.settings.most_tokens)
+
+    def turn(self, caller: Caller, body: Cached) -> Turn:
+        """On whose behalf a request is answered."""
+        app = self.apps.see(caller.tenant, body.app, body.app_state)
+        app.requests += 1
+        return Turn(f"{caller.tenant}/{app.id}", background=app.state == "background")
+
+    async def answer(self, requests: Sequence[Request], caller: Caller, body: Cached) -> AsyncGenerator[Happened, None]:
+        """What happens to the requests, until all are finished. Whoever stops reading stops the work.
+
+        Raises what the session raises, and `Problem` where the line is full or it takes too long.
+        """
+        turn = self.turn(caller, body)
+        deadline = time.monotonic() + self.settings.timeout_seconds
+        happened: asyncio.Queue[Happened | BaseException] = asyncio.Queue()
+        tasks = [
+            asyncio.create_task(self._follow(number, request, turn, (caller.tenant, body.app), happened))
+            for number, request in enumerate(requests)
+        ]
+        left = len(tasks)
+        try:
+            while left:
+                what = await _before(deadline, happened, self.settings.timeout_seconds)
+                if isinstance(what, BaseException):
+                    raise what
+                left -= isinstance(what.event, Finished)
+                yield what
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(
+        self,
+        number: int,
+        request: Request,
+        turn: Turn,
+        owner: tuple[str, str],
+        happened: asyncio.Queue[Happened | BaseException],
+    ) -> None:
+        arrived = time.perf_counter()
+        try:
+            async with self.line.place(turn):
+                waited = time.perf_counter() - arrived
+                job = Job(self.session, request, turn)
+                self._jobs[job] = owner
+                try:
+                    async with aclosing(job.events(self.threads)) as events:
+                        async for event in events:
+                            self.metrics.happened(owner[0], event, waited)
+                            happened.put_nowait(Happened(number, event))
+                finally:
+                    del self._jobs[job]
+        except Exception as error:  # noqa: BLE001  (raised again by whoever listens)
+            happened.put_nowait(error)
+
+    def kill(self, tenant: str, app: str) -> int:
+        """Stop everything that is computed for an app; how many requests that were."""
+        own = [job for job, owner in self._jobs.items() if owner == (tenant, app)]
+        for job in own:
+            job.cancel()
+        return len(own)
+
+    def close(self) -> None:
+        """Stop all work, keep what was computed, free the model."""
+        for job in list(self._jobs):
+            job.cancel()
+        self.threads.shutdown(wait=True)
+        self.aside.shutdown(wait=False, cancel_futures=True)
+        self.session.close()
+
+
+async def _before(
+    deadline: float, happened: asyncio.Queue[Happened | BaseException], limit: float
+) -> Happened | BaseException:
+    try:
+        return await asyncio.wait_for(happened.get(), max(0.0, deadline - time.monotonic()))
+    except asyncio.TimeoutError:
+        raise Problem(
+            504, f"The request took longer than {limit:g} s. Ask for less, or start the server with a longer --timeout."
+        ) from None
