@@ -101,6 +101,7 @@ class Options(TypedDict, total=False):
     grammar: Grammar | None
     tools: Sequence[Tool | Mapping[str, Any]]
     tool_choice: ToolChoice | str | Mapping[str, Any]
+    parallel_tool_calls: bool
     reuse: ReuseLevel | None
     tenant: str | None
     cache_salt: str | None
@@ -125,6 +126,7 @@ class Request:
     grammar: Grammar | None = None
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    parallel_tool_calls: bool = True
     reuse: ReuseLevel | None = None
     tenant: str | None = None
     cache_salt: str | None = None

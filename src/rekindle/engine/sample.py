@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from rekindle.core.request import Sampling
 
+_FEW = 1024
+
 
 class Sampler:
     """Draws the tokens of one reply. Same sampling, seed and logits: same tokens."""
@@ -41,19 +43,41 @@ class Sampler:
         sampling = self._sampling
         with np.errstate(over="ignore"):  # a tiny temperature makes all but the likeliest infinitely unlikely
             scaled = (logits - logits.max()).astype(np.float64) / sampling.temperature
-        candidates = np.arange(len(scaled))
-        if sampling.top_k is not None and sampling.top_k < len(scaled):
-            candidates = np.argpartition(scaled, -sampling.top_k)[-sampling.top_k :]
-        # Likeliest first; equal ones by token id, so that the order never depends on how they were found.
-        candidates = candidates[np.lexsort((candidates, -scaled[candidates]))]
-        chances = np.exp(scaled[candidates])
-        chances /= chances.sum()
-        if sampling.top_p < 1.0:
-            kept = int(np.searchsorted(np.cumsum(chances), sampling.top_p)) + 1
-            candidates, chances = candidates[:kept], chances[:kept]
-        if sampling.min_p > 0.0:
-            likely = chances >= sampling.min_p * chances[0]
-            candidates, chances = candidates[likely], chances[likely]
-        edges = np.cumsum(chances)
+        chances = np.exp(scaled)
+        candidates = self._candidates(scaled, chances)
+        edges = np.cumsum(chances[candidates])
         point = self._random.random() * edges[-1]
         return int(candidates[min(int(np.searchsorted(edges, point, side="right")), len(edges) - 1)])
+
+    def _candidates(self, scaled: NDArray[np.float64], chances: NDArray[np.float64]) -> NDArray[np.int64]:
+        """The tokens that may be drawn: all in their order, or the likeliest first."""
+        sampling = self._sampling
+        top_k = sampling.top_k if sampling.top_k is not None and sampling.top_k < len(scaled) else None
+        if top_k is None and sampling.top_p == 1.0 and sampling.min_p == 0.0:
+            return np.arange(len(scaled))
+        # Each cut keeps the likeliest, and few hold nearly everything: sorting all would take longer than the rest.
+        if top_k is not None:
+            candidates = _likeliest(scaled, top_k)
+        elif sampling.min_p > 0.0:
+            candidates = _ordered(scaled, np.flatnonzero(chances >= sampling.min_p * chances.max()))
+        else:
+            candidates = _likeliest(scaled, min(_FEW, len(scaled)))
+            if chances[candidates].sum() < sampling.top_p * chances.sum():
+                candidates = _likeliest(scaled, len(scaled))
+        total = chances[candidates].sum() if top_k is not None else chances.sum()
+        if sampling.top_p < 1.0:
+            held = np.cumsum(chances[candidates]) / total
+            candidates = candidates[: int(np.searchsorted(held, sampling.top_p)) + 1]
+        if sampling.min_p > 0.0:
+            candidates = candidates[chances[candidates] >= sampling.min_p * chances[candidates[0]]]
+        return candidates
+
+
+def _likeliest(scaled: NDArray[np.float64], count: int) -> NDArray[np.int64]:
+    found = np.argpartition(scaled, -count)[-count:] if count < len(scaled) else np.arange(len(scaled))
+    return _ordered(scaled, found)
+
+
+def _ordered(scaled: NDArray[np.float64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The likeliest first; equal ones by token id, so that the order never depends on how they were found."""
+    return tokens[np.lexsort((tokens, -scaled[tokens]))]

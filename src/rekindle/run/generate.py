@@ -74,6 +74,9 @@ class Generation:
         if self._limit == 0:
             self._note_time()
             return self._finish("length")
+        if self._constraint is not None and self._constraint.finished:  # a grammar of nothing
+            self._note_time()
+            return self._finish("stop")
         token = self._sampler.draw(self._allowed(logits[-1]))
         self._note_time()
         self._tokens.append(token)

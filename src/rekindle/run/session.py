@@ -233,7 +233,8 @@ class Session:
         """What the reply must obey; None if anything goes."""
         grammar = request.grammar
         if grammar is None and request.tool_choice.forces:
-            grammar = call_grammar(style_of(self.engine.tokenizer.template), request.tools, request.tool_choice)
+            style, several = style_of(self.engine.tokenizer.template), request.parallel_tool_calls
+            grammar = call_grammar(style, request.tools, request.tool_choice, parallel=several)
         if grammar is None:
             return None
         self._grammars = self._grammars or Constrainer(self.engine.tokenizer)

@@ -76,6 +76,7 @@ def chat_request(body: ChatRequest, tenant: str, most_tokens: int) -> Request:
         options["tools"] = body.tools
         if body.tool_choice is not None:
             options["tool_choice"] = body.tool_choice
+        options["parallel_tool_calls"] = body.parallel_tool_calls is not False
     elif body.tool_choice not in (None, "none", "auto"):
         raise Problem(400, "tool_choice needs tools. Send them along.", param="tool_choice")
     return Request.of(messages_of(body.messages), **options)

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from rekindle.engine.embedder import Embedded, Embedder
 from rekindle.errors import nearest
-from rekindle.models.pull import obtain
+from rekindle.models.pull import pull
 from rekindle.server.problem import Problem
 from rekindle.server.schema import MOST_TEXTS, EmbeddingsRequest
 from rekindle.server.stream import while_there
@@ -35,7 +35,7 @@ class Embeddings:
         """It, loaded. Raises `ModelError`."""
         with self._lock:
             if self._embedder is None:
-                self._embedder = Embedder.load(obtain(self.model))
+                self._embedder = Embedder.load(pull(self.model).files)
             return self._embedder
 
     def embed(self, given: str | Sequence[Any], cancelled: threading.Event) -> Embedded:

@@ -103,6 +103,7 @@ class ChatRequest(Sampled):
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Text | dict[str, Any] | None = None
+    parallel_tool_calls: StrictBool | None = Field(None, description="false: a forced call is only one.")
 
 
 class CompletionRequest(Sampled):
