@@ -7,6 +7,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -391,3 +392,13 @@ def test_a_template_that_wants_alternation_survives_dropping(session: Session) -
     session.engine.tokenizer.encode_chat = strict
     reply = session.chat(chat_of(21), overflow="drop-oldest", max_tokens=1)
     assert reply.usage.dropped_messages % 2 == 0
+
+
+def test_short_requests_on_the_side_do_not_drive_a_chat_out_of_the_engine(tmp_path: Path) -> None:
+    """The title of a chat, its tags, a suggestion: each leaves a context of its own behind."""
+    with Session(FakeEngine(), cache=tmp_path / "kv") as session:
+        chat = "The chat goes on and on. " * 20
+        session.generate(chat, max_tokens=2)
+        for number in range(20):
+            session.generate(f"{number}: a title", max_tokens=1)
+        assert session.generate(chat + "More.", max_tokens=1).reuse.engine >= len(chat)

@@ -16,6 +16,7 @@ class KeepAlive:
         self._rest = rest
         self._lock = threading.Lock()
         self._users = 0
+        self._closed = False
         self._timer: threading.Timer | None = None
         with self._lock:
             self._start()
@@ -33,10 +34,18 @@ class KeepAlive:
                 self._users -= 1
                 self._start()
 
+    def stay(self, seconds: float | None) -> None:
+        """From now on the model stays so long; None: for ever."""
+        with self._lock:
+            if not self._closed:
+                self._seconds = seconds
+                self._stop()
+                self._start()
+
     def close(self) -> None:
         """Let nothing rest any more."""
         with self._lock:
-            self._seconds = None
+            self._closed, self._seconds = True, None
             self._stop()
 
     def _start(self) -> None:

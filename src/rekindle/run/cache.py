@@ -347,7 +347,9 @@ class PrefixCache:
             return
         job = context.keep(count)
         job.then = None if context.flight is None else context.flight.land
-        if not self.keeper.offer(job):
+        if self.keeper.offer(job):
+            context.flight = None  # it lands when the job is done
+        else:
             context.land()
 
     def offer(self, job: Job) -> None:
@@ -374,6 +376,7 @@ class PrefixCache:
         if self._closed:
             return
         self._closed = True
+        self._flights.land()
         self._remembered.keep(self._machine, self.costs.as_json())
         idle = self.keeper is None or self.keeper.close(CLOSE_SECONDS)
         self._parked.clear()

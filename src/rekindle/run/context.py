@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rekindle.core.keys import Shelf, common_tokens, token_bytes
 from rekindle.core.kv import Kv, Span
@@ -12,6 +13,12 @@ from rekindle.run.flight import Flight
 from rekindle.run.keep import Keep
 
 _MOST_PARKED = 8
+
+
+@dataclass(frozen=True)
+class _Place:
+    tokens: bytes
+    turn: int  # how many were parked before
 
 
 class Context:
@@ -93,13 +100,15 @@ class Context:
 class ParkedContexts:
     """Contexts of finished requests, as they are in the engine: a request that goes on from one needs no loading.
 
-    Never more bytes than the limit; the least recently used go first. Used from several threads.
+    Never more bytes than the limit. A long one stays longer than a short one: the title of a chat does not drive the
+    chat out. Used from several threads.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._parked: dict[Context, bytes] = {}  # with their tokens, the least recently used first
+        self._parked: dict[Context, _Place] = {}
+        self._turn = 0
 
     def take(self, shelf: Shelf, tokens: Sequence[int], *, whole: bool = False) -> Context | None:
         """The context that has most in common with `tokens`, out of the park; None if none is worth taking.
@@ -110,8 +119,8 @@ class ParkedContexts:
         given = token_bytes(tokens)
         with self._lock:
             shared = [
-                (common_tokens(given, parked), context)
-                for context, parked in self._parked.items()
+                (common_tokens(given, place.tokens), context)
+                for context, place in self._parked.items()
                 if context.shelf is shelf or context.shelf == shelf
             ]
             useful = [(common, context) for common, context in shared if 2 * common >= len(context.tokens) > 0]
@@ -126,14 +135,20 @@ class ParkedContexts:
     def park(self, context: Context) -> None:
         """Let a context wait for its next request."""
         with self._lock:
-            self._parked[context] = token_bytes(context.tokens)
+            self._turn += 1
+            self._parked[context] = _Place(token_bytes(context.tokens), self._turn)
             sizes = {parked: parked.size_bytes for parked in self._parked}
             leaving: list[Context] = []
             while sum(sizes.values()) > self._limit_bytes or len(sizes) > _MOST_PARKED:
-                leaving.append(next(iter(self._parked)))
+                leaving.append(min(sizes, key=self._worth))
                 del self._parked[leaving[-1]], sizes[leaving[-1]]
         for gone in leaving:
             gone.close()
+
+    def _worth(self, context: Context) -> float:
+        """What it would cost to compute again, the less the longer ago it was used."""
+        place = self._parked[context]
+        return len(place.tokens) / (self._turn - place.turn + 1)
 
     def clear(self) -> None:
         """Give all sequences back."""

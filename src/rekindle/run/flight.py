@@ -62,6 +62,13 @@ class Flights:
             self._flying.append(own)
             return own, True
 
+    def land(self) -> None:
+        """All of them: nothing will be kept any more."""
+        with self._lock:
+            flying = list(self._flying)
+        for flight in flying:
+            flight.land()
+
     def forget(self, flight: Flight) -> None:
         """It is over."""
         with self._lock:

@@ -92,7 +92,7 @@ class Session:
         if isinstance(model, (str, os.PathLike)):
             spec, options = os.fspath(model), EngineOptions.of(self.settings)
             load = functools.partial(load_engine, spec, options, progress)
-            if stays:
+            if stays and self.settings.parallel is None:
                 return load()
             self._resting = RestingEngine(load)
             return self._resting
@@ -114,6 +114,16 @@ class Session:
         assert self._resting is not None
         if self.cache.rest():
             self._resting.rest()
+
+    def stay(self, seconds: float | None) -> bool:
+        """Free the model when it was not used for so long, from now on; None: never. False if it cannot be freed.
+
+        That is possible for a model given by name, with `keep_alive` or `parallel`.
+        """
+        if self._resting is None:
+            return False
+        self._alive.stay(seconds)
+        return True
 
     @property
     def resting(self) -> bool:

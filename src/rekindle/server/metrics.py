@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from rekindle.core.reply import Reply
@@ -28,6 +28,7 @@ class Metrics:
     """One for each server."""
 
     def __init__(self, service: Service) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # nobody reads when a series began, and it doubles the lines
         self._registry = CollectorRegistry()
         self._machine = CollectorRegistry()
         self._machine.register(_Machine(service))

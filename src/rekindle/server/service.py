@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +12,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from rekindle.core.request import Request
+from rekindle.core.size import parse_duration
+from rekindle.errors import InvalidSetting
 from rekindle.run.session import Session
 from rekindle.run.turn import Turn
 from rekindle.server.apps import Apps
@@ -59,6 +63,8 @@ class Service:
 
     def turn(self, caller: Caller, body: Cached) -> Turn:
         """On whose behalf a request is answered."""
+        if body.keep_alive is not None and caller.operator:
+            self.session.stay(_stay_seconds(body.keep_alive))
         app = self.apps.see(caller.tenant, body.app, body.app_state)
         app.requests += 1
         return Turn(f"{caller.tenant}/{app.id}", background=app.state == "background")
@@ -126,6 +132,15 @@ class Service:
         self.threads.shutdown(wait=True)
         self.aside.shutdown(wait=False, cancel_futures=True)
         self.session.close()
+
+
+def _stay_seconds(given: str | float) -> float | None:
+    """How long a model shall stay, as Ollama has it: seconds, or 5m; less than nothing is for ever."""
+    if isinstance(given, str):
+        return None if given.strip().startswith("-") else min(parse_duration(given), threading.TIMEOUT_MAX)
+    if not -math.inf < given < math.inf:
+        raise InvalidSetting(f"keep_alive={given!r} makes no sense. Use 30s, 5m, or -1 for ever.")
+    return None if given < 0 else float(min(given, threading.TIMEOUT_MAX))
 
 
 async def _before(
