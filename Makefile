@@ -13,7 +13,7 @@ LLAMA_WHEEL = $(firstword $(wildcard $(WHEELS)/llama_cpp_python-$(lastword $(sub
 LLAMA_FLAGS := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 LLAMA_STAMP := $(VENV)/.llamacpp
 
-.PHONY: help setup llamacpp test-llamacpp engines demo test quick lint bench numbers reference soak clean
+.PHONY: help setup clients llamacpp test-llamacpp engines demo test quick lint bench numbers reference soak clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -33,7 +33,16 @@ demo: setup  ## the main job, as far as it exists, on the embedded model
 test: setup lint  ## lint, types, layers, all tests (those of llama.cpp where it is at hand)
 	@if [ -n "$(LLAMA_WHEEL)" ]; then $(MAKE) --no-print-directory llamacpp; \
 	else echo "llama.cpp: its tests are not run, because it is not built here (make test-llamacpp builds it)"; fi
-	@$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory clients || echo "LangChain and LlamaIndex do not install here: their examples are not run"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Their versions do not go together with ours: they have an environment of their own, and talk to the server only.
+clients: $(VENV)/.clients  ## LangChain and LlamaIndex, for the examples of the guide
+
+$(VENV)/.clients: | $(STAMP)
+	@$(PYTHON) -m venv $(VENV)/clients
+	@$(VENV)/clients/bin/pip install -qq --disable-pip-version-check langchain-openai llama-index-llms-openai-like
+	@touch $@
 
 llamacpp: $(LLAMA_STAMP)  ## build llama-cpp-python if need be (about 15 CPU-minutes, once) and install it
 
@@ -50,7 +59,7 @@ test-llamacpp: setup llamacpp  ## the tests of the llama.cpp engine, and every l
 	@$(BIN)/python -m pytest -m llamacpp
 
 quick: $(STAMP)  ## the fast inner loop: tiny models only, under two minutes
-	@$(BIN)/python -m pytest -q -m "not real and not docs and not storm and not exhaustive"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not real and not docs and not storm and not exhaustive"
 
 soak: $(STAMP)  ## 10,000 kills and a ten-minute storm in one cache folder
 	@SOAK_KILLS=10000 SOAK_SECONDS=600 $(BIN)/python -m pytest -q -s -m storm tests/faults/test_crash.py

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,15 +35,51 @@ COMMANDS = [
 ]
 
 
+CLIENTS = Path(sys.executable).parents[1] / "clients" / "bin" / "python"  # `make clients`
+
+
 def _skip_without_llamacpp(where: str) -> None:
     if "llamacpp" in where:
         pytest.importorskip("llama_cpp")
 
 
+def _python_for(code: str) -> str:
+    """What can run an example: this Python, or that of the clients whose versions do not go together with ours."""
+    packages = re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)
+    if all(importlib.util.find_spec(package) for package in packages):
+        return sys.executable
+    if not CLIENTS.exists():
+        pytest.skip(f"{', '.join(packages)}: not installed (make clients)")
+    return str(CLIENTS)
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[str]:
+    """Where the server of the guide listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = str(free.getsockname()[1])
+    rekindle = Path(sys.executable).parent / "rekindle"
+    server = subprocess.Popen([rekindle, "serve", "smollm2", "--port", number], cwd=ROOT, stderr=subprocess.PIPE)
+    try:
+        assert server.stderr is not None and b"/v1" in server.stderr.readline()
+        yield number
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    finally:
+        server.kill()
+
+
+def _at_port(request: pytest.FixtureRequest, where: str, text: str) -> str:
+    """The text, with the port of a server that runs, if it is about one."""
+    return text.replace("8377", request.getfixturevalue("port")) if where.startswith("docs/guide/server.md") else text
+
+
 @pytest.mark.docs
 @pytest.mark.parametrize(("where", "command"), COMMANDS, ids=[f"{w}: {c[:40]}" for w, c in COMMANDS])
-def test_a_command_of_the_docs_works(where: str, command: str) -> None:
+def test_a_command_of_the_docs_works(where: str, command: str, request: pytest.FixtureRequest) -> None:
     _skip_without_llamacpp(where)
+    command = _at_port(request, where, command)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
@@ -51,9 +90,10 @@ def test_a_command_of_the_docs_works(where: str, command: str) -> None:
 
 @pytest.mark.docs
 @pytest.mark.parametrize(("where", "code"), blocks("python"), ids=[w for w, _ in blocks("python")])
-def test_the_code_of_the_docs_works(where: str, code: str) -> None:
+def test_the_code_of_the_docs_works(where: str, code: str, request: pytest.FixtureRequest) -> None:
     _skip_without_llamacpp(where)
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    python, code = _python_for(code), _at_port(request, where, code)
+    done = subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{where}\n{done.stderr}"
     assert done.stdout
 

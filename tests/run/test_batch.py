@@ -99,7 +99,7 @@ def test_requests_that_share_steps_say_what_each_says_alone(merges: bool) -> Non
 def test_replies_that_are_written_at_the_same_time_share_their_steps() -> None:
     inner = Watched()
     engine = BatchingEngine(inner)
-    together(inner, [Asking(engine, prompt(4, number), 40) for number in range(4)])
+    meet(inner, Asking(engine, prompt(5), 1), [Asking(engine, prompt(4, number), 40) for number in range(4)])
     assert len(inner.steps) < 0.7 * 4 * 40
     assert max(len(step) for step in inner.steps) == 4
 
@@ -116,7 +116,7 @@ def test_a_long_prompt_is_cut_so_that_replies_go_on_meanwhile() -> None:
     inner = Watched()
     engine = BatchingEngine(inner)
     writer, reader = Asking(engine, prompt(3), 60), Asking(engine, prompt(600, 1), 1)
-    together(inner, [writer, reader])
+    meet(inner, Asking(engine, prompt(5), 1), [writer, reader])
     pieces = [step for step, owners in zip(inner.steps, inner.sequences, strict=True) if reader.sequence in owners]
     assert len(pieces) > 2
     assert any(len(step) == 2 and 1 in step for step in pieces)
@@ -126,7 +126,7 @@ def test_a_long_prompt_is_cut_so_that_replies_go_on_meanwhile() -> None:
 def test_a_request_that_is_cancelled_leaves_the_others_alone_and_nothing_behind() -> None:
     inner = Watched()
     engine = BatchingEngine(inner)
-    gone, stays = Asking(engine, prompt(2000), 1), Asking(engine, prompt(5, 1), 30)
+    gone, stays = Asking(engine, prompt(900), 1), Asking(engine, prompt(5, 1), 30)
     inner.go.clear()
     gone.start()
     stays.start()
