@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 
 _HOME_OF = {
     "AsyncStream": "rekindle.run.stream",
+    "Grammar": "rekindle.core.grammar",
     "Message": "rekindle.core.request",
     "RekindleError": "rekindle.errors",
     "Reply": "rekindle.core.reply",
@@ -28,6 +29,7 @@ _HOME_OF = {
 
 __all__ = [
     "AsyncStream",
+    "Grammar",
     "Message",
     "RekindleError",
     "Reply",
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from rekindle.core.grammar import Grammar
     from rekindle.core.reply import Reply
     from rekindle.core.request import Message
     from rekindle.errors import RekindleError
