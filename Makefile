@@ -13,7 +13,7 @@ LLAMA_WHEEL = $(firstword $(wildcard $(WHEELS)/llama_cpp_python-$(lastword $(sub
 LLAMA_FLAGS := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 LLAMA_STAMP := $(VENV)/.llamacpp
 
-.PHONY: help setup clients llamacpp test-llamacpp engines demo test quick lint bench numbers reference soak clean
+.PHONY: help setup clients llamacpp test-llamacpp engines demo test quick lint bench numbers reference soak soak-server clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -63,6 +63,9 @@ quick: $(STAMP)  ## the fast inner loop: tiny models only, under two minutes
 
 soak: $(STAMP)  ## 10,000 kills and a ten-minute storm in one cache folder
 	@SOAK_KILLS=10000 SOAK_SECONDS=600 $(BIN)/python -m pytest -q -s -m storm tests/faults/test_crash.py
+
+soak-server: $(STAMP)  ## half an hour of random requests, and clients that leave: nothing may be left behind (SOAK_MODEL=smollm2)
+	@SOAK_SECONDS=$${SOAK_SECONDS:-1800} $(BIN)/python -m pytest -q -s tests/server/test_soak.py
 
 lint: $(STAMP)  ## ruff, mypy --strict, import layers
 	@$(BIN)/ruff check --quiet src tests tools

@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "numbers.md"
 KEPT = ROOT / "docs" / "numbers"
 
 # A bench, or one on another engine than its usual one.
-NAMES = [*BENCHES, *(["prefix:llamacpp"] if importlib.util.find_spec("llama_cpp") else [])]
+NAMES = [*BENCHES, *(["prefix:llamacpp", "serve:llamacpp"] if importlib.util.find_spec("llama_cpp") else [])]
 
 HEAD = """# Numbers
 

@@ -197,7 +197,7 @@ def test_a_step_is_recorded_the_second_time_and_forgotten_with_its_buffers(repla
         buffers = sequence.buffers
     assert counts == [0, 1, 1]
     recorder.forget(buffers)
-    assert not recorder._steps and not recorder._asked_once
+    assert not recorder._steps and not recorder._asked
 
 
 def test_what_cannot_be_recorded_is_computed_as_ever(replaying: HfEngine, caplog: pytest.LogCaptureFixture) -> None:
@@ -218,4 +218,4 @@ def test_recorded_steps_do_not_pile_up(replaying: HfEngine) -> None:
             sequence.truncate(0)
         for _ in range(2):
             replaying.step([Row.following(first, [5]), Row.following(second, [6])])
-    assert len(replaying._recorder._steps) <= 16 and len(replaying._recorder._asked_once) <= 16
+    assert len(replaying._recorder._steps) <= 16 and len(replaying._recorder._asked) <= 16

@@ -6,7 +6,7 @@ import json
 import socket
 import urllib.parse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +39,9 @@ def connected(url: str) -> Iterator[socket.socket]:
 def read_until_closed(connection: socket.socket) -> bytes:
     """Everything that comes before the server closes. Raises `TimeoutError` if it does not."""
     parts = []
-    try:
+    with suppress(ConnectionError):
         while part := connection.recv(1 << 16):
             parts.append(part)
-    except ConnectionError:
-        pass
     return b"".join(parts)
 
 
@@ -63,10 +61,8 @@ def answers_in(received: bytes) -> list[Answer]:
 def raw(url: str, data: bytes) -> list[Answer]:
     """Send bytes, and read until the server closes: after the last whole request, or when it has waited enough."""
     with connected(url) as connection:
-        try:
+        with suppress(ConnectionError):
             connection.sendall(data)
-        except ConnectionError:
-            pass
         return answers_in(read_until_closed(connection))
 
 

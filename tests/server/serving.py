@@ -172,5 +172,5 @@ class Asking(threading.Thread):
 
 def fake_session(folder: Path | str, engine: FakeEngine | None = None, **settings: Any) -> Session:
     """A session over the fake engine, whose requests share steps."""
-    given = {"parallel": 4, "disk_limit": "200MB", "memory_limit": "50MB", **settings}
-    return Session(engine or Gated(), cache=str(folder), **given)
+    given = {"cache": str(folder), "parallel": 4, "disk_limit": "200MB", "memory_limit": "50MB", **settings}
+    return Session(engine or Gated(), **given)

@@ -29,6 +29,7 @@ WEATHER = {
         },
     },
 }
+CHOSEN = {"type": "function", "function": {"name": "weather"}}
 
 
 def test_a_reply_is_what_the_session_says(served: Served, direct: Session) -> None:
@@ -244,16 +245,15 @@ def test_a_forced_call_comes_back_as_a_call(served: Served) -> None:
         model="fake-0", messages=CHAT, tools=[WEATHER], tool_choice="required", temperature=0
     )
     (choice,) = reply.choices
-    (call,) = choice.message.tool_calls
-    assert choice.finish_reason == "tool_calls" and not choice.message.content
-    assert call.type == "function" and call.id and call.function.name == "weather"
-    assert json.loads(call.function.arguments) == {"city": "Oslo", "days": 3}
+    assert choice.finish_reason == "tool_calls" and not choice.message.content and choice.message.tool_calls
+    for call in choice.message.tool_calls:  # it may make several
+        assert call.type == "function" and call.id and call.function.name == "weather"
+        assert json.loads(call.function.arguments) == {"city": "Oslo", "days": 3}
 
 
 def test_a_streamed_call_is_the_same_call(served: Served) -> None:
-    chosen = {"type": "function", "function": {"name": "weather"}}
     with served.openai().chat.completions.stream(
-        model="fake-0", messages=CHAT, tools=[WEATHER], tool_choice=chosen, temperature=0
+        model="fake-0", messages=CHAT, tools=[WEATHER], tool_choice=CHOSEN, temperature=0
     ) as stream:
         kinds = {event.type for event in stream}
         (choice,) = stream.get_final_completion().choices
@@ -267,7 +267,7 @@ def test_the_result_of_a_call_is_read_by_the_model(served: Served, direct: Sessi
     asked: list[Any] = list(CHAT)
     message = (
         client.chat.completions.create(
-            model="fake-0", messages=asked, tools=[WEATHER], tool_choice="required", temperature=0
+            model="fake-0", messages=asked, tools=[WEATHER], tool_choice=CHOSEN, temperature=0
         )
         .choices[0]
         .message
@@ -369,7 +369,9 @@ def test_curl_reads_a_stream(served: Served, direct: Session) -> None:
     expected = direct.chat(CHAT, temperature=0.0, max_tokens=24)
     body = json.dumps({"messages": CHAT, "stream": True, **GREEDY})
     command = ["curl", "-sSN", "--fail", "-i", f"{served.url}{PATH}", "-d", body]
-    head, *parts = subprocess.run(command, capture_output=True, check=True).stdout.decode().replace("\r", "").split("\n\n")
+    head, *parts = (
+        subprocess.run(command, capture_output=True, check=True).stdout.decode().replace("\r", "").split("\n\n")
+    )
     chunks = [json.loads(part.removeprefix("data: ")) for part in parts if part.startswith("data: {")]
     assert "content-type: text/event-stream" in head.lower() and "x-rekindle-plan: " in head.lower()
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == expected.text

@@ -88,9 +88,10 @@ async def _client(http: httpx.AsyncClient, asks: Iterator[tuple[int, Ask]], repl
 
 
 async def _answer(http: httpx.AsyncClient, ask: Ask) -> Answered:
-    """One reply, read as it comes. The first token has come when the first text has."""
+    """One reply, read as it comes. The first token has come when the first text has; of none, when all is over."""
     started = time.perf_counter()
-    first, pieces, usage = 0.0, [], {}
+    first, pieces = 0.0, []
+    usage: dict[str, Any] = {}
     error: str | None = None
     try:
         async with http.stream("POST", "/v1/completions", json=ask.body()) as response:
@@ -111,4 +112,5 @@ async def _answer(http: httpx.AsyncClient, ask: Ask) -> Answered:
     if error is None and tokens != ask.tokens:
         error = f"{tokens} tokens came, {ask.tokens} were asked for"
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    first = first or time.perf_counter() - started
     return Answered(first, "".join(pieces), tokens, usage.get("prompt_tokens", 0), cached, error)

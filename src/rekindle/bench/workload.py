@@ -81,7 +81,7 @@ def scale(trace: Sequence[Blocks], requests: int, most_blocks: int, random: np.r
         if len(drawn) >= requests:
             break
     chosen = set(drawn[:requests])
-    thinned = {}
+    thinned: dict[int, Blocks] = {}
     for members in conversations:
         mine = [number for number in members if number in chosen]
         stride = -(-max((len(trace[number]) for number in mine), default=1) // most_blocks)

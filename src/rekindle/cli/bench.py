@@ -12,7 +12,7 @@ from rekindle.cli import app
 from rekindle.cli.options import AsJson
 from rekindle.errors import EngineMissing, InvalidSetting
 
-BENCHES = {name: f"rekindle.bench.{name}" for name in ("engine", "store", "prefix")}
+BENCHES = {name: f"rekindle.bench.{name}" for name in ("engine", "store", "prefix", "serve")}
 _WITHOUT_ENGINE = {"store"}
 
 
@@ -24,7 +24,7 @@ def bench(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     shape: Annotated[str | None, typer.Option(help="Random weights of this shape: for time only.")] = None,
-    data: Annotated[Path | None, typer.Option(help="A folder of .jsonl texts to measure with.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A folder of .jsonl texts, or of a trace for serve.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")] = None,
     seed: Annotated[int, typer.Option(help="For everything drawn at random.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: under three minutes.")] = False,

@@ -28,6 +28,7 @@ from rekindle.engine.sequence import Buffers, TorchSequence
 
 _PADDED = (1, 16, 32, 64)  # tokens of a lane are padded to one of these; longer rows are not replayed
 _KEPT = 16  # recorded steps
+_RARE = 3  # a step of several rows is recorded when it was asked for more often
 _log = logging.getLogger("rekindle")
 
 # query [tokens, heads, dim], keys and values [capacity, kv_heads, dim], lengths -> [tokens, heads, dim]. The queries
@@ -139,12 +140,15 @@ class _Recorded:
 
 
 class Recorder:
-    """Records short steps the second time they are asked for, and replays them ever after."""
+    """Records short steps the second time they are asked for, and replays them ever after.
+
+    Those of several rows must be asked for more often: requests come and go, and recording takes as long as some steps.
+    """
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._steps: OrderedDict[Key, _Recorded] = OrderedDict()
-        self._asked_once: OrderedDict[Key, None] = OrderedDict()
+        self._asked: OrderedDict[Key, int] = OrderedDict()  # how often, of those not recorded
         self._lock = threading.RLock()  # buffers are dropped by whoever closes a sequence
         self._works = True
 
@@ -170,11 +174,17 @@ class Recorder:
         lanes = [lane for row in rows if (lane := replayable(row, longest)) is not None]
         if len(lanes) != len(rows):
             return None
+        # Rows come in any order: one recording does for all.
+        order = sorted(range(len(rows)), key=lambda place: id(lanes[place][0]))
+        logits = self._replay(regime, [lanes[place] for place in order], [rows[place] for place in order])
+        return logits if logits is None or len(rows) == 1 else logits[np.argsort(order).tolist()]
+
+    def _replay(self, regime: str, lanes: Sequence[tuple[Buffers, int]], rows: Sequence[CheckedRow]) -> Tensor | None:
         key = regime, tuple((id(buffers), count) for buffers, count in lanes)
         with self._lock:
             recorded = self._recall(key)
             if recorded is None:
-                return None if self._first_time(key) else self._try_to_record(key, lanes, rows)
+                return None if self._too_rare(key) else self._try_to_record(key, lanes, rows)
             recorded.step.load(rows)
             recorded.graph.replay()
             return recorded.logits
@@ -182,7 +192,7 @@ class Recorder:
     def forget(self, buffers: Buffers) -> None:
         """The buffers are gone: so are their steps."""
         with self._lock:
-            for known in (self._steps, self._asked_once):
+            for known in (self._steps, self._asked):
                 for key in [key for key in known if any(owner == id(buffers) for owner, _ in key[1])]:
                     known.pop(key)
 
@@ -191,12 +201,14 @@ class Recorder:
             self._steps.move_to_end(key)
         return self._steps.get(key)
 
-    def _first_time(self, key: Key) -> bool:
-        if key in self._asked_once:
+    def _too_rare(self, key: Key) -> bool:
+        """Count a step that is not recorded; whether it was not yet asked for often enough."""
+        times = self._asked.pop(key, 0) + 1
+        if times > (1 if len(key[1]) == 1 else _RARE):
             return False
-        self._asked_once[key] = None
-        if len(self._asked_once) > _KEPT:
-            self._asked_once.popitem(last=False)
+        self._asked[key] = times
+        if len(self._asked) > _KEPT:
+            self._asked.popitem(last=False)
         return True
 
     def _try_to_record(

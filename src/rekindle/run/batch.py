@@ -32,7 +32,9 @@ _FIRST_TOKENS = 64  # of a piece, while nothing was measured
 _LEAST_TOKENS = 16
 _WHOLE_TOKENS = 8  # fewer say nothing about how long a prompt takes
 _COMPANY_SHARE = 0.25  # of the last step: so long it is worth to wait for company
-_COMPANY_SECONDS = 0.025
+_COMPANY_SECONDS = 0.025  # and no longer
+_DRAW_SECONDS = 0.001  # or so long for each that is expected: threads draw their tokens one after the other
+_TRY_AGAIN = 64  # steps, after sharing was found slower
 _MEASURES = 0.3  # the weight of the newest
 
 
@@ -113,6 +115,9 @@ class BatchingEngine:
         self._expected: set[EngineSequence] = set()
         self._was_alone = False
         self._step_seconds = 0.0
+        self._alone_seconds: float | None = None  # a token, of a step that it has for itself
+        self._shared_seconds: float | None = None  # a token, of a step that several share
+        self._since_shared = 0
         self._token_seconds: float | None = None
         self._arrivals = itertools.count()
 
@@ -159,7 +164,10 @@ class BatchingEngine:
 
     def _wait_for_company(self) -> None:
         """Those that were in the last step come back in a moment; who does not is not waited for again."""
-        deadline = time.monotonic() + min(_COMPANY_SHARE * self._step_seconds, _COMPANY_SECONDS)
+        if not self._pays:
+            self._expected.clear()
+        patience = max(_COMPANY_SHARE * self._step_seconds, _DRAW_SECONDS * len(self._expected))
+        deadline = time.monotonic() + min(patience, _COMPANY_SECONDS)
         while self._expected and (left := deadline - time.monotonic()) > 0:
             self._changed.wait(left)
         self._expected.clear()
@@ -181,6 +189,8 @@ class BatchingEngine:
             self._was_alone = True
             return [self._part(prompts[0], self._budget(bool(singles)))]
         self._was_alone = False
+        if not prompts and not self._pays:
+            singles = singles[:1]
         parts = [_Part(call, call.row) for call in singles]
         budget = self._budget(bool(singles))
         for call in prompts:
@@ -188,6 +198,12 @@ class BatchingEngine:
                 parts.append(self._part(call, budget))
                 budget -= parts[-1].tokens
         return parts
+
+    @property
+    def _pays(self) -> bool:
+        """Whether tokens come sooner from shared steps. It does not where single ones are replayed from a recording."""
+        alone, shared = self._alone_seconds, self._shared_seconds
+        return alone is None or shared is None or shared < alone or self._since_shared >= _TRY_AGAIN
 
     def _rank(self, call: _Call) -> tuple[object, ...]:
         return call.turn.background, self.shares.served(call.turn.app), call.arrival
@@ -246,9 +262,13 @@ class BatchingEngine:
         self._step_seconds = seconds
         tokens = sum(part.tokens for part in parts if not part.call.joins)
         if tokens >= _WHOLE_TOKENS:
-            known = self._token_seconds
-            measured = seconds / tokens
-            self._token_seconds = measured if known is None else known + _MEASURES * (measured - known)
+            self._token_seconds = _smoothed(self._token_seconds, seconds / tokens)
+        if tokens == 0 and len(parts) == 1:
+            self._alone_seconds = _smoothed(self._alone_seconds, seconds)
+            self._since_shared += 1
+        elif tokens == 0:
+            self._shared_seconds = _smoothed(self._shared_seconds, seconds / len(parts))
+            self._since_shared = 0
 
     @property
     def name(self) -> str:
@@ -309,6 +329,10 @@ class BatchingEngine:
     def close(self) -> None:
         """Free the model. Idempotent."""
         self.inner.close()
+
+
+def _smoothed(known: float | None, measured: float) -> float:
+    return measured if known is None else known + _MEASURES * (measured - known)
 
 
 def _goes_alone(call: _Call) -> bool:

@@ -21,6 +21,7 @@ from rekindle.server.call import Call
 from rekindle.server.keys import Caller
 from rekindle.server.openapi import document, page
 from rekindle.server.problem import Problem, problem_of
+from rekindle.server.replies import PLAN_HEADER
 from rekindle.server.routes import ENDPOINTS, Endpoint
 from rekindle.server.service import Service
 from rekindle.server.settings import ServerSettings
@@ -40,19 +41,37 @@ def make_app(session: Session, settings: ServerSettings | None = None) -> Starle
         finally:
             await asyncio.get_running_loop().run_in_executor(None, service.close)
 
-    routes = [Route(e.path, _handler(e, service), methods=[e.method]) for e in ENDPOINTS]
+    routes = [_route(path, service) for path in dict.fromkeys(endpoint.path for endpoint in ENDPOINTS)]
     routes += [
         Route("/openapi.json", _static(service, JSONResponse(document(ENDPOINTS)))),
         Route("/docs", _static(service, HTMLResponse(page(ENDPOINTS)))),
     ]
     middleware = []
     if service.settings.origins:
-        allowed = list(service.settings.origins)
-        middleware.append(Middleware(CORSMiddleware, allow_origins=allowed, allow_methods=["*"], allow_headers=["*"]))
+        allowed, told = list(service.settings.origins), [PLAN_HEADER, "Retry-After"]
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=allowed,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=told,
+            )
+        )
     handlers = {HTTPException: _not_found, Exception: _failed}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)  # type: ignore[arg-type]
     app.state.service = service
     return app
+
+
+def _route(path: str, service: Service) -> Route:
+    """All methods of a path: whoever comes with another one is told which there are."""
+    handlers = {e.method: _handler(e, service) for e in ENDPOINTS if e.path == path}
+
+    async def handle(http: HttpRequest) -> Response:
+        return await handlers["GET" if http.method == "HEAD" else http.method](http)
+
+    return Route(path, handle, methods=list(handlers))
 
 
 def _handler(endpoint: Endpoint, service: Service) -> Callable[[HttpRequest], Awaitable[Response]]:
@@ -71,7 +90,7 @@ def _handler(endpoint: Endpoint, service: Service) -> Callable[[HttpRequest], Aw
             return Response(status_code=_CLOSED_REQUEST)
         except Exception as error:  # noqa: BLE001  (whatever it was: the client is told, and others are served)
             problem = problem_of(error)
-            service.metrics.failed(caller.tenant, f"{problem.status // 100}xx")
+            service.metrics.failed(caller.tenant, problem.outcome)
             return problem.response()
 
     return handle

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import functools
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from rekindle.core.reply import Reply, Reuse
 from rekindle.errors import nearest
 from rekindle.server.job import Finished, Planned
 from rekindle.server.keys import Caller
 from rekindle.server.problem import Problem
+from rekindle.server.replies import plan_header
 from rekindle.server.service import Happened, Service
-from rekindle.server.stream import while_there
+from rekindle.server.stream import EventStream, while_there
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,13 @@ class Call:
         except BaseException:
             await happened.aclose()
             raise
+
+    def stream(
+        self, items: AsyncGenerator[Mapping[str, Any], None], planned: Reuse, happened: AsyncGenerator[Happened, None]
+    ) -> Response:
+        """Chunks that are made of what happens, as server-sent events."""
+        failed = functools.partial(self.service.metrics.failed, self.caller.tenant)
+        return EventStream(items, plan_header(planned), happened, failed)
 
     async def collect(self, happened: AsyncGenerator[Happened, None], count: int) -> tuple[Reuse, list[Reply]]:
         """All replies, and what the first prompt was spared."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from rekindle.core.reply import Piece, Reply
+from rekindle.core.reply import Drawn, Piece, Reply
 from rekindle.core.request import Request
 from rekindle.run.tools import Parsed, ToolParser, style_of
 from rekindle.server.asked import chat_request, variant
@@ -17,7 +17,6 @@ from rekindle.server.job import Finished
 from rekindle.server.replies import chat_logprobs, new_id, plan_header, rekindle_of, timings_of, usage_of
 from rekindle.server.schema import ChatRequest
 from rekindle.server.service import Happened
-from rekindle.server.stream import EventStream
 
 
 async def answer_chat(call: Call, body: ChatRequest) -> Response:
@@ -30,7 +29,7 @@ async def answer_chat(call: Call, body: ChatRequest) -> Response:
     if body.stream:
         first, rest = await call.begin(happened)
         chunks = _Chunks(call, body, request, head)
-        return EventStream(chunks.write(rest), plan_header(first))
+        return call.stream(chunks.write(rest), first, rest)
     planned, replies = await call.collect(happened, len(requests))
     choices = [_choice(number, reply, body) for number, reply in enumerate(replies)]
     told = {"usage": usage_of(replies), "timings": timings_of(replies[0])}
@@ -64,6 +63,8 @@ class _Chunks:
         calls = request.tools and request.tool_choice.mode != "none"
         self._parsers = [ToolParser(style_of(template), request.tools) if calls else None for _ in range(body.n)]
         self._called = [False] * body.n
+        self._drawn: list[list[Drawn]] = [[] for _ in range(body.n)]  # tokens that no chunk told of yet
+        self._told = [0] * body.n
 
     async def write(self, happened: AsyncGenerator[Happened, None]) -> AsyncGenerator[Mapping[str, Any], None]:
         """One chunk after the other."""
@@ -72,10 +73,12 @@ class _Chunks:
             yield self._chunk(number, {"role": "assistant", "content": ""})
         async for what in happened:
             if isinstance(what.event, Piece):
+                self._drawn[what.choice] += what.event.drawn
                 for delta in self._deltas(what.choice, self._parsed(what.choice, what.event)):
-                    yield self._chunk(what.choice, delta, what.event)
+                    yield self._chunk(what.choice, delta)
             elif isinstance(what.event, Finished):
                 parser = self._parsers[what.choice]
+                self._drawn[what.choice] = list(what.event.reply.drawn[self._told[what.choice] :])
                 for delta in self._deltas(what.choice, parser.finish()) if parser is not None else ():
                     yield self._chunk(what.choice, delta)
                 replies[what.choice] = what.event.reply
@@ -93,13 +96,18 @@ class _Chunks:
         self._called[choice] |= bool(parsed.calls)
         return deltas
 
-    def _chunk(self, choice: int, delta: Mapping[str, Any], piece: Piece | None = None) -> dict[str, Any]:
-        likely = chat_logprobs(piece.drawn) if piece is not None and piece.drawn else None
-        told = {"index": choice, "delta": delta, "logprobs": likely, "finish_reason": None}
+    def _chunk(self, choice: int, delta: Mapping[str, Any]) -> dict[str, Any]:
+        told = {"index": choice, "delta": delta, "logprobs": self._likely(choice), "finish_reason": None}
         return {**self._head, "choices": [told]}
+
+    def _likely(self, choice: int) -> dict[str, Any] | None:
+        """The tokens of which no chunk told yet: text that waits for a stop string or a call delays theirs too."""
+        drawn, self._drawn[choice] = self._drawn[choice], []
+        self._told[choice] += len(drawn)
+        return chat_logprobs(drawn) if drawn else None
 
     def _last(self, choice: int, reply: Reply) -> dict[str, Any]:
         reason = "tool_calls" if self._called[choice] else reply.finish_reason
-        chunk = {"index": choice, "delta": {}, "logprobs": None, "finish_reason": reason}
+        chunk = {"index": choice, "delta": {}, "logprobs": self._likely(choice), "finish_reason": reason}
         about = rekindle_of(reply.reuse, self._body.ignored())
         return {**self._head, "choices": [chunk], "timings": timings_of(reply), "rekindle": about}

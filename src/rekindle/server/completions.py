@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from rekindle.core.reply import Piece, Reply
+from rekindle.core.reply import Drawn, Piece, Reply
 from rekindle.server.asked import completion_requests, prompts_of, variant
 from rekindle.server.call import Call
 from rekindle.server.job import Finished
@@ -16,7 +16,6 @@ from rekindle.server.problem import Problem
 from rekindle.server.replies import completion_logprobs, new_id, plan_header, rekindle_of, timings_of, usage_of
 from rekindle.server.schema import MOST_CHOICES, CompletionRequest
 from rekindle.server.service import Happened
-from rekindle.server.stream import EventStream
 
 _MOST_REPLIES = 8 * MOST_CHOICES
 
@@ -38,7 +37,7 @@ async def answer_completion(call: Call, body: CompletionRequest) -> Response:
     echoes = [_echo(call, prompt) if body.echo else "" for prompt in prompts_of(body.prompt) for _ in range(body.n)]
     if body.stream:
         first, rest = await call.begin(happened)
-        return EventStream(_chunks(rest, body, head, echoes, len(asked)), plan_header(first))
+        return call.stream(_chunks(rest, body, head, echoes, len(asked)), first, rest)
     planned, replies = await call.collect(happened, len(requests))
     choices = [_choice(number, reply, body, echoes[number]) for number, reply in enumerate(replies)]
     told = {"usage": usage_of(replies, len(asked)), "timings": timings_of(replies[0])}
@@ -62,11 +61,14 @@ async def _chunks(
     echoes: Sequence[str],
     prompts: int,
 ) -> AsyncGenerator[Mapping[str, Any], None]:
-    written = [len(echo) for echo in echoes]
+    written = [0 for _ in echoes]  # how many characters
+    told = [0 for _ in echoes]  # how many drawn tokens
     replies: dict[int, Reply] = {}
 
-    def chunk(number: int, text: str, piece: Piece | None = None, reason: str | None = None) -> dict[str, Any]:
-        likely = completion_logprobs(piece.drawn, written[number]) if piece is not None and piece.drawn else None
+    def chunk(number: int, text: str, drawn: Sequence[Drawn] = (), reason: str | None = None) -> dict[str, Any]:
+        likely = completion_logprobs(drawn, written[number]) if drawn else None
+        written[number] += len(text)
+        told[number] += len(drawn)
         return {
             **head,
             "choices": [{"index": number, "text": text, "logprobs": likely, "finish_reason": reason}],
@@ -77,12 +79,11 @@ async def _chunks(
             yield chunk(number, echo)
     async for what in happened:
         if isinstance(what.event, Piece):
-            yield chunk(what.choice, what.event, what.event)
-            written[what.choice] += len(what.event)
+            yield chunk(what.choice, what.event, what.event.drawn)
         elif isinstance(what.event, Finished):
             reply = replies[what.choice] = what.event.reply
             about = rekindle_of(reply.reuse, body.ignored())
-            last = chunk(what.choice, "", reason=reply.finish_reason)
+            last = chunk(what.choice, "", reply.drawn[told[what.choice] :], reply.finish_reason)
             yield {**last, "timings": timings_of(reply), "rekindle": about}
     if body.stream_options is not None and body.stream_options.include_usage:
         ordered = [replies[number] for number in sorted(replies)]

@@ -63,7 +63,7 @@ class Line:
             self._shares.leave(turn.app)
 
     async def _stand(self, turn: Turn) -> None:
-        if not self._waiting and self._is_free(turn):
+        if self._is_free(turn):  # then whoever waits may not have this place
             self.running += 1
             return
         if len(self._waiting) >= self._most_waiting:

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from rekindle import __version__
+from rekindle.server.answers import ANSWERS
 from rekindle.server.routes import Endpoint
 
 _REF = "#/components/schemas/{model}"
@@ -52,11 +53,9 @@ def document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
-    content: dict[str, Any] = {
-        endpoint.media_type: {"schema": {} if "json" in endpoint.media_type else {"type": "string"}}
-    }
-    if endpoint.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+    content: dict[str, Any] = {endpoint.media_type: {"schema": ANSWERS[endpoint.answer.__name__]}}
+    if endpoint.streams:  # of one event: this version of OpenAPI has no word for many
+        content["text/event-stream"] = {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}
     problem = {"content": {"application/json": {"schema": {"$ref": _REF.format(model="Problem")}}}}
     told: dict[str, Any] = {
         "summary": endpoint.summary,

@@ -47,7 +47,11 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Response:
     given = body.content if body.content is not None else body.prompt
     if (given is None) == (body.messages is None):
         raise Problem(400, "Give either content (or prompt) or messages.", param="content")
-    tokens = await asyncio.get_running_loop().run_in_executor(call.service.aside, _tokens, call, body, given)
+    return await asyncio.get_running_loop().run_in_executor(call.service.aside, _tokenized, call, body, given)
+
+
+def _tokenized(call: Call, body: TokenizeRequest, given: str | None) -> Response:
+    tokens = _tokens(call, body, given)
     spell = call.service.session.engine.tokenizer.spell
     shown: list[Any] = [{"id": t, "piece": spell([t])} for t in tokens] if body.with_pieces else tokens
     return JSONResponse({"tokens": shown, "count": len(tokens), "max_model_len": call.service.most_tokens()})
@@ -69,7 +73,8 @@ async def detokenize(call: Call, body: DetokenizeRequest) -> Response:
     tokenizer = call.service.session.engine.tokenizer
     if body.tokens and max(body.tokens) >= tokenizer.vocabulary_size:
         raise Problem(400, f"Token ids are below {tokenizer.vocabulary_size:,}.", param="tokens")
-    text = tokenizer.decode(body.tokens) if body.tokens else ""
+    decoding = asyncio.get_running_loop().run_in_executor(call.service.aside, tokenizer.decode, body.tokens)
+    text = await decoding if body.tokens else ""
     return JSONResponse({"content": text, "prompt": text})
 
 

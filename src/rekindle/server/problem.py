@@ -52,6 +52,11 @@ class Problem(Exception):
             return "rate_limit_error"
         return by_status.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
+    @property
+    def outcome(self) -> str:
+        """How requests that ended so are counted: 4xx, 5xx."""
+        return f"{self.status // 100}xx"
+
     def as_dict(self) -> dict[str, Any]:
         """The body that OpenAI's clients understand."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}

@@ -84,10 +84,16 @@ def completion_logprobs(drawn: Sequence[Drawn], offset: int) -> dict[str, Any]:
     texts = [one.chosen.text.decode("utf-8", "replace") for one in drawn]
     offsets = [offset + sum(map(len, texts[:number])) for number in range(len(texts))]
     return {
-        "tokens": texts,
+        "tokens": [_spelled(one.chosen.text) for one in drawn],
         "token_logprobs": [one.chosen.logprob for one in drawn],
-        "top_logprobs": [
-            {other.text.decode("utf-8", "replace"): other.logprob for other in one.likeliest} for one in drawn
-        ],
+        "top_logprobs": [{_spelled(other.text): other.logprob for other in one.likeliest} for one in drawn],
         "text_offset": offsets,
     }
+
+
+def _spelled(text: bytes) -> str:
+    """The text of a token; parts of characters are spelled as OpenAI does, so that no two look alike."""
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)

@@ -5,13 +5,18 @@ Fields that nobody knows are allowed, because clients send all sorts of them; th
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
+from rekindle.core.request import MOST_STOPS
+
+_T = TypeVar("_T")
+Items = Annotated[list[_T], Field(fail_fast=True)]  # else each of a million wrong ones would be told, for minutes
 Token = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Number = StrictFloat | StrictInt
 Text = StrictStr
+Stop = Annotated[StrictStr, Field(max_length=1024)]  # every token is compared with all of them
 MOST_CHOICES = 8
 MOST_TEXTS = 2048
 
@@ -19,7 +24,7 @@ MOST_TEXTS = 2048
 class Asked(BaseModel):
     """What every body has in common."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     def ignored(self) -> list[str]:
         """The fields that were sent and mean nothing here."""
@@ -77,7 +82,7 @@ class Sampled(Cached):
     min_p: Number | None = Field(None, ge=0, le=1)
     repetition_penalty: Number | None = Field(None, gt=0, le=100)
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Text | list[Text] | None = None
+    stop: Stop | Annotated[Items[Stop], Field(max_length=MOST_STOPS)] | None = None
     n: StrictInt = Field(1, ge=1, le=MOST_CHOICES, description="How many replies.")
     max_tokens: StrictInt | None = Field(None, ge=0, lt=2**31)
     min_tokens: StrictInt | None = Field(None, ge=0, lt=2**31, description="The reply does not end before.")
@@ -91,17 +96,17 @@ class ChatMessage(Asked):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[dict[str, Any]] | None = None
+    content: Text | Items[dict[str, Any]] | None = None
 
 
 class ChatRequest(Sampled):
     """The body of /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Items[ChatMessage] = Field(min_length=1)
     max_completion_tokens: StrictInt | None = Field(None, ge=0, lt=2**31)
     logprobs: StrictBool | None = False
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: Text | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = Field(None, description="false: a forced call is only one.")
 
@@ -109,7 +114,7 @@ class ChatRequest(Sampled):
 class CompletionRequest(Sampled):
     """The body of /v1/completions."""
 
-    prompt: Text | list[Text] | list[Token] | list[list[Token]]
+    prompt: Text | Items[Text] | Items[Token] | Items[Items[Token]]
     logprobs: StrictInt | None = Field(None, ge=0, le=20)
     echo: StrictBool | None = False
     best_of: StrictInt | None = Field(None, ge=1, le=MOST_CHOICES)
@@ -119,7 +124,7 @@ class CompletionRequest(Sampled):
 class EmbeddingsRequest(Asked):
     """The body of /v1/embeddings."""
 
-    input: Text | list[Text] | list[Token] | list[list[Token]]
+    input: Text | Items[Text] | Items[Token] | Items[Items[Token]]
     model: Text | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: StrictInt | None = Field(None, ge=1, description="So many of the first ones, to unit length again.")
@@ -131,7 +136,7 @@ class TokenizeRequest(Asked):
 
     content: Text | None = None
     prompt: Text | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Items[ChatMessage] | None = None
     with_pieces: StrictBool = False
     model: Text | None = None
 
@@ -139,7 +144,7 @@ class TokenizeRequest(Asked):
 class DetokenizeRequest(Asked):
     """The body of /detokenize."""
 
-    tokens: list[Token]
+    tokens: Items[Token]
     model: Text | None = None
 
 
@@ -152,8 +157,8 @@ class AppRequest(Asked):
 class PromptRequest(Cached):
     """A prompt to warm or to explain."""
 
-    messages: list[ChatMessage] | None = None
-    prompt: Text | list[Token] | None = None
+    messages: Items[ChatMessage] | None = None
+    prompt: Text | Items[Token] | None = None
     model: Text | None = None
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
+import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ class Server:
         self.app = make_app(session, self.settings)
         config = uvicorn.Config(
             self.app,
-            http=_protocol(self.settings.idle_seconds),
+            http=type("Patient", (_Patient,), {"idle_seconds": self.settings.idle_seconds}),
             ws="none",
             log_config=None,
             access_log=False,
@@ -45,7 +47,7 @@ class Server:
             timeout_graceful_shutdown=int(self.settings.stop_seconds),
             h11_max_incomplete_event_size=_HEADER_BYTES,
         )
-        self._uvicorn = uvicorn.Server(config)
+        self._uvicorn = _Quiet(config)
 
     @property
     def url(self) -> str:
@@ -77,6 +79,23 @@ class Server:
         asyncio.run(self._uvicorn.serve([self._socket]))
 
 
+class _Quiet(uvicorn.Server):
+    """Ends by itself after a signal, instead of by the signal: it was asked to stop, and it did."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop at the first signal that asks for it, at once at the second."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
 def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -93,40 +112,65 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _protocol(idle_seconds: float) -> type[H11Protocol]:
-    class Patient(H11Protocol):
-        """Closes a connection on which no whole request comes: else silent clients would hold all of them."""
+class _Countdown:
+    """Does something after a while, unless it is stopped before."""
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._silent: asyncio.TimerHandle | None = None
-            self._watch()
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, do: Callable[[], None]) -> None:
+        self._start = functools.partial(loop.call_later, seconds, do)
+        self._timer: asyncio.TimerHandle | None = None
 
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._watch()
+    def start(self) -> None:
+        """Begin to count, if it does not yet."""
+        self._timer = self._timer or self._start()
 
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            self._watch()
+    def stop(self) -> None:
+        """Count no more, until it is started anew."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_watching()
-            super().connection_lost(exc)
 
-        def _watch(self) -> None:
-            cycle: Any = self.cycle
-            if cycle is not None and not cycle.response_complete:
-                self._stop_watching()
-            elif self._silent is None:
-                self._silent = self.loop.call_later(idle_seconds, self.transport.close)
+class _Patient(H11Protocol):
+    """Closes a connection on which no whole request comes, or whose client does not read what it asked for: else such
+    clients would hold all of them.
+    """
 
-        def _stop_watching(self) -> None:
-            if self._silent is not None:
-                self._silent.cancel()
-                self._silent = None
+    idle_seconds: float
 
-    return Patient
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        # Not `close`, which would wait until the client has read everything.
+        self._silent = _Countdown(self.loop, self.idle_seconds, transport.abort)
+        self._unread = _Countdown(self.loop, self.idle_seconds, transport.abort)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread.start()
+
+    def resume_writing(self) -> None:
+        self._unread.stop()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._silent.stop()
+        self._unread.stop()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        cycle: Any = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            self._silent.stop()
+        else:
+            self._silent.start()
 
 
 def servers_folder() -> Path:

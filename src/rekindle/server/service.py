@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rekindle.core.request import Request
 from rekindle.core.size import parse_duration
-from rekindle.errors import InvalidSetting
+from rekindle.errors import Cancelled, InvalidSetting
 from rekindle.run.session import Session
 from rekindle.run.turn import Turn
 from rekindle.server.apps import Apps
@@ -49,7 +49,8 @@ class Service:
         self.apps = Apps()
         self.embeddings = Embeddings(settings.embedder)
         self.metrics = Metrics(self)
-        self._jobs: dict[Job, tuple[str, str]] = {}  # whose they are: tenant and app
+        self._asked: dict[asyncio.Task[None], tuple[str, str]] = {}  # whose they are: tenant and app
+        self._jobs: set[Job] = set()  # those that have their turn
 
     @property
     def model(self) -> str:
@@ -103,26 +104,34 @@ class Service:
         happened: asyncio.Queue[Happened | BaseException],
     ) -> None:
         arrived = time.perf_counter()
+        task = asyncio.current_task()
+        assert task is not None
+        self._asked[task] = owner
         try:
             async with self.line.place(turn):
                 waited = time.perf_counter() - arrived
                 job = Job(self.session, request, turn)
-                self._jobs[job] = owner
+                self._jobs.add(job)
                 try:
                     async with aclosing(job.events(self.threads)) as events:
                         async for event in events:
                             self.metrics.happened(owner[0], event, waited)
                             happened.put_nowait(Happened(number, event))
                 finally:
-                    del self._jobs[job]
+                    self._jobs.discard(job)
+        except asyncio.CancelledError:  # killed; or nobody listens any more, then this is not heard either
+            happened.put_nowait(Cancelled("The request was cancelled."))
+            raise
         except Exception as error:  # noqa: BLE001  (raised again by whoever listens)
             happened.put_nowait(error)
+        finally:
+            del self._asked[task]
 
     def kill(self, tenant: str, app: str) -> int:
-        """Stop everything that is computed for an app; how many requests that were."""
-        own = [job for job, owner in self._jobs.items() if owner == (tenant, app)]
-        for job in own:
-            job.cancel()
+        """Stop everything that an app asked, also what still stands in line; how many requests that were."""
+        own = [task for task, owner in self._asked.items() if owner == (tenant, app)]
+        for task in own:
+            task.cancel()
         return len(own)
 
     def close(self) -> None:

@@ -47,21 +47,35 @@ def to_json(value: object) -> str:
 
 
 class EventStream(Response):
-    """Server-sent events: each item as JSON, then `[DONE]`. An error on the way is told as an event."""
+    """Server-sent events: each item as JSON, then `[DONE]`. An error on the way is told as an event.
+
+    `failed` is told if it ended otherwise than it should: gone, 4xx, 5xx. `source`, which the items are made of, is
+    closed however it ends.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, items: AsyncGenerator[Mapping[str, Any], None], headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        items: AsyncGenerator[Mapping[str, Any], None],
+        headers: Mapping[str, str],
+        source: AsyncGenerator[Any, None],
+        failed: Callable[[str], None],
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._items = items
+        self._source = source
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         """Send all of it, unless the client leaves."""
         try:
             await while_there(receive, self._send(send))
         except Gone:
-            return
+            self._failed("gone")
+        finally:
+            await self._source.aclose()  # a client that left at once may have left before the items were begun
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -74,7 +88,9 @@ class EventStream(Response):
                 async for item in items:
                     await write(f"data: {to_json(item)}\n\n")
         except Exception as error:  # noqa: BLE001  (the status is sent already: it is told in the stream)
-            await write(f"data: {to_json(problem_of(error).as_dict())}\n\n")
+            problem = problem_of(error)
+            self._failed(problem.outcome)
+            await write(f"data: {to_json(problem.as_dict())}\n\n")
         await write("data: [DONE]\n\n")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -144,8 +145,9 @@ def _file_problems(store: DiskStore, row: catalog.Extent, shelf_digest: str) -> 
         if _still_live(store, row):
             yield Problem("damaged", row.name, str(error))
         return
-    if os.name == "posix" and store.extents.path(row.name).stat().st_mode & 0o077:
-        yield Problem("rights", row.name, "others may read its file")
+    with contextlib.suppress(FileNotFoundError):  # removed in this moment
+        if os.name == "posix" and store.extents.path(row.name).stat().st_mode & 0o077:
+            yield Problem("rights", row.name, "others may read its file")
 
 
 def _read_all(store: DiskStore, row: catalog.Extent, shelf_digest: str) -> None:

@@ -1,0 +1,128 @@
+"""Who is let in: keys, names of hosts, web pages of others."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from rekindle.errors import InvalidSetting
+from rekindle.server.keys import Keys
+from rekindle.server.routes import ENDPOINTS
+from rekindle.server.settings import ServerSettings
+from tests.server.conftest import Serve
+from tests.server.serving import ADMIN, ALICE, BOB, Served
+
+CHAT = [{"role": "user", "content": "Hi"}]
+ORIGIN = "https://app.example"
+
+
+@pytest.mark.parametrize("key", ["sk-nobody-000", ALICE[:-1], ALICE + "0", "alice", f"alice={ALICE}"])
+def test_a_wrong_key_is_refused(keyed: Served, key: str) -> None:
+    with pytest.raises(openai.AuthenticationError) as raised:
+        keyed.openai(key).chat.completions.create(model="fake-0", messages=CHAT, max_tokens=1)
+    assert raised.value.code == "invalid_api_key" and raised.value.type == "authentication_error"
+    assert raised.value.response.headers["WWW-Authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("header", [f"Basic {ALICE}", ALICE, f"Token {ALICE}", "Bearer"])
+def test_a_key_counts_as_a_bearer_only(keyed: Served, header: str) -> None:
+    assert keyed.get("/v1/models", Authorization=header).status_code == 401
+
+
+@pytest.mark.parametrize("key", [ALICE, BOB, ADMIN])
+def test_every_key_that_was_given_is_let_in(keyed: Served, key: str) -> None:
+    reply = keyed.openai(key).chat.completions.create(model="fake-0", messages=CHAT, max_tokens=1)
+    assert reply.usage.completion_tokens == 1
+    assert keyed.get("/v1/models", Authorization=f"bearer {key}").status_code == 200
+
+
+def test_nothing_but_health_and_the_documents_is_open(keyed: Served) -> None:
+    with keyed.http() as client:
+        for endpoint in ENDPOINTS:
+            answer = client.request(endpoint.method, endpoint.path.replace("{", "").replace("}", ""), json={})
+            assert answer.status_code == (200 if endpoint.path == "/health" else 401), endpoint.path
+        assert client.get("/docs").status_code == client.get("/openapi.json").status_code == 200
+
+
+def test_a_body_is_not_judged_before_the_key(keyed: Served) -> None:
+    with keyed.http() as client:
+        assert client.post("/v1/chat/completions", content=b"{not json").status_code == 401
+
+
+def test_without_keys_any_key_will_do(served: Served) -> None:
+    assert served.get("/v1/models", "sk-whatever").status_code == served.get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("keys", "admin"), [(["short"], []), ([ALICE, f"alice={ALICE}"], []), ([ALICE], [ALICE]), (["a\nb\nc\nd\ne"], [])]
+)
+def test_keys_that_protect_nothing_are_refused(keys: list[str], admin: list[str]) -> None:
+    with pytest.raises(InvalidSetting):
+        Keys(keys, admin)
+
+
+def test_a_single_key_is_the_operators_and_several_are_not() -> None:
+    (alone,) = {Keys([ALICE]).identify(f"Bearer {ALICE}")}
+    assert alone is not None and alone.operator
+    several = Keys([ALICE, BOB], [ADMIN])
+    assert [several.identify(f"Bearer {key}").operator for key in (ALICE, BOB, ADMIN)] == [False, False, True]
+
+
+def test_others_are_let_in_without_a_key_only_on_demand() -> None:
+    for host in ("0.0.0.0", "192.168.1.5", "example.org", "::"):
+        with pytest.raises(InvalidSetting, match="--allow-unauthenticated"):
+            ServerSettings(host=host)
+        assert ServerSettings(host=host, allow_unauthenticated=True).hosts is None
+        assert ServerSettings(host=host, keys=Keys([ALICE]))
+    for host in ("127.0.0.1", "localhost", "::1", "127.8.8.8"):
+        assert ServerSettings(host=host).is_local
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8377", "127.0.0.1.evil.example", "", "localhost.evil:1"]
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/docs", "/openapi.json", "/metrics"])
+def test_another_name_is_not_answered(served: Served, host: str, path: str) -> None:
+    answer = served.get(path, Host=host)
+    assert answer.status_code == 403 and answer.json()["error"]["code"] == "bad_host"
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1234", "127.0.0.1", "127.0.0.1:8377", "[::1]:8377", "[::1]"])
+def test_the_machines_own_names_are_answered(served: Served, host: str) -> None:
+    assert served.get("/v1/models", Host=host).status_code == 200
+
+
+def test_allowed_hosts_are_answered_and_no_others(serve: Serve) -> None:
+    named = serve(allowed_hosts=("llm.example", "Other.example"))
+    assert named.get("/health", Host="llm.example:443").status_code == 200
+    assert named.get("/health", Host="other.example").status_code == 200
+    assert named.get("/health", Host="localhost").status_code == 403
+    assert serve(allowed_hosts=("*",)).get("/health", Host="anything").status_code == 200
+
+
+def test_by_default_no_other_page_may_read_replies(served: Served) -> None:
+    answer = served.get("/v1/models", Origin=ORIGIN)
+    assert not [name for name in answer.headers if name.lower().startswith("access-control")]
+    with served.http() as client:
+        asked = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
+        before = client.options("/v1/chat/completions", headers=asked)
+    assert before.status_code == 405 and "access-control-allow-origin" not in before.headers
+
+
+def test_pages_of_an_allowed_origin_may_and_others_not(serve: Serve) -> None:
+    served = serve(origins=(ORIGIN,))
+    assert served.get("/v1/models", Origin=ORIGIN).headers["access-control-allow-origin"] == ORIGIN
+    assert "access-control-allow-origin" not in served.get("/v1/models", Origin="https://evil.example").headers
+    with served.http() as client:
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        allowed = client.options("/v1/chat/completions", headers={"Origin": ORIGIN, **asked})
+        refused = client.options("/v1/chat/completions", headers={"Origin": "https://evil.example", **asked})
+    assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == ORIGIN
+    assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
+
+
+def test_a_page_that_may_read_replies_may_read_the_plan(serve: Serve) -> None:
+    served = serve(origins=(ORIGIN,))
+    with served.http(Origin=ORIGIN) as client:
+        answer = client.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 1})
+    assert "x-rekindle-plan" in answer.headers["access-control-expose-headers"].lower()

@@ -1,0 +1,146 @@
+"""Tenants: one key hits what it computed itself, and learns nothing of any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.server.serving import ADMIN, ALICE, BOB, Served
+
+SECRET = "The vault of the bank opens with the word kestrel and the number 5519, which nobody else may know."
+OWN = "/v1/rekindle"
+
+
+def cached(reply: dict[str, Any]) -> int:
+    count: int = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return count
+
+
+@pytest.fixture
+def told(keyed: Served) -> Served:
+    """Alice asked something, and all of it is kept."""
+    keyed.chat(SECRET, ALICE, app_id="alices-app")
+    assert keyed.session.flush()
+    return keyed
+
+
+def test_the_same_key_hits_and_another_misses(told: Served) -> None:
+    other = told.chat(SECRET, BOB)
+    assert cached(other) == 0 and other["rekindle"]["miss"] == "unknown"
+    assert cached(told.chat(SECRET, ADMIN)) == 0, "nor does the operator's"
+    again = told.chat(SECRET, ALICE)
+    assert cached(again) == again["usage"]["prompt_tokens"] - 1
+    assert other["choices"] == again["choices"]
+
+
+def test_nor_does_another_hit_what_has_reached_the_disk(told: Served) -> None:
+    store = told.session.cache.store
+    assert store is not None and store.memory.size_bytes
+    told.session.cache.unpark()
+    assert cached(told.chat(SECRET + " Really.", BOB)) == 0
+    assert cached(told.chat(SECRET + " Really.", ALICE)) > len(SECRET)
+
+
+def test_a_salt_narrows_what_a_key_hits(keyed: Served) -> None:
+    keyed.chat(SECRET, ALICE, cache_salt="room 1")
+    assert cached(keyed.chat(SECRET, ALICE, cache_salt="room 2")) == 0
+    assert cached(keyed.chat(SECRET, ALICE)) == 0
+    assert cached(keyed.chat(SECRET, BOB, cache_salt="room 1")) == 0, "a salt alone opens nothing"
+    again = keyed.chat(SECRET, ALICE, cache_salt="room 1")
+    assert cached(again) == again["usage"]["prompt_tokens"] - 1
+
+
+def test_a_salt_cannot_be_made_to_look_like_another_tenant(keyed: Served) -> None:
+    keyed.chat(SECRET, ALICE)
+    for salt in ("alice", "local", "\x00alice", "alice\x00", ""):
+        assert cached(keyed.chat(SECRET, BOB, cache_salt=salt)) == 0
+
+
+def test_fields_of_the_body_do_not_choose_the_tenant(told: Served) -> None:
+    reply = told.chat(SECRET, BOB, tenant="alice", app_id="alices-app", user="alice", session_id="alice")
+    assert cached(reply) == 0 and reply["rekindle"]["ignored"] == ["tenant"]
+
+
+def test_stats_hold_what_is_ones_own(told: Served) -> None:
+    mine, others, all_of_it = (told.get(f"{OWN}/stats", key).json() for key in (ALICE, BOB, ADMIN))
+    assert mine["models"] and not others["models"]
+    assert "tiers" in all_of_it and "tiers" not in mine and "tiers" not in others
+    numbers = [value for value in others.values() if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    assert numbers and not any(numbers), "nothing is there for whoever asked nothing"
+    assert all_of_it["models"] == mine["models"]
+
+
+def test_entries_are_ones_own(told: Served) -> None:
+    mine, others, all_of_it = (told.get(f"{OWN}/entries", key).json() for key in (ALICE, BOB, ADMIN))
+    assert mine["total"] == len(mine["data"]) > 0 and others == {"data": [], "total": 0, "has_more": False}
+    told.chat(SECRET, BOB)
+    assert told.session.flush()
+    names = [{entry["name"] for entry in told.get(f"{OWN}/entries", key).json()["data"]} for key in (ALICE, BOB, ADMIN)]
+    assert names[0] == {entry["name"] for entry in mine["data"]} and names[1].isdisjoint(names[0])
+    assert names[2] == names[0] | names[1] and all_of_it["total"] < len(names[2])
+
+
+def test_entries_of_others_cannot_be_pinned_or_removed(told: Served) -> None:
+    (entry, *_) = told.get(f"{OWN}/entries", ALICE).json()["data"]
+    place = f"{OWN}/entries/{entry['name']}"
+    with told.http(BOB) as bob:
+        answers = [bob.put(f"{place}/pin"), bob.delete(f"{place}/pin"), bob.delete(place)]
+        unknown = bob.delete(f"{OWN}/entries/{'0' * len(entry['name'])}")
+    assert [answer.status_code for answer in answers] == [404, 404, 404] == [unknown.status_code] * 3
+    said = {answer.json()["error"]["message"].replace(entry["name"], "") for answer in answers}
+    assert said == {unknown.json()["error"]["message"].replace("0" * len(entry["name"]), "")}, "as if it were not there"
+    assert told.get(f"{OWN}/entries", ALICE).json()["data"][0] == entry
+
+
+def test_explaining_a_prompt_tells_of_ones_own(told: Served) -> None:
+    asked = {"messages": [{"role": "user", "content": SECRET + " Is it?"}]}
+    mine, others = (told.post(f"{OWN}/explain", key, **asked).json() for key in (ALICE, BOB))
+    nobody = told.post(f"{OWN}/explain", BOB, cache_salt="nobody", **asked).json()
+    assert mine["reason"]["kind"] != "new"
+    assert others["reason"]["kind"] == "new" and others["difference"] is others["change"] is None
+    assert {name: others[name] for name in ("reason", "parts", "tokens")} == {
+        name: nobody[name] for name in ("reason", "parts", "tokens")
+    }, "it is as for something nobody ever asked"
+
+
+def test_the_last_request_is_ones_own(told: Served) -> None:
+    assert told.get(f"{OWN}/explain/last", ALICE).status_code == 200
+    missing = told.get(f"{OWN}/explain/last", BOB)
+    assert missing.status_code == 404 and missing.json()["error"]["code"] == "nothing_asked"
+    told.chat("Something else entirely.", BOB)
+    tokens = [told.get(f"{OWN}/explain/last", key).json()["tokens"] for key in (ALICE, BOB, ADMIN)]
+    assert tokens[0] > tokens[1] == tokens[2]
+
+
+def test_metrics_are_ones_own(told: Served) -> None:
+    told.chat("Something else entirely.", BOB)
+    mine, others, all_of_it = (told.get("/metrics", key).text for key in (ALICE, BOB, ADMIN))
+    assert 'tenant="alice"' in mine and 'tenant="bob"' not in mine
+    assert 'tenant="bob"' in others and "alice" not in others
+    assert 'tenant="alice"' in all_of_it and 'tenant="bob"' in all_of_it
+    for name in ("rekindle_running_requests", "rekindle_cache_bytes", "rekindle_evicted_bytes", "rekindle_keeps"):
+        assert name in all_of_it and name not in mine and name not in others
+
+
+def test_apps_are_ones_own(told: Served) -> None:
+    assert [app["id"] for app in told.get(f"{OWN}/apps", ALICE).json()["data"]] == ["alices-app"]
+    assert told.get(f"{OWN}/apps", BOB).json()["data"] == []
+    with told.http(BOB) as bob:
+        assert bob.put(f"{OWN}/apps/alices-app", json={"state": "killed"}).json()["stopped_requests"] == 0
+    assert told.get(f"{OWN}/apps", ALICE).json()["data"][0]["state"] == "foreground"
+
+
+def test_what_the_machine_does_is_for_operators(told: Served) -> None:
+    mine, all_of_it = (told.get(f"{OWN}/server", key).json() for key in (ALICE, ADMIN))
+    assert {"pid", "running", "waiting", "parallel"} <= set(all_of_it) and not {"pid", "running"} & set(mine)
+    assert told.post(f"{OWN}/check", ALICE).status_code == 403
+    assert told.post(f"{OWN}/check", ADMIN).status_code == 200
+
+
+def test_the_secret_is_nowhere_another_looks(told: Served) -> None:
+    told.post("/v1/completions", BOB, prompt="hm", max_tokens=1)
+    paths = ("/metrics", f"{OWN}/stats", f"{OWN}/entries", f"{OWN}/apps", f"{OWN}/explain/last", f"{OWN}/server")
+    for path in paths:
+        text = told.get(path, BOB).text
+        assert "kestrel" not in text and "alice" not in text, path
