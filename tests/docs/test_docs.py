@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,3 +166,24 @@ def test_the_built_wheel_has_everything_and_nothing_else(tmp_path: Path) -> None
     assert all(n.startswith(("rekindle/", "rekindle-")) for n in names)
     required = re.findall(r"^Requires-Dist: ([\w-]+)(?!.*extra)", metadata, re.MULTILINE)
     assert "numpy" in required and "torch" not in required and "transformers" not in required
+
+
+def test_every_metric_is_documented() -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from rekindle.engine.fake import FakeEngine
+    from rekindle.server.keys import Caller
+    from rekindle.server.serve import Server
+    from rekindle.server.settings import ServerSettings
+
+    page = (ROOT / "docs" / "guide" / "server.md").read_text("utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        session = rekindle.Session(FakeEngine(), cache=folder, parallel=2)
+        server = Server(session, ServerSettings(port=0))
+        with server.running():
+            told = server.app.state.service.metrics.text(Caller("local", operator=True)).decode()
+    families = list(text_string_to_metric_families(told))
+    assert len(families) > 15
+    for family in families:
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        assert f"`{name}`" in page, f"{name} is not in the guide"

@@ -230,7 +230,7 @@ def test_the_last_request_is_explained_without_a_model(folder: str) -> None:
 def test_history_is_bounded_and_goes_with_clear(folder: str) -> None:
     with Session(FakeEngine(), cache=folder, disk_limit="50MB") as session:
         store = session.cache.store
-        shelf = session.cache.shelf(_request("x"), 1)
+        shelf = session.cache.shelves.of(_request("x"), 1)
         identity = session.engine.identity("plain")
         for number in range(300):
             store.note(shelf, identity, [number] * (MOST_TOKENS + 5), b"", {"number": number})
@@ -243,7 +243,7 @@ def test_history_is_bounded_and_goes_with_clear(folder: str) -> None:
 def test_history_never_makes_a_full_cache_exceed_its_limit(folder: str) -> None:
     limit = 4_000_000
     with Session(FakeEngine(), cache=folder, disk_limit=limit, memory_limit=0) as session:
-        store, shelf = session.cache.store, session.cache.shelf(_request("x"), 1)
+        store, shelf = session.cache.store, session.cache.shelves.of(_request("x"), 1)
         for number in range(200):
             store.note(shelf, session.engine.identity("plain"), [number] * MOST_TOKENS, b"", {"n": "x" * 4000})
             size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())

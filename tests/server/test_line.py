@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +281,18 @@ def test_what_is_on_disk_outlives_the_server(tmp_path: Path) -> None:
         after = served.chat(PREFIX)
     assert after["choices"] == before["choices"]
     assert after["rekindle"]["loaded_from"]["disk"] == after["usage"]["prompt_tokens"] - 1
+
+
+class Crowded(Gated):
+    """All its sequences lie in one buffer, as llama.cpp's do."""
+
+    capabilities = replace(FakeEngine.capabilities, crowded=True)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_where_company_in_the_buffer_changes_bits_deterministic_requests_come_one_by_one(
+    serve: Serve, deterministic: bool
+) -> None:
+    served = serve(Crowded(), session={"deterministic": deterministic, "parallel": 4})
+    assert served.service.line.places == (1 if deterministic else 4)
+    assert serve().service.line.places > 1

@@ -144,3 +144,9 @@ def test_the_secret_is_nowhere_another_looks(told: Served) -> None:
     for path in paths:
         text = told.get(path, BOB).text
         assert "kestrel" not in text and "alice" not in text, path
+
+
+def test_only_an_operator_says_how_long_the_model_stays(keyed: Served) -> None:
+    """One tenant must not be able to unload the model of all others."""
+    assert keyed.chat("Hello.", ALICE, keep_alive="0s")["rekindle"]["ignored"] == ["keep_alive"]
+    assert keyed.chat("Hello.", ADMIN, keep_alive="5m")["rekindle"]["ignored"] == []

@@ -34,7 +34,7 @@ class Floor:
         self._engine, store = engine, session.cache.store
         assert store is not None
         self.count = len(prefix)
-        shelf = session.cache.shelf(Request.of(prefix), self.count + ending)
+        shelf = session.cache.shelves.of(Request.of(prefix), self.count + ending)
         self.sequence = self._engine.open(self.count + ending, self._engine.regime(self.count + ending))
         last = self.count - 1
         with store.load(shelf, store.lookup(shelf, prefix).until(last)) as feed:
@@ -75,7 +75,7 @@ class Loading:
 
     def run(self, prompt: list[int]) -> float:
         """Seconds from the tokens of a prompt to the KV of its prefix."""
-        shelf = self._cache.shelf(Request.of(prompt), len(prompt))
+        shelf = self._cache.shelves.of(Request.of(prompt), len(prompt))
         started = time.perf_counter()
         with self._store.load(shelf, self._store.lookup(shelf, prompt).until(self._count)) as feed:
             for layer in feed.layers:

@@ -179,7 +179,7 @@ class _Measure:
         store = self._session.cache.store
         assert store is not None
         prompt = self.found.sizes[SIZES[-1]].prompts[0].next()
-        shelf = self._session.cache.shelf(Request.of(prompt), len(prompt))
+        shelf = self._session.cache.shelves.of(Request.of(prompt), len(prompt))
         times = []
         for _ in range(50):
             started = time.perf_counter()

@@ -18,7 +18,7 @@ import psutil
 
 from rekindle.config import home_folder
 from rekindle.core.identity import digest_of_fields
-from rekindle.core.keys import Namespace, Shelf
+from rekindle.core.keys import Shelf
 from rekindle.core.kv import Span
 from rekindle.core.plan import Plan, Tier
 from rekindle.core.reply import Reuse
@@ -40,6 +40,7 @@ from rekindle.run.notes import Note, Stayed
 from rekindle.run.patience import Deadline, Late, NoAnswer, Patience
 from rekindle.run.prefill import Asked, Filled, Prefill, TimedFeed
 from rekindle.run.room import Room
+from rekindle.run.shelves import Shelves
 from rekindle.settings import Settings
 from rekindle.store.tiered import TieredStore
 
@@ -52,7 +53,6 @@ MOST_LOAD_SECONDS = 60.0
 LOAD_SECONDS = 1.0  # the shortest deadline of a load, and the one while costs are unknown; else what computing takes
 CLOSE_SECONDS = 10.0
 REST_SECONDS = 60.0
-_SHELVES = 256  # remembered
 _MACHINES = 64  # pairs of machine and model whose costs are remembered
 
 
@@ -94,28 +94,11 @@ class PrefixCache:
         self._room = Room(self.unpark)
         self._flights = Flights()
         self._told = False  # that the store does not answer: once is enough until it does again
-        self._shelves: dict[tuple[str, str, str], Shelf] = {}
+        self.shelves = Shelves(engine, settings, self.cut.piece_tokens)
         self._remembered = Remembered(home_folder() / "costs.json", _MACHINES)
         self._machine = _machine_and_model(engine)
         self.costs = Costs(self._remembered.recall(self._machine))
         self._closed = False
-
-    def shelf(self, request: Request, tokens: int) -> Shelf:
-        """Where KV of a prompt of so many tokens belongs."""
-        tenant = self._settings.tenant if request.tenant is None else request.tenant
-        salt = self._settings.cache_salt if request.cache_salt is None else request.cache_salt
-        regime = self._engine.regime(tokens)
-        known = self._shelves.get((regime, tenant, salt))
-        if known is None:
-            namespace = Namespace(self._engine.identity(regime).digest, tenant, salt)
-            # Pieces are part of what the bits depend on: KV computed in others is on another shelf.
-            bits = digest_of_fields(str(self.cut.piece_tokens), self._engine.arithmetic)
-            codec = f"raw/{bits}" if self.cut.piece_tokens else "raw"
-            known = Shelf(namespace, self._engine.layout, codec=codec, model=self._engine.name)
-            if len(self._shelves) >= _SHELVES:
-                self._shelves.clear()
-            self._shelves[regime, tenant, salt] = known
-        return known
 
     def lookup(self, request: Request, tokens: Sequence[int], cancelled: Asked) -> Known:
         """What is known of a prompt that will be computed; waits for whoever computes the same beginning just now.
@@ -134,7 +117,7 @@ class PrefixCache:
 
     def look(self, request: Request, tokens: Sequence[int]) -> Known:
         """What is known of a prompt. `forget` it when it was looked at."""
-        shelf = self.shelf(request, len(tokens))
+        shelf = self.shelves.of(request, len(tokens))
         if self.store is None or request.reuse == "off":
             return Known(shelf, tokens, Matches(len(tokens)), off=True)
         parked = self._take_parked(shelf, tokens)

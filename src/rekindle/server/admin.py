@@ -137,7 +137,7 @@ async def warm_prompt(call: Call, body: PromptRequest) -> Response:
     _, (reply,) = await call.collect(call.service.answer([request], call.caller, body), 1)
     await _aside(call, call.service.session.flush)
     usage = {"prompt_tokens": reply.usage.prompt_tokens, "cached_tokens": reply.usage.cached_tokens}
-    return JSONResponse({"usage": usage, "rekindle": rekindle_of(reply.reuse, body.ignored())})
+    return JSONResponse({"usage": usage, "rekindle": rekindle_of(reply.reuse, call.ignored(body))})
 
 
 async def explain_prompt(call: Call, body: PromptRequest) -> Response:

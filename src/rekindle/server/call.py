@@ -17,6 +17,7 @@ from rekindle.server.job import Finished, Planned
 from rekindle.server.keys import Caller
 from rekindle.server.problem import Problem
 from rekindle.server.replies import plan_header
+from rekindle.server.schema import Asked, Cached
 from rekindle.server.service import Happened, Service
 from rekindle.server.stream import EventStream, while_there
 
@@ -36,6 +37,11 @@ class Call:
             raise Problem(
                 404, f"The model {name!r} is not served here.{nearest(name, [served])}", code="model_not_found"
             )
+
+    def ignored(self, body: Asked) -> list[str]:
+        """The fields that mean nothing here, or nothing from this caller."""
+        barred = isinstance(body, Cached) and body.keep_alive is not None and not self.caller.operator
+        return sorted([*body.ignored(), *(["keep_alive"] if barred else [])])
 
     def require_operator(self) -> None:
         """Raises `Problem` 403 for whoever may only see what is theirs."""

@@ -33,7 +33,7 @@ async def answer_chat(call: Call, body: ChatRequest) -> Response:
     planned, replies = await call.collect(happened, len(requests))
     choices = [_choice(number, reply, body) for number, reply in enumerate(replies)]
     told = {"usage": usage_of(replies), "timings": timings_of(replies[0])}
-    about = rekindle_of(replies[0].reuse, body.ignored())
+    about = rekindle_of(replies[0].reuse, call.ignored(body))
     return JSONResponse(
         {**head, "object": "chat.completion", "choices": choices, **told, "rekindle": about},
         headers=plan_header(planned),
@@ -58,6 +58,7 @@ class _Chunks:
 
     def __init__(self, call: Call, body: ChatRequest, request: Request, head: Mapping[str, Any]) -> None:
         self._body = body
+        self._ignored = call.ignored(body)
         self._head = {**head, "object": "chat.completion.chunk"}
         template = call.service.session.engine.tokenizer.template
         calls = request.tools and request.tool_choice.mode != "none"
@@ -109,5 +110,5 @@ class _Chunks:
     def _last(self, choice: int, reply: Reply) -> dict[str, Any]:
         reason = "tool_calls" if self._called[choice] else reply.finish_reason
         chunk = {"index": choice, "delta": {}, "logprobs": self._likely(choice), "finish_reason": reason}
-        about = rekindle_of(reply.reuse, self._body.ignored())
+        about = rekindle_of(reply.reuse, self._ignored)
         return {**self._head, "choices": [chunk], "timings": timings_of(reply), "rekindle": about}

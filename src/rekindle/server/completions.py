@@ -37,11 +37,11 @@ async def answer_completion(call: Call, body: CompletionRequest) -> Response:
     echoes = [_echo(call, prompt) if body.echo else "" for prompt in prompts_of(body.prompt) for _ in range(body.n)]
     if body.stream:
         first, rest = await call.begin(happened)
-        return call.stream(_chunks(rest, body, head, echoes, len(asked)), first, rest)
+        return call.stream(_chunks(rest, call, body, head, echoes), first, rest)
     planned, replies = await call.collect(happened, len(requests))
     choices = [_choice(number, reply, body, echoes[number]) for number, reply in enumerate(replies)]
     told = {"usage": usage_of(replies, len(asked)), "timings": timings_of(replies[0])}
-    about = rekindle_of(replies[0].reuse, body.ignored())
+    about = rekindle_of(replies[0].reuse, call.ignored(body))
     return JSONResponse({**head, "choices": choices, **told, "rekindle": about}, headers=plan_header(planned))
 
 
@@ -56,10 +56,10 @@ def _choice(number: int, reply: Reply, body: CompletionRequest, echo: str) -> di
 
 async def _chunks(
     happened: AsyncGenerator[Happened, None],
+    call: Call,
     body: CompletionRequest,
     head: Mapping[str, Any],
     echoes: Sequence[str],
-    prompts: int,
 ) -> AsyncGenerator[Mapping[str, Any], None]:
     written = [0 for _ in echoes]  # how many characters
     told = [0 for _ in echoes]  # how many drawn tokens
@@ -82,9 +82,9 @@ async def _chunks(
             yield chunk(what.choice, what.event, what.event.drawn)
         elif isinstance(what.event, Finished):
             reply = replies[what.choice] = what.event.reply
-            about = rekindle_of(reply.reuse, body.ignored())
+            about = rekindle_of(reply.reuse, call.ignored(body))
             last = chunk(what.choice, "", reply.drawn[told[what.choice] :], reply.finish_reason)
             yield {**last, "timings": timings_of(reply), "rekindle": about}
     if body.stream_options is not None and body.stream_options.include_usage:
         ordered = [replies[number] for number in sorted(replies)]
-        yield {**head, "choices": [], "usage": usage_of(ordered, prompts)}
+        yield {**head, "choices": [], "usage": usage_of(ordered, len(ordered) // body.n)}

@@ -42,7 +42,7 @@ class Service:
         self.session = session
         self.settings = settings
         self.started = time.time()
-        places = session.settings.parallel or DEFAULT_PARALLEL
+        places = _places(session)
         self.line = Line(places, settings.queue, session.shares)
         self.threads = ThreadPoolExecutor(places, thread_name_prefix="rekindle-answer")
         self.aside = ThreadPoolExecutor(2, thread_name_prefix="rekindle-aside")  # for what asks no model
@@ -141,6 +141,13 @@ class Service:
         self.threads.shutdown(wait=True)
         self.aside.shutdown(wait=False, cancel_futures=True)
         self.session.close()
+
+
+def _places(session: Session) -> int:
+    """How many requests are answered at the same time."""
+    if session.settings.deterministic and session.engine.capabilities.crowded:
+        return 1  # what else is in the buffer would change the last bits
+    return session.settings.parallel or DEFAULT_PARALLEL
 
 
 def _stay_seconds(given: str | float) -> float | None:
