@@ -402,3 +402,8 @@ def test_short_requests_on_the_side_do_not_drive_a_chat_out_of_the_engine(tmp_pa
         for number in range(20):
             session.generate(f"{number}: a title", max_tokens=1)
         assert session.generate(chat + "More.", max_tokens=1).reuse.engine >= len(chat)
+
+
+def test_no_request_at_a_time_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(InvalidSetting, match="parallel=0"):
+        Session("no-such-model", parallel=0)

@@ -72,7 +72,9 @@ class Session:
         """
         self.settings = Settings.load(settings)
         self.shares = FairShare()  # among apps, where requests share steps
-        stays = self.settings.keep_alive
+        parallel, stays = self.settings.parallel, self.settings.keep_alive
+        if parallel is not None and parallel < 1:
+            raise InvalidSetting(f"parallel={parallel} makes no sense. Use 1 or more, or leave it out.")
         stays_seconds = None if stays is None else parse_duration(stays)
         self._owns_engine = isinstance(model, (str, os.PathLike))
         self._resting: RestingEngine | None = None
@@ -105,8 +107,6 @@ class Session:
         parallel = self.settings.parallel
         if parallel is None:
             return engine
-        if parallel < 1:
-            raise InvalidSetting(f"parallel={parallel} makes no sense. Use 1 or more, or leave it out.")
         return BatchingEngine(engine, self.shares, together=not self.settings.deterministic and parallel > 1)
 
     def _rest(self) -> None:
