@@ -34,6 +34,8 @@ from tests.server.hostile import (
     read_until_closed,
 )
 
+pytestmark = pytest.mark.exhaustive
+
 HOME = os.environ.get("REKINDLE_HOME")  # of whoever runs the tests: their models are there
 CHAT = "/v1/chat/completions"
 OWN = "/v1/rekindle"

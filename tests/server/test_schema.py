@@ -17,6 +17,8 @@ from rekindle.server.serve import Server
 from rekindle.server.settings import ServerSettings
 from tests.server.soak import tiny_embedder
 
+pytestmark = pytest.mark.exhaustive
+
 schema = schemathesis.openapi.from_dict(document(ENDPOINTS))
 
 

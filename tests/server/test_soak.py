@@ -36,6 +36,8 @@ from rekindle.store.check import check
 from tests.server.soak import KEYS, Soak, known_replies, tiny_embedder
 from tests.tiny import tiny_engine
 
+pytestmark = pytest.mark.exhaustive
+
 SECONDS = float(os.environ.get("SOAK_SECONDS", "20"))
 MODEL = os.environ.get("SOAK_MODEL", "")
 HOME = os.environ.get("REKINDLE_HOME")  # of whoever runs it: the models are there
