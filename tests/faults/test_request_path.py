@@ -514,6 +514,11 @@ def test_cancelling_does_not_wait_for_a_feed_that_hangs(kind: str, folder: Path,
         assert_recovered(kind, session)
 
 
+def _has_answered(session: Session) -> bool:
+    hanging = session.cache._patience._hanging
+    return hanging is None or hanging.answered.is_set()
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
 @pytest.mark.parametrize("how", ["cancelled", "late", "failed"])
 def test_a_load_that_is_given_up_leaves_no_file_open(kind: str, how: str, folder: Path) -> None:
@@ -540,10 +545,12 @@ def test_a_load_that_is_given_up_leaves_no_file_open(kind: str, how: str, folder
                 hang = Hang()
                 patch.setattr("rekindle.run.cache.LOAD_SECONDS", 0.05)
                 patch.setattr(files, "open", hang.wrap(real_open))
-                hits += stream.reply.reuse.miss == "lost"
+                missed = stream.reply.reuse.miss
+                hits += missed == "lost"
                 hang.over.set()
-                assert hang.through.wait(HANG_SECONDS)
+                assert missed != "lost" or hang.through.wait(HANG_SECONDS)  # a busy machine may not even look it up
                 patch.setattr(files, "open", real_open)
+                settles(lambda: _has_answered(session), seconds=3)
             session.flush()
         assert hits >= 4
         assert settles(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before + 2, seconds=3)

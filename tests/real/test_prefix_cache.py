@@ -236,12 +236,15 @@ def test_with_keep_reply_tokens_the_next_turn_begins_behind_the_whole_reply(tmp_
     for keeps in (False, True):
         with Session("smollm2", cache=str(tmp_path / str(keeps)), keep_reply_tokens=keeps) as session:
             chat = [{"role": "user", "content": "Write zzzqx 12345 67 in words"}]
-            reply = session.chat(chat, max_tokens=40, temperature=1.5, seed=3)
+            for seed in range(20):
+                reply = session.chat(chat, max_tokens=40, temperature=1.5, seed=seed)
+                told = session.engine.tokenizer.encode(reply.text)
+                if list(reply.tokens) != told:
+                    break
             chat += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": "And now backwards."}]
             again = session.chat(chat, max_tokens=2)
             reused[keeps] = again.usage.cached_tokens
-            told = session.engine.tokenizer.encode(reply.text)
-            assert list(reply.tokens) != told, "this reply does not show the difference: take another seed"
+            assert list(reply.tokens) != told, "no reply shows the difference"
             if keeps:
                 assert again.usage.cached_tokens >= reply.usage.prompt_tokens + len(reply.tokens) - 1
     assert reused[True] > reused[False] > 0
