@@ -49,7 +49,7 @@ def _python_for(code: str) -> str:
     packages = re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)
     if all(importlib.util.find_spec(package) for package in packages):
         return sys.executable
-    if not CLIENTS.exists():
+    if not (CLIENTS.parents[2] / ".clients").exists():  # written when all of them are installed
         pytest.skip(f"{', '.join(packages)}: not installed (make clients)")
     return str(CLIENTS)
 
