@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from rekindle.core.kv import Span
@@ -154,6 +154,7 @@ def test_while_costs_are_unknown_everything_known_is_reused(matches: Matches, cu
     assert plan.predicted_seconds is None
 
 
+@settings(suppress_health_check=[HealthCheck.filter_too_much])  # many have nothing in the engine
 @given(some_matches(), some_rates, plain_cuts)
 def test_what_is_in_the_engine_is_reused_whatever_the_estimates_say(matches: Matches, rates: Rates, cut: Cut) -> None:
     stored = matches.stored[-1].span.stop if matches.stored else 0

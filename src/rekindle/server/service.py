@@ -76,8 +76,11 @@ class Service:
         Raises what the session raises, and `Problem` where the line is full or it takes too long.
         """
         turn = self.turn(caller, body)
-        deadline = time.monotonic() + self.settings.timeout_seconds
         happened: asyncio.Queue[Happened | BaseException] = asyncio.Queue()
+        # Not `wait_for`: being cancelled in the moment something happens, it would forget that it was.
+        late = asyncio.get_running_loop().call_later(
+            self.settings.timeout_seconds, happened.put_nowait, _too_late(self.settings.timeout_seconds)
+        )
         tasks = [
             asyncio.create_task(self._follow(number, request, turn, (caller.tenant, body.app), happened))
             for number, request in enumerate(requests)
@@ -85,12 +88,13 @@ class Service:
         left = len(tasks)
         try:
             while left:
-                what = await _before(deadline, happened, self.settings.timeout_seconds)
+                what = await happened.get()
                 if isinstance(what, BaseException):
                     raise what
                 left -= isinstance(what.event, Finished)
                 yield what
         finally:
+            late.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -159,12 +163,7 @@ def _stay_seconds(given: str | float) -> float | None:
     return None if given < 0 else float(min(given, threading.TIMEOUT_MAX))
 
 
-async def _before(
-    deadline: float, happened: asyncio.Queue[Happened | BaseException], limit: float
-) -> Happened | BaseException:
-    try:
-        return await asyncio.wait_for(happened.get(), max(0.0, deadline - time.monotonic()))
-    except asyncio.TimeoutError:
-        raise Problem(
-            504, f"The request took longer than {limit:g} s. Ask for less, or start the server with a longer --timeout."
-        ) from None
+def _too_late(limit: float) -> Problem:
+    return Problem(
+        504, f"The request took longer than {limit:g} s. Ask for less, or start the server with a longer --timeout."
+    )
