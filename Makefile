@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := hf,bench,dev
+EXTRAS := hf,knowledge,bench,dev
 
 # llama-cpp-python comes as source only: it is built once, outside the tree, for the processor of this machine.
 WHEELS ?= $(or $(REKINDLE_WHEELS),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/rekindle-wheels)

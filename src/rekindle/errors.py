@@ -15,6 +15,12 @@ RekindleError
 |   |-- KvLost              KV that was found could not be read: compute it instead
 |   |-- EntryNotFound       no entry of that name
 |   `-- BrokenArchive       an archive that is damaged, incomplete or something else
+|-- KnowledgeError          documents cannot be read, kept or found
+|   |-- UnreadableDocument  a file that holds no text that can be read: damaged, encrypted, too large, or no document
+|   |-- DocumentNotFound    no document of that name
+|   |-- NothingKnown        nothing was ingested yet
+|   `-- KnowledgeUnusable   the library cannot be opened or written
+|-- ExtraMissing            the extra that brings a parser or an adapter is not installed
 |-- EngineMissing           the extra that brings the engine is not installed
 |-- InvalidSetting          an option has a value that makes no sense (also a ValueError)
 |-- RequestError            the request itself cannot be served (also a ValueError)
@@ -91,6 +97,30 @@ class EntryNotFound(CacheError):
 
 class BrokenArchive(CacheError):
     """An archive of a cache that is damaged, incomplete or something else."""
+
+
+class KnowledgeError(RekindleError):
+    """Documents cannot be read, kept or found."""
+
+
+class UnreadableDocument(KnowledgeError):
+    """A file holds no text that can be read: it is damaged, encrypted, too large, or no document."""
+
+
+class DocumentNotFound(KnowledgeError):
+    """The library has no document of that name."""
+
+
+class NothingKnown(KnowledgeError):
+    """Nothing was ingested yet."""
+
+
+class KnowledgeUnusable(KnowledgeError):
+    """The library cannot be opened or written."""
+
+
+class ExtraMissing(RekindleError):
+    """The extra that brings a parser or an adapter is not installed."""
 
 
 class EngineMissing(RekindleError):

@@ -1,0 +1,1 @@
+"""Documents: read, split into passages, kept, and found again."""
