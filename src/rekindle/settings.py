@@ -78,6 +78,12 @@ class Settings:
     cache: str | None = _setting(
         None, "The folder of the cache; none: the user's own cache folder; off: no cache at all."
     )
+    knowledge: str | None = _setting(
+        None,
+        "The folder of documents that were ingested; none: `knowledge` in the folder of the cache if one is named, "
+        "else the user's own.",
+    )
+    embedder: str = _setting("minilm", "The model that makes vectors of documents and questions: a name or a folder.")
     reuse: Literal["exact", "off"] = _setting(
         "exact", "What may be reused: exact (same tokens, same bits), off (compute everything, keep nothing)."
     )
@@ -161,6 +167,8 @@ class SettingsLike(CacheSettings, total=False):
     micro_batch_tokens: int | None
     parallel: int | None
     keep_alive: str | int | None
+    knowledge: str | os.PathLike[str] | None
+    embedder: str | None
     deterministic: bool | None
     keep_reply_tokens: bool | None
 
@@ -238,7 +246,11 @@ class _Kind:
     optional: bool
 
 
-_PATHS = {"cache": "the path of a folder, or off", "key_file": "the path of a file"}
+_PATHS = {
+    "cache": "the path of a folder, or off",
+    "knowledge": "the path of a folder",
+    "key_file": "the path of a file",
+}
 _AMOUNTS = {  # a plain number stands for its text
     "memory_limit": "a size (512MB, 10%)",
     "disk_limit": "a size (20GB, 10%)",

@@ -12,8 +12,8 @@ from rekindle.cli import app
 from rekindle.cli.options import AsJson
 from rekindle.errors import EngineMissing, InvalidSetting
 
-BENCHES = {name: f"rekindle.bench.{name}" for name in ("engine", "store", "prefix", "serve")}
-_WITHOUT_ENGINE = {"store"}
+BENCHES = {name: f"rekindle.bench.{name}" for name in ("engine", "store", "prefix", "serve", "knowledge")}
+_WITHOUT_ENGINE = {"store", "knowledge"}
 
 
 @app.command()

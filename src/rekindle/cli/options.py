@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,6 +58,8 @@ def loading_options(
     batch_tokens: Annotated[int | None, typer.Option(help=doc_of("batch_tokens"))] = None,
     micro_batch_tokens: Annotated[int | None, typer.Option(help=doc_of("micro_batch_tokens"))] = None,
     cache: Annotated[str | None, typer.Option(help=doc_of("cache"))] = None,
+    knowledge: Annotated[str | None, typer.Option(help=doc_of("knowledge"))] = None,
+    embedder: Annotated[str | None, typer.Option(help=doc_of("embedder"))] = None,
     reuse: Annotated[str | None, typer.Option(help=doc_of("reuse"))] = None,
     memory_limit: Annotated[str | None, typer.Option(help=doc_of("memory_limit"))] = None,
     disk_limit: Annotated[str | None, typer.Option(help=doc_of("disk_limit"))] = None,
@@ -71,6 +73,19 @@ def loading_options(
     ] = None,
 ) -> dict[str, Any]:
     """The settings that were given as flags; the others come from the environment, the file and the defaults."""
+    given = dict(locals())  # the parameters: nothing else is local yet
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def library_options(
+    cache: Annotated[str | None, typer.Option(help=doc_of("cache"))] = None,
+    knowledge: Annotated[str | None, typer.Option(help=doc_of("knowledge"))] = None,
+    embedder: Annotated[str | None, typer.Option(help=doc_of("embedder"))] = None,
+    key_file: Annotated[str | None, typer.Option(help=doc_of("key_file"))] = None,
+    tenant: Annotated[str | None, typer.Option(help=doc_of("tenant"))] = None,
+    cache_salt: Annotated[str | None, typer.Option(help=doc_of("cache_salt"))] = None,
+) -> dict[str, Any]:
+    """The settings of what needs no model to write, as far as they were given."""
     given = dict(locals())  # the parameters: nothing else is local yet
     return {name: value for name, value in given.items() if value is not None}
 
@@ -102,12 +117,22 @@ def sampling_options(
     }
 
 
-def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of these groups, in place of its parameters of the same names."""
+def takes(without: Container[str] = (), **groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of these groups, in place of its parameters of the same names.
+
+    Those named in `without` are left out, and keep their defaults.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True)
-        shared = {name: inspect.signature(group, eval_str=True).parameters for name, group in groups.items()}
+        shared = {
+            name: {
+                option: p
+                for option, p in inspect.signature(group, eval_str=True).parameters.items()
+                if option not in without
+            }
+            for name, group in groups.items()
+        }
 
         @functools.wraps(command)
         def with_groups(**given: Any) -> None:

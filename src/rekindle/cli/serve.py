@@ -49,7 +49,6 @@ def serve(
     timeout: Annotated[str, typer.Option(help="The longest a request may take, waiting included.")] = "10m",
     stop_timeout: Annotated[str, typer.Option(help="How long replies may go on after a signal to stop.")] = "15s",
     keep_alive: Annotated[str | None, typer.Option(help=doc_of("keep_alive"))] = None,
-    embedder: Annotated[str, typer.Option(help="The model of /v1/embeddings.")] = "minilm",
 ) -> None:
     """Serve a model to OpenAI's clients, with its cache. Ctrl-C or SIGTERM stops it and loses nothing."""
     from rekindle.cli.console import notes, progress
@@ -74,7 +73,6 @@ def serve(
         most_tokens=max_reply,
         timeout_seconds=parse_duration(timeout),
         stop_seconds=parse_duration(stop_timeout),
-        embedder=embedder,
     )
     if known.parallel is None:
         loading["parallel"] = DEFAULT_PARALLEL

@@ -1,4 +1,4 @@
-"""Documents as they are read, and passages as they are retrieved."""
+"""Documents as they are read, passages as they are retrieved, quotes as they stand in prompts."""
 
 from __future__ import annotations
 
@@ -28,6 +28,20 @@ class Document:
     title: str
     sections: tuple[Section, ...]
     headers: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """A passage that stands in a prompt. `chunk` is its number in the library; None: it came with the request."""
+
+    text: str
+    title: str = ""
+    chunk: int | None = None
+
+    @property
+    def shown(self) -> str:
+        """What a model reads, with what parts it from the next one."""
+        return f"{self.title}\n{self.text}\n\n" if self.title else f"{self.text}\n\n"
 
 
 @dataclass(frozen=True, slots=True)

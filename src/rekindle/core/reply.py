@@ -48,6 +48,7 @@ class Usage:
     completion_tokens: int
     dropped_messages: int = 0
     cached_tokens: int = 0
+    quoted_passages: int = 0
 
     @property
     def total_tokens(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
 
+from rekindle.core.document import Quote
 from rekindle.core.tools import Tool, ToolChoice, parse_tools
 from rekindle.errors import InvalidPrompt, InvalidSampling, InvalidSetting, nearest
 
@@ -22,6 +23,7 @@ ReuseLevel = Literal["exact", "off"]
 DEFAULT_MAX_TOKENS = 512
 MOST_LOGPROBS = 20
 MOST_STOPS = 64
+MOST_QUOTES = 1000
 _LARGEST_SEED = 2**64 - 1
 
 
@@ -84,15 +86,14 @@ class Sampling:
         return self.temperature == 0.0
 
 
-class Options(TypedDict, total=False):
-    """The keyword arguments of `Session.generate`, `stream`, `chat` and their async variants."""
+class ReplyOptions(TypedDict, total=False):
+    """The keyword arguments that everything which gives a reply has in common."""
 
     max_tokens: int
     min_tokens: int
     stop: str | Sequence[str]
     overflow: Overflow
     temperature: float
-    top_k: int | None
     top_p: float
     min_p: float
     repetition_penalty: float
@@ -102,9 +103,16 @@ class Options(TypedDict, total=False):
     tools: Sequence[Tool | Mapping[str, Any]]
     tool_choice: ToolChoice | str | Mapping[str, Any]
     parallel_tool_calls: bool
+    documents: Sequence[str | Mapping[str, Any] | Quote]
     reuse: ReuseLevel | None
     tenant: str | None
     cache_salt: str | None
+
+
+class Options(ReplyOptions, total=False):
+    """The keyword arguments of `Session.generate`, `stream`, `chat` and their async variants."""
+
+    top_k: int | None
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,8 @@ class Request:
 
     Before `min_tokens` the model cannot end its reply; at `max_tokens` it is cut off. With `logprobs` the reply tells
     how likely its tokens were, and so many others in their place. `grammar` is what the reply must obey; `tools` are
-    what it may call. `reuse`, `tenant` and `cache_salt` are the session's unless they are given.
+    what it may call. `quotes` are passages that a chat is about: they stand in front of what the user first says, as
+    many as fit. `reuse`, `tenant` and `cache_salt` are the session's unless they are given.
     """
 
     prompt: str | tuple[int, ...] | tuple[Message, ...]
@@ -127,6 +136,7 @@ class Request:
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
+    quotes: tuple[Quote, ...] = ()
     reuse: ReuseLevel | None = None
     tenant: str | None = None
     cache_salt: str | None = None
@@ -140,6 +150,10 @@ class Request:
             raise InvalidSampling(f"There are {len(self.stop):,} stop strings. Use up to {MOST_STOPS}.")
         if any(not text for text in self.stop):
             raise InvalidSampling("A stop string is empty and would stop before the first token. Leave it out.")
+        if self.quotes and not (isinstance(self.prompt, tuple) and isinstance(self.prompt[0], Message)):
+            raise InvalidPrompt("Documents go with messages: a text or token ids are continued as they are.")
+        if len(self.quotes) > MOST_QUOTES:
+            raise InvalidPrompt(f"There are {len(self.quotes):,} documents. Give up to {MOST_QUOTES:,}.")
         if self.overflow not in get_args(Overflow):
             raise InvalidSetting(f"overflow={self.overflow!r} is unknown. Use 'refuse' or 'drop-oldest'.")
         if self.reuse is not None and self.reuse not in get_args(ReuseLevel):
@@ -148,7 +162,7 @@ class Request:
     @classmethod
     def of(cls, prompt: PromptLike, **options: Unpack[Options]) -> Request:
         """Build a request from what people write; raises `InvalidPrompt`, `InvalidSampling`, `InvalidSetting`."""
-        known = set(Options.__annotations__)
+        known = {*ReplyOptions.__annotations__, *Options.__annotations__}
         for name in options:
             if name not in known:
                 raise InvalidSetting(f"Unknown option {name!r}.{nearest(name, known)}")
@@ -157,9 +171,16 @@ class Request:
         stop = chosen.pop("stop", ())
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         tools = parse_tools(chosen.pop("tools", None))
+        quotes = tuple(_parse_quote(number, item) for number, item in enumerate(chosen.pop("documents", ())))
         choice = ToolChoice.parse(chosen.pop("tool_choice", None), tools)
         return cls(
-            prompt=parse_prompt(prompt), sampling=sampling, stop=stops, tools=tools, tool_choice=choice, **chosen
+            prompt=parse_prompt(prompt),
+            sampling=sampling,
+            stop=stops,
+            tools=tools,
+            tool_choice=choice,
+            quotes=quotes,
+            **chosen,
         )
 
 
@@ -202,6 +223,19 @@ def _parse_message(item: MessageLike) -> Message:
         )
     _check_text(f"The {message.role} message", message.content)
     return message
+
+
+def _parse_quote(number: int, item: str | Mapping[str, Any] | Quote) -> Quote:
+    if isinstance(item, Quote):
+        return item
+    fields = {"text": item} if isinstance(item, str) else item
+    # LangChain and others call it page_content.
+    text = fields.get("text", fields.get("page_content")) if isinstance(fields, Mapping) else None
+    title = fields.get("title") or "" if isinstance(fields, Mapping) else None
+    if not isinstance(text, str) or not text.strip() or not isinstance(title, str):
+        raise InvalidPrompt(f"Document {number} has no text. Give a text, or {{'text': ..., 'title': ...}}.")
+    _check_text(f"Document {number}", text + title)
+    return Quote(text.strip(), title.strip())
 
 
 def _check_text(what: str, text: str) -> None:

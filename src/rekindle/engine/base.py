@@ -228,6 +228,15 @@ class Row:
         return cls(sequence, tokens, np.arange(start, start + len(tokens), dtype=np.int64), logits)
 
 
+@dataclass(frozen=True)
+class Quoting:
+    """The tokens of a chat with quotes in it: what stands before them, each of them, what comes after."""
+
+    before: Sequence[int]
+    quotes: Sequence[Sequence[int]]
+    after: Sequence[int]
+
+
 class Tokenizer(Protocol):
     """Text to tokens and back. Text of users never becomes a control token."""
 
@@ -257,6 +266,15 @@ class Tokenizer(Protocol):
         exactly that text, where the rest of the chat is tokenized the same with and without it.
 
         Raises `InvalidPrompt` if the model has no template or it refuses the messages.
+        """
+
+    def encode_quoting(
+        self, messages: Sequence[Message], quotes: Sequence[str], *, tools: Sequence[Tool] = ()
+    ) -> Quoting:
+        """The same for a chat in which quotes stand in front of what the user first says, without `written`.
+
+        Every part is tokenized alone, so a quote has the same tokens wherever it stands. Raises as `encode_chat`
+        does, and where there is no user message.
         """
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -15,14 +15,17 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 from rekindle.core.request import Message
 from rekindle.core.tools import Tool
-from rekindle.engine.base import Written
+from rekindle.engine.base import Quoting, Written
 from rekindle.engine.calls import ToolHabits, in_words, without_system
 from rekindle.errors import InvalidPrompt
+
+_MOST_QUOTES = 2048  # whose tokens are remembered
 
 
 class Render(Protocol):
@@ -50,19 +53,67 @@ class ChatTokenizer(ABC):
         self._render = render
         self._special, self._control = any_of(special), any_of(control)
         self._nonce = secrets.token_hex(8)
+        self._quotes: dict[str, Sequence[int]] = {}  # passages come again and again
 
     @abstractmethod
     def _plain(self, text: str, *, begins: bool = True) -> list[int]:
         """The tokens of a rendered chat, or of a part of one; `begins`: the part with which it begins."""
 
     @abstractmethod
-    def _mixed(self, text: str, reveal: Callable[[str], str]) -> list[int]:
+    def _mixed(self, text: str, reveal: Callable[[str], str], *, begins: bool = True) -> list[int]:
         """The tokens of a rendered chat in which control tokens are meant, but those not that `reveal` brings back."""
 
     def encode_chat(
         self, messages: Sequence[Message], written: Written | None = None, *, tools: Sequence[Tool] = ()
     ) -> list[int]:
         """Tokens of the model's own chat template, up to where the reply begins."""
+        chat = self._rendered(messages, tools)
+        if chat.hidden.spellings:
+            return self._mixed(chat.text, chat.hidden.reveal)
+        tokens = self._plain(chat.text)
+        replies = {m["content"] for m in chat.shown if m["role"] == "assistant" and m["content"]}
+        own = {reply: written[reply] for reply in replies if reply in written} if written else {}
+        return (self._with_written(chat, tokens, own) or tokens) if own else tokens
+
+    def encode_quoting(
+        self, messages: Sequence[Message], quotes: Sequence[str], *, tools: Sequence[Tool] = ()
+    ) -> Quoting:
+        """The same, with quotes in front of what the user first says; every part is tokenized alone."""
+        place = next((at for at, message in enumerate(messages) if message.role == "user"), None)
+        if place is None:
+            raise InvalidPrompt("There is no user message that passages could be quoted for. Add one.")
+        mark = f"\ue004{self._nonce}:quotes\ue005"
+        marked = [*messages]
+        marked[place] = replace(messages[place], content=mark + messages[place].content)
+        chat = self._rendered(marked, tools)
+        parts = chat.text.split(mark)
+        if len(parts) != 2:
+            raise InvalidPrompt("This model's chat template does not write messages as they are: it cannot quote.")
+        before, after = (
+            self._mixed(part, chat.hidden.reveal, begins=not at)
+            if chat.hidden.spellings
+            else self._plain(part, begins=not at)
+            for at, part in enumerate(parts)
+        )
+        return Quoting(before, [self._quote(text) for text in quotes], after)
+
+    def _quote(self, text: str) -> Sequence[int]:
+        """The tokens of a text that is data, whatever it spells."""
+        known = self._quotes.get(text)
+        if known is None:
+            mark = f"\ue004{self._nonce}:quote\ue005"
+            spells = self._control.search(text)
+            known = tuple(
+                self._mixed(mark, lambda part: part.replace(mark, text), begins=False)
+                if spells
+                else self._plain(text, begins=False)
+            )
+            if len(self._quotes) >= _MOST_QUOTES:
+                self._quotes.clear()
+            self._quotes[text] = known
+        return known
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> _Chat:
         if self._render is None:
             raise InvalidPrompt("This model has no chat template. Use generate() with a plain prompt.")
         hidden = _Hidden()
@@ -73,13 +124,7 @@ class ChatTokenizer(ABC):
             render = partial(self._render, tools=offered)
         elif not self._habits.takes_tools and (offered or any(m.get("tool_calls") for m in shown)):
             shown = self._accepted(in_words(shown, offered))
-        text = render(shown)
-        if hidden.spellings:
-            return self._mixed(text, hidden.reveal)
-        tokens = self._plain(text)
-        replies = {m["content"] for m in shown if m["role"] == "assistant" and m["content"]}
-        own = {reply: written[reply] for reply in replies if reply in written} if written else {}
-        return (self._with_written(render, shown, text, tokens, own) or tokens) if own else tokens
+        return _Chat(render(shown), shown, hidden, render)
 
     def _shown(self, message: Message, hidden: _Hidden) -> dict[str, Any]:
         """A message as the template gets it. The arguments of a call are data, although the model wrote them."""
@@ -96,25 +141,18 @@ class ChatTokenizer(ABC):
             return without_system(shown)
         return shown
 
-    def _with_written(
-        self,
-        render: Callable[[list[dict[str, Any]]], str],
-        shown: Sequence[dict[str, Any]],
-        text: str,
-        tokens: list[int],
-        own: Written,
-    ) -> list[int] | None:
+    def _with_written(self, chat: _Chat, tokens: list[int], own: Written) -> list[int] | None:
         """The tokens with the model's own in place of its replies; None where that cannot be done cleanly."""
         marks = {content: f"\ue004{self._nonce}:{number}\ue005" for number, content in enumerate(own)}
         content_of = {mark: content for content, mark in marks.items()}
         marked = [
             {**m, "content": marks[m["content"]]} if m["role"] == "assistant" and m["content"] in marks else m
-            for m in shown
+            for m in chat.shown
         ]
-        rendered = render(marked)
+        rendered = chat.render(marked)
         parts = re.split("|".join(f"({re.escape(mark)})" for mark in marks.values()), rendered)
         pieces = [part for part in parts if part]
-        if "".join(content_of.get(piece, piece) for piece in pieces) != text:
+        if "".join(content_of.get(piece, piece) for piece in pieces) != chat.text:
             return None  # the template does more to a reply than to write it
         alone = [self._plain(content_of.get(piece, piece), begins=not place) for place, piece in enumerate(pieces)]
         if [token for part in alone for token in part] != tokens:
@@ -138,6 +176,16 @@ def any_of(spellings: Iterable[str]) -> re.Pattern[str]:
     """A pattern that finds any of the spellings, the longest first; of none, it finds nothing."""
     ordered = sorted(spellings, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """A chat as the template wrote it, and what it was made of."""
+
+    text: str
+    shown: list[dict[str, Any]]
+    hidden: _Hidden
+    render: Callable[[list[dict[str, Any]]], str]
 
 
 class _Hidden:

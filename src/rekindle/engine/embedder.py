@@ -90,6 +90,16 @@ class Embedder:
             f"{recipe.pooling} {self.most_tokens} {recipe.lower}",
         )
 
+    def count_tokens(self, text: str) -> int:
+        """How many tokens a text has, without those that begin and end it, however long it is."""
+        return len(self._uncut.encode(text, add_special_tokens=False).ids)
+
+    @cached_property
+    def _uncut(self) -> tokenizers.Tokenizer:
+        whole = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        whole.no_truncation()
+        return whole
+
     def embed(self, texts: Sequence[str], *, cancelled: Callable[[], bool] | None = None) -> Embedded:
         """The vectors of texts; an empty one has a vector too.
 

@@ -18,11 +18,11 @@ from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.core.request import Message, Sampling
 from rekindle.core.tools import Tool
-from rekindle.engine.base import Capabilities, Logits, Positions, Reading, Row, SpansOnly, Written
+from rekindle.engine.base import Capabilities, Logits, Positions, Quoting, Reading, Row, SpansOnly, Written
 from rekindle.engine.calls import ToolHabits, in_words
 from rekindle.engine.rows import CheckedRow, check_rows
 from rekindle.engine.sample import Sampler
-from rekindle.errors import Cancelled, Closed, StepRefused
+from rekindle.errors import Cancelled, Closed, InvalidPrompt, StepRefused
 
 Array = NDArray[np.float32]
 
@@ -60,6 +60,18 @@ class ByteTokenizer:
             chat = in_words(chat, [tool.as_template_input() for tool in tools])
         turns = [[_START, *self.encode(f"{m['role']}\n{m['content']}"), _END] for m in chat]
         return [token for turn in turns for token in turn] + [_START, *self.encode("assistant\n")]
+
+    def encode_quoting(
+        self, messages: Sequence[Message], quotes: Sequence[str], *, tools: Sequence[Tool] = ()
+    ) -> Quoting:
+        """The same, with quotes in front of what the user first says."""
+        place = next((at for at, message in enumerate(messages) if message.role == "user"), None)
+        if place is None:
+            raise InvalidPrompt("There is no user message that passages could be quoted for. Add one.")
+        whole = self.encode_chat(messages, tools=tools)
+        rest = self.encode_chat(messages[place:], tools=())
+        at = len(whole) - len(rest) + 1 + len(self.encode("user\n"))
+        return Quoting(whole[:at], [self.encode(text) for text in quotes], whole[at:])
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of the bytes; a cut-off character becomes U+FFFD."""

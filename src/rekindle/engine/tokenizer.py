@@ -66,7 +66,7 @@ class TextTokenizer(ChatTokenizer):
     def _plain(self, text: str, *, begins: bool = True) -> list[int]:  # noqa: ARG002  (the template writes a beginning)
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
-    def _mixed(self, text: str, reveal: Callable[[str], str]) -> list[int]:
+    def _mixed(self, text: str, reveal: Callable[[str], str], *, begins: bool = True) -> list[int]:  # noqa: ARG002
         respelled = self._control.sub(lambda found: self._secret(found.group()), text)
         return list(self._renamed.encode(reveal(respelled), add_special_tokens=False).ids)
 

@@ -35,13 +35,14 @@ from rekindle.run.context import Context, ParkedContexts
 from rekindle.run.explain import Explainer, Prompt
 from rekindle.run.flight import Flight, Flights
 from rekindle.run.folder import open_store
-from rekindle.run.keep import Job, Keeper
+from rekindle.run.keep import Guard, Job, Keeper
 from rekindle.run.notes import Note, Stayed
 from rekindle.run.patience import Deadline, Late, NoAnswer, Patience
 from rekindle.run.prefill import Asked, Filled, Prefill, TimedFeed
 from rekindle.run.room import Room
 from rekindle.run.shelves import Shelves
 from rekindle.settings import Settings
+from rekindle.store.purge import Run
 from rekindle.store.tiered import TieredStore
 
 log = logging.getLogger("rekindle.cache")
@@ -66,6 +67,7 @@ class Known:
     parked: Context | None = None
     trouble: str | None = None
     off: bool = False  # nothing was looked for, and nothing shall be kept
+    guard: Guard | None = None  # which decides whether it may be kept
     flight: Flight | None = None  # by which others know that it is being computed
 
     @property
@@ -100,13 +102,13 @@ class PrefixCache:
         self.costs = Costs(self._remembered.recall(self._machine))
         self._closed = False
 
-    def lookup(self, request: Request, tokens: Sequence[int], cancelled: Asked) -> Known:
+    def lookup(self, request: Request, tokens: Sequence[int], cancelled: Asked, guard: Guard | None = None) -> Known:
         """What is known of a prompt that will be computed; waits for whoever computes the same beginning just now.
 
-        Give it to `fill`. Raises `Cancelled`.
+        Give it to `fill`. What comes of it is kept if `guard` allows that then. Raises `Cancelled`.
         """
         while True:
-            known = self.look(request, tokens)
+            known = replace(self.look(request, tokens), guard=guard)
             if known.off or not self._engine.capabilities.spans:
                 return known
             flight, own = self._flights.join(known.shelf, tokens, known.matches.length)
@@ -177,7 +179,7 @@ class PrefixCache:
         return Context(known.shelf, self._engine.open(capacity, self._engine.regime(len(known.tokens))))
 
     def _filled(self, context: Context, known: Known, plan: Plan, cancelled: Asked) -> Filled:
-        context.passing, context.flight = known.off, known.flight
+        context.passing, context.flight, context.guard = known.off, known.flight, known.guard
         context.prompt_tokens = len(known.tokens)
         context.stored_tokens = max(known.stored_tokens, context.stored_tokens)
         work = self._prefill(context, known, cancelled)
@@ -281,7 +283,9 @@ class PrefixCache:
         """Remember the request, with why it was not faster, for `explain`: in the background."""
         if not known.off:
             explainer = self.explainer(known.shelf)
-            self.offer(Note(explainer, prompt, filled.plan, known.matches.match, reuse.miss, first_token_seconds))
+            self.offer(
+                Note(explainer, prompt, filled.plan, known.matches.match, reuse.miss, first_token_seconds, known.guard)
+            )
 
     def explainer(self, shelf: Shelf) -> Explainer:
         """What explains requests of that shelf. Only the session's own tenant may learn that others know a prompt."""
@@ -349,6 +353,12 @@ class PrefixCache:
         done = self.keeper is None or self.keeper.flush(REST_SECONDS)
         self.unpark()
         return done
+
+    def purge(self, tenant: str, salt: str, runs: Sequence[Run], texts: Sequence[str]) -> None:
+        """Remove every trace of some runs of tokens, and of some texts. Raises `CacheError` if it cannot be done."""
+        self.rest()
+        if self.store is not None:
+            self.store.purge(tenant, salt, runs, texts=texts)
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until everything offered so far is kept; False if that takes longer."""

@@ -10,7 +10,7 @@ from rekindle.core.keys import Shelf, common_tokens, token_bytes
 from rekindle.core.kv import Kv, Span
 from rekindle.engine.base import EngineSequence
 from rekindle.run.flight import Flight
-from rekindle.run.keep import Keep
+from rekindle.run.keep import Guard, Keep
 
 _MOST_PARKED = 8
 
@@ -30,6 +30,7 @@ class Context:
         self.tokens: tuple[int, ...] = ()  # as many as are present in the sequence
         self.prompt_tokens = 0  # so many were prefilled, the others came one by one
         self.passing = False  # it is for one request only: nothing of it is kept
+        self.guard: Guard | None = None  # decides whether it may be kept
         self.flight: Flight | None = None  # others may wait for what is being computed here
         self._keeps: list[Keep] = []
         self._stored_tokens = 0
@@ -58,6 +59,7 @@ class Context:
         """The job of keeping its first `count` tokens."""
         known = self.stored_tokens  # before those that are done are forgotten
         job = Keep(self.shelf, self.tokens[:count], self._export, known=known)
+        job.guard = self.guard
         self._keeps = [*(other for other in self._keeps if not other.detached), job]
         return job
 

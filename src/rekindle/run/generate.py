@@ -102,7 +102,11 @@ class Generation:
             tokens=tuple(self._tokens),
             finish_reason=self.finish_reason,
             usage=Usage(
-                len(self._prompt.tokens), len(self._tokens), self._prompt.dropped_messages, cached_tokens=reuse.reused
+                len(self._prompt.tokens),
+                len(self._tokens),
+                self._prompt.dropped_messages,
+                reuse.reused,
+                len(self._prompt.quoted),
             ),
             timings=Timings(
                 first_token_seconds=self._first_at - self._started,

@@ -30,6 +30,17 @@ class Job(Protocol):
         """How much memory it holds that nobody else does."""
 
 
+class Guard(Protocol):
+    """Decides whether something may be kept that was allowed when it was asked for."""
+
+    @property
+    def allows(self) -> bool:
+        """Whether it may be kept, as things are now."""
+
+    def kept(self, store: TieredStore) -> None:
+        """It was kept: look again, and remove it if it may not stay."""
+
+
 class Keep:
     """The KV of `tokens`, to be kept as far as it is new.
 
@@ -46,11 +57,19 @@ class Keep:
         self._lock = threading.Lock()
         self.kept = False  # whether the store has all of it by now
         self.then: Callable[[], None] | None = None  # called when it is done, whatever came of it
+        self.guard: Guard | None = None
 
     def do(self, store: TieredStore) -> str:
         """Keep what the store does not know yet."""
         try:
-            return self._do(store)
+            if self.guard is None:
+                return self._do(store)
+            if not self.guard.allows:
+                self._drop()
+                return "barred"
+            outcome = self._do(store)
+            self.guard.kept(store)
+            return outcome
         finally:
             if self.then is not None:
                 self.then()

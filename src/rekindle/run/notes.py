@@ -11,6 +11,7 @@ from rekindle.core.plan import Plan
 from rekindle.index.prefix import Match
 from rekindle.reuse.cost import Costs
 from rekindle.run.explain import Explainer, Prompt
+from rekindle.run.keep import Guard
 from rekindle.store.tiered import TieredStore
 
 
@@ -24,12 +25,17 @@ class Note:
     match: Match | None
     miss: str | None
     first_token_seconds: float
+    guard: Guard | None = None
 
     def do(self, store: TieredStore) -> str:
         """Before anything of it is kept: then it would explain itself."""
+        if self.guard is not None and not self.guard.allows:
+            return "barred"
         told = self.explainer.explain(self.prompt, self.plan, self.match, self.miss)
         told = replace(told, first_token_seconds=self.first_token_seconds, at=store.disk.clock())
         store.note(self.prompt.shelf, self.prompt.identity, self.prompt.tokens, self.prompt.content, told.as_dict())
+        if self.guard is not None:
+            self.guard.kept(store)
         return "noted"
 
     def detached_bytes(self) -> int:

@@ -6,18 +6,29 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rekindle.core.kv import Span
 from rekindle.core.reply import Reply
 from rekindle.core.request import Message, Request
 from rekindle.engine.base import Engine, Written
 from rekindle.errors import ContextOverflow, InvalidPrompt
 
 
+@dataclass(frozen=True, slots=True)
+class Quoted:
+    """A passage in a prompt: which of the request's quotes it is, and where it stands. `cut`: only its beginning."""
+
+    index: int
+    span: Span
+    cut: bool = False
+
+
 @dataclass(frozen=True)
 class PromptTokens:
-    """The tokens to prefill, and how many messages had to be left out for them to fit."""
+    """The tokens to prefill, and what had to be left out for them to fit."""
 
     tokens: tuple[int, ...]
     dropped_messages: int = 0
+    quoted: tuple[Quoted, ...] = ()  # the passages that fit
 
 
 def encode_prompt(engine: Engine, request: Request, written: Written | None = None) -> PromptTokens:
@@ -29,7 +40,11 @@ def encode_prompt(engine: Engine, request: Request, written: Written | None = No
     if isinstance(prompt, str):
         encoded = PromptTokens(tuple(engine.tokenizer.encode(prompt)))
     elif isinstance(prompt[0], Message):
-        encoded = _encode_chat(engine, [m for m in prompt if isinstance(m, Message)], request, written)
+        messages = [m for m in prompt if isinstance(m, Message)]
+        if request.quotes:
+            encoded = _encode_quoting(engine, messages, request)
+        else:
+            encoded = _encode_chat(engine, messages, request, written)
     else:
         encoded = PromptTokens(_checked_ids(prompt, engine.tokenizer.vocabulary_size))
     if not encoded.tokens:
@@ -48,6 +63,32 @@ def _encode_chat(engine: Engine, messages: list[Message], request: Request, writ
         dropped += _drop_oldest_turn(messages)
         tokens = engine.tokenizer.encode_chat(messages, written, tools=request.tools)
     return PromptTokens(tuple(tokens), dropped)
+
+
+def _encode_quoting(engine: Engine, messages: list[Message], request: Request) -> PromptTokens:
+    """As `_encode_chat`, with the first passages that fit, each behind its number; a quarter is left for the reply."""
+    texts = [text for number, quote in enumerate(request.quotes) for text in (f"[{number + 1}] ", quote.shown)]
+    reply = min(request.max_tokens, max(1, engine.context_tokens // 4))
+    dropped = 0
+    while True:
+        parts = engine.tokenizer.encode_quoting(messages, texts, tools=request.tools)
+        room = engine.context_tokens - reply - len(parts.before) - len(parts.after)
+        if room > 0 or request.overflow != "drop-oldest" or _oldest_droppable(messages) is None:
+            break
+        dropped += _drop_oldest_turn(messages)
+    marks, bodies = parts.quotes[::2], parts.quotes[1::2]
+    if all(len(marks[0]) + len(body) > room for body in bodies):
+        bodies = [bodies[0][: max(0, room - len(marks[0]))]]  # better a part of the best one than nothing
+    tokens, quoted = list(parts.before), list[Quoted]()
+    for index, body in enumerate(bodies):
+        mark = marks[len(quoted)]  # a passage that is left out leaves its number to the next one
+        if body and len(mark) + len(body) <= room:
+            tokens += mark
+            span = Span(len(tokens), len(tokens) + len(body))
+            tokens += body
+            quoted.append(Quoted(index, span, cut=len(body) < len(parts.quotes[2 * index + 1])))
+            room -= len(mark) + len(body)
+    return PromptTokens((*tokens, *parts.after), dropped, tuple(quoted))
 
 
 def _drop_oldest_turn(messages: list[Message]) -> int:

@@ -1,6 +1,7 @@
 """A model ready to answer: the life of a request.
 
 request   what people write becomes a `Request`               core/request
+retrieve  passages for a question about documents             run/knowledge, run/ask
 tokens    the model's own template, within its context        run/prompt
 lookup    what is known of the prompt                         reuse/lookup
 plan      what to load and what to compute                    reuse/planner
@@ -11,14 +12,17 @@ keep      what was new, in the background                     run/keep
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rekindle.core.answer import Answer
 from rekindle.core.reply import Piece, Reply, Reuse
 from rekindle.core.request import Message, MessageLike, Options, PromptLike, Request, parse_prompt
 from rekindle.core.size import parse_duration
@@ -27,16 +31,19 @@ from rekindle.engine.constrain import Constrainer, Constraint
 from rekindle.engine.llamacpp import is_llamacpp
 from rekindle.engine.resting import RestingEngine
 from rekindle.errors import Closed, InvalidSetting
+from rekindle.knowledge.ingest import Ingested
 from rekindle.models.download import Progress
 from rekindle.run.alive import KeepAlive
+from rekindle.run.ask import AnswerStream, AskOptions, Evidence, Prepared, sources_of
 from rekindle.run.batch import BatchingEngine
 from rekindle.run.cache import Known, PrefixCache
 from rekindle.run.checkpoints import CheckpointCache
 from rekindle.run.explain import Explanation, Prompt
 from rekindle.run.generate import Generation, decode
+from rekindle.run.knowledge import Forgotten, Knowledge, asking, quote
 from rekindle.run.load import EngineOptions, load_engine
 from rekindle.run.prefill import Asked
-from rekindle.run.prompt import WrittenReplies, encode_prompt
+from rekindle.run.prompt import PromptTokens, WrittenReplies, encode_prompt
 from rekindle.run.stream import AsyncStream, Stream
 from rekindle.run.tools import call_grammar, style_of, with_calls
 from rekindle.run.turn import FairShare
@@ -85,6 +92,7 @@ class Session:
         self._written = WrittenReplies() if self.settings.keep_reply_tokens else None
         kind = PrefixCache if self._engine.capabilities.spans else CheckpointCache
         self.cache = kind(self._engine, self.settings)
+        self.knowledge = Knowledge(self.settings, self.cache.purge)
         self._alive = KeepAlive(stays_seconds, self._rest)
         # A program that ends without closing its sessions still keeps what they computed.
         self._finalizer = weakref.finalize(self, self.cache.close)
@@ -168,6 +176,53 @@ class Session:
         """
         return Stream(lambda stop: self._answer(request, stop, planned), cancelled)
 
+    def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
+        """Answer a question from the documents that were ingested, with sources.
+
+        top_k         so many passages are quoted, if they fit
+        retrieval     how they are found: fused (by words and by meaning), weighted, bm25, embedding
+        instructions  in place of the system message
+
+        The other options are those of `chat`. Raises `NothingKnown` if nothing was ingested, and as `chat` does.
+        """
+        return self.ask_stream(question, **options).answer
+
+    def ask_stream(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
+        """The same, piece by piece; its `sources` are there at once."""
+        started = time.perf_counter()
+        prepared = self.prepare(question, **options)
+        return AnswerStream(
+            prepared, lambda stop: self._answer(prepared.request, stop, None), time.perf_counter() - started
+        )
+
+    def prepare(self, question: str, **options: Unpack[AskOptions]) -> Prepared:
+        """Find the passages for a question, and the request that asks it: for `answer`."""
+        chosen: dict[str, Any] = {**options}
+        top_k, retrieval = chosen.pop("top_k", 5), chosen.pop("retrieval", "fused")
+        messages = asking(question, chosen.pop("instructions", None))
+        retrieved = self.knowledge.search(
+            question, top_k, retrieval, tenant=chosen.get("tenant"), cache_salt=chosen.get("cache_salt")
+        )
+        request = Request.of(messages, documents=[quote(hit) for hit in retrieved.hits], **chosen)
+        with self._alive.use():
+            prompt = encode_prompt(self.engine, request)
+        return Prepared(question, request, retrieved, sources_of(retrieved, prompt))
+
+    def ingest(self, paths: str | Path | Sequence[str | Path] = (), **choices: Any) -> Ingested:
+        """Put files, folders, patterns or given documents into the library. See `Knowledge.ingest`."""
+        return self.knowledge.ingest(paths, **choices)
+
+    def forget(self, *names: str, **choices: Any) -> Forgotten:
+        """Remove documents and everything that was computed from them. See `Knowledge.forget`."""
+        return self.knowledge.forget(*names, **choices)
+
+    async def aask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
+        """`ask` for coroutines."""
+        stream = await asyncio.to_thread(lambda: self.ask_stream(question, **options))
+        answer = await AsyncStream(stream).reply()
+        assert isinstance(answer, Answer)
+        return answer
+
     async def agenerate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Reply:
         """`generate` for coroutines: the event loop stays free, cancelling the task stops the model."""
         return await self.astream(prompt, **options).reply()
@@ -215,9 +270,10 @@ class Session:
         engine, cache = self.engine, self.cache
         prompt = encode_prompt(engine, request, self._written)
         generation = Generation(engine, request, prompt, self._constraint(request), started=started)
+        evidence = self._evidence(request, prompt)
         reuse: Reuse | None = None
         while generation.finish_reason is None:  # once; again where a longer context needs other KV
-            known = cache.lookup(request, generation.context, cancelled)
+            known = cache.lookup(request, generation.context, cancelled, evidence)
             plan = cache.plan(known)
             if planned is not None and reuse is None:
                 planned(cache.reuse(known, plan))
@@ -226,6 +282,8 @@ class Session:
                 text = generation.take(filled.logits)
                 if reuse is None:
                     reuse = cache.reuse(known, plan, filled)
+                    if evidence is not None:
+                        cache.offer(evidence)
                     cache.note(known, self._prompt(request, known), reuse, filled, time.perf_counter() - started)
                 cache.keep_early(filled.context)
                 if text:
@@ -238,6 +296,14 @@ class Session:
         if self._written is not None:
             self._written.note(engine, reply)
         return reply
+
+    def _evidence(self, request: Request, prompt: PromptTokens) -> Evidence | None:
+        """The passages of a library that stand in the prompt; None if there are none."""
+        if not prompt.quoted:
+            return None
+        library = self.knowledge.library(request.tenant, request.cache_salt)
+        tokenizer = self.engine.identity(self.engine.regime(len(prompt.tokens))).tokenizer
+        return Evidence.of(library, tokenizer, request, prompt)
 
     def _constraint(self, request: Request) -> Constraint | None:
         """What the reply must obey; None if anything goes."""
@@ -276,6 +342,7 @@ class Session:
         """Keep what is waiting, within a bounded time, and free the model, unless it was given. Idempotent."""
         self._alive.close()
         self._finalizer()
+        self.knowledge.close()
         engine, self._engine = self._engine, None
         if engine is not None and self._owns_engine:
             engine.close()

@@ -24,8 +24,6 @@ from rekindle.store.check import check as verify
 from rekindle.store.tiered import TieredStore
 
 _T = TypeVar("_T")
-_PAGE = 100
-_MOST_PAGE = 1000
 
 
 def _store(call: Call) -> TieredStore:
@@ -85,14 +83,10 @@ async def show_stats(call: Call) -> Response:
 
 async def list_entries(call: Call) -> Response:
     """Entries, a page at a time: `after` is the name of the last one of the page before."""
-    store, query = _store(call), call.http.query_params
-    limit = query.get("limit", str(_PAGE))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MOST_PAGE):
-        raise Problem(400, f"limit is a number from 1 to {_MOST_PAGE}.", param="limit")
+    store, wanted = _store(call), call.page()
     entries = await _aside(call, lambda: report.entries(store.disk, tenant=_tenant(call)))
     ordered = sorted(entries, key=lambda entry: entry.extent.name)
-    after = query.get("after", "")
-    page = [entry for entry in ordered if entry.extent.name > after][: int(limit)]
+    page = [entry for entry in ordered if entry.extent.name > wanted.after][: wanted.limit]
     more = bool(page) and page[-1] is not ordered[-1]
     return JSONResponse({"data": [entry.as_dict() for entry in page], "total": len(ordered), "has_more": more})
 

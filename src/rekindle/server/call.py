@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import Executor
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -20,6 +22,19 @@ from rekindle.server.replies import plan_header
 from rekindle.server.schema import Asked, Cached
 from rekindle.server.service import Happened, Service
 from rekindle.server.stream import EventStream, while_there
+
+
+_Result = TypeVar("_Result")
+PAGE = 100
+MOST_PAGE = 1000
+
+
+@dataclass(frozen=True)
+class Page:
+    """Which part of a list is wanted: so many, behind the one of that name."""
+
+    limit: int
+    after: str
 
 
 @dataclass(frozen=True)
@@ -47,6 +62,26 @@ class Call:
         """Raises `Problem` 403 for whoever may only see what is theirs."""
         if not self.caller.operator:
             raise Problem(403, "This concerns all tenants: use an --admin-key.", code="operator_only")
+
+    def page(self) -> Page:
+        """What `limit` and `after` say behind the path. Raises `Problem` 400."""
+        query = self.http.query_params
+        limit = query.get("limit", str(PAGE))
+        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_PAGE):
+            raise Problem(400, f"limit is a number from 1 to {MOST_PAGE}.", param="limit")
+        return Page(int(limit), query.get("after", ""))
+
+    async def aside(self, work: Callable[[], _Result], threads: Executor | None = None) -> _Result:
+        """Do something beside the event loop. Raises `Gone` as soon as the client leaves.
+
+        What has not begun then never does; what has goes on unless it looks whether it should.
+        """
+        working = asyncio.get_running_loop().run_in_executor(threads or self.service.aside, work)
+
+        async def done() -> _Result:
+            return await working
+
+        return await while_there(self.http.receive, done())
 
     async def begin(self, happened: AsyncGenerator[Happened, None]) -> tuple[Reuse, AsyncGenerator[Happened, None]]:
         """Wait until the first prompt is planned; what it is spared, and what happens from then on."""

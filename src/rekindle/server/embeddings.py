@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.responses import JSONResponse, Response
 
-from rekindle.engine.embedder import Embedded, Embedder
+from rekindle.engine.embedder import Embedded
 from rekindle.errors import nearest
-from rekindle.models.pull import pull
+from rekindle.run.session import Session
 from rekindle.server.problem import Problem
 from rekindle.server.schema import MOST_TEXTS, EmbeddingsRequest
 from rekindle.server.stream import while_there
@@ -24,19 +24,11 @@ if TYPE_CHECKING:
 
 
 class Embeddings:
-    """The embedder of a server, loaded when it is first asked."""
+    """The embedder of a server: the session's, loaded when it is first asked."""
 
-    def __init__(self, model: str) -> None:
-        self.model = model
-        self._lock = threading.Lock()
-        self._embedder: Embedder | None = None
-
-    def embedder(self) -> Embedder:
-        """It, loaded. Raises `ModelError`."""
-        with self._lock:
-            if self._embedder is None:
-                self._embedder = Embedder.load(pull(self.model).files)
-            return self._embedder
+    def __init__(self, session: Session) -> None:
+        self.model = session.settings.embedder
+        self.embedder = session.knowledge.embedder
 
     def embed(self, given: str | Sequence[Any], cancelled: threading.Event) -> Embedded:
         """The vectors of a text or several, given as text or as token ids."""

@@ -13,10 +13,13 @@ from rekindle.errors import (
     Cancelled,
     Closed,
     ContextOverflow,
+    DocumentNotFound,
     EntryNotFound,
     InvalidSetting,
+    KnowledgeUnusable,
     ModelError,
     ModelNotFound,
+    NothingKnown,
     OutOfMemory,
     RekindleError,
     RequestError,
@@ -77,6 +80,16 @@ def problem_of(error: Exception) -> Problem:
         return Problem(400, str(error))
     if isinstance(error, (EntryNotFound, ModelNotFound)):
         return Problem(404, str(error))
+    if isinstance(error, DocumentNotFound):
+        advice = "GET /v1/rekindle/documents lists those there are."
+        return Problem(404, f"There is no such document. {advice}", code="document_not_found")
+    if isinstance(error, NothingKnown):
+        advice = "Do that first: POST /v1/rekindle/documents."
+        return Problem(404, f"Nothing was ingested yet. {advice}", code="nothing_known")
+    if isinstance(error, KnowledgeUnusable):
+        log.error("%s", error)  # it names a folder of this machine, which is nobody's business
+        message = "The library cannot be used now; the log of the server tells why."
+        return Problem(503, message, code="library_unusable", headers={"Retry-After": "5"})
     if isinstance(error, (OutOfMemory, Closed)):
         return Problem(503, str(error), headers={"Retry-After": "5"})
     if isinstance(error, Cancelled):

@@ -7,9 +7,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    Tag,
+)
 
-from rekindle.core.request import MOST_STOPS
+from rekindle.core.request import MOST_QUOTES, MOST_STOPS
+from rekindle.knowledge.retrieve import MOST_PASSAGES, Retrieval
 
 _T = TypeVar("_T")
 Items = Annotated[list[_T], Field(fail_fast=True)]  # else each of a million wrong ones would be told, for minutes
@@ -19,6 +30,9 @@ Text = StrictStr
 Stop = Annotated[StrictStr, Field(max_length=1024)]  # every token is compared with all of them
 MOST_CHOICES = 8
 MOST_TEXTS = 2048
+MOST_DOCUMENTS = 1000
+_PASSAGES = "How many passages."
+_RETRIEVAL = "How they are found: fused (by words and by meaning), weighted, bm25, embedding."
 
 
 class Asked(BaseModel):
@@ -92,6 +106,57 @@ class Sampled(Cached):
     grammar: Text | None = Field(None, description="A GBNF grammar that the reply has to obey, as llama.cpp has it.")
 
 
+class DocumentText(Asked):
+    """A document that somebody gives."""
+
+    text: Text | None = None
+    page_content: Text | None = Field(None, description="In place of text, as LangChain calls it.")
+    title: Text | None = Field(None, max_length=1024, description="For people, and found by; else how it begins.")
+
+    @property
+    def said(self) -> str | None:
+        """What it says; None if that is nothing."""
+        text = self.page_content if self.text is None else self.text
+        return text if text is not None and text.strip() else None
+
+
+class SourceText(DocumentText):
+    """A document for the library."""
+
+    source: Text | None = Field(
+        None, min_length=1, max_length=4096, description="Where it comes from: one of the same source is replaced."
+    )
+
+
+def _form(given: object) -> str:
+    return "text" if isinstance(given, (str, bytes)) else "document"
+
+
+# Told apart before they are looked at, so that what is wrong is told of the right one.
+GivenDocument = Annotated[
+    Annotated[Text, Tag("text")] | Annotated[DocumentText, Tag("document")], Discriminator(_form)
+]
+GivenSource = Annotated[Annotated[Text, Tag("text")] | Annotated[SourceText, Tag("document")], Discriminator(_form)]
+
+
+class Retrieving(Asked):
+    """What is looked for in the library."""
+
+    top_k: StrictInt = Field(5, ge=1, le=MOST_PASSAGES, description=_PASSAGES)
+    retrieval: Retrieval = Field("fused", description=_RETRIEVAL)
+
+
+class ChatOptions(Asked):
+    """What a chat may have beside OpenAI's fields."""
+
+    documents: Annotated[Items[GivenDocument], Field(max_length=MOST_QUOTES)] | None = Field(
+        None, description="What the chat is about: quoted before what the user first says, as many as fit."
+    )
+    knowledge: Retrieving | None = Field(
+        None, description="The same with passages of the library, found for what the user last said."
+    )
+
+
 class ChatMessage(Asked):
     """One turn of a chat."""
 
@@ -109,6 +174,12 @@ class ChatRequest(Sampled):
     tools: Items[dict[str, Any]] | None = None
     tool_choice: Text | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = Field(None, description="false: a forced call is only one.")
+    rekindle: ChatOptions | None = None
+
+    def ignored(self) -> list[str]:
+        """The fields that were sent and mean nothing here."""
+        own = [] if self.rekindle is None else [f"rekindle.{name}" for name in self.rekindle.ignored()]
+        return sorted([*super().ignored(), *own])
 
 
 class CompletionRequest(Sampled):
@@ -166,3 +237,29 @@ class CheckRequest(Asked):
     """The body of /v1/rekindle/check."""
 
     fix: StrictBool = False
+
+
+class AskRequest(Sampled):
+    """The body of /v1/rekindle/ask."""
+
+    question: Text = Field(min_length=1)
+    top_k: StrictInt = Field(5, ge=1, le=MOST_PASSAGES, description=_PASSAGES)
+    retrieval: Retrieval = Field("fused", description=_RETRIEVAL)
+    instructions: Text | None = Field(None, min_length=1, description="In place of the system message.")
+    temperature: Number | None = Field(None, ge=0, le=100, description="Without it 0, which is greedy.")
+    n: StrictInt = Field(1, ge=1, le=1, description="A question has one answer.")
+
+
+class SearchRequest(Retrieving):
+    """The body of /v1/rekindle/search."""
+
+    query: Text = Field(min_length=1)
+    cache_salt: Text | None = Field(None, max_length=1024, description="Whose documents: those of the same salt.")
+
+
+class DocumentsRequest(Asked):
+    """The body of /v1/rekindle/documents."""
+
+    documents: Items[GivenSource] = Field(min_length=1, max_length=MOST_DOCUMENTS)
+    app_id: Text | None = Field(None, max_length=256, description="Whose they are, for `rekindle forget --app`.")
+    cache_salt: Text | None = Field(None, max_length=1024, description="They are found with the same salt only.")

@@ -46,8 +46,9 @@ class Service:
         self.line = Line(places, settings.queue, session.shares)
         self.threads = ThreadPoolExecutor(places, thread_name_prefix="rekindle-answer")
         self.aside = ThreadPoolExecutor(2, thread_name_prefix="rekindle-aside")  # for what asks no model
+        self.ingesting = ThreadPoolExecutor(1, thread_name_prefix="rekindle-ingest")  # long: questions go past it
         self.apps = Apps()
-        self.embeddings = Embeddings(settings.embedder)
+        self.embeddings = Embeddings(session)
         self.metrics = Metrics(self)
         self._asked: dict[asyncio.Task[None], tuple[str, str]] = {}  # whose they are: tenant and app
         self._jobs: set[Job] = set()  # those that have their turn
@@ -143,7 +144,8 @@ class Service:
         for job in list(self._jobs):
             job.cancel()
         self.threads.shutdown(wait=True)
-        self.aside.shutdown(wait=False, cancel_futures=True)
+        for beside in (self.aside, self.ingesting):
+            beside.shutdown(wait=False, cancel_futures=True)
         self.session.close()
 
 

@@ -39,7 +39,6 @@ class ServerSettings:
     timeout_seconds: float = 600.0
     idle_seconds: float = 30.0
     stop_seconds: float = 15.0
-    embedder: str = "minilm"
 
     def __post_init__(self) -> None:
         if not self.is_local and not self.keys and not self.allow_unauthenticated:

@@ -11,13 +11,13 @@ import os
 import sqlite3
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rekindle.errors import CacheUnusable
+from rekindle.store import forks
 from rekindle.store.files import Files
 from rekindle.store.schema import APPLICATION_ID, MIGRATIONS
 
@@ -25,6 +25,7 @@ READ_TIMEOUT_SECONDS = 0.2  # a lookup must not wait for long: a miss is cheaper
 WRITE_TIMEOUT_SECONDS = 10.0  # writing happens in the background
 _PAGE_BYTES = 4096
 _CUT_ATTEMPTS, _CUT_PAUSE_SECONDS, _CUT_AGAIN_SECONDS = 50, 0.005, 1.0
+_SCRUB_ATTEMPTS = 20
 
 Connect = Callable[..., sqlite3.Connection]
 
@@ -79,7 +80,7 @@ class Database:
         self._writer = _Side(write_timeout_seconds)
         with self._reader.lock:
             self._ensure(self._reader)
-        _OPEN.add(self)
+        forks.watch(self)
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
@@ -150,6 +151,28 @@ class Database:
             with self._writer.lock:
                 self._ensure(self._writer).execute("PRAGMA incremental_vacuum").fetchall()
                 self._cut_log(above_bytes=0)
+
+    def scrub(self) -> None:
+        """Write the file anew, so that no trace of removed rows is in it, and empty the log.
+
+        For a moment the log takes as much as the file, and memory too. Raises `CacheUnusable` if another process
+        has been reading for so long that the log could not be emptied.
+        """
+        if self.read_only:
+            raise CacheUnusable(f"{self.path.parent} can only be read.")
+        with self._writer.lock:
+            self._cut_log(above_bytes=0)
+            # Zeroing what is deleted is not enough: pages that were balanced keep copies of rows that moved away.
+            self._ensure(self._writer).execute("VACUUM")
+            for _ in range(_SCRUB_ATTEMPTS):
+                self._next_cut = 0.0
+                self._cut_log(above_bytes=0)
+                if self._file_bytes("-wal") == 0:
+                    return
+        raise CacheUnusable(
+            f"Another process has been reading {self.path} for too long, so its log still holds what was removed. "
+            "Run it again when that process is done."
+        )
 
     def discard(self) -> None:
         """Set the catalog aside, whatever it says: it cannot be mended."""
@@ -267,6 +290,7 @@ class Database:
                 connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
             connection.execute("PRAGMA journal_mode=WAL").fetchall()
             connection.execute("PRAGMA synchronous=NORMAL")  # a lost last commit is a missing entry, never a wrong one
+            connection.execute("PRAGMA secure_delete=ON")  # tokens of removed rows are nobody's any more
             connection.execute("PRAGMA cache_size=-4096")
             connection.execute("PRAGMA temp_store=MEMORY")
             connection.execute(f"PRAGMA wal_autocheckpoint={max(1, self.log_limit_bytes // 8 // _PAGE_BYTES)}")
@@ -358,29 +382,3 @@ def _statements(script: str) -> Iterator[str]:
         if sqlite3.complete_statement(statement):
             yield statement
             statement = ""
-
-
-_OPEN: weakref.WeakSet[Database] = weakref.WeakSet()
-
-
-def _before_fork() -> None:
-    _held.databases = list(_OPEN)
-    for database in _held.databases:
-        database.before_fork()
-
-
-def _after_fork() -> None:
-    for database in reversed(_held.databases):
-        database.after_fork()
-    _held.databases = []
-
-
-class _Held(threading.local):
-    """What the forking thread has stopped."""
-
-    databases: list[Database] = []  # noqa: RUF012  (always replaced, never changed)
-
-
-_held = _Held()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

@@ -97,6 +97,23 @@ class ExtentFiles:
                 self.files.close(handle)
             raise
 
+    def tokens(self, row: Extent) -> bytes:
+        """All tokens that a file holds, also those of blocks that are not live; of one under another key, unchecked.
+
+        Raises `Damaged` or `OSError`.
+        """
+        handle = self.files.open(self.path(row.name))
+        try:
+            data = self._read_header(row, handle)
+            plan = parse_header(bytes(data)).plan
+        except (ValueError, EOFError) as error:
+            raise Damaged(str(error)) from error
+        finally:
+            self.files.close(handle)
+        if plan.digest_name == self.digester.name and self.digester.header(data) != row.digest:
+            raise Damaged("the header's digest is another")
+        return plan.tokens
+
     def read(self, extent: OpenExtent, layer: int, span: Span, out: LayerKv) -> None:
         """Fill `out` with the tokens `span` of the extent, which begins at a block, and check them.
 
@@ -206,12 +223,7 @@ class ExtentFiles:
         if known is not None and known.plan.shelf == shelf_digest and not fresh:
             return known
         try:
-            first = bytearray(8)
-            self.files.read_at(handle, 0, memoryview(first))
-            data = bytearray(header_length(bytes(first)))
-            if len(data) > row.size_bytes:
-                raise ValueError("the header is longer than the file")
-            self.files.read_at(handle, 0, memoryview(data))
+            data = self._read_header(row, handle)
             if self.digester.header(data) != row.digest:
                 raise ValueError("the header's digest is another")
             header = parse_header(bytes(data))
@@ -227,6 +239,16 @@ class ExtentFiles:
             while len(self._headers) > _HEADERS:
                 self._headers.popitem(last=False)
         return header
+
+    def _read_header(self, row: Extent, handle: Handle) -> bytearray:
+        """The bytes of a header. Raises `ValueError` or `EOFError` if it is none."""
+        first = bytearray(8)
+        self.files.read_at(handle, 0, memoryview(first))
+        data = bytearray(header_length(bytes(first)))
+        if len(data) > row.size_bytes:
+            raise ValueError("the header is longer than the file")
+        self.files.read_at(handle, 0, memoryview(data))
+        return data
 
 
 def _window(kv: LayerKv, start: int, stop: int) -> LayerKv:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rekindle.codec.extent import ExtentHeader
-from rekindle.core.keys import BLOCK_TOKENS
+from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, chain
 from rekindle.core.kv import KvLayout, LayerKv, Span
 from rekindle.errors import KvLost
-from rekindle.index.prefix import Piece
+from rekindle.index.prefix import Match, Piece
 from rekindle.store.extents import Damaged, ExtentFiles, OpenExtent
 from rekindle.store.files import Files
 from rekindle.store.memory import HeldExtent
@@ -105,3 +105,26 @@ class StoredFeed:
             lambda: np.copyto(out.values, held.values[:, span.start : span.stop]),
             out.keys.nbytes + out.values.nbytes,
         )
+
+
+def is_in_place(source: Source, match: Match, shelf_digest: str) -> bool:
+    """Whether the extent itself says that it holds these tokens in this place: the catalog's word is not enough."""
+    plan, piece = source.header.plan, source.piece
+    stored = plan.tokens[piece.first * BLOCK_BYTES :][: len(piece.span) * TOKEN_BYTES]
+    wanted = match.tokens[piece.span.start * TOKEN_BYTES : piece.span.stop * TOKEN_BYTES]
+    above = chain(plan.parent, plan.tokens[: piece.first * BLOCK_BYTES])
+    parent = above[-1] if above else plan.parent
+    return (plan.shelf, stored, parent) == (shelf_digest, wanted, match.key_before(piece.span.start // BLOCK_TOKENS))
+
+
+def stretched(source: Source, match: Match, stop: int) -> Source | None:
+    """The same extent for all tokens up to `stop`, if its file has those too, though they are listed elsewhere by now.
+
+    The end of a prompt is: when the prompt went on, its last block was kept again as a whole.
+    """
+    plan, piece = source.header.plan, source.piece
+    count = stop - piece.span.start
+    stored = plan.tokens[piece.first * BLOCK_BYTES :][: count * TOKEN_BYTES]
+    if stored != match.tokens[piece.span.start * TOKEN_BYTES : stop * TOKEN_BYTES]:
+        return None
+    return Source(replace(piece, span=Span(piece.span.start, stop)), source.origin)

@@ -142,11 +142,11 @@ class Room:
         if row is None or row.state != "writing" or row.name != room.name:
             raise Refused("its room was taken away meanwhile")
 
-    def hold_limit(self) -> None:
-        """Evict down to the limit, if it was lowered or the disk has become fuller."""
+    def hold_limit(self, spare_bytes: int = 0) -> None:
+        """Evict down to the limit, if it was lowered or the disk has become fuller; and so much further."""
         with self._database.scanning() as connection:
             used = self.used_bytes(connection)
-        self._evict_to(self.limit_bytes(used) - self._database.claimed_bytes())
+        self._evict_to(self.limit_bytes(used) - self._database.claimed_bytes() - spare_bytes)
 
     def prune(self, target_bytes: int) -> None:
         """Evict until files and catalog take at most so much, as far as that can be."""
@@ -244,10 +244,33 @@ class Room:
         done = no_room = 0
         for row, shelf_digest in sparse:
             try:
-                done += self._rewrite(row, shelf_digest)
+                done += self.rewrite(row, shelf_digest)
             except Refused:
                 no_room += 1
         return Compacted(done, no_room)
+
+    def rewrite(self, row: catalog.Extent, shelf_digest: str, *, evict: bool = False) -> bool:
+        """Copy the live blocks of an extent into a new one that takes its place; False if it cannot be read.
+
+        Raises `Refused` if there is no room, and none is made for it, or it changed meanwhile.
+        """
+        try:
+            old = self._extents.open(row, shelf_digest)
+            try:
+                done = self._copy_live(row, old.header.plan, lambda tokens: self._extents.read_all(old, tokens), evict)
+            finally:
+                self._files.close(old.handle)
+        except FileNotFoundError:
+            self.cut_all([row])
+            return False
+        except Damaged as error:
+            with self._database.writing() as connection:
+                catalog.quarantine(connection, row.id, str(error))
+            return False
+        except OSError:
+            return False  # whoever reads it will say why
+        self.sweep()  # the old one at once, so that there is never room needed for more than one copy
+        return done
 
     def close(self) -> None:
         """Give up being a writer."""
@@ -314,27 +337,9 @@ class Room:
             return (os.getpid(), row.id) not in self._writing  # a write of ours that failed, and its cleaning too
         return self._writers.is_dead(row.writer)
 
-    def _rewrite(self, row: catalog.Extent, shelf_digest: str) -> bool:
-        """Copy the live blocks of an extent into a new one that takes its place. Raises `Refused` without room."""
-        try:
-            old = self._extents.open(row, shelf_digest)
-            try:
-                done = self._copy_live(row, old.header.plan, lambda tokens: self._extents.read_all(old, tokens))
-            finally:
-                self._files.close(old.handle)
-        except FileNotFoundError:
-            self.cut_all([row])
-            return False
-        except Damaged as error:
-            with self._database.writing() as connection:
-                catalog.quarantine(connection, row.id, str(error))
-            return False
-        except OSError:
-            return False  # whoever reads it will say why
-        self.sweep()  # the old one at once, so that there is never room needed for more than one copy
-        return done
-
-    def _copy_live(self, row: catalog.Extent, plan: ExtentPlan, read: Callable[[int], tuple[LayerKv, ...]]) -> bool:
+    def _copy_live(
+        self, row: catalog.Extent, plan: ExtentPlan, read: Callable[[int], tuple[LayerKv, ...]], evict: bool
+    ) -> bool:
         with self._database.scanning() as connection:
             tokens = catalog.tokens_of(connection, row.id)
         if not tokens:
@@ -342,7 +347,7 @@ class Room:
         if tokens != plan.tokens[: len(tokens)]:
             raise Damaged("it holds other tokens than its rows say")
         copy = replace(plan, name=secrets.token_hex(8), tokens=tokens)
-        with self.reserved(copy, lambda _: row.shelf, evict=False, copy=True) as room:
+        with self.reserved(copy, lambda _: row.shelf, evict=evict, copy=True) as room:
             written = self._extents.write(copy, read(copy.token_count))
             with self._database.writing() as connection:
                 now = catalog.extent(connection, row.id)

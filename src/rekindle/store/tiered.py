@@ -11,22 +11,22 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import psutil
 
 from rekindle.core.identity import Identity
-from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, Shelf, chain, token_bytes
+from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, Shelf, chain, token_bytes
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable, Closed, InvalidSetting, KvLost
 from rekindle.index.prefix import Match, Piece, continuation, search
-from rekindle.store import catalog, history
+from rekindle.store import catalog, history, purge
 from rekindle.store.disk import DiskStore, Machine
 from rekindle.store.extents import Damaged
-from rekindle.store.feed import Source, StoredFeed
+from rekindle.store.feed import Source, StoredFeed, is_in_place, stretched
 from rekindle.store.memory import HeldExtent, MemoryTier
 from rekindle.store.room import Refused
 from rekindle.store.settings import StoreSettings
@@ -121,7 +121,7 @@ class TieredStore:
             raise Closed("The store was closed.")
         sources: list[Source] = []
         for piece in match.pieces:
-            if sources and (longer := _stretched(sources[-1], match, piece.span.stop)) is not None:
+            if sources and (longer := stretched(sources[-1], match, piece.span.stop)) is not None:
                 sources[-1] = longer
                 continue
             try:
@@ -237,6 +237,23 @@ class TieredStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def purge(
+        self,
+        tenant: str,
+        salt: str,
+        runs: Sequence[purge.Run],
+        *,
+        texts: Sequence[str] = (),
+        progress: Callable[[int, int], None] | None = None,
+    ) -> purge.Purged:
+        """Remove every trace of runs of tokens, from memory too. Raises `CacheUnusable`: then run it again."""
+        if self._closed:
+            raise Closed("The store was closed.")
+        try:
+            return purge.purge(self.disk, tenant, salt, runs, texts=texts, progress=progress)
+        finally:
+            self.memory.forget(self.memory.names())  # of all: use brings the others back
+
     # -- the two places where failure ends -------------------------------------------------------------------------
 
     def _reading(self, work: Callable[[], T], miss: T) -> T:
@@ -288,7 +305,7 @@ class TieredStore:
         held = self.memory.get(piece.name)
         if held is not None:
             source = Source(piece, held)
-            if _is_in_place(source, match, digest):
+            if is_in_place(source, match, digest):
                 return source
             self.memory.forget([piece.name])
         with self.disk.database.reading() as connection:
@@ -296,7 +313,7 @@ class TieredStore:
         if row is None or row.state != "live" or row.name != piece.name:
             raise FileNotFoundError("it was evicted meanwhile")
         source = Source(piece, self.disk.extents.open(row, digest))
-        if not _is_in_place(source, match, digest):
+        if not is_in_place(source, match, digest):
             source.close(self.disk.files)
             raise Damaged("it holds other tokens than its row says")
         with self._lock:
@@ -357,29 +374,6 @@ class TieredStore:
 
         if not self.disk.database.read_only:
             self._writing(work, lambda _: None)
-
-
-def _is_in_place(source: Source, match: Match, shelf_digest: str) -> bool:
-    """Whether the extent itself says that it holds these tokens in this place: the catalog's word is not enough."""
-    plan, piece = source.header.plan, source.piece
-    stored = plan.tokens[piece.first * BLOCK_BYTES :][: len(piece.span) * TOKEN_BYTES]
-    wanted = match.tokens[piece.span.start * TOKEN_BYTES : piece.span.stop * TOKEN_BYTES]
-    above = chain(plan.parent, plan.tokens[: piece.first * BLOCK_BYTES])
-    parent = above[-1] if above else plan.parent
-    return (plan.shelf, stored, parent) == (shelf_digest, wanted, match.key_before(piece.span.start // BLOCK_TOKENS))
-
-
-def _stretched(source: Source, match: Match, stop: int) -> Source | None:
-    """The same extent for all tokens up to `stop`, if its file has those too, though they are listed elsewhere by now.
-
-    The end of a prompt is: when the prompt went on, its last block was kept again as a whole.
-    """
-    plan, piece = source.header.plan, source.piece
-    count = stop - piece.span.start
-    stored = plan.tokens[piece.first * BLOCK_BYTES :][: count * TOKEN_BYTES]
-    if stored != match.tokens[piece.span.start * TOKEN_BYTES : stop * TOKEN_BYTES]:
-        return None
-    return Source(replace(piece, span=Span(piece.span.start, stop)), source.origin)
 
 
 def _live(connection: sqlite3.Connection, name: str) -> catalog.Extent | None:

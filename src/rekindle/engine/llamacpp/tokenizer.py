@@ -74,9 +74,9 @@ class GgufTokenizer(ChatTokenizer):
         lead, rest = (self._lead, self._rest(text)) if begins else ([], text)
         return lead + self._tokenize(rest, special=True)
 
-    def _mixed(self, text: str, reveal: Callable[[str], str]) -> list[int]:
-        tokens, strips = list(self._lead), False
-        for piece in re.split(f"({self._control.pattern})", self._rest(text)):
+    def _mixed(self, text: str, reveal: Callable[[str], str], *, begins: bool = True) -> list[int]:
+        tokens, strips = list(self._lead if begins else ()), False
+        for piece in re.split(f"({self._control.pattern})", self._rest(text) if begins else text):
             if piece in self._ids:
                 tokens.append(self._ids[piece])
                 strips = self._strips[tokens[-1]]

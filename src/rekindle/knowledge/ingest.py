@@ -1,0 +1,243 @@
+"""Files into a library: what is new is read, split, embedded and put; what is gone is removed; the rest costs a digest.
+
+Documents are put as soon as some passages are together, so whatever stops it, the next run goes on from there. A file
+that cannot be read is told of at the end and stops nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rekindle.core.document import Document, Section
+from rekindle.core.identity import digest_of_fields
+from rekindle.engine.embedder import Embedder
+from rekindle.errors import InvalidPrompt, UnreadableDocument
+from rekindle.knowledge.library import Cut, Library, document_digest, embedded_text, passage_digest
+from rekindle.knowledge.read.file import Problem, read_file
+from rekindle.knowledge.split import Splitting, split
+from rekindle.knowledge.vectors import stored
+from rekindle.knowledge.walk import Found, walk
+
+_PASSAGES_AT_ONCE = 64
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How far an ingestion is. `passages` were embedded or put so far."""
+
+    files_done: int
+    files: int
+    documents: int
+    passages: int
+    name: str
+
+
+@dataclass
+class Ingested:
+    """What an ingestion did. Documents are counted, problems told one by one."""
+
+    added: int = 0
+    changed: int = 0
+    unchanged: int = 0
+    removed: int = 0
+    passages: int = 0
+    embedded: int = 0
+    truncated: int = 0  # passages of which the embedder reads only the beginning
+    problems: list[Problem] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def changes(self) -> int:
+        """How many documents are not as they were."""
+        return self.added + self.changed + self.removed
+
+
+class Ingester:
+    """Puts documents into a library. `report` is told how far it is; `app` is whose they are."""
+
+    def __init__(
+        self,
+        library: Library,
+        embedder: Embedder,
+        splitting: Splitting | None = None,
+        *,
+        app: str | None = None,
+        report: Callable[[Step], None] | None = None,
+    ) -> None:
+        self._library = library
+        self._embedder = embedder
+        self._splitting = splitting or Splitting()
+        self._how = f"{self._splitting.text} {embedder.digest}"
+        self._app = app
+        self._report = report
+        self._done = Ingested()
+        self._waiting: list[Cut] = []
+        self._files_done = self._files = 0
+
+    def ingest(self, paths: Sequence[str | Path]) -> Ingested:
+        """Files, folders and patterns. What stood in one of the folders and is gone is removed.
+
+        Raises `UnreadableDocument` if nothing of what was named is there, and what the library raises.
+        """
+        started = time.perf_counter()
+        self._embed_missing()
+        found = walk(paths)
+        self._done.problems += found.problems
+        self._files = len(found.files)
+        known = self._library.files()
+        missing = [path for path in found.missing if str(path) not in known]
+        self._done.problems += [Problem(str(path), f"{path} is not there.") for path in missing]
+        for path in found.files:
+            self._tell(path.name)
+            self._file(path, known.get(str(path)))
+            self._files_done += 1
+        for gone in _gone(found, known):
+            self._done.removed += self._library.remove_file(gone)
+        return self._finished(started)
+
+    def ingest_documents(self, documents: Iterable[Document]) -> Ingested:
+        """Documents that somebody gives; one of the same source is replaced."""
+        started = time.perf_counter()
+        self._embed_missing()
+        for document in documents:
+            self._document(document, None)
+        self._put()
+        return self._finished(started)
+
+    def _finished(self, started: float) -> Ingested:
+        self._done.seconds = time.perf_counter() - started
+        self._tell("")
+        return self._done
+
+    def _file(self, path: Path, known: tuple[str, str] | None) -> None:
+        sources: set[str] = set()
+        try:
+            digest = _digest(path)
+            if known == (digest, self._how):
+                self._done.unchanged += len(self._library.entries("d.file=?", (str(path),)))
+                return
+            for item in read_file(path):
+                if isinstance(item, Problem):
+                    self._done.problems.append(item)
+                else:
+                    sources.add(item.source)
+                    self._document(item, str(path))
+        except (UnreadableDocument, OSError) as error:
+            reason = str(error) if isinstance(error, UnreadableDocument) else f"{path} cannot be read ({error})."
+            self._done.problems.append(Problem(str(path), reason))
+            if not sources:
+                # What it said before is out of date now. It is tried again next time.
+                self._done.removed += self._library.remove_file(str(path))
+                return
+        self._put()
+        self._done.removed += self._library.finish_file(str(path), digest, self._how, sources)
+
+    def _document(self, document: Document, file: str | None) -> None:
+        known = self._library.known(document.source)
+        if known == (document_digest(document), self._how):
+            self._done.unchanged += 1
+            return
+        passages = split(document, self._splitting, self._embedder.count_tokens)
+        if not passages:
+            self._done.problems.append(Problem(document.source, f"{document.source} has no text."))
+            return
+        self._done.added, self._done.changed = (
+            self._done.added + (known is None),
+            self._done.changed + (known is not None),
+        )
+        self._waiting.append(Cut(document, passages, [None] * len(passages), self._how, file, self._app))
+        if sum(len(cut.passages) for cut in self._waiting) >= _PASSAGES_AT_ONCE:
+            self._put()
+
+    def _put(self) -> None:
+        """Embed what is waiting, a part at a time so that people see it move, and put it into the library."""
+        if not self._waiting:
+            return
+        texts = {
+            passage_digest(cut.document.title, passage): embedded_text(cut.document.title, passage)
+            for cut in self._waiting
+            for passage in cut.passages
+        }
+        vectors = self._library.vectors_of(list(texts))
+        new = [digest for digest in texts if digest not in vectors]
+        for start in range(0, len(new), _PASSAGES_AT_ONCE):
+            some = new[start : start + _PASSAGES_AT_ONCE]
+            vectors |= zip(some, self._embed([texts[digest] for digest in some]), strict=True)
+            self._tell(self._waiting[-1].document.title)
+        cuts = [
+            Cut(
+                cut.document,
+                cut.passages,
+                [vectors[passage_digest(cut.document.title, passage)] for passage in cut.passages],
+                cut.splitting,
+                cut.file,
+                cut.app,
+            )
+            for cut in self._waiting
+        ]
+        self._library.put(cuts, self._embedder.digest)
+        self._done.passages += sum(len(cut.passages) for cut in cuts)
+        self._waiting = []
+        self._tell(cuts[-1].document.title)
+
+    def _embed(self, texts: Sequence[str]) -> list[bytes]:
+        embedded = self._embedder.embed(texts)
+        self._done.embedded += len(texts)
+        self._done.truncated += embedded.truncated
+        return stored(embedded.vectors)
+
+    def _embed_missing(self) -> None:
+        """Give vectors to passages that have none of this embedder: it was another one before."""
+        while missing := self._library.without_vector(self._embedder.digest, _PASSAGES_AT_ONCE):
+            vectors = self._embed([embedded_text(chunk.title, chunk.passage) for chunk in missing])
+            self._library.set_vectors(dict(zip((chunk.id for chunk in missing), vectors, strict=True)))
+            self._tell("embedding again")
+
+    def _tell(self, name: str) -> None:
+        if self._report is not None:
+            done = self._done
+            documents = done.added + done.changed + done.unchanged
+            self._report(Step(self._files_done, self._files, documents, done.embedded, name))
+
+
+def parse_documents(given: Iterable[str | Mapping[str, Any] | Document]) -> Iterator[Document]:
+    """Documents from what people have: texts, or mappings with `text` and maybe `title`, `source` (or `id`).
+
+    Raises `InvalidPrompt` for anything else.
+    """
+    for number, item in enumerate(given):
+        if isinstance(item, Document):
+            yield item
+            continue
+        fields: Mapping[str, Any] = {"text": item} if isinstance(item, str) else item
+        if not isinstance(fields, Mapping) or not isinstance(fields.get("text"), str) or not fields["text"].strip():
+            raise InvalidPrompt(f"Document {number} has no text. Give {{'text': ..., 'title': ..., 'source': ...}}.")
+        text = fields["text"].encode("utf-8", "replace").decode()
+        title = str(fields.get("title") or _first_words(text))
+        source = fields.get("source") or fields.get("id") or f"given:{digest_of_fields(title, text)[:16]}"
+        yield Document(str(source), title, (Section(text),))
+
+
+def _first_words(text: str) -> str:
+    line = text.strip().splitlines()[0]
+    return line if len(line) <= 60 else line[:60].rsplit(" ", 1)[0] + " ..."
+
+
+def _gone(found: Found, known: Iterable[str]) -> list[str]:
+    """Files that were read before, stood where was looked now, and are not there any more."""
+    there = {str(path) for path in found.files}
+    return [path for path in known if path not in there and found.covers(Path(path)) and not Path(path).exists()]
+
+
+def _digest(path: Path) -> str:
+    state = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            state.update(part)
+    return state.hexdigest()

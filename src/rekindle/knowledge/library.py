@@ -1,0 +1,412 @@
+"""A library: the documents of one tenant, their passages, vectors and words, in one SQLite file.
+
+    put      documents with their passages and vectors, in one transaction
+    remove   documents; what is left of them waits in `leaving` until their KV is gone too (`cleared`)
+
+Used from several threads and processes. `generation` grows with every change, so that whoever holds a copy of the
+vectors knows when it is old. Deleted bytes are overwritten with zeros.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rekindle.core.document import Document, Passage
+from rekindle.core.identity import digest_of_fields
+from rekindle.errors import CacheUnusable, DocumentNotFound, KnowledgeUnusable, nearest
+from rekindle.knowledge.schema import MIGRATIONS
+from rekindle.store.database import Database
+from rekindle.store.files import Files
+
+_LOG_BYTES = 64 << 20
+_NAME_DIGITS = 12
+_AT_ONCE = 500  # parameters of one statement
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A document in the library. `name` is what people call it by, `source` where it came from."""
+
+    id: int
+    name: str
+    source: str
+    title: str
+    app: str | None
+    chunks: int
+    characters: int
+    added: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A passage in the library."""
+
+    id: int
+    document: int
+    place: int
+    name: str  # of its document
+    source: str
+    title: str
+    passage: Passage
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A document with its passages, and a vector (half precision) for each; None: not embedded yet."""
+
+    document: Document
+    passages: Sequence[Passage]
+    vectors: Sequence[bytes | None]
+    splitting: str
+    file: str | None = None
+    app: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A passage that was removed, as KV of it may still be around."""
+
+    text: str
+    tokenizer: str | None
+    tokens: bytes | None
+
+
+class Library:
+    """The documents of one tenant and salt. Raises `KnowledgeUnusable` if its file cannot be used."""
+
+    def __init__(self, folder: Path, tenant: str = "local", salt: str = "") -> None:
+        self.tenant, self.salt = tenant, salt
+        self.path = folder.expanduser().absolute() / f"{digest_of_fields('rekindle/library/1', tenant, salt)}.sqlite"
+        with _usable(self.path):
+            self._database = Database(self.path, Files(), migrations=MIGRATIONS, log_bytes=_LOG_BYTES)
+            if self.about("tenant") is None and not self._database.read_only:
+                with self.writing() as connection:
+                    about = [("tenant", tenant), ("salt", salt), ("generation", "0")]
+                    connection.executemany("INSERT OR IGNORE INTO about VALUES (?,?)", about)
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """One consistent view. Never waits for writers."""
+        with _usable(self.path), self._database.reading() as connection:
+            yield connection
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction: all of it or nothing."""
+        with _usable(self.path), self._database.writing() as connection:
+            connection.execute("PRAGMA secure_delete=ON").fetchall()
+            yield connection
+
+    def about(self, name: str) -> str | None:
+        """What is noted under a name."""
+        with self.reading() as connection:
+            row = connection.execute("SELECT value FROM about WHERE name=?", (name,)).fetchone()
+        return None if row is None else str(row[0])
+
+    @property
+    def generation(self) -> int:
+        """How often its passages changed."""
+        return int(self.about("generation") or 0)
+
+    def put(self, cuts: Sequence[Cut], embedder: str) -> None:
+        """Add documents, or replace those of the same source. `embedder` is whose vectors they have."""
+        with self.writing() as connection:
+            _claim(connection, embedder)
+            for cut in cuts:
+                old = connection.execute("SELECT id FROM documents WHERE source=?", (cut.document.source,)).fetchall()
+                _remove(connection, [row[0] for row in old])
+                _add(connection, cut)
+            _changed(connection)
+
+    def remove(self, documents: Sequence[int]) -> int:
+        """Remove documents by id, with passages, vectors and words; how many passages that were.
+
+        Their texts and tokens wait in `leaving`.
+        """
+        with self.writing() as connection:
+            count = _remove(connection, documents)
+            _changed(connection)
+        return count
+
+    def files(self) -> dict[str, tuple[str, str]]:
+        """The files that were read: path -> digest and how they were split."""
+        with self.reading() as connection:
+            rows = connection.execute("SELECT path, digest, splitting FROM files").fetchall()
+        return {path: (digest, splitting) for path, digest, splitting in rows}
+
+    def finish_file(self, path: str, digest: str, splitting: str, sources: Iterable[str]) -> int:
+        """Note that all of a file was read, and remove its documents of other sources; how many those were."""
+        kept = set(sources)
+        with self.writing() as connection:
+            rows = connection.execute("SELECT id, source FROM documents WHERE file=?", (path,)).fetchall()
+            gone = [id for id, source in rows if source not in kept]
+            if gone:
+                _remove(connection, gone)
+                _changed(connection)
+            connection.execute("INSERT OR REPLACE INTO files VALUES (?,?,?,?)", (path, digest, splitting, time.time()))
+        return len(gone)
+
+    def remove_file(self, path: str) -> int:
+        """Remove everything that was read from a file; how many documents that were."""
+        with self.writing() as connection:
+            rows = connection.execute("SELECT id FROM documents WHERE file=?", (path,)).fetchall()
+            _remove(connection, [row[0] for row in rows])
+            connection.execute("DELETE FROM files WHERE path=?", (path,))
+            _changed(connection)
+        return len(rows)
+
+    def known(self, source: str) -> tuple[str, str] | None:
+        """Digest and splitting of the document of that source; None if there is none."""
+        with self.reading() as connection:
+            row = connection.execute("SELECT digest, splitting FROM documents WHERE source=?", (source,)).fetchone()
+        return None if row is None else (row[0], row[1])
+
+    def vectors_of(self, digests: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Vectors that passages of these digests have already."""
+        found: dict[bytes, bytes] = {}
+        with self.reading() as connection:
+            for some in _some(digests):
+                found |= connection.execute(
+                    f"SELECT digest, vector FROM chunks WHERE vector IS NOT NULL AND digest IN ({_marks(some)})", some
+                ).fetchall()
+        return found
+
+    def entries(self, where: str = "1", values: Sequence[object] = ()) -> list[Entry]:
+        """The documents for which an SQL condition holds, the newest first."""
+        with self.reading() as connection:
+            rows = connection.execute(
+                "SELECT d.id, d.name, d.source, d.title, d.app, "
+                "(SELECT count(*) FROM chunks c WHERE c.document=d.id), d.characters, d.added "
+                f"FROM documents d WHERE {where} ORDER BY d.id DESC",
+                tuple(values),
+            ).fetchall()
+        return [Entry(*row) for row in rows]
+
+    def find(self, name: str) -> list[Entry]:
+        """The documents of a name, a source, or a file. Raises `DocumentNotFound`."""
+        path = str(Path(name).expanduser().absolute())
+        found = self.entries("d.name=?1 OR d.source IN (?1, ?2) OR d.file IN (?1, ?2)", (name, path))
+        if not found:
+            with self.reading() as connection:
+                rows = connection.execute("SELECT name, source FROM documents LIMIT 1000").fetchall()
+            hint = nearest(name, [text for row in rows for text in row]) if 0 < len(rows) < 20 else ""
+            raise DocumentNotFound(f"There is no document {name!r}.{hint} `rekindle knowledge ls` lists them.")
+        return found
+
+    def chunks(self, ids: Sequence[int]) -> dict[int, Chunk]:
+        """Passages by id; those that are gone are left out."""
+        found: dict[int, Chunk] = {}
+        with self.reading() as connection:
+            for some in _some(ids):
+                rows = connection.execute(
+                    f"{_CHUNK} WHERE c.id IN ({_marks(some)})", some
+                ).fetchall()  # fmt: skip
+                found |= {row[0]: _chunk(row) for row in rows}
+        return found
+
+    def chunks_of(self, document: int) -> list[Chunk]:
+        """The passages of a document, in order."""
+        with self.reading() as connection:
+            rows = connection.execute(f"{_CHUNK} WHERE c.document=? ORDER BY c.place", (document,)).fetchall()
+        return [_chunk(row) for row in rows]
+
+    def note_retrieved(self, ids: Sequence[int]) -> None:
+        """Count passages that went into a prompt, in their order."""
+        with self.writing() as connection:
+            connection.executemany("UPDATE chunks SET retrieved=retrieved+1 WHERE id=?", [(id,) for id in ids])
+            connection.execute("UPDATE chunks SET first=first+1 WHERE id=?", (ids[0],))
+
+    def most_retrieved(self, count: int) -> list[Chunk]:
+        """The passages that were in most prompts, those that came first in them first."""
+        with self.reading() as connection:
+            rows = connection.execute(
+                f"{_CHUNK} WHERE c.retrieved > 0 ORDER BY c.first DESC, c.retrieved DESC, c.id LIMIT ?", (count,)
+            ).fetchall()
+        return [_chunk(row) for row in rows]
+
+    def note_tokens(self, tokenizer: str, tokens: Mapping[int, bytes]) -> bool:
+        """Note how a tokenizer cut passages, so that KV of them can be found again; False if one is gone by now."""
+        with self.reading() as connection:
+            ids = list(tokens)
+            rows = connection.execute(
+                f"SELECT c.id, t.tokens FROM chunks c LEFT JOIN tokens t ON t.chunk=c.id AND t.tokenizer=? "
+                f"WHERE c.id IN ({_marks(ids)})",
+                [tokenizer, *ids],
+            ).fetchall()
+        noted = dict(rows)
+        if len(noted) < len(tokens):
+            return False
+        new = [(id, tokenizer, data) for id, data in tokens.items() if noted[id] != data]
+        if new:
+            with self.writing() as connection:
+                connection.executemany(
+                    "INSERT OR REPLACE INTO tokens SELECT ?1, ?2, ?3 WHERE EXISTS (SELECT 1 FROM chunks WHERE id=?1)",
+                    new,
+                )
+        return True
+
+    def present(self, ids: Iterable[int]) -> bool:
+        """Whether all of these passages are still there."""
+        wanted = list(ids)
+        with self.reading() as connection:
+            rows = connection.execute(f"SELECT count(*) FROM chunks WHERE id IN ({_marks(wanted)})", wanted)
+            return int(rows.fetchone()[0]) == len(wanted)
+
+    def without_vector(self, embedder: str, most: int) -> list[Chunk]:
+        """Passages that have no vector of that embedder yet; those of another one are dropped."""
+        with self.reading() as connection:
+            owner = connection.execute("SELECT value FROM about WHERE name='embedder'").fetchone()
+            rows = connection.execute(f"{_CHUNK} WHERE c.vector IS NULL LIMIT ?", (most,)).fetchall()
+        if owner is not None and owner[0] != embedder:
+            with self.writing() as connection:
+                _claim(connection, embedder)
+                _changed(connection)
+            return self.without_vector(embedder, most)
+        return [_chunk(row) for row in rows]
+
+    def set_vectors(self, vectors: Mapping[int, bytes]) -> None:
+        """Give passages their vectors."""
+        with self.writing() as connection:
+            connection.executemany("UPDATE chunks SET vector=? WHERE id=?", [(v, id) for id, v in vectors.items()])
+            _changed(connection)
+
+    def leaving(self) -> list[Leaving]:
+        """What was removed, as long as KV of it may be around."""
+        with self.reading() as connection:
+            rows = connection.execute("SELECT text, tokenizer, tokens FROM leaving").fetchall()
+        return [Leaving(*row) for row in rows]
+
+    def cleared(self) -> None:
+        """Nothing is left of what was leaving: forget it here as well, to the last byte."""
+        with self.writing() as connection:
+            connection.execute("DELETE FROM leaving")
+            # Only a merge of all its parts takes deleted words out of the index.
+            connection.execute("INSERT INTO words(words) VALUES('optimize')")
+        with _usable(self.path):
+            self._database.shrink()
+
+    def counts(self) -> dict[str, int]:
+        """How much there is: documents, chunks, embedded, characters, file_bytes."""
+        with self.reading() as connection:
+            (documents, characters) = connection.execute(
+                "SELECT count(*), coalesce(sum(characters), 0) FROM documents"
+            ).fetchone()
+            (chunks, embedded) = connection.execute("SELECT count(*), count(vector) FROM chunks").fetchone()
+        size = self._database.size_bytes()
+        return {"documents": documents, "chunks": chunks, "embedded": embedded, "characters": characters,
+                "file_bytes": size}  # fmt: skip
+
+    def close(self) -> None:
+        """Close its connections. Idempotent; a later use opens them again."""
+        self._database.close()
+
+
+def passage_digest(title: str, passage: Passage) -> bytes:
+    """What a passage's vector depends on."""
+    return bytes.fromhex(digest_of_fields("rekindle/passage/1", title, passage.heading, passage.text))
+
+
+def document_digest(document: Document) -> str:
+    """What a document says, wherever it stands."""
+    parts = [text for section in document.sections for text in (*section.headings, "\0", section.text)]
+    return digest_of_fields("rekindle/document/1", document.title, document.headers, *parts)
+
+
+def embedded_text(title: str, passage: Passage) -> str:
+    """What is embedded of a passage: a question often names what only the title says."""
+    above = "" if passage.shown.startswith(title) else title
+    return "\n".join(part for part in (above, passage.heading, passage.text) if part)
+
+
+_CHUNK = (
+    "SELECT c.id, c.document, c.place, d.name, d.source, d.title, c.heading, c.text "
+    "FROM chunks c JOIN documents d ON d.id=c.document"
+)
+
+
+def _chunk(row: Sequence[object]) -> Chunk:
+    id, document, place, name, source, title, heading, text = row
+    return Chunk(id, document, place, name, source, title, Passage(str(text), str(heading)))  # type: ignore[arg-type]
+
+
+def _add(connection: sqlite3.Connection, cut: Cut) -> None:
+    document = cut.document
+    name = hashlib.blake2b(document.source.encode(), digest_size=16).hexdigest()[:_NAME_DIGITS]
+    characters = sum(len(section.text) for section in document.sections)
+    id = connection.execute(
+        "INSERT INTO documents (name, source, file, title, app, digest, splitting, characters, added) "
+        "VALUES (?,?,?,?,?,?,?,?,?)",
+        (
+            name, document.source, cut.file, document.title, cut.app, document_digest(document), cut.splitting,
+            characters, time.time(),
+        ),
+    ).lastrowid  # fmt: skip
+    for place, (passage, vector) in enumerate(zip(cut.passages, cut.vectors, strict=True)):
+        digest = passage_digest(document.title, passage)
+        chunk = connection.execute(
+            "INSERT INTO chunks (document, place, heading, text, digest, vector) VALUES (?,?,?,?,?,?)",
+            (id, place, passage.heading, passage.text, digest, vector),
+        ).lastrowid
+        connection.execute(
+            "INSERT INTO words (rowid, title, body) VALUES (?,?,?)",
+            (chunk, f"{document.title}\n{passage.heading}", passage.text),
+        )
+
+
+def _remove(connection: sqlite3.Connection, documents: Sequence[int]) -> int:
+    count = 0
+    for document in documents:
+        rows = connection.execute(
+            "SELECT c.id, s.title, s.body, c.heading FROM chunks c JOIN searched s ON s.id=c.id WHERE c.document=?",
+            (document,),
+        ).fetchall()
+        for chunk, title, body, heading in rows:
+            connection.execute(
+                "INSERT INTO words (words, rowid, title, body) VALUES ('delete',?,?,?)", (chunk, title, body)
+            )
+            cut = connection.execute("SELECT tokenizer, tokens FROM tokens WHERE chunk=?", (chunk,)).fetchall()
+            text = Passage(body, heading).shown
+            connection.executemany(
+                "INSERT INTO leaving (chunk, text, tokenizer, tokens) VALUES (?,?,?,?)",
+                [(chunk, text, *row) for row in cut or [(None, None)]],
+            )
+            connection.execute("DELETE FROM tokens WHERE chunk=?", (chunk,))
+        connection.execute("DELETE FROM chunks WHERE document=?", (document,))
+        connection.execute("DELETE FROM documents WHERE id=?", (document,))
+        count += len(rows)
+    return count
+
+
+def _claim(connection: sqlite3.Connection, embedder: str) -> None:
+    """Vectors of two embedders do not compare: those of another one are dropped, to be made anew."""
+    row = connection.execute("SELECT value FROM about WHERE name='embedder'").fetchone()
+    if row is None or row[0] != embedder:
+        connection.execute("UPDATE chunks SET vector=NULL")
+        connection.execute("INSERT OR REPLACE INTO about VALUES ('embedder', ?)", (embedder,))
+
+
+def _changed(connection: sqlite3.Connection) -> None:
+    connection.execute("UPDATE about SET value=CAST(value AS INTEGER)+1 WHERE name='generation'")
+
+
+def _some(items: Sequence[object]) -> Iterator[list[object]]:
+    for start in range(0, len(items), _AT_ONCE):
+        yield list(items[start : start + _AT_ONCE])
+
+
+def _marks(items: Sequence[object]) -> str:
+    return ",".join("?" * len(items))
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (sqlite3.Error, OSError, CacheUnusable) as error:
+        raise KnowledgeUnusable(f"The library {path} cannot be used: {error}") from error

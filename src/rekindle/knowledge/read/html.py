@@ -1,0 +1,217 @@
+"""HTML: its text as a reader sees it, without menus and scripts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from rekindle.core.document import Document
+from rekindle.errors import UnreadableDocument
+from rekindle.knowledge.read.outline import Outline
+from rekindle.knowledge.read.problem import missing
+from rekindle.knowledge.read.text import assemble, decode
+
+if TYPE_CHECKING:
+    from selectolax.lexbor import LexborNode
+
+_CHARSET = re.compile(rb"""(?:charset|encoding)\s{0,9}=\s{0,9}["']?\s{0,9}([\w.:-]{1,40})""", re.IGNORECASE)
+_CHARSET_BYTES = 4096
+
+
+def _tags(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+_UNSEEN = _tags("head script style template noscript iframe object svg canvas math")
+_BOILERPLATE = _tags("nav footer aside button select textarea dialog")
+_HIDDEN = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
+_HEADINGS = {f"h{level}": level for level in range(1, 7)}
+_PARAGRAPHS = _tags("p blockquote pre ul ol dl table figure article section")
+_BLOCKS = _PARAGRAPHS | _tags(
+    "address body caption center dd details div dt fieldset figcaption form header hr html legend li main "
+    "option summary tbody tfoot thead tr"
+)
+
+# The parser's time grows with the depth at each tag, and marks left open (<b>) are copied into each new paragraph:
+# 30 KB of them can take a gigabyte. Both are counted before parsing; sound pages stay a hundred times below.
+_TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9:-]{0,20})")
+_FLAT = _tags(  # never left open: without content, or closed by what follows
+    "area base br col embed hr img input link meta param source track wbr "
+    "p li dt dd tr td th thead tbody tfoot option optgroup colgroup html head body"
+)
+_MARKS = _tags("a b big code em font i nobr s small strike strong tt u")
+_FEW_TAGS = 1000
+_MOST_DEPTHS, _MOST_COPIES = 200_000_000, 5_000_000
+
+
+def read_html(source: str, data: bytes) -> Iterator[Document]:
+    """One document, a section for each heading that has text."""
+    declared = _CHARSET.search(data[:_CHARSET_BYTES])
+    page = _page(decode(data, declared[1].decode("ascii") if declared else None), headings=True)
+    title = page.title or page.outline.title or PurePath(source).stem
+    yield assemble(source, title, page.outline.finish())
+
+
+def html_text(markup: str) -> str:
+    """The text of a piece of HTML, headings among its lines."""
+    return "\n".join(section.text for section in _page(markup, headings=False).outline.finish())
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    title: str
+    outline: Outline
+
+
+def _page(markup: str, *, headings: bool) -> _Page:
+    try:
+        from selectolax.lexbor import LexborHTMLParser, SelectolaxError
+    except ImportError as error:
+        raise missing("HTML") from error
+    _refuse_depth(markup)
+    try:
+        tree = LexborHTMLParser(markup)
+    except (SelectolaxError, ValueError) as error:
+        raise UnreadableDocument(f"is no HTML that can be parsed: {error}") from error
+    named = tree.head.css_first("title") if tree.head else None
+    title = named.text() if named else ""
+    root = tree.root
+    if root is None:
+        return _Page(title, Outline())
+    for skipped in (_UNSEEN | _BOILERPLATE, _UNSEEN):
+        writer = _Writer(headings)
+        _walk(root, writer, skipped, hidden=skipped is _UNSEEN)
+        if writer.written:  # else all of it stands in a menu, or is shown by a script: better that than nothing
+            break
+    return _Page(title, writer.outline)
+
+
+def _refuse_depth(markup: str) -> None:
+    if markup.count("<") < _FEW_TAGS:
+        return
+    depth = marks = depths = copies = 0
+    for found in _TAG.finditer(markup):
+        name = found[2].lower()
+        if name not in _FLAT:
+            step = -1 if found[1] else 1
+            depth = max(0, depth + step)
+            if name in _MARKS:
+                marks = max(0, marks + step)
+        depths += depth
+        copies += marks
+    if depths > _MOST_DEPTHS or copies > _MOST_COPIES:
+        raise UnreadableDocument("has too many elements inside one another: it is damaged, or made to do harm")
+
+
+def _walk(root: LexborNode, writer: _Writer, skipped: frozenset[str], *, hidden: bool) -> None:
+    """Visits the nodes in order, without recursion: a page may be deeper than Python's stack."""
+    waiting: list[tuple[LexborNode, bool]] = [(root, False)]
+    while waiting:
+        node, left = waiting.pop()
+        tag = node.tag or ""
+        if left:
+            writer.leave(tag)
+        elif tag == "-text":
+            writer.text(node.text_content or "")
+        elif not (tag in skipped or tag.startswith("-") or (not hidden and _is_hidden(node))):
+            children = list(node.iter(include_text=True))
+            writer.enter(tag, sum(child.tag in ("td", "th") for child in children) if tag == "tr" else 0)
+            waiting.append((node, True))
+            waiting.extend((child, False) for child in reversed(children))
+
+
+def _is_hidden(node: LexborNode) -> bool:
+    attributes = node.attributes
+    if not attributes:
+        return False
+    return (
+        "hidden" in attributes
+        or attributes.get("aria-hidden") == "true"
+        or attributes.get("role") == "navigation"
+        or _HIDDEN.search((attributes.get("style") or "")[:1000]) is not None
+    )
+
+
+@dataclass(slots=True)
+class _Row:
+    joined: bool  # its cells stand on one line; else it only lays out the page
+    cells: int = 0
+
+
+class _Writer:
+    """Elements and text to lines and headings."""
+
+    def __init__(self, headings: bool) -> None:
+        self.outline = Outline()
+        self.written = False
+        self._headings = headings
+        self._pieces: list[str] = []
+        self._rows: list[_Row] = []
+        self._pre = 0
+
+    def text(self, text: str) -> None:
+        if self._pre:
+            *lines, last = text.replace("\r\n", "\n").split("\n")
+            for line in lines:
+                self._pieces.append(line)
+                self._break()
+            self._pieces.append(last)
+        else:
+            self._pieces.append(re.sub(r"\s+", " ", text))
+
+    def enter(self, tag: str, cells: int) -> None:
+        if tag == "table" and self._rows:
+            self._rows[-1].joined = False
+        if tag in _BLOCKS or tag in _HEADINGS or tag == "br":
+            self._break()
+        if tag == "tr":
+            self._rows.append(_Row(joined=cells > 1))
+        elif tag in ("td", "th"):
+            self._cell()
+        elif tag == "li":
+            self._pieces.append("- ")
+        elif tag == "pre":
+            self._pre += 1
+
+    def leave(self, tag: str) -> None:
+        if tag in _HEADINGS and self._headings and not self._joined:
+            heading, self._pieces = "".join(self._pieces), []
+            self.written = self.written or bool(heading.strip())
+            self.outline.head(_HEADINGS[tag], heading)
+            return
+        if tag == "tr" and self._rows:
+            self._rows[-1].joined = False
+        if tag in _BLOCKS or tag in _HEADINGS:
+            self._break()
+        if tag in _PARAGRAPHS and not self._joined:
+            self.outline.line("")
+        if tag == "tr" and self._rows:
+            self._rows.pop()
+        elif tag == "pre":
+            self._pre -= 1
+
+    @property
+    def _joined(self) -> bool:
+        return bool(self._rows) and self._rows[-1].joined
+
+    def _cell(self) -> None:
+        if not self._joined:
+            self._break()
+            return
+        self._rows[-1].cells += 1
+        if self._rows[-1].cells > 1:
+            self._pieces.append(" | ")
+
+    def _break(self) -> None:
+        if self._joined:
+            self._pieces.append(" ")
+            return
+        line = "".join(self._pieces)
+        line = line.rstrip() if self._pre else re.sub(r"  +", " ", line).strip()
+        self._pieces = []
+        if line and line != "-":
+            self.written = True
+            self.outline.line(line)

@@ -1,0 +1,126 @@
+"""Questions about documents: retrieve, quote, answer, and tell the sources.
+
+The order of the passages is the retrieval's, never the cache's. What the prompt shares with earlier ones, the system
+prompt and the longest run of equal passages, is reused like any other beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, fields, replace
+
+from rekindle.core.answer import Answer, Source
+from rekindle.core.keys import token_bytes
+from rekindle.core.reply import Piece, Reply
+from rekindle.core.request import ReplyOptions, Request
+from rekindle.knowledge.library import Library
+from rekindle.knowledge.retrieve import Retrieval, Retrieved
+from rekindle.run.prompt import PromptTokens
+from rekindle.run.stream import Run as Running
+from rekindle.run.stream import Stream
+from rekindle.store.purge import Run
+from rekindle.store.tiered import TieredStore
+
+
+class AskOptions(ReplyOptions, total=False):
+    """The keyword arguments of `Session.ask`. `top_k` is how many passages, not how many tokens to draw from."""
+
+    top_k: int
+    retrieval: Retrieval
+    instructions: str | None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A question whose passages were found: what to ask the model, and what its sources are."""
+
+    question: str
+    request: Request
+    retrieved: Retrieved
+    sources: tuple[Source, ...]
+
+    def answer(self, reply: Reply, seconds: float) -> Answer:
+        """The reply with its sources; `seconds` went by before the model was asked."""
+        parts = {part.name: getattr(reply, part.name) for part in fields(Reply)}
+        timings = replace(reply.timings, first_token_seconds=reply.timings.first_token_seconds + seconds)
+        return Answer(
+            **{**parts, "timings": timings},
+            question=self.question,
+            sources=self.sources,
+            retrieval=self.retrieved.retrieval,
+            retrieve_seconds=self.retrieved.seconds,
+            left_out=len(self.retrieved.hits) - len(self.sources),
+        )
+
+
+class AnswerStream(Stream):
+    """Pieces of an answer as they are decoded. `sources` are known before the first one."""
+
+    def __init__(self, prepared: Prepared, run: Running, seconds: float) -> None:
+        super().__init__(lambda cancelled: _answering(prepared, run(cancelled), seconds))
+        self.sources = prepared.sources
+        self.retrieved = prepared.retrieved
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer; reads what is left of the stream first."""
+        reply = self.reply
+        assert isinstance(reply, Answer)
+        return reply
+
+
+def sources_of(retrieved: Retrieved, prompt: PromptTokens) -> tuple[Source, ...]:
+    """The passages that stand in a prompt, numbered as there."""
+    return tuple(
+        Source(number, hit.chunk.name, hit.chunk.source, hit.chunk.title, hit.chunk.passage.shown, hit.score, used.cut)
+        for number, used in enumerate(prompt.quoted, start=1)
+        for hit in (retrieved.hits[used.index],)
+    )
+
+
+class Evidence:
+    """The passages of a library in a prompt. Sees to it that no KV of them outlives them. A job for the keeper.
+
+    Before KV of them is kept, their tokens are noted in the library, so that `forget` finds it. Should they be
+    removed meanwhile, nothing is kept; should that happen in the same moment, what was kept is removed again.
+    """
+
+    def __init__(self, library: Library, tokenizer: str, tokens: Mapping[int, bytes]) -> None:
+        self._library = library
+        self._tokenizer = tokenizer
+        self._tokens = tokens
+        self.allows = False  # whether KV of it may be kept
+
+    @classmethod
+    def of(cls, library: Library, tokenizer: str, request: Request, prompt: PromptTokens) -> Evidence | None:
+        """What of a library stands in a prompt; None if nothing does."""
+        tokens: dict[int, bytes] = {}
+        for used in prompt.quoted:
+            chunk = request.quotes[used.index].chunk
+            if chunk is not None:
+                tokens[chunk] = token_bytes(prompt.tokens[used.span.start : used.span.stop])
+        return cls(library, tokenizer, tokens) if tokens else None
+
+    def do(self, store: TieredStore) -> str:  # noqa: ARG002  (a job gets it)
+        """Note the tokens, and count that the passages were used."""
+        self.allows = self._library.note_tokens(self._tokenizer, self._tokens)
+        if self.allows:
+            self._library.note_retrieved(list(self._tokens))
+        return "noted"
+
+    def kept(self, store: TieredStore) -> None:
+        """Something of it was kept: remove it again if a passage is gone."""
+        if not self._library.present(self._tokens):
+            runs = [Run(self._tokenizer, tokens) for tokens in self._tokens.values()]
+            store.purge(self._library.tenant, self._library.salt, runs)
+
+    def detached_bytes(self) -> int:
+        """Next to nothing."""
+        return 0
+
+
+def _answering(
+    prepared: Prepared, pieces: Generator[Piece, None, Reply], seconds: float
+) -> Generator[Piece, None, Reply]:
+    reply = yield from pieces
+    return prepared.answer(reply, seconds)

@@ -1,0 +1,339 @@
+"""Removing every trace of runs of tokens from a cache folder: rows, KV, history, and what deleting leaves behind.
+
+    chains     every block that has a token of a run goes, and what hangs on it      rows, a chunk at a time
+    files      what lost blocks, now or earlier, is written anew without them        or dropped, where that cannot be
+    history    requests that had a run, or quote a text, are forgotten
+    catalog    written anew, its log emptied: pages keep copies of rows that went
+
+Every step leaves the folder sound, and none relies on what an earlier one remembered: after a crash, do it all again.
+Who reads meanwhile finds less, never anything wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES
+from rekindle.errors import CacheUnusable
+from rekindle.index.prefix import Spot
+from rekindle.store import catalog
+from rekindle.store.chains import Chains, Stretch
+from rekindle.store.disk import DiskStore
+from rekindle.store.evict import blocks_a_transaction
+from rekindle.store.extents import Damaged
+from rekindle.store.room import Refused
+from rekindle.store.runs import Run, Runs, Segment
+from rekindle.store.snippets import Snippets
+
+__all__ = ["Purged", "Run", "purge"]
+
+_BLOCKS_A_CHUNK = 16_384
+_FILES_A_CHUNK = 256
+_ATTEMPTS = 3  # to rewrite what others change
+_ROUNDS = 20  # of looking at what others kept meanwhile
+_WAIT_SECONDS, _PAUSE_SECONDS = 30.0, 0.02  # for a keep that is under way
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Purged:
+    """What was removed: blocks, the files they were in (gone or rewritten), their bytes, and requests of the past."""
+
+    blocks: int
+    extents: int
+    bytes: int
+    requests: int
+
+
+def purge(
+    disk: DiskStore,
+    tenant: str,
+    salt: str,
+    runs: Sequence[Run],
+    *,
+    texts: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Purged:
+    """Remove every trace of the runs from all shelves of that tenant and salt, and of requests that quote a text.
+
+    A block goes if it has a token of a run, wherever the run stands, also if only its first eight tokens or more are
+    there because what was kept ends before it does; all that hangs on the block goes with it, pinned or not. What is
+    before it stays, unless its file cannot be read, or written anew for want of room or of the key: then the whole
+    file goes. A run counts on shelves of its tokenizer, and where the tokenizer was never noted.
+
+    For a moment the catalog takes twice its size. Raises `CacheUnusable` if it cannot be finished, with what to do;
+    what was done till then stays done, and running it again does the rest.
+    """
+    if not runs and not texts:
+        return Purged(0, 0, 0, 0)
+    if disk.database.read_only:
+        raise CacheUnusable(f"{disk.folder} can only be read: nothing can be removed from it.")
+    try:
+        return _Purge(disk, tenant, salt, runs, progress).run(texts)
+    except (OSError, sqlite3.Error) as error:
+        raise CacheUnusable(f"Not everything could be removed from {disk.folder}: {error}. Run it again.") from error
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Shelves, by number with their digests, on which the same runs count."""
+
+    runs: Runs
+    shelves: dict[int, str]
+
+
+class _Purge:
+    """One purge: what it goes through, and what it has removed so far."""
+
+    def __init__(self, disk: DiskStore, tenant: str, salt: str, runs: Sequence[Run], progress: Progress | None) -> None:
+        self._disk = disk
+        self._database = disk.database
+        self._room = disk.room
+        self._progress = progress
+        self._groups = self._group(tenant, salt, runs)
+        self._blocks = self._bytes = 0
+        self._names: set[str] = set()  # of files that went
+        self._shorter: set[int] = set()  # extents that lost their last blocks
+        self._done = self._total = 0
+
+    def run(self, texts: Sequence[str]) -> Purged:
+        """All of it, in order."""
+        self._room.recover()
+        self._room.sweep()
+        groups = [group for group in self._groups if group.runs]
+        with self._database.scanning() as connection:
+            self._total = sum(Chains(list(group.shelves)).count(connection) for group in groups)
+        for group in groups:
+            self._purge_chains(group)
+            for row in self._holding(group):
+                self._rewrite(row, group.shelves[row.shelf])
+        requests = self._purge_requests(Snippets(texts))
+        with self._database.writing() as connection:
+            catalog.pin(connection, (), pinned=True)
+        self._finish()
+        return Purged(self._blocks, len(self._names), self._bytes, requests)
+
+    def _group(self, tenant: str, salt: str, runs: Sequence[Run]) -> list[_Group]:
+        select = (
+            "SELECT s.id, s.digest, i.fields FROM shelves s LEFT JOIN identities i ON i.digest=s.identity "
+            "WHERE s.tenant=? AND s.salt=?"
+        )
+        with self._database.reading() as connection:
+            rows = connection.execute(select, (tenant, salt)).fetchall()
+        shelves: dict[str | None, dict[int, str]] = {}
+        for id, digest, fields in rows:
+            shelves.setdefault(_tokenizer(fields), {})[id] = digest
+        return [
+            _Group(Runs(run.tokens for run in runs if tokenizer in (None, run.tokenizer)), found)
+            for tokenizer, found in shelves.items()
+        ]
+
+    # -- chains ----------------------------------------------------------------------------------------------------
+
+    def _purge_chains(self, group: _Group) -> None:
+        """Cut every chain before its first run; then look at what others were keeping, until nobody is."""
+        chains = Chains(list(group.shelves))
+        last = 0
+        for _ in range(_ROUNDS):
+            while stretches := self._cut_next(chains, group.runs, last):
+                last = stretches[-1].extent
+                self._done += sum(-(-len(s.tokens) // (BLOCK_TOKENS * TOKEN_BYTES)) for s in stretches)
+                if self._progress is not None:
+                    self._total = max(self._total, self._done)
+                    self._progress(self._done, self._total)
+            being_written = self._being_written(group)
+            if not being_written:
+                return
+            self._await(group, being_written)
+            last = min(being_written) - 1
+
+    def _cut_next(self, chains: Chains, runs: Runs, last: int) -> Sequence[Stretch]:
+        with self._database.scanning() as connection:
+            stretches = chains.after(connection, last, _BLOCKS_A_CHUNK)
+            segments = []
+            for stretch in stretches:
+                before = chains.before(connection, stretch, runs.longest - 1)
+                segments.append(Segment(before + stretch.tokens, len(before) // TOKEN_BYTES))
+            # Where the run begins: at so many tokens after the stretch does, or before it.
+            found = [
+                (stretch, start - segment.own)
+                for stretch, segment, start in zip(stretches, segments, runs.first(segments), strict=True)
+                if start is not None
+            ]
+            below = self._below(connection, filter(None, [_spot(connection, chains, *one) for one in found]))
+        for row in below:
+            self._blocks += row.live
+            self._count_file(row)
+        self._room.cut_all(below)
+        self._cut(chains, found)
+        self._room.sweep()
+        return stretches
+
+    def _below(self, connection: sqlite3.Connection, spots: Iterator[Spot]) -> list[catalog.Extent]:
+        """The extents that hang on blocks from these on, the deepest first: so that no transaction becomes long."""
+        todo = deque((spot.extent, spot.place) for spot in spots)
+        found: dict[int, None] = {}
+        while todo:
+            children = connection.execute(
+                "SELECT DISTINCT c.extent FROM blocks b JOIN blocks c ON c.parent=b.key AND c.shelf=b.shelf "
+                "WHERE b.extent=? AND b.place>=? AND c.extent<>b.extent",
+                todo.popleft(),
+            ).fetchall()
+            new = [id for (id,) in children if id not in found]
+            found.update(dict.fromkeys(new))
+            todo.extend((id, 0) for id in new)
+        return [row for id in reversed(found) if (row := catalog.extent(connection, id)) is not None]
+
+    def _cut(self, chains: Chains, found: Sequence[tuple[Stretch, int]]) -> None:
+        """Cut where runs begin, as the rows are now: what moved to another extent meanwhile comes later."""
+        todo = deque(found)
+        while todo:
+            blocks = blocks_a_transaction(self._database)
+            with self._database.writing() as connection:
+                while todo and blocks > 0:
+                    spot = _spot(connection, chains, *todo.popleft())
+                    row = None if spot is None else catalog.extent(connection, spot.extent)
+                    if spot is None or row is None or row.live <= spot.place:
+                        continue
+                    catalog.cut(connection, row.id, spot.place)
+                    self._blocks += row.live - spot.place
+                    blocks -= row.live - spot.place
+                    if spot.place == 0:
+                        self._count_file(row)
+                    else:
+                        self._shorter.add(row.id)
+
+    def _being_written(self, group: _Group) -> set[int]:
+        self._room.recover()
+        with self._database.reading() as connection:
+            rows = catalog.extents(connection, "state='writing' AND state<>'live'")
+        return {row.id for row in rows if row.shelf in group.shelves}
+
+    def _await(self, group: _Group, ids: set[int]) -> None:
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while ids & self._being_written(group):
+            if time.monotonic() > deadline:
+                raise CacheUnusable("Another process has been writing to the cache for too long. Run it again.")
+            time.sleep(_PAUSE_SECONDS)
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def _holding(self, group: _Group) -> list[catalog.Extent]:
+        """The extents whose files still hold a run, or cannot be looked into, behind their live blocks."""
+        chains = Chains(list(group.shelves))
+        with self._database.scanning() as connection:
+            rows = catalog.extents(connection, "state='live' AND live<blocks ORDER BY id")
+        rows = [row for row in rows if row.shelf in group.shelves]
+        holding: list[catalog.Extent] = []
+        for first in range(0, len(rows), _FILES_A_CHUNK):
+            looked_at, segments = [], []
+            for row in rows[first : first + _FILES_A_CHUNK]:
+                segment = None if row.id in self._shorter else self._behind(chains, row, group.runs)
+                if segment is None:
+                    holding.append(row)
+                else:
+                    looked_at.append(row)
+                    segments.append(segment)
+            found = group.runs.first(segments)
+            holding += [row for row, start in zip(looked_at, found, strict=True) if start is not None]
+        return holding
+
+    def _behind(self, chains: Chains, row: catalog.Extent, runs: Runs) -> Segment | None:
+        """What an extent's file holds behind its live blocks; None if that cannot be told."""
+        with self._database.scanning() as connection:
+            stretch = chains.read(connection, row.id)
+            if stretch is None:
+                return Segment(b"", 0)  # it went meanwhile
+            before = chains.before(connection, stretch, runs.longest - 1)
+        try:
+            tokens = self._disk.extents.tokens(row)
+        except (OSError, Damaged):
+            return None
+        if not tokens.startswith(stretch.tokens):
+            return None
+        return Segment(before + tokens, (len(before) + len(stretch.tokens)) // TOKEN_BYTES)
+
+    def _rewrite(self, row: catalog.Extent, shelf_digest: str) -> None:
+        """Write an extent anew without the blocks that are not live; where that cannot be, drop it."""
+        with self._database.scanning() as connection:
+            key = connection.execute("SELECT key FROM blocks WHERE extent=? AND place=0", (row.id,)).fetchone()
+        own_key = shelf_digest.endswith(f":{self._disk.digester.name}")
+        if not own_key or not any(self._is_rewritten(row, shelf_digest) for _ in range(_ATTEMPTS)):
+            self._room.cut_all([row])
+        select = "SELECT e.bytes FROM blocks b JOIN extents e ON e.id=b.extent WHERE b.key=? AND b.shelf=?"
+        with self._database.scanning() as connection:
+            left = None if key is None else connection.execute(select, (*key, row.shelf)).fetchone()
+        self._count_file(row, 0 if left is None else left[0])
+
+    def _is_rewritten(self, row: catalog.Extent, shelf_digest: str) -> bool:
+        """Try once; True also if there is nothing left to rewrite."""
+        with self._database.scanning() as connection:
+            now = catalog.extent(connection, row.id)
+        if now is None or now.name != row.name or now.state != "live":
+            return True
+        try:
+            return self._room.rewrite(now, shelf_digest, evict=True)
+        except Refused:
+            return False  # no room, or it changed meanwhile
+
+    def _count_file(self, row: catalog.Extent, left_bytes: int = 0) -> None:
+        self._names.add(row.name)
+        self._bytes += row.size_bytes - left_bytes
+
+    # -- history and catalog ---------------------------------------------------------------------------------------
+
+    def _purge_requests(self, snippets: Snippets) -> int:
+        """Forget the requests that had a run or quote a text; how many."""
+        runs = {shelf: group.runs for group in self._groups for shelf in group.shelves}
+        with self._database.scanning() as connection:
+            rows = connection.execute("SELECT id, shelf, tokens, record FROM requests").fetchall()
+        rows = [row for row in rows if row[1] in runs]
+        quoted = snippets.quoted([row[3] for row in rows])
+        ids = [
+            (id,)
+            for (id, shelf, tokens, _), quotes in zip(rows, quoted, strict=True)
+            if quotes or tokens in runs[shelf]
+        ]
+        if ids:
+            with self._database.writing() as connection:
+                connection.executemany("DELETE FROM requests WHERE id=?", ids)
+        return len(ids)
+
+    def _finish(self) -> None:
+        """Remove the files that nothing lists, and what deleted rows left in the catalog."""
+        self._room.recover()
+        self._room.sweep()
+        self._room.remove_strays()
+        longer = self._database.size_bytes() - self._database.log_limit_bytes
+        if longer > 0:  # than the log may become anyway
+            self._room.hold_limit(spare_bytes=longer)
+        self._database.scrub()
+        with self._database.reading() as connection:
+            left = catalog.extents(connection, "state IN ('dropping', 'quarantined') AND state<>'live'")
+        if any(row.shelf in group.shelves for row in left for group in self._groups):
+            raise CacheUnusable(
+                f"Files of {self._disk.folder} cannot be removed: perhaps another process has them open. "
+                "Run it again when that process is done."
+            )
+
+
+def _spot(connection: sqlite3.Connection, chains: Chains, stretch: Stretch, start: int) -> Spot | None:
+    """The block that has the token `start` tokens after the beginning of a stretch, or before it; None if it went."""
+    if start >= 0:
+        return Spot(stretch.extent, start // BLOCK_TOKENS)
+    return chains.above(connection, stretch, -(start // BLOCK_TOKENS))
+
+
+def _tokenizer(fields: str | None) -> str | None:
+    """The tokenizer among the fields of an identity; None if they were not noted, or make no sense."""
+    try:
+        found = None if fields is None else json.loads(fields)["tokenizer"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
