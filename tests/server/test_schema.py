@@ -27,9 +27,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server whose model knows one name: what is generated seldom hits it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REKINDLE_HOME", str(tmp_path_factory.mktemp("home")))
-        session = Session(FakeEngine(), cache=tmp_path_factory.mktemp("cache"), parallel=4)
         embedder = tiny_embedder(tmp_path_factory.mktemp("embedder"))
-        with Server(session, ServerSettings(port=0, most_tokens=2, embedder=embedder)).running() as url:
+        session = Session(FakeEngine(), cache=tmp_path_factory.mktemp("cache"), parallel=4, embedder=embedder)
+        session.ingest(documents=["A lamp is lit at dusk.", {"text": "Tea is brewed at five.", "source": "tea"}])
+        with Server(session, ServerSettings(port=0, most_tokens=2)).running() as url:
             yield url
 
 

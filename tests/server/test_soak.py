@@ -157,11 +157,14 @@ def rig(tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch) -> It
     engine = _engine()
     counted = Counted(engine)
     session = Session(
-        engine, cache=tmp_path / "cache", parallel=PARALLEL, memory_limit=MEMORY_LIMIT, disk_limit=DISK_LIMIT
+        engine,
+        cache=tmp_path / "cache",
+        parallel=PARALLEL,
+        memory_limit=MEMORY_LIMIT,
+        disk_limit=DISK_LIMIT,
+        embedder=tiny_embedder(tmp_path / "embedder"),
     )
-    settings = ServerSettings(
-        port=0, keys=Keys(KEYS[:2], KEYS[2:]), queue=16, idle_seconds=5.0, embedder=tiny_embedder(tmp_path / "embedder")
-    )
+    settings = ServerSettings(port=0, keys=Keys(KEYS[:2], KEYS[2:]), queue=16, idle_seconds=5.0)
     server = Server(session, settings)
     with server.running() as url:
         yield Rig(server, session, counted, Soak(url, known, embeds=True, seed=seed))

@@ -110,10 +110,16 @@ def first_run(path: bytes, runs: Sequence[bytes]) -> int | None:
 
 
 def expected(before: dict[int, list[bytes]], runs: Sequence[bytes]) -> set[bytes]:
-    """The paths that stay."""
-    ends = [found[-1] for found in before.values()]
-    gone = [path[: (start // 32 + 1) * 128] for path in ends if (start := first_run(path, runs)) is not None]
-    return {path for found in before.values() for path in found if not any(path.startswith(cut) for cut in gone)}
+    """The paths that stay. Where a chain was cut it ends anew, and there another run may begin."""
+    while True:
+        ends = [found[-1] for found in before.values() if found]
+        gone = [path[: (start // 32 + 1) * 128] for path in ends if (start := first_run(path, runs)) is not None]
+        if not gone:
+            return {path for found in before.values() for path in found}
+        before = {
+            id: [path for path in found if not any(path.startswith(cut) for cut in gone)]
+            for id, found in before.items()
+        }
 
 
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=130)

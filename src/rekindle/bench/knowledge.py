@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
@@ -172,9 +173,8 @@ class _Large:
         timing = Timing(tuple(seconds))
         report.fields["match_ms_1k"] = timing.median * 1e3
         published = PUBLISHED_SECONDS["match"]
-        report.rows.append(
-            Row("match a question with 1,000", str(timing), f"{published:.2f} s (published)", f"{published / timing.median:,.0f}x")
-        )  # fmt: skip
+        ratio = f"{published / timing.median:,.0f}x"
+        report.rows.append(Row("match a question with 1,000", str(timing), f"{published:.2f} s (published)", ratio))
 
     def passages(self, report: Report) -> None:
         """Retrieval among 100,000 passages, and beside it an index of their vectors."""
@@ -213,7 +213,7 @@ class _Large:
         retriever = Retriever(library, lambda: self._embedder)
         retriever.retrieve(self._questions[0], FIRST)  # reads the vectors, once in the life of a process
         found = [retriever.retrieve(question, FIRST) for question in self._questions]
-        words = [_seconds(lambda q=question: retriever.by_words(q, 100)) for question in self._questions]
+        words = [_seconds(partial(retriever.by_words, question, 100)) for question in self._questions]
         timing = Timing(tuple(one.seconds for one in found))
         counts = library.counts()
         report.fields |= {
@@ -240,7 +240,7 @@ class _Large:
         """The nearest 100 by reading all vectors, and by a well-kept index (HNSW)."""
         queries = self._embedder.embed(self._questions).vectors
         exact = [snapshot.nearest(query, 100) for query in queries]
-        brute = Timing(tuple(_seconds(lambda q=query: snapshot.nearest(q, 100)) for query in queries))
+        brute = Timing(tuple(_seconds(partial(snapshot.nearest, query, 100)) for query in queries))
         report.fields["nearest_ms_100k"] = brute.median * 1e3
         try:
             from usearch.index import Index
@@ -249,7 +249,7 @@ class _Large:
             return
         index = Index(ndim=snapshot.matrix.shape[1], metric="ip", dtype="f32")
         built = _seconds(lambda: index.add(snapshot.ids, snapshot.matrix))
-        timing = Timing(tuple(_seconds(lambda q=query: index.search(q, 100)) for query in queries))
+        timing = Timing(tuple(_seconds(partial(index.search, query, 100)) for query in queries))
         shared = [
             len({near.id for near in found} & set(map(int, index.search(query, 100).keys))) / len(found)
             for query, found in zip(queries, exact, strict=True)
@@ -325,10 +325,10 @@ def _plotter(report: Report) -> Callable[[Any], None]:
         left.legend()
         sizes = ["1k", "100k"]
         bottom = np.zeros(len(sizes))
-        for name in ("embed", "search"):
-            part = np.array([report.fields[f"{name}_ms_{size}"] for size in sizes])
+        for kind in ("embed", "search"):
+            part = np.array([report.fields[f"{kind}_ms_{size}"] for size in sizes])
             right.bar(
-                [f"{report.fields[f'passages_{size}']:,} passages" for size in sizes], part, bottom=bottom, label=name
+                [f"{report.fields[f'passages_{size}']:,} passages" for size in sizes], part, bottom=bottom, label=kind
             )
             bottom += part
         right.set_ylabel("milliseconds")

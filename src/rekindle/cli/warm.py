@@ -23,8 +23,14 @@ AsSystem = Annotated[bool, typer.Option("--as-system", help="A text is the syste
 @app.command()
 @takes(loading=loading_options)
 def warm(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Texts, .json or .jsonl with messages.")],
     loading: dict[str, Any],
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FILE]...", help="Texts, .json or .jsonl with messages.")
+    ] = None,
+    knowledge: Annotated[
+        bool, typer.Option("--knowledge", help="What questions begin with: the system prompt, passages often used.")
+    ] = False,
+    passages: Annotated[int, typer.Option(min=0, max=1000, help="With --knowledge: so many passages.")] = 8,
     model: ModelOption = "smollm2",
     raw: Raw = False,
     as_system: AsSystem = False,
@@ -35,22 +41,30 @@ def warm(
     from rekindle.cli.prompts import read_prompts
     from rekindle.run.session import Session
 
-    named = [(path, prompt) for path in files for prompt in read_prompts(path, raw=raw, as_system=as_system)]
+    if not files and not knowledge:
+        raise InvalidSetting("Name files with prompts, or say --knowledge.")
+    named = [(str(path), prompt) for path in files or () for prompt in read_prompts(path, raw=raw, as_system=as_system)]
     with progress(model) as report, Session(model, **loading, progress=report) as session:
         if session.cache.store is None:
             raise InvalidSetting("There is no cache to warm: leave out --cache off and --reuse off.")
         started = time.perf_counter()
         with counting("warm") as count:
             done = session.warm([prompt for _, prompt in named], progress=count)
+        if knowledge:
+            with counting("warm passages") as count:
+                known = session.warm_knowledge(passages, progress=count)
+            names = ["the system prompt of ask", *(f"passage {number}" for number in range(1, len(known)))]
+            named += [(name, "") for name in names]
+            done += known
         seconds = time.perf_counter() - started
         outcomes = dict(session.cache.keeper.outcomes) if session.cache.keeper else {}
-    computed, known = sum(reuse.computed for reuse in done), sum(reuse.reused for reuse in done)
+    computed, reused = sum(reuse.computed for reuse in done), sum(reuse.reused for reuse in done)
     if json:
-        print_json({"prompts": len(done), "computed_tokens": computed, "known_tokens": known, "seconds": seconds})
+        print_json({"prompts": len(done), "computed_tokens": computed, "known_tokens": reused, "seconds": seconds})
         return
     for (path, _), reuse in zip(named, done, strict=True):
         typer.echo(f"{path}: {reuse.computed + reuse.reused} tokens, {reuse.reused} known before")
-    typer.echo(f"{computed} tokens computed, {known} known before, {seconds:.1f} s")
+    typer.echo(f"{computed} tokens computed, {reused} known before, {seconds:.1f} s")
     if refused := outcomes.get("refused", 0) + outcomes.get("failed", 0):
         typer.echo(f"{refused} could not be kept: is the limit too small? `rekindle cache stats` tells.", err=True)
 

@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+CUT_SHORT = " ..."  # how a title ends that is the beginning of a longer text
+
+
+def title_above(title: str, text: str) -> str:
+    """The title that a text needs above it: none where it begins with it anyway."""
+    return "" if text.startswith(title.removesuffix(CUT_SHORT)) else title
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """A run of text and the headings it stands under, the outermost first."""

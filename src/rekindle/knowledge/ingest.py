@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rekindle.core.document import Document, Section
+from rekindle.core.document import CUT_SHORT, Document, Section
 from rekindle.core.identity import digest_of_fields
 from rekindle.engine.embedder import Embedder
 from rekindle.errors import InvalidPrompt, UnreadableDocument
@@ -226,7 +226,7 @@ def parse_documents(given: Iterable[str | Mapping[str, Any] | Document]) -> Iter
 
 def _first_words(text: str) -> str:
     line = text.strip().splitlines()[0]
-    return line if len(line) <= 60 else line[:60].rsplit(" ", 1)[0] + " ..."
+    return line if len(line) <= 60 else line[:60].rsplit(" ", 1)[0] + CUT_SHORT
 
 
 def _gone(found: Found, known: Iterable[str]) -> list[str]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rekindle.core.document import Document, Passage
+from rekindle.core.document import Document, Passage, title_above
 from rekindle.core.identity import digest_of_fields
 from rekindle.errors import CacheUnusable, DocumentNotFound, KnowledgeUnusable, nearest
 from rekindle.knowledge.schema import MIGRATIONS
@@ -82,7 +82,7 @@ class Library:
 
     def __init__(self, folder: Path, tenant: str = "local", salt: str = "") -> None:
         self.tenant, self.salt = tenant, salt
-        self.path = folder.expanduser().absolute() / f"{digest_of_fields('rekindle/library/1', tenant, salt)}.sqlite"
+        self.path = library_path(folder, tenant, salt)
         with _usable(self.path):
             self._database = Database(self.path, Files(), migrations=MIGRATIONS, log_bytes=_LOG_BYTES)
             if self.about("tenant") is None and not self._database.read_only:
@@ -289,7 +289,7 @@ class Library:
             # Only a merge of all its parts takes deleted words out of the index.
             connection.execute("INSERT INTO words(words) VALUES('optimize')")
         with _usable(self.path):
-            self._database.shrink()
+            self._database.scrub()
 
     def counts(self) -> dict[str, int]:
         """How much there is: documents, chunks, embedded, characters, file_bytes."""
@@ -307,6 +307,11 @@ class Library:
         self._database.close()
 
 
+def library_path(folder: Path, tenant: str, salt: str) -> Path:
+    """Where the library of a tenant and salt is, if there is one."""
+    return folder.expanduser().absolute() / f"{digest_of_fields('rekindle/library/1', tenant, salt)}.sqlite"
+
+
 def passage_digest(title: str, passage: Passage) -> bytes:
     """What a passage's vector depends on."""
     return bytes.fromhex(digest_of_fields("rekindle/passage/1", title, passage.heading, passage.text))
@@ -320,7 +325,7 @@ def document_digest(document: Document) -> str:
 
 def embedded_text(title: str, passage: Passage) -> str:
     """What is embedded of a passage: a question often names what only the title says."""
-    above = "" if passage.shown.startswith(title) else title
+    above = title_above(title, passage.shown)
     return "\n".join(part for part in (above, passage.heading, passage.text) if part)
 
 

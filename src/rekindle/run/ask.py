@@ -6,13 +6,13 @@ prompt and the longest run of equal passages, is reused like any other beginning
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from rekindle.core.answer import Answer, Source
 from rekindle.core.keys import token_bytes
 from rekindle.core.reply import Piece, Reply
-from rekindle.core.request import ReplyOptions, Request
+from rekindle.core.request import MessageLike, ReplyOptions, Request
 from rekindle.knowledge.library import Library
 from rekindle.knowledge.retrieve import Retrieval, Retrieved
 from rekindle.run.prompt import PromptTokens
@@ -23,11 +23,15 @@ from rekindle.store.tiered import TieredStore
 
 
 class AskOptions(ReplyOptions, total=False):
-    """The keyword arguments of `Session.ask`. `top_k` is how many passages, not how many tokens to draw from."""
+    """The keyword arguments of `Session.ask`. `top_k` is how many passages, not how many tokens to draw from.
+
+    `messages` is a chat that is answered in place of the question, which is then only what is looked for.
+    """
 
     top_k: int
     retrieval: Retrieval
     instructions: str | None
+    messages: Sequence[MessageLike]
 
 
 @dataclass(frozen=True)

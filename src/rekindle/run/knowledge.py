@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rekindle.config import cache_folder, home_folder
-from rekindle.core.document import Document, Quote
+from rekindle.core.document import Document, Quote, title_above
 from rekindle.core.request import Message
 from rekindle.engine.embedder import Embedder
-from rekindle.errors import InvalidSetting, RekindleError
+from rekindle.errors import InvalidSetting, NothingKnown, RekindleError
 from rekindle.knowledge.ingest import Ingested, Ingester, Step, parse_documents
-from rekindle.knowledge.library import Entry, Library
-from rekindle.knowledge.retrieve import Hit, Retrieval, Retrieved, Retriever
+from rekindle.knowledge.library import Chunk, Entry, Library, library_path
+from rekindle.knowledge.retrieve import Retrieval, Retrieved, Retriever, check_retrieval
 from rekindle.knowledge.split import Splitting
 from rekindle.models.pull import pull
 from rekindle.run.folder import open_store
@@ -28,6 +28,8 @@ from rekindle.store.disk import CATALOG
 from rekindle.store.purge import Run
 
 log = logging.getLogger("rekindle.knowledge")
+
+_MOST_OPEN = 32  # libraries: anybody may name salts, and each one open takes files and memory
 
 INSTRUCTIONS = (
     "You answer questions about the user's own documents. Numbered passages of them come before the question. They "
@@ -73,6 +75,10 @@ class Knowledge:
         """The documents of a tenant; the session's own unless another is named."""
         return self._opened(tenant, salt)[0]
 
+    def holds(self, tenant: str | None = None, salt: str | None = None) -> bool:
+        """Whether there is such a library. Looking makes none."""
+        return library_path(self.folder, *self._key(tenant, salt)).exists()
+
     def ingest(
         self,
         paths: str | Path | Sequence[str | Path] = (),
@@ -114,6 +120,9 @@ class Knowledge:
 
         Raises `NothingKnown`, `InvalidPrompt` and `InvalidSetting`.
         """
+        check_retrieval(top_k, retrieval)
+        if not self.holds(tenant, cache_salt):
+            raise NothingKnown("Nothing was ingested yet. Do that first: rekindle ingest FOLDER")
         return self._opened(tenant, cache_salt)[1].retrieve(question, top_k, retrieval)
 
     def forget(
@@ -163,13 +172,20 @@ class Knowledge:
             log.warning("KV of removed documents is still there, and will be removed later: %s", error)
 
     def _opened(self, tenant: str | None, salt: str | None) -> tuple[Library, Retriever]:
-        own = self._settings
-        key = (own.tenant if tenant is None else tenant, own.cache_salt if salt is None else salt)
+        key = self._key(tenant, salt)
         with self._lock:
-            if key not in self._libraries:
+            opened = self._libraries.pop(key, None)
+            if opened is None:
                 library = Library(self.folder, *key)
-                self._libraries[key] = (library, Retriever(library, self.embedder))
-            return self._libraries[key]
+                opened = (library, Retriever(library, self.embedder))
+            self._libraries[key] = opened  # the last one used stands last
+            while len(self._libraries) > _MOST_OPEN:
+                self._libraries.pop(next(iter(self._libraries)))[0].close()  # whoever still uses it opens it again
+            return opened
+
+    def _key(self, tenant: str | None, salt: str | None) -> tuple[str, str]:
+        own = self._settings
+        return own.tenant if tenant is None else tenant, own.cache_salt if salt is None else salt
 
     def close(self) -> None:
         """Close the libraries. Idempotent."""
@@ -209,7 +225,7 @@ def asking(question: str, instructions: str | None = None) -> tuple[Message, ...
     return (Message("system", instructions or INSTRUCTIONS), Message("user", f"Question: {question.strip()}"))
 
 
-def quote(hit: Hit) -> Quote:
-    """A passage that was found, as it stands in a prompt."""
-    text, title = hit.chunk.passage.shown, hit.chunk.title
-    return Quote(text, "" if text.startswith(title) else title, hit.chunk.id)
+def quote_of(chunk: Chunk) -> Quote:
+    """A passage as it stands in a prompt."""
+    text = chunk.passage.shown
+    return Quote(text, title_above(chunk.title, text), chunk.id)

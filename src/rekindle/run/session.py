@@ -40,7 +40,7 @@ from rekindle.run.cache import Known, PrefixCache
 from rekindle.run.checkpoints import CheckpointCache
 from rekindle.run.explain import Explanation, Prompt
 from rekindle.run.generate import Generation, decode
-from rekindle.run.knowledge import Forgotten, Knowledge, asking, quote
+from rekindle.run.knowledge import Forgotten, Knowledge, asking, quote_of
 from rekindle.run.load import EngineOptions, load_engine
 from rekindle.run.prefill import Asked
 from rekindle.run.prompt import PromptTokens, WrittenReplies, encode_prompt
@@ -199,11 +199,12 @@ class Session:
         """Find the passages for a question, and the request that asks it: for `answer`."""
         chosen: dict[str, Any] = {**options}
         top_k, retrieval = chosen.pop("top_k", 5), chosen.pop("retrieval", "fused")
-        messages = asking(question, chosen.pop("instructions", None))
+        asks = asking(question, chosen.pop("instructions", None))
+        messages = chosen.pop("messages", asks)
         retrieved = self.knowledge.search(
             question, top_k, retrieval, tenant=chosen.get("tenant"), cache_salt=chosen.get("cache_salt")
         )
-        request = Request.of(messages, documents=[quote(hit) for hit in retrieved.hits], **chosen)
+        request = Request.of(messages, documents=[quote_of(hit.chunk) for hit in retrieved.hits], **chosen)
         with self._alive.use():
             prompt = encode_prompt(self.engine, request)
         return Prepared(question, request, retrieved, sources_of(retrieved, prompt))
@@ -257,6 +258,24 @@ class Session:
         self.flush()
         return done
 
+    def warm_knowledge(
+        self, passages: int = 8, *, progress: Callable[[int, int], None] | None = None, **options: Unpack[Options]
+    ) -> list[Reuse]:
+        """The same for what questions begin with: the system prompt of `ask`, and the passages that came first most.
+
+        Returns what each of them was spared.
+        """
+        library = self.knowledge.library(options.get("tenant"), options.get("cache_salt"))
+        quotes = [[], *([quote_of(chunk)] for chunk in library.most_retrieved(passages))]
+        done = []
+        for number, some in enumerate(quotes):
+            chosen: Options = {**options, "max_tokens": 0, "documents": some}
+            done.append(self.stream(asking(""), **chosen).reply.reuse)
+            if progress is not None:
+                progress(number + 1, len(quotes))
+        self.flush()
+        return done
+
     def flush(self, timeout_seconds: float = 60.0) -> bool:
         """Wait until everything computed so far is on disk; False if that takes longer."""
         return self.cache.flush(timeout_seconds)
@@ -299,7 +318,7 @@ class Session:
 
     def _evidence(self, request: Request, prompt: PromptTokens) -> Evidence | None:
         """The passages of a library that stand in the prompt; None if there are none."""
-        if not prompt.quoted:
+        if all(request.quotes[used.index].chunk is None for used in prompt.quoted):
             return None
         library = self.knowledge.library(request.tenant, request.cache_salt)
         tokenizer = self.engine.identity(self.engine.regime(len(prompt.tokens))).tokenizer

@@ -45,6 +45,18 @@ _HEAD = {"id": _TEXT, "object": _TEXT, "created": _COUNT, "model": _TEXT}
 _TOLD = {"usage": _USAGE, "timings": _TIMINGS, "rekindle": _REUSED}
 _MODEL = _object(id=_TEXT, object=_TEXT, created=_COUNT, owned_by=_TEXT, capabilities=_list(_TEXT))
 _APP = {"id": _TEXT, "state": _TEXT, "requests": _COUNT, "seen": _NUMBER}
+_RANK = _or_null({"type": "integer", "minimum": 1})
+_DOCUMENT = {
+    "name": _TEXT,
+    "source": _TEXT,
+    "title": _TEXT,
+    "app": _or_null(_TEXT),
+    "chunks": _COUNT,
+    "characters": _COUNT,
+    "added": _NUMBER,
+}
+_PASSAGE = {"document": _TEXT, "source": _TEXT, "title": _TEXT, "text": _TEXT, "score": _NUMBER}
+_RETRIEVED = _object(how=_TEXT, ms=_NUMBER, left_out=_COUNT)
 _EXPLAINED = _object(model=_TEXT, tokens=_COUNT, parts=_list(_object()), reason=_object(kind=_TEXT), text=_TEXT)
 
 # By the name of the function that answers.
@@ -63,6 +75,33 @@ ANSWERS: dict[str, Schema] = {
         model=_TEXT,
         usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
     ),
+    "answer_question": _object(
+        **_HEAD,
+        question=_TEXT,
+        answer=_TEXT,
+        sources=_list(_object(number=_COUNT, **_PASSAGE, cut=_FLAG)),
+        finish_reason=_TEXT,
+        usage=_USAGE,
+        timings=_TIMINGS,
+        rekindle={"allOf": [_REUSED, _object(retrieval=_RETRIEVED)]},
+    ),
+    "search_documents": _object(
+        data=_list(_object(**_PASSAGE, word_rank=_RANK, meaning_rank=_RANK, chunk=_COUNT)), retrieval=_TEXT, ms=_NUMBER
+    ),
+    "add_documents": _object(
+        data=_list(_object(**_DOCUMENT)),
+        added=_COUNT,
+        changed=_COUNT,
+        unchanged=_COUNT,
+        passages=_COUNT,
+        embedded=_COUNT,
+        truncated=_COUNT,
+        problems=_list(_object(source=_TEXT, reason=_TEXT)),
+        ms=_NUMBER,
+    ),
+    "list_documents": _object(data=_list(_object(**_DOCUMENT)), total=_COUNT, has_more=_FLAG),
+    "show_document": _object(**_DOCUMENT, passages=_list(_object(chunk=_COUNT, text=_TEXT))),
+    "forget_document": _object(forgotten=_COUNT, passages=_COUNT),
     "list_models": _object(object=_TEXT, data=_list(_MODEL)),
     "show_model": _MODEL,
     "tokenize": _object(

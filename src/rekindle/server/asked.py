@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
 from rekindle.core.grammar import Grammar
 from rekindle.core.request import Message, Options, PromptLike, Request
+from rekindle.run.ask import AskOptions
 from rekindle.server.problem import Problem
 from rekindle.server.schema import (
     Asked,
+    AskRequest,
     Cached,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
+    DocumentText,
     PromptRequest,
     Sampled,
 )
@@ -55,7 +58,46 @@ def chat_request(body: ChatRequest, tenant: str, most_tokens: int) -> Request:
         options["parallel_tool_calls"] = body.parallel_tool_calls is not False
     elif body.tool_choice not in (None, "none", "auto"):
         raise Problem(400, "tool_choice needs tools. Send them along.", param="tool_choice")
+    if body.rekindle is not None and body.rekindle.documents:
+        options["documents"] = documents_of(body.rekindle.documents, "rekindle.documents")
+        if body.rekindle.knowledge is not None:
+            raise Problem(400, "Give either documents or knowledge.", param="rekindle.knowledge")
     return Request.of(messages_of(body.messages), **options)
+
+
+def documents_of(given: Sequence[str | DocumentText], field: str) -> list[dict[str, str]]:
+    """Documents as the session takes them: their texts, and what else is known of them.
+
+    Raises `Problem` 400 that names the one that says nothing.
+    """
+    found = []
+    for number, item in enumerate(given):
+        text = item if isinstance(item, str) else item.said
+        if not text.strip():
+            message = "It has no text. Give one, as a text or as {'text': ..., 'title': ...}."
+            raise Problem(400, f"{field}.{number}: {message}", param=f"{field}.{number}")
+        about = {} if isinstance(item, str) else item.model_dump(include={"title", "source"}, exclude_none=True)
+        found.append({"text": text, **about})
+    return found
+
+
+def looked_for(body: ChatRequest) -> str:
+    """What a chat wants to know: what the user said last. Raises `Problem` 400 if that is nothing."""
+    said = [_text_of(message.content) for message in body.messages if message.role == "user"]
+    if not said or not (said[-1] or "").strip():
+        raise Problem(400, "The user said nothing that could be looked for.", param="messages")
+    return str(said[-1])
+
+
+def ask_options(body: AskRequest, tenant: str, most_tokens: int) -> AskOptions:
+    """How a question is answered."""
+    options: dict[str, Any] = {**_options(body, tenant, most_tokens, None)}
+    options |= {"top_k": body.top_k, "retrieval": body.retrieval}  # passages, not tokens to draw from
+    if body.temperature is None:
+        options["temperature"] = 0.0
+    if body.instructions is not None:
+        options["instructions"] = body.instructions
+    return cast(AskOptions, options)
 
 
 def completion_requests(body: CompletionRequest, tenant: str, most_tokens: int) -> list[Request]:

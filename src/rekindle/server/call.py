@@ -23,7 +23,6 @@ from rekindle.server.schema import Asked, Cached
 from rekindle.server.service import Happened, Service
 from rekindle.server.stream import EventStream, while_there
 
-
 _Result = TypeVar("_Result")
 PAGE = 100
 MOST_PAGE = 1000

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
 from rekindle.core.reply import Drawn, Piece, Reply
-from rekindle.core.request import Request
+from rekindle.core.request import Message, Request
+from rekindle.run.ask import Prepared
 from rekindle.run.tools import Parsed, ToolParser, style_of
-from rekindle.server.asked import chat_request, variant
+from rekindle.server.asked import chat_request, looked_for, variant
 from rekindle.server.call import Call
 from rekindle.server.job import Finished
-from rekindle.server.replies import chat_logprobs, new_id, plan_header, rekindle_of, timings_of, usage_of
+from rekindle.server.replies import (
+    chat_logprobs,
+    new_id,
+    plan_header,
+    quoting_of,
+    rekindle_of,
+    timings_of,
+    usage_of,
+)
 from rekindle.server.schema import ChatRequest
 from rekindle.server.service import Happened
 
@@ -23,20 +33,45 @@ async def answer_chat(call: Call, body: ChatRequest) -> Response:
     """The reply to a chat, whole or as a stream."""
     call.check_model(body.model)
     request = chat_request(body, call.caller.tenant, call.service.most_tokens())
+    prepared = await _prepared(call, body, request)
+    if prepared is not None:
+        request = replace(request, quotes=prepared.request.quotes)
     requests = [variant(request, number) for number in range(body.n)]
     happened = call.service.answer(requests, call.caller, body)
     head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": call.service.model}
     if body.stream:
         first, rest = await call.begin(happened)
-        chunks = _Chunks(call, body, request, head)
+        chunks = _Chunks(call, body, request, head, prepared)
         return call.stream(chunks.write(rest), first, rest)
     planned, replies = await call.collect(happened, len(requests))
     choices = [_choice(number, reply, body) for number, reply in enumerate(replies)]
     told = {"usage": usage_of(replies), "timings": timings_of(replies[0])}
     about = rekindle_of(replies[0].reuse, call.ignored(body))
+    about |= quoting_of(len(request.quotes), replies[0], prepared)
     return JSONResponse(
         {**head, "object": "chat.completion", "choices": choices, **told, "rekindle": about},
         headers=plan_header(planned),
+    )
+
+
+async def _prepared(call: Call, body: ChatRequest, request: Request) -> Prepared | None:
+    """What the library has for a chat; None if it does not ask for that."""
+    wanted = body.rekindle.knowledge if body.rekindle is not None else None
+    if wanted is None:
+        return None
+    question, session = looked_for(body), call.service.session
+    chat = [message for message in request.prompt if isinstance(message, Message)]
+    return await call.aside(
+        lambda: session.prepare(
+            question,
+            messages=chat,
+            top_k=wanted.top_k,
+            retrieval=wanted.retrieval,
+            max_tokens=request.max_tokens,
+            tools=request.tools,
+            tenant=request.tenant,
+            cache_salt=request.cache_salt,
+        )
     )
 
 
@@ -56,8 +91,17 @@ def _choice(number: int, reply: Reply, body: ChatRequest) -> dict[str, Any]:
 class _Chunks:
     """A chat's reply in pieces."""
 
-    def __init__(self, call: Call, body: ChatRequest, request: Request, head: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        call: Call,
+        body: ChatRequest,
+        request: Request,
+        head: Mapping[str, Any],
+        prepared: Prepared | None = None,
+    ) -> None:
         self._body = body
+        self._given = len(request.quotes)
+        self._prepared = prepared
         self._ignored = call.ignored(body)
         self._head = {**head, "object": "chat.completion.chunk"}
         template = call.service.session.engine.tokenizer.template
@@ -110,5 +154,5 @@ class _Chunks:
     def _last(self, choice: int, reply: Reply) -> dict[str, Any]:
         reason = "tool_calls" if self._called[choice] else reply.finish_reason
         chunk = {"index": choice, "delta": {}, "logprobs": self._likely(choice), "finish_reason": reason}
-        about = rekindle_of(reply.reuse, self._ignored)
+        about = rekindle_of(reply.reuse, self._ignored) | quoting_of(self._given, reply, self._prepared)
         return {**self._head, "choices": [chunk], "timings": timings_of(reply), "rekindle": about}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rekindle.core.reply import Drawn, Likelihood, Reply, Reuse
+from rekindle.run.ask import Prepared
 
 PLAN_HEADER = "X-Rekindle-Plan"
 
@@ -65,6 +67,26 @@ def rekindle_of(reuse: Reuse, ignored: Sequence[str] = ()) -> dict[str, Any]:
         "cold_ms": None if reuse.cold_seconds is None else round(reuse.cold_seconds * 1e3, 3),
         "ignored": list(ignored),
     }
+
+
+def sources_of(prepared: Prepared) -> list[dict[str, Any]]:
+    """The passages that the model was given, as they are, whatever they say."""
+    return [asdict(source) for source in prepared.sources]
+
+
+def retrieval_of(prepared: Prepared) -> dict[str, Any]:
+    """How they were found, how long that took, and how many of them did not fit."""
+    found = prepared.retrieved
+    left = len(found.hits) - len(prepared.sources)
+    return {"how": found.retrieval, "ms": round(found.seconds * 1e3, 3), "left_out": left}
+
+
+def quoting_of(given: int, reply: Reply, prepared: Prepared | None = None) -> dict[str, Any]:
+    """What became of the documents of a chat."""
+    if prepared is not None:
+        return {"sources": sources_of(prepared), "retrieval": retrieval_of(prepared)}
+    quoted = reply.usage.quoted_passages
+    return {"documents": {"quoted": quoted, "left_out": given - quoted}} if given else {}
 
 
 def chat_logprobs(drawn: Sequence[Drawn]) -> dict[str, Any]:

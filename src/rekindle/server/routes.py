@@ -8,19 +8,24 @@ from typing import Any
 
 from starlette.responses import Response
 
-from rekindle.server import admin, plain
+from rekindle.server import admin, knowledge, plain
+from rekindle.server.ask import answer_question
+from rekindle.server.call import MOST_PAGE, PAGE
 from rekindle.server.chat import answer_chat
 from rekindle.server.completions import answer_completion
 from rekindle.server.embeddings import answer_embeddings
 from rekindle.server.schema import (
     AppRequest,
     Asked,
+    AskRequest,
     ChatRequest,
     CheckRequest,
     CompletionRequest,
     DetokenizeRequest,
+    DocumentsRequest,
     EmbeddingsRequest,
     PromptRequest,
+    SearchRequest,
     TokenizeRequest,
 )
 
@@ -50,10 +55,13 @@ class Endpoint:
             {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
             for name in names
         ]
-        if self.answer is admin.list_entries:
-            limit = {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}
+        if self.answer in (admin.list_entries, knowledge.list_documents):
+            limit = {"type": "integer", "minimum": 1, "maximum": MOST_PAGE, "default": PAGE}
             told.append({"name": "limit", "in": "query", "schema": limit})
             told.append({"name": "after", "in": "query", "schema": {"type": "string"}})
+        if self.answer in (knowledge.list_documents, knowledge.show_document, knowledge.forget_document):
+            salt = {"type": "string", "maxLength": knowledge.MOST_SALT}
+            told.append({"name": "cache_salt", "in": "query", "schema": salt})
         return told
 
 
@@ -68,6 +76,12 @@ ENDPOINTS = (
     Endpoint("POST", "/detokenize", plain.detokenize, DetokenizeRequest),
     Endpoint("GET", "/health", plain.health, open=True),
     Endpoint("GET", "/metrics", plain.metrics, media_type="text/plain"),
+    Endpoint("POST", f"{_OWN}/ask", answer_question, AskRequest, streams=True),
+    Endpoint("POST", f"{_OWN}/search", knowledge.search_documents, SearchRequest),
+    Endpoint("POST", f"{_OWN}/documents", knowledge.add_documents, DocumentsRequest),
+    Endpoint("GET", f"{_OWN}/documents", knowledge.list_documents),
+    Endpoint("GET", f"{_OWN}/documents/{{name}}", knowledge.show_document),
+    Endpoint("DELETE", f"{_OWN}/documents/{{name}}", knowledge.forget_document),
     Endpoint("GET", f"{_OWN}/server", admin.show_server),
     Endpoint("GET", f"{_OWN}/stats", admin.show_stats),
     Endpoint("GET", f"{_OWN}/entries", admin.list_entries),

@@ -114,10 +114,9 @@ class DocumentText(Asked):
     title: Text | None = Field(None, max_length=1024, description="For people, and found by; else how it begins.")
 
     @property
-    def said(self) -> str | None:
-        """What it says; None if that is nothing."""
-        text = self.page_content if self.text is None else self.text
-        return text if text is not None and text.strip() else None
+    def said(self) -> str:
+        """What it says, by whichever name."""
+        return (self.page_content if self.text is None else self.text) or ""
 
 
 class SourceText(DocumentText):
@@ -133,9 +132,7 @@ def _form(given: object) -> str:
 
 
 # Told apart before they are looked at, so that what is wrong is told of the right one.
-GivenDocument = Annotated[
-    Annotated[Text, Tag("text")] | Annotated[DocumentText, Tag("document")], Discriminator(_form)
-]
+GivenDocument = Annotated[Annotated[Text, Tag("text")] | Annotated[DocumentText, Tag("document")], Discriminator(_form)]
 GivenSource = Annotated[Annotated[Text, Tag("text")] | Annotated[SourceText, Tag("document")], Discriminator(_form)]
 
 

@@ -86,10 +86,10 @@ class Chains:
             above = self.read(connection, spot.extent)
         return None
 
-    def read(self, connection: sqlite3.Connection, extent: int) -> Stretch | None:
-        """An extent, as it is or as it was when it came; None if it has no blocks."""
+    def read(self, connection: sqlite3.Connection, extent: int, *, fresh: bool = False) -> Stretch | None:
+        """An extent, as it was when it came, or, `fresh`, as it is; None if it has no blocks."""
         held = self._held.get(extent)
-        if held is not None:
+        if held is not None and not fresh:
             self._held.move_to_end(extent)
             return held
         select = "SELECT extent, shelf, parent, tokens FROM blocks WHERE extent=? ORDER BY place"

@@ -88,6 +88,20 @@ class _Group:
     shelves: dict[int, str]
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A token: so many after the beginning of a stretch, or before it."""
+
+    stretch: Stretch
+    start: int
+
+    def spot(self, connection: sqlite3.Connection, chains: Chains) -> Spot | None:
+        """The block that has it; None if it went."""
+        if self.start >= 0:
+            return Spot(self.stretch.extent, self.start // BLOCK_TOKENS)
+        return chains.above(connection, self.stretch, -(self.start // BLOCK_TOKENS))
+
+
 class _Purge:
     """One purge: what it goes through, and what it has removed so far."""
 
@@ -154,26 +168,36 @@ class _Purge:
             last = min(being_written) - 1
 
     def _cut_next(self, chains: Chains, runs: Runs, last: int) -> Sequence[Stretch]:
+        """Cut the next chains; which they were."""
         with self._database.scanning() as connection:
             stretches = chains.after(connection, last, _BLOCKS_A_CHUNK)
-            segments = []
-            for stretch in stretches:
-                before = chains.before(connection, stretch, runs.longest - 1)
-                segments.append(Segment(before + stretch.tokens, len(before) // TOKEN_BYTES))
-            # Where the run begins: at so many tokens after the stretch does, or before it.
-            found = [
-                (stretch, start - segment.own)
-                for stretch, segment, start in zip(stretches, segments, runs.first(segments), strict=True)
-                if start is not None
-            ]
-            below = self._below(connection, filter(None, [_spot(connection, chains, *one) for one in found]))
-        for row in below:
-            self._blocks += row.live
-            self._count_file(row)
-        self._room.cut_all(below)
-        self._cut(chains, found)
-        self._room.sweep()
+            found, below = self._find(connection, chains, runs, stretches)
+        while found:
+            for row in below:
+                self._blocks += row.live
+                self._count_file(row)
+            self._room.cut_all(below)
+            shorter = self._cut(chains, found)
+            self._room.sweep()
+            with self._database.scanning() as connection:  # where they end now, another run may begin
+                again = [chains.read(connection, id, fresh=True) for id in shorter]
+                found, below = self._find(connection, chains, runs, [one for one in again if one is not None])
         return stretches
+
+    def _find(
+        self, connection: sqlite3.Connection, chains: Chains, runs: Runs, stretches: Sequence[Stretch]
+    ) -> tuple[list[_Place], list[catalog.Extent]]:
+        """Where the first runs in stretches begin, and the extents that hang on that."""
+        segments = []
+        for stretch in stretches:
+            before = chains.before(connection, stretch, runs.longest - 1)
+            segments.append(Segment(before + stretch.tokens, len(before) // TOKEN_BYTES))
+        found = [
+            _Place(stretch, start - segment.own)
+            for stretch, segment, start in zip(stretches, segments, runs.first(segments), strict=True)
+            if start is not None
+        ]
+        return found, self._below(connection, filter(None, [place.spot(connection, chains) for place in found]))
 
     def _below(self, connection: sqlite3.Connection, spots: Iterator[Spot]) -> list[catalog.Extent]:
         """The extents that hang on blocks from these on, the deepest first: so that no transaction becomes long."""
@@ -190,14 +214,18 @@ class _Purge:
             todo.extend((id, 0) for id in new)
         return [row for id in reversed(found) if (row := catalog.extent(connection, id)) is not None]
 
-    def _cut(self, chains: Chains, found: Sequence[tuple[Stretch, int]]) -> None:
-        """Cut where runs begin, as the rows are now: what moved to another extent meanwhile comes later."""
+    def _cut(self, chains: Chains, found: Sequence[_Place]) -> set[int]:
+        """Cut where runs begin, as the rows are now: what moved to another extent meanwhile comes later.
+
+        Which extents are shorter by that.
+        """
+        shorter: set[int] = set()
         todo = deque(found)
         while todo:
             blocks = blocks_a_transaction(self._database)
             with self._database.writing() as connection:
                 while todo and blocks > 0:
-                    spot = _spot(connection, chains, *todo.popleft())
+                    spot = todo.popleft().spot(connection, chains)
                     row = None if spot is None else catalog.extent(connection, spot.extent)
                     if spot is None or row is None or row.live <= spot.place:
                         continue
@@ -207,7 +235,9 @@ class _Purge:
                     if spot.place == 0:
                         self._count_file(row)
                     else:
-                        self._shorter.add(row.id)
+                        shorter.add(row.id)
+        self._shorter |= shorter
+        return shorter
 
     def _being_written(self, group: _Group) -> set[int]:
         self._room.recover()
@@ -321,13 +351,6 @@ class _Purge:
                 f"Files of {self._disk.folder} cannot be removed: perhaps another process has them open. "
                 "Run it again when that process is done."
             )
-
-
-def _spot(connection: sqlite3.Connection, chains: Chains, stretch: Stretch, start: int) -> Spot | None:
-    """The block that has the token `start` tokens after the beginning of a stretch, or before it; None if it went."""
-    if start >= 0:
-        return Spot(stretch.extent, start // BLOCK_TOKENS)
-    return chains.above(connection, stretch, -(start // BLOCK_TOKENS))
 
 
 def _tokenizer(fields: str | None) -> str | None:

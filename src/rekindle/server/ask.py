@@ -1,0 +1,61 @@
+"""/v1/rekindle/ask: questions about documents, answered with their sources."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from rekindle.core.reply import Piece, Reply
+from rekindle.run.ask import Prepared
+from rekindle.server.asked import ask_options
+from rekindle.server.call import Call
+from rekindle.server.job import Finished
+from rekindle.server.replies import (
+    new_id,
+    plan_header,
+    rekindle_of,
+    retrieval_of,
+    sources_of,
+    timings_of,
+    usage_of,
+)
+from rekindle.server.schema import AskRequest
+from rekindle.server.service import Happened
+
+
+async def answer_question(call: Call, body: AskRequest) -> Response:
+    """The answer to a question from the caller's own documents, with its sources, whole or as a stream."""
+    call.check_model(body.model)
+    session, options = call.service.session, ask_options(body, call.caller.tenant, call.service.most_tokens())
+    prepared = await call.aside(lambda: session.prepare(body.question, **options))
+    happened = call.service.answer([prepared.request], call.caller, body)
+    head = {"id": new_id("answer"), "created": int(time.time()), "model": call.service.model}
+    if body.stream:
+        first, rest = await call.begin(happened)
+        return call.stream(_chunks(head, prepared, rest, call.ignored(body)), first, rest)
+    planned, (reply,) = await call.collect(happened, 1)
+    told = {"question": body.question, "answer": reply.text, "sources": sources_of(prepared)}
+    ended = _ended(reply, prepared, call.ignored(body))
+    return JSONResponse({**head, "object": "rekindle.answer", **told, **ended}, headers=plan_header(planned))
+
+
+async def _chunks(
+    head: Mapping[str, Any], prepared: Prepared, happened: AsyncGenerator[Happened, None], ignored: list[str]
+) -> AsyncGenerator[Mapping[str, Any], None]:
+    """The sources, then the answer in pieces, then all that is known at its end."""
+    head = {**head, "object": "rekindle.answer.chunk"}
+    yield {**head, "sources": sources_of(prepared), "delta": "", "finish_reason": None}
+    async for what in happened:
+        if isinstance(what.event, Piece):
+            yield {**head, "delta": str(what.event), "finish_reason": None}
+        elif isinstance(what.event, Finished):
+            yield {**head, "delta": "", **_ended(what.event.reply, prepared, ignored)}
+
+
+def _ended(reply: Reply, prepared: Prepared, ignored: list[str]) -> dict[str, Any]:
+    about = {**rekindle_of(reply.reuse, ignored), "retrieval": retrieval_of(prepared)}
+    told = {"usage": usage_of([reply]), "timings": timings_of(reply), "rekindle": about}
+    return {"finish_reason": reply.finish_reason, **told}

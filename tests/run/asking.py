@@ -1,0 +1,44 @@
+"""Sessions with documents, and a search for what must not be left of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+
+def forms_of_tokens(tokens: Sequence[int], window: int = 8) -> Iterator[bytes]:
+    """Every run of so many tokens, in every form that somebody might have written it in."""
+    for start in range(max(1, len(tokens) - window + 1)):
+        run = list(tokens[start : start + window])
+        for kind in ("<u2", ">u2", "<u4", ">u4", "<i8", ">i8"):
+            if max(run) < 2 ** (8 * int(kind[-1])):
+                yield np.array(run).astype(kind).tobytes()
+        yield json.dumps(run).encode()
+        yield json.dumps(run, separators=(",", ":")).encode()
+        yield " ".join(map(str, run)).encode()
+
+
+def forms_of_text(text: str, window: int = 24) -> Iterator[bytes]:
+    """Every so many characters of a text, in every form."""
+    for start in range(max(1, len(text) - window + 1)):
+        part = text[start : start + window]
+        yield part.encode("utf-8")
+        yield part.encode("utf-16-le")
+        yield json.dumps(part)[1:-1].encode()
+        yield json.dumps(part, ensure_ascii=False)[1:-1].encode()
+
+
+def traces(folder: Path, wanted: Iterator[bytes] | Sequence[bytes]) -> dict[str, list[bytes]]:
+    """Which of the byte strings are in which file under a folder."""
+    found: dict[str, list[bytes]] = {}
+    patterns = set(wanted)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            data = path.read_bytes()
+            hits = [pattern for pattern in patterns if pattern in data]
+            if hits:
+                found[str(path.relative_to(folder))] = hits
+    return found
