@@ -1,4 +1,5 @@
-"""`make demo`: the same questions cold and warm, across a restart, with damage and with isolation. Text proved equal.
+"""`make demo`: the same questions cold and warm, across a restart, with damage and with isolation; then questions about
+a small library of documents. Text proved equal.
 
 Nothing is left behind: the demo's cache is a temporary folder of its own. `--readme` also writes the table into README.
 """
@@ -22,10 +23,12 @@ from rich.table import Table
 
 from rekindle import Reply, Session
 from rekindle.bench.base import machine
+from rekindle.bench.personal import personal_sets
 
 NEW_TOKENS = 16
 RULES_WORDS = 260
 QUESTIONS = ("Who brought the lamp?", "What is this text about?", "Name one object in it.")
+ASKED = 3
 CHANGED = ("Where does it happen?", "How many people are in it?")
 
 
@@ -59,7 +62,11 @@ class Line:
 def main() -> None:
     """Run the demo, or a part of it in a process of its own."""
     if len(sys.argv) > 1 and sys.argv[1] != "--readme":
-        part: Callable[[dict[str, Any]], list[dict[str, Any]]] = {"restart": restart, "theirs": theirs}[sys.argv[1]]
+        part: Callable[[dict[str, Any]], list[dict[str, Any]]] = {
+            "restart": restart,
+            "theirs": theirs,
+            "asked again": ask_again,
+        }[sys.argv[1]]
         json.dump(part(json.load(sys.stdin)), sys.stdout)
         return
     console = Console(highlight=False)
@@ -67,23 +74,22 @@ def main() -> None:
     console.print(f"[bold]Rekindle[/bold] on {about['processor']}, {about['cores']} cores")
     with tempfile.TemporaryDirectory(prefix="rekindle-demo-") as folder:
         size, lines = measure(console, Path(folder) / "cache")
+        told, answers = measure_answers(console, Path(folder) / "answers")
     console.print("Model: SmolLM2-135M, the embedded default. It shows speed; its answers are weak.")
     console.print(f"Prompt: {size} tokens of rules and a question; {NEW_TOKENS} tokens of reply.")
     console.print("Medians (range) of as many runs as the last column counts.\n")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("", "first token", "speed-up", "cached", "same text"):
-        table.add_column(column, justify="left" if not column else "right")
+    show(console, lines)
+    console.print(f"\n{told}\n")
+    show(console, answers)
     cold = statistics.median(lines[0].seconds)
-    for line in lines:
-        table.add_row(*line.cells(cold))
-    console.print(table)
     console.print(
         "\nTry:     .venv/bin/rekindle chat smollm2         turns after the first start at once, also tomorrow\n"
+        "         .venv/bin/rekindle ingest docs; .venv/bin/rekindle ask 'How do I limit the cache?'\n"
         "         .venv/bin/rekindle explain --last       why the last request was not faster\n"
         "         .venv/bin/rekindle bench prefix --quick\n"
         "Remove:  .venv/bin/rekindle cache clear; .venv/bin/rekindle rm smollm2 minilm; make clean"
     )
-    if not all(all(line.same) for line in lines):
+    if not all(all(line.same) for line in [*lines, *answers]):
         sys.exit("The texts differ: this should never happen. Please report it.")
     if len(sys.argv) > 1:
         write_readme(
@@ -140,6 +146,64 @@ def measure(console: Console, folder: Path) -> tuple[int, list[Line]]:
         for reply, right in zip(run_part("theirs", {"prompts": prompts[:2]}), expected, strict=False):
             alone.add(reply, right)
     return size, lines
+
+
+def measure_answers(console: Console, folder: Path) -> tuple[str, list[Line]]:
+    """Ingest documents and ask about them: what happened in words, and the lines of a table, cold first."""
+    person = personal_sets(None)[0].people[0]
+    asked = [question.text for question in person.questions[:ASKED]]
+    names = ("question, cold", "asked again", "NEW PROCESS, from disk")
+    cold, again, new = lines = [Line(name) for name in names]
+    with console.status("ingesting documents") as status, Session("smollm2", cache=str(folder)) as session:
+        session.knowledge.embedder()
+        done = session.ingest(documents=person.documents)
+        status.update("asking")
+        expected = []
+        for question in asked:
+            right = answer(session, question, reuse="off")
+            expected.append(right["tokens"])
+            cold.add(answer(session, question), right["tokens"])
+            again.add(answer(session, question), right["tokens"])
+        shown = session.ask(asked[0], max_tokens=1)
+    with console.status("a new process"):
+        for reply, tokens in zip(
+            run_part("asked again", {"folder": str(folder), "asked": asked}), expected, strict=True
+        ):
+            new.add(reply, tokens)
+    source = shown.sources[0]
+    told = (
+        f"[bold]Documents[/bold]: {done.added} ingested, {done.passages} passages, {done.seconds:.1f} s. "
+        f"Each question quotes five, found in {shown.retrieve_seconds * 1e3:.0f} ms.\n"
+        f"  {asked[0]}\n  \\[1] {source.title}: {source.text.splitlines()[-1][:90]} ..."
+    )
+    return told, lines
+
+
+def answer(session: Session, question: str, **options: Any) -> dict[str, Any]:
+    """Ask about the documents when nothing else is going on."""
+    session.flush()
+    found = session.ask(question, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, **options)
+    seconds, cached = found.timings.first_token_seconds, found.usage.cached_tokens
+    return {"seconds": seconds, "cached": cached, "tokens": list(found.tokens)}
+
+
+def ask_again(task: dict[str, Any]) -> list[dict[str, Any]]:
+    """In a new process: every question again."""
+    with Session("smollm2", cache=task["folder"], memory_limit=0) as session:
+        session.generate("Hello", max_tokens=2, reuse="off")
+        session.knowledge.search(task["asked"][0])  # loads the embedder and the vectors
+        return [answer(session, question) for question in task["asked"]]
+
+
+def show(console: Console, lines: list[Line]) -> None:
+    """A table of lines, the first of them cold."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("", "first token", "speed-up", "cached", "same text"):
+        table.add_column(column, justify="left" if not column else "right")
+    cold = statistics.median(lines[0].seconds)
+    for line in lines:
+        table.add_row(*line.cells(cold))
+    console.print(table)
 
 
 def chat(rules: str, question: str) -> list[dict[str, str]]:

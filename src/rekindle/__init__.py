@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOME_OF = {
+    "Answer": "rekindle.core.answer",
+    "AnswerStream": "rekindle.run.ask",
     "AsyncStream": "rekindle.run.stream",
     "Grammar": "rekindle.core.grammar",
     "Message": "rekindle.core.request",
@@ -28,6 +30,8 @@ _HOME_OF = {
 }
 
 __all__ = [
+    "Answer",
+    "AnswerStream",
     "AsyncStream",
     "Grammar",
     "Message",
@@ -41,11 +45,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from rekindle.core.answer import Answer
     from rekindle.core.grammar import Grammar
     from rekindle.core.reply import Reply
     from rekindle.core.request import Message
     from rekindle.errors import RekindleError
     from rekindle.integrate.transformers import attach
+    from rekindle.run.ask import AnswerStream
     from rekindle.run.session import Session
     from rekindle.run.stream import AsyncStream, Stream
     from rekindle.settings import Settings

@@ -12,7 +12,7 @@ import pytest
 
 from rekindle import Session
 from rekindle.bench.personal import personal_sets
-from rekindle.core.document import Quote
+from rekindle.core.document import Document, Quote, Section
 from rekindle.core.request import Request
 from rekindle.run.prompt import encode_prompt
 from tests.run.asking import forms_of_text, forms_of_tokens, traces
@@ -20,6 +20,10 @@ from tests.run.asking import forms_of_text, forms_of_tokens, traces
 pytestmark = pytest.mark.real
 
 PERSON = personal_sets(None)[0].people[0]
+SECRET = (
+    "The combination of the chartroom safe is 83-14-27, and only Agneta Falkenrath knows it. She pencilled it on the "
+    "back of the photograph beside the barometer. A xylographer from Ormundsby once cut it into pearwood by mistake."
+)
 ENGINES = [
     pytest.param({"engine": "hf"}, id="hf"),
     pytest.param(
@@ -101,9 +105,9 @@ def test_control_tokens_in_a_passage_stay_text(session: Session) -> None:
 
 def test_nothing_of_a_forgotten_document_is_left(settings: dict[str, Any], tmp_path: Path) -> None:
     own = {**settings, "cache": tmp_path / "cache", "knowledge": tmp_path / "knowledge"}
-    secret = PERSON.documents[3]
+    secret = Document("vault/safe", "The safe in the chartroom", (Section(SECRET),))
     with Session("smollm2", **own) as session:
-        session.ingest(documents=PERSON.documents[:6])
+        session.ingest(documents=[*PERSON.documents[:6], secret])
         asked = session.ask(secret.title, top_k=3, max_tokens=4)
         assert secret.source in {source.source for source in asked.sources}
         session.flush()

@@ -6,11 +6,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rekindle import Session
 from rekindle.core.document import Quote
+from rekindle.core.keys import token_bytes
 from rekindle.core.request import Request
 from rekindle.engine.base import Logits, Row
 from rekindle.engine.fake import FakeEngine
@@ -192,14 +194,30 @@ def test_a_document_removed_while_it_is_asked_about_leaves_no_kv(tmp_path: Path,
         tokens = session.engine.tokenizer.encode(LAMPS)
         with session.cache.store.disk.database.reading() as connection:
             kept = b"".join(row[0] for row in connection.execute("SELECT tokens FROM blocks ORDER BY extent, place"))
-        assert bytes(np_tokens(tokens[8:24])) not in kept
+        assert token_bytes(tokens[8:24]) not in kept
         assert not [one for one in history.last(session.cache.store.disk, 10) if "Vesk" in str(one.record)]
 
 
-def np_tokens(tokens: Sequence[int]) -> bytes:
-    from rekindle.core.keys import token_bytes
+def test_a_document_removed_in_the_moment_its_kv_is_kept_leaves_none(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = session.knowledge.library()
+    gone = library.find("The ")
+    noted = library.note_tokens
 
-    return token_bytes(tokens)
+    def then_removed(*given: Any) -> bool:
+        allowed = noted(*given)
+        library.remove([entry.id for entry in gone])  # as another process might, a moment later
+        return allowed
+
+    monkeypatch.setattr(library, "note_tokens", then_removed)
+    assert session.ask("lamp", top_k=1, retrieval="bm25", max_tokens=4).sources[0].text == LAMPS
+    session.flush()
+    assert session.cache.store is not None
+    with session.cache.store.disk.database.reading() as connection:
+        kept = b"".join(row[0] for row in connection.execute("SELECT tokens FROM blocks ORDER BY extent, place"))
+    assert kept  # the system prompt
+    assert token_bytes(session.engine.tokenizer.encode(LAMPS)[8:24]) not in kept
 
 
 def test_warming_knowledge_prepares_what_questions_begin_with(tmp_path: Path, embedder: str) -> None:

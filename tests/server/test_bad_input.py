@@ -33,6 +33,7 @@ from tests.server.hostile import (
     raw,
     read_until_closed,
 )
+from tests.server.soak import tiny_embedder
 
 pytestmark = pytest.mark.exhaustive
 
@@ -41,7 +42,6 @@ CHAT = "/v1/chat/completions"
 OWN = "/v1/rekindle"
 DEEP = 10_000
 LONELY = "\\ud800"  # half a character, as JSON spells it
-_NO_EMBEDDER = "/v1/embeddings"  # needs a model that these tests do without
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def url(home: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server with usual limits."""
-    session = Session(FakeEngine(), cache=tmp_path_factory.mktemp("cache"), parallel=4)
+    embedder = tiny_embedder(tmp_path_factory.mktemp("embedder"))
+    session = Session(FakeEngine(), cache=tmp_path_factory.mktemp("cache"), parallel=4, embedder=embedder)
+    session.ingest(documents=["hello"])
     with Server(session, ServerSettings(port=0, most_tokens=8)).running() as url:
         yield url
 
@@ -120,7 +122,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/embeddings", "/tokenize", f"{OWN}/explain"])
+@pytest.mark.parametrize(
+    "path", [CHAT, "/v1/completions", "/v1/embeddings", "/tokenize", f"{OWN}/explain", f"{OWN}/documents"]
+)
 def test_a_body_that_is_no_request_is_refused(url: str, path: str, name: str) -> None:
     assert_refused(ask(url, "POST", path, BROKEN[name]), 400)
 
@@ -144,6 +148,9 @@ BASE: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "hello"},
     "/tokenize": {"content": "hello"},
     "/detokenize": {"tokens": [104]},
+    f"{OWN}/ask": {"question": "hello", "max_tokens": 0},
+    f"{OWN}/search": {"query": "hello"},
+    f"{OWN}/documents": {"documents": ["hello"]},
     f"{OWN}/check": {},
     f"{OWN}/warm": {"prompt": "hello"},
     f"{OWN}/explain": {"prompt": "hello"},
@@ -167,8 +174,6 @@ def test_a_value_that_the_schema_does_not_allow_is_refused_and_the_field_named(u
             valid = jsonschema_rs.validator_for({**schema, "components": components})
             for value in VALUES:
                 body = {**BASE[endpoint.path], name: value}
-                if endpoint.path == _NO_EMBEDDER and valid.is_valid(value):
-                    continue
                 got = client.request(endpoint.method, path, json=body)
                 answer = Answer(got.status_code, dict(got.headers), got.content)
                 if answer.status != 200:
@@ -412,6 +417,8 @@ def test_a_name_that_is_a_trick_names_nothing(url: str, name: str) -> None:
     for method, path in (
         ("GET", f"/v1/models/{name}"),
         ("DELETE", f"{OWN}/entries/{name}"),
+        ("GET", f"{OWN}/documents/{name}"),
+        ("DELETE", f"{OWN}/documents/{name}"),
         ("PUT", f"{OWN}/entries/{name}/pin"),
         ("DELETE", f"{OWN}/entries/{name}/pin"),
         ("GET", f"/{name}"),
@@ -426,7 +433,8 @@ def test_a_name_that_is_a_trick_names_nothing(url: str, name: str) -> None:
     "query", ["limit=x", "limit=-1", "limit=0", "limit=1e9", "limit=" + "9" * 5000, "limit=%00", "limit=%D9%A1"]
 )
 def test_a_page_without_size_is_refused(url: str, query: str) -> None:
-    assert_refused(ask(url, "GET", f"{OWN}/entries?{query}"), 400)
+    for what in ("entries", "documents"):
+        assert_refused(ask(url, "GET", f"{OWN}/{what}?{query}"), 400)
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,11 @@ def ingest(
                 _show(done)
             return done
 
-        done = once(paths)
         if watch:
             _watch(paths, once)
-        elif done.problems and not done.changes + done.unchanged:
+            return
+        done = once(paths)
+        if done.problems and not done.changes + done.unchanged:
             raise typer.Exit(1)
 
 
@@ -79,7 +80,7 @@ def list_documents(settings: dict[str, Any], json: AsJson = False) -> None:
         print_json([asdict(entry) for entry in entries])
         return
     rows = [
-        [entry.name, printable(entry.title)[:60], str(entry.chunks), _when(entry.added), entry.app or "",
+        [entry.name, printable(entry.title)[:60], str(entry.chunks), _when(entry.added), printable(entry.app or ""),
          printable(entry.source)]
         for entry in entries
     ]  # fmt: skip
@@ -224,7 +225,7 @@ def _progress() -> Iterator[Callable[[Step], None]]:
         task = bar.add_task("", total=None)
 
         def report(step: Step) -> None:
-            words = f"{step.documents:,} documents, {step.passages:,} passages  {escape(printable(step.name))[:40]}"
+            words = f"{step.documents:,} documents, {step.passages:,} passages  {escape(printable(step.name)[:40])}"
             bar.update(task, completed=step.files_done, total=step.files, description=words)
 
         yield report
@@ -245,7 +246,7 @@ def _show(done: Ingested) -> None:
 
 
 def _watch(paths: list[str], once: Callable[[list[str]], Ingested]) -> None:
-    """Ingest what changes, until somebody stops it."""
+    """Ingest everything, then what changes, until somebody stops it."""
     from rekindle.cli.console import notes
     from rekindle.knowledge.watch import changes
 

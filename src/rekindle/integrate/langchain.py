@@ -53,7 +53,12 @@ from pydantic import Field
 
 __all__ = ["ChatRekindle", "RekindleRetriever"]
 
-_ROLES: Mapping[type, str] = {HumanMessage: "user", AIMessage: "assistant", SystemMessage: "system", ToolMessage: "tool"}
+_ROLES: Mapping[type, str] = {
+    HumanMessage: "user",
+    AIMessage: "assistant",
+    SystemMessage: "system",
+    ToolMessage: "tool",
+}
 
 
 class RekindleRetriever(BaseRetriever):
@@ -199,20 +204,14 @@ class ChatRekindle(BaseChatModel):
         named = ("max_tokens", "temperature", "top_p", "seed", "tenant", "cache_salt")
         return {**{name: getattr(self, name) for name in named}, **self.options}
 
-    def _request(self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, given: Mapping[str, Any]) -> Request:
+    def _request(
+        self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, given: Mapping[str, Any]
+    ) -> Request:
         chosen = {**self._options(), **given}
         if stop is not None:
             chosen["stop"] = stop
         documents = [_given(item) for item in chosen.pop("documents", None) or ()]
-        own = iter(
-            quotes_of(
-                self.session,
-                [item for item in documents if isinstance(item, Given)],
-                chosen["tenant"],
-                chosen["cache_salt"],
-            )
-        )
-        chosen["documents"] = [next(own) if isinstance(item, Given) else item for item in documents]
+        chosen["documents"] = quotes_of(self.session, documents, chosen["tenant"], chosen["cache_salt"])
         return Request.of([_message(message) for message in messages], **chosen)
 
     def _result(self, reply: Reply) -> ChatResult:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rekindle.core.document import Quote
+from rekindle.core.document import Quote, title_above
 from rekindle.core.reply import Reply
 from rekindle.knowledge.library import Chunk
 from rekindle.run.knowledge import quote_of
@@ -44,25 +44,25 @@ def id_of(chunk: Chunk) -> str:
     return f"{chunk.name}:{chunk.place}"
 
 
-def quotes_of(
-    session: Session, given: Sequence[Given], tenant: str | None, cache_salt: str | None
-) -> list[Quote | dict[str, str]]:
-    """The texts as a request takes them; passages of the library of that tenant and salt as `ask` quotes them.
+def quotes_of(session: Session, items: Sequence[Any], tenant: str | None, cache_salt: str | None) -> list[Any]:
+    """The items as a request takes documents: each `Given` becomes a quote, others stay as they are.
 
-    A passage that was forgotten since it was retrieved is quoted, but no KV of it is kept.
+    Passages of the library of that tenant and salt become what `Session.ask` makes of them. One that was forgotten
+    since it was retrieved is quoted, but no KV of it is kept.
     """
-    numbers = [item.chunk for item in given if item.chunk is not None]
+    numbers = [item.chunk for item in items if isinstance(item, Given) and item.chunk is not None]
     known = session.knowledge.library(tenant, cache_salt).chunks(numbers) if numbers else {}
-    return [_quote(item, known) for item in given]
+    return [_quote(item, known) if isinstance(item, Given) else item for item in items]
 
 
 def _quote(item: Given, known: Mapping[int, Chunk]) -> Quote | dict[str, str]:
-    number, title = item.chunk, item.about.get("title")
-    plain = {"text": item.text, "title": title if isinstance(title, str) else ""}
+    number, noted = item.chunk, item.about.get("title")
+    title = title_above(noted, item.text) if isinstance(noted, str) else ""
+    plain = {"text": item.text, "title": title}
     if number is None:
         return plain
     if number not in known:
-        return Quote(plain["text"], plain["title"], number)
+        return Quote(item.text, title, number)
     # Whoever changed the text has another one now: its tokens must not stand for those of the passage.
     return quote_of(known[number]) if known[number].passage.shown == item.text else plain
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rekindle.core.document import CUT_SHORT, Document, Section
 from rekindle.core.identity import digest_of_fields
 from rekindle.engine.embedder import Embedder
-from rekindle.errors import InvalidPrompt, UnreadableDocument
+from rekindle.errors import ExtraMissing, InvalidPrompt, RekindleError, UnreadableDocument
 from rekindle.knowledge.library import Cut, Library, document_digest, embedded_text, passage_digest
 from rekindle.knowledge.read.file import Problem, read_file
 from rekindle.knowledge.split import Splitting, split
 from rekindle.knowledge.vectors import stored
-from rekindle.knowledge.walk import Found, walk
+from rekindle.knowledge.walk import Found, is_there, walk
 
 _PASSAGES_AT_ONCE = 64
 _READ_BYTES = 1 << 20
@@ -91,7 +91,7 @@ class Ingester:
         self._done.problems += found.problems
         self._files = len(found.files)
         known = self._library.files()
-        missing = [path for path in found.missing if str(path) not in known]
+        missing = [path for path in found.missing if not _knows(found, path, known)]
         self._done.problems += [Problem(str(path), f"{path} is not there.") for path in missing]
         for path in found.files:
             self._tell(path.name)
@@ -128,8 +128,8 @@ class Ingester:
                 else:
                     sources.add(item.source)
                     self._document(item, str(path))
-        except (UnreadableDocument, OSError) as error:
-            reason = str(error) if isinstance(error, UnreadableDocument) else f"{path} cannot be read ({error})."
+        except (UnreadableDocument, ExtraMissing, OSError) as error:
+            reason = str(error) if isinstance(error, RekindleError) else f"{path} cannot be read ({error})."
             self._done.problems.append(Problem(str(path), reason))
             if not sources:
                 # What it said before is out of date now. It is tried again next time.
@@ -139,6 +139,8 @@ class Ingester:
         self._done.removed += self._library.finish_file(str(path), digest, self._how, sources)
 
     def _document(self, document: Document, file: str | None) -> None:
+        if any(cut.document.source == document.source for cut in self._waiting):
+            self._put()
         known = self._library.known(document.source)
         if known == (document_digest(document), self._how):
             self._done.unchanged += 1
@@ -146,6 +148,11 @@ class Ingester:
         passages = split(document, self._splitting, self._embedder.count_tokens)
         if not passages:
             self._done.problems.append(Problem(document.source, f"{document.source} has no text."))
+            # What it said before is out of date now.
+            old = self._library.entries("d.source=?", (document.source,))
+            if old:
+                self._library.remove([entry.id for entry in old])
+                self._done.removed += len(old)
             return
         self._done.added, self._done.changed = (
             self._done.added + (known is None),
@@ -156,35 +163,35 @@ class Ingester:
             self._put()
 
     def _put(self) -> None:
-        """Embed what is waiting, a part at a time so that people see it move, and put it into the library."""
+        """Embed what is waiting, and put it into the library."""
         if not self._waiting:
             return
-        texts = {
-            passage_digest(cut.document.title, passage): embedded_text(cut.document.title, passage)
-            for cut in self._waiting
-            for passage in cut.passages
-        }
-        vectors = self._library.vectors_of(list(texts))
-        new = [digest for digest in texts if digest not in vectors]
-        for start in range(0, len(new), _PASSAGES_AT_ONCE):
-            some = new[start : start + _PASSAGES_AT_ONCE]
-            vectors |= zip(some, self._embed([texts[digest] for digest in some]), strict=True)
-            self._tell(self._waiting[-1].document.title)
-        cuts = [
-            Cut(
-                cut.document,
-                cut.passages,
-                [vectors[passage_digest(cut.document.title, passage)] for passage in cut.passages],
-                cut.splitting,
-                cut.file,
-                cut.app,
-            )
-            for cut in self._waiting
+        keyed = [
+            (cut, [passage_digest(cut.document.title, passage) for passage in cut.passages]) for cut in self._waiting
         ]
+        texts = {
+            digest: embedded_text(cut.document.title, passage)
+            for cut, digests in keyed
+            for digest, passage in zip(digests, cut.passages, strict=True)
+        }
+        vectors = self._library.vectors_of(list(texts), self._embedder.digest)
+        long = len(texts) - len(vectors) > _PASSAGES_AT_ONCE
+        if not long:
+            vectors = self._completed(vectors, texts)
+        cuts = [replace(cut, vectors=[vectors.get(digest) for digest in digests]) for cut, digests in keyed]
         self._library.put(cuts, self._embedder.digest)
         self._done.passages += sum(len(cut.passages) for cut in cuts)
         self._waiting = []
-        self._tell(cuts[-1].document.title)
+        name = cuts[-1].document.title
+        if long:  # put first, so that each part that was embedded stays, whatever happens
+            self._embed_missing(name)
+        self._tell(name)
+
+    def _completed(self, vectors: Mapping[bytes, bytes], texts: Mapping[bytes, str]) -> dict[bytes, bytes]:
+        """A vector for every text; those that are missing are made."""
+        new = [digest for digest in texts if digest not in vectors]
+        made = self._embed([texts[digest] for digest in new]) if new else []
+        return {**vectors, **dict(zip(new, made, strict=True))}
 
     def _embed(self, texts: Sequence[str]) -> list[bytes]:
         embedded = self._embedder.embed(texts)
@@ -192,12 +199,15 @@ class Ingester:
         self._done.truncated += embedded.truncated
         return stored(embedded.vectors)
 
-    def _embed_missing(self) -> None:
-        """Give vectors to passages that have none of this embedder: it was another one before."""
-        while missing := self._library.without_vector(self._embedder.digest, _PASSAGES_AT_ONCE):
-            vectors = self._embed([embedded_text(chunk.title, chunk.passage) for chunk in missing])
-            self._library.set_vectors(dict(zip((chunk.id for chunk in missing), vectors, strict=True)))
-            self._tell("embedding again")
+    def _embed_missing(self, name: str = "embedding again") -> None:
+        """Give vectors to passages that have none of this embedder: it was another one before, or it was stopped."""
+        whose = self._embedder.digest
+        while missing := self._library.without_vector(whose, _PASSAGES_AT_ONCE):
+            digests = {chunk.id: passage_digest(chunk.title, chunk.passage) for chunk in missing}
+            texts = {digests[chunk.id]: embedded_text(chunk.title, chunk.passage) for chunk in missing}
+            vectors = self._completed(self._library.vectors_of(list(texts), whose), texts)
+            self._library.set_vectors({id: vectors[digest] for id, digest in digests.items()}, whose)
+            self._tell(name)
 
     def _tell(self, name: str) -> None:
         if self._report is not None:
@@ -218,10 +228,15 @@ def parse_documents(given: Iterable[str | Mapping[str, Any] | Document]) -> Iter
         fields: Mapping[str, Any] = {"text": item} if isinstance(item, str) else item
         if not isinstance(fields, Mapping) or not isinstance(fields.get("text"), str) or not fields["text"].strip():
             raise InvalidPrompt(f"Document {number} has no text. Give {{'text': ..., 'title': ..., 'source': ...}}.")
-        text = fields["text"].encode("utf-8", "replace").decode()
-        title = str(fields.get("title") or _first_words(text))
+        text = _valid(fields["text"])
+        title = _valid(str(fields.get("title") or _first_words(text)))
         source = fields.get("source") or fields.get("id") or f"given:{digest_of_fields(title, text)[:16]}"
-        yield Document(str(source), title, (Section(text),))
+        yield Document(_valid(str(source)), title, (Section(text),))
+
+
+def _valid(text: str) -> str:
+    """Without the halves of characters that no file can hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _first_words(text: str) -> str:
@@ -232,7 +247,13 @@ def _first_words(text: str) -> str:
 def _gone(found: Found, known: Iterable[str]) -> list[str]:
     """Files that were read before, stood where was looked now, and are not there any more."""
     there = {str(path) for path in found.files}
-    return [path for path in known if path not in there and found.covers(Path(path)) and not Path(path).exists()]
+    return [path for path in known if path not in there and found.covers(Path(path)) and not is_there(Path(path))]
+
+
+def _knows(found: Found, missing: Path, known: Iterable[str]) -> bool:
+    """Whether something was read before that was found by what is not there now."""
+    own = Found(named=[missing], missing=[missing], patterns=[str(missing)] if str(missing) in found.patterns else [])
+    return any(own.covers(Path(path)) for path in known)
 
 
 def _digest(path: Path) -> str:

@@ -10,6 +10,7 @@ vectors knows when it is old. Deleted bytes are overwritten with zeros.
 from __future__ import annotations
 
 import hashlib
+import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -72,6 +73,7 @@ class Cut:
 class Leaving:
     """A passage that was removed, as KV of it may still be around."""
 
+    id: int
     text: str
     tokenizer: str | None
     tokens: bytes | None
@@ -86,9 +88,8 @@ class Library:
         with _usable(self.path):
             self._database = Database(self.path, Files(), migrations=MIGRATIONS, log_bytes=_LOG_BYTES)
             if self.about("tenant") is None and not self._database.read_only:
-                with self.writing() as connection:
-                    about = [("tenant", tenant), ("salt", salt), ("generation", "0")]
-                    connection.executemany("INSERT OR IGNORE INTO about VALUES (?,?)", about)
+                with self.writing():
+                    pass
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
@@ -100,7 +101,10 @@ class Library:
     def writing(self) -> Iterator[sqlite3.Connection]:
         """One transaction: all of it or nothing."""
         with _usable(self.path), self._database.writing() as connection:
-            connection.execute("PRAGMA secure_delete=ON").fetchall()
+            if connection.execute("SELECT 1 FROM about WHERE name='tenant'").fetchone() is None:
+                # A new file: the first one, or one in place of a file that somebody deleted while we had it open.
+                about = {"tenant": self.tenant, "salt": self.salt, "made": time.time_ns(), "generation": 0}
+                connection.executemany("INSERT INTO about VALUES (?,?)", [(k, str(v)) for k, v in about.items()])
             yield connection
 
     def about(self, name: str) -> str | None:
@@ -130,6 +134,12 @@ class Library:
         Their texts and tokens wait in `leaving`.
         """
         with self.writing() as connection:
+            for some in _some(documents):
+                # Nothing says any more that its file was read: who ingests it again wants it back.
+                connection.execute(
+                    "DELETE FROM files WHERE path IN "
+                    f"(SELECT file FROM documents WHERE file IS NOT NULL AND id IN ({_marks(some)}))", some,
+                )  # fmt: skip
             count = _remove(connection, documents)
             _changed(connection)
         return count
@@ -167,10 +177,12 @@ class Library:
             row = connection.execute("SELECT digest, splitting FROM documents WHERE source=?", (source,)).fetchone()
         return None if row is None else (row[0], row[1])
 
-    def vectors_of(self, digests: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Vectors that passages of these digests have already."""
+    def vectors_of(self, digests: Sequence[bytes], embedder: str) -> dict[bytes, bytes]:
+        """Vectors of that embedder that passages of these digests have already."""
         found: dict[bytes, bytes] = {}
         with self.reading() as connection:
+            if _owner(connection) != embedder:
+                return {}
             for some in _some(digests):
                 found |= connection.execute(
                     f"SELECT digest, vector FROM chunks WHERE vector IS NOT NULL AND digest IN ({_marks(some)})", some
@@ -190,7 +202,7 @@ class Library:
 
     def find(self, name: str) -> list[Entry]:
         """The documents of a name, a source, or a file. Raises `DocumentNotFound`."""
-        path = str(Path(name).expanduser().absolute())
+        path = str(Path(os.path.expanduser(name)).absolute())  # noqa: PTH111  (a name may begin with ~, too)
         found = self.entries("d.name=?1 OR d.source IN (?1, ?2) OR d.file IN (?1, ?2)", (name, path))
         if not found:
             with self.reading() as connection:
@@ -220,7 +232,7 @@ class Library:
         """Count passages that went into a prompt, in their order."""
         with self.writing() as connection:
             connection.executemany("UPDATE chunks SET retrieved=retrieved+1 WHERE id=?", [(id,) for id in ids])
-            connection.execute("UPDATE chunks SET first=first+1 WHERE id=?", (ids[0],))
+            connection.executemany("UPDATE chunks SET first=first+1 WHERE id=?", [(id,) for id in ids[:1]])
 
     def most_retrieved(self, count: int) -> list[Chunk]:
         """The passages that were in most prompts, those that came first in them first."""
@@ -243,13 +255,13 @@ class Library:
         if len(noted) < len(tokens):
             return False
         new = [(id, tokenizer, data) for id, data in tokens.items() if noted[id] != data]
-        if new:
-            with self.writing() as connection:
-                connection.executemany(
-                    "INSERT OR REPLACE INTO tokens SELECT ?1, ?2, ?3 WHERE EXISTS (SELECT 1 FROM chunks WHERE id=?1)",
-                    new,
-                )
-        return True
+        if not new:
+            return True
+        with self.writing() as connection:
+            done = connection.executemany(
+                "INSERT OR REPLACE INTO tokens SELECT ?1, ?2, ?3 WHERE EXISTS (SELECT 1 FROM chunks WHERE id=?1)", new
+            )
+            return done.rowcount == len(new)
 
     def present(self, ids: Iterable[int]) -> bool:
         """Whether all of these passages are still there."""
@@ -261,31 +273,36 @@ class Library:
     def without_vector(self, embedder: str, most: int) -> list[Chunk]:
         """Passages that have no vector of that embedder yet; those of another one are dropped."""
         with self.reading() as connection:
-            owner = connection.execute("SELECT value FROM about WHERE name='embedder'").fetchone()
+            owner = _owner(connection)
             rows = connection.execute(f"{_CHUNK} WHERE c.vector IS NULL LIMIT ?", (most,)).fetchall()
-        if owner is not None and owner[0] != embedder:
+        if owner is not None and owner != embedder:
             with self.writing() as connection:
                 _claim(connection, embedder)
                 _changed(connection)
             return self.without_vector(embedder, most)
         return [_chunk(row) for row in rows]
 
-    def set_vectors(self, vectors: Mapping[int, bytes]) -> None:
-        """Give passages their vectors."""
+    def set_vectors(self, vectors: Mapping[int, bytes], embedder: str) -> None:
+        """Give passages their vectors; not if the library has another embedder's by now."""
         with self.writing() as connection:
+            if _owner(connection) != embedder:
+                return
             connection.executemany("UPDATE chunks SET vector=? WHERE id=?", [(v, id) for id, v in vectors.items()])
             _changed(connection)
 
     def leaving(self) -> list[Leaving]:
         """What was removed, as long as KV of it may be around."""
         with self.reading() as connection:
-            rows = connection.execute("SELECT text, tokenizer, tokens FROM leaving").fetchall()
+            rows = connection.execute("SELECT id, text, tokenizer, tokens FROM leaving").fetchall()
         return [Leaving(*row) for row in rows]
 
-    def cleared(self) -> None:
-        """Nothing is left of what was leaving: forget it here as well, to the last byte."""
+    def cleared(self, gone: Sequence[Leaving]) -> None:
+        """No KV is left of these: forget them here as well, to the last byte.
+
+        Raises `KnowledgeUnusable` if a process has been reading for so long that bytes are left; then do it again.
+        """
         with self.writing() as connection:
-            connection.execute("DELETE FROM leaving")
+            connection.executemany("DELETE FROM leaving WHERE id=?", [(row.id,) for row in gone])
             # Only a merge of all its parts takes deleted words out of the index.
             connection.execute("INSERT INTO words(words) VALUES('optimize')")
         with _usable(self.path):
@@ -388,10 +405,15 @@ def _remove(connection: sqlite3.Connection, documents: Sequence[int]) -> int:
     return count
 
 
+def _owner(connection: sqlite3.Connection) -> str | None:
+    """The embedder whose vectors the library has."""
+    row = connection.execute("SELECT value FROM about WHERE name='embedder'").fetchone()
+    return None if row is None else str(row[0])
+
+
 def _claim(connection: sqlite3.Connection, embedder: str) -> None:
     """Vectors of two embedders do not compare: those of another one are dropped, to be made anew."""
-    row = connection.execute("SELECT value FROM about WHERE name='embedder'").fetchone()
-    if row is None or row[0] != embedder:
+    if _owner(connection) != embedder:
         connection.execute("UPDATE chunks SET vector=NULL")
         connection.execute("INSERT OR REPLACE INTO about VALUES ('embedder', ?)", (embedder,))
 

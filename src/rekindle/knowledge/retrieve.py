@@ -166,7 +166,10 @@ def _stretched(scores: Mapping[int, float]) -> dict[int, float]:
 
 
 def _affordable(connection: sqlite3.Connection, words: Sequence[str]) -> Sequence[str]:
-    """The words, without the commonest ones if reading all their postings would take long. One always stays."""
+    """The words, without the commonest ones if reading all their postings would take long.
+
+    One that stands anywhere always stays.
+    """
     (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM chunks").fetchone()
     if last <= _MOST_POSTINGS:
         return words
@@ -175,10 +178,12 @@ def _affordable(connection: sqlite3.Connection, words: Sequence[str]) -> Sequenc
         for word in words
     }
     chosen: list[str] = []
+    read = 0
     for word in sorted(words, key=lambda word: int(postings[word])):
-        if chosen and sum(postings[other] for other in chosen) + postings[word] > _MOST_POSTINGS:
+        if read and read + postings[word] > _MOST_POSTINGS:
             break
         chosen.append(word)
+        read += postings[word]
     return chosen
 
 

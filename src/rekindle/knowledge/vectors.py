@@ -42,9 +42,10 @@ class Snapshot:
         scores = self.matrix @ query  # [passages]
         found = np.arange(len(scores))
         if most < len(scores):
-            found = np.argpartition(-scores, most - 1)[:most]
+            last = np.partition(scores, len(scores) - most)[-most]
+            found = np.flatnonzero(scores >= last)  # more than asked for where several are as near as the last one
         ordered = found[np.lexsort((self.ids[found], -scores[found]))]
-        return [Near(int(self.ids[at]), float(scores[at])) for at in ordered]
+        return [Near(int(self.ids[at]), float(scores[at])) for at in ordered[:most]]
 
 
 class Vectors:
@@ -54,19 +55,19 @@ class Vectors:
         self._library = library
         self._dimensions = dimensions
         self._lock = threading.Lock()
-        self._state: tuple[str, int] | None = None  # whose vectors, and of which generation
+        self._state: tuple[str, str, int] | None = None  # whose vectors, of which file, and of which generation
         self._snapshot = self._empty()
 
     def snapshot(self, embedder: str) -> Snapshot:
         """What the library has now of that embedder's; nothing if its vectors are another one's."""
         with self._library.reading() as connection:
             about = dict(connection.execute("SELECT name, value FROM about").fetchall())
-            state = (about.get("embedder", embedder), int(about.get("generation", 0)))
+            state = (about.get("embedder", embedder), about.get("made", ""), int(about.get("generation", 0)))
             if state[0] != embedder:
                 return self._empty()
             with self._lock:
                 if self._state != state:
-                    old = self._snapshot if self._state and self._state[0] == state[0] else self._empty()
+                    old = self._snapshot if self._state and self._state[:2] == state[:2] else self._empty()
                     self._snapshot = self._read(connection, old)
                     self._state = state
                 return self._snapshot

@@ -17,8 +17,8 @@ _MAGIC = frozenset("*?[")
 
 @dataclass
 class Found:
-    """The files, each once and in order; the folders and patterns they were found by;
-    and     what is not there or cannot be entered.
+    """The files, each once and in order; the folders and patterns they were found by; and what is not there or cannot
+    be entered.
     """
 
     files: list[Path] = field(default_factory=list)
@@ -30,9 +30,12 @@ class Found:
 
     def covers(self, path: Path) -> bool:
         """Whether a file at that path would have been found."""
-        if path in self.named or any(folder in path.parents for folder in self.folders):
+        # What is not there any more may have been a folder.
+        if path in self.named or any(folder in path.parents for folder in (*self.folders, *self.missing)):
             return True
-        return any(compile_pattern(translate(pattern)).match(str(path)) for pattern in self.patterns)
+        # `**/` also stands for no folder at all.
+        forms = {form for pattern in self.patterns for form in (pattern, pattern.replace("**/", ""))}
+        return any(compile_pattern(translate(form)).match(str(path)) for form in forms)
 
 
 def walk(paths: Sequence[str | Path]) -> Found:
@@ -46,22 +49,49 @@ def walk(paths: Sequence[str | Path]) -> Found:
     found = Found()
     for given in paths:
         text = os.fspath(given)
-        path = Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100  (resolve would follow links)
-        if path.is_dir():
+        path = absolute(text)
+        if is_there(path) and path.is_dir():
             found.folders.append(path)
             found.files += _inside(path, found.problems)
-        elif path.exists():
+        elif is_there(path):
             found.named.append(path)
             found.files.append(path)
         elif _MAGIC & set(text):
             found.patterns.append(str(path))
-            matches = sorted(_matching(path))
-            found.files += [match for match in matches if match.is_file()]
+            matches = sorted(match for match in _matching(path) if is_there(match) and match.is_file())
+            found.files += matches
+            if not matches:
+                found.missing.append(path)
         else:
             found.named.append(path)
             found.missing.append(path)
-    found.files = list(dict.fromkeys(found.files))
+    found.files = [path for path in dict.fromkeys(found.files) if _is_text(path, found.problems)]
     return found
+
+
+def absolute(text: str) -> Path:
+    """Where a path that somebody wrote points to; links are not followed."""
+    return Path(os.path.abspath(os.path.expanduser(text)))  # noqa: PTH100, PTH111  (resolve would follow links)
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is something that can be looked at."""
+    try:
+        path.stat()
+    except (OSError, ValueError):  # too long, in a folder that cannot be entered, with a NUL
+        return False
+    return True
+
+
+def _is_text(path: Path, problems: list[Problem]) -> bool:
+    """Whether a file can be named at all: some systems allow names that are no text."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        shown = str(path).encode(errors="replace").decode()
+        problems.append(Problem(shown, f"{shown} has a name that is not UTF-8: rename it."))
+        return False
+    return True
 
 
 def _inside(folder: Path, problems: list[Problem]) -> Iterator[Path]:
@@ -72,7 +102,7 @@ def _inside(folder: Path, problems: list[Problem]) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             path = Path(parent) / name
-            if not name.startswith(".") and kind_of(path) is not None and path.is_file():
+            if not name.startswith(".") and kind_of(path) is not None and is_there(path) and path.is_file():
                 yield path
 
 
@@ -80,4 +110,7 @@ def _matching(pattern: Path) -> Iterator[Path]:
     """Files of a pattern; the folder in which it begins is the longest part without any."""
     parts = pattern.parts
     first = next(at for at, part in enumerate(parts) if _MAGIC & set(part))
-    yield from Path(*parts[:first]).glob(str(Path(*parts[first:])))
+    hidden = any(part.startswith(".") for part in parts[first:])  # then such are meant
+    for match in Path(*parts[:first]).glob(str(Path(*parts[first:]))):
+        if hidden or not any(part.startswith(".") for part in match.parts[first:]):
+            yield match

@@ -165,7 +165,7 @@ class Knowledge:
         runs = [Run(row.tokenizer, row.tokens) for row in leaving if row.tokenizer is not None and row.tokens]
         try:
             self._purge(library.tenant, library.salt, runs, [row.text for row in leaving])
-            library.cleared()
+            library.cleared(leaving)
         except RekindleError as error:
             if thoroughly:
                 raise
@@ -179,9 +179,11 @@ class Knowledge:
                 library = Library(self.folder, *key)
                 opened = (library, Retriever(library, self.embedder))
             self._libraries[key] = opened  # the last one used stands last
-            while len(self._libraries) > _MOST_OPEN:
-                self._libraries.pop(next(iter(self._libraries)))[0].close()  # whoever still uses it opens it again
-            return opened
+            oldest = next(iter(self._libraries))
+            spare = self._libraries.pop(oldest) if len(self._libraries) > _MOST_OPEN else None
+        if spare is not None:
+            spare[0].close()  # whoever still uses it opens it again
+        return opened
 
     def _key(self, tenant: str | None, salt: str | None) -> tuple[str, str]:
         own = self._settings
