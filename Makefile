@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := hf,knowledge,bench,dev
+EXTRAS := hf,knowledge,langchain,llamaindex,bench,dev
 
 # llama-cpp-python comes as source only: it is built once, outside the tree, for the processor of this machine.
 WHEELS ?= $(or $(REKINDLE_WHEELS),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/rekindle-wheels)
@@ -36,8 +36,9 @@ test: setup lint  ## lint, types, layers, all tests (those of llama.cpp where it
 	@$(MAKE) --no-print-directory clients || echo "LangChain and LlamaIndex do not install here: their examples are not run"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Their versions do not go together with ours: they have an environment of their own, and talk to the server only.
-clients: $(VENV)/.clients  ## LangChain and LlamaIndex, for the examples of the guide
+# LlamaIndex's OpenAI client does not go together with our transformers and openai: the clients have an environment of
+# their own, and talk to the server only. The frameworks themselves are in ours, for the adapters.
+clients: $(VENV)/.clients  ## the OpenAI clients of LangChain and LlamaIndex, for the examples of the guide
 
 $(VENV)/.clients: | $(STAMP)
 	@$(PYTHON) -m venv $(VENV)/clients

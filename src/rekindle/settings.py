@@ -78,7 +78,7 @@ class Settings:
     cache: str | None = _setting(
         None, "The folder of the cache; none: the user's own cache folder; off: no cache at all."
     )
-    knowledge: str | None = _setting(
+    library: str | None = _setting(
         None,
         "The folder of documents that were ingested; none: `knowledge` in the folder of the cache if one is named, "
         "else the user's own.",
@@ -167,7 +167,7 @@ class SettingsLike(CacheSettings, total=False):
     micro_batch_tokens: int | None
     parallel: int | None
     keep_alive: str | int | None
-    knowledge: str | os.PathLike[str] | None
+    library: str | os.PathLike[str] | None
     embedder: str | None
     deterministic: bool | None
     keep_reply_tokens: bool | None
@@ -248,7 +248,7 @@ class _Kind:
 
 _PATHS = {
     "cache": "the path of a folder, or off",
-    "knowledge": "the path of a folder",
+    "library": "the path of a folder",
     "key_file": "the path of a file",
 }
 _AMOUNTS = {  # a plain number stands for its text

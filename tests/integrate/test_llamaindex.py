@@ -28,7 +28,7 @@ from tests.server.soak import tiny_embedder
 
 QUESTION = "What does the ferry from Vesk to Ormund cost?"
 ASKING = [ChatMessage(role=message.role, content=message.content) for message in asking(QUESTION)]
-HELLO = [ChatMessage("Hello.")]
+HELLO = [ChatMessage(content="Hello.")]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ import pytest
 from rekindle.core.document import Document, Passage, Section
 from rekindle.core.model import ModelFiles
 from rekindle.engine.embedder import Embedded, Embedder
-from rekindle.knowledge.library import Cut, Library
+from rekindle.knowledge.library import Library
+from rekindle.knowledge.rows import Cut
 from rekindle.knowledge.vectors import Floats, stored
 
 DIMENSIONS = 8

@@ -17,8 +17,9 @@ import pytest
 
 from rekindle.core.document import Document, Passage, Section
 from rekindle.errors import DocumentNotFound, KnowledgeUnusable
-from rekindle.knowledge.library import Cut, Library, passage_digest
+from rekindle.knowledge.library import Library
 from rekindle.knowledge.retrieve import Retriever
+from rekindle.knowledge.rows import Cut, passage_digest
 from rekindle.knowledge.vectors import Vectors, stored
 from tests.knowledge.conftest import DIMENSIONS, cut, library, vector
 
@@ -351,9 +352,8 @@ def test_a_file_that_is_no_library_is_refused_with_a_reason(tmp_path: Path) -> N
         library(tmp_path)
 
 
-def put_and_read(folder: Path, name: str, turns: int, wrong: list[str]) -> None:
+def put_and_read(known: Library, name: str, turns: int, wrong: list[str]) -> None:
     """Put, replace and remove documents; whatever is read in between must be whole."""
-    known = library(folder)
     vectors = Vectors(known, DIMENSIONS)
     for turn in range(turns):
         source = f"{name}-{turn % 3}"
@@ -376,22 +376,27 @@ def put_and_read(folder: Path, name: str, turns: int, wrong: list[str]) -> None:
 STORM = """
 import sys
 from pathlib import Path
-from tests.knowledge.test_library import put_and_read
+from tests.knowledge.test_library import library, put_and_read
 wrong = []
-put_and_read(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), wrong)
+put_and_read(library(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3]), wrong)
 sys.exit("\\n".join(wrong) or 0)
 """
 
 
 def test_threads_and_processes_write_and_read_at_the_same_time(tmp_path: Path) -> None:
+    """Two of the threads share a library; one that is done closes it under the other's hands."""
     wrong: list[str] = []
+    shared = library(tmp_path)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", STORM, str(tmp_path), name, "20"], cwd=ROOT, stderr=subprocess.PIPE, text=True
         )
         for name in ("p", "q")
     ]
-    threads = [threading.Thread(target=put_and_read, args=(tmp_path, name, 20, wrong)) for name in "xyz"]
+    threads = [
+        threading.Thread(target=put_and_read, args=(known, name, 20, wrong))
+        for name, known in (("x", shared), ("y", shared), ("z", library(tmp_path)))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -411,13 +416,13 @@ from rekindle.knowledge import library as module
 from tests.knowledge.conftest import cut, library
 known = library(Path(sys.argv[1]))
 known.put([cut("stays", "walrus"), cut("old", "penguin one", "penguin two")], "e")
-added = module._add
+added = module.add_document
 def dies(connection, one):
     added(connection, one)
     if one.document.source == "last":
         connection.execute("PRAGMA cache_spill=ON")
         os.kill(os.getpid(), 9)
-module._add = dies
+module.add_document = dies
 known.put([cut("old", "puffin"), cut("new", *["puffin " * 500] * 200), cut("last", "gull")], "e")
 """
 

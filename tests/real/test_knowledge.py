@@ -41,7 +41,7 @@ ENGINES = [
 def settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Settings of a folder in which the documents of a person are known."""
     folder = tmp_path_factory.mktemp("knowledge")
-    return {**request.param, "cache": folder / "cache", "knowledge": folder / "knowledge"}
+    return {**request.param, "cache": folder / "cache", "library": folder / "knowledge"}
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_control_tokens_in_a_passage_stay_text(session: Session) -> None:
 
 
 def test_nothing_of_a_forgotten_document_is_left(settings: dict[str, Any], tmp_path: Path) -> None:
-    own = {**settings, "cache": tmp_path / "cache", "knowledge": tmp_path / "knowledge"}
+    own = {**settings, "cache": tmp_path / "cache", "library": tmp_path / "knowledge"}
     secret = Document("vault/safe", "The safe in the chartroom", (Section(SECRET),))
     with Session("smollm2", **own) as session:
         session.ingest(documents=[*PERSON.documents[:6], secret])

@@ -52,7 +52,7 @@ def test_an_answer_names_its_sources_in_the_order_of_the_prompt(session: Session
 def test_an_answer_is_the_same_with_and_without_the_cache(session: Session, tmp_path: Path, embedder: str) -> None:
     question = "When is bread baked, and by whom?"
     with Session(
-        FakeEngine(context_tokens=4000), cache="off", knowledge=session.knowledge.folder, embedder=embedder
+        FakeEngine(context_tokens=4000), cache="off", library=session.knowledge.folder, embedder=embedder
     ) as plain:
         without = plain.ask(question, max_tokens=16)
     cold, warm = (session.ask(question, max_tokens=16) for _ in range(2))
@@ -223,7 +223,7 @@ def test_a_document_removed_in_the_moment_its_kv_is_kept_leaves_none(
 def test_warming_knowledge_prepares_what_questions_begin_with(tmp_path: Path, embedder: str) -> None:
     def opened(name: str) -> Session:
         engine, cache = FakeEngine(context_tokens=4000), tmp_path / name
-        return Session(engine, cache=cache, knowledge=tmp_path / "knowledge", embedder=embedder)
+        return Session(engine, cache=cache, library=tmp_path / "knowledge", embedder=embedder)
 
     with opened("first") as session:
         session.ingest(documents=[LAMPS, BOATS, BREAD])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from rekindle import Session
 from tests.server.conftest import Serve
-from tests.server.serving import Asking, Served, eventually, serving, streamed
+from tests.server.serving import Asking, Served, events, eventually, serving
 
 OWN = "/v1/rekindle"
 LONG = "The keeper of the lighthouse wrote down the wind every morning, and the boats that he counted at night. "
@@ -166,9 +167,17 @@ def test_what_is_computed_for_a_killed_app_stops(served: Served) -> None:
     engine.go.clear()
     whole = Asking(lambda: served.post("/v1/completions", prompt="one", app_id="mail", **body))
     with served.http() as client:
-        stream = Asking(lambda: streamed(client, "/v1/completions", prompt="two", app_id="mail", **body))
+        begun = threading.Event()
+
+        def follow() -> list[dict[str, Any]]:
+            sent = {"prompt": "two", "app_id": "mail", "stream": True, **body}
+            with client.stream("POST", "/v1/completions", json=sent) as answer:
+                begun.set()
+                return list(events(answer))
+
+        stream = Asking(follow)
         other = Asking(lambda: served.post("/v1/completions", prompt="three", app_id="chat", max_tokens=2))
-        eventually(lambda: served.service.line.running == 3)
+        eventually(lambda: served.service.line.running == 3 and begun.is_set())
         with served.http() as admin:
             told = admin.put(f"{OWN}/apps/mail", json={"state": "killed"}).json()
         assert told["stopped_requests"] == 2 and told["state"] == "killed"

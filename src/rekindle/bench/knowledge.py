@@ -24,8 +24,9 @@ from rekindle.bench.personal import Person, PersonalSet, personal_sets
 from rekindle.core.document import Document, Passage, Section
 from rekindle.engine.embedder import Embedder
 from rekindle.knowledge.ingest import Ingested, Ingester
-from rekindle.knowledge.library import Cut, Library
+from rekindle.knowledge.library import Library
 from rekindle.knowledge.retrieve import Retrieval, Retriever
+from rekindle.knowledge.rows import Cut
 from rekindle.knowledge.split import Splitting
 from rekindle.knowledge.vectors import STORED, Floats, Snapshot, Vectors, stored
 from rekindle.models.pull import pull

@@ -58,7 +58,7 @@ def loading_options(
     batch_tokens: Annotated[int | None, typer.Option(help=doc_of("batch_tokens"))] = None,
     micro_batch_tokens: Annotated[int | None, typer.Option(help=doc_of("micro_batch_tokens"))] = None,
     cache: Annotated[str | None, typer.Option(help=doc_of("cache"))] = None,
-    knowledge: Annotated[str | None, typer.Option(help=doc_of("knowledge"))] = None,
+    library: Annotated[str | None, typer.Option(help=doc_of("library"))] = None,
     embedder: Annotated[str | None, typer.Option(help=doc_of("embedder"))] = None,
     reuse: Annotated[str | None, typer.Option(help=doc_of("reuse"))] = None,
     memory_limit: Annotated[str | None, typer.Option(help=doc_of("memory_limit"))] = None,
@@ -79,7 +79,7 @@ def loading_options(
 
 def library_options(
     cache: Annotated[str | None, typer.Option(help=doc_of("cache"))] = None,
-    knowledge: Annotated[str | None, typer.Option(help=doc_of("knowledge"))] = None,
+    library: Annotated[str | None, typer.Option(help=doc_of("library"))] = None,
     embedder: Annotated[str | None, typer.Option(help=doc_of("embedder"))] = None,
     key_file: Annotated[str | None, typer.Option(help=doc_of("key_file"))] = None,
     tenant: Annotated[str | None, typer.Option(help=doc_of("tenant"))] = None,

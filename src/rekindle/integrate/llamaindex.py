@@ -44,13 +44,10 @@ __all__ = ["RekindleLLM", "RekindleRetriever"]
 
 # What a model is not shown of a passage: it says nothing to it, and would cost tokens.
 _HIDDEN = ["source", "document", "chunk"]
-_ASSISTANTS = (MessageRole.ASSISTANT, MessageRole.CHATBOT, MessageRole.MODEL)
+# By name: older versions have fewer of them.
 _ROLES = {
-    **dict.fromkeys(_ASSISTANTS, "assistant"),
-    MessageRole.SYSTEM: "system",
-    MessageRole.DEVELOPER: "developer",
-    MessageRole.USER: "user",
-    MessageRole.TOOL: "tool",
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **dict.fromkeys(("chatbot", "model"), "assistant"),
 }
 _TOLD = ("name", "tool_calls", "tool_call_id")  # of a message, beside its text: for the model's template
 
@@ -275,7 +272,7 @@ def _chat(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 def _message(message: ChatMessage) -> dict[str, Any]:
     """A message as the session takes it. Raises `InvalidPrompt` for what a language model cannot read."""
-    role = _ROLES.get(message.role)
+    role = _ROLES.get(message.role.value)
     if role is None:
         raise InvalidPrompt(f"A message of the role {message.role.value!r} cannot be answered. Use 'tool' instead.")
     other = next((block.block_type for block in message.blocks if block.block_type != "text"), None)

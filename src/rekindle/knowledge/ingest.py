@@ -17,8 +17,9 @@ from rekindle.core.document import CUT_SHORT, Document, Section
 from rekindle.core.identity import digest_of_fields
 from rekindle.engine.embedder import Embedder
 from rekindle.errors import ExtraMissing, InvalidPrompt, RekindleError, UnreadableDocument
-from rekindle.knowledge.library import Cut, Library, document_digest, embedded_text, passage_digest
+from rekindle.knowledge.library import Library
 from rekindle.knowledge.read.file import Problem, read_file
+from rekindle.knowledge.rows import Cut, document_digest, embedded_text, passage_digest
 from rekindle.knowledge.split import Splitting, split
 from rekindle.knowledge.vectors import stored
 from rekindle.knowledge.walk import Found, is_there, walk

@@ -9,7 +9,6 @@ vectors knows when it is old. Deleted bytes are overwritten with zeros.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sqlite3
 import time
@@ -18,15 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rekindle.core.document import Document, Passage, title_above
+from rekindle.core.document import Passage
 from rekindle.core.identity import digest_of_fields
 from rekindle.errors import CacheUnusable, DocumentNotFound, KnowledgeUnusable, nearest
+from rekindle.knowledge.rows import Cut, add_document, claim, note_change, owner_of, remove_documents
 from rekindle.knowledge.schema import MIGRATIONS
 from rekindle.store.database import Database
 from rekindle.store.files import Files
 
 _LOG_BYTES = 64 << 20
-_NAME_DIGITS = 12
 _AT_ONCE = 500  # parameters of one statement
 
 
@@ -55,18 +54,6 @@ class Chunk:
     source: str
     title: str
     passage: Passage
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A document with its passages, and a vector (half precision) for each; None: not embedded yet."""
-
-    document: Document
-    passages: Sequence[Passage]
-    vectors: Sequence[bytes | None]
-    splitting: str
-    file: str | None = None
-    app: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +108,12 @@ class Library:
     def put(self, cuts: Sequence[Cut], embedder: str) -> None:
         """Add documents, or replace those of the same source. `embedder` is whose vectors they have."""
         with self.writing() as connection:
-            _claim(connection, embedder)
+            claim(connection, embedder)
             for cut in cuts:
                 old = connection.execute("SELECT id FROM documents WHERE source=?", (cut.document.source,)).fetchall()
-                _remove(connection, [row[0] for row in old])
-                _add(connection, cut)
-            _changed(connection)
+                remove_documents(connection, [row[0] for row in old])
+                add_document(connection, cut)
+            note_change(connection)
 
     def remove(self, documents: Sequence[int]) -> int:
         """Remove documents by id, with passages, vectors and words; how many passages that were.
@@ -140,8 +127,8 @@ class Library:
                     "DELETE FROM files WHERE path IN "
                     f"(SELECT file FROM documents WHERE file IS NOT NULL AND id IN ({_marks(some)}))", some,
                 )  # fmt: skip
-            count = _remove(connection, documents)
-            _changed(connection)
+            count = remove_documents(connection, documents)
+            note_change(connection)
         return count
 
     def files(self) -> dict[str, tuple[str, str]]:
@@ -157,8 +144,8 @@ class Library:
             rows = connection.execute("SELECT id, source FROM documents WHERE file=?", (path,)).fetchall()
             gone = [id for id, source in rows if source not in kept]
             if gone:
-                _remove(connection, gone)
-                _changed(connection)
+                remove_documents(connection, gone)
+                note_change(connection)
             connection.execute("INSERT OR REPLACE INTO files VALUES (?,?,?,?)", (path, digest, splitting, time.time()))
         return len(gone)
 
@@ -166,9 +153,9 @@ class Library:
         """Remove everything that was read from a file; how many documents that were."""
         with self.writing() as connection:
             rows = connection.execute("SELECT id FROM documents WHERE file=?", (path,)).fetchall()
-            _remove(connection, [row[0] for row in rows])
+            remove_documents(connection, [row[0] for row in rows])
             connection.execute("DELETE FROM files WHERE path=?", (path,))
-            _changed(connection)
+            note_change(connection)
         return len(rows)
 
     def known(self, source: str) -> tuple[str, str] | None:
@@ -181,7 +168,7 @@ class Library:
         """Vectors of that embedder that passages of these digests have already."""
         found: dict[bytes, bytes] = {}
         with self.reading() as connection:
-            if _owner(connection) != embedder:
+            if owner_of(connection) != embedder:
                 return {}
             for some in _some(digests):
                 found |= connection.execute(
@@ -273,22 +260,22 @@ class Library:
     def without_vector(self, embedder: str, most: int) -> list[Chunk]:
         """Passages that have no vector of that embedder yet; those of another one are dropped."""
         with self.reading() as connection:
-            owner = _owner(connection)
+            owner = owner_of(connection)
             rows = connection.execute(f"{_CHUNK} WHERE c.vector IS NULL LIMIT ?", (most,)).fetchall()
         if owner is not None and owner != embedder:
             with self.writing() as connection:
-                _claim(connection, embedder)
-                _changed(connection)
+                claim(connection, embedder)
+                note_change(connection)
             return self.without_vector(embedder, most)
         return [_chunk(row) for row in rows]
 
     def set_vectors(self, vectors: Mapping[int, bytes], embedder: str) -> None:
         """Give passages their vectors; not if the library has another embedder's by now."""
         with self.writing() as connection:
-            if _owner(connection) != embedder:
+            if owner_of(connection) != embedder:
                 return
             connection.executemany("UPDATE chunks SET vector=? WHERE id=?", [(v, id) for id, v in vectors.items()])
-            _changed(connection)
+            note_change(connection)
 
     def leaving(self) -> list[Leaving]:
         """What was removed, as long as KV of it may be around."""
@@ -329,23 +316,6 @@ def library_path(folder: Path, tenant: str, salt: str) -> Path:
     return folder.expanduser().absolute() / f"{digest_of_fields('rekindle/library/1', tenant, salt)}.sqlite"
 
 
-def passage_digest(title: str, passage: Passage) -> bytes:
-    """What a passage's vector depends on."""
-    return bytes.fromhex(digest_of_fields("rekindle/passage/1", title, passage.heading, passage.text))
-
-
-def document_digest(document: Document) -> str:
-    """What a document says, wherever it stands."""
-    parts = [text for section in document.sections for text in (*section.headings, "\0", section.text)]
-    return digest_of_fields("rekindle/document/1", document.title, document.headers, *parts)
-
-
-def embedded_text(title: str, passage: Passage) -> str:
-    """What is embedded of a passage: a question often names what only the title says."""
-    above = title_above(title, passage.shown)
-    return "\n".join(part for part in (above, passage.heading, passage.text) if part)
-
-
 _CHUNK = (
     "SELECT c.id, c.document, c.place, d.name, d.source, d.title, c.heading, c.text "
     "FROM chunks c JOIN documents d ON d.id=c.document"
@@ -355,71 +325,6 @@ _CHUNK = (
 def _chunk(row: Sequence[object]) -> Chunk:
     id, document, place, name, source, title, heading, text = row
     return Chunk(id, document, place, name, source, title, Passage(str(text), str(heading)))  # type: ignore[arg-type]
-
-
-def _add(connection: sqlite3.Connection, cut: Cut) -> None:
-    document = cut.document
-    name = hashlib.blake2b(document.source.encode(), digest_size=16).hexdigest()[:_NAME_DIGITS]
-    characters = sum(len(section.text) for section in document.sections)
-    id = connection.execute(
-        "INSERT INTO documents (name, source, file, title, app, digest, splitting, characters, added) "
-        "VALUES (?,?,?,?,?,?,?,?,?)",
-        (
-            name, document.source, cut.file, document.title, cut.app, document_digest(document), cut.splitting,
-            characters, time.time(),
-        ),
-    ).lastrowid  # fmt: skip
-    for place, (passage, vector) in enumerate(zip(cut.passages, cut.vectors, strict=True)):
-        digest = passage_digest(document.title, passage)
-        chunk = connection.execute(
-            "INSERT INTO chunks (document, place, heading, text, digest, vector) VALUES (?,?,?,?,?,?)",
-            (id, place, passage.heading, passage.text, digest, vector),
-        ).lastrowid
-        connection.execute(
-            "INSERT INTO words (rowid, title, body) VALUES (?,?,?)",
-            (chunk, f"{document.title}\n{passage.heading}", passage.text),
-        )
-
-
-def _remove(connection: sqlite3.Connection, documents: Sequence[int]) -> int:
-    count = 0
-    for document in documents:
-        rows = connection.execute(
-            "SELECT c.id, s.title, s.body, c.heading FROM chunks c JOIN searched s ON s.id=c.id WHERE c.document=?",
-            (document,),
-        ).fetchall()
-        for chunk, title, body, heading in rows:
-            connection.execute(
-                "INSERT INTO words (words, rowid, title, body) VALUES ('delete',?,?,?)", (chunk, title, body)
-            )
-            cut = connection.execute("SELECT tokenizer, tokens FROM tokens WHERE chunk=?", (chunk,)).fetchall()
-            text = Passage(body, heading).shown
-            connection.executemany(
-                "INSERT INTO leaving (chunk, text, tokenizer, tokens) VALUES (?,?,?,?)",
-                [(chunk, text, *row) for row in cut or [(None, None)]],
-            )
-            connection.execute("DELETE FROM tokens WHERE chunk=?", (chunk,))
-        connection.execute("DELETE FROM chunks WHERE document=?", (document,))
-        connection.execute("DELETE FROM documents WHERE id=?", (document,))
-        count += len(rows)
-    return count
-
-
-def _owner(connection: sqlite3.Connection) -> str | None:
-    """The embedder whose vectors the library has."""
-    row = connection.execute("SELECT value FROM about WHERE name='embedder'").fetchone()
-    return None if row is None else str(row[0])
-
-
-def _claim(connection: sqlite3.Connection, embedder: str) -> None:
-    """Vectors of two embedders do not compare: those of another one are dropped, to be made anew."""
-    if _owner(connection) != embedder:
-        connection.execute("UPDATE chunks SET vector=NULL")
-        connection.execute("INSERT OR REPLACE INTO about VALUES ('embedder', ?)", (embedder,))
-
-
-def _changed(connection: sqlite3.Connection) -> None:
-    connection.execute("UPDATE about SET value=CAST(value AS INTEGER)+1 WHERE name='generation'")
 
 
 def _some(items: Sequence[object]) -> Iterator[list[object]]:

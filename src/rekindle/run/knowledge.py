@@ -215,8 +215,8 @@ def purging(settings: Settings) -> Purge:
 
 def knowledge_folder(settings: Settings) -> Path:
     """Where libraries are: where the settings say, else beside the KV if its folder was named, else the user's own."""
-    if settings.knowledge is not None:
-        return Path(settings.knowledge)
+    if settings.library is not None:
+        return Path(settings.library)
     if settings.cache not in (None, "off"):
         return Path(str(settings.cache)) / "knowledge"
     return home_folder() / "knowledge"

@@ -1,0 +1,207 @@
+"""`rekindle ingest`, `rekindle knowledge` and `rekindle forget`, end to end, without a model that writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rekindle.cli import app
+from rekindle.errors import DocumentNotFound, InvalidSetting, NothingKnown, RekindleError
+from rekindle.knowledge import watch
+from tests.knowledge.conftest import embedder_folder
+
+__all__ = ["embedder_folder"]  # a fixture
+
+Run = Callable[..., Result]
+HOSTILE = "red \x1b[31m bell \x07 back \x08 c1 \x9b5m turned \u202e end"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "walrus.md").write_text("# Tusks\n\nThe walrus has tusks.")
+    (folder / "penguin.txt").write_text("The penguin has none.")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, embedder_folder: Path) -> Run:
+    where = ["--library", str(tmp_path / "knowledge"), "--embedder", str(embedder_folder)]
+
+    def invoked(*command: str | Path, stdin: str | None = None) -> Result:
+        return CliRunner().invoke(app, [*map(str, command), *where], input=stdin)
+
+    return invoked
+
+
+def parsed(result: Result) -> Any:
+    assert result.exit_code == 0, result.exception
+    return json.loads(result.stdout)
+
+
+def listed(run: Run) -> dict[str, dict[str, Any]]:
+    return {Path(entry["source"]).name: entry for entry in parsed(run("knowledge", "ls", "--json"))}
+
+
+def assert_tame(output: str) -> None:
+    steering = [
+        char for char in output if (ord(char) < 32 and char != "\n") or 127 <= ord(char) < 160 or char == "\u202e"
+    ]
+    assert steering == []
+
+
+def test_ingest_counts_and_tells_again_that_nothing_changed(run: Run, files: Path) -> None:
+    first = run("ingest", files)
+    assert first.exit_code == 0 and "2 documents added, 0 changed, 0 removed, 0 unchanged" in first.stdout
+    assert "2 unchanged" in run("ingest", files).stdout
+    (files / "walrus.md").unlink()
+    done = parsed(run("ingest", files, "--json"))
+    assert (done["added"], done["removed"], done["unchanged"], done["problems"]) == (0, 1, 1, [])
+
+
+def test_problems_are_a_table_and_do_not_fail_what_could_be_read(run: Run, files: Path) -> None:
+    (files / "broken.json").write_text("{")
+    result = run("ingest", files)
+    assert result.exit_code == 0 and "broken.json" in result.stdout.replace("\n", "") and "1 problems" in result.stdout
+
+
+def test_ingest_fails_where_nothing_could_be_read(run: Run, files: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    for nothing in (tmp_path / "missing.txt", tmp_path / "broken.json", tmp_path / "none*.txt"):
+        assert run("ingest", nothing).exit_code == 1
+        result = run("ingest", nothing, "--json")
+        assert result.exit_code == 1 and len(json.loads(result.stdout)["problems"]) == 1
+    assert run("ingest", files, tmp_path / "missing.txt").exit_code == 0
+
+
+@pytest.mark.parametrize("wrong", [["--size", "100000"], ["--by", "letters"], ["--overlap", "99"]])
+def test_a_wrong_splitting_is_refused(run: Run, files: Path, wrong: list[str]) -> None:
+    assert isinstance(run("ingest", files, *wrong).exception, InvalidSetting)
+
+
+def test_passages_are_as_long_as_asked_for(run: Run, files: Path) -> None:
+    (files / "long.txt").write_text(" ".join(f"This is sentence number {number}." for number in range(50)))
+    run("ingest", files, "--size", "20")
+    assert listed(run)["long.txt"]["chunks"] >= 10
+
+
+def test_ls_and_show_tell_what_there_is(run: Run, files: Path) -> None:
+    run("ingest", files, "--app", "mail")
+    entry = listed(run)["walrus.md"]
+    assert entry["title"] == "Tusks" and entry["chunks"] == 1 and entry["app"] == "mail"
+    table = run("knowledge", "ls").stdout
+    assert entry["name"] in table and "Tusks" in table and "mail" in table
+    for name in (entry["name"], files / "walrus.md"):
+        shown = run("knowledge", "show", name)
+        assert "walrus has tusks" in shown.stdout and "1 of 1" in shown.stdout
+    (found,) = parsed(run("knowledge", "show", entry["name"], "--json"))
+    assert [passage["text"] for passage in found["passages"]] == ["The walrus has tusks."]
+    with pytest.raises(DocumentNotFound, match="rekindle knowledge ls"):
+        raise run("knowledge", "show", "nothing").exception or AssertionError
+
+
+@pytest.mark.parametrize("retrieval", ["fused", "weighted", "bm25", "embedding"])
+def test_search_finds_passages_with_their_ranks(run: Run, files: Path, retrieval: str) -> None:
+    run("ingest", files)
+    hits = parsed(run("knowledge", "search", "walrus", "--retrieval", retrieval, "--top-k", "1", "--json"))
+    assert len(hits) == 1 and set(hits[0]) == {"chunk", "score", "word_rank", "meaning_rank"}
+    if retrieval == "bm25":
+        assert hits[0]["chunk"]["title"] == "Tusks" and (hits[0]["word_rank"], hits[0]["meaning_rank"]) == (1, None)
+        assert "| The walrus has tusks." in run("knowledge", "search", "walrus").stdout
+
+
+def test_search_in_an_empty_library_and_by_unknown_ways_says_what_to_do(run: Run, files: Path) -> None:
+    assert isinstance(run("knowledge", "search", "walrus").exception, NothingKnown)
+    run("ingest", files)
+    assert isinstance(run("knowledge", "search", "walrus", "--retrieval", "fuse").exception, InvalidSetting)
+
+
+def test_stats_sum_up(run: Run, files: Path, tmp_path: Path) -> None:
+    run("ingest", files)
+    found = parsed(run("knowledge", "stats", "--json"))
+    assert (found["documents"], found["chunks"], found["embedded"], found["most_retrieved"]) == (2, 2, 2, [])
+    assert found["file_bytes"] > 0 and found["folder"] == str(tmp_path / "knowledge")
+    assert "2 documents, 2 passages (2 with a vector)" in run("knowledge", "stats").stdout
+
+
+def test_rm_and_forget_by_name_remove_it_to_the_last_byte(run: Run, files: Path, tmp_path: Path) -> None:
+    run("ingest", files)
+    assert "forgot" in run("knowledge", "rm", listed(run)["walrus.md"]["name"]).stdout
+    gone = parsed(run("forget", files / "penguin.txt", "--json"))
+    assert gone["passages"] == 1 and gone["documents"][0]["source"] == str(files / "penguin.txt")
+    assert listed(run) == {}
+    left = b"".join(path.read_bytes() for path in (tmp_path / "knowledge").rglob("*") if path.is_file())
+    assert not any(word in left for word in (b"walrus", b"penguin", b"tusk"))
+    assert "2 documents added" in run("ingest", files).stdout  # and it can be taken in again
+
+
+def test_forget_by_app_and_by_time(run: Run, files: Path) -> None:
+    run("ingest", files / "walrus.md", "--app", "mail")
+    run("ingest", files / "penguin.txt")
+    assert parsed(run("forget", "--app", "nobody", "--json"))["documents"] == []
+    assert parsed(run("forget", "--before", "1d", "--json"))["documents"] == []
+    assert parsed(run("forget", "--before", "2020-01-01T12:00", "--json"))["documents"] == []
+    run("forget", "--app", "mail")
+    assert set(listed(run)) == {"penguin.txt"}
+    run("forget", "--before", "2999-01-31")
+    assert listed(run) == {}
+    for wrong in (["--before", "soon"], []):
+        assert isinstance(run("forget", *wrong).exception, InvalidSetting)
+
+
+def test_forget_all_asks(run: Run, files: Path) -> None:
+    run("ingest", files)
+    for answer in ("n\n", ""):
+        asked = run("forget", "--all", stdin=answer)
+        assert asked.exit_code == 1 and "Forget all documents?" in asked.output
+    assert len(listed(run)) == 2
+    assert run("forget", "--all", stdin="y\n").exit_code == 0 and listed(run) == {}
+    run("ingest", files)
+    assert run("forget", "--all", "--yes").exit_code == 0 and listed(run) == {}
+
+
+def test_one_name_that_is_unknown_forgets_nothing(run: Run, files: Path) -> None:
+    run("ingest", files)
+    assert isinstance(run("forget", files / "walrus.md", "nothing").exception, RekindleError)
+    assert len(listed(run)) == 2
+
+
+def test_nothing_in_documents_steers_the_terminal(run: Run, files: Path) -> None:
+    lines = [{"id": HOSTILE, "title": HOSTILE, "text": f"{HOSTILE} [bold]walrus[/bold] [/] {HOSTILE}"}, {"text": ""}]
+    (files / "bad \x1b[31m.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    first = run("ingest", files, "--app", "evil \x1b[31m")
+    assert first.exit_code == 0, first.exception
+    assert_tame(first.output)
+    (name,) = (entry["name"] for entry in listed(run).values() if "bell" in entry["title"])
+    for command in (["ls"], ["show", name], ["search", "walrus"], ["stats"], ["rm", name]):
+        result = run("knowledge", *command)
+        assert result.exit_code == 0, result.exception
+        assert_tame(result.output)
+        if command[0] in ("show", "search"):
+            assert "ESCAPE" in result.output or "U+001B" in result.output
+            assert "[bold]walrus[/bold] [/]" in result.output
+
+
+def test_tenants_do_not_see_each_other(run: Run, files: Path) -> None:
+    run("ingest", files, "--tenant", "one")
+    assert listed(run) == {} and len(parsed(run("knowledge", "ls", "--json", "--tenant", "one"))) == 2
+
+
+def test_watch_ingests_everything_first_and_then_what_is_told(
+    run: Run, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(paths: list[str]) -> Any:
+        yield paths
+        (files / "new.txt").write_text("gull")
+        yield [str(files / "new.txt")]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch, "changes", told)
+    result = run("ingest", files, "--watch")
+    assert result.exit_code == 0 and "2 documents added" in result.stdout and "1 documents added" in result.stdout
