@@ -30,11 +30,16 @@ def documents(some: list[str]) -> list[Document]:
     return [Document(f"s{number}", "t", (Section(text),)) for number, text in enumerate(some)]
 
 
-@pytest.fixture
-def known(tmp_path: Path, embedder: Embedder) -> Library:
-    made = library(tmp_path)
+def filled(folder: Path, embedder: Embedder) -> Library:
+    made = library(folder)
     Ingester(made, embedder).ingest_documents(documents(list(dict.fromkeys(texts(40)))))
     return made
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory, embedder: Embedder) -> Library:
+    """A library that is only read."""
+    return filled(tmp_path_factory.mktemp("known"), embedder)
 
 
 def passages(known: Library) -> dict[int, str]:
@@ -143,9 +148,8 @@ SYNTAX = [
 
 
 @pytest.mark.parametrize("question", SYNTAX)
-@pytest.mark.parametrize("retrieval", ["fused", "bm25"])
-def test_no_question_is_syntax(known: Library, embedder: Embedder, question: str, retrieval: Retrieval) -> None:
-    hits = Retriever(known, lambda: embedder).retrieve(question, 40, retrieval).hits
+def test_no_question_is_syntax(known: Library, embedder: Embedder, question: str) -> None:
+    hits = Retriever(known, lambda: embedder).retrieve(question, 40).hits
     by_words = {hit.chunk.id for hit in hits if hit.word_rank}
     if "amber" in question:
         assert {id for id, text in passages(known).items() if "amber" in text} <= by_words
@@ -202,8 +206,9 @@ def test_an_empty_library_says_so(tmp_path: Path, embedder: Embedder, retrieval:
 
 
 def test_a_document_removed_between_ranking_and_reading_is_left_out(
-    known: Library, embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, embedder: Embedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    known = filled(tmp_path, embedder)
     retriever = Retriever(known, lambda: embedder)
     before = [hit.chunk for hit in retriever.retrieve("amber fjord", 6).hits]
     chunks = known.chunks
@@ -218,8 +223,9 @@ def test_a_document_removed_between_ranking_and_reading_is_left_out(
 
 
 def test_with_another_embedder_words_work_and_meaning_waits_for_the_next_ingest(
-    known: Library, embedder: Embedder
+    tmp_path: Path, embedder: Embedder
 ) -> None:
+    known = filled(tmp_path, embedder)
     other = Counting(embedder, digest="another")
     retriever = Retriever(known, lambda: other)
     assert retriever.retrieve("amber", 5, "embedding").hits == ()
