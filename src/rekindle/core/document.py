@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 CUT_SHORT = " ..."  # how a title ends that is the beginning of a longer text
 
 

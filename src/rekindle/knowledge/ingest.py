@@ -111,8 +111,13 @@ class Ingester:
         self._put()
         return self._finished(started)
 
+    @property
+    def done(self) -> Ingested:
+        """What was done so far."""
+        return self._done
+
     def _finished(self, started: float) -> Ingested:
-        self._done.seconds = time.perf_counter() - started
+        self._done.seconds += time.perf_counter() - started
         self._tell("")
         return self._done
 
@@ -121,7 +126,9 @@ class Ingester:
         try:
             digest = _digest(path)
             if known == (digest, self._how):
-                self._done.unchanged += len(self._library.entries("d.file=?", (str(path),)))
+                same = self._library.entries("d.file=?", (str(path),))
+                self._done.unchanged += len(same)
+                self._claim([entry.source for entry in same if entry.app != self._app])
                 return
             for item in read_file(path):
                 if isinstance(item, Problem):
@@ -145,6 +152,7 @@ class Ingester:
         known = self._library.known(document.source)
         if known == (document_digest(document), self._how):
             self._done.unchanged += 1
+            self._claim([document.source])
             return
         passages = split(document, self._splitting, self._embedder.count_tokens)
         if not passages:
@@ -162,6 +170,10 @@ class Ingester:
         self._waiting.append(Cut(document, passages, [None] * len(passages), self._how, file, self._app))
         if sum(len(cut.passages) for cut in self._waiting) >= _PASSAGES_AT_ONCE:
             self._put()
+
+    def _claim(self, sources: Sequence[str]) -> None:
+        if self._app is not None and sources:
+            self._library.set_app(sources, self._app)
 
     def _put(self) -> None:
         """Embed what is waiting, and put it into the library."""

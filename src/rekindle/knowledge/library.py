@@ -292,8 +292,23 @@ class Library:
             connection.executemany("DELETE FROM leaving WHERE id=?", [(row.id,) for row in gone])
             # Only a merge of all its parts takes deleted words out of the index.
             connection.execute("INSERT INTO words(words) VALUES('optimize')")
+            connection.execute("INSERT OR REPLACE INTO about VALUES ('unclean', 'yes')")
         with _usable(self.path):
             self._database.scrub()
+            for damaged in self.path.parent.glob(f"{self.path.name}.broken-*"):  # set aside, but it holds texts
+                damaged.unlink()
+        with self.writing() as connection:
+            connection.execute("DELETE FROM about WHERE name='unclean'")
+
+    @property
+    def unclean(self) -> bool:
+        """Whether bytes of what was removed may be left in its file."""
+        return self.about("unclean") is not None
+
+    def set_app(self, sources: Iterable[str], app: str) -> None:
+        """Say whose documents these are."""
+        with self.writing() as connection:
+            connection.executemany("UPDATE documents SET app=? WHERE source=?", [(app, source) for source in sources])
 
     def counts(self) -> dict[str, int]:
         """How much there is: documents, chunks, embedded, characters, file_bytes."""

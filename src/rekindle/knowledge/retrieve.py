@@ -72,8 +72,7 @@ class Retriever:
         Raises `NothingKnown` for an empty library, `InvalidPrompt`, and `InvalidSetting`.
         """
         check_retrieval(top_k, retrieval)
-        if not question.strip():
-            raise InvalidPrompt("The question is empty. Ask something.")
+        check_question(question)
         started = time.perf_counter()
         vector = self._embed(question) if retrieval != "bm25" else None
         embedded = time.perf_counter()
@@ -132,6 +131,12 @@ class Retriever:
                 if len(hits) == top_k:
                     return hits
         return hits
+
+
+def check_question(question: str) -> None:
+    """Raises `InvalidPrompt` for a question that asks nothing."""
+    if not question.strip():
+        raise InvalidPrompt("The question is empty. Ask something.")
 
 
 def check_retrieval(top_k: int, retrieval: str) -> None:

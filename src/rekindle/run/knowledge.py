@@ -19,7 +19,7 @@ from rekindle.engine.embedder import Embedder
 from rekindle.errors import InvalidSetting, NothingKnown, RekindleError
 from rekindle.knowledge.ingest import Ingested, Ingester, Step, parse_documents
 from rekindle.knowledge.library import Chunk, Entry, Library, library_path
-from rekindle.knowledge.retrieve import Retrieval, Retrieved, Retriever, check_retrieval
+from rekindle.knowledge.retrieve import Retrieval, Retrieved, Retriever, check_question, check_retrieval
 from rekindle.knowledge.split import Splitting
 from rekindle.models.pull import pull
 from rekindle.run.folder import open_store
@@ -60,13 +60,13 @@ class Knowledge:
         self.folder = knowledge_folder(settings)
         self._settings = settings
         self._purge = purge
-        self._lock = threading.Lock()
+        self._lock, self._loading = threading.Lock(), threading.Lock()
         self._libraries: dict[tuple[str, str], tuple[Library, Retriever]] = {}
         self._embedder: Embedder | None = None
 
     def embedder(self) -> Embedder:
         """What makes vectors of texts, loaded. Raises `ModelError`."""
-        with self._lock:
+        with self._loading:
             if self._embedder is None:
                 self._embedder = Embedder.load(pull(self._settings.embedder).files)
             return self._embedder
@@ -101,11 +101,12 @@ class Knowledge:
         given = list(parse_documents(documents))
         if not named and not given:
             raise InvalidSetting("There is nothing to ingest. Name files or folders, or give documents.")
-        done = ingester.ingest_documents(given) if not named else ingester.ingest(named)
-        if named and given:
-            done = Ingester(library, self.embedder(), splitting, app=app, report=report).ingest_documents(given)
+        if named:
+            ingester.ingest(named)
+        if given:
+            ingester.ingest_documents(given)
         self._clear(library)
-        return done
+        return ingester.done
 
     def search(
         self,
@@ -120,6 +121,7 @@ class Knowledge:
 
         Raises `NothingKnown`, `InvalidPrompt` and `InvalidSetting`.
         """
+        check_question(question)
         check_retrieval(top_k, retrieval)
         if not self.holds(tenant, cache_salt):
             raise NothingKnown("Nothing was ingested yet. Do that first: rekindle ingest FOLDER")
@@ -160,7 +162,7 @@ class Knowledge:
     def _clear(self, library: Library, *, thoroughly: bool = False) -> None:
         """Remove the KV of what was removed. What fails here is tried again the next time."""
         leaving = library.leaving()
-        if not leaving and not thoroughly:
+        if not leaving and not library.unclean and not thoroughly:
             return
         runs = [Run(row.tokenizer, row.tokens) for row in leaving if row.tokenizer is not None and row.tokens]
         try:
