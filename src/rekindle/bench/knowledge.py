@@ -32,6 +32,7 @@ from rekindle.knowledge.vectors import STORED, Floats, Snapshot, Vectors, stored
 from rekindle.models.pull import pull
 
 FIRST = 5
+DEPTH = 50  # passages among which the first five documents are found
 QUICK_DOCUMENTS = 60
 DOCUMENTS = 1000
 PASSAGES = 100_000
@@ -121,18 +122,25 @@ class _Set:
         return ingester.ingest_documents(person.documents[:most])
 
     def recall(self, report: Report) -> None:
-        """The share of questions with a document that answers them among the first five passages, by each way."""
+        """The share of questions of which a document that answers them is among the first five, by each way.
+
+        Documents come in the order of their best passages; and the same for the first five passages, of which several
+        may be of one document.
+        """
         hits: dict[str, list[bool]] = {way: [] for way in WAYS}
+        quoted: dict[str, list[bool]] = {way: [] for way in WAYS}
         for person in self._data.people:
             retriever = Retriever(self._libraries[person.name], lambda: self._embedder)
             asked = [question for question in person.questions if question.evidence]
             for question in islice(asked, self._options.limit):
                 for way in WAYS:
-                    found = retriever.retrieve(question.text, FIRST, way).hits
-                    hits[way].append(any(hit.chunk.source in question.evidence for hit in found))
+                    found = [hit.chunk.source for hit in retriever.retrieve(question.text, DEPTH, way).hits]
+                    hits[way].append(bool(question.evidence & {*list(dict.fromkeys(found))[:FIRST]}))
+                    quoted[way].append(bool(question.evidence & {*found[:FIRST]}))
         told = report.fields["sets"][self._data.name]
         told["questions"] = len(hits["fused"])
         told["recall5"] = {way: statistics.mean(found) if found else None for way, found in hits.items()}
+        told["recall5_passages"] = {way: statistics.mean(found) if found else None for way, found in quoted.items()}
         if not hits["fused"]:
             told["recall5_reason"] = "no question names the documents that answer it"
 
@@ -277,10 +285,11 @@ def _total(report: Report) -> None:
     report.fields["ingest_docs_per_s"] = sum(told["documents"] for told in sets.values()) / seconds
     asked = {name: told for name, told in sets.items() if told["questions"]}
     weights = [told["questions"] for told in asked.values()]
-    report.fields["recall5"] = {
-        way: float(np.average([told["recall5"][way] for told in asked.values()], weights=weights)) if asked else None
-        for way in WAYS
-    }
+    for name in ("recall5", "recall5_passages"):
+        report.fields[name] = {
+            way: float(np.average([told[name][way] for told in asked.values()], weights=weights)) if asked else None
+            for way in WAYS
+        }
     for name, told in sets.items():
         speed = f"{told['ingest_docs_per_s']:.1f}/s"
         report.rows.append(
