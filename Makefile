@@ -60,7 +60,7 @@ test-llamacpp: setup llamacpp  ## the tests of the llama.cpp engine, and every l
 	@$(BIN)/python -m pytest -m llamacpp
 
 quick: $(STAMP)  ## the fast inner loop: tiny models only, under two minutes
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not real and not docs and not storm and not exhaustive"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not real and not docs and not storm and not exhaustive and not thorough"
 
 soak: $(STAMP)  ## 10,000 kills and a ten-minute storm in one cache folder
 	@SOAK_KILLS=10000 SOAK_SECONDS=600 $(BIN)/python -m pytest -q -s -m storm tests/faults/test_crash.py

@@ -23,6 +23,23 @@ CHAT_TEMPLATE = (
 )
 
 
+# What takes longest without real weights: processes, servers, thousands of faults. Left out of `make quick`.
+THOROUGH = frozenset(
+    """
+    cli/test_bench_serve.py cli/test_commands.py cli/test_serve.py engine/llamacpp/test_checkpoints.py
+    engine/llamacpp/test_closed.py engine/llamacpp/test_files.py engine/test_constrain.py faults/test_catalog.py
+    faults/test_purge.py integrate/test_attach.py run/test_keep_alive.py server/test_admin.py server/test_chat.py
+    server/test_completions.py server/test_guard.py server/test_knowledge.py server/test_line.py
+    """.split()  # noqa: SIM905
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if str(item.path.relative_to(Path(__file__).parent)) in THOROUGH:
+            item.add_marker(pytest.mark.thorough)
+
+
 @pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shared") / "cache"

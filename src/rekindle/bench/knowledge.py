@@ -76,7 +76,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
             embedder,
             Stock([passage for passage, _ in stock], np.stack([vector for _, vector in stock])),
             [questions[at] for at in sample],
-            options.seed,
+            options,
         )
         for part in (large.documents, large.match, large.passages):
             advance(part.__name__)
@@ -157,12 +157,15 @@ class _Set:
 class _Large:
     """Libraries larger than the data."""
 
-    def __init__(self, folder: Path, embedder: Embedder, stock: Stock, questions: Sequence[str], seed: int) -> None:
+    def __init__(
+        self, folder: Path, embedder: Embedder, stock: Stock, questions: Sequence[str], options: BenchOptions
+    ) -> None:
         self._folder = folder
         self._embedder = embedder
         self._stock = stock
         self._questions = questions
-        self._random = np.random.default_rng(seed)
+        self._random = np.random.default_rng(options.seed)
+        self._quick = options.quick
 
     def documents(self, report: Report) -> None:
         """Retrieval among 1,000 documents."""
@@ -255,6 +258,9 @@ class _Large:
             from usearch.index import Index
         except ImportError:
             report.fields |= {"index_ms_100k": None, "index_reason": "usearch is not installed (rekindle[bench])"}
+            return
+        if self._quick:
+            report.fields |= {"index_ms_100k": None, "index_reason": "building it takes too long for a quick run"}
             return
         index = Index(ndim=snapshot.matrix.shape[1], metric="ip", dtype="f32")
         built = _seconds(lambda: index.add(snapshot.ids, snapshot.matrix))

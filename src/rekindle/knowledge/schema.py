@@ -49,6 +49,7 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE INDEX chunks_document ON chunks (document, place);
     CREATE INDEX chunks_digest ON chunks (digest);
     CREATE INDEX chunks_bare ON chunks (id) WHERE vector IS NULL;
+    CREATE INDEX chunks_embedded ON chunks (id) WHERE vector IS NOT NULL;
     CREATE INDEX chunks_retrieved ON chunks (first, retrieved) WHERE retrieved > 0;
     CREATE VIEW searched AS
         SELECT c.id AS id, d.title || char(10) || c.heading AS title, c.text AS body
