@@ -128,6 +128,8 @@ def test_asking_an_empty_library_says_what_to_do(tmp_path: Path, embedder: str) 
             session.ask("  ")
         with pytest.raises(InvalidSetting):
             session.ask("Anything?", top_k=0)
+        with pytest.raises(InvalidSetting, match="chat"):
+            session.ask("Anything?", documents=[LAMPS])
 
 
 def test_hostile_passages_are_quoted_as_they_are(tmp_path: Path, embedder: str) -> None:

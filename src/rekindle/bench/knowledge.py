@@ -338,7 +338,7 @@ def _plotter(report: Report) -> Callable[[Any], None]:
             left.bar(at, [told["recall5"][way] for told in sets.values()], width, label=way)
         left.set_xticks([number + 0.3 for number in range(len(sets))], list(sets))
         left.set_title("recall@5")
-        left.legend()
+        left.legend(loc="lower left")
         sizes = ["1k", "100k"]
         bottom = np.zeros(len(sizes))
         for kind in ("embed", "search"):

@@ -197,7 +197,7 @@ class Ingester:
         self._waiting = []
         name = cuts[-1].document.title
         if long:  # put first, so that each part that was embedded stays, whatever happens
-            self._embed_missing(name)
+            self._embed_missing(f"{name} ({len(texts):,} passages)")
         self._tell(name)
 
     def _completed(self, vectors: Mapping[bytes, bytes], texts: Mapping[bytes, str]) -> dict[bytes, bytes]:

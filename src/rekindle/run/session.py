@@ -198,6 +198,8 @@ class Session:
     def prepare(self, question: str, **options: Unpack[AskOptions]) -> Prepared:
         """Find the passages for a question, and the request that asks it: for `answer`."""
         chosen: dict[str, Any] = {**options}
+        if chosen.pop("documents", None):
+            raise InvalidSetting("ask() finds its documents itself. Give yours to chat(), or ingest them.")
         top_k, retrieval = chosen.pop("top_k", 5), chosen.pop("retrieval", "fused")
         asks = asking(question, chosen.pop("instructions", None))
         messages = chosen.pop("messages", asks)
