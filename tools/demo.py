@@ -174,7 +174,7 @@ def measure_answers(console: Console, folder: Path) -> tuple[str, list[Line]]:
     told = (
         f"[bold]Documents[/bold]: {done.added} ingested, {done.passages} passages, {done.seconds:.1f} s. "
         f"Each question quotes five, found in {shown.retrieve_seconds * 1e3:.0f} ms.\n"
-        f"  {asked[0]}\n  \\[1] {source.title}: {source.text.splitlines()[-1][:90]} ..."
+        f"  {asked[0]}\n  \\[1] {source.title}: {' '.join(source.text.split())[:200]} ..."
     )
     return told, lines
 
