@@ -44,10 +44,17 @@ def _skip_without_llamacpp(where: str) -> None:
         pytest.importorskip("llama_cpp")
 
 
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # not even what it is a part of
+        return False
+
+
 def _python_for(code: str) -> str:
     """What can run an example: this Python, or that of the clients whose versions do not go together with ours."""
-    packages = re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)
-    if all(importlib.util.find_spec(package) for package in packages):
+    packages = re.findall(r"^(?:from|import) ([\w.]+)", code, re.MULTILINE)
+    if all(_is_installed(package) for package in packages):
         return sys.executable
     if not (CLIENTS.parents[2] / ".clients").exists():  # written when all of them are installed
         pytest.skip(f"{', '.join(packages)}: not installed (make clients)")

@@ -195,6 +195,7 @@ def test_random_requests_and_goodbyes_leave_nothing_behind(rig: Rig) -> None:
     assert not soak.wrong, soak.wrong[:5]
     assert soak.counts["compared"] and soak.counts["left"]
     rig.assert_nothing_is_left()
-    assert after.files <= before.files and after.tasks <= before.tasks
+    # A connection of SQLite's that was first needed now is up to three files; a leak would be one a request.
+    assert after.files <= before.files + 3 and after.tasks <= before.tasks
     assert all(count <= max(before.threads.get(kind, 0), THREADS.get(kind, 0)) for kind, count in after.threads.items())
     assert after.rss_bytes - before.rss_bytes < GROWTH_BYTES

@@ -17,6 +17,7 @@ log = logging.getLogger("rekindle.keep")
 
 _MOST_JOBS = 64
 _MOST_DETACHED_BYTES = 1 << 30
+_LAST_SECONDS = 5.0
 _IDLE_SECONDS = 0.5  # without work, before the store tidies up
 
 
@@ -166,6 +167,9 @@ class Keeper:
             self.outcomes["dropped"] += len(self._jobs)
             self._jobs.clear()
             self._changed.notify_all()
+        if finished and self._thread is not None and self._thread is not threading.current_thread():
+            # It lets go of what it kept. Were it still at that when the interpreter ends, torch would end it all.
+            self._thread.join(_LAST_SECONDS)
         if not finished:
             log.warning("The cache did not take everything within %.0f s: some KV was not kept.", timeout_seconds)
         return finished
