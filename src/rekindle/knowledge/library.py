@@ -15,11 +15,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from rekindle.core.document import Passage
 from rekindle.core.identity import digest_of_fields
-from rekindle.errors import CacheUnusable, DocumentNotFound, KnowledgeUnusable, nearest
+from rekindle.errors import CacheUnusable, DocumentNotFound, KnowledgeUnusable
 from rekindle.knowledge.rows import Cut, add_document, claim, note_change, owner_of, remove_documents
 from rekindle.knowledge.schema import MIGRATIONS
 from rekindle.store.database import Database
@@ -194,7 +195,8 @@ class Library:
         if not found:
             with self.reading() as connection:
                 rows = connection.execute("SELECT name, source FROM documents LIMIT 1000").fetchall()
-            hint = nearest(name, [text for row in rows for text in row]) if 0 < len(rows) < 20 else ""
+            close = get_close_matches(name, [text for row in rows for text in row], n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
             raise DocumentNotFound(f"There is no document {name!r}.{hint} `rekindle knowledge ls` lists them.")
         return found
 
