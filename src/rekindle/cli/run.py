@@ -28,7 +28,8 @@ def run(
 ) -> None:
     """Ask a model once. The reply streams to standard output, sizes and times go to standard error."""
     from rekindle.cli.console import notes, print_json, progress
-    from rekindle.run.session import Session, as_messages
+    from rekindle.core.request import as_messages
+    from rekindle.run.session import Session
 
     text = _read_prompt(prompt, file)
     if raw and system is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
 
@@ -203,6 +203,20 @@ def parse_prompt(prompt: PromptLike) -> str | tuple[int, ...] | tuple[Message, .
     if all(_is_whole(item) for item in items):
         return tuple(int(item) for item in items)  # type: ignore[arg-type]
     raise InvalidPrompt("A prompt is a text, a list of token ids, or a list of messages with 'role' and 'content'.")
+
+
+def as_messages(messages: str | Sequence[MessageLike]) -> Sequence[MessageLike]:
+    """A single text is one user message; it may not be empty."""
+    return [{"role": "user", "content": parse_prompt(messages)}] if isinstance(messages, str) else messages
+
+
+def as_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
+    """Several prompts, or one: a text, a list of messages and a list of token ids are one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    single = all(isinstance(item, (Message, Mapping)) or hasattr(item, "__index__") for item in items)
+    return [items] if items and single else items
 
 
 def _parse_message(item: MessageLike) -> Message:

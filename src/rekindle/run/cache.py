@@ -10,9 +10,8 @@ import logging
 import os
 import platform
 import sys
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import psutil
 
@@ -33,9 +32,10 @@ from rekindle.reuse.lookup import Matches, lookup
 from rekindle.reuse.planner import Cut, make_plan
 from rekindle.run.context import Context, ParkedContexts
 from rekindle.run.explain import Explainer, Prompt
-from rekindle.run.flight import Flight, Flights
+from rekindle.run.flight import Flights
 from rekindle.run.folder import open_store
 from rekindle.run.keep import Guard, Job, Keeper
+from rekindle.run.known import Known, spared
 from rekindle.run.notes import Note, Stayed
 from rekindle.run.patience import Deadline, Late, NoAnswer, Patience
 from rekindle.run.prefill import Asked, Filled, Prefill, TimedFeed
@@ -55,25 +55,6 @@ LOAD_SECONDS = 1.0  # the shortest deadline of a load, and the one while costs a
 CLOSE_SECONDS = 10.0
 REST_SECONDS = 60.0
 _MACHINES = 64  # pairs of machine and model whose costs are remembered
-
-
-@dataclass(frozen=True)
-class Known:
-    """What is known of a prompt, and the context it can go on from, which is its own until it is given back."""
-
-    shelf: Shelf
-    tokens: Sequence[int]
-    matches: Matches
-    parked: Context | None = None
-    trouble: str | None = None
-    off: bool = False  # nothing was looked for, and nothing shall be kept
-    guard: Guard | None = None  # which decides whether it may be kept
-    flight: Flight | None = None  # by which others know that it is being computed
-
-    @property
-    def stored_tokens(self) -> int:
-        """How many tokens the store knows."""
-        return self.matches.stored[-1].span.stop if self.matches.stored else 0
 
 
 class PrefixCache:
@@ -249,20 +230,7 @@ class PrefixCache:
     def reuse(self, known: Known, plan: Plan, filled: Filled | None = None) -> Reuse:
         """What a prompt is spared by a plan; once it is filled, what it was really spared."""
         done = plan if filled is None else filled.plan
-        tiers = Counter({load.tier: 0 for load in done.loads})
-        for load in done.loads:
-            tiers[load.tier] += len(load.span)
-        return Reuse(
-            level="off" if known.off else "exact",
-            computed=len(known.tokens) - done.reused,
-            engine=tiers["engine"],
-            memory=tiers["memory"],
-            disk=tiers["disk"],
-            load_seconds=0.0 if filled is None else filled.load_seconds,
-            predicted_seconds=done.predicted_seconds,
-            cold_seconds=done.cold_seconds,
-            miss=self.miss(known, done, None if filled is None else filled.lost),
-        )
+        return spared(known, done, filled, self.miss(known, done, None if filled is None else filled.lost))
 
     def miss(self, known: Known, plan: Plan, lost: str | None = None) -> str | None:
         """Why not everything but the last token is reused, in a word; None if it is. See `Reuse`."""

@@ -25,9 +25,10 @@ from rekindle.errors import KvLost
 from rekindle.index.prefix import Match
 from rekindle.reuse.lookup import Found, Matches
 from rekindle.reuse.planner import Cut, make_plan
-from rekindle.run.cache import EARLY_TOKENS, Known, PrefixCache
+from rekindle.run.cache import EARLY_TOKENS, PrefixCache
 from rekindle.run.context import Context
 from rekindle.run.keep import Keep
+from rekindle.run.known import Known
 from rekindle.run.prefill import Asked, Filled, Prefill, TimedFeed
 from rekindle.store.tiered import TieredStore
 

@@ -18,13 +18,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rekindle.core.answer import Answer
 from rekindle.core.reply import Piece, Reply, Reuse
-from rekindle.core.request import Message, MessageLike, Options, PromptLike, Request, parse_prompt
+from rekindle.core.request import MessageLike, Options, PromptLike, Request, as_messages
 from rekindle.core.size import parse_duration
 from rekindle.engine.base import Engine
 from rekindle.engine.constrain import Constrainer, Constraint
@@ -36,17 +36,19 @@ from rekindle.models.download import Progress
 from rekindle.run.alive import KeepAlive
 from rekindle.run.ask import AnswerStream, AskOptions, Evidence, Prepared, sources_of
 from rekindle.run.batch import BatchingEngine
-from rekindle.run.cache import Known, PrefixCache
+from rekindle.run.cache import PrefixCache
 from rekindle.run.checkpoints import CheckpointCache
 from rekindle.run.explain import Explanation, Prompt
 from rekindle.run.generate import Generation, decode
 from rekindle.run.knowledge import Forgotten, Knowledge, asking, quote_of
+from rekindle.run.known import Known
 from rekindle.run.load import EngineOptions, load_engine
 from rekindle.run.prefill import Asked
 from rekindle.run.prompt import PromptTokens, WrittenReplies, encode_prompt
 from rekindle.run.stream import AsyncStream, Stream
 from rekindle.run.tools import call_grammar, style_of, with_calls
 from rekindle.run.turn import FairShare
+from rekindle.run.warm import warm, warm_knowledge
 from rekindle.settings import Settings, SettingsLike
 
 if TYPE_CHECKING:
@@ -250,15 +252,7 @@ class Session:
         One prompt, or several: texts, lists of messages, lists of token ids. Returns when all of it is kept.
         Raises as `generate` does.
         """
-        todo = as_prompts(prompts)
-        chosen: Options = {**options, "max_tokens": 0}
-        done = []
-        for number, prompt in enumerate(todo):
-            done.append(self.stream(prompt, **chosen).reply.reuse)
-            if progress is not None:
-                progress(number + 1, len(todo))
-        self.flush()
-        return done
+        return warm(self, prompts, progress, options)
 
     def warm_knowledge(
         self, passages: int = 8, *, progress: Callable[[int, int], None] | None = None, **options: Unpack[Options]
@@ -267,16 +261,7 @@ class Session:
 
         Returns what each of them was spared.
         """
-        library = self.knowledge.library(options.get("tenant"), options.get("cache_salt"))
-        quotes = [[], *([quote_of(chunk)] for chunk in library.most_retrieved(passages))]
-        done = []
-        for number, some in enumerate(quotes):
-            chosen: Options = {**options, "max_tokens": 0, "documents": some}
-            done.append(self.stream(asking(""), **chosen).reply.reuse)
-            if progress is not None:
-                progress(number + 1, len(quotes))
-        self.flush()
-        return done
+        return warm_knowledge(self, passages, progress, options)
 
     def flush(self, timeout_seconds: float = 60.0) -> bool:
         """Wait until everything computed so far is on disk; False if that takes longer."""
@@ -376,17 +361,3 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session {self._engine.name if self._engine else 'closed'}>"
-
-
-def as_messages(messages: str | Sequence[MessageLike]) -> Sequence[MessageLike]:
-    """A single text is one user message; it may not be empty."""
-    return [{"role": "user", "content": parse_prompt(messages)}] if isinstance(messages, str) else messages
-
-
-def as_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
-    """Several prompts, or one: a text, a list of messages and a list of token ids are one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    single = all(isinstance(item, (Message, Mapping)) or hasattr(item, "__index__") for item in items)
-    return [items] if items and single else items
