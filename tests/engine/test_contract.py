@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from rekindle.core.kv import Kv, Span
-from rekindle.engine.base import Engine, Probe, Reading, Row
+from rekindle.engine.base import Engine, Gaze, MovedFeed, Probe, Reading, Row
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import Cancelled, Closed, KvLost, OutOfMemory, StepRefused
 from tests.engine.contract import Choosing, Failing, Garbage, Stored
@@ -730,4 +731,105 @@ def test_a_sequence_can_grow_and_keeps_what_it_holds(engine: Engine) -> None:
     assert sequence.length == COUNT
     with pytest.raises(StepRefused):
         sequence.reserve(engine.context_tokens + 1)
+    sequence.close()
+
+
+@scattered
+def test_a_gaze_weighs_what_the_probe_reads_by_what_the_values_carry(engine: Engine) -> None:
+    tokens = list(range(1, 25))
+    readings: list[Reading] = []
+    seen: list[np.ndarray] = []
+    asked = Span(20, 24)
+    with_both = engine.open(32, engine.regime(32))
+    probe = Probe(report=readings.append, queries=asked)
+    row = Row.following(with_both, tokens, logits="all")
+    engine.step([replace(row, probe=probe, gaze=Gaze(asked, seen.append))])
+    (gaze,) = seen
+    assert gaze.shape == (24,) and np.isfinite(gaze).all() and (gaze >= 0).all()
+    kv = with_both.export(Span(0, 24))
+    bounds = []
+    for reading in readings:
+        values = kv.layers[reading.layer].values
+        lengths = np.sqrt(np.square(values).sum(axis=-1))  # [kv_heads, keys]
+        lengths /= lengths.mean()
+        assert reading.received_most is not None
+        bounds.append((reading.received_most * lengths.min(axis=0), reading.received_most * lengths.max(axis=0)))
+    low, high = np.mean(bounds, axis=0)
+    assert (gaze >= low * 0.98 - 1e-6).all() and (gaze <= high * 1.02 + 1e-6).all()
+    plain = engine.open(32, engine.regime(32))
+    (alone,) = engine.step([Row.following(plain, tokens, logits="all")])
+    (again,) = engine.step([replace(Row(plain, tokens, range(24), "all"), gaze=Gaze(asked, seen.append))])
+    assert np.allclose(alone, again, atol=1e-4)
+    with_both.close()
+    plain.close()
+
+
+OLD, NEW, SIZE = 4, 13, 12  # where a passage stood, where it shall stand, and how many tokens it has
+
+
+def standing(engine: Engine, *feeds: MovedFeed) -> Any:
+    """A sequence with feeds in it, what is not fed computed from the last tokens of the prompt."""
+    last = max(feed.span.stop for feed in feeds)
+    free = [p for p in range(last + 1) if not any(p in feed.span for feed in feeds)]
+    sequence = opened(engine, last + 1)
+    engine.step([Row(sequence, TOKENS[-len(free) :], free, logits="none", feeds=feeds)])
+    return sequence
+
+
+@scattered
+def test_moved_keys_are_those_of_their_new_place(engine: Engine) -> None:
+    """In the first layer, where they depend on nothing else, whichever way they move. Values stay as they were."""
+    passage = TOKENS[5 : 5 + SIZE]
+    for old, new in ((OLD, NEW), (NEW, OLD)):
+        kv = computed(engine, [*TOKENS[:old], *passage])[1]
+        expected = computed(engine, [*TOKENS[20 : 20 + new], *passage])[1].layers[0].keys[:, new:]
+        feed = MovedFeed(Stored(kv, Span(old, old + SIZE)), new, new - old)
+        assert feed.span == Span(new, new + SIZE) and feed.layers == range(len(engine.layout.layers))
+        sequence = standing(engine, feed)
+        got = sequence.export(feed.span)
+        np.testing.assert_allclose(got.layers[0].keys, expected, atol=1e-5)
+        for moved, own in zip(got.layers, kv.layers, strict=True):
+            np.testing.assert_array_equal(moved.values, own.values[:, old:])
+            assert np.abs(moved.keys - own.keys[:, old:]).max() > 1e-2
+        sequence.close()
+
+
+@scattered
+def test_moving_by_nothing_leaves_every_bit(engine: Engine, reference: tuple[np.ndarray, Kv]) -> None:
+    _, kv = reference
+    sequence = standing(engine, MovedFeed(Stored(kv, Span(OLD, OLD + SIZE)), NEW, 0))
+    for got, own in zip(sequence.export(Span(NEW, NEW + SIZE)).layers, kv.layers, strict=True):
+        np.testing.assert_array_equal(got.keys, own.keys[:, OLD : OLD + SIZE])
+        np.testing.assert_array_equal(got.values, own.values[:, OLD : OLD + SIZE])
+    sequence.close()
+
+
+@scattered
+def test_moves_add_up(engine: Engine, reference: tuple[np.ndarray, Kv]) -> None:
+    _, kv = reference
+    first = standing(engine, MovedFeed(Stored(kv, Span(OLD, OLD + SIZE)), NEW, NEW - OLD))
+    again = Stored(first.export(Span(NEW, NEW + SIZE)))
+    twice = standing(engine, MovedFeed(again, 2, 2 - NEW), MovedFeed(again, 2 + SIZE, 2 + SIZE - NEW))
+    for start in (2, 2 + SIZE):
+        once = standing(engine, MovedFeed(Stored(kv, Span(OLD, OLD + SIZE)), start, start - OLD))
+        span = Span(start, start + SIZE)
+        for got, expected in zip(twice.export(span).layers, once.export(span).layers, strict=True):
+            np.testing.assert_allclose(got.keys, expected.keys, atol=1e-5)
+        once.close()
+    first.close()
+    twice.close()
+    with pytest.raises(ValueError, match="cannot be moved"):
+        MovedFeed(MovedFeed(again, 2, 2), 4, 2)
+
+
+@of("llamacpp", "llamacpp-f32")
+def test_who_cannot_turn_the_keys_of_feeds_refuses_those_that_move(
+    engine: Engine, reference: tuple[np.ndarray, Kv]
+) -> None:
+    feed = Stored(reference[1], Span(OLD, OLD + SIZE))
+    sequence = opened(engine)
+    engine.step([Row.following(sequence, TOKENS[:NEW], logits="none")])
+    with pytest.raises(StepRefused, match="turn the keys"):
+        engine.step([Row(sequence, [5], [NEW + SIZE], feeds=(MovedFeed(feed, NEW, NEW - OLD),))])
+    assert (sequence.length, feed.filled) == (NEW, [])
     sequence.close()

@@ -47,7 +47,7 @@ class Capabilities:
                   of its tokens can be computed anew. leading: it is appended behind what is present (`append`), so
                   only the tokens that lead to it can. none: not at all
     selects       rows can be chosen between layers
-    probes        attention and deviation can be read
+    probes        attention and deviation can be read, by probes and gazes
     crowded       all sequences share one buffer: each that is open, in use or not, makes every step slower
     """
 
@@ -162,6 +162,40 @@ class KvFeed(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class MovedFeed:
+    """A feed of KV that was computed at other positions; itself a feed, the outermost one of a row.
+
+    Once `feed` has filled a layer, the engine turns the keys by `shift` positions, back where it is below 0: on its
+    own device, before the layer computes. A shift of 0 leaves every bit as it is; values are never changed. Both
+    places must lie in the regime of the row's sequence.
+
+    An engine that mends by scattered rows can do that. Any other refuses a row with a shift, before it computes.
+    """
+
+    feed: KvFeed
+    start: int  # where its first token shall stand
+    shift: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.feed, MovedFeed):  # whose own shift nobody would see
+            raise ValueError("a moved feed cannot be moved: move what it moves, by both shifts together")
+
+    @property
+    def span(self) -> Span:
+        """The positions it fills: as many as `feed` does, from `start` on."""
+        return Span(self.start, self.start + len(self.feed.span))
+
+    @property
+    def layers(self) -> range:
+        """The layers it fills."""
+        return self.feed.layers
+
+    def fill(self, layer: int, out: LayerKv) -> None:
+        """Write the KV of a layer as it was computed; its keys are not turned yet."""
+        self.feed.fill(layer, out)
+
+
 class Selector(Protocol):
     """Chooses which tokens of a row go on, between layers."""
 
@@ -203,6 +237,20 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Gaze:
+    """Asks a step what some of a row's tokens look at: once, for the whole pass, where a `Probe` reports every layer.
+
+    queries   the tokens that look; they stand in the row
+    report    told `[keys]`, one number for each position up to the row's last: the attention it gets from the
+              queries times the length of its value (over the mean length), of the head where that is most; mean over
+              the layers. A layer that owes nothing but keys and values does not count
+    """
+
+    queries: Span
+    report: Callable[[NDArray[np.float32]], None]
+
+
+@dataclass(frozen=True)
 class Row:
     """Tokens of one sequence to compute in a step: token `i` stands at position `positions[i]`.
 
@@ -218,6 +266,7 @@ class Row:
     feeds: tuple[KvFeed, ...] = ()
     selector: Selector | None = None
     probe: Probe | None = None
+    gaze: Gaze | None = None
     replay: bool = True
     prefill: bool = False
 

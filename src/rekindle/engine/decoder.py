@@ -4,8 +4,9 @@ Two public seams of transformers carry it: the attention interface, through whic
 keys and values, and the list of layers itself. Both are changed on a *twin*: a copy of the module tree that shares
 every weight with the model it was made from, so that model stays as it was.
 
-What a family needs to be known for (KV shapes, windows, soft caps, what it cannot do) is not looked up in a table
-but *surveyed*: two tokens run through the twin once, and every layer tells by what it hands over.
+What a family needs to be known for (KV shapes, windows, soft caps, how its keys turn with their position, what it
+cannot do) is not looked up in a table but *surveyed*: two tokens run through the twin once, at two places at a time,
+and every layer tells by what it hands over.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rekindle.core.kv import KvLayout, KvType, LayerShape
 from rekindle.engine.attention import Scores
 from rekindle.engine.layers import LayerLoop, StepPass
 from rekindle.engine.rope import Rope
+from rekindle.engine.turn import SURVEY_SHIFT, Turner
 from rekindle.errors import UnsupportedModel
 
 # Tested against transformers' own generate; any other family is checked when it is loaded.
@@ -48,6 +50,7 @@ PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 ADVICE = "Use a plain decoder (Llama, Mistral, Qwen, Gemma, Phi, SmolLM and the like)."
 
 _INTERFACE = "rekindle"
+_SURVEY_TOKENS = [0, 1]
 _HARMLESS = frozenset({"position_ids", "dropout", "use_cache", "output_attentions", "output_router_logits"})
 _SURVEY_ERRORS = (TypeError, AttributeError, RuntimeError, ValueError, LookupError, NotImplementedError)
 
@@ -59,6 +62,7 @@ class _Survey:
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     scores: dict[int, Scores] = field(default_factory=dict)
     dtypes: set[torch.dtype] = field(default_factory=set)
+    keys: dict[int, Tensor] = field(default_factory=dict)  # [2 places, kv_heads, tokens, key_dim] each
 
     def note(self, module: nn.Module, key: Tensor, value: Tensor, scores: Scores, others: dict[str, Any]) -> None:
         layer = getattr(module, "layer_idx", None)
@@ -71,6 +75,7 @@ class _Survey:
             raise UnsupportedModel("a layer calls attention more than once")
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
         self.scores[layer] = scores
+        self.keys[layer] = key
         self.dtypes |= {key.dtype, value.dtype}
 
 
@@ -101,10 +106,11 @@ def _attention(
         return stage.loop.current.attend(layer, query, key, value, stage.survey.scores[layer]), None
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window)
     stage.survey.note(module, key, value, scores, others)
+    # Both places go on with what the first one sees: so the next layer's keys differ by nothing but their positions.
     mixed = functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
+        query[:1], key[:1], value[:1], is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
     )
-    return mixed.transpose(1, 2).contiguous(), None
+    return mixed.transpose(1, 2).repeat(len(query), 1, 1, 1), None
 
 
 AttentionInterface.register(_INTERFACE, _attention)
@@ -128,6 +134,8 @@ class Decoder:
         self.device = model.device
         self.layout = KvLayout(self._kv_type(survey), tuple(survey.shapes[i] for i in sorted(survey.shapes)))
         self.rope = Rope(getattr(base, "rotary_emb", None), self.config)
+        keys = [survey.keys.pop(i) for i in sorted(survey.keys)]
+        self.turner = Turner.surveyed(self.rope, keys, self.rope.regime(SURVEY_SHIFT + len(_SURVEY_TOKENS)))
         self._loop = LayerLoop(list(getattr(base, layers)), self.rope)
         setattr(base, layers, nn.ModuleList([self._loop]))
         if hasattr(base, "rotary_emb"):
@@ -161,7 +169,9 @@ class Decoder:
             module.__dict__["rekindle_stage"] = self._stage
         try:
             with torch.inference_mode():
-                twin(input_ids=torch.tensor([[0, 1]], device=twin.device), use_cache=False)
+                places = torch.tensor([[place + i for i in range(len(_SURVEY_TOKENS))] for place in (0, SURVEY_SHIFT)])
+                tokens = torch.tensor([_SURVEY_TOKENS] * len(places), device=twin.device)
+                twin(input_ids=tokens, position_ids=places.to(twin.device), use_cache=False)
         except torch.OutOfMemoryError:
             raise
         except (UnsupportedModel, *_SURVEY_ERRORS) as error:

@@ -18,7 +18,19 @@ from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.core.request import Message, Sampling
 from rekindle.core.tools import Tool
-from rekindle.engine.base import Capabilities, Logits, Positions, Quoting, Reading, Row, SpansOnly, Written
+from rekindle.engine.base import (
+    Capabilities,
+    Gaze,
+    KvFeed,
+    Logits,
+    MovedFeed,
+    Positions,
+    Quoting,
+    Reading,
+    Row,
+    SpansOnly,
+    Written,
+)
 from rekindle.engine.calls import ToolHabits, in_words
 from rekindle.engine.rows import CheckedRow, check_rows
 from rekindle.engine.sample import Sampler
@@ -195,7 +207,7 @@ class FakeEngine:
         with self._lock:
             if self._closed:
                 raise Closed("The engine was closed. Make a new one.")
-            checked = check_rows(rows, layers=_LAYERS, vocabulary_size=_VOCABULARY)
+            checked = check_rows(rows, layers=_LAYERS, vocabulary_size=_VOCABULARY, turns=True)
             for row in checked:
                 self._own(row)
             finished = False
@@ -224,6 +236,7 @@ class FakeEngine:
     def _run(self, row: CheckedRow, cancelled: Callable[[], bool] | None) -> Logits:
         weights, sequence, positions = self._weights, self._own(row), row.positions
         hidden = weights["embed"][row.tokens]  # [tokens, hidden]
+        seen: list[Array] = []
         for layer in range(_LAYERS):
             if cancelled is not None and cancelled():
                 raise Cancelled("The request was cancelled.")
@@ -233,14 +246,24 @@ class FakeEngine:
                 hidden, positions = hidden[np.searchsorted(positions, chosen)], chosen
             for feed in row.row.feeds:
                 if layer in feed.layers:
-                    feed.fill(layer, sequence.buffer(layer, feed.span))
-            hidden = self._layer(layer, hidden, positions, row, sequence)
+                    _fill(feed, layer, sequence.buffer(layer, feed.span))
+            hidden = self._layer(layer, hidden, positions, row, sequence, seen)
+        if row.row.gaze is not None:
+            row.row.gaze.report(np.mean(seen, axis=0))
         if row.row.logits == "none":
             return np.zeros((0, _VOCABULARY), dtype=np.float32)
         wanted = hidden if row.row.logits == "all" else hidden[-1:]
         return _times(_norm(wanted), weights["head"])
 
-    def _layer(self, layer: int, hidden: Array, positions: Positions, row: CheckedRow, sequence: FakeSequence) -> Array:
+    def _layer(
+        self,
+        layer: int,
+        hidden: Array,
+        positions: Positions,
+        row: CheckedRow,
+        sequence: FakeSequence,
+        seen: list[Array],
+    ) -> Array:
         normed = _norm(hidden)
         weights = {name: self._weights[f"{layer}.{name}"] for name in ("q", "k", "v", "o", "up", "down")}
         queries = _rotate(_heads(_times(normed, weights["q"]), _HEADS), positions)  # [heads, tokens, dim]
@@ -256,6 +279,8 @@ class FakeEngine:
             mixed[index] = out.reshape(-1)
             attention.append(mass)
         _report(row, layer, positions, attention, deviation)
+        if row.row.gaze is not None:
+            seen.append(_seen(row.row.gaze, positions, attention, own.values))
         hidden = hidden + _times(mixed, weights["o"])
         inner = np.tanh(_times(_norm(hidden), weights["up"]))
         return np.asarray(hidden + _times(inner, weights["down"]), dtype=np.float32)
@@ -297,6 +322,12 @@ def _rotate(heads: Array, positions: Positions) -> Array:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
+def _fill(feed: KvFeed, layer: int, out: LayerKv) -> None:
+    feed.fill(layer, out)
+    if isinstance(feed, MovedFeed) and feed.shift:
+        out.keys[:] = _rotate(out.keys, np.full(len(feed.span), feed.shift, dtype=np.int64))
+
+
 def _attend(query: Array, keys: Array, values: Array) -> tuple[Array, Array]:
     """One token's output `[heads, dim]` and attention `[heads, keys]`."""
     group = _HEADS // _KV_HEADS
@@ -314,6 +345,17 @@ def _deviation(keys: Array, values: Array, old_keys: Array, old_values: Array) -
         for new, old in ((keys, old_keys), (values, old_values))
     ]
     return np.asarray(np.sqrt(np.mean(shares, axis=0)), dtype=np.float32)
+
+
+def _seen(gaze: Gaze, positions: Positions, attention: list[Array], values: Array) -> Array:
+    end = int(positions[-1]) + 1
+    mass = np.zeros((_HEADS, end), dtype=np.float32)
+    asked = [index for index, position in enumerate(positions) if position in gaze.queries]
+    for index in asked:
+        mass[:, : attention[index].shape[1]] += attention[index] / len(asked)
+    lengths = np.sqrt(np.square(values[:, :end]).sum(axis=-1))  # [kv_heads, keys]
+    weighed = mass * np.repeat(lengths / lengths.mean(), _HEADS // _KV_HEADS, axis=0)
+    return np.asarray(weighed.max(axis=0), dtype=np.float32)
 
 
 def _report(row: CheckedRow, layer: int, positions: Positions, attention: list[Array], deviation: Array) -> None:

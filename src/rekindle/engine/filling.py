@@ -3,6 +3,8 @@
     thread   [fill 0][fill 1][fill 2][fill 3] ...       disk, memory or network
     step             [layer 0][layer 1][layer 2] ...    waits only where the next layer is not there yet
 
+Keys that were computed at other positions are turned there and then, by the thread, on the model's own device.
+
 The step stays in charge: cancelling ends its wait at once, however long a read hangs. The thread may then still be
 writing, so the sequences leave their buffers to it and take others.
 """
@@ -15,8 +17,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rekindle.engine.base import KvFeed
+from rekindle.engine.base import KvFeed, MovedFeed
 from rekindle.engine.sequence import Landing, TorchSequence
+from rekindle.engine.turn import Turn, Turner
 from rekindle.errors import Cancelled
 
 _LOOK_SECONDS = 0.005  # how often a wait looks whether it was cancelled
@@ -25,9 +28,21 @@ _LOOK_SECONDS = 0.005  # how often a wait looks whether it was cancelled
 class Filling:
     """The feeds of one step. `start`, then `wait(layer)` before each layer, then `stop`, whatever happened."""
 
-    def __init__(self, feeds: Sequence[tuple[TorchSequence, KvFeed]], layers: int, device: torch.device) -> None:
-        self._feeds = feeds
+    def __init__(
+        self,
+        feeds: Sequence[tuple[TorchSequence, KvFeed]],
+        layers: int,
+        device: torch.device,
+        turner: Turner | None = None,
+    ) -> None:
+        """`turner` is for feeds that move: without it, none may have a shift."""
+        self._feeds: dict[TorchSequence, list[KvFeed]] = {}
+        for sequence, feed in feeds:
+            self._feeds.setdefault(sequence, []).append(feed)
         self._layers = layers
+        self._device = device
+        self._turner = turner
+        self._turns: dict[tuple[TorchSequence, int], Turn] = {}  # by layer
         self._changed = threading.Condition()
         self._filled = 0  # layers that are there
         self._error: BaseException | None = None
@@ -40,6 +55,7 @@ class Filling:
 
     def start(self) -> None:
         """Begin to fill."""
+        self._prepare_turns()  # not in the thread: asking a rope for its angles may change it, and the step asks too
         if self._stream is not None:  # what reads the buffers now must be through before they are written
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         try:
@@ -72,10 +88,24 @@ class Filling:
             self._thread.join(timeout=_LOOK_SECONDS)
             under_way = self._thread.is_alive()
         if under_way:
-            for sequence in {id(sequence): sequence for sequence, _ in self._feeds}.values():
+            for sequence in self._feeds:
                 sequence.leave_buffers()
         elif self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _prepare_turns(self) -> None:
+        for sequence, feeds in self._feeds.items():
+            if not any(_shift(feed) for feed in feeds):
+                continue
+            assert self._turner is not None, "rows whose feeds move are refused without a turner"
+            known: dict[tuple[int, ...], Turn] = {}  # most layers have the same feeds
+            for layer in range(self._layers):
+                own = tuple(index for index, feed in enumerate(feeds) if layer in feed.layers)
+                if own not in known:
+                    moves = [(feeds[index].span, _shift(feeds[index])) for index in own]
+                    with torch.inference_mode():
+                        known[own] = self._turner.turn(moves, sequence.regime, self._device)
+                self._turns[sequence, layer] = known[own]
 
     def _fill_all(self) -> None:
         try:
@@ -94,12 +124,26 @@ class Filling:
     def _fill(self, layer: int) -> None:
         side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with torch.inference_mode(), side:
-            for sequence, feed in self._feeds:
-                if layer in feed.layers:
-                    landing = Landing(sequence, layer, feed.span)
-                    feed.fill(layer, landing.out)
-                    landing.land()
+            for sequence, feeds in self._feeds.items():
+                for feed in feeds:
+                    if layer in feed.layers:
+                        landing = self._landing(sequence, layer, feed)
+                        if landing is None:
+                            return
+                        feed.fill(layer, landing.out)
+                        landing.land()
+                        keys = landing.layer_keys
+                if (turn := self._turns.get((sequence, layer))) is not None and turn.parts:
+                    turn.apply(layer, keys)
             if self._stream is not None:
                 arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 arrival.record(self._stream)
                 self._arrivals.append(arrival)
+
+    def _landing(self, sequence: TorchSequence, layer: int, feed: KvFeed) -> Landing | None:
+        with self._changed:  # once stopped, the sequence may have other buffers, which are none of ours
+            return None if self._stopped else Landing(sequence, layer, feed.span)
+
+
+def _shift(feed: KvFeed) -> int:
+    return feed.shift if isinstance(feed, MovedFeed) else 0

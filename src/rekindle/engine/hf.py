@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -51,6 +52,8 @@ class HfEngine:
         self.tokenizer = tokenizer
         self.placement = placement
         self._decoder: Decoder | None = Decoder(model.eval())
+        if self._decoder.turner is None:
+            self.capabilities = replace(self.capabilities, mends="none")
         self._fingerprint = fingerprint or (lambda: fingerprint_of(self.model))
         self._known: Fingerprint | None = None
         self._pool = BufferPool(self._decoder.layout, self._decoder.device)
@@ -130,7 +133,8 @@ class HfEngine:
         with self._lock:
             decoder = self._live()
             layers = len(decoder.layout.layers)
-            checked = check_rows(rows, layers=layers, vocabulary_size=decoder.vocabulary_size)
+            turns = decoder.turner is not None
+            checked = check_rows(rows, layers=layers, vocabulary_size=decoder.vocabulary_size, turns=turns)
             for row in checked:
                 self._check_sequence(row)
             finished = False
@@ -152,8 +156,9 @@ class HfEngine:
         if self._recorder is not None and not (cancelled is not None and cancelled()):
             logits = self._recorder.run(rows, self.context_tokens)
         if logits is None:
-            with Pass(rows, decoder.device, len(decoder.layout.layers), cancelled) as step:
+            with Pass(rows, decoder.device, len(decoder.layout.layers), cancelled, decoder.turner) as step:
                 logits = decoder.run(step)
+                step.report()
         stops = np.cumsum([row.wanted for row in rows])
         return np.split(logits.float().cpu().numpy(), stops[:-1])
 

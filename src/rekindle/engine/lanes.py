@@ -15,12 +15,14 @@ from torch import Tensor
 
 from rekindle.engine import probe
 from rekindle.engine.attention import Scores, Tile, attend, cut_tiles
-from rekindle.engine.base import Positions
+from rekindle.engine.base import Positions, Probe
 from rekindle.engine.filling import Filling
+from rekindle.engine.gaze import Gazing
 from rekindle.engine.layers import StepPass
 from rekindle.engine.rope import Rope, Rotation
 from rekindle.engine.rows import CheckedRow
 from rekindle.engine.sequence import Slots, TorchSequence
+from rekindle.engine.turn import Turner
 from rekindle.errors import Cancelled, StepRefused
 
 
@@ -31,6 +33,7 @@ class Lane:
         self.checked = checked
         self.sequence = sequence
         self._device = device
+        self.gazing = None if checked.row.gaze is None else Gazing(checked.row.gaze)
         self.place(checked.positions)
 
     def place(self, positions: Positions) -> None:
@@ -49,12 +52,15 @@ class Lane:
         _write(self.sequence.keys(layer), self._slots, key)
         _write(self.sequence.values(layer), self._slots, value)
 
+    def watched(self, layer: int) -> Probe | None:
+        """The probe that watches a layer."""
+        watch = self.checked.row.probe
+        return watch if watch is None or watch.layers is None or layer in watch.layers else None
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Write the new keys and values, then attend: `[1, heads, tokens, value_dim]`."""
         keys, values = self.sequence.keys(layer), self.sequence.values(layer)
-        watch = self.checked.row.probe
-        if watch is not None and watch.layers is not None and layer not in watch.layers:
-            watch = None
+        watch = self.watched(layer)
         deviation = None
         if watch is not None and watch.deviation:
             old = keys[:, :, self._slots], values[:, :, self._slots]
@@ -66,6 +72,8 @@ class Lane:
             self._tiles[scores.window] = tiles
         if watch is not None:
             probe.read(watch, layer, self.positions, query, keys, tiles, scores, deviation)
+        if self.gazing is not None:
+            self.gazing.look(self.positions, query, keys, values, scores)
         return attend(query, keys, values, tiles, scores)
 
 
@@ -78,7 +86,9 @@ class Pass(StepPass):
         device: torch.device,
         layers: int,
         cancelled: Callable[[], bool] | None,
+        turner: Turner | None = None,
     ) -> None:
+        """`turner` is for feeds that move: without it, none may have a shift."""
         super().__init__()
         self.lanes = [Lane(row, own_sequence(row), device) for row in rows]
         self._device = device
@@ -86,7 +96,7 @@ class Pass(StepPass):
         self._cancelled = cancelled
         self._choosing = any(row.row.selector is not None for row in rows)
         feeds = [(lane.sequence, feed) for lane in self.lanes for feed in lane.checked.row.feeds]
-        self._filling = Filling(feeds, layers, device) if feeds else None
+        self._filling = Filling(feeds, layers, device, turner) if feeds else None
         self.tokens = torch.from_numpy(np.concatenate([row.tokens for row in rows]))[None].to(device)
         self._pack()
 
@@ -126,6 +136,12 @@ class Pass(StepPass):
             return hidden
         self._pack()
         return hidden.index_select(1, torch.cat(keep).to(self._device))
+
+    def report(self) -> None:
+        """Tell what the gazes saw: after the last layer."""
+        for lane in self.lanes:
+            if lane.gazing is not None:
+                lane.gazing.report()
 
     def fill(self, layer: int) -> None:
         """Wait for what the feeds bring to this layer."""
@@ -174,7 +190,7 @@ class Pass(StepPass):
     def ends_early(self) -> bool:
         """Whether the last layer's output is read for some of the tokens only, and nobody watches the others."""
         unread = any(len(lane.positions) > lane.checked.wanted for lane in self.lanes)
-        return unread and not any(lane.checked.row.probe for lane in self.lanes)
+        return unread and not any(lane.watched(self._layers - 1) for lane in self.lanes)
 
     def gather(self, hidden: Tensor) -> Tensor:
         """Only the hidden states whose logits are wanted, `[1, wanted, hidden]`; the lanes go on with those."""

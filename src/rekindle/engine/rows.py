@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.engine.base import KvFeed, Positions, Row, Wanted
+from rekindle.engine.base import KvFeed, MovedFeed, Positions, Row, Wanted
 from rekindle.errors import StepRefused
 
 
@@ -50,12 +50,17 @@ class CheckedRow:
         return chosen
 
 
-def check_rows(rows: Sequence[Row], *, layers: int, vocabulary_size: int) -> list[CheckedRow]:
-    """The rows with their positions as arrays; raises `StepRefused` if one breaks the contract."""
+def check_rows(rows: Sequence[Row], *, layers: int, vocabulary_size: int, turns: bool = False) -> list[CheckedRow]:
+    """The rows with their positions as arrays; raises `StepRefused` if one breaks the contract.
+
+    `turns` says whether the engine can turn the keys of moved feeds.
+    """
     if not rows:
         raise StepRefused("A step needs at least one row.")
     if len({id(row.sequence) for row in rows}) != len(rows):
         raise StepRefused("A sequence may stand in one row of a step only.")
+    if not turns and any(isinstance(feed, MovedFeed) and feed.shift for row in rows for feed in row.feeds):
+        raise StepRefused("This engine cannot turn the keys of moved feeds. Compute their tokens instead.")
     return [_check_row(row, layers, vocabulary_size) for row in rows]
 
 

@@ -192,9 +192,8 @@ class Landing:
     """Where a feed writes: straight into the buffer on a CPU, through pinned memory elsewhere."""
 
     def __init__(self, sequence: TorchSequence, layer: int, span: Span) -> None:
-        self._targets = [
-            buffer[0, :, span.start : span.stop] for buffer in (sequence.keys(layer), sequence.values(layer))
-        ]
+        self.layer_keys = sequence.keys(layer)[0]  # [kv_heads, capacity, key_dim], of which it lands in some
+        self._targets = [buffer[:, span.start : span.stop] for buffer in (self.layer_keys, sequence.values(layer)[0])]
         on_host = self._targets[0].device.type == "cpu"
         self._staged = None if on_host else [torch.empty_like(t, device="cpu", pin_memory=True) for t in self._targets]
         keys, values = (raw_view(t) for t in (self._staged or self._targets))
