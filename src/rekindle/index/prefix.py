@@ -52,18 +52,20 @@ class Rows(Protocol):
 class Piece:
     """A run of a prompt's tokens whose KV is in one extent, from its block `first` on; the last may be used in part.
 
-    The name makes sure: numbers of extents begin anew when a catalog is lost.
+    So may the first: its `skip` first tokens are left out. The name makes sure: numbers of extents begin anew when a
+    catalog is lost.
     """
 
     extent: int
     name: str
     first: int
     span: Span
+    skip: int = 0
 
     @property
     def last(self) -> int:
         """The place of the last block used."""
-        return self.first + (len(self.span) - 1) // BLOCK_TOKENS
+        return self.first + (self.skip + len(self.span) - 1) // BLOCK_TOKENS
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """A cache, or some entries of it, as one archive: a tar of extents and a manifest with the digest of each.
 
 An archive carries plain digests whatever key the cache has; importing computes every key anew from the tokens and
-checks every byte before anything is kept.
+checks every byte before anything is kept. It carries exact KV alone: variants of chunks are listed anew when they are
+computed, and what is loose stays where it is.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from rekindle.store import catalog
 from rekindle.store.disk import DiskStore
 from rekindle.store.extents import Damaged, ExtentFiles, OpenExtent
 from rekindle.store.files import Files
+from rekindle.store.loose import is_loose
 from rekindle.store.tiered import Kept, TieredStore
+from rekindle.store.variant_rows import loose_shelves
 
 FORMAT = "rekindle-archive/1"
 MANIFEST = "manifest.json"
@@ -63,6 +66,8 @@ class _Entry:
             raise ValueError("an entry's field is no text")
         if not all(isinstance(number, int) and number >= 0 for number in numbers) or not self.tokens:
             raise ValueError("an entry's field is no number")
+        if is_loose(self.codec):
+            raise ValueError("an entry is loose")
         if not self.shelf.digest:  # also: every text can be encoded
             raise ValueError("an entry has no shelf")
 
@@ -100,7 +105,9 @@ def export(store: DiskStore, path: Path, names: Sequence[str] = (), progress: Pr
 
     The file appears when it is complete. Raises `EntryNotFound`; what cannot be read is left out.
     """
-    rows = _with_ancestors(store, store.entries(names))
+    with store.database.reading() as connection:
+        apart = loose_shelves(connection)
+    rows = _with_ancestors(store, [row for row in store.entries(names) if row.shelf not in apart])
     try:
         with tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=".rekindle-export-") as folder:
             written = _write(store, rows, Path(folder), progress)

@@ -12,7 +12,7 @@ from typing import Literal
 from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, Namespace, NodeKey, child_key
 from rekindle.core.kv import Span
 from rekindle.errors import CacheUnusable
-from rekindle.store import catalog
+from rekindle.store import catalog, variant_rows
 from rekindle.store.disk import CATALOG, DiskStore
 from rekindle.store.extents import SUFFIX, Damaged
 
@@ -63,6 +63,7 @@ def _examine(store: DiskStore, progress: Callable[[int, int], None] | None) -> C
     if not store.database.read_only:
         store.room.recover()
         store.room.sweep()
+        variant_rows.sweep(store.database)  # eviction leaves such rows behind: that is no problem
     found = list(_catalog_problems(store))
     with store.database.reading() as connection:
         rows = catalog.extents(connection, "state IN ('live', 'quarantined')")

@@ -23,7 +23,7 @@ from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, NodeKey, Shelf, chain
 from rekindle.core.kv import Kv
 from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable, EntryNotFound
-from rekindle.store import catalog
+from rekindle.store import catalog, variant_rows
 from rekindle.store.database import WRITE_TIMEOUT_SECONDS, Connect, Database
 from rekindle.store.extents import ExtentFiles
 from rekindle.store.files import Files
@@ -32,6 +32,7 @@ from rekindle.store.settings import StoreSettings
 
 CATALOG = "catalog.sqlite"
 EXTENTS = "extents"
+Also = Callable[[sqlite3.Connection, int], None]  # with the number of the shelf
 _LEAST_LOG_BYTES, _MOST_LOG_BYTES = 2 << 20, 8 << 20
 
 
@@ -90,10 +91,20 @@ class DiskStore:
             number = catalog.shelf_id(connection, self.shelf_digest(shelf))
             yield None if number is None else catalog.View(connection, number, self.room.fresh(), lost)
 
-    def keep(self, shelf: Shelf, root: NodeKey, tokens: bytes, kv: Kv, *, evict: bool = True) -> Written:
+    def admit(self, shelf: Shelf, keys: Sequence[NodeKey]) -> int:
+        """How many of the chained keys were met before, for admission on second use; all are remembered."""
+        with self.database.writing() as connection:
+            number = catalog.add_shelf(connection, self.shelf_digest(shelf), shelf)
+            most = self.room.most_seen(self.room.limit_bytes(self.room.used_bytes(connection)))
+            return catalog.seen_before(connection, number, keys, self.clock(), most)
+
+    def keep(
+        self, shelf: Shelf, root: NodeKey, tokens: bytes, kv: Kv, *, evict: bool = True, also: Also | None = None
+    ) -> Written:
         """Write the KV of `kv.span`, which begins at a block and reaches the end of `tokens`.
 
-        Raises `Refused` if there is no room for it, or others were faster.
+        `also` is done in the transaction that makes it visible. Raises `Refused` if there is no room for it, or
+        others were faster.
         """
         depth = kv.span.start // BLOCK_TOKENS
         keys = chain(root, tokens)
@@ -109,6 +120,8 @@ class DiskStore:
             run = catalog.Run(room.shelf, depth, parent, keys[depth:], part)
             with self.database.writing() as connection:
                 self.room.publish(connection, room, run, plan.file_bytes, written.digest)
+                if also is not None:
+                    also(connection, room.shelf)
         return Written(room.extent, plan.file_bytes, written.header)
 
     def lose(self, name: str, error: Exception) -> None:
@@ -129,6 +142,7 @@ class DiskStore:
     def remove(self, rows: Sequence[catalog.Extent]) -> int:
         """Remove extents and what hangs on them; how many files went. Pinned ones too: they were named."""
         self.room.cut_all(rows)
+        variant_rows.sweep(self.database)
         with self.database.writing() as connection:
             catalog.pin(connection, (), pinned=True)
         return self.room.sweep()
@@ -152,6 +166,9 @@ class DiskStore:
         """Everything that may wait: expiry, what died halfway, files to remove, sparse extents, limits, the log."""
         self.room.recover()
         self.room.expire()
+        with self.database.scanning() as connection:
+            rests = variant_rows.loose_rests(connection)
+        self.room.cut_all(rests)
         self.room.sweep()
         self.room.compact()
         self.room.hold_limit()
@@ -159,6 +176,7 @@ class DiskStore:
     def collect(self) -> int:
         """`tidy`, and also remove stray files, and give the catalog's free space back; how many files went."""
         self.tidy()
+        variant_rows.sweep(self.database)
         removed = self.room.remove_strays()
         self.database.shrink()
         return removed

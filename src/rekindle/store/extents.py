@@ -115,7 +115,7 @@ class ExtentFiles:
         return plan.tokens
 
     def read(self, extent: OpenExtent, layer: int, span: Span, out: LayerKv) -> None:
-        """Fill `out` with the tokens `span` of the extent, which begins at a block, and check them.
+        """Fill `out` with the tokens `span` of the extent, and check them.
 
         Raises `Damaged` or `OSError`; `out` then holds anything.
         """
@@ -125,20 +125,20 @@ class ExtentFiles:
             out.keys[...], out.values[...] = straight.keys, straight.values
             return
         count = extent.header.plan.token_count
-        if span.start == 0 and (count - len(span)) * _READ_ON <= len(span):
-            self._read_whole(extent, layer, out)
+        if (count - len(span)) * _READ_ON <= len(span):
+            self._read_whole(extent, layer, span.start, out)
             return
-        # A block that is used in part is read whole, beside: its digest covers all of it.
-        partial = 0 if span.stop == count else len(span) % BLOCK_TOKENS
-        if whole := len(span) - partial:
-            self._read_cells(extent, layer, Span(span.start, span.start + whole), _window(out, 0, whole))
-        if partial:
-            start = span.start + whole
-            stop = min(start + BLOCK_TOKENS, count)
-            block = extent.header.plan.empty(layer, stop - start)
-            self._read_cells(extent, layer, Span(start, stop), block)
-            rest = _window(out, whole, len(span))
-            rest.keys[...], rest.values[...] = block.keys[:, :partial], block.values[:, :partial]
+        start = -(-span.start // BLOCK_TOKENS) * BLOCK_TOKENS  # between them, whole blocks
+        stop = span.stop if span.stop == count else span.stop // BLOCK_TOKENS * BLOCK_TOKENS
+        if start > stop:  # all in one block
+            self._read_beside(extent, layer, span, out)
+            return
+        if span.start < start:
+            self._read_beside(extent, layer, Span(span.start, start), _window(out, 0, start - span.start))
+        if start < stop:
+            self._read_cells(extent, layer, Span(start, stop), _window(out, start - span.start, stop - span.start))
+        if stop < span.stop:
+            self._read_beside(extent, layer, Span(stop, span.stop), _window(out, stop - span.start, len(span)))
 
     def read_all(self, extent: OpenExtent, tokens: int) -> tuple[LayerKv, ...]:
         """The first `tokens` tokens of all layers, checked."""
@@ -178,21 +178,32 @@ class ExtentFiles:
         """End the helper thread. Idempotent."""
         self._helper.close()
 
-    def _read_whole(self, extent: OpenExtent, layer: int, out: LayerKv) -> None:
+    def _read_beside(self, extent: OpenExtent, layer: int, part: Span, out: LayerKv) -> None:
+        """Fill `out` with a part of a block, which is read whole, beside: its digest covers all of it."""
+        plan = extent.header.plan
+        start = part.start // BLOCK_TOKENS * BLOCK_TOKENS
+        stop = min(start + BLOCK_TOKENS, plan.token_count)
+        block = plan.empty(layer, stop - start)
+        self._read_cells(extent, layer, Span(start, stop), block)
+        used = _window(block, part.start - start, part.stop - start)
+        out.keys[...], out.values[...] = used.keys, used.values
+
+    def _read_whole(self, extent: OpenExtent, layer: int, first: int, out: LayerKv) -> None:
         self.side_by_side(
-            lambda: self._read_half(extent, layer, "keys", out.keys),
-            lambda: self._read_half(extent, layer, "values", out.values),
+            lambda: self._read_half(extent, layer, "keys", first, out.keys),
+            lambda: self._read_half(extent, layer, "values", first, out.values),
             out.keys.nbytes + out.values.nbytes,
         )
 
-    def _read_half(self, extent: OpenExtent, layer: int, half: Half, out: NDArray[Any]) -> None:
-        """Fill `out` with the first tokens of a half; the others are read only to be checked."""
+    def _read_half(self, extent: OpenExtent, layer: int, half: Half, first: int, out: NDArray[Any]) -> None:
+        """Fill `out` with the tokens of a half from number `first` on; the others are read only to be checked."""
         plan = extent.header.plan
         offset = plan.start(layer, half)
-        rest = memoryview(bytearray(plan.row_bytes(layer, half, plan.token_count - out.shape[1])))
+        lead = memoryview(bytearray(plan.row_bytes(layer, half, first)))
+        rest = memoryview(bytearray(plan.row_bytes(layer, half, plan.token_count - first - out.shape[1])))
         state = self.digester.data()
         for row in rows_of(out):
-            for part in (row, rest) if rest else (row,):
+            for part in filter(None, (lead, row, rest)):
                 self._read_at(extent.handle, offset, part)
                 state.update(part)  # while it is in the processor's cache
                 offset += len(part)

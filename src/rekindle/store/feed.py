@@ -43,7 +43,7 @@ class Source:
     @property
     def span(self) -> Span:
         """The tokens it takes, as the extent counts them."""
-        start = self.piece.first * BLOCK_TOKENS
+        start = self.piece.first * BLOCK_TOKENS + self.piece.skip
         return Span(start, start + len(self.piece.span))
 
 

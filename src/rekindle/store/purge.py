@@ -1,6 +1,7 @@
 """Removing every trace of runs of tokens from a cache folder: rows, KV, history, and what deleting leaves behind.
 
     chains     every block that has a token of a run goes, and what hangs on it      rows, a chunk at a time
+    loose      all loose KV goes: what it was computed behind, it does not tell
     files      what lost blocks, now or earlier, is written anew without them        or dropped, where that cannot be
     history    requests that had a run, or quote a text, are forgotten
     catalog    written anew, its log emptied: pages keep copies of rows that went
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES
 from rekindle.errors import CacheUnusable
 from rekindle.index.prefix import Spot
-from rekindle.store import catalog
+from rekindle.store import catalog, variant_rows
 from rekindle.store.chains import Chains, Stretch
 from rekindle.store.disk import DiskStore
 from rekindle.store.evict import blocks_a_transaction
@@ -63,7 +64,8 @@ def purge(
     """Remove every trace of the runs from all shelves of that tenant and salt, and of requests that quote a text.
 
     A block goes if it has a token of a run, wherever the run stands, also if only its first eight tokens or more are
-    there because what was kept ends before it does; all that hangs on the block goes with it, pinned or not. What is
+    there because what was kept ends before it does; all that hangs on the block goes with it, pinned or not, and all
+    loose KV, which may have been computed behind it. Variants go with their blocks. What is
     before it stays, unless its file cannot be read, or written anew for want of room or of the key: then the whole
     file goes. A run counts on shelves of its tokenizer, and where the tokenizer was never noted.
 
@@ -125,11 +127,13 @@ class _Purge:
             self._total = sum(Chains(list(group.shelves)).count(connection) for group in groups)
         for group in groups:
             self._purge_chains(group)
+            self._purge_loose(group)
             for row in self._holding(group):
                 self._rewrite(row, group.shelves[row.shelf])
         requests = self._purge_requests(Snippets(texts))
         with self._database.writing() as connection:
             catalog.pin(connection, (), pinned=True)
+        variant_rows.sweep(self._database)
         self._finish()
         return Purged(self._blocks, len(self._names), self._bytes, requests)
 
@@ -251,6 +255,15 @@ class _Purge:
             if time.monotonic() > deadline:
                 raise CacheUnusable("Another process has been writing to the cache for too long. Run it again.")
             time.sleep(_PAUSE_SECONDS)
+
+    def _purge_loose(self, group: _Group) -> None:
+        with self._database.scanning() as connection:
+            shelves = variant_rows.loose_shelves(connection) & group.shelves.keys()
+            rows = [row for row in catalog.extents(connection, "state='live'") if row.shelf in shelves]
+        for row in rows:
+            self._blocks += row.live
+            self._count_file(row)
+        self._room.cut_all(rows)
 
     # -- files -----------------------------------------------------------------------------------------------------
 

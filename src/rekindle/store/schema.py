@@ -8,6 +8,8 @@ seen       keys met once, for admission on second use.
 written    bytes written, by minute, for the write budget.
 totals     the sum of all extents' bytes, kept by triggers: limits are checked at every keep.
 requests   what was asked lately and what came of it, for `explain`: a bounded number, the oldest go.
+variants   one row a variant of a chunk: where in a chain its KV is (a view, no copy), and what attention did in it.
+           A row whose blocks went is of no use, and goes when somebody comes across it.
 identities what a shelf's identity is made of, to tell in which way two models differ.
 """
 
@@ -90,5 +92,26 @@ MIGRATIONS: tuple[str, ...] = (
         record TEXT NOT NULL
     );
     CREATE INDEX requests_shelf ON requests (shelf);
+    """,
+    """
+    CREATE TABLE variants (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        shelf INTEGER NOT NULL,
+        digest BLOB NOT NULL,  -- of the chunk
+        parent BLOB NOT NULL,  -- the node that the last block it needs hangs on
+        tail BLOB NOT NULL,  -- the tokens of that block, up to the chunk's end
+        start INTEGER NOT NULL,
+        stop INTEGER NOT NULL,
+        outside BLOB NOT NULL,
+        received BLOB NOT NULL,
+        intra REAL NOT NULL,
+        earlier BLOB NOT NULL,
+        drift REAL NOT NULL,
+        seal BLOB NOT NULL,  -- the digest of all above
+        frequency REAL NOT NULL DEFAULT 0,
+        used REAL NOT NULL
+    );
+    CREATE UNIQUE INDEX variants_chunk ON variants (digest, shelf, parent, tail);
+    CREATE INDEX variants_worth ON variants (shelf, frequency, used);
     """,
 )

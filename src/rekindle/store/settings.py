@@ -22,6 +22,8 @@ class StoreSettings:
     ttl_seconds      KV older than this is not served and goes; None: never
     admission        keep always, or on second-use: only what was met before
     write_budget     bytes that may be written within an hour, to spare flash; None: as many as there are
+    most_variants    variants of chunks that are listed for one shelf; those used least go first
+    most_a_chunk     the same for one chunk
     key              16 to 64 secret bytes: then all digests are keyed, and files that others wrote are never served
     """
 
@@ -31,6 +33,8 @@ class StoreSettings:
     ttl_seconds: float | None = None
     admission: Admission = "always"
     write_budget: str | int | None = None
+    most_variants: int = 16_384
+    most_a_chunk: int = 8
     key: bytes | None = None
 
     def __post_init__(self) -> None:
@@ -42,6 +46,9 @@ class StoreSettings:
             raise InvalidSetting(f"ttl_seconds={self.ttl_seconds} is out of range: use a positive number, or None.")
         if self.write_budget is not None and parse_limit(self.write_budget).size_bytes is None:
             raise InvalidSetting("A write budget is a size (10GB), not a share.")
+        for name in ("most_variants", "most_a_chunk"):
+            if getattr(self, name) < 1:
+                raise InvalidSetting(f"{name}={getattr(self, name)} is out of range: use 1 or more.")
         parse_limit(self.disk_limit)
         parse_limit(self.memory_limit)
 

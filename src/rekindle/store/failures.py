@@ -1,0 +1,93 @@
+"""The two places where failure ends: what cannot be read is a miss, what cannot be written is not kept.
+
+Both are counted and logged once. Everything in the store that a request waits for goes through one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from rekindle.errors import CacheUnusable, Closed
+
+log = logging.getLogger("rekindle.store")
+
+# The last four: rows that make no sense, because bits of the catalog were flipped.
+FAILURES = (OSError, sqlite3.Error, CacheUnusable, TypeError, ValueError, LookupError, ArithmeticError)
+_MOST_REASONS = 1000
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What became of a keep: kept, known already, or refused and why."""
+
+    outcome: Literal["kept", "known", "refused", "failed"]
+    reason: str = ""
+    size_bytes: int = 0
+
+
+@dataclass
+class Counts:
+    """What happened since the store was opened."""
+
+    kept: int = 0
+    refused: int = 0
+    read_failures: int = 0
+    write_failures: int = 0
+    quarantined: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+class Failures:
+    """Where failure ends, for one open store. `closed` is set when it is closed: from then on reading is refused."""
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self.closed = False
+
+    def check_open(self) -> None:
+        """Raises `Closed` if the store is."""
+        if self.closed:
+            raise Closed("The store was closed.")
+
+    def reading(self, work: Callable[[], T], miss: T) -> T:
+        """What `work` gives, or `miss` if that cannot be read. Raises `Closed`."""
+        self.check_open()
+        try:
+            return work()
+        except FAILURES as error:
+            self.counts.read_failures += 1
+            self.log_once("The cache cannot be read, so everything is computed", error)
+            return miss
+
+    def writing(self, work: Callable[[], T], failed: Callable[[str], T]) -> T:
+        """What `work` gives, or what `failed` makes of the reason why it could not be written."""
+        try:
+            return work()
+        except FAILURES as error:
+            self.counts.write_failures += 1
+            self.log_once("The cache cannot be written, so nothing new is kept", error)
+            return failed(str(error))
+
+    def refused(self, reason: str) -> Kept:
+        """Something is not kept, for a reason that is no error."""
+        self.counts.refused += 1
+        self._count(reason)
+        return Kept("refused", reason)
+
+    def log_once(self, what: str, error: Exception, level: int = logging.WARNING) -> None:
+        """Tell people the first time, and those who look closer every time."""
+        log.log(level if self._count(str(error)) == 1 else logging.DEBUG, "%s: %s", what, error)
+
+    def _count(self, reason: str) -> int:
+        """Count a reason; how often it came up. Reasons may have names in them, so the memory for them is bounded."""
+        reasons = self.counts.reasons
+        if len(reasons) >= _MOST_REASONS and reason not in reasons:
+            reasons.clear()
+        reasons[reason] += 1
+        return reasons[reason]
