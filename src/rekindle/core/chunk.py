@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from rekindle.core.keys import token_bytes
 from rekindle.core.kv import Span
 
+LEAST_CHUNK_TOKENS = 16  # a shorter one is computed sooner than found
+
 ChunkDigest = NewType("ChunkDigest", bytes)  # 16 bytes
 
 _CHUNK = hashlib.blake2b(b"rekindle/chunk/1", digest_size=16)
@@ -29,6 +31,19 @@ def chunk_digest(tokens: Sequence[int] | bytes) -> ChunkDigest:
     state = _CHUNK.copy()
     state.update(tokens if isinstance(tokens, bytes) else token_bytes(tokens))
     return ChunkDigest(state.digest())
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Where chunks stand in a prompt, behind a head of so many tokens. What follows the last is the question."""
+
+    head: int
+    chunks: tuple[Span, ...]
+
+    @property
+    def question(self) -> int:
+        """Where the question begins."""
+        return self.chunks[-1].stop
 
 
 @dataclass(frozen=True)

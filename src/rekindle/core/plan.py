@@ -1,7 +1,7 @@
 """The plan of a prefill: where the KV of every token comes from. Frozen, and checked when it is made.
 
-tokens   0                    loaded                 computed   n
-         [-------- Load --------][-------- Compute ----------]
+tokens   0      loaded           computed   mended      computed     n
+         [------ Load ------][-- Compute --][-- Mend --][-- Compute --]
 """
 
 from __future__ import annotations
@@ -30,12 +30,28 @@ class Compute:
     span: Span
 
 
-Step = Load | Compute
+@dataclass(frozen=True, slots=True)
+class Mend:
+    """Chunks whose KV was computed in other prompts: it is moved to where they stand, and some tokens computed anew.
+
+    spans      where the chunks stand
+    variants   the number of the variant that each comes from
+    mender     how the tokens to compute anew are chosen
+    budget     how many of them: a share of the chunks' tokens, or what the mender makes of it
+    """
+
+    spans: tuple[Span, ...]
+    variants: tuple[int, ...]
+    mender: str
+    budget: float
+
+
+Step = Load | Compute | Mend
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps that tile `[0, tokens)` in order; the last token is always computed.
+    """Steps that tile `[0, tokens)`; what is loaded stands first, and the last token is always computed.
 
     `predicted_seconds` is what the steps are expected to take, `cold_seconds` what computing everything would: None
     while nothing was measured. A plan that is expected to be slower than computing everything cannot be made.
@@ -48,15 +64,17 @@ class Plan:
 
     def __post_init__(self) -> None:
         stop = 0
-        for step in self.steps:
-            if step.span.start != stop or not len(step.span):
+        for span in sorted((span for step in self.steps for span in _spans(step)), key=lambda span: span.start):
+            if span.start != stop or not len(span):
                 raise ValueError(f"a plan has a gap, an overlap or an empty step at {stop}: {self.steps}")
-            stop = step.span.stop
-        if stop != self.tokens or not isinstance(self.steps[-1], Compute):
+            stop = span.stop
+        if stop != self.tokens or not isinstance(self.steps[-1], Compute) or self.steps[-1].span.stop != stop:
             raise ValueError(f"a plan must end by computing token {self.tokens - 1}: {self.steps}")
+        if sum(isinstance(step, Mend) for step in self.steps) > 1 or self.loads != self.steps[: len(self.loads)]:
+            raise ValueError(f"a plan loads first, and mends once: {self.steps}")
         if self.predicted_seconds is not None and self.cold_seconds is not None:
             worse = self.predicted_seconds > self.cold_seconds
-            if worse and any(isinstance(step, Load) for step in self.steps):
+            if worse and any(not isinstance(step, Compute) for step in self.steps):
                 raise ValueError("a plan is slower than computing everything")
 
     @classmethod
@@ -75,6 +93,24 @@ class Plan:
         return tuple(step for step in self.steps if isinstance(step, Compute))
 
     @property
+    def in_engine(self) -> bool:
+        """Whether what it reuses as it is stands in the engine already."""
+        return bool(self.loads) and self.loads[0].tier == "engine"
+
+    def without_mending(self, spans: Sequence[Span]) -> Plan:
+        """The same loads, and everything else computed, in these spans."""
+        return Plan(self.tokens, (*self.loads, *map(Compute, spans)), None, self.cold_seconds)
+
+    @property
+    def mend(self) -> Mend | None:
+        """The step that mends, if there is one."""
+        return next((step for step in self.steps if isinstance(step, Mend)), None)
+
+    @property
     def reused(self) -> int:
-        """How many tokens are reused, all at the start."""
-        return self.computes[0].span.start
+        """How many tokens are reused as they are, all at the start."""
+        return self.loads[-1].span.stop if self.loads else 0
+
+
+def _spans(step: Step) -> tuple[Span, ...]:
+    return step.spans if isinstance(step, Mend) else (step.span,)

@@ -84,7 +84,7 @@ def _seconds(steps: tuple[Step, ...], rates: Rates, matches: Matches) -> float |
     for step in steps:
         if isinstance(step, Load):
             cost = rates.load_seconds(step.tier, len(step.span) * token_bytes)
-        else:
+        elif isinstance(step, Compute):
             cost = rates.compute_seconds(step.span)
         if cost is None:
             return None
