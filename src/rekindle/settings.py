@@ -11,6 +11,7 @@ may say (a size, a policy, a device) is checked by the part that uses it.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -84,8 +85,20 @@ class Settings:
         "else the user's own.",
     )
     embedder: str = _setting("minilm", "The model that makes vectors of documents and questions: a name or a folder.")
-    reuse: Literal["exact", "off"] = _setting(
-        "exact", "What may be reused: exact (same tokens, same bits), off (compute everything, keep nothing)."
+    reuse: Literal["exact", "approximate", "off"] = _setting(
+        "exact",
+        "What may be reused: exact (same tokens, same bits), approximate (also passages computed in other prompts, "
+        "mended; every reply says so), off (compute everything, keep nothing).",
+    )
+    mender: str = _setting(
+        "rekindle",
+        "How passages are mended under approximate: rekindle, leading, or a published way to compare with: "
+        "cache-craft, full-cache, set-cache, random, h2o; or signals joined by * (outside*seen).",
+    )
+    mend_budget: float | None = _setting(
+        None,
+        "The share of the passages' tokens that is computed anew (cache-craft: its alpha); none: what was calibrated, "
+        "else a safe share.",
     )
     memory_limit: str = _setting("512MB", "How much KV is held in memory: bytes, 512MB, or 10% of all memory.")
     disk_limit: str = _setting(
@@ -139,7 +152,9 @@ class CacheSettings(TypedDict, total=False):
     """The settings of a cache as keyword arguments; None counts as not given."""
 
     cache: str | os.PathLike[str] | None
-    reuse: Literal["exact", "off"] | None
+    reuse: Literal["exact", "approximate", "off"] | None
+    mender: str | None
+    mend_budget: float | None
     memory_limit: str | int | None
     disk_limit: str | int | None
     policy: str | None
@@ -271,6 +286,8 @@ def _kind(name: str) -> _Kind:
         return _Kind(_read_bool, "true or false", optional)
     if hint is int or int in members:
         return _Kind(_read_int, "a whole number", optional)
+    if float in members:
+        return _Kind(_read_number, "a number", optional)
     if name in _PATHS:
         return _Kind(_read_path, _PATHS[name], optional)
     if name in _AMOUNTS:
@@ -305,6 +322,16 @@ def _read_int(value: object) -> int | None:
         return int(value)
     except ValueError:
         return None
+
+
+def _read_number(value: object) -> float | None:
+    if not isinstance(value, (int, float, str)) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _read_amount(value: object) -> str | None:

@@ -34,10 +34,14 @@ def ask(
     top_k: TopK = 5,
     retrieval: Retrieval = "fused",
     sources: Annotated[bool, typer.Option("--sources", help="Show the passages themselves, too.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show what was reused, and which tokens were computed anew.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Answer a question from the documents that were ingested, with numbered sources."""
     from rekindle.cli.console import notes, print_json, progress
+    from rekindle.cli.passages import show_reuse
     from rekindle.run.session import Session
 
     sampling.pop("top_k")  # of tokens: here it counts passages
@@ -51,6 +55,8 @@ def ask(
             return
         typer.echo("\n")
         show_sources(stream.sources, whole=sources)
+        if verbose:
+            show_reuse(session, stream.request, stream.answer.reuse)
         notes.print(stream.answer.summary(), style="dim", soft_wrap=True)
 
 

@@ -74,6 +74,7 @@ def warm(
 def explain(
     loading: dict[str, Any],
     file: Annotated[Path | None, typer.Argument(help="A prompt: a text, or .json with messages.")] = None,
+    question: Annotated[str | None, typer.Option(help="In place of a prompt: a question about your documents.")] = None,
     last: Annotated[bool, typer.Option("--last", help="Explain the last request that was answered.")] = False,
     number: Annotated[int, typer.Option("--number", "-n", min=1, help="With --last: the last so many.")] = 1,
     model: ModelOption = "smollm2",
@@ -86,11 +87,15 @@ def explain(
     from rekindle.cli.prompts import read_prompts
     from rekindle.run.session import Session
 
-    if last == (file is not None):
-        raise InvalidSetting("Name a file with a prompt, or say --last.")
-    if file is None:
+    if [last, file is not None, question is not None].count(True) != 1:
+        raise InvalidSetting("Name a file with a prompt, give a --question, or say --last.")
+    if last:
         told = _last(loading, number)
+    elif question is not None:
+        with progress(model) as report, Session(model, **loading, progress=report) as session:
+            told = [session.explain_request(session.prepare(question).request)]
     else:
+        assert file is not None
         (prompt, *_) = read_prompts(file, raw=raw, as_system=False)
         if system is not None and isinstance(prompt, list):
             prompt = [{"role": "system", "content": system}, *prompt]

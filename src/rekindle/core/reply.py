@@ -66,13 +66,44 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkReuse:
+    """A passage of a prompt, `[start, stop)`, and where its KV comes from.
+
+    source      exact (computed in this very context, now or before), mended (computed in another prompt), computed
+                (anew, but after mended ones)
+    recomputed  so many of its tokens were computed anew; `anew` says which
+    impact      how much it took from what stood before it, when its KV was computed (CCI)
+    overlap     how much of that stands before it now (beta)
+    disorder    how much of that stands in another order now (gamma)
+    overhead    what the published method would compute anew, as a share (CFO)
+    drift       how much of what stood before it was not exact, when its KV was computed
+    """
+
+    start: int
+    stop: int
+    source: Literal["exact", "mended", "computed"]
+    recomputed: int = 0
+    anew: tuple[int, ...] = ()
+    impact: float | None = None
+    overlap: float | None = None
+    disorder: float | None = None
+    overhead: float | None = None
+    drift: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Reuse:
     """What a prompt was spared, and why not more.
 
-    level               what was allowed: exact, off
+    level               what was really done: exact, approximate (passages were mended), off
     engine              tokens whose KV was still in the engine
     memory, disk        tokens whose KV was loaded from there
-    computed            tokens that were computed
+    mended              tokens of passages whose KV was computed in other prompts
+    recomputed          so many of those were computed anew
+    computed            tokens that were computed, these included
+    chunks              the passages, if mending was allowed
+    mender, budget      how the tokens to compute anew were chosen, and how many, if passages were mended
+    calibrated          whether that budget was calibrated for this model
     load_seconds        what bringing KV took; most of it overlaps with computing
     predicted_seconds   what the prefill was expected to take; None while nothing was measured
     cold_seconds        what computing everything was expected to take
@@ -87,15 +118,26 @@ class Reuse:
     engine: int = 0
     memory: int = 0
     disk: int = 0
+    mended: int = 0
+    recomputed: int = 0
     load_seconds: float = 0.0
     predicted_seconds: float | None = None
     cold_seconds: float | None = None
     miss: str | None = None
+    chunks: tuple[ChunkReuse, ...] = ()
+    mender: str | None = None
+    budget: float | None = None
+    calibrated: bool | None = None
+
+    @property
+    def loaded(self) -> int:
+        """Tokens whose KV was computed in this very context before."""
+        return self.engine + self.memory + self.disk
 
     @property
     def reused(self) -> int:
         """Tokens that were not computed."""
-        return self.engine + self.memory + self.disk
+        return self.loaded + self.mended - self.recomputed
 
 
 @dataclass(frozen=True)
@@ -134,7 +176,8 @@ class Reply:
     def summary(self) -> str:
         """One line for people: sizes and times."""
         rate = self.timings.tokens_per_second
-        cached = f" ({self.usage.cached_tokens} reused)" if self.usage.cached_tokens else ""
+        mended = f", {self.reuse.mended} mended" if self.reuse.mended else ""
+        cached = f" ({self.usage.cached_tokens} reused{mended})" if self.usage.cached_tokens else ""
         parts = [
             f"{self.usage.prompt_tokens} tokens in{cached}, {self.usage.completion_tokens} out",
             f"first token {self.timings.first_token_seconds:.3f} s",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Overflow = Literal["refuse", "drop-oldest"]
-ReuseLevel = Literal["exact", "off"]
+ReuseLevel = Literal["exact", "approximate", "off"]
 
 DEFAULT_MAX_TOKENS = 512
 MOST_LOGPROBS = 20
@@ -157,7 +157,7 @@ class Request:
         if self.overflow not in get_args(Overflow):
             raise InvalidSetting(f"overflow={self.overflow!r} is unknown. Use 'refuse' or 'drop-oldest'.")
         if self.reuse is not None and self.reuse not in get_args(ReuseLevel):
-            raise InvalidSetting(f"reuse={self.reuse!r} is unknown. Use 'exact' or 'off'.")
+            raise InvalidSetting(f"reuse={self.reuse!r} is unknown. Use 'exact', 'approximate' or 'off'.")
 
     @classmethod
     def of(cls, prompt: PromptLike, **options: Unpack[Options]) -> Request:

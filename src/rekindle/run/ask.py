@@ -62,6 +62,7 @@ class AnswerStream(Stream):
 
     def __init__(self, prepared: Prepared, run: Running, seconds: float) -> None:
         super().__init__(lambda cancelled: _answering(prepared, run(cancelled), seconds))
+        self.request = prepared.request
         self.sources = prepared.sources
         self.retrieved = prepared.retrieved
 

@@ -7,16 +7,14 @@ written, or does not answer, is a store that knows nothing.
 from __future__ import annotations
 
 import logging
-import os
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import psutil
 
-from rekindle.config import home_folder
-from rekindle.core.identity import digest_of_fields
+from rekindle.core.chunk import Outline
 from rekindle.core.keys import Shelf
 from rekindle.core.kv import Span
 from rekindle.core.plan import Plan, Tier
@@ -26,18 +24,20 @@ from rekindle.core.size import parse_limit
 from rekindle.engine.base import Engine
 from rekindle.errors import KvLost, OutOfMemory
 from rekindle.index.prefix import Match
-from rekindle.remembered import Remembered
-from rekindle.reuse.cost import Costs
 from rekindle.reuse.lookup import Matches, lookup
+from rekindle.reuse.mending import plan_mending
 from rekindle.reuse.planner import Cut, make_plan
+from rekindle.run.chunks import Chunks, Passages, Watched
 from rekindle.run.context import Context, ParkedContexts
+from rekindle.run.costs import recall_costs, remember_costs
 from rekindle.run.explain import Explainer, Prompt
 from rekindle.run.flight import Flights
 from rekindle.run.folder import open_store
 from rekindle.run.keep import Guard, Job, Keeper
-from rekindle.run.known import Known, spared
+from rekindle.run.known import Known, spared, why_missed
+from rekindle.run.mend import MendFeeds, Mending
 from rekindle.run.notes import Note, Stayed
-from rekindle.run.patience import Deadline, Late, NoAnswer, Patience
+from rekindle.run.patience import Late, NoAnswer, Patience
 from rekindle.run.prefill import Asked, Filled, Prefill, TimedFeed
 from rekindle.run.room import Room
 from rekindle.run.shelves import Shelves
@@ -54,7 +54,6 @@ MOST_LOAD_SECONDS = 60.0
 LOAD_SECONDS = 1.0  # the shortest deadline of a load, and the one while costs are unknown; else what computing takes
 CLOSE_SECONDS = 10.0
 REST_SECONDS = 60.0
-_MACHINES = 64  # pairs of machine and model whose costs are remembered
 
 
 class PrefixCache:
@@ -71,6 +70,7 @@ class PrefixCache:
         memory = parse_limit(settings.memory_limit).resolve(psutil.virtual_memory().total)
         # Nothing says how old the KV of a parked context is: with a time to live, there are none.
         parks = self.store is not None and settings.ttl is None and memory > 0
+        self.chunks = Chunks(engine, settings)
         self._parked = ParkedContexts((sys.maxsize if crowded else memory // 2) if parks else 0)
         self._patience = Patience()
         self._slow: TimedFeed | None = None
@@ -78,18 +78,23 @@ class PrefixCache:
         self._flights = Flights()
         self._told = False  # that the store does not answer: once is enough until it does again
         self.shelves = Shelves(engine, settings, self.cut.piece_tokens)
-        self._remembered = Remembered(home_folder() / "costs.json", _MACHINES)
-        self._machine = _machine_and_model(engine)
-        self.costs = Costs(self._remembered.recall(self._machine))
+        self.costs = recall_costs(engine)
         self._closed = False
 
-    def lookup(self, request: Request, tokens: Sequence[int], cancelled: Asked, guard: Guard | None = None) -> Known:
+    def lookup(
+        self,
+        request: Request,
+        tokens: Sequence[int],
+        cancelled: Asked,
+        guard: Guard | None = None,
+        outline: Outline | None = None,
+    ) -> Known:
         """What is known of a prompt that will be computed; waits for whoever computes the same beginning just now.
 
         Give it to `fill`. What comes of it is kept if `guard` allows that then. Raises `Cancelled`.
         """
         while True:
-            known = replace(self.look(request, tokens), guard=guard)
+            known = replace(self.look(request, tokens, outline), guard=guard)
             if known.off or not self._engine.capabilities.spans:
                 return known
             flight, own = self._flights.join(known.shelf, tokens, known.matches.length)
@@ -98,14 +103,16 @@ class PrefixCache:
             self.forget(known)
             flight.wait(cancelled)
 
-    def look(self, request: Request, tokens: Sequence[int]) -> Known:
-        """What is known of a prompt. `forget` it when it was looked at."""
+    def look(self, request: Request, tokens: Sequence[int], outline: Outline | None = None) -> Known:
+        """What is known of a prompt; `outline` says where its passages stand. `forget` it when it was looked at."""
         shelf = self.shelves.of(request, len(tokens))
         if self.store is None or request.reuse == "off":
             return Known(shelf, tokens, Matches(len(tokens)), off=True)
-        parked = self._take_parked(shelf, tokens)
-        in_engine = 0 if parked is None else parked.common(tokens)
-        nothing = Known(shelf, tokens, Matches(len(tokens), in_engine), parked)
+        exact = not self.chunks.allowed(request)
+        passages = None if exact or outline is None else Passages.of(outline, tokens)
+        parked = self._take_parked(shelf, tokens, exact=exact)
+        in_engine = 0 if parked is None else parked.common(tokens, exact=exact)
+        nothing = Known(shelf, tokens, Matches(len(tokens), in_engine), parked, passages=passages)
         store = self.store
         if in_engine >= len(tokens) - 1:
             return nothing
@@ -113,22 +120,30 @@ class PrefixCache:
             if self._slow is not None and self._slow.filling:
                 raise Late("it is still busy with an earlier load")
             found = self._patience.ask(lambda: self._find(store, shelf, tokens, in_engine), LOOKUP_SECONDS)
+            if passages is not None and max(in_engine, found.length) < passages.outline.question:
+                passages = self._patience.ask(partial(self.chunks.find, store, shelf, tokens, passages), LOOKUP_SECONDS)
         except NoAnswer as late:
             log.log(logging.DEBUG if self._told else logging.WARNING, "The cache does not answer: %s.", late)
             self._told = True
             return replace(nothing, trouble=f"the cache does not answer: {late}")
         self._told = False
-        return replace(nothing, matches=found)
+        return replace(nothing, matches=found, passages=passages)
 
-    def _take_parked(self, shelf: Shelf, tokens: Sequence[int]) -> Context | None:
-        return self._parked.take(shelf, tokens)
+    def _take_parked(self, shelf: Shelf, tokens: Sequence[int], *, exact: bool) -> Context | None:
+        return self._parked.take(shelf, tokens, exact=exact)
 
     def _find(self, store: TieredStore, shelf: Shelf, tokens: Sequence[int], in_engine: int) -> Matches:
         return lookup(store, shelf, tokens, in_engine)
 
     def plan(self, known: Known) -> Plan:
         """What to do about it."""
-        return make_plan(known.matches, self.costs.rates, self.cut)
+        exact = make_plan(known.matches, self.costs.rates, self.cut)
+        if known.passages is None:
+            return exact
+        chunks, passages = self.chunks, known.passages
+        return plan_mending(
+            exact, passages.outline, passages.picked, chunks.mender, self.costs.rates, chunks.most_tokens
+        )
 
     def forget(self, known: Known) -> None:
         """Give back what `lookup` took."""
@@ -144,7 +159,7 @@ class PrefixCache:
             if self._engine.capabilities.crowded:
                 self.unpark()
             if context is None:
-                if plan.loads and plan.loads[0].tier == "engine":  # there is no room to go on from it
+                if plan.in_engine:  # there is no room to go on from it
                     plan = Plan.computing(self._spans(known), plan.cold_seconds)
                 context = self._room.take(lambda: self._new(known, capacity), cancelled)
             return self._filled(context, known, plan, cancelled)
@@ -164,14 +179,53 @@ class PrefixCache:
         context.prompt_tokens = len(known.tokens)
         context.stored_tokens = max(known.stored_tokens, context.stored_tokens)
         work = self._prefill(context, known, cancelled)
-        if plan.loads and plan.loads[0].tier != "engine":
+        if known.passages is not None:
+            return self._with_passages(work, context, known, known.passages, plan)
+        return self._carry_out(work, context, known, plan)
+
+    def _with_passages(self, work: Prefill, context: Context, known: Known, passages: Passages, plan: Plan) -> Filled:
+        """Fill a prompt whose passages may come from other prompts, and may be kept for others."""
+        scoring = self.chunks.scoring(passages, len(known.tokens))
+        work = replace(work, probe=None if scoring is None else scoring.probe)
+        if plan.mend is not None:
+            filled = self._mend(work, context, known, passages, plan)
+        else:
+            filled = self._carry_out(work, context, known, plan)
+        context.mended = passages.report(filled.plan, filled.anew, context.mended)
+        context.watched = Watched(passages, filled.plan, scoring)
+        return filled
+
+    def _carry_out(self, work: Prefill, context: Context, known: Known, plan: Plan) -> Filled:
+        if plan.loads and not plan.in_engine:
             return self._load(work, context, known, plan)
         return work.run(context, plan)
+
+    def _mend(self, work: Prefill, context: Context, known: Known, passages: Passages, plan: Plan) -> Filled:
+        assert self.store is not None
+        saved = self.costs.rates.compute_seconds(Span(0, plan.tokens)) or 0.0
+        patience = min(max(LOAD_SECONDS, saved), MOST_LOAD_SECONDS)
+        mending = Mending(work, passages.outline, passages.mended(plan), self.chunks.mender)
+        feeds: MendFeeds | None = None
+        try:
+            ask = partial(MendFeeds.open, self.store, known.shelf, known.matches.match, plan, mending.chunks)
+            feeds = self._patience.ask(lambda: ask(patience), patience)
+            filled = mending.run(context, plan, feeds)
+        except (KvLost, NoAnswer) as error:
+            log.info("computing instead: %s", error)
+            context.truncate(plan.reused if plan.in_engine else 0)
+            instead = plan.without_mending(self.cut.spans(plan.reused, plan.tokens))
+            return replace(self._carry_out(work, context, known, instead), lost=str(error))
+        finally:
+            if feeds is not None:
+                feeds.close()
+                self._slow = next((feed for feed in feeds.all if feed.filling), self._slow)
+        passages.note_use(self.store, plan, saved)
+        return filled
 
     def _going_on(self, known: Known, plan: Plan, capacity: int) -> Context | None:
         """The context that the plan goes on from, cut to what it shares and with room for more; None for a new one."""
         context = known.parked
-        if context is None or not plan.loads or plan.loads[0].tier != "engine":
+        if context is None or not plan.in_engine:
             self.forget(known)
             return None
         try:
@@ -194,7 +248,7 @@ class PrefixCache:
         patience = min(max(LOAD_SECONDS, saved), MOST_LOAD_SECONDS)
         used = self._used(match, plan.reused)
         try:
-            feed = self._patience.ask(lambda: _feed(store, known.shelf, used, patience), patience)
+            feed = self._patience.ask(lambda: TimedFeed.open(store, known.shelf, used, patience), patience)
             try:
                 filled = self._run(work, context, plan, feed)
             finally:
@@ -230,29 +284,19 @@ class PrefixCache:
     def reuse(self, known: Known, plan: Plan, filled: Filled | None = None) -> Reuse:
         """What a prompt is spared by a plan; once it is filled, what it was really spared."""
         done = plan if filled is None else filled.plan
-        return spared(known, done, filled, self.miss(known, done, None if filled is None else filled.lost))
+        miss = self.miss(known, done, None if filled is None else filled.lost)
+        return spared(known, done, filled, miss, self.chunks.mender)
 
     def miss(self, known: Known, plan: Plan, lost: str | None = None) -> str | None:
         """Why not everything but the last token is reused, in a word; None if it is. See `Reuse`."""
-        last = len(known.tokens) - 1
-        if known.off:
-            return "off"
-        if known.trouble is not None:
-            return "late"
-        if lost is not None:
-            return "lost"
-        if plan.reused < self.cut.reusable(min(known.matches.length, last)):
-            return "slower"
-        if plan.reused == last:
-            return None
-        return "differs" if known.matches.length else "unknown"
+        return why_missed(known, plan, self.cut, lost)
 
     def note(self, known: Known, prompt: Prompt, reuse: Reuse, filled: Filled, first_token_seconds: float) -> None:
         """Remember the request, with why it was not faster, for `explain`: in the background."""
         if not known.off:
             explainer = self.explainer(known.shelf)
             self.offer(
-                Note(explainer, prompt, filled.plan, known.matches.match, reuse.miss, first_token_seconds, known.guard)
+                Note(explainer, prompt, filled.plan, known.matches.match, reuse, first_token_seconds, known.guard)
             )
 
     def explainer(self, shelf: Shelf) -> Explainer:
@@ -268,7 +312,7 @@ class PrefixCache:
     def keep_early(self, context: Context) -> None:
         """Keep a long new prompt while its reply is being written: nobody else should have to compute it again."""
         awaited = context.flight is not None and context.flight.waiting > 0
-        new = context.prompt_tokens - context.stored_tokens
+        new = min(context.prompt_tokens, context.exact_tokens) - context.stored_tokens
         if not context.passing and new >= (1 if awaited else EARLY_TOKENS):
             self._keep(context, context.prompt_tokens)
         else:
@@ -286,6 +330,10 @@ class PrefixCache:
                 context.close()
                 return
             self._keep(context, len(context.tokens))
+            if context.watched is not None:
+                for job in context.watched.jobs(context, context.guard):
+                    self.offer(job)
+                context.watched = None
             self._parked.park(context)
         finally:
             context.land()
@@ -296,7 +344,7 @@ class PrefixCache:
         context.truncate(min(len(context.tokens), self.cut.reusable(context.prompt_tokens)))
 
     def _keep(self, context: Context, count: int) -> None:
-        count = self.cut.reusable(count)
+        count = self.cut.reusable(min(count, context.exact_tokens))
         if self.keeper is None or count <= context.stored_tokens:
             context.land()
             return
@@ -338,7 +386,7 @@ class PrefixCache:
             return
         self._closed = True
         self._flights.land()
-        self._remembered.keep(self._machine, self.costs.as_json())
+        remember_costs(self._engine, self.costs)
         idle = self.keeper is None or self.keeper.close(CLOSE_SECONDS)
         self._parked.clear()
         if self.store is not None and idle:
@@ -347,17 +395,3 @@ class PrefixCache:
             except NoAnswer as reason:
                 log.warning("The cache could not be closed: %s.", reason)
         self._patience.close()
-
-
-def _feed(store: TieredStore, shelf: Shelf, match: Match, patience_seconds: float) -> TimedFeed:
-    deadline = Deadline(patience_seconds)
-    feed = TimedFeed(store.load(shelf, match), patience_seconds)
-    if deadline.passed:  # nobody waits for it any more
-        feed.close()
-    return feed
-
-
-def _machine_and_model(engine: Engine) -> str:
-    """What costs depend on: this machine, where it computes, and the model."""
-    identity = engine.identity(engine.regime(1)).digest
-    return digest_of_fields(platform.node(), platform.machine(), str(os.cpu_count()), engine.device, identity)

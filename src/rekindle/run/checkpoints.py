@@ -73,7 +73,7 @@ class CheckpointCache(PrefixCache):
     def _stops(self) -> Set[int]:
         return self._engine.tokenizer.stop_ids
 
-    def _take_parked(self, shelf: Shelf, tokens: Sequence[int]) -> Context | None:
+    def _take_parked(self, shelf: Shelf, tokens: Sequence[int], *, exact: bool) -> Context | None:  # noqa: ARG002
         return self._parked.take(shelf, tokens, whole=True)
 
     def _find(self, store: TieredStore, shelf: Shelf, tokens: Sequence[int], in_engine: int) -> Matches:

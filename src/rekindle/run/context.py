@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from rekindle.core.keys import Shelf, common_tokens, token_bytes
 from rekindle.core.kv import Kv, Span
+from rekindle.core.reply import ChunkReuse
 from rekindle.engine.base import EngineSequence
 from rekindle.run.flight import Flight
-from rekindle.run.keep import Guard, Keep
+from rekindle.run.keep import Guard, Job, Keep
 
 _MOST_PARKED = 8
+
+
+class Watched(Protocol):
+    """A prompt whose chunks may be worth keeping."""
+
+    def jobs(self, context: Context, guard: Guard | None) -> list[Job]:
+        """What is to be kept of the chunks, once the prompt itself was offered."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,8 @@ class Context:
         self.passing = False  # it is for one request only: nothing of it is kept
         self.guard: Guard | None = None  # decides whether it may be kept
         self.flight: Flight | None = None  # others may wait for what is being computed here
+        self.watched: Watched | None = None  # its chunks may be worth keeping
+        self.mended: tuple[ChunkReuse, ...] = ()  # its passages, if some of them were computed in other prompts
         self._keeps: list[Keep] = []
         self._stored_tokens = 0
 
@@ -51,9 +62,16 @@ class Context:
         """What its buffers take."""
         return self.sequence.size_bytes
 
-    def common(self, tokens: Sequence[int]) -> int:
-        """How many first tokens it has in common with `tokens`."""
-        return common_tokens(token_bytes(tokens), token_bytes(self.tokens))
+    @property
+    def exact_tokens(self) -> int:
+        """How many of its first tokens have exactly the KV that computing gives: the others come after mended ones."""
+        mended = [chunk.start for chunk in self.mended if chunk.source == "mended"]
+        return min([len(self.tokens), *mended])
+
+    def common(self, tokens: Sequence[int], *, exact: bool = True) -> int:
+        """How many first tokens it has in common with `tokens`; with `exact` only those whose KV is."""
+        shared = common_tokens(token_bytes(tokens), token_bytes(self.tokens))
+        return min(shared, self.exact_tokens) if exact else shared
 
     def keep(self, count: int) -> Keep:
         """The job of keeping its first `count` tokens."""
@@ -75,6 +93,9 @@ class Context:
         self.sequence.truncate(length)
         self._stored_tokens = min(self.stored_tokens, length)
         self.tokens = self.tokens[:length]
+        self.mended = tuple(
+            replace(chunk, stop=min(chunk.stop, length)) for chunk in self.mended if chunk.start < length
+        )
 
     def land(self) -> None:
         """Nobody need wait for it any more."""
@@ -112,19 +133,20 @@ class ParkedContexts:
         self._parked: dict[Context, _Place] = {}
         self._turn = 0
 
-    def take(self, shelf: Shelf, tokens: Sequence[int], *, whole: bool = False) -> Context | None:
+    def take(self, shelf: Shelf, tokens: Sequence[int], *, whole: bool = False, exact: bool = True) -> Context | None:
         """The context that has most in common with `tokens`, out of the park; None if none is worth taking.
+
+        What comes after mended passages does not count, unless it need not be `exact`.
 
         Going on from a context forgets the rest of it, so at least half of it must be of use: else it stays for
         whoever it was computed for. With `whole` all of it must be, and something must be left to compute.
         """
         given = token_bytes(tokens)
         with self._lock:
-            shared = [
-                (common_tokens(given, place.tokens), context)
-                for context, place in self._parked.items()
-                if context.shelf is shelf or context.shelf == shelf
-            ]
+            own = {c: p for c, p in self._parked.items() if c.shelf is shelf or c.shelf == shelf}
+            shared = [(common_tokens(given, place.tokens), context) for context, place in own.items()]
+            if exact:
+                shared = [(min(common, context.exact_tokens), context) for common, context in shared]
             useful = [(common, context) for common, context in shared if 2 * common >= len(context.tokens) > 0]
             if whole:
                 useful = [(c, context) for c, context in useful if c == len(context.tokens) < len(tokens)]

@@ -14,7 +14,8 @@ import numpy as np
 from rekindle.core.identity import Identity
 from rekindle.core.keys import TOKEN_BYTES, Shelf, common_tokens, token_bytes
 from rekindle.core.kv import Span
-from rekindle.core.plan import Load, Plan
+from rekindle.core.plan import Compute, Mend, Plan
+from rekindle.core.reply import ChunkReuse, Reuse
 from rekindle.core.request import Message
 from rekindle.core.visible import likeness, visible
 from rekindle.engine.base import Tokenizer
@@ -37,7 +38,7 @@ class Part:
 
     start: int
     stop: int
-    source: str  # engine, memory, disk, compute
+    source: str  # engine, memory, disk, mended, compute
     entry: str | None = None
 
 
@@ -80,6 +81,10 @@ class Explanation:
     first_token_seconds: float | None = None  # what it really took, for a request that was answered
     at: float | None = None
     opaque: str | None = None  # why reuse is by checkpoint, if it is
+    passages: tuple[ChunkReuse, ...] = ()  # if they may be mended
+    mender: str | None = None  # if they are
+    budget: float | None = None
+    calibrated: bool | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -91,6 +96,9 @@ class Explanation:
         fields = dict(values)
         fields["parts"] = tuple(Part(**part) for part in fields["parts"])
         fields["reason"] = Reason(**{**fields["reason"], "differs_in": tuple(fields["reason"]["differs_in"])})
+        fields["passages"] = tuple(
+            ChunkReuse(**{**chunk, "anew": tuple(chunk["anew"])}) for chunk in fields.get("passages", ())
+        )
         if fields.get("difference"):
             fields["difference"] = Difference(**fields["difference"])
         if fields.get("change"):
@@ -100,7 +108,8 @@ class Explanation:
     @property
     def reused(self) -> int:
         """How many tokens are not computed."""
-        return sum(part.stop - part.start for part in self.parts if part.source != "compute")
+        anew = sum(passage.recomputed for passage in self.passages) if self.mender is not None else 0
+        return sum(part.stop - part.start for part in self.parts if part.source != "compute") - anew
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -111,7 +120,7 @@ class Explanation:
     def _lines(self) -> list[str]:
         lines = [f"{self.model}: {self.reused} of {self.tokens} tokens reused"]
         for part in self.parts:
-            where = "computed" if part.source == "compute" else f"from {part.source}"
+            where = _PLACES.get(part.source, f"from {part.source}")
             entry = f"  entry {part.entry[:8]}" if part.entry else ""
             lines.append(f"  {part.start:>6} to {part.stop:<6} {where}{entry}")
         times = {"expected": self.predicted_seconds, "without the cache": self.cold_seconds}
@@ -121,6 +130,7 @@ class Explanation:
         if shown:
             lines.append("  " + ", ".join(shown))
         lines.append(f"why: {self.reason.sentence}")
+        lines += _tell_passages(self)
         if self.opaque is not None:
             lines.append(f"reuse is by checkpoint, where messages end: {self.opaque}")
         if self.difference is not None:
@@ -156,12 +166,12 @@ class Explainer:
     other_tenants: bool = True  # whether the reader may learn that another tenant knows a prompt
     opaque: str | None = None  # why the model's state is kept and restored whole, if it is
 
-    def explain(self, prompt: Prompt, plan: Plan, match: Match | None, miss: str | None) -> Explanation:
+    def explain(self, prompt: Prompt, plan: Plan, match: Match | None, reuse: Reuse) -> Explanation:
         """Explain a plan for a prompt of which the store knows `match`. A store in trouble explains less."""
         if self.opaque is not None:
             match = None  # its pages are no tokens
         goes_on = difference = change = None
-        sight = Sight(len(prompt.tokens), plan.reused, miss=miss)
+        sight = Sight(len(prompt.tokens), plan.reused, miss=reuse.miss)
         if self.store is not None:
             try:
                 goes_on = None if self.opaque is not None else self._goes_on(prompt, match, plan.reused)
@@ -185,6 +195,10 @@ class Explainer:
             predicted_seconds=plan.predicted_seconds,
             cold_seconds=plan.cold_seconds,
             opaque=self.opaque,
+            passages=reuse.chunks,
+            mender=reuse.mender,
+            budget=reuse.budget,
+            calibrated=reuse.calibrated,
         )
 
     def _goes_on(self, prompt: Prompt, match: Match | None, reused: int) -> list[int] | None:
@@ -255,7 +269,10 @@ def _parts(plan: Plan, match: Match | None) -> tuple[Part, ...]:
     """The steps of a plan, loads by the entry they come from."""
     parts: list[Part] = []
     for step in plan.steps:
-        if not isinstance(step, Load):
+        if isinstance(step, Mend):
+            parts += [Part(span.start, span.stop, "mended") for span in step.spans]
+            continue
+        if isinstance(step, Compute):
             parts.append(Part(step.span.start, step.span.stop, "compute"))
             continue
         pieces = [] if match is None or step.tier == "engine" else match.until(step.span.stop).pieces
@@ -263,7 +280,39 @@ def _parts(plan: Plan, match: Match | None) -> tuple[Part, ...]:
         if not named:
             parts.append(Part(step.span.start, step.span.stop, step.tier))
         parts += [Part(piece.span.start, piece.span.stop, step.tier, piece.name) for piece in named]
-    return tuple(parts)
+    return tuple(sorted(parts, key=lambda part: part.start))
+
+
+def _tell_passages(told: Explanation) -> list[str]:
+    if not any(chunk.source == "mended" for chunk in told.passages):
+        return []
+    lines = []
+    if told.mender is not None and told.budget is not None:
+        advice = "calibrated" if told.calibrated else "not calibrated: rekindle bench chunks --calibrate --quality 0.9"
+        lines.append(f"passages are mended by {told.mender} with a budget of {told.budget:.2f} ({advice}):")
+    for number, chunk in enumerate(told.passages, start=1):
+        lines.append(f"  [{number}] {_PASSAGES[chunk.source]}{_tell_scores(chunk)}")
+    return lines
+
+
+_PLACES = {"compute": "computed", "mended": "from another prompt, mended"}
+_PASSAGES = {
+    "exact": "exact",
+    "mended": "from another prompt",
+    "computed": "new, computed behind mended passages",
+}
+
+
+def _tell_scores(chunk: ChunkReuse) -> str:
+    if chunk.source != "mended" or chunk.impact is None:
+        return ""
+    anew = f", {chunk.recomputed} of {chunk.stop - chunk.start} tokens computed anew" if chunk.anew else ""
+    here, order = 1.0 if chunk.overlap is None else chunk.overlap, chunk.disorder or 0.0
+    return (
+        f"{anew}; context impact {chunk.impact:.2f}, {here:.0%} of what it looked at stands before it now"
+        + (f", {order:.0%} of that in another order" if order else "")
+        + (f", overhead {chunk.overhead:.2f}" if chunk.overhead is not None else "")
+    )
 
 
 def _tell_difference(difference: Difference) -> list[str]:

@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rekindle.core.keys import Shelf
+from rekindle.core.kv import Span
 from rekindle.core.plan import Plan
-from rekindle.core.reply import Reuse
+from rekindle.core.reply import ChunkReuse, Reuse
 from rekindle.reuse.lookup import Matches
+from rekindle.reuse.mending import Mender
+from rekindle.reuse.planner import Cut
+from rekindle.run.chunks import Passages
 from rekindle.run.context import Context
 from rekindle.run.flight import Flight
 from rekindle.run.keep import Guard
@@ -28,6 +32,12 @@ class Known:
     off: bool = False  # nothing was looked for, and nothing shall be kept
     guard: Guard | None = None  # which decides whether it may be kept
     flight: Flight | None = None  # by which others know that it is being computed
+    passages: Passages | None = None  # if some of it may come from other prompts
+
+    @property
+    def parked_passages(self) -> tuple[ChunkReuse, ...]:
+        """The passages of the context it can go on from, if some are mended."""
+        return () if self.parked is None else self.parked.mended
 
     @property
     def stored_tokens(self) -> int:
@@ -35,19 +45,60 @@ class Known:
         return self.matches.stored[-1].span.stop if self.matches.stored else 0
 
 
-def spared(known: Known, plan: Plan, filled: Filled | None, miss: str | None) -> Reuse:
+def spared(known: Known, plan: Plan, filled: Filled | None, miss: str | None, mender: Mender) -> Reuse:
     """What a prompt is spared by a plan; once it is filled, what it was really spared."""
     tiers = Counter({load.tier: 0 for load in plan.loads})
     for load in plan.loads:
         tiers[load.tier] += len(load.span)
+    chunks = _chunks(known, plan) if filled is None else filled.context.mended
+    mended = _tokens(plan.mend.spans) if plan.mend is not None else _mended_before(chunks)
+    if plan.mend is None:
+        tiers["engine"] -= mended  # they are still there from the last request
+    anew = 0 if filled is None else len(filled.anew)
+    mends = plan.mend is not None
     return Reuse(
-        level="off" if known.off else "exact",
-        computed=len(known.tokens) - plan.reused,
+        level="off" if known.off else "approximate" if mended else "exact",
+        computed=len(known.tokens) - plan.reused - (mended if mends else 0) + anew,
         engine=tiers["engine"],
         memory=tiers["memory"],
         disk=tiers["disk"],
+        mended=mended,
+        recomputed=anew,
         load_seconds=0.0 if filled is None else filled.load_seconds,
         predicted_seconds=plan.predicted_seconds,
         cold_seconds=plan.cold_seconds,
         miss=miss,
+        chunks=chunks,
+        mender=mender.name if mends else None,
+        budget=mender.budget if mends else None,
+        calibrated=mender.calibrated if mends else None,
     )
+
+
+def why_missed(known: Known, plan: Plan, cut: Cut, lost: str | None) -> str | None:
+    """Why not everything but the last token is reused, in a word; None if it is. See `Reuse`."""
+    last = len(known.tokens) - 1
+    if known.off:
+        return "off"
+    if known.trouble is not None:
+        return "late"
+    if lost is not None:
+        return "lost"
+    if plan.mend is None and plan.reused < cut.reusable(min(known.matches.length, last)):
+        return "slower"
+    if plan.reused == last:
+        return None
+    return "differs" if known.matches.length else "unknown"
+
+
+def _chunks(known: Known, plan: Plan) -> tuple[ChunkReuse, ...]:
+    """Where the KV of the passages will come from."""
+    return () if known.passages is None else known.passages.report(plan, (), known.parked_passages)
+
+
+def _tokens(spans: Sequence[Span]) -> int:
+    return sum(map(len, spans))
+
+
+def _mended_before(chunks: Sequence[ChunkReuse]) -> int:
+    return sum(chunk.stop - chunk.start for chunk in chunks if chunk.source == "mended")

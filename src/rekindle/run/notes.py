@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from rekindle.core.keys import Shelf
 from rekindle.core.kv import Span
 from rekindle.core.plan import Plan
+from rekindle.core.reply import Reuse
 from rekindle.index.prefix import Match
 from rekindle.reuse.cost import Costs
 from rekindle.run.explain import Explainer, Prompt
@@ -23,7 +24,7 @@ class Note:
     prompt: Prompt
     plan: Plan
     match: Match | None
-    miss: str | None
+    reuse: Reuse
     first_token_seconds: float
     guard: Guard | None = None
 
@@ -31,7 +32,7 @@ class Note:
         """Before anything of it is kept: then it would explain itself."""
         if self.guard is not None and not self.guard.allows:
             return "barred"
-        told = self.explainer.explain(self.prompt, self.plan, self.match, self.miss)
+        told = self.explainer.explain(self.prompt, self.plan, self.match, self.reuse)
         told = replace(told, first_token_seconds=self.first_token_seconds, at=store.disk.clock())
         store.note(self.prompt.shelf, self.prompt.identity, self.prompt.tokens, self.prompt.content, told.as_dict())
         if self.guard is not None:

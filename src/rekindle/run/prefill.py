@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from rekindle.core.keys import Shelf
 from rekindle.core.kv import LayerKv, Span
 from rekindle.core.plan import Compute, Plan
-from rekindle.engine.base import Engine, Logits, Row, Wanted
+from rekindle.engine.base import Engine, Logits, Probe, Row, Wanted
 from rekindle.errors import Cancelled, KvLost
+from rekindle.index.prefix import Match
 from rekindle.reuse.cost import Costs
 from rekindle.run.context import Context
 from rekindle.run.patience import Deadline
 from rekindle.store.feed import StoredFeed
+from rekindle.store.tiered import TieredStore
 
 Asked = Callable[[], bool]
 
@@ -32,6 +35,15 @@ class TimedFeed:
         self.filling = False
         self._closed = False
         self._done = False
+
+    @classmethod
+    def open(cls, store: TieredStore, shelf: Shelf, match: Match, patience_seconds: float) -> TimedFeed:
+        """A feed of what the store found. Raises `KvLost` if it is gone."""
+        deadline = Deadline(patience_seconds)
+        feed = cls(store.load(shelf, match), patience_seconds)
+        if deadline.passed:  # nobody waits for it any more
+            feed.close()
+        return feed
 
     @property
     def late(self) -> bool:
@@ -66,7 +78,8 @@ class TimedFeed:
 class Filled:
     """A context that holds a whole prompt, and the logits `[1, vocabulary]` after its last token.
 
-    `plan` is what was really done; `lost` says why less was reused than planned.
+    `plan` is what was really done; `lost` says why less was reused than planned; `anew` are the positions of mended
+    passages that were computed anew.
     """
 
     context: Context
@@ -74,6 +87,8 @@ class Filled:
     plan: Plan
     load_seconds: float = 0.0
     lost: str | None = None
+    anew: tuple[int, ...] = ()
+    cells: int = 0  # so many token-layers of mended passages were computed
 
 
 @dataclass(frozen=True)
@@ -85,6 +100,7 @@ class Prefill:
     tokens: Sequence[int]
     cancelled: Asked
     replay: bool = True  # see `Row`
+    probe: Probe | None = None  # watches what is computed
     reached: Callable[[int], None] | None = None  # told how many tokens are computed, after each step but the last
 
     def run(self, context: Context, plan: Plan, feed: TimedFeed | None = None) -> Filled:
@@ -94,7 +110,7 @@ class Prefill:
         """
         started = time.perf_counter()
         first = plan.computes[0]
-        logits = self._compute(context, first) if feed is None else self._compute_with(context, first, feed)
+        logits = self._compute(context, first, () if feed is None else (feed,))
         for before, step in pairwise(plan.computes):
             if self.reached is not None:
                 self.reached(before.span.stop)
@@ -104,25 +120,23 @@ class Prefill:
             self.costs.computed(span, time.perf_counter() - started)
         return Filled(context, logits, plan, 0.0 if feed is None else feed.busy_seconds)
 
-    def _compute(self, context: Context, step: Compute) -> Logits:
-        (logits,) = self.engine.step([self._row(context, step)], self.cancelled)
-        context.tokens = tuple(self.tokens[: step.span.stop])
-        return logits
-
-    def _compute_with(self, context: Context, step: Compute, feed: TimedFeed) -> Logits:
-        try:
-            (logits,) = self.engine.step([self._row(context, step, feed)], lambda: self.cancelled() or feed.late)
-        except Cancelled:
-            if self.cancelled():
-                raise
-            limit = feed.patience_seconds
-            raise KvLost(f"KV from the cache did not come within {limit:.2f} s; it is computed instead.") from None
-        context.tokens = tuple(self.tokens[: step.span.stop])
-        return logits
-
-    def _row(self, context: Context, step: Compute, *feeds: TimedFeed) -> Row:
+    def _compute(self, context: Context, step: Compute, feeds: tuple[TimedFeed, ...] = ()) -> Logits:
         span = step.span
         wanted: Wanted = "last" if span.stop == len(self.tokens) else "none"
         tokens = self.tokens[span.start : span.stop]
-        positions = range(span.start, span.stop)
-        return Row(context.sequence, tokens, positions, wanted, feeds, replay=self.replay, prefill=True)
+        row = Row(context.sequence, tokens, range(span.start, span.stop), wanted, feeds, probe=self.probe)
+        logits = self.step(row, feeds)
+        context.tokens = tuple(self.tokens[: span.stop])
+        return logits
+
+    def step(self, row: Row, feeds: tuple[TimedFeed, ...] = ()) -> Logits:
+        """One step of the engine, as part of a prompt. Raises `KvLost` if a feed fails or is late, and `Cancelled`."""
+        row = replace(row, replay=self.replay, prefill=True)
+        try:
+            (logits,) = self.engine.step([row], lambda: self.cancelled() or any(feed.late for feed in feeds))
+        except Cancelled:
+            if self.cancelled():
+                raise
+            limit = max(feed.patience_seconds for feed in feeds)
+            raise KvLost(f"KV from the cache did not come within {limit:.2f} s; it is computed instead.") from None
+        return logits

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rekindle.core.chunk import LEAST_CHUNK_TOKENS, Outline
 from rekindle.core.kv import Span
 from rekindle.core.reply import Reply
 from rekindle.core.request import Message, Request
@@ -29,6 +30,13 @@ class PromptTokens:
     tokens: tuple[int, ...]
     dropped_messages: int = 0
     quoted: tuple[Quoted, ...] = ()  # the passages that fit
+    head: int = 0  # so many tokens stand before them
+
+    @property
+    def outline(self) -> Outline | None:
+        """Where the passages stand that are long enough to be worth finding; None if none is."""
+        spans = tuple(used.span for used in self.quoted if len(used.span) >= LEAST_CHUNK_TOKENS)
+        return Outline(self.head, spans) if spans else None
 
 
 def encode_prompt(engine: Engine, request: Request, written: Written | None = None) -> PromptTokens:
@@ -88,7 +96,7 @@ def _encode_quoting(engine: Engine, messages: list[Message], request: Request) -
             tokens += body
             quoted.append(Quoted(index, span, cut=len(body) < len(parts.quotes[2 * index + 1])))
             room -= len(mark) + len(body)
-    return PromptTokens((*tokens, *parts.after), dropped, tuple(quoted))
+    return PromptTokens((*tokens, *parts.after), dropped, tuple(quoted), len(parts.before))
 
 
 def _drop_oldest_turn(messages: list[Message]) -> int:

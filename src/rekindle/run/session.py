@@ -279,7 +279,7 @@ class Session:
         evidence = self._evidence(request, prompt)
         reuse: Reuse | None = None
         while generation.finish_reason is None:  # once; again where a longer context needs other KV
-            known = cache.lookup(request, generation.context, cancelled, evidence)
+            known = cache.lookup(request, generation.context, cancelled, evidence, prompt.outline)
             plan = cache.plan(known)
             if planned is not None and reuse is None:
                 planned(cache.reuse(known, plan))
@@ -332,13 +332,13 @@ class Session:
     def explain_request(self, request: Request) -> Explanation:
         """The same for a request that was built before."""
         with self._alive.use():
-            known = self.cache.look(request, encode_prompt(self.engine, request, self._written).tokens)
+            prompt = encode_prompt(self.engine, request, self._written)
+            known = self.cache.look(request, prompt.tokens, prompt.outline)
             plan = self.cache.plan(known)
+            reuse = self.cache.reuse(known, plan)
             self.cache.forget(known)
-            miss = self.cache.miss(known, plan)
-            return self.cache.explainer(known.shelf).explain(
-                self._prompt(request, known), plan, known.matches.match, miss
-            )
+            explainer = self.cache.explainer(known.shelf)
+            return explainer.explain(self._prompt(request, known), plan, known.matches.match, reuse)
 
     def _prompt(self, request: Request, known: Known) -> Prompt:
         identity = self.engine.identity(self.engine.regime(len(known.tokens)))

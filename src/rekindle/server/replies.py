@@ -21,6 +21,8 @@ def new_id(kind: str) -> str:
 def plan_header(reuse: Reuse) -> dict[str, str]:
     """What a prompt is spared, in one line."""
     parts = {"level": reuse.level, "engine": reuse.engine, "memory": reuse.memory, "disk": reuse.disk}
+    if reuse.mended:
+        parts["mended"] = reuse.mended
     fields = {**parts, "computed": reuse.computed, "miss": reuse.miss or "none"}
     return {PLAN_HEADER: "; ".join(f"{name}={value}" for name, value in fields.items())}
 
@@ -57,16 +59,26 @@ def rekindle_of(reuse: Reuse, ignored: Sequence[str] = ()) -> dict[str, Any]:
     """What was reused, from where, and why not more; and which fields of the request meant nothing."""
     return {
         "level": reuse.level,
-        "loaded": reuse.reused,
+        "loaded": reuse.loaded,
         "loaded_from": {"engine": reuse.engine, "memory": reuse.memory, "disk": reuse.disk},
-        "mended": 0,
+        "mended": reuse.mended,
+        "recomputed": reuse.recomputed,
         "streamed": 0,
         "computed": reuse.computed,
         "miss": reuse.miss,
         "load_ms": round(reuse.load_seconds * 1e3, 3),
         "cold_ms": None if reuse.cold_seconds is None else round(reuse.cold_seconds * 1e3, 3),
         "ignored": list(ignored),
-    }
+    } | _mending_of(reuse)
+
+
+def _mending_of(reuse: Reuse) -> dict[str, Any]:
+    """How passages were mended, and where the KV of each came from; nothing where mending was not allowed."""
+    if not reuse.chunks:
+        return {}
+    chunks = [{name: value for name, value in asdict(chunk).items() if name != "anew"} for chunk in reuse.chunks]
+    how = {"mender": reuse.mender, "budget": reuse.budget, "calibrated": reuse.calibrated}
+    return {"mending": {**how, "passages": chunks}}
 
 
 def sources_of(prepared: Prepared) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from pydantic import (
     Tag,
 )
 
-from rekindle.core.request import MOST_QUOTES, MOST_STOPS
+from rekindle.core.request import MOST_QUOTES, MOST_STOPS, ReuseLevel
 from rekindle.knowledge.retrieve import MOST_PASSAGES, Retrieval
 
 _T = TypeVar("_T")
@@ -143,8 +143,13 @@ class Retrieving(Asked):
     retrieval: Retrieval = Field("fused", description=_RETRIEVAL)
 
 
+_REUSE = "What may be reused, in place of the server's setting: exact, approximate (passages are mended), off."
+
+
 class ChatOptions(Asked):
     """What a chat may have beside OpenAI's fields."""
+
+    reuse: ReuseLevel | None = Field(None, description=_REUSE)
 
     documents: Annotated[Items[GivenDocument], Field(max_length=MOST_QUOTES)] | None = Field(
         None, description="What the chat is about: quoted before what the user first says, as many as fit."
@@ -243,6 +248,7 @@ class AskRequest(Sampled):
     top_k: StrictInt = Field(5, ge=1, le=MOST_PASSAGES, description=_PASSAGES)
     retrieval: Retrieval = Field("fused", description=_RETRIEVAL)
     instructions: Text | None = Field(None, min_length=1, description="In place of the system message.")
+    reuse: ReuseLevel | None = Field(None, description=_REUSE)
     temperature: Number | None = Field(None, ge=0, le=100, description="Without it 0, which is greedy.")
     n: StrictInt = Field(1, ge=1, le=1, description="A question has one answer.")
 

@@ -1,0 +1,220 @@
+"""The chunk cache of a session: passages that are known from other prompts, and those that are kept for later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rekindle.config import home_folder
+from rekindle.core.chunk import ChunkDigest, Outline, Variant, chunk_digest
+from rekindle.core.keys import Shelf, token_bytes
+from rekindle.core.kv import Kv, Span
+from rekindle.core.plan import Plan
+from rekindle.core.reply import ChunkReuse
+from rekindle.core.request import Request
+from rekindle.engine.base import Engine
+from rekindle.errors import InvalidSetting
+from rekindle.remembered import Remembered
+from rekindle.reuse.mending import OURS, Picked, mender_of, pick
+from rekindle.run.context import Context
+from rekindle.run.keep import Guard, Job
+from rekindle.run.scoring import Scoring, unscored
+from rekindle.settings import Settings
+from rekindle.store.tiered import TieredStore
+from rekindle.store.variants import KnownVariant
+
+_MODELS = 64  # whose calibration is remembered
+_PASS_TOKENS = 4  # times what the engine takes at once: the most that one pass of a mended prompt computes
+
+
+@dataclass(frozen=True, eq=False)
+class Passages:
+    """The chunks of one prompt: where they stand, what they are, and the variant of each that would be reused."""
+
+    outline: Outline
+    digests: tuple[ChunkDigest, ...]  # the head's first
+    picked: tuple[Picked, ...] = ()
+
+    @classmethod
+    def of(cls, outline: Outline, tokens: Sequence[int]) -> Passages:
+        """The chunks of a prompt, of which nothing is known yet."""
+        spans = (Span(0, outline.head), *outline.chunks)
+        return cls(outline, tuple(chunk_digest(tokens[span.start : span.stop]) for span in spans))
+
+    def mended(self, plan: Plan) -> tuple[Picked, ...]:
+        """Those that the plan mends, in order."""
+        spans = plan.mend.spans if plan.mend is not None else ()
+        return tuple(chunk for chunk in self.picked if chunk.span in spans)
+
+    def report(self, plan: Plan, anew: Sequence[int], before: Sequence[ChunkReuse] = ()) -> tuple[ChunkReuse, ...]:
+        """Where the KV of each chunk came from; `before` is what the context that was gone on from had."""
+        mended = {chunk.span: chunk for chunk in self.mended(plan)}
+        stood = {chunk.start: chunk for chunk in before}
+        told: list[ChunkReuse] = []
+        for span in self.outline.chunks:
+            if span in mended:
+                told.append(_mended(mended[span], anew))
+            elif span.start in stood:
+                told.append(replace(stood[span.start], stop=span.stop))
+            else:
+                after = any(chunk.source == "mended" for chunk in told)
+                told.append(ChunkReuse(span.start, span.stop, "computed" if after else "exact"))
+        return tuple(told)
+
+    def note_use(self, store: TieredStore, plan: Plan, cold_seconds: float) -> None:
+        """Count the variants that were used, and what that saved."""
+        for chunk in self.mended(plan):
+            assert isinstance(chunk.known, KnownVariant)
+            share = len(chunk.span) / plan.tokens
+            store.variants.used(chunk.known, chunk.overhead or 0.0, cold_seconds * share * 1e3)
+
+
+def _mended(chunk: Picked, anew: Sequence[int]) -> ChunkReuse:
+    assert chunk.known is not None
+    own = tuple(position for position in anew if position in chunk.span)
+    scores = (chunk.impact, chunk.overlap, chunk.disorder, chunk.overhead, chunk.known.variant.drift)
+    return ChunkReuse(chunk.span.start, chunk.span.stop, "mended", len(own), own, *scores)
+
+
+class Chunks:
+    """What a session knows about mending. `budget` of a model that was calibrated comes from there."""
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        """Raises `InvalidSetting`."""
+        self._engine = engine
+        self._settings = settings
+        if settings.deterministic and settings.reuse == "approximate":
+            raise InvalidSetting("reuse='approximate' and deterministic exclude each other: leave one of them out.")
+        self.mender = mender_of(settings.mender, settings.mend_budget)
+        if settings.reuse == "approximate":
+            self.mender = mender_of(settings.mender, settings.mend_budget, calibration_of(engine, settings.mender))
+        if engine.capabilities.mends == "leading" and self.mender.choice not in ("leading", "nothing"):
+            self.mender = replace(mender_of("leading", self.mender.budget), calibrated=self.mender.calibrated)
+        self.most_tokens = _PASS_TOKENS * engine.prefill_tokens
+
+    def allowed(self, request: Request) -> bool:
+        """Whether a request may be answered from mended KV."""
+        level = self._settings.reuse if request.reuse is None else request.reuse
+        able = self._engine.capabilities.mends != "none" and self._engine.capabilities.spans
+        return level == "approximate" and able and not self._settings.deterministic
+
+    def find(self, store: TieredStore, shelf: Shelf, tokens: Sequence[int], passages: Passages) -> Passages:
+        """Look the chunks up. Changes nothing."""
+        spans = passages.outline.chunks
+        wanted = {
+            digest: token_bytes(tokens[span.start : span.stop])
+            for digest, span in zip(passages.digests[1:], spans, strict=True)
+        }
+        found = store.variants.find(shelf, wanted)
+        return replace(passages, picked=pick(passages.outline, passages.digests, found, self.mender))
+
+    def scoring(self, passages: Passages, tokens: int) -> Scoring | None:
+        """What collects the scores of chunks while they are computed; None where the engine tells nothing."""
+        layers = len(self._engine.layout.layers)
+        return Scoring(passages.outline, tokens, layers) if self._engine.capabilities.probes else None
+
+
+class Watched:
+    """A prompt whose chunks may be worth keeping, until its context is given back."""
+
+    def __init__(self, passages: Passages, plan: Plan, scoring: Scoring | None) -> None:
+        self._passages = passages
+        self._plan = plan
+        self._scoring = scoring
+
+    def jobs(self, context: Context, guard: Guard | None) -> list[Job]:
+        """What is to be kept of the chunks, once the prompt itself was offered."""
+        exact, loose = [], []
+        first = context.exact_tokens
+        mended = [chunk for chunk in context.mended if chunk.source == "mended"]
+        for number, span in enumerate(self._passages.outline.chunks, start=1):
+            stale = sum(other.stop - other.start for other in mended if other.stop <= span.start)
+            variant = self._variant(number, span, stale / span.start)
+            if variant is not None and span.stop <= first:
+                exact.append(variant)
+            elif variant is not None and span.stop <= len(context.tokens):
+                loose.append(variant)
+        tokens = context.tokens[:first]
+        jobs: list[Job] = [KeepVariants(context.shelf, tokens, exact, guard)] if exact else []
+        for variant in loose:
+            chunk = context.tokens[variant.span.start : variant.span.stop]
+            jobs.append(KeepLoose(context.shelf, chunk, context.sequence.export(variant.span), variant, guard))
+        return jobs
+
+    def _variant(self, number: int, span: Span, drift: float) -> Variant | None:
+        """The variant that was computed here; None if it was not, or is one already."""
+        mend, start = self._plan.mend, self._plan.reused
+        if span.start < start or (mend is not None and span in mend.spans):
+            return None
+        if self._scoring is None:
+            return unscored(self._passages.outline, number, self._passages.digests, drift)
+        return self._scoring.variant(number, self._passages.digests, drift)
+
+
+class _Guarded:
+    """A job that is done only if a guard allows it, and undone if the guard changes its mind meanwhile."""
+
+    def __init__(self, guard: Guard | None) -> None:
+        self._guard = guard
+
+    def do(self, store: TieredStore) -> str:
+        """Do it, if it is still allowed."""
+        if self._guard is not None and not self._guard.allows:
+            return "barred"
+        outcome = self._do(store)
+        if self._guard is not None:
+            self._guard.kept(store)
+        return outcome
+
+    def _do(self, store: TieredStore) -> str:
+        raise NotImplementedError
+
+    def detached_bytes(self) -> int:
+        """Next to nothing."""
+        return 0
+
+
+class KeepVariants(_Guarded):
+    """Notes where the chunks of a prompt are that was kept a moment ago. A job for the keeper."""
+
+    def __init__(self, shelf: Shelf, tokens: Sequence[int], variants: Sequence[Variant], guard: Guard | None) -> None:
+        super().__init__(guard)
+        self._shelf, self._tokens, self._variants = shelf, tokens, variants
+
+    def _do(self, store: TieredStore) -> str:
+        store.variants.keep(self._shelf, self._tokens, self._variants)
+        return "noted"
+
+
+class KeepLoose(_Guarded):
+    """Keeps a chunk that was computed behind mended ones, where only mending finds it. A job for the keeper."""
+
+    def __init__(self, shelf: Shelf, tokens: Sequence[int], kv: Kv, variant: Variant, guard: Guard | None) -> None:
+        super().__init__(guard)
+        self._shelf, self._tokens, self._kv, self._variant = shelf, tokens, kv, variant
+
+    def _do(self, store: TieredStore) -> str:
+        store.variants.keep_loose(self._shelf, self._tokens, self._kv, self._variant)
+        return "loose"
+
+    def detached_bytes(self) -> int:
+        """The size of its copy."""
+        return len(self._kv.span) * self._kv.layout.token_bytes
+
+
+def calibration_of(engine: Engine, mender: str = OURS) -> float | None:
+    """The budget that was calibrated for a model; None if it was not."""
+    known = _calibrations().recall(engine.identity(engine.regime(1)).digest)
+    budget = known.get(mender) if isinstance(known, dict) else None
+    return float(budget) if isinstance(budget, (int, float)) and budget >= 0.0 else None
+
+
+def calibrate(engine: Engine, budgets: Mapping[str, float]) -> None:
+    """Remember budgets for a model, by the mender they are for."""
+    model = engine.identity(engine.regime(1)).digest
+    known = _calibrations().recall(model)
+    _calibrations().keep(model, {**(known if isinstance(known, dict) else {}), **budgets})
+
+
+def _calibrations() -> Remembered:
+    return Remembered(home_folder() / "mending.json", _MODELS)

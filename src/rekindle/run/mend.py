@@ -1,0 +1,218 @@
+"""Mending: KV of chunks comes from other prompts, and the tokens that matter are computed anew.
+
+scattered    KV streams in and is turned; [ what is new, with the question ] shows where the question looks;
+             [ chosen tokens and the question ] computes those anew
+leading      chunk by chunk: its first tokens are computed, the KV of the others is put behind them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rekindle.core.chunk import Outline
+from rekindle.core.keys import Shelf
+from rekindle.core.kv import Kv, LayerKv, Span
+from rekindle.core.plan import Plan
+from rekindle.engine.base import Gaze, KvFeed, Logits, MovedFeed, Positions, Row, Wanted
+from rekindle.index.prefix import Match
+from rekindle.reuse import select
+from rekindle.reuse.mending import Mender, Picked
+from rekindle.reuse.select import Stale
+from rekindle.run.choosing import ChooseByDeviation, ChooseByFocus
+from rekindle.run.context import Context
+from rekindle.run.prefill import Filled, Prefill, TimedFeed
+from rekindle.store.tiered import TieredStore
+from rekindle.store.variants import KnownVariant
+
+_GAZING_TOKENS = 128  # the last ones of a question tell where it looks
+
+
+@dataclass(frozen=True)
+class MendFeeds:
+    """Brings what a mended prompt does not compute: what it begins with, if that is stored, and its chunks."""
+
+    prefix: tuple[TimedFeed, ...]
+    variants: tuple[TimedFeed, ...]
+
+    @classmethod
+    def open(
+        cls,
+        store: TieredStore,
+        shelf: Shelf,
+        match: Match | None,
+        plan: Plan,
+        chunks: Sequence[Picked],
+        patience_seconds: float,
+    ) -> MendFeeds:
+        """Feeds of what the plan loads, if that is stored, and of the chunks. Raises `KvLost` if something is gone."""
+        opened: list[TimedFeed] = []
+        try:
+            if match is not None and plan.loads and not plan.in_engine:
+                opened.append(TimedFeed.open(store, shelf, match.until(plan.reused), patience_seconds))
+            for chunk in chunks:
+                assert isinstance(chunk.known, KnownVariant)
+                opened.append(TimedFeed(store.variants.load(shelf, chunk.known), patience_seconds))
+        except BaseException:
+            for feed in opened:
+                feed.close()
+            raise
+        count = len(opened) - len(chunks)
+        return cls(tuple(opened[:count]), tuple(opened[count:]))
+
+    @property
+    def all(self) -> tuple[TimedFeed, ...]:
+        """Every feed."""
+        return (*self.prefix, *self.variants)
+
+    def close(self) -> None:
+        """Close them, each after the fill it is in the middle of."""
+        for feed in self.all:
+            feed.close()
+
+
+@dataclass(frozen=True)
+class _Done:
+    logits: Logits
+    anew: Positions
+    cells: int
+
+
+@dataclass(frozen=True)
+class Mending:
+    """One prompt whose plan mends. `chunks` are those that are mended, in order, each with its variant."""
+
+    work: Prefill
+    outline: Outline
+    chunks: tuple[Picked, ...]
+    mender: Mender
+
+    def run(self, context: Context, plan: Plan, feeds: MendFeeds) -> Filled:
+        """Carry out the plan; what it loads comes by the feeds, or is in the context already.
+
+        Raises `KvLost` if a feed fails or is late, and `Cancelled`; the context then holds what it held before.
+        """
+        leads = self.work.engine.capabilities.mends == "leading"
+        done = self._lead(context, plan, feeds) if leads else self._scatter(context, plan, feeds)
+        context.tokens = tuple(self.work.tokens)
+        seconds = sum(feed.busy_seconds for feed in feeds.all)
+        return Filled(context, done.logits, plan, seconds, anew=tuple(done.anew.tolist()), cells=done.cells)
+
+    # -- any tokens --------------------------------------------------------------------------------------------------
+
+    def _scatter(self, context: Context, plan: Plan, feeds: MendFeeds) -> _Done:
+        fresh = np.concatenate([np.arange(step.span.start, step.span.stop) for step in plan.computes])
+        stale = self._stale()
+        if "seen" not in self.mender.wants and not self._new_chunks(fresh):
+            return self._compute(context, fresh, stale, feeds)
+        stale = self._look(context, fresh, stale, feeds)
+        return self._compute(context, fresh[(fresh >= self.outline.question) | self._between(fresh)], stale)
+
+    def _look(self, context: Context, fresh: Positions, stale: Stale, feeds: MendFeeds) -> Stale:
+        """Compute what is new over the stale KV, and see where the question looks."""
+        seen: list[np.ndarray] = []
+        last = len(self.work.tokens)
+        gaze = Gaze(Span(max(self.outline.question, last - _GAZING_TOKENS), last), seen.append)
+        row = self._row(context, fresh, feeds, "none")
+        self.work.step(replace(row, probe=self.work.probe, gaze=gaze), feeds.all)
+        return replace(stale, seen=seen[0][stale.positions])
+
+    def _compute(self, context: Context, others: Positions, stale: Stale, feeds: MendFeeds | None = None) -> _Done:
+        """Compute `others` and the chosen stale tokens."""
+        timed, layers = () if feeds is None else feeds.all, len(self.work.engine.layout.layers)
+        if "deviation" in self.mender.wants:
+            choosing = ChooseByDeviation(stale, self.mender, layers)
+            row = self._row(context, np.union1d(others, stale.positions), feeds)
+            logits = self.work.step(replace(row, selector=choosing, probe=choosing.probe), timed)
+            return _Done(logits, choosing.chosen, choosing.cells)
+        anew = self._choose(stale)
+        row = self._row(context, np.union1d(others, anew), feeds)
+        if self.mender.focus and len(self.chunks) > 2 and len(anew):
+            question = Span(self.outline.question, len(self.work.tokens))
+            focusing = ChooseByFocus(anew, [chunk.span for chunk in self.chunks], question)
+            logits = self.work.step(replace(row, selector=focusing, probe=focusing.probe), timed)
+            return _Done(logits, anew, focusing.cells)
+        return _Done(self.work.step(row, timed), anew, len(anew) * layers)
+
+    def _choose(self, stale: Stale) -> Positions:
+        mender = self.mender
+        if mender.choice == "nothing":
+            return np.empty(0, dtype=np.int64)
+        if mender.choice == "leading":
+            return select.choose_leading(stale, mender.budget)
+        if mender.choice == "random":
+            return select.choose_random(stale, mender.budget, seed=len(self.work.tokens))
+        if mender.choice == "heavy":
+            return select.choose_heavy(stale, mender.budget)
+        if mender.choice == "published":
+            overheads = {number: mender.budget * (chunk.overhead or 0.0) for number, chunk in enumerate(self.chunks)}
+            return select.choose_published(stale, overheads)
+        return select.choose_top(stale, mender.signals, mender.budget)
+
+    def _stale(self) -> Stale:
+        spans = [chunk.span for chunk in self.chunks]
+        scores = [chunk.known.variant.scores for chunk in self.chunks if chunk.known is not None]
+        return Stale(
+            positions=np.concatenate([np.arange(span.start, span.stop) for span in spans]),
+            chunk=np.concatenate([np.full(len(span), number) for number, span in enumerate(spans)]),
+            place=np.concatenate([np.arange(len(span)) for span in spans]),
+            outside=np.concatenate([some.outside for some in scores]).astype(np.float32),
+            received=np.concatenate([some.received for some in scores]).astype(np.float32),
+        )
+
+    def _new_chunks(self, fresh: Positions) -> bool:
+        """Whether chunks that nobody knows are computed, too."""
+        return bool((~self._between(fresh) & (fresh < self.outline.question)).any())
+
+    def _between(self, positions: Positions) -> np.ndarray:
+        """Which positions stand between chunks: their numbers, which are cheap to compute twice."""
+        inside = np.zeros(len(positions), dtype=bool)
+        for span in (Span(0, self.outline.head), *self.outline.chunks):
+            inside |= (positions >= span.start) & (positions < span.stop)
+        return ~inside & (positions < self.outline.question)
+
+    def _row(self, context: Context, positions: Positions, feeds: MendFeeds | None, wanted: Wanted = "last") -> Row:
+        tokens = [self.work.tokens[position] for position in positions.tolist()]
+        moved: tuple[KvFeed, ...] = ()
+        if feeds is not None:
+            shifted = [
+                MovedFeed(feed, chunk.span.start, chunk.span.start - _variant_start(chunk))
+                for feed, chunk in zip(feeds.variants, self.chunks, strict=True)
+            ]
+            moved = (*feeds.prefix, *shifted)
+        return Row(context.sequence, tokens, positions, wanted, moved)
+
+    # -- leading tokens ----------------------------------------------------------------------------------------------
+
+    def _lead(self, context: Context, plan: Plan, feeds: MendFeeds) -> _Done:
+        stale = self._stale()
+        anew = select.choose_leading(stale, self.mender.budget)
+        work, place = self.work, plan.reused
+        prefix = feeds.prefix
+        for number, (feed, chunk) in enumerate(zip(feeds.variants, self.chunks, strict=True)):
+            led = chunk.span.start + int(((stale.chunk == number) & np.isin(stale.positions, anew)).sum())
+            if led > place:
+                work.step(Row(context.sequence, work.tokens[place:led], range(place, led), "none", prefix), prefix)
+                prefix = ()
+            context.sequence.append(self._rest(feed, chunk, led - chunk.span.start))
+            place = chunk.span.stop
+        row = Row(context.sequence, work.tokens[place:], range(place, len(work.tokens)), "last", prefix)
+        return _Done(work.step(row, prefix), anew, len(anew) * len(work.engine.layout.layers))
+
+    def _rest(self, feed: TimedFeed, chunk: Picked, skip: int) -> Kv:
+        """The KV of a chunk behind its first `skip` tokens, as it was computed."""
+        layout, start, count = self.work.engine.layout, _variant_start(chunk), len(chunk.span)
+        layers = []
+        for layer, shape in enumerate(layout.layers):
+            keys = np.empty((shape.kv_heads, count, shape.key_dim), dtype=layout.numpy_dtype)
+            values = np.empty((shape.kv_heads, count, shape.value_dim), dtype=layout.numpy_dtype)
+            feed.fill(layer, LayerKv(keys, values))
+            layers.append(LayerKv(keys[:, skip:], values[:, skip:]))
+        return Kv(Span(start + skip, start + count), layout, tuple(layers))
+
+
+def _variant_start(chunk: Picked) -> int:
+    assert chunk.known is not None
+    return chunk.known.variant.span.start
