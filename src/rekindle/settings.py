@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -281,7 +281,7 @@ def _kind(name: str) -> _Kind:
     members = get_args(hint)
     optional = NoneType in members
     if get_origin(hint) is Literal:
-        return _Kind(lambda value: value if value in members else None, " or ".join(members), optional)
+        return _Kind(lambda value: value if value in members else None, _listed(members), optional)
     if hint is bool:
         return _Kind(_read_bool, "true or false", optional)
     if hint is int or int in members:
@@ -294,6 +294,10 @@ def _kind(name: str) -> _Kind:
         return _Kind(_read_amount, _AMOUNTS[name], optional)
     # The default tells whether an empty text says something: no salt does, no engine does not.
     return _Kind(_read_any_text if getattr(Settings, name) == "" else _read_text, "a text", optional)
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]])
 
 
 def _parse(name: str, value: object, where: str, folder: Path | None = None) -> object:

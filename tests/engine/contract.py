@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rekindle.core.kv import Kv, LayerKv, Span
-from rekindle.engine.base import Positions
+from rekindle.engine.watch import Positions
 
 
 class Stored:

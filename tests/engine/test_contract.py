@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from rekindle.core.kv import Kv, Span
-from rekindle.engine.base import Engine, Gaze, MovedFeed, Probe, Reading, Row
+from rekindle.engine.base import Engine, MovedFeed, Row
 from rekindle.engine.fake import FakeEngine
+from rekindle.engine.watch import Gaze, Probe, Reading
 from rekindle.errors import Cancelled, Closed, KvLost, OutOfMemory, StepRefused
 from tests.engine.contract import Choosing, Failing, Garbage, Stored
 from tests.faults.folders import REPOSITORY

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from rekindle.core.kv import Span
-from rekindle.engine.base import Probe, Reading, Row
+from rekindle.engine.base import Row
 from rekindle.engine.device import place
 from rekindle.engine.hf import HfEngine
+from rekindle.engine.watch import Probe, Reading
 from tests.engine.contract import Garbage, Stored
 from tests.tiny import FAMILIES, WINDOW, byte_tokenizer, tiny_model
 

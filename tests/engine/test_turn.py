@@ -23,6 +23,7 @@ TOKENS = np.random.default_rng(7).integers(3, 250, 100).tolist()
 CHUNK = TOKENS[20:34]  # shorter than any window
 OLD, NEW = 5, 19  # where it stood, and where it shall
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 LONG = {
@@ -187,7 +188,7 @@ def test_tokens_after_moved_kv_have_the_logits_of_kv_turned_by_hand(family: str)
     assert np.abs(stale.layers[0].keys - moved(engine, kv, NEW).layers[0].keys).max() > 0.1
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@DEVICES
 @pytest.mark.parametrize(("dtype", "rounding"), [("float16", 2.0**-11), ("bfloat16", 2.0**-8)])
 @pytest.mark.parametrize("family", ["llama", "cohere2", "gpt_neox"])
 def test_half_precision_is_turned_in_single_and_rounded_once(
@@ -246,8 +247,9 @@ def test_sequences_of_both_regimes_are_turned_in_one_step(long: HfEngine) -> Non
         sequence.close()
 
 
-def test_each_of_several_feeds_is_turned_by_its_own_shift() -> None:
-    engine = tiny_engine("llama")
+@DEVICES
+def test_each_of_several_feeds_is_turned_by_its_own_shift(device: str) -> None:
+    engine = engine_of("llama", device=device)
     kv, size = at_old(engine), len(CHUNK)
     starts = (1, 1 + size + 2, 1 + 2 * size + 2)  # the last two side by side
     feeds = tuple(MovedFeed(Stored(kv), start, start - OLD) for start in starts)
@@ -260,8 +262,25 @@ def test_each_of_several_feeds_is_turned_by_its_own_shift() -> None:
                 np.testing.assert_array_equal(got.keys, alone.keys)
 
 
-def test_a_feed_of_some_layers_has_only_those_turned() -> None:
-    engine = tiny_engine("llama")
+@DEVICES
+def test_what_lies_over_a_moved_feed_is_not_turned_with_it(device: str) -> None:
+    engine = engine_of("llama", device=device)
+    kv = at_old(engine)
+    over = Span(NEW + 3, NEW + 8)
+    feeds = (MovedFeed(Stored(kv), NEW, NEW - OLD), Garbage(over, 4), MovedFeed(Garbage(Span(0, 2), 4), NEW + 5, 0))
+    with engine.open(50, "plain") as sequence:
+        positions = [*range(NEW), at(NEW).stop]
+        engine.step([Row(sequence, TOKENS[: NEW + 1], positions, logits="none", feeds=feeds)])
+        got = sequence.export(at(NEW))
+    for own, whole in zip(got.layers, moved(engine, kv, NEW).layers, strict=True):
+        assert np.all(own.keys[:, 3:8] == 7)
+        np.testing.assert_array_equal(own.keys[:, :3], whole.keys[:, :3])
+        np.testing.assert_array_equal(own.keys[:, 8:], whole.keys[:, 8:])
+
+
+@DEVICES
+def test_a_feed_of_some_layers_has_only_those_turned(device: str) -> None:
+    engine = engine_of("llama", device=device)
     kv = at_old(engine)
     upper = MovedFeed(Stored(kv, layers=range(2, 4)), NEW, NEW - OLD)
     lower = Stored(Kv(at(NEW), kv.layout, kv.layers), layers=range(2))

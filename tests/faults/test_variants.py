@@ -12,14 +12,18 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rekindle.core.chunk import chunk_digest
+from rekindle.core.keys import BLOCK_TOKENS, token_bytes
 from rekindle.core.kv import Span
 from rekindle.errors import KvLost
+from rekindle.store import catalog
 from rekindle.store.check import check
 from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.files import Files
+from rekindle.store.loose import loose, named
 from rekindle.store.schema import MIGRATIONS
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
@@ -42,7 +46,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("variants") / "cache"
     with TieredStore(folder, NO_MEMORY) as store:
         keep(store, PROMPT)
-        store.variants.keep(SHELF, PROMPT, [variant(PROMPT, SPAN)])
+        store.variants.keep(SHELF, PROMPT, [variant(PROMPT, SPAN, 0.25)])
         store.variants.keep_loose(SHELF, LOOSE, make_kv(OTHER, LOOSE_SPAN), variant(OTHER, LOOSE_SPAN, 0.5))
         assert store.variants.stats() == VariantCounts(2, 2, 1)
     return folder
@@ -74,7 +78,7 @@ def test_a_flipped_bit_in_a_variants_blocks_is_found_and_the_extent_quarantined(
     files = sorted((folder / "extents").iterdir())
     rng = random.Random(5)
     for path in files:
-        for _ in range(20):
+        for _ in range(8):
             folder = copy(sound, "flipped")
             target = folder / "extents" / path.name
             flip(target, rng.randrange(target.stat().st_size), rng.randrange(8))
@@ -109,7 +113,9 @@ def test_every_flipped_bit_of_a_row_makes_it_unknown_and_its_row_go(sound: Path)
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"", b"\xff" * 300, "text", "\u00e9" * 40, -1, 2**62, 1e300, float("inf")], ids=repr
+    "garbage",
+    [b"", b"\xff" * 300, "text", "\u00e9" * 40, -1, 2**62, 1e300, float("inf")],
+    ids=["nothing", "bytes", "text", "accents", "negative", "huge", "real", "infinite"],
 )
 def test_garbage_in_any_column_is_unknown_and_raises_nothing(sound: Path, garbage: object) -> None:
     columns = ("parent", "tail", "outside", "received", "earlier", "seal", "start", "stop", "intra", "drift", "used")
@@ -136,7 +142,7 @@ def test_text_that_is_none_in_a_column_is_unknown(sound: Path) -> None:
 def test_any_flipped_bit_of_the_catalog_gives_the_right_numbers_or_none(sound: Path) -> None:
     rng = random.Random(7)
     size = (sound / CATALOG).stat().st_size
-    for _ in range(150):
+    for _ in range(60):
         folder = copy(sound, "catalog")
         flip(folder / CATALOG, rng.randrange(100, size), rng.randrange(8))
         with TieredStore(folder, NO_MEMORY) as store:
@@ -192,7 +198,11 @@ with TieredStore({str(folder)!r}, NO_MEMORY) as store:
         own = [*prompt(100 + number, 30), *LOOSE]
         store.variants.keep_loose(SHELF, LOOSE, make_kv(own, Span(30, 103)), variant(own, Span(30, 103), number))
         for known in find(store, CHUNK):
-            assert_loads(store, known, [*prompt(10 + known.variant.span.start % 20 % 3, known.variant.span.start), *CHUNK])
+            start = known.variant.span.start
+            try:
+                assert_loads(store, known, [*prompt(10 + (start - 20) % 3, start), *CHUNK])
+            except KvLost:
+                pass  # the other process removed it
         if turn % 4 == number:
             store.disk.remove(store.disk.entries()[-1:])
         for known in find(store, LOOSE):
@@ -221,7 +231,7 @@ def test_eviction_under_a_variant_never_gives_wrong_numbers_nor_exceeds_the_limi
     rng = random.Random(3)
     known_once = 0
     with TieredStore(tmp_path / "cache", StoreSettings(disk_limit=limit, memory_limit=0)) as store:
-        for number in range(120):
+        for number in range(60):
             tokens = prompt(number % 40, rng.randrange(60, 400))
             keep(store, tokens)
             start = rng.randrange(len(tokens) - 20)
@@ -235,7 +245,7 @@ def test_eviction_under_a_variant_never_gives_wrong_numbers_nor_exceeds_the_limi
                 store.variants.keep_loose(SHELF, chunk, make_kv(tokens, span), variant(tokens, span, 0.5))
             total = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file())
             assert total <= limit
-        assert known_once > 60
+        assert known_once > 30
         assert check(store.disk).problems == ()
 
 
@@ -317,8 +327,6 @@ def test_kv_in_the_place_of_another_is_not_served(sound: Path) -> None:
 
 
 def _first_blocks(*prompts: list[int]) -> list[bytes]:
-    from rekindle.core.keys import BLOCK_TOKENS, token_bytes
-
     return [token_bytes(tokens[:BLOCK_TOKENS]) for tokens in prompts]
 
 
@@ -333,6 +341,33 @@ def test_a_folder_that_can_only_be_read_serves_variants_and_lists_none(sound: Pa
         kept = store.variants.keep_loose(SHELF, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
         assert kept.outcome == "failed"
         store.tend()
-        assert find(store, PROMPT[:9]) == [] and chunk_digest(CHUNK) in store.variants.find(
-            SHELF, {chunk_digest(CHUNK): b"".join(token.to_bytes(4, "little") for token in CHUNK)}
-        )
+        assert find(store, PROMPT[:9]) == []
+
+
+def test_other_tokens_under_the_same_digest_are_given_no_kv(sound: Path) -> None:
+    with TieredStore(copy(sound, "collision"), NO_MEMORY) as store:
+        other = token_bytes([5, *CHUNK[1:]])
+        (known,) = store.variants.find(SHELF, {chunk_digest(CHUNK): other})[chunk_digest(CHUNK)]
+        with pytest.raises(KvLost):
+            store.variants.load(SHELF, known)
+
+
+@pytest.mark.parametrize("depth", [-1, 1, 100])
+def test_an_extent_that_is_said_to_stand_elsewhere_makes_its_variants_unknown(sound: Path, depth: int) -> None:
+    folder = copy(sound, "depth")
+    with closing(sqlite3.connect(folder / CATALOG)) as connection, connection:
+        connection.execute("UPDATE extents SET depth=?", (depth,))
+    with TieredStore(folder, NO_MEMORY) as store:
+        assert served(store) == [False, False] and store.counts.read_failures == 0
+
+
+def test_loose_kv_of_two_computations_is_not_taken_for_one(sound: Path) -> None:
+    with TieredStore(copy(sound, "mixed"), NO_MEMORY) as store:
+        chain = np.frombuffer(named(chunk_digest(LOOSE), token_bytes(LOOSE)), "<u4").tolist()
+        match = store.lookup(loose(SHELF), chain)
+        assert match.length == len(chain)
+        with store.disk.database.writing() as connection:
+            catalog.cut(connection, match.pieces[0].extent, 1)
+        assert keep(store, chain, loose(SHELF)).outcome == "kept"  # as an import of old could
+        assert store.lookup(loose(SHELF), chain).length == len(chain)
+        assert find(store, LOOSE) == []

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rekindle.codec.digest import PlainDigester
 from rekindle.core.chunk import ChunkScores, Variant, chunk_digest
 from rekindle.core.keys import Namespace, Shelf, token_bytes
 from rekindle.core.kv import Span
@@ -23,6 +24,7 @@ from rekindle.store.loose import loose
 from rekindle.store.purge import Run
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
+from rekindle.store.variant_rows import listing
 from rekindle.store.variants import VariantCounts
 from tests.kvs import SHELF, SMALL, keep, load, make_kv
 from tests.store.scored import assert_gives, assert_loads, find, is_same, variant
@@ -418,3 +420,40 @@ def test_scores_are_what_was_given_whatever_bits_they_have(tmp_path: Path) -> No
         keep(store, PROMPT)
         store.variants.keep(SHELF, PROMPT, [given_variant])
         assert is_same(find(store, CHUNK)[0].variant, given_variant)
+
+
+def test_looking_variants_up_changes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    with TieredStore(folder, ON_DISK) as store:
+        listed(store)
+        with store.disk.database.writing() as connection:
+            connection.execute("UPDATE variants SET seal=x'00'")
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
+        assert find(store, CHUNK) == [] and store.variants.stats().variants == 1
+        after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
+        differing = {path.name for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
+        assert differing <= {"catalog.sqlite-shm"}  # where readers are noted
+
+
+def test_a_row_that_was_sealed_without_the_key_is_not_believed(tmp_path: Path) -> None:
+    with TieredStore(tmp_path / "c", replace(ON_DISK, key=bytes(range(32)))) as store:
+        given_variant = listed(store)
+        (known,) = find(store, CHUNK)
+        assert_loads(store, known, PROMPT)
+        forged = listing(PlainDigester(), known.shelf, known.seat, replace(given_variant, drift=0.75))
+        with store.disk.database.writing() as connection:
+            connection.execute("UPDATE variants SET drift=0.75, seal=?", (forged.seal,))
+        assert find(store, CHUNK) == []
+
+
+def test_loose_and_exact_kv_of_one_chunk_are_never_taken_for_each_other(tmp_path: Path) -> None:
+    """Keeping the chunk itself, exactly, beside its loose KV: neither is taken for the other."""
+    with TieredStore(tmp_path / "c", ON_DISK) as store:
+        approximate = make_kv([9] * 40 + PROMPT[40:], SPAN)
+        store.variants.keep_loose(SHELF, CHUNK, approximate, variant(PROMPT, SPAN, 0.5))
+        assert load(store, CHUNK) == 0
+        listed(store, CHUNK, Span(0, 60))
+        assert load(store, CHUNK) == 60
+        exact, inexact = sorted(find(store, CHUNK), key=lambda known: known.loose)
+        assert_loads(store, exact, CHUNK)
+        assert_gives(store, inexact, approximate)

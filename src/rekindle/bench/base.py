@@ -31,6 +31,8 @@ class BenchOptions:
     limit: int | None = None
     seed: int = 0
     quick: bool = False
+    calibrate: bool = False  # chunks: find the budget of a model, and keep it
+    quality: float | None = None  # for this ROUGE-L to the full computation
 
     def rounds(self, full: int, quick: int = 3) -> int:
         """How often a measurement is repeated."""

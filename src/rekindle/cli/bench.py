@@ -12,7 +12,7 @@ from rekindle.cli import app
 from rekindle.cli.options import AsJson
 from rekindle.errors import EngineMissing, InvalidSetting
 
-BENCHES = {name: f"rekindle.bench.{name}" for name in ("engine", "store", "prefix", "serve", "knowledge")}
+BENCHES = {name: f"rekindle.bench.{name}" for name in ("engine", "store", "prefix", "serve", "knowledge", "chunks")}
 _WITHOUT_ENGINE = {"store", "knowledge"}
 
 
@@ -28,6 +28,12 @@ def bench(
     limit: Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")] = None,
     seed: Annotated[int, typer.Option(help="For everything drawn at random.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: under three minutes.")] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="chunks: find how much to mend with this model, and keep that.")
+    ] = False,
+    quality: Annotated[
+        float | None, typer.Option(help="chunks: calibrate for this ROUGE-L to the full computation, up to 1.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the result into this .png file.")] = None,
     json: AsJson = False,
 ) -> None:
@@ -38,9 +44,11 @@ def bench(
 
     if name not in BENCHES:
         raise InvalidSetting(f"There is no bench {name!r}. Use {', '.join(BENCHES)}.")
+    if name != "chunks" and (calibrate or quality is not None):
+        raise InvalidSetting(f"--calibrate and --quality are for the bench chunks: leave them out with {name}.")
     if name not in _WITHOUT_ENGINE:
         require(choose_engine(model, engine))
-    options = BenchOptions(model, engine, device, dtype, data, shape, limit, seed, quick)
+    options = BenchOptions(model, engine, device, dtype, data, shape, limit, seed, quick, calibrate, quality)
     with notes.status(f"bench {name}") as status:
         report = import_module(BENCHES[name]).run(options, lambda part: status.update(f"bench {name}: {part}"))
     if plot is not None:

@@ -13,7 +13,7 @@ _EARLIER = struct.Struct("<16sId")
 _HALF = np.dtype("<f2")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PackedScores:
     """Scores as they are kept."""
 
@@ -40,5 +40,5 @@ def unpack(packed: PackedScores, tokens: int) -> ChunkScores:
     if len(packed.earlier) % _EARLIER.size:
         raise ValueError("a chunk before it is cut off")
     earlier = [Earlier(ChunkDigest(digest), *rest) for digest, *rest in _EARLIER.iter_unpack(packed.earlier)]
-    outside, received = (np.frombuffer(data, _HALF) for data in (packed.outside, packed.received))
+    outside, received = np.frombuffer(packed.outside, _HALF), np.frombuffer(packed.received, _HALF)
     return ChunkScores(outside, received, packed.intra, tuple(earlier))

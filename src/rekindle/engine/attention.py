@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from rekindle.engine.base import Positions
+from rekindle.engine.watch import Positions
 
 # Small tiles waste less on masked keys; a GPU wants fewer, larger calls. Measured for 2,521 scattered queries over
 # 8,256 keys in a 32/8-head shape on an H200: 1.67 ms in tiles of 256, 0.93 ms of 512, 1.18 ms in one.

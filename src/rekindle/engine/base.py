@@ -25,9 +25,9 @@ from rekindle.core.identity import Identity
 from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
 from rekindle.core.request import Message, Sampling
 from rekindle.core.tools import Tool
+from rekindle.engine.watch import Gaze, Positions, Probe, Selector
 from rekindle.errors import StepRefused
 
-Positions = NDArray[np.int64]  # sorted, each once
 Logits = NDArray[np.float32]  # [tokens, vocabulary]
 Wanted = Literal["last", "all", "none"]
 Written = Mapping[str, Sequence[int]]  # texts of replies -> the tokens they were generated as
@@ -194,60 +194,6 @@ class MovedFeed:
     def fill(self, layer: int, out: LayerKv) -> None:
         """Write the KV of a layer as it was computed; its keys are not turned yet."""
         self.feed.fill(layer, out)
-
-
-class Selector(Protocol):
-    """Chooses which tokens of a row go on, between layers."""
-
-    def choose(self, layer: int, positions: Positions) -> Positions:
-        """The positions (a subset of those still in the row) that `layer` shall compute; called from layer 1 on.
-
-        A dropped position never comes back. Its KV in this and later layers must be there from elsewhere: kept by
-        an earlier step, or fed. The last position stays if its logits are wanted.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What a probe saw in one layer. Attention is averaged over the row's heads, except where it says maximum."""
-
-    layer: int
-    positions: Positions  # [tokens] the row's positions in this layer
-    received: NDArray[np.float32] | None  # [keys] mean mass a key got from the probed queries, mean over heads
-    received_most: NDArray[np.float32] | None  # [keys] the same, maximum over heads
-    sent: NDArray[np.float32] | None  # [tokens, segments] mass each token gave to each segment
-    deviation: NDArray[np.float32] | None  # [tokens] |new - old| / |old|, root mean square of keys' and values'
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Asks a step to report what happens inside a row, layer by layer.
-
-    queries     report the attention that the row's tokens in this span pay to each key
-    segments    report the attention that each token of the row pays to each of these spans
-    deviation   report how far new KV is from what stood in its place (only meaningful where something stood)
-    layers      in these layers; None: in all
-    """
-
-    report: Callable[[Reading], None]
-    queries: Span | None = None
-    segments: tuple[Span, ...] = ()
-    deviation: bool = False
-    layers: range | None = None
-
-
-@dataclass(frozen=True)
-class Gaze:
-    """Asks a step what some of a row's tokens look at: once, for the whole pass, where a `Probe` reports every layer.
-
-    queries   the tokens that look; they stand in the row
-    report    told `[keys]`, one number for each position up to the row's last: the attention it gets from the
-              queries times the length of its value (over the mean length), of the head where that is most; mean over
-              the layers. A layer that owes nothing but keys and values does not count
-    """
-
-    queries: Span
-    report: Callable[[NDArray[np.float32]], None]
 
 
 @dataclass(frozen=True)

@@ -18,22 +18,11 @@ from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.core.request import Message, Sampling
 from rekindle.core.tools import Tool
-from rekindle.engine.base import (
-    Capabilities,
-    Gaze,
-    KvFeed,
-    Logits,
-    MovedFeed,
-    Positions,
-    Quoting,
-    Reading,
-    Row,
-    SpansOnly,
-    Written,
-)
+from rekindle.engine.base import Capabilities, KvFeed, Logits, MovedFeed, Quoting, Row, SpansOnly, Written
 from rekindle.engine.calls import ToolHabits, in_words
 from rekindle.engine.rows import CheckedRow, check_rows
 from rekindle.engine.sample import Sampler
+from rekindle.engine.watch import Gaze, Positions, Reading
 from rekindle.errors import Cancelled, Closed, InvalidPrompt, StepRefused
 
 Array = NDArray[np.float32]

@@ -14,14 +14,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import torch
 
+from rekindle.core.kv import LayerKv
 from rekindle.engine.base import KvFeed, MovedFeed
 from rekindle.engine.sequence import Landing, TorchSequence
 from rekindle.engine.turn import Turn, Turner
 from rekindle.errors import Cancelled
 
+_HELPERS = 8  # threads that copy for a GPU
 _LOOK_SECONDS = 0.005  # how often a wait looks whether it was cancelled
 
 
@@ -49,6 +53,7 @@ class Filling:
         self._stopped = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._arrivals: list[torch.cuda.Event] = []
+        self._helpers: ThreadPoolExecutor | None = None
         self._thread: threading.Thread | None = threading.Thread(
             target=self._fill_all, name="rekindle-fill", daemon=True
         )
@@ -120,19 +125,21 @@ class Filling:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+        finally:
+            if self._helpers is not None:
+                self._helpers.shutdown(wait=False)
 
     def _fill(self, layer: int) -> None:
         side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with torch.inference_mode(), side:
             for sequence, feeds in self._feeds.items():
-                for feed in feeds:
-                    if layer in feed.layers:
-                        landing = self._landing(sequence, layer, feed)
-                        if landing is None:
-                            return
-                        feed.fill(layer, landing.out)
-                        landing.land()
-                        keys = landing.layer_keys
+                for group in self._groups(sequence, [feed for feed in feeds if layer in feed.layers]):
+                    landing = self._landing(sequence, layer, group)
+                    if landing is None:
+                        return
+                    self._pour(layer, group, landing.outs)
+                    landing.land()
+                    keys = landing.layer_keys
                 if (turn := self._turns.get((sequence, layer))) is not None and turn.parts:
                     turn.apply(layer, keys)
             if self._stream is not None:
@@ -140,9 +147,27 @@ class Filling:
                 arrival.record(self._stream)
                 self._arrivals.append(arrival)
 
-    def _landing(self, sequence: TorchSequence, layer: int, feed: KvFeed) -> Landing | None:
+    def _groups(self, sequence: TorchSequence, feeds: Sequence[KvFeed]) -> list[list[KvFeed]]:
+        """The feeds that land together: on a GPU as many as can, for a copy of each would take longer than the data.
+
+        Measured for 16 passages of 512 tokens in an 8B shape on an H200.
+        """
+        apart = all(first.span.stop <= second.span.start for first, second in pairwise(feeds))
+        together = self._stream is not None and apart and bool(feeds) and feeds[0].span.start >= sequence.length
+        return [list(feeds)] if together else [[feed] for feed in feeds]
+
+    def _pour(self, layer: int, feeds: Sequence[KvFeed], outs: Sequence[LayerKv]) -> None:
+        """Have the feeds write, several at the same time if they land together."""
+        if len(feeds) == 1:
+            feeds[0].fill(layer, outs[0])
+            return
+        self._helpers = self._helpers or ThreadPoolExecutor(min(_HELPERS, len(feeds)), "rekindle-fill")
+        for done in [self._helpers.submit(feed.fill, layer, out) for feed, out in zip(feeds, outs, strict=True)]:
+            done.result()
+
+    def _landing(self, sequence: TorchSequence, layer: int, feeds: Sequence[KvFeed]) -> Landing | None:
         with self._changed:  # once stopped, the sequence may have other buffers, which are none of ours
-            return None if self._stopped else Landing(sequence, layer, feed.span)
+            return None if self._stopped else Landing(sequence, layer, [feed.span for feed in feeds])
 
 
 def _shift(feed: KvFeed) -> int:

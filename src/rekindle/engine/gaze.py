@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rekindle.engine.attention import Scores
-from rekindle.engine.base import Gaze, Positions
+from rekindle.engine.watch import Gaze, Positions
 
 
 class Gazing:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from rekindle.engine import probe
 from rekindle.engine.attention import Scores, Tile, attend, cut_tiles
-from rekindle.engine.base import Positions, Probe
 from rekindle.engine.filling import Filling
 from rekindle.engine.gaze import Gazing
 from rekindle.engine.layers import StepPass
@@ -23,6 +22,7 @@ from rekindle.engine.rope import Rope, Rotation
 from rekindle.engine.rows import CheckedRow
 from rekindle.engine.sequence import Slots, TorchSequence
 from rekindle.engine.turn import Turner
+from rekindle.engine.watch import Positions, Probe
 from rekindle.errors import Cancelled, StepRefused
 
 

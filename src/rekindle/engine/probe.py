@@ -9,9 +9,9 @@ from torch import Tensor
 
 from rekindle.core.kv import Span
 from rekindle.engine.attention import Scores, Tile, attention_weights, split_tile
-from rekindle.engine.base import Positions, Probe, Reading
+from rekindle.engine.watch import Positions, Probe, Reading
 
-_WEIGHT_BYTES = 32 << 20  # the largest block of attention weights held at a time
+_WEIGHT_BYTES = {"cpu": 8 << 20, "mps": 32 << 20, "cuda": 512 << 20}  # the largest block of weights held at a time
 
 
 def read(
@@ -27,27 +27,29 @@ def read(
     """Report a `Reading` of this layer to the probe."""
     heads, end = query.shape[1], int(positions[-1]) + 1
     asked = _asked(positions, probe.queries)
-    received = torch.zeros(heads, end)
-    sent = torch.zeros(len(positions), len(probe.segments))
+    device = query.device
+    received = torch.zeros(heads, end, device=device)
+    sent = torch.zeros(len(positions), len(probe.segments), device=device)
     if asked.any() or probe.segments:
-        rows = max(1, _WEIGHT_BYTES // (4 * heads * end))
-        for tile in (piece for whole in tiles for piece in split_tile(whole, rows, query.device)):
+        rows = max(1, _WEIGHT_BYTES[device.type] // (4 * heads * end))
+        for tile in (piece for whole in tiles for piece in split_tile(whole, rows, device)):
             if not probe.segments and not asked[tile.start : tile.stop].any():
                 continue
             weights = attention_weights(
                 query[:, :, tile.start : tile.stop], keys[:, :, tile.low : tile.high], tile, scores
-            )[0].cpu()  # [heads, queries, keys]
-            chosen = torch.from_numpy(asked[tile.start : tile.stop])
-            received[:, tile.low : tile.high] += weights[:, chosen].sum(dim=1)
+            )[0]  # [heads, queries, keys]
+            chosen = asked[tile.start : tile.stop]
+            of_asked = weights if chosen.all() else weights[:, torch.from_numpy(chosen).to(device)]
+            received[:, tile.low : tile.high] += of_asked.sum(dim=1)
             sent[tile.start : tile.stop] = _segment_mass(weights, tile, probe.segments)
     mean = received / max(1, int(asked.sum()))
     probe.report(
         Reading(
             layer=layer,
             positions=positions,
-            received=mean.mean(dim=0).numpy() if probe.queries is not None else None,
-            received_most=mean.amax(dim=0).numpy() if probe.queries is not None else None,
-            sent=sent.numpy() if probe.segments else None,
+            received=mean.mean(dim=0).cpu().numpy() if probe.queries is not None else None,
+            received_most=mean.amax(dim=0).cpu().numpy() if probe.queries is not None else None,
+            sent=sent.cpu().numpy() if probe.segments else None,
             deviation=deviation.float().cpu().numpy() if deviation is not None else None,
         )
     )

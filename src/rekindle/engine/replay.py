@@ -283,6 +283,7 @@ def replayable(row: CheckedRow, longest: int) -> tuple[Buffers, int] | None:
         or asked.feeds
         or asked.selector
         or asked.probe
+        or asked.gaze
         or asked.logits != "last"
         or count > _PADDED[-1]
     ):

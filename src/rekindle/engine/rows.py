@@ -9,7 +9,8 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.engine.base import KvFeed, MovedFeed, Positions, Row, Wanted
+from rekindle.engine.base import KvFeed, MovedFeed, Row, Wanted
+from rekindle.engine.watch import Positions
 from rekindle.errors import StepRefused
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -189,18 +189,24 @@ class TorchSequence(SpansOnly):
 
 
 class Landing:
-    """Where a feed writes: straight into the buffer on a CPU, through pinned memory elsewhere."""
+    """Where feeds write a layer: straight into the buffer on a CPU, through pinned memory elsewhere.
 
-    def __init__(self, sequence: TorchSequence, layer: int, span: Span) -> None:
+    Off the CPU the spans go together, in one copy, with whatever lies between them: nothing may be present there.
+    """
+
+    def __init__(self, sequence: TorchSequence, layer: int, spans: Sequence[Span]) -> None:
+        """`spans` do not overlap and are in order."""
         self.layer_keys = sequence.keys(layer)[0]  # [kv_heads, capacity, key_dim], of which it lands in some
-        self._targets = [buffer[:, span.start : span.stop] for buffer in (self.layer_keys, sequence.values(layer)[0])]
+        start, stop = spans[0].start, spans[-1].stop
+        self._targets = [buffer[:, start:stop] for buffer in (self.layer_keys, sequence.values(layer)[0])]
         on_host = self._targets[0].device.type == "cpu"
         self._staged = None if on_host else [torch.empty_like(t, device="cpu", pin_memory=True) for t in self._targets]
         keys, values = (raw_view(t) for t in (self._staged or self._targets))
-        self.out = LayerKv(keys, values)
+        places = [slice(span.start - start, span.stop - start) for span in spans]
+        self.outs = [LayerKv(keys[:, place], values[:, place]) for place in places]
 
     def land(self) -> None:
-        """Bring what the feed wrote to where the model reads it."""
+        """Bring what the feeds wrote to where the model reads it."""
         for target, staged in zip(self._targets, self._staged or [], strict=False):
             target.copy_(staged, non_blocking=True)
 

@@ -171,7 +171,7 @@ def _angles(rotation: Rotation, index: int | Tensor, pairing: Pairing) -> _Angle
 
 
 def _turn(keys: Tensor, angles: _Angles) -> None:
-    # In place, in float32: for 700 tokens of SmolLM2's layer measured at a fifteenth of the model's own function.
+    # In place, in float32: 700 tokens of a layer of SmolLM2 take a third of the time of the model's own function.
     wide = keys.float()
     first, second = wide[..., angles.pairing.first], wide[..., angles.pairing.second]
     before = first.clone()

@@ -22,6 +22,7 @@ from rekindle.core.plan import Tier
 
 _MEASUREMENTS = 48  # the last so many of each kind
 _FADE = 0.97  # each is worth this share of the next newer one
+_NO_DOUBT, _DOUBT = 0.999, 0.5  # how much less error another answer must have
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Rates:
     def compute_seconds(self, span: Span) -> float | None:
         """The time to compute a span whose predecessors are present; None while unknown."""
         return None if not self.compute else _sum(self.compute, _work(span))
+
+    def work_seconds(self, tokens: int, pairs: float) -> float | None:
+        """The same for tokens that stand anywhere, and attend to so many others together."""
+        return None if not self.compute else _sum(self.compute, (1.0, float(tokens), pairs))
 
     def load_seconds(self, tier: Tier, size_bytes: int) -> float | None:
         """The time to bring so many bytes; None while unknown. What is in the engine already costs nothing."""
@@ -106,7 +111,9 @@ def fit(measurements: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
         for chosen in sorted(combinations(range(width), count), key=lambda c: 1 not in c):
             found = np.linalg.lstsq(scaled[:, chosen], target, rcond=None)[0]
             error = float(np.square(scaled[:, chosen] @ found - target).sum())
-            if (found >= 0).all() and (best is None or error < best[0] * 0.999 - 1e-12):
+            # More work takes longer: what says otherwise, on a noisy machine, must be much the better answer.
+            better = _NO_DOUBT if 1 in chosen else _DOUBT
+            if (found >= 0).all() and (best is None or error < best[0] * better - 1e-12):
                 coefficients = np.zeros(width)
                 coefficients[list(chosen)] = found
                 best = error, tuple(coefficients.tolist())

@@ -171,8 +171,9 @@ def plan_mending(
     numbers = tuple(chunk.known.id for chunk in usable if chunk.known is not None)
     gaps = _gaps(start, spans, exact.tokens)
     seconds = _seconds(loads, usable, gaps, outline, mender, rates, exact.tokens)
-    anew = sum(map(len, gaps)) + math.ceil(min(1.0, mender.budget) * sum(map(len, spans)))
-    if anew > most_tokens or (seconds is not None and seconds >= (exact.predicted_seconds or math.inf)):
+    anew = sum(map(len, gaps)) + _anew(usable, mender)
+    limits = [limit for limit in (exact.predicted_seconds, exact.cold_seconds) if limit is not None]
+    if anew > most_tokens or (seconds is not None and seconds >= min(limits, default=math.inf)):
         return exact
     steps: tuple[Step, ...] = (*loads, Mend(spans, numbers, mender.name, mender.budget), *map(Compute, gaps))
     return Plan(exact.tokens, steps, seconds, exact.cold_seconds)
@@ -185,6 +186,14 @@ def _pays(chunk: Picked, mender: Mender) -> bool:
     return mender.budget < 1.0
 
 
+def _anew(chunks: Sequence[Picked], mender: Mender) -> int:
+    """How many tokens would be computed anew, if the question turns out to look at all chunks."""
+    if mender.choice == "published":
+        shares = [min(1.0, mender.budget * (chunk.overhead or 0.0)) for chunk in chunks]
+        return sum(math.ceil(share * len(chunk.span)) for share, chunk in zip(shares, chunks, strict=True))
+    return math.ceil(mender.budget * sum(len(chunk.span) for chunk in chunks))
+
+
 def _gaps(start: int, spans: Sequence[Span], stop: int) -> list[Span]:
     """What lies between the spans, from `start` to `stop`."""
     gaps, place = [], start
@@ -193,6 +202,26 @@ def _gaps(start: int, spans: Sequence[Span], stop: int) -> list[Span]:
             gaps.append(Span(place, span.start))
         place = span.stop
     return gaps
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What one pass computes: so many tokens, which meet so many others."""
+
+    tokens: int
+    pairs: float
+
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> _Work:
+        return cls(sum(map(len, spans)), sum(len(span) * (span.start + len(span) / 2) for span in spans))
+
+    @classmethod
+    def scattered(cls, count: int, among: int) -> _Work:
+        """Tokens that stand anywhere: on the average in the middle."""
+        return cls(count, count * among / 2)
+
+    def __add__(self, other: _Work) -> _Work:
+        return _Work(self.tokens + other.tokens, self.pairs + other.pairs)
 
 
 def _seconds(
@@ -204,12 +233,12 @@ def _seconds(
     rates: Rates,
     tokens: int,
 ) -> float | None:
-    """What it would take; None where a cost is unknown. Where the tokens stand counts less than how many they are."""
-    stale = sum(len(chunk.span) for chunk in chunks)
-    question = tokens - outline.question
-    fresh, anew = sum(map(len, gaps)), round(min(1.0, mender.budget) * stale)
-    passes = [fresh, anew + question] if mender.wants else [fresh + anew]
-    costs = [rates.compute_seconds(Span(tokens - min(count, tokens), tokens)) for count in passes]
+    """What it would take; None where a cost is unknown."""
+    anew = _Work.scattered(_anew(chunks, mender), tokens)
+    fresh = _Work.of(gaps)
+    again = _Work.of([Span(outline.question, tokens)])
+    passes = [fresh, anew + again] if mender.wants else [fresh + anew]
+    costs = [rates.work_seconds(work.tokens, work.pairs) for work in passes]
     picked = [chunk.known for chunk in chunks if chunk.known is not None]
     token_bytes = picked[0].size_bytes // max(1, len(chunks[0].span))
     costs += [rates.load_seconds(load.tier, len(load.span) * token_bytes) for load in loads]

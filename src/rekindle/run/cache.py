@@ -18,7 +18,7 @@ from rekindle.core.chunk import Outline
 from rekindle.core.keys import Shelf
 from rekindle.core.kv import Span
 from rekindle.core.plan import Plan, Tier
-from rekindle.core.reply import Reuse
+from rekindle.core.reply import Reply, Reuse
 from rekindle.core.request import Request
 from rekindle.core.size import parse_limit
 from rekindle.engine.base import Engine
@@ -204,7 +204,7 @@ class PrefixCache:
         assert self.store is not None
         saved = self.costs.rates.compute_seconds(Span(0, plan.tokens)) or 0.0
         patience = min(max(LOAD_SECONDS, saved), MOST_LOAD_SECONDS)
-        mending = Mending(work, passages.outline, passages.mended(plan), self.chunks.mender)
+        mending = Mending(work, passages.outline, passages.mended(plan), self.chunks.mender, self._patience)
         feeds: MendFeeds | None = None
         try:
             ask = partial(MendFeeds.open, self.store, known.shelf, known.matches.match, plan, mending.chunks)
@@ -298,6 +298,11 @@ class PrefixCache:
             self.offer(
                 Note(explainer, prompt, filled.plan, known.matches.match, reuse, first_token_seconds, known.guard)
             )
+
+    def note_decoding(self, prompt_tokens: int, reply: Reply) -> None:
+        """Learn what a short step takes."""
+        if reply.timings.tokens_per_second:
+            self.costs.computed(Span(prompt_tokens, prompt_tokens + 1), 1.0 / reply.timings.tokens_per_second)
 
     def explainer(self, shelf: Shelf) -> Explainer:
         """What explains requests of that shelf. Only the session's own tenant may learn that others know a prompt."""

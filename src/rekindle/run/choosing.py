@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from rekindle.core.kv import Span
-from rekindle.engine.base import Positions, Probe, Reading
+from rekindle.engine.watch import Positions, Probe, Reading
 from rekindle.reuse.focus import Focus
 from rekindle.reuse.mending import Mender
 from rekindle.reuse.select import Stale, choose_top

@@ -47,19 +47,25 @@ class Passages:
         return tuple(chunk for chunk in self.picked if chunk.span in spans)
 
     def report(self, plan: Plan, anew: Sequence[int], before: Sequence[ChunkReuse] = ()) -> tuple[ChunkReuse, ...]:
-        """Where the KV of each chunk came from; `before` is what the context that was gone on from had."""
+        """Where the KV of each chunk came from; `before` is what the context that was gone on from had.
+
+        The same tokens may have been other passages then: what was mended stays so, whatever it is called now.
+        """
         mended = {chunk.span: chunk for chunk in self.mended(plan)}
-        stood = {chunk.start: chunk for chunk in before}
+        stale = [chunk for chunk in before if chunk.source == "mended"]
         told: list[ChunkReuse] = []
         for span in self.outline.chunks:
+            stood = [chunk for chunk in stale if _share(chunk, span)]
             if span in mended:
                 told.append(_mended(mended[span], anew))
-            elif span.start in stood:
-                told.append(replace(stood[span.start], stop=span.stop))
+            elif stood:
+                own = tuple(position for chunk in stood for position in chunk.anew if position in span)
+                told.append(replace(stood[0], start=span.start, stop=span.stop, recomputed=len(own), anew=own))
             else:
-                after = any(chunk.source == "mended" for chunk in told)
+                after = any(chunk.source == "mended" and chunk.start < span.start for chunk in (*told, *before))
                 told.append(ChunkReuse(span.start, span.stop, "computed" if after else "exact"))
-        return tuple(told)
+        hidden = [chunk for chunk in stale if not any(_share(chunk, span) for span in self.outline.chunks)]
+        return tuple(sorted((*told, *hidden), key=lambda chunk: chunk.start))
 
     def note_use(self, store: TieredStore, plan: Plan, cold_seconds: float) -> None:
         """Count the variants that were used, and what that saved."""
@@ -67,6 +73,11 @@ class Passages:
             assert isinstance(chunk.known, KnownVariant)
             share = len(chunk.span) / plan.tokens
             store.variants.used(chunk.known, chunk.overhead or 0.0, cold_seconds * share * 1e3)
+
+
+def _share(chunk: ChunkReuse, span: Span) -> bool:
+    """Whether they have tokens in common."""
+    return chunk.start < span.stop and chunk.stop > span.start
 
 
 def _mended(chunk: Picked, anew: Sequence[int]) -> ChunkReuse:

@@ -93,9 +93,7 @@ class Context:
         self.sequence.truncate(length)
         self._stored_tokens = min(self.stored_tokens, length)
         self.tokens = self.tokens[:length]
-        self.mended = tuple(
-            replace(chunk, stop=min(chunk.stop, length)) for chunk in self.mended if chunk.start < length
-        )
+        self.mended = cut_passages(self.mended, length)
 
     def land(self) -> None:
         """Nobody need wait for it any more."""
@@ -118,6 +116,16 @@ class Context:
 
     def _export(self, span: Span) -> Kv:
         return self.sequence.export(span)
+
+
+def cut_passages(passages: Sequence[ChunkReuse], length: int) -> tuple[ChunkReuse, ...]:
+    """What is left of passages where only the first `length` tokens of a context stay."""
+    left = []
+    for chunk in passages:
+        if chunk.start < length:
+            anew = tuple(position for position in chunk.anew if position < length)
+            left.append(replace(chunk, stop=min(chunk.stop, length), recomputed=len(anew), anew=anew))
+    return tuple(left)
 
 
 class ParkedContexts:

@@ -14,7 +14,7 @@ from rekindle.reuse.lookup import Matches
 from rekindle.reuse.mending import Mender
 from rekindle.reuse.planner import Cut
 from rekindle.run.chunks import Passages
-from rekindle.run.context import Context
+from rekindle.run.context import Context, cut_passages
 from rekindle.run.flight import Flight
 from rekindle.run.keep import Guard
 from rekindle.run.prefill import Filled
@@ -34,10 +34,9 @@ class Known:
     flight: Flight | None = None  # by which others know that it is being computed
     passages: Passages | None = None  # if some of it may come from other prompts
 
-    @property
-    def parked_passages(self) -> tuple[ChunkReuse, ...]:
-        """The passages of the context it can go on from, if some are mended."""
-        return () if self.parked is None else self.parked.mended
+    def passages_before(self, plan: Plan) -> tuple[ChunkReuse, ...]:
+        """The passages that stand in the context that a plan goes on from, as far as it does."""
+        return cut_passages(self.parked.mended, plan.reused) if self.parked is not None and plan.in_engine else ()
 
     @property
     def stored_tokens(self) -> int:
@@ -51,14 +50,14 @@ def spared(known: Known, plan: Plan, filled: Filled | None, miss: str | None, me
     for load in plan.loads:
         tiers[load.tier] += len(load.span)
     chunks = _chunks(known, plan) if filled is None else filled.context.mended
-    mended = _tokens(plan.mend.spans) if plan.mend is not None else _mended_before(chunks)
-    if plan.mend is None:
-        tiers["engine"] -= mended  # they are still there from the last request
+    stayed, moved = _mended_before(chunks, plan), _tokens(plan.mend.spans) if plan.mend is not None else 0
+    tiers["engine"] -= stayed  # they are still there from the last request
+    mended = stayed + moved
     anew = 0 if filled is None else len(filled.anew)
     mends = plan.mend is not None
     return Reuse(
         level="off" if known.off else "approximate" if mended else "exact",
-        computed=len(known.tokens) - plan.reused - (mended if mends else 0) + anew,
+        computed=len(known.tokens) - plan.reused - moved + anew,
         engine=tiers["engine"],
         memory=tiers["memory"],
         disk=tiers["disk"],
@@ -68,7 +67,7 @@ def spared(known: Known, plan: Plan, filled: Filled | None, miss: str | None, me
         predicted_seconds=plan.predicted_seconds,
         cold_seconds=plan.cold_seconds,
         miss=miss,
-        chunks=chunks,
+        chunks=chunks if mended or known.passages is not None else (),
         mender=mender.name if mends else None,
         budget=mender.budget if mends else None,
         calibrated=mender.calibrated if mends else None,
@@ -93,12 +92,14 @@ def why_missed(known: Known, plan: Plan, cut: Cut, lost: str | None) -> str | No
 
 def _chunks(known: Known, plan: Plan) -> tuple[ChunkReuse, ...]:
     """Where the KV of the passages will come from."""
-    return () if known.passages is None else known.passages.report(plan, (), known.parked_passages)
+    before = known.passages_before(plan)
+    return before if known.passages is None else known.passages.report(plan, (), before)
 
 
 def _tokens(spans: Sequence[Span]) -> int:
     return sum(map(len, spans))
 
 
-def _mended_before(chunks: Sequence[ChunkReuse]) -> int:
-    return sum(chunk.stop - chunk.start for chunk in chunks if chunk.source == "mended")
+def _mended_before(chunks: Sequence[ChunkReuse], plan: Plan) -> int:
+    """How many tokens of passages were mended by earlier requests; what stands behind them is computed."""
+    return sum(max(0, min(chunk.stop, plan.reused) - chunk.start) for chunk in chunks if chunk.source == "mended")

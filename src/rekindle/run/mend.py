@@ -16,13 +16,16 @@ from rekindle.core.chunk import Outline
 from rekindle.core.keys import Shelf
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.plan import Plan
-from rekindle.engine.base import Gaze, KvFeed, Logits, MovedFeed, Positions, Row, Wanted
+from rekindle.engine.base import KvFeed, Logits, MovedFeed, Row, Wanted
+from rekindle.engine.watch import Gaze, Positions
+from rekindle.errors import KvLost
 from rekindle.index.prefix import Match
 from rekindle.reuse import select
 from rekindle.reuse.mending import Mender, Picked
 from rekindle.reuse.select import Stale
 from rekindle.run.choosing import ChooseByDeviation, ChooseByFocus
 from rekindle.run.context import Context
+from rekindle.run.patience import Deadline, Patience
 from rekindle.run.prefill import Filled, Prefill, TimedFeed
 from rekindle.store.tiered import TieredStore
 from rekindle.store.variants import KnownVariant
@@ -49,12 +52,15 @@ class MendFeeds:
     ) -> MendFeeds:
         """Feeds of what the plan loads, if that is stored, and of the chunks. Raises `KvLost` if something is gone."""
         opened: list[TimedFeed] = []
+        deadline = Deadline(patience_seconds)
         try:
             if match is not None and plan.loads and not plan.in_engine:
                 opened.append(TimedFeed.open(store, shelf, match.until(plan.reused), patience_seconds))
             for chunk in chunks:
                 assert isinstance(chunk.known, KnownVariant)
                 opened.append(TimedFeed(store.variants.load(shelf, chunk.known), patience_seconds))
+                if deadline.passed:  # nobody waits for them any more
+                    raise KvLost("KV from the cache was opened too late; it is computed instead.")
         except BaseException:
             for feed in opened:
                 feed.close()
@@ -88,11 +94,13 @@ class Mending:
     outline: Outline
     chunks: tuple[Picked, ...]
     mender: Mender
+    patience: Patience
 
     def run(self, context: Context, plan: Plan, feeds: MendFeeds) -> Filled:
         """Carry out the plan; what it loads comes by the feeds, or is in the context already.
 
-        Raises `KvLost` if a feed fails or is late, and `Cancelled`; the context then holds what it held before.
+        Raises `KvLost` or `NoAnswer` if a feed fails or is late, and `Cancelled`. What the context held before is
+        still there then, and may be followed by more.
         """
         leads = self.work.engine.capabilities.mends == "leading"
         done = self._lead(context, plan, feeds) if leads else self._scatter(context, plan, feeds)
@@ -138,7 +146,7 @@ class Mending:
 
     def _choose(self, stale: Stale) -> Positions:
         mender = self.mender
-        if mender.choice == "nothing":
+        if mender.choice == "nothing" or mender.budget == 0:  # then nobody asked for what the signals need
             return np.empty(0, dtype=np.int64)
         if mender.choice == "leading":
             return select.choose_leading(stale, mender.budget)
@@ -193,24 +201,37 @@ class Mending:
         prefix = feeds.prefix
         for number, (feed, chunk) in enumerate(zip(feeds.variants, self.chunks, strict=True)):
             led = chunk.span.start + int(((stale.chunk == number) & np.isin(stale.positions, anew)).sum())
-            if led > place:
+            if led == place and prefix:  # no token leads to it: what comes first is put there as it is
+                context.sequence.append(self._taken(prefix[0], 0, place, 0))
+                prefix = ()
+            elif led > place:
                 work.step(Row(context.sequence, work.tokens[place:led], range(place, led), "none", prefix), prefix)
                 prefix = ()
-            context.sequence.append(self._rest(feed, chunk, led - chunk.span.start))
+            if led < chunk.span.stop:
+                start, skip = _variant_start(chunk), led - chunk.span.start
+                context.sequence.append(self._taken(feed, start, len(chunk.span), skip))
             place = chunk.span.stop
         row = Row(context.sequence, work.tokens[place:], range(place, len(work.tokens)), "last", prefix)
         return _Done(work.step(row, prefix), anew, len(anew) * len(work.engine.layout.layers))
 
-    def _rest(self, feed: TimedFeed, chunk: Picked, skip: int) -> Kv:
-        """The KV of a chunk behind its first `skip` tokens, as it was computed."""
-        layout, start, count = self.work.engine.layout, _variant_start(chunk), len(chunk.span)
-        layers = []
-        for layer, shape in enumerate(layout.layers):
-            keys = np.empty((shape.kv_heads, count, shape.key_dim), dtype=layout.numpy_dtype)
-            values = np.empty((shape.kv_heads, count, shape.value_dim), dtype=layout.numpy_dtype)
-            feed.fill(layer, LayerKv(keys, values))
-            layers.append(LayerKv(keys[:, skip:], values[:, skip:]))
-        return Kv(Span(start + skip, start + count), layout, tuple(layers))
+    def _taken(self, feed: TimedFeed, start: int, count: int, skip: int) -> Kv:
+        """The KV that a feed brings, computed from `start` on, behind its first `skip` tokens."""
+        layout = self.work.engine.layout
+        layers = [
+            LayerKv(
+                np.empty((shape.kv_heads, count, shape.key_dim), dtype=layout.numpy_dtype),
+                np.empty((shape.kv_heads, count, shape.value_dim), dtype=layout.numpy_dtype),
+            )
+            for shape in layout.layers
+        ]
+
+        def bring() -> None:
+            for layer, out in enumerate(layers):
+                feed.fill(layer, out)
+
+        self.patience.ask(bring, feed.patience_seconds, self.work.cancelled)
+        behind = (LayerKv(layer.keys[:, skip:], layer.values[:, skip:]) for layer in layers)
+        return Kv(Span(start + skip, start + count), layout, tuple(behind))
 
 
 def _variant_start(chunk: Picked) -> int:

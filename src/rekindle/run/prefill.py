@@ -10,7 +10,8 @@ from itertools import pairwise
 from rekindle.core.keys import Shelf
 from rekindle.core.kv import LayerKv, Span
 from rekindle.core.plan import Compute, Plan
-from rekindle.engine.base import Engine, Logits, Probe, Row, Wanted
+from rekindle.engine.base import Engine, Logits, Row, Wanted
+from rekindle.engine.watch import Probe
 from rekindle.errors import Cancelled, KvLost
 from rekindle.index.prefix import Match
 from rekindle.reuse.cost import Costs
@@ -115,7 +116,7 @@ class Prefill:
             if self.reached is not None:
                 self.reached(before.span.stop)
             logits = self._compute(context, step)
-        if feed is None:  # all steps together: on a GPU only the last one waits for what it computes
+        if feed is None and self.probe is None:  # all steps together: on a GPU only the last one waits for its end
             span = Span(first.span.start, plan.tokens)
             self.costs.computed(span, time.perf_counter() - started)
         return Filled(context, logits, plan, 0.0 if feed is None else feed.busy_seconds)

@@ -11,7 +11,7 @@ import numpy as np
 
 from rekindle.core.chunk import ChunkDigest, ChunkScores, Earlier, Outline, Variant
 from rekindle.core.kv import Span
-from rekindle.engine.base import Probe, Reading
+from rekindle.engine.watch import Probe, Reading
 
 _EVERY = 4  # so many layers make one that is read
 _HALF = np.finfo(np.float16).max
@@ -23,7 +23,7 @@ class Scoring:
     def __init__(self, outline: Outline, tokens: int, layers: int) -> None:
         self._spans = (Span(0, outline.head), *outline.chunks)
         read = range(min(_EVERY // 2, layers - 1), layers, _EVERY)
-        self._layers = len(read)
+        self._layers, self._first = len(read), read.start
         self._sent = np.zeros((tokens, len(self._spans)), dtype=np.float32)  # mass of each token to each chunk
         self._received = np.zeros(tokens, dtype=np.float32)  # mass of each token from all
         self._seen = np.zeros(tokens, dtype=np.int64)  # in so many layers
@@ -31,6 +31,9 @@ class Scoring:
 
     def _take(self, reading: Reading) -> None:
         assert reading.sent is not None and reading.received is not None
+        if reading.layer == self._first and self._seen[reading.positions].any():
+            for sums in (self._sent, self._received, self._seen):  # what it was computed with was lost: once more
+                sums[:] = 0
         self._sent[reading.positions] += reading.sent / self._layers
         self._received[: len(reading.received)] += reading.received * len(reading.positions) / self._layers
         self._seen[reading.positions] += 1

@@ -65,9 +65,9 @@ def purge(
 
     A block goes if it has a token of a run, wherever the run stands, also if only its first eight tokens or more are
     there because what was kept ends before it does; all that hangs on the block goes with it, pinned or not, and all
-    loose KV, which may have been computed behind it. Variants go with their blocks. What is
-    before it stays, unless its file cannot be read, or written anew for want of room or of the key: then the whole
-    file goes. A run counts on shelves of its tokenizer, and where the tokenizer was never noted.
+    loose KV, which may have been computed behind it. Variants go with their blocks. What is before it stays, unless
+    its file cannot be read, or written anew for want of room or of the key: then the whole file goes. A run counts on
+    shelves of its tokenizer, and where the tokenizer was never noted.
 
     For a moment the catalog takes twice its size. Raises `CacheUnusable` if it cannot be finished, with what to do;
     what was done till then stays done, and running it again does the rest.

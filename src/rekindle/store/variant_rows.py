@@ -34,6 +34,11 @@ _COLUMNS = (
     "CAST(outside AS BLOB), CAST(received AS BLOB), CAST(intra AS REAL), CAST(earlier AS BLOB), CAST(drift AS REAL), "
     "CAST(seal AS BLOB), CAST(frequency AS REAL)"
 )
+_HOLDING = (
+    "SELECT b.extent, e.name, b.place, e.depth, b.tokens FROM blocks b JOIN extents e ON e.id=b.extent "
+    "WHERE e.state='live' AND (e.kept BETWEEN ? AND ? OR e.pinned) AND b.shelf=? AND "
+)
+_BEGINNING = f"b.parent=? AND b.tokens>=? ORDER BY b.tokens LIMIT {_CANDIDATES}"
 # The first child that is not before the tail begins with it, if any does.
 _LOST = (
     "(SELECT substr(b.tokens, 1, length(v.tail)) FROM blocks b WHERE b.parent=v.parent AND b.shelf=v.shelf "
@@ -50,7 +55,7 @@ class Side:
     loose: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Row:
     """A variant as it is listed."""
 
@@ -101,25 +106,20 @@ class ChunkView:
     fresh: catalog.Fresh
     lost: Container[str] = ()
 
-    _SELECT = (
-        "SELECT b.extent, e.name, b.place, e.depth, b.tokens FROM blocks b JOIN extents e ON e.id=b.extent "
-        "WHERE e.state='live' AND (e.kept BETWEEN ? AND ? OR e.pinned) AND b.shelf=? AND "
-    )
-
     def beginning(self, parent: NodeKey, tokens: bytes) -> Holding | None:
         """A child of `parent` that begins with `tokens`."""
-        where = f"b.parent=? AND b.tokens>=? ORDER BY b.tokens LIMIT {_CANDIDATES}"
-        for holding, held in self._holdings(where, parent, tokens):
+        for *holding, held in self._holdings(_BEGINNING, parent, tokens):
             if not held.startswith(tokens):
                 return None
-            if holding.name not in self.lost:
-                return holding
+            if holding[1] not in self.lost:
+                return Holding(*holding)
         return None
 
     def holding(self, key: NodeKey) -> Holding | None:
         """The block of a node."""
-        for holding, _ in self._holdings("b.key=?", key):
-            return None if holding.name in self.lost else holding
+        for *holding, _ in self._holdings("b.key=?", key):
+            if holding[1] not in self.lost:
+                return Holding(*holding)
         return None
 
     def above(self, extent: int) -> NodeKey | None:
@@ -127,12 +127,10 @@ class ChunkView:
         row = self.connection.execute("SELECT parent FROM blocks WHERE extent=? AND place=0", (extent,)).fetchone()
         return None if row is None else row[0]
 
-    def _holdings(self, where: str, *values: bytes) -> Iterator[tuple[Holding, bytes]]:
-        found = self.connection.execute(
-            self._SELECT + where, (self.fresh.oldest, self.fresh.newest, self.shelf, *values)
-        )
-        for extent, name, place, depth, tokens in found.fetchall():
-            yield Holding(extent, name, place, depth), tokens
+    def _holdings(self, where: str, *values: bytes) -> list[tuple[Any, ...]]:
+        """Extent, name, place, depth and tokens of blocks that may be used."""
+        given = (self.fresh.oldest, self.fresh.newest, self.shelf, *values)
+        return self.connection.execute(_HOLDING + where, given).fetchall()
 
 
 def rows(

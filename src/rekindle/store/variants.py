@@ -32,7 +32,7 @@ from rekindle.store.uses import BlockUse, Uses
 from rekindle.store.variant_rows import ChunkView, Listing, Side, VariantUse, listing
 
 _A_TRANSACTION = 32
-_ROWS_A_TIDYING = 4096
+_ROWS_A_TIDYING = 1024
 _MOST_BROKEN = 1000
 _MOST_GAIN = 10.0
 
@@ -89,12 +89,12 @@ class Variants:
 
         def look() -> dict[ChunkDigest, list[KnownVariant]]:
             found: dict[ChunkDigest, list[KnownVariant]] = {}
-            fresh = self._disk.room.fresh()
+            fresh, size_bytes = self._disk.room.fresh(), shelf.layout.token_bytes
             with self._disk.database.reading() as connection:
                 for side in self._sides(connection, shelf):
                     view = ChunkView(connection, side.number, fresh, self._sources.bad)
                     for digest, tokens in chunks.items():
-                        if known := list(self._known(view, side, shelf, digest, tokens)):
+                        if known := list(self._known(view, side, digest, tokens, size_bytes)):
                             found.setdefault(digest, []).extend(known)
             for known in found.values():
                 known.sort(key=lambda one: -one.frequency)
@@ -221,8 +221,9 @@ class Variants:
         ]
 
     def _known(
-        self, view: ChunkView, side: Side, shelf: Shelf, digest: ChunkDigest, tokens: bytes
+        self, view: ChunkView, side: Side, digest: ChunkDigest, tokens: bytes, size_bytes: int
     ) -> Iterator[KnownVariant]:
+        """The variants of a chunk on one shelf, where a token takes so many bytes."""
         for id, row in variant_rows.rows(view.connection, self._disk.digester, side, digest):
             if row is None:
                 with self._lock:
@@ -240,7 +241,7 @@ class Variants:
                 variant=row.variant,
                 frequency=row.frequency,
                 tier="memory" if held else "disk",
-                size_bytes=len(row.variant.span) * shelf.layout.token_bytes,
+                size_bytes=len(row.variant.span) * size_bytes,
                 loose=side.loose,
                 shelf=side.digest,
                 seat=row.seat,

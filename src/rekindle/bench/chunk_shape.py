@@ -1,0 +1,154 @@
+"""What mending costs on a model of a well-known shape: time alone, with random weights and random tokens.
+
+Everything counts: looking up, loading from the memory of the host, the question's pass, choosing, computing anew.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rekindle.bench.base import Advance
+from rekindle.core.chunk import Outline
+from rekindle.core.kv import Span
+from rekindle.core.request import Request
+from rekindle.engine.base import Engine
+from rekindle.run.session import Session
+
+CHUNKS = 16
+HEAD_TOKENS, MARK_TOKENS, QUESTION_TOKENS = 32, 4, 64
+DONOR_CHUNKS = 4
+BUDGET = 0.3
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """Made-up prompts of one size: what the chunks were cached in, and the one that is measured."""
+
+    donors: list[tuple[list[int], Outline]]
+    tokens: list[int]
+    outline: Outline
+
+
+def make(tokens: int, vocabulary: int, seed: int) -> Shaped:
+    """A prompt of about so many tokens in sixteen chunks, each known from a prompt with other neighbours."""
+    random = np.random.default_rng(seed)
+
+    def some(count: int) -> list[int]:
+        return [int(token) for token in random.integers(0, vocabulary, count)]
+
+    rest = tokens - HEAD_TOKENS - QUESTION_TOKENS - CHUNKS * MARK_TOKENS
+    head, chunks = some(HEAD_TOKENS), [some(rest // CHUNKS) for _ in range(CHUNKS)]
+    marks = [some(MARK_TOKENS) for _ in range(CHUNKS)]
+    order = random.permutation(CHUNKS).tolist()
+    groups = [order[start : start + DONOR_CHUNKS] for start in range(0, CHUNKS, DONOR_CHUNKS)]
+    donors = [_prompt(head, [chunks[i] for i in group], marks, some(QUESTION_TOKENS)) for group in groups]
+    return Shaped(donors, *_prompt(head, chunks, marks, some(QUESTION_TOKENS)))
+
+
+def _prompt(
+    head: list[int], chunks: list[list[int]], marks: list[list[int]], question: list[int]
+) -> tuple[list[int], Outline]:
+    tokens, spans = list(head), []
+    for chunk, mark in zip(chunks, marks, strict=False):
+        tokens += mark
+        spans.append(Span(len(tokens), len(tokens) + len(chunk)))
+        tokens += chunk
+    return tokens + question, Outline(len(head), tuple(spans))
+
+
+def measure(engine: Engine, sizes: tuple[int, ...], rounds: int, seed: int, advance: Advance) -> dict[str, Any]:
+    """For each size: computing everything, and mending, in turns; and what of it the device is busy."""
+    found = {}
+    for size in sizes:
+        advance(f"{size:,} tokens")
+        shaped = make(size, engine.tokenizer.vocabulary_size, seed)
+        with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
+            settings: dict[str, Any] = {"memory_limit": "16GB", "disk_limit": "20GB", "mend_budget": BUDGET}
+            with Session(engine, cache=folder, reuse="approximate", **settings) as session:
+                found[str(size)] = _measure(session, shaped, rounds)
+    return found
+
+
+def _measure(session: Session, shaped: Shaped, rounds: int) -> dict[str, Any]:
+    for tokens, outline in shaped.donors:
+        _fill(session, tokens, outline, "approximate", keep=True)
+    session.flush()
+    for _ in range(2):  # the first ones set things up
+        _fill(session, shaped.tokens, shaped.outline, "off")
+        _fill(session, shaped.tokens, shaped.outline, "approximate")
+    full, mended, loads = [], [], []
+    for _ in range(rounds):
+        full.append(_fill(session, shaped.tokens, shaped.outline, "off")["seconds"])
+        told = _fill(session, shaped.tokens, shaped.outline, "approximate")
+        mended.append(told["seconds"])
+        loads.append(told["load_seconds"])
+    ratios = [a / b for a, b in zip(full, mended, strict=True)]
+    busy = {
+        level: device_seconds(lambda level=level: _fill(session, shaped.tokens, shaped.outline, level))
+        for level in ("off", "approximate")
+    }
+    device = busy["off"] / busy["approximate"] if busy["off"] and busy["approximate"] else None
+    return {
+        "tokens": len(shaped.tokens),
+        "mended": told["mended"],
+        "recomputed": told["recomputed"],
+        "full_s": statistics.median(full),
+        "mend_s": statistics.median(mended),
+        "load_s": statistics.median(loads),
+        "mend_vs_full": statistics.median(ratios),
+        "full_device_s": busy["off"],
+        "mend_device_s": busy["approximate"],
+        "mend_vs_full_device": device,
+    }
+
+
+def _fill(session: Session, tokens: list[int], outline: Outline, level: str, *, keep: bool = False) -> dict[str, Any]:
+    """Fill a prompt as a session does up to the first token's logits, and let it go; what came of it."""
+    cache = session.cache
+    request = Request(tuple(tokens), reuse=level)  # type: ignore[arg-type]
+    started = time.perf_counter()
+    known = cache.lookup(request, tokens, lambda: False, None, outline)
+    plan = cache.plan(known)
+    filled = cache.fill(known, plan, len(tokens) + 1, lambda: False)
+    seconds = time.perf_counter() - started
+    reuse = cache.reuse(known, plan, filled)
+    filled.context.passing = not keep
+    cache.keep(filled.context)
+    return {
+        "seconds": seconds,
+        "load_seconds": filled.load_seconds,
+        "mended": reuse.mended,
+        "recomputed": reuse.recomputed,
+    }
+
+
+def device_seconds(work: Any) -> float | None:
+    """For how long a CUDA device is busy with kernels and copies; None without one.
+
+    What it would take if every launch were there in time: as from a recorded graph.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if str(event.device_type).endswith("CUDA")
+    )
+    busy, end = 0.0, 0.0
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return busy / 1e6
