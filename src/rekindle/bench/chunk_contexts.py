@@ -242,9 +242,10 @@ class _Measure:
     def _against_craft(
         self, best: dict[str, Any], ours: Mode, modes: Sequence[Mode], rows: Sequence[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Cache-Craft where it computes as much as ours does, by the alpha that comes nearest to that."""
+        """Cache-Craft where it computes as much as ours does; if no alpha gives that, where it computes more."""
         crafts = [(row, mode) for row, mode in zip(rows, modes, strict=True) if mode.name == CRAFT]
-        craft, theirs = min(crafts, key=lambda pair: abs(pair[0]["computed_share"] - best["computed_share"]))
+        enough = [pair for pair in crafts if pair[0]["computed_share"] >= best["computed_share"] - SAME_SHARE]
+        craft, theirs = min(enough or crafts, key=lambda pair: abs(pair[0]["computed_share"] - best["computed_share"]))
         pairs = [(own.quality, other.quality) for own, other in zip(self._seen[ours], self._seen[theirs], strict=True)]
         differences = [
             a.rouge_l - b.rouge_l

@@ -52,8 +52,8 @@ def _best(report: Report) -> None:
     alpha = report.fields["cachecraft_alpha"]
     craft = next(row for row in report.fields["rows"] if row["mode"] == CRAFT and row["budget"] == alpha)
     if craft["kl"]:
-        ratio = f"{best['kl'] / craft['kl']:.2f}"
-        report.rows.append(Row("KL, best / cache-craft", f"{best['kl']:.4f}", f"{craft['kl']:.4f}", ratio, "<= 0.5"))
+        ours, theirs = (f"{row['kl']:.4f} (computes {row['computed_share']:.2f})" for row in (best, craft))
+        report.rows.append(Row("KL, best / cache-craft", ours, theirs, f"{best['kl'] / craft['kl']:.2f}", "<= 0.5"))
     if against["rouge_l_diff"] is not None:
         interval = f"{against['rouge_l_diff']:+.3f} ({against['low']:+.3f} to {against['high']:+.3f})"
         report.rows.append(

@@ -203,6 +203,9 @@ class Row:
     Without `replay` the step is computed the same way every time. With it an engine may record a step's kernels and
     replay them later, which is faster and may round differently. `prefill` says that the tokens belong to a prompt:
     even one alone shall round as it would in the company of the others, if the engine can see to that.
+
+    With `until` the row only looks ahead: the first so many layers are computed, for a probe or a gaze to see. It is
+    alone in its step and has no logits, and nothing of it, or of what its feeds brought, is present afterwards.
     """
 
     sequence: EngineSequence
@@ -213,6 +216,7 @@ class Row:
     selector: Selector | None = None
     probe: Probe | None = None
     gaze: Gaze | None = None
+    until: int | None = None
     replay: bool = True
     prefill: bool = False
 

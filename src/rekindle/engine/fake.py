@@ -226,7 +226,7 @@ class FakeEngine:
         weights, sequence, positions = self._weights, self._own(row), row.positions
         hidden = weights["embed"][row.tokens]  # [tokens, hidden]
         seen: list[Array] = []
-        for layer in range(_LAYERS):
+        for layer in range(row.row.until or _LAYERS):
             if cancelled is not None and cancelled():
                 raise Cancelled("The request was cancelled.")
             if row.row.selector is not None and layer > 0:

@@ -96,7 +96,8 @@ class Pass(StepPass):
         self._cancelled = cancelled
         self._choosing = any(row.row.selector is not None for row in rows)
         feeds = [(lane.sequence, feed) for lane in self.lanes for feed in lane.checked.row.feeds]
-        self._filling = Filling(feeds, layers, device, turner) if feeds else None
+        self._until = rows[0].row.until
+        self._filling = Filling(feeds, self._until or layers, device, turner) if feeds else None
         self.tokens = torch.from_numpy(np.concatenate([row.tokens for row in rows]))[None].to(device)
         self._pack()
 
@@ -111,6 +112,11 @@ class Pass(StepPass):
         packed = np.concatenate([lane.positions for lane in self.lanes])
         self.positions = torch.from_numpy(packed)[None].to(self._device)  # [1, tokens]
         self._rotations: dict[str, Rotation] | None = None
+
+    @property
+    def until(self) -> int | None:
+        """So many layers are computed, if the step only looks ahead."""
+        return self._until
 
     def check_cancelled(self) -> None:
         """Stop here if the caller asked to."""

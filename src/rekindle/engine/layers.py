@@ -30,6 +30,11 @@ class StepPass(ABC):
     def __init__(self) -> None:
         self._writing_only = False
 
+    @property
+    def until(self) -> int | None:
+        """So many layers are computed, if not all."""
+        return None
+
     def check_cancelled(self) -> None:  # noqa: B027  (nobody can cancel by default)
         """Raises `Cancelled` if the caller asked to stop."""
 
@@ -93,7 +98,7 @@ class LayerLoop(nn.Module):
         """Run the current pass; what the model's forward prepared (masks, rotations) is not needed."""
         assert self.current is not None, "the loop runs inside Decoder.run only"
         step, layers = self.current, self._layers
-        for index in range(len(layers)):
+        for index in range(len(layers) if step.until is None else step.until):
             step.check_cancelled()
             hidden = step.select(index, hidden)
             step.fill(index)

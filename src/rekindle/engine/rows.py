@@ -62,6 +62,8 @@ def check_rows(rows: Sequence[Row], *, layers: int, vocabulary_size: int, turns:
         raise StepRefused("A sequence may stand in one row of a step only.")
     if not turns and any(isinstance(feed, MovedFeed) and feed.shift for row in rows for feed in row.feeds):
         raise StepRefused("This engine cannot turn the keys of moved feeds. Compute their tokens instead.")
+    if any(row.until is not None for row in rows) and len(rows) > 1:
+        raise StepRefused("A row that only looks ahead must be alone in its step.")
     return [_check_row(row, layers, vocabulary_size) for row in rows]
 
 
@@ -77,13 +79,15 @@ def _check_row(row: Row, layers: int, vocabulary_size: int) -> CheckedRow:
         raise StepRefused("The positions of a row must be sorted, each once, from 0 on.")
     if tokens.min() < 0 or tokens.max() >= vocabulary_size:
         raise StepRefused(f"A token id is outside the vocabulary of {vocabulary_size}.")
+    if row.until is not None and (row.logits != "none" or not 0 < row.until <= layers):
+        raise StepRefused(f"A row looks ahead through 1 to {layers} layers, without logits; not {row.until}.")
     last = int(positions[-1])
     if last >= row.sequence.capacity:
         raise StepRefused(f"Position {last} is beyond the sequence's capacity of {row.sequence.capacity}.")
     for feed in row.feeds:
         _check_feed(feed, last, layers)
-    _check_no_gap(row, positions, kept, last, layers)
-    return CheckedRow(row, tokens, positions, kept, max(kept, last + 1))
+    _check_no_gap(row, positions, kept, last, layers if row.until is None else row.until)
+    return CheckedRow(row, tokens, positions, kept, max(kept, last + 1) if row.until is None else kept)
 
 
 def _check_feed(feed: KvFeed, last: int, layers: int) -> None:

@@ -1,12 +1,13 @@
 """Mending: KV of chunks comes from other prompts, and the tokens that matter are computed anew.
 
-scattered    KV streams in and is turned; [ what is new, with the question ] shows where the question looks;
-             [ chosen tokens and the question ] computes those anew
+scattered    KV streams in and is turned; a pass of the question through the first layers shows where it looks; then
+             chosen tokens and the question are computed
 leading      chunk by chunk: its first tokens are computed, the KV of the others is put behind them
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,7 @@ from rekindle.store.tiered import TieredStore
 from rekindle.store.variants import KnownVariant
 
 _GAZING_TOKENS = 128  # the last ones of a question tell where it looks
+_GAZING_SHARE = 2 / 3  # and the first layers
 
 
 @dataclass(frozen=True)
@@ -113,18 +115,22 @@ class Mending:
     def _scatter(self, context: Context, plan: Plan, feeds: MendFeeds) -> _Done:
         fresh = np.concatenate([np.arange(step.span.start, step.span.stop) for step in plan.computes])
         stale = self._stale()
-        if "seen" not in self.mender.wants and not self._new_chunks(fresh):
-            return self._compute(context, fresh, stale, feeds)
-        stale = self._look(context, fresh, stale, feeds)
-        return self._compute(context, fresh[(fresh >= self.outline.question) | self._between(fresh)], stale)
+        again = fresh[(fresh >= self.outline.question) | self._between(fresh)]
+        if len(again) < len(fresh):  # there is more to compute than the question: once, before anything is mended
+            row = replace(self._row(context, fresh, feeds, "none"), probe=self.work.probe)
+            return self._compute(context, again, self._look(row, stale, feeds.all))
+        if "seen" in self.mender.wants:
+            layers = len(self.work.engine.layout.layers)
+            row = replace(self._row(context, fresh, feeds, "none"), until=math.ceil(_GAZING_SHARE * layers))
+            stale = self._look(row, stale, feeds.all)
+        return self._compute(context, fresh, stale, feeds)
 
-    def _look(self, context: Context, fresh: Positions, stale: Stale, feeds: MendFeeds) -> Stale:
+    def _look(self, row: Row, stale: Stale, feeds: tuple[TimedFeed, ...]) -> Stale:
         """Compute what is new over the stale KV, and see where the question looks."""
         seen: list[np.ndarray] = []
         last = len(self.work.tokens)
         gaze = Gaze(Span(max(self.outline.question, last - _GAZING_TOKENS), last), seen.append)
-        row = self._row(context, fresh, feeds, "none")
-        self.work.step(replace(row, probe=self.work.probe, gaze=gaze), feeds.all)
+        self.work.step(replace(row, gaze=gaze), feeds)
         return replace(stale, seen=seen[0][stale.positions])
 
     def _compute(self, context: Context, others: Positions, stale: Stale, feeds: MendFeeds | None = None) -> _Done:
@@ -169,10 +175,6 @@ class Mending:
             outside=np.concatenate([some.outside for some in scores]).astype(np.float32),
             received=np.concatenate([some.received for some in scores]).astype(np.float32),
         )
-
-    def _new_chunks(self, fresh: Positions) -> bool:
-        """Whether chunks that nobody knows are computed, too."""
-        return bool((~self._between(fresh) & (fresh < self.outline.question)).any())
 
     def _between(self, positions: Positions) -> np.ndarray:
         """Which positions stand between chunks: their numbers, which are cheap to compute twice."""

@@ -18,11 +18,25 @@ class Helper:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._free = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] | None = None
         self._process = os.getpid()
 
     def run(self, beside: Work, here: Work) -> None:
-        """Do both; returns when both are done. Raises what either raised."""
+        """Do both; returns when both are done. Raises what either raised.
+
+        While it helps somebody else, both are done here: whoever asks has company already.
+        """
+        if not self._free.acquire(blocking=False):
+            beside()
+            here()
+            return
+        try:
+            self._run(beside, here)
+        finally:
+            self._free.release()
+
+    def _run(self, beside: Work, here: Work) -> None:
         job = _Job(beside)
         self._running().put(job)
         try:

@@ -185,7 +185,7 @@ class LlamaCppEngine:
         sequence = row.row.sequence
         if not isinstance(sequence, LlamaSequence) or sequence.cells is not self._cells:
             raise StepRefused("A row holds a sequence of another engine.")
-        if row.row.selector is not None or row.row.probe is not None:
+        if row.row.selector or row.row.probe or row.row.gaze or row.row.until is not None:
             raise StepRefused("llama.cpp can neither choose tokens between layers nor look inside. Use engine='hf'.")
         first, count = int(row.positions[0]), len(row.positions)
         if int(row.positions[-1]) - first + 1 != count or first < row.kept:
