@@ -268,7 +268,7 @@ class FakeEngine:
             mixed[index] = out.reshape(-1)
             attention.append(mass)
         _report(row, layer, positions, attention, deviation)
-        if row.row.gaze is not None:
+        if row.row.gaze is not None and (row.row.gaze.layers is None or layer in row.row.gaze.layers):
             seen.append(_seen(row.row.gaze, positions, attention, own.values))
         hidden = hidden + _times(mixed, weights["o"])
         inner = np.tanh(_times(_norm(hidden), weights["up"]))

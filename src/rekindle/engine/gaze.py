@@ -18,11 +18,13 @@ class Gazing:
         self._layers = 0
         self._total: Tensor | None = None  # [keys] summed over the layers
 
-    def look(self, positions: Positions, query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> None:
-        """Take one layer in. query [1, heads, tokens, dim]; keys, values [1, kv_heads, capacity, dim]."""
+    def look(
+        self, layer: int, positions: Positions, query: Tensor, keys: Tensor, values: Tensor, scores: Scores
+    ) -> None:
+        """Take one layer in, if it counts. query [1, heads, tokens, dim]; keys, values [1, kv_heads, capacity, dim]."""
         queries = self._gaze.queries
         first, stop = np.searchsorted(positions, [queries.start, queries.stop]).tolist()
-        if first == stop:
+        if first == stop or (self._gaze.layers is not None and layer not in self._gaze.layers):
             return
         end, kv_heads, heads = int(positions[-1]) + 1, keys.shape[1], query.shape[1]
         own = torch.from_numpy(positions[first:stop]).to(query.device)  # [queries]

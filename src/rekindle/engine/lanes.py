@@ -73,7 +73,7 @@ class Lane:
         if watch is not None:
             probe.read(watch, layer, self.positions, query, keys, tiles, scores, deviation)
         if self.gazing is not None:
-            self.gazing.look(self.positions, query, keys, values, scores)
+            self.gazing.look(layer, self.positions, query, keys, values, scores)
         return attend(query, keys, values, tiles, scores)
 
 

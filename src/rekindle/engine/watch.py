@@ -62,7 +62,9 @@ class Gaze:
     report    told `[keys]`, one number for each position up to the row's last: the attention it gets from the
               queries times the length of its value (over the mean length), of the head where that is most; mean over
               the layers. A layer that owes nothing but keys and values does not count
+    layers    in these layers; None: in all
     """
 
     queries: Span
     report: Callable[[NDArray[np.float32]], None]
+    layers: range | None = None

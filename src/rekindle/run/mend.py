@@ -32,7 +32,9 @@ from rekindle.store.tiered import TieredStore
 from rekindle.store.variants import KnownVariant
 
 _GAZING_TOKENS = 128  # the last ones of a question tell where it looks
-_GAZING_SHARE = 2 / 3  # and the first layers
+# And the middle layers: measured on SmolLM2, those from a sixth to two thirds of the way choose tokens that leave a
+# KL of 0.0091, all of them 0.0104, the first half 0.0118.
+_GAZING_LAYERS = 1 / 6, 2 / 3
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,7 @@ class Mending:
             row = replace(self._row(context, fresh, feeds, "none"), probe=self.work.probe)
             return self._compute(context, again, self._look(row, stale, feeds.all))
         if "seen" in self.mender.wants:
-            layers = len(self.work.engine.layout.layers)
-            row = replace(self._row(context, fresh, feeds, "none"), until=math.ceil(_GAZING_SHARE * layers))
+            row = replace(self._row(context, fresh, feeds, "none"), until=self._gazing_layers.stop)
             stale = self._look(row, stale, feeds.all)
         return self._compute(context, fresh, stale, feeds)
 
@@ -129,9 +130,15 @@ class Mending:
         """Compute what is new over the stale KV, and see where the question looks."""
         seen: list[np.ndarray] = []
         last = len(self.work.tokens)
-        gaze = Gaze(Span(max(self.outline.question, last - _GAZING_TOKENS), last), seen.append)
+        asking = Span(max(self.outline.question, last - _GAZING_TOKENS), last)
+        gaze = Gaze(asking, seen.append, self._gazing_layers)
         self.work.step(replace(row, gaze=gaze), feeds)
         return replace(stale, seen=seen[0][stale.positions])
+
+    @property
+    def _gazing_layers(self) -> range:
+        layers = len(self.work.engine.layout.layers)
+        return range(math.floor(_GAZING_LAYERS[0] * layers), math.ceil(_GAZING_LAYERS[1] * layers))
 
     def _compute(self, context: Context, others: Positions, stale: Stale, feeds: MendFeeds | None = None) -> _Done:
         """Compute `others` and the chosen stale tokens."""
