@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,6 +162,17 @@ class KvFeed(Protocol):
         """
 
 
+@runtime_checkable
+class HeldFeed(Protocol):
+    """A feed that may have its KV in memory already: then an engine can copy from there, in place of `fill`."""
+
+    def views(self, layer: int) -> Sequence[LayerKv] | None:
+        """The KV of its span in `layer`, piece by piece in order; None if not all of it is in memory.
+
+        Valid until the step ends.
+        """
+
+
 @dataclass(frozen=True)
 class MovedFeed:
     """A feed of KV that was computed at other positions; itself a feed, the outermost one of a row.
@@ -194,6 +205,10 @@ class MovedFeed:
     def fill(self, layer: int, out: LayerKv) -> None:
         """Write the KV of a layer as it was computed; its keys are not turned yet."""
         self.feed.fill(layer, out)
+
+    def views(self, layer: int) -> Sequence[LayerKv] | None:
+        """The same where it stands, if it is in memory."""
+        return self.feed.views(layer) if isinstance(self.feed, HeldFeed) else None
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import torch
 
 from rekindle.core.kv import LayerKv
-from rekindle.engine.base import KvFeed, MovedFeed
+from rekindle.engine.base import HeldFeed, KvFeed, MovedFeed
 from rekindle.engine.sequence import Landing, TorchSequence
 from rekindle.engine.turn import Turn, Turner
 from rekindle.errors import Cancelled
 
-_HELPERS = 8  # threads that copy for a GPU
 _LOOK_SECONDS = 0.005  # how often a wait looks whether it was cancelled
 
 
@@ -53,7 +51,6 @@ class Filling:
         self._stopped = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._arrivals: list[torch.cuda.Event] = []
-        self._helpers: ThreadPoolExecutor | None = None
         self._thread: threading.Thread | None = threading.Thread(
             target=self._fill_all, name="rekindle-fill", daemon=True
         )
@@ -125,9 +122,6 @@ class Filling:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
-        finally:
-            if self._helpers is not None:
-                self._helpers.shutdown(wait=False)
 
     def _fill(self, layer: int) -> None:
         side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -157,13 +151,18 @@ class Filling:
         return [list(feeds)] if together else [[feed] for feed in feeds]
 
     def _pour(self, layer: int, feeds: Sequence[KvFeed], outs: Sequence[LayerKv]) -> None:
-        """Have the feeds write, several at the same time if they land together."""
-        if len(feeds) == 1:
-            feeds[0].fill(layer, outs[0])
-            return
-        self._helpers = self._helpers or ThreadPoolExecutor(min(_HELPERS, len(feeds)), "rekindle-fill")
-        for done in [self._helpers.submit(feed.fill, layer, out) for feed, out in zip(feeds, outs, strict=True)]:
-            done.result()
+        """Have the feeds write; for a GPU, copy what is in memory with all cores, which numpy does not."""
+        for feed, out in zip(feeds, outs, strict=True):
+            pieces = feed.views(layer) if self._stream is not None and isinstance(feed, HeldFeed) else None
+            if pieces is None:
+                feed.fill(layer, out)
+                continue
+            place = 0
+            for piece in pieces:
+                stop = place + piece.keys.shape[1]
+                for target, source in ((out.keys, piece.keys), (out.values, piece.values)):
+                    torch.from_numpy(target[:, place:stop]).copy_(torch.from_numpy(source))
+                place = stop
 
     def _landing(self, sequence: TorchSequence, layer: int, feeds: Sequence[KvFeed]) -> Landing | None:
         with self._changed:  # once stopped, the sequence may have other buffers, which are none of ours

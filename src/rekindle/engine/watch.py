@@ -1,4 +1,4 @@
-"""Looking into a step while it runs, and choosing inside it: contracts for whoever wants to know what attention does."""
+"""Looking into a step while it runs, and choosing inside it: for whoever wants to know what attention does."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ from rekindle.store.tiered import TieredStore
 from rekindle.store.variants import KnownVariant
 
 _GAZING_TOKENS = 128  # the last ones of a question tell where it looks
-# And the middle layers: measured on SmolLM2, those from a sixth to two thirds of the way choose tokens that leave a
-# KL of 0.0091, all of them 0.0104, the first half 0.0118.
+# And the middle layers: measured on 15 prompts with SmolLM2, those from a sixth to two thirds of the way choose as well
+# as all of them (mean KL 0.0096 and 0.0093, median 0.0052 and 0.0082); the first half alone leaves 0.0114.
 _GAZING_LAYERS = 1 / 6, 2 / 3
 
 

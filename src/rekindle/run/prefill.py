@@ -68,6 +68,10 @@ class TimedFeed:
                 self._feed.close()
         self._done = layer == self.layers[-1]
 
+    def views(self, layer: int) -> list[LayerKv] | None:
+        """See `HeldFeed`: what is in memory is never late."""
+        return self._feed.views(layer)
+
     def close(self) -> None:
         """Close its files; if it is in the middle of a fill, then after it."""
         self._closed = True

@@ -78,6 +78,15 @@ class StoredFeed:
         if layer == self.layers[-1]:
             self.close()
 
+    def views(self, layer: int) -> list[LayerKv] | None:
+        """The KV of a layer where it stands, piece by piece; None unless all of it is in memory."""
+        held = [source.origin for source in self._sources if isinstance(source.origin, HeldExtent)]
+        if len(held) < len(self._sources):
+            return None
+        spans = [slice(source.span.start, source.span.stop) for source in self._sources]
+        layers = [extent.layers[layer] for extent in held]
+        return [LayerKv(kv.keys[:, span], kv.values[:, span]) for kv, span in zip(layers, spans, strict=True)]
+
     def close(self) -> None:
         """Close the files. Idempotent."""
         if not self._closed:
