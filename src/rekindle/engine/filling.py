@@ -18,8 +18,8 @@ from itertools import pairwise
 
 import torch
 
-from rekindle.core.kv import LayerKv
 from rekindle.engine.base import HeldFeed, KvFeed, MovedFeed
+from rekindle.engine.pinned import pinned
 from rekindle.engine.sequence import Landing, TorchSequence
 from rekindle.engine.turn import Turn, Turner
 from rekindle.errors import Cancelled
@@ -127,11 +127,14 @@ class Filling:
         side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with torch.inference_mode(), side:
             for sequence, feeds in self._feeds.items():
-                for group in self._groups(sequence, [feed for feed in feeds if layer in feed.layers]):
+                own = [feed for feed in feeds if layer in feed.layers]
+                keys = sequence.keys(layer)[0]
+                for group in [] if self._fetched(sequence, layer, own) else self._groups(sequence, own):
                     landing = self._landing(sequence, layer, group)
                     if landing is None:
                         return
-                    self._pour(layer, group, landing.outs)
+                    for feed, out in zip(group, landing.outs, strict=True):
+                        feed.fill(layer, out)
                     landing.land()
                     keys = landing.layer_keys
                 if (turn := self._turns.get((sequence, layer))) is not None and turn.parts:
@@ -150,19 +153,27 @@ class Filling:
         together = self._stream is not None and apart and bool(feeds) and feeds[0].span.start >= sequence.length
         return [list(feeds)] if together else [[feed] for feed in feeds]
 
-    def _pour(self, layer: int, feeds: Sequence[KvFeed], outs: Sequence[LayerKv]) -> None:
-        """Have the feeds write; for a GPU, copy what is in memory with all cores, which numpy does not."""
-        for feed, out in zip(feeds, outs, strict=True):
-            pieces = feed.views(layer) if self._stream is not None and isinstance(feed, HeldFeed) else None
-            if pieces is None:
-                feed.fill(layer, out)
-                continue
-            place = 0
-            for piece in pieces:
+    def _fetched(self, sequence: TorchSequence, layer: int, feeds: Sequence[KvFeed]) -> bool:
+        """Have the device fetch all of it by itself, if it is in memory where it can; whether it is."""
+        memory = pinned() if self._stream is not None else None
+        if memory is None:
+            return False
+        found = [feed.views(layer) if isinstance(feed, HeldFeed) else None for feed in feeds]
+        pieces = [piece for views in found if views is not None for piece in views]
+        if None in found or not all(memory.holds(piece.keys) and memory.holds(piece.values) for piece in pieces):
+            return False
+        with self._changed:
+            if self._stopped:
+                return False
+            keys, values = sequence.keys(layer)[0], sequence.values(layer)[0]
+        for feed, views in zip(feeds, found, strict=True):
+            place = feed.span.start
+            for piece in views or ():
                 stop = place + piece.keys.shape[1]
-                for target, source in ((out.keys, piece.keys), (out.values, piece.values)):
-                    torch.from_numpy(target[:, place:stop]).copy_(torch.from_numpy(source))
+                memory.copy(piece.keys, keys[:, place:stop])
+                memory.copy(piece.values, values[:, place:stop])
                 place = stop
+        return True
 
     def _landing(self, sequence: TorchSequence, layer: int, feeds: Sequence[KvFeed]) -> Landing | None:
         with self._changed:  # once stopped, the sequence may have other buffers, which are none of ours

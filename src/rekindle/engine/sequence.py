@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
 from rekindle.engine.base import SpansOnly
+from rekindle.engine.pinned import pinned
 from rekindle.errors import Closed, StepRefused
 
 Slots = slice | Tensor  # where rows stand in a buffer: a run, or an index of positions
@@ -169,10 +170,13 @@ class TorchSequence(SpansOnly):
         if span.stop > self.length:
             raise StepRefused(f"Cannot export up to {span.stop}: {self.length} positions are present.")
         buffers = self.buffers
-        layers = tuple(
-            LayerKv(_to_numpy(keys[0, :, span.start : span.stop]), _to_numpy(values[0, :, span.start : span.stop]))
-            for keys, values in zip(buffers.keys, buffers.values, strict=True)
-        )
+        parts = [
+            buffer[0, :, span.start : span.stop]
+            for pair in zip(buffers.keys, buffers.values, strict=True)
+            for buffer in pair
+        ]
+        copies = _fetch(parts, self.pool.layout)
+        layers = tuple(map(LayerKv, copies[::2], copies[1::2]))
         return Kv(span, self.pool.layout, layers)
 
     def close(self) -> None:
@@ -215,6 +219,18 @@ def raw_view(tensor: Tensor) -> NDArray[Any]:
     """A numpy view of a tensor in host memory; brain floats as raw bits."""
     view = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
     return view.numpy()
+
+
+def _fetch(parts: Sequence[Tensor], layout: KvLayout) -> list[NDArray[Any]]:
+    """Copies of tensors in the memory of the host; from a CUDA device in memory that it can read by itself."""
+    memory = pinned() if parts[0].device.type == "cuda" else None
+    copies = None if memory is None else memory.arrays([tuple(part.shape) for part in parts], layout.numpy_dtype)
+    if copies is None:
+        return [_to_numpy(part) for part in parts]
+    for copy, part in zip(copies, parts, strict=True):
+        raw = part.view(torch.uint16) if part.dtype == torch.bfloat16 else part
+        torch.from_numpy(copy).copy_(raw)
+    return copies
 
 
 def _to_numpy(tensor: Tensor) -> NDArray[Any]:
