@@ -7,6 +7,7 @@ dimension then counts bytes. An engine that keeps the heads of a token side by s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,6 +76,14 @@ class LayerKv:
 
     keys: NDArray[Any]  # [kv_heads, tokens, key_dim]
     values: NDArray[Any]  # [kv_heads, tokens, value_dim]
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """KV in memory, in all layers, of which the tokens `span` are meant."""
+
+    layers: Sequence[LayerKv]
+    span: Span
 
 
 @dataclass(frozen=True, eq=False)

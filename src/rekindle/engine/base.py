@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.core.identity import Identity
-from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
+from rekindle.core.kv import Held, Kv, KvLayout, LayerKv, Span
 from rekindle.core.request import Message, Sampling
 from rekindle.core.tools import Tool
 from rekindle.engine.watch import Gaze, Positions, Probe, Selector
@@ -166,11 +166,8 @@ class KvFeed(Protocol):
 class HeldFeed(Protocol):
     """A feed that may have its KV in memory already: then an engine can copy from there, in place of `fill`."""
 
-    def views(self, layer: int) -> Sequence[LayerKv] | None:
-        """The KV of its span in `layer`, piece by piece in order; None if not all of it is in memory.
-
-        Valid until the step ends.
-        """
+    def held(self) -> Sequence[Held] | None:
+        """The KV of its span, piece by piece in order, to be read until the step ends; None if some is elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -206,9 +203,20 @@ class MovedFeed:
         """Write the KV of a layer as it was computed; its keys are not turned yet."""
         self.feed.fill(layer, out)
 
-    def views(self, layer: int) -> Sequence[LayerKv] | None:
+    def held(self) -> Sequence[Held] | None:
         """The same where it stands, if it is in memory."""
-        return self.feed.views(layer) if isinstance(self.feed, HeldFeed) else None
+        return self.feed.held() if isinstance(self.feed, HeldFeed) else None
+
+
+@dataclass(frozen=True)
+class StayingFeed:
+    """Takes up what a feed of the row before brought, which only looked ahead: it is in the buffers still."""
+
+    span: Span
+    layers: range
+
+    def fill(self, layer: int, out: LayerKv) -> None:
+        """Leave it as it is."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +228,8 @@ class Row:
     even one alone shall round as it would in the company of the others, if the engine can see to that.
 
     With `until` the row only looks ahead: the first so many layers are computed, for a probe or a gaze to see. It is
-    alone in its step and has no logits, and nothing of it, or of what its feeds brought, is present afterwards.
+    alone in its step and has no logits, and nothing of it is present afterwards. What its feeds brought, of all layers,
+    is not present either, but the next row of the sequence may take it up (`StayingFeed`).
     """
 
     sequence: EngineSequence

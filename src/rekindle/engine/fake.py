@@ -226,7 +226,7 @@ class FakeEngine:
         weights, sequence, positions = self._weights, self._own(row), row.positions
         hidden = weights["embed"][row.tokens]  # [tokens, hidden]
         seen: list[Array] = []
-        for layer in range(row.row.until or _LAYERS):
+        for layer in range(_LAYERS):
             if cancelled is not None and cancelled():
                 raise Cancelled("The request was cancelled.")
             if row.row.selector is not None and layer > 0:
@@ -236,7 +236,8 @@ class FakeEngine:
             for feed in row.row.feeds:
                 if layer in feed.layers:
                     _fill(feed, layer, sequence.buffer(layer, feed.span))
-            hidden = self._layer(layer, hidden, positions, row, sequence, seen)
+            if row.row.until is None or layer < row.row.until:
+                hidden = self._layer(layer, hidden, positions, row, sequence, seen)
         if row.row.gaze is not None:
             row.row.gaze.report(np.mean(seen, axis=0))
         if row.row.logits == "none":

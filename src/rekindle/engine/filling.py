@@ -18,8 +18,8 @@ from itertools import pairwise
 
 import torch
 
-from rekindle.engine.base import HeldFeed, KvFeed, MovedFeed
-from rekindle.engine.pinned import pinned
+from rekindle.engine.base import KvFeed, MovedFeed
+from rekindle.engine.fetch import Fetch
 from rekindle.engine.sequence import Landing, TorchSequence
 from rekindle.engine.turn import Turn, Turner
 from rekindle.errors import Cancelled
@@ -45,6 +45,7 @@ class Filling:
         self._device = device
         self._turner = turner
         self._turns: dict[tuple[TorchSequence, int], Turn] = {}  # by layer
+        self._fetches: dict[TorchSequence, Fetch] = {}  # what the device reads from memory by itself
         self._changed = threading.Condition()
         self._filled = 0  # layers that are there
         self._error: BaseException | None = None
@@ -58,7 +59,10 @@ class Filling:
     def start(self) -> None:
         """Begin to fill."""
         self._prepare_turns()  # not in the thread: asking a rope for its angles may change it, and the step asks too
-        if self._stream is not None:  # what reads the buffers now must be through before they are written
+        if self._stream is not None:
+            fetches = {sequence: Fetch.of(sequence, feeds, self._layers) for sequence, feeds in self._feeds.items()}
+            self._fetches = {sequence: fetch for sequence, fetch in fetches.items() if fetch is not None}
+            # What reads the buffers now must be through before they are written.
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         try:
             assert self._thread is not None
@@ -127,9 +131,10 @@ class Filling:
         side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with torch.inference_mode(), side:
             for sequence, feeds in self._feeds.items():
-                own = [feed for feed in feeds if layer in feed.layers]
-                keys = sequence.keys(layer)[0]
-                for group in [] if self._fetched(sequence, layer, own) else self._groups(sequence, own):
+                if (fetch := self._fetches.get(sequence)) is not None:
+                    keys = fetch.fetch(layer)
+                    feeds = []
+                for group in self._groups(sequence, [feed for feed in feeds if layer in feed.layers]):
                     landing = self._landing(sequence, layer, group)
                     if landing is None:
                         return
@@ -152,28 +157,6 @@ class Filling:
         apart = all(first.span.stop <= second.span.start for first, second in pairwise(feeds))
         together = self._stream is not None and apart and bool(feeds) and feeds[0].span.start >= sequence.length
         return [list(feeds)] if together else [[feed] for feed in feeds]
-
-    def _fetched(self, sequence: TorchSequence, layer: int, feeds: Sequence[KvFeed]) -> bool:
-        """Have the device fetch all of it by itself, if it is in memory where it can; whether it is."""
-        memory = pinned() if self._stream is not None else None
-        if memory is None:
-            return False
-        found = [feed.views(layer) if isinstance(feed, HeldFeed) else None for feed in feeds]
-        pieces = [piece for views in found if views is not None for piece in views]
-        if None in found or not all(memory.holds(piece.keys) and memory.holds(piece.values) for piece in pieces):
-            return False
-        with self._changed:
-            if self._stopped:
-                return False
-            keys, values = sequence.keys(layer)[0], sequence.values(layer)[0]
-        for feed, views in zip(feeds, found, strict=True):
-            place = feed.span.start
-            for piece in views or ():
-                stop = place + piece.keys.shape[1]
-                memory.copy(piece.keys, keys[:, place:stop])
-                memory.copy(piece.values, values[:, place:stop])
-                place = stop
-        return True
 
     def _landing(self, sequence: TorchSequence, layer: int, feeds: Sequence[KvFeed]) -> Landing | None:
         with self._changed:  # once stopped, the sequence may have other buffers, which are none of ours

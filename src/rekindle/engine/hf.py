@@ -158,7 +158,7 @@ class HfEngine:
         if logits is None:
             with Pass(rows, decoder.device, len(decoder.layout.layers), cancelled, decoder.turner) as step:
                 logits = decoder.run(step)
-                step.report()
+                step.finish()
         stops = np.cumsum([row.wanted for row in rows])
         return np.split(logits.float().cpu().numpy(), stops[:-1])
 

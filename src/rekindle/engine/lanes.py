@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rekindle.engine import probe
 from rekindle.engine.attention import Scores, Tile, attend, cut_tiles
+from rekindle.engine.base import StayingFeed
 from rekindle.engine.filling import Filling
 from rekindle.engine.gaze import Gazing
 from rekindle.engine.layers import StepPass
@@ -95,9 +96,10 @@ class Pass(StepPass):
         self._layers = layers
         self._cancelled = cancelled
         self._choosing = any(row.row.selector is not None for row in rows)
-        feeds = [(lane.sequence, feed) for lane in self.lanes for feed in lane.checked.row.feeds]
+        given = [(lane.sequence, feed) for lane in self.lanes for feed in lane.checked.row.feeds]
+        feeds = [(sequence, feed) for sequence, feed in given if not isinstance(feed, StayingFeed)]
         self._until = rows[0].row.until
-        self._filling = Filling(feeds, self._until or layers, device, turner) if feeds else None
+        self._filling = Filling(feeds, layers, device, turner) if feeds else None
         self.tokens = torch.from_numpy(np.concatenate([row.tokens for row in rows]))[None].to(device)
         self._pack()
 
@@ -143,8 +145,10 @@ class Pass(StepPass):
         self._pack()
         return hidden.index_select(1, torch.cat(keep).to(self._device))
 
-    def report(self) -> None:
-        """Tell what the gazes saw: after the last layer."""
+    def finish(self) -> None:
+        """Wait for what the feeds bring to the layers that were not computed, and tell what the gazes saw."""
+        for layer in range(self._layers if self._until is None else self._until, self._layers):
+            self.fill(layer)
         for lane in self.lanes:
             if lane.gazing is not None:
                 lane.gazing.report()

@@ -17,7 +17,7 @@ from rekindle.core.chunk import Outline
 from rekindle.core.keys import Shelf
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.plan import Plan
-from rekindle.engine.base import KvFeed, Logits, MovedFeed, Row, Wanted
+from rekindle.engine.base import KvFeed, Logits, MovedFeed, Row, StayingFeed, Wanted
 from rekindle.engine.watch import Gaze, Positions
 from rekindle.errors import KvLost
 from rekindle.index.prefix import Match
@@ -116,15 +116,16 @@ class Mending:
 
     def _scatter(self, context: Context, plan: Plan, feeds: MendFeeds) -> _Done:
         fresh = np.concatenate([np.arange(step.span.start, step.span.stop) for step in plan.computes])
-        stale = self._stale()
+        stale, moved = self._stale(), self._moved(feeds)
         again = fresh[(fresh >= self.outline.question) | self._between(fresh)]
         if len(again) < len(fresh):  # there is more to compute than the question: once, before anything is mended
-            row = replace(self._row(context, fresh, feeds, "none"), probe=self.work.probe)
+            row = replace(self._row(context, fresh, moved, "none"), probe=self.work.probe)
             return self._compute(context, again, self._look(row, stale, feeds.all))
         if "seen" in self.mender.wants:
-            row = replace(self._row(context, fresh, feeds, "none"), until=self._gazing_layers.stop)
+            row = replace(self._row(context, fresh, moved, "none"), until=self._gazing_layers.stop)
             stale = self._look(row, stale, feeds.all)
-        return self._compute(context, fresh, stale, feeds)
+            moved = tuple(StayingFeed(feed.span, feed.layers) for feed in moved)
+        return self._compute(context, fresh, stale, moved, feeds.all)
 
     def _look(self, row: Row, stale: Stale, feeds: tuple[TimedFeed, ...]) -> Stale:
         """Compute what is new over the stale KV, and see where the question looks."""
@@ -140,9 +141,16 @@ class Mending:
         layers = len(self.work.engine.layout.layers)
         return range(math.floor(_GAZING_LAYERS[0] * layers), math.ceil(_GAZING_LAYERS[1] * layers))
 
-    def _compute(self, context: Context, others: Positions, stale: Stale, feeds: MendFeeds | None = None) -> _Done:
+    def _compute(
+        self,
+        context: Context,
+        others: Positions,
+        stale: Stale,
+        feeds: tuple[KvFeed, ...] = (),
+        timed: tuple[TimedFeed, ...] = (),
+    ) -> _Done:
         """Compute `others` and the chosen stale tokens."""
-        timed, layers = () if feeds is None else feeds.all, len(self.work.engine.layout.layers)
+        layers = len(self.work.engine.layout.layers)
         if "deviation" in self.mender.wants:
             choosing = ChooseByDeviation(stale, self.mender, layers)
             row = self._row(context, np.union1d(others, stale.positions), feeds)
@@ -190,16 +198,17 @@ class Mending:
             inside |= (positions >= span.start) & (positions < span.stop)
         return ~inside & (positions < self.outline.question)
 
-    def _row(self, context: Context, positions: Positions, feeds: MendFeeds | None, wanted: Wanted = "last") -> Row:
+    def _moved(self, feeds: MendFeeds) -> tuple[KvFeed, ...]:
+        """The feeds, those of chunks moved to where they stand now."""
+        shifted = [
+            MovedFeed(feed, chunk.span.start, chunk.span.start - _variant_start(chunk))
+            for feed, chunk in zip(feeds.variants, self.chunks, strict=True)
+        ]
+        return (*feeds.prefix, *shifted)
+
+    def _row(self, context: Context, positions: Positions, feeds: tuple[KvFeed, ...], wanted: Wanted = "last") -> Row:
         tokens = [self.work.tokens[position] for position in positions.tolist()]
-        moved: tuple[KvFeed, ...] = ()
-        if feeds is not None:
-            shifted = [
-                MovedFeed(feed, chunk.span.start, chunk.span.start - _variant_start(chunk))
-                for feed, chunk in zip(feeds.variants, self.chunks, strict=True)
-            ]
-            moved = (*feeds.prefix, *shifted)
-        return Row(context.sequence, tokens, positions, wanted, moved)
+        return Row(context.sequence, tokens, positions, wanted, feeds)
 
     # -- leading tokens ----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rekindle.core.keys import Shelf
-from rekindle.core.kv import LayerKv, Span
+from rekindle.core.kv import Held, LayerKv, Span
 from rekindle.core.plan import Compute, Plan
 from rekindle.engine.base import Engine, Logits, Row, Wanted
 from rekindle.engine.watch import Probe
@@ -68,9 +68,9 @@ class TimedFeed:
                 self._feed.close()
         self._done = layer == self.layers[-1]
 
-    def views(self, layer: int) -> list[LayerKv] | None:
+    def held(self) -> Sequence[Held] | None:
         """See `HeldFeed`: what is in memory is never late."""
-        return self._feed.views(layer)
+        return self._feed.held()
 
     def close(self) -> None:
         """Close its files; if it is in the middle of a fill, then after it."""

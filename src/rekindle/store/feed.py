@@ -14,7 +14,7 @@ import numpy as np
 
 from rekindle.codec.extent import ExtentHeader
 from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, chain
-from rekindle.core.kv import KvLayout, LayerKv, Span
+from rekindle.core.kv import Held, KvLayout, LayerKv, Span
 from rekindle.errors import KvLost
 from rekindle.index.prefix import Match, Piece
 from rekindle.store.extents import Damaged, ExtentFiles, OpenExtent
@@ -78,14 +78,10 @@ class StoredFeed:
         if layer == self.layers[-1]:
             self.close()
 
-    def views(self, layer: int) -> list[LayerKv] | None:
-        """The KV of a layer where it stands, piece by piece; None unless all of it is in memory."""
-        held = [source.origin for source in self._sources if isinstance(source.origin, HeldExtent)]
-        if len(held) < len(self._sources):
-            return None
-        spans = [slice(source.span.start, source.span.stop) for source in self._sources]
-        layers = [extent.layers[layer] for extent in held]
-        return [LayerKv(kv.keys[:, span], kv.values[:, span]) for kv, span in zip(layers, spans, strict=True)]
+    def held(self) -> list[Held] | None:
+        """The KV where it stands, piece by piece; None unless all of it is in memory."""
+        held = [Held(s.origin.layers, s.span) for s in self._sources if isinstance(s.origin, HeldExtent)]
+        return held if len(held) == len(self._sources) else None
 
     def close(self) -> None:
         """Close the files. Idempotent."""
