@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.bench.base import Advance
+from rekindle.bench.base import Advance, BenchOptions, Report, Row
+from rekindle.bench.models import load
 from rekindle.core.chunk import Outline
 from rekindle.core.kv import Span
 from rekindle.core.request import Request
@@ -24,6 +25,7 @@ CHUNKS = 16
 HEAD_TOKENS, MARK_TOKENS, QUESTION_TOKENS = 32, 4, 64
 DONOR_CHUNKS = 4
 BUDGET = 0.3
+SIZES, QUICK_SIZES = (8192, 16384), (2048,)
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,47 @@ def _prompt(
     return tokens + question, Outline(len(head), tuple(spans))
 
 
-def measure(engine: Engine, sizes: tuple[int, ...], rounds: int, seed: int, advance: Advance) -> dict[str, Any]:
-    """For each size: computing everything, and mending, in turns; and what of it the device is busy."""
-    found = {}
-    for size in sizes:
-        advance(f"{size:,} tokens")
-        shaped = make(size, engine.tokenizer.vocabulary_size, seed)
-        with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
-            settings: dict[str, Any] = {"memory_limit": "16GB", "disk_limit": "20GB", "mend_budget": BUDGET}
-            with Session(engine, cache=folder, reuse="approximate", **settings) as session:
-                found[str(size)] = _measure(session, shaped, rounds)
-    return found
+def run(options: BenchOptions, advance: Advance) -> Report:
+    """Computing everything against mending, on a model of a shape: what the bench tells of it."""
+    advance("build the model")
+    engine = load(options)
+    sizes = QUICK_SIZES if options.quick else SIZES
+    try:
+        report = Report("chunks", fields={"model": engine.name, "device": engine.device, "dtype": engine.layout.dtype})
+        found = {str(size): _of_size(engine, size, options, advance) for size in sizes}
+    finally:
+        engine.close()
+    reason = "random weights say nothing about quality"
+    report.fields |= {"rows": [], "rows_reason": reason, "best": None, "best_vs_cachecraft": None, "sizes": found}
+    for told in found.values():
+        times = f"{told['mend_s'] * 1e3:,.0f} ms", f"{told['full_s'] * 1e3:,.0f} ms"
+        report.rows.append(Row(f"{told['tokens']:,} tokens", *times, f"{told['mend_vs_full']:.2f}", ">= 1.7"))
+        if told["mend_vs_full_device"] is not None:
+            busy = f"{told['mend_device_s'] * 1e3:,.0f} ms", f"{told['full_device_s'] * 1e3:,.0f} ms"
+            ratio = f"{told['mend_vs_full_device']:.2f}"
+            report.rows.append(Row(f"{told['tokens']:,} tokens, device busy", *busy, ratio, ">= 2.3"))
+    report.plot = lambda figure: _draw(figure, found)
+    return report
+
+
+def _of_size(engine: Engine, size: int, options: BenchOptions, advance: Advance) -> dict[str, Any]:
+    """Computing everything, and mending, in turns; and for how long the device is busy with each."""
+    advance(f"{size:,} tokens")
+    shaped = make(size, engine.tokenizer.vocabulary_size, options.seed)
+    with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
+        settings: dict[str, Any] = {"memory_limit": "16GB", "disk_limit": "20GB", "mend_budget": BUDGET}
+        with Session(engine, cache=folder, reuse="approximate", **settings) as session:
+            return _measure(session, shaped, options.rounds(7))
+
+
+def _draw(figure: Any, found: dict[str, dict[str, Any]]) -> None:
+    axes = figure.subplots()
+    places = np.arange(len(found))
+    for shift, field, label in ((-0.2, "full_s", "computing everything"), (0.2, "mend_s", "mending 30 %")):
+        axes.bar(places + shift, [told[field] for told in found.values()], 0.4, label=label)
+    axes.set_xticks(places, [f"{int(size):,} tokens" for size in found])
+    axes.set_ylabel("seconds to the first token")
+    axes.legend()
 
 
 def _measure(session: Session, shaped: Shaped, rounds: int) -> dict[str, Any]:

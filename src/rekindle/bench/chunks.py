@@ -4,7 +4,8 @@ contexts    single prompts, all modes, on the same store: what each computes, ho
 streams     questions of one person in order, each cache keeping what it computed: what is saved in use
 endurance   a long run that is mended throughout: quality and speed stay
 
-With `--calibrate --quality Q` it finds the budget of a model instead, and keeps it.
+With `--calibrate --quality Q` it finds the budget of a model instead, and keeps it. With `--shape` it measures time
+alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rekindle.bench import chunk_calibrate, chunk_contexts, chunk_endurance
+from rekindle.bench import chunk_calibrate, chunk_contexts, chunk_endurance, chunk_shape
 from rekindle.bench.base import Advance, BenchOptions, Report
 from rekindle.bench.chunk_modes import require_mending
 from rekindle.bench.chunk_quality import rouge_l
@@ -41,6 +42,8 @@ _NO_CONTEXTS: dict[str, Any] = {
 def run(options: BenchOptions, advance: Advance) -> Report:
     """Measure everything, or calibrate."""
     _check(options)
+    if options.shape is not None:
+        return chunk_shape.run(options, advance)
     asked, people = contexts_of(options.data), _people(options.data)
     if not asked and (options.calibrate or not people):
         more = "" if options.calibrate else ", and no corpus.jsonl and queries.jsonl either"

@@ -64,6 +64,11 @@ class Costs:
         """A span took so long to compute."""
         self._add("compute", (*_work(span), seconds))
 
+    def decoded(self, after_tokens: int, tokens_per_second: float | None) -> None:
+        """A reply came at this speed, if that is known: it tells what a short step takes."""
+        if tokens_per_second:
+            self.computed(Span(after_tokens, after_tokens + 1), 1.0 / tokens_per_second)
+
     def loaded(self, tier: Tier, size_bytes: int, seconds: float) -> None:
         """So many bytes took so long to bring."""
         self._add(tier, (1.0, float(size_bytes), seconds))

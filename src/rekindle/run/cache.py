@@ -18,7 +18,7 @@ from rekindle.core.chunk import Outline
 from rekindle.core.keys import Shelf
 from rekindle.core.kv import Span
 from rekindle.core.plan import Plan, Tier
-from rekindle.core.reply import Reply, Reuse
+from rekindle.core.reply import Reuse
 from rekindle.core.request import Request
 from rekindle.core.size import parse_limit
 from rekindle.engine.base import Engine
@@ -120,7 +120,7 @@ class PrefixCache:
             if self._slow is not None and self._slow.filling:
                 raise Late("it is still busy with an earlier load")
             found = self._patience.ask(lambda: self._find(store, shelf, tokens, in_engine), LOOKUP_SECONDS)
-            if passages is not None and max(in_engine, found.length) < passages.outline.question:
+            if passages is not None and request.max_tokens and max(in_engine, found.length) < passages.outline.question:
                 passages = self._patience.ask(partial(self.chunks.find, store, shelf, tokens, passages), LOOKUP_SECONDS)
         except NoAnswer as late:
             log.log(logging.DEBUG if self._told else logging.WARNING, "The cache does not answer: %s.", late)
@@ -220,6 +220,8 @@ class PrefixCache:
                 feeds.close()
                 self._slow = next((feed for feed in feeds.all if feed.filling), self._slow)
         passages.note_use(self.store, plan, saved)
+        if feeds.prefix and known.matches.match is not None:
+            self.store.used(self._used(known.matches.match, plan.reused))
         return filled
 
     def _going_on(self, known: Known, plan: Plan, capacity: int) -> Context | None:
@@ -298,11 +300,6 @@ class PrefixCache:
             self.offer(
                 Note(explainer, prompt, filled.plan, known.matches.match, reuse, first_token_seconds, known.guard)
             )
-
-    def note_decoding(self, prompt_tokens: int, reply: Reply) -> None:
-        """Learn what a short step takes."""
-        if reply.timings.tokens_per_second:
-            self.costs.computed(Span(prompt_tokens, prompt_tokens + 1), 1.0 / reply.timings.tokens_per_second)
 
     def explainer(self, shelf: Shelf) -> Explainer:
         """What explains requests of that shelf. Only the session's own tenant may learn that others know a prompt."""

@@ -96,18 +96,18 @@ class Chunks:
         self._settings = settings
         if settings.deterministic and settings.reuse == "approximate":
             raise InvalidSetting("reuse='approximate' and deterministic exclude each other: leave one of them out.")
-        self.mender = mender_of(settings.mender, settings.mend_budget)
-        if settings.reuse == "approximate":
-            self.mender = mender_of(settings.mender, settings.mend_budget, calibration_of(engine, settings.mender))
+        self.mender = mender_of(settings.mender, settings.mend_budget, calibration_of(engine, settings.mender))
         if engine.capabilities.mends == "leading" and self.mender.choice not in ("leading", "nothing"):
             self.mender = replace(mender_of("leading", self.mender.budget), calibrated=self.mender.calibrated)
         self.most_tokens = _PASS_TOKENS * engine.prefill_tokens
 
     def allowed(self, request: Request) -> bool:
-        """Whether a request may be answered from mended KV."""
+        """Whether a request may be answered from mended KV. Raises `InvalidSetting` where that cannot be."""
         level = self._settings.reuse if request.reuse is None else request.reuse
+        if level == "approximate" and self._settings.deterministic:
+            raise InvalidSetting("A deterministic session mends nothing: ask for reuse='exact'.")
         able = self._engine.capabilities.mends != "none" and self._engine.capabilities.spans
-        return level == "approximate" and able and not self._settings.deterministic
+        return level == "approximate" and able
 
     def find(self, store: TieredStore, shelf: Shelf, tokens: Sequence[int], passages: Passages) -> Passages:
         """Look the chunks up. Changes nothing."""

@@ -299,7 +299,7 @@ class Session:
                 cache.keep(filled.context)
         assert reuse is not None
         reply = with_calls(generation.reply(reuse), request, engine.tokenizer.template)
-        cache.note_decoding(len(prompt.tokens), reply)
+        cache.costs.decoded(len(prompt.tokens), reply.timings.tokens_per_second)
         if self._written is not None:
             self._written.note(engine, reply)
         return reply
