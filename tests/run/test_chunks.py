@@ -215,3 +215,28 @@ def test_a_chunk_that_stands_twice_is_mended_twice(fake: FakeEngine, folder: Pat
         values = done.kv.layers[-1].values
         assert np.array_equal(values[:, first.start : first.stop], values[:, last.start : last.stop])
         assert done.kv.span == Span(0, len(done.tokens))
+
+
+@each("fake", "hf")
+def test_a_passage_that_begins_as_a_known_one_does_is_known_as_well(kind: str, folder: Path) -> None:
+    with mending(kind, folder) as session:
+        warmed(session, [A], [A2])  # the second finds its first tokens in the first's place
+        assert session.cache.store is not None and session.cache.store.variants.stats().variants == 2
+        assert [chunk.source for chunk in prefill(session, asked([B, A2])).reuse.chunks] == ["exact", "mended"]
+
+
+@each("fake", "hf")
+def test_a_passage_of_exact_prompts_is_known_once_an_approximate_one_has_met_it(kind: str, folder: Path) -> None:
+    with mending(kind, folder) as session:
+        warmed(session, [A, B], reuse="exact")
+        assert prefill(session, asked([B, A])).reuse.mended == 0
+        prefill(session, asked([A, B], "When?"))  # loads both
+        moved = prefill(session, asked([C, B], "What?"))
+        assert [chunk.source for chunk in moved.reuse.chunks] == ["exact", "mended"]
+
+
+def test_passages_have_the_numbers_of_the_prompt(folder: Path) -> None:
+    with mending("fake", folder) as session:
+        warmed(session, [A, B])
+        told = prefill(session, asked(["Short.", B, A], "Which?")).reuse.chunks
+        assert [(chunk.number, chunk.source) for chunk in told] == [(2, "mended"), (3, "mended")]

@@ -84,14 +84,19 @@ def test_what_all_tokens_receive_is_what_all_tokens_pay(engine: Engine, monkeypa
     assert scoring.probe.layers == range(len(engine.layout.layers))
 
 
-def test_a_chunk_that_was_not_computed_as_a_whole_has_no_variant(engine: Engine) -> None:
-    scoring = Scoring(OUTLINE, len(TOKENS), len(engine.layout.layers))
-    sequence = engine.open(len(TOKENS), engine.regime(len(TOKENS)))
-    engine.step([Row(sequence, TOKENS[:30], range(30), "none")])  # unseen
-    engine.step([Row(sequence, TOKENS[30:], range(30, 130), "none", probe=scoring.probe)])
-    sequence.close()
-    assert scoring.variant(1, DIGESTS) is None
-    assert scoring.variant(2, DIGESTS) is not None and scoring.variant(3, DIGESTS) is not None
+def test_a_chunk_needs_half_of_its_tokens_seen_and_the_others_count_as_looking_outside(engine: Engine) -> None:
+    for unseen, known in ((30, True), (50, False)):
+        scoring = Scoring(OUTLINE, len(TOKENS), len(engine.layout.layers))
+        sequence = engine.open(len(TOKENS), engine.regime(len(TOKENS)))
+        engine.step([Row(sequence, TOKENS[:unseen], range(unseen), "none")])
+        engine.step([Row(sequence, TOKENS[unseen:], range(unseen, 130), "none", probe=scoring.probe)])
+        sequence.close()
+        variant = scoring.variant(1, DIGESTS)  # tokens 20 to 60
+        assert (variant is not None) == known
+        if variant is not None:
+            assert (variant.scores.outside[:10] == 1.0).all() and (variant.scores.outside[11:] < 1.0).all()
+            assert np.isclose(variant.scores.intra + variant.scores.earlier[0].mass, 40.0, rtol=0.05)
+        assert scoring.variant(2, DIGESTS) is not None
 
 
 def test_a_prompt_that_is_computed_once_more_is_scored_as_if_once(engine: Engine) -> None:

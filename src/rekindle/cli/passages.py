@@ -41,8 +41,8 @@ def show_reuse(session: Session, request: Request, reuse: Reuse) -> None:
         known = "calibrated for this model" if reuse.calibrated else "not calibrated for this model"
         notes.print(f"mended by {reuse.mender}, budget {reuse.budget:.2f}, {known}; ", Text("computed anew", _ANEW))
     tokens = encode_prompt(session.engine, request).tokens
-    for number, chunk in enumerate(reuse.chunks, start=1):
-        notes.print(f"[{number}] {_SOURCES[chunk.source]}{_scores(chunk)}", markup=False, soft_wrap=True)
+    for chunk in reuse.chunks:
+        notes.print(f"[{chunk.number or '-'}] {_SOURCES[chunk.source]}{_scores(chunk)}", markup=False, soft_wrap=True)
         if chunk.source == "mended":
             notes.print(_coloured(session, tokens, chunk), soft_wrap=True)
 

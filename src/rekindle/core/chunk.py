@@ -39,6 +39,12 @@ class Outline:
 
     head: int
     chunks: tuple[Span, ...]
+    numbers: tuple[int, ...] = ()  # which each has in the prompt; without them they count from 1
+
+    @property
+    def numbered(self) -> list[tuple[int, Span]]:
+        """The chunks with their numbers."""
+        return list(zip(self.numbers or range(1, len(self.chunks) + 1), self.chunks, strict=True))
 
     @property
     def question(self) -> int:
@@ -75,8 +81,7 @@ class ChunkScores:
 class Variant:
     """KV of a chunk as it was computed once.
 
-    `span` is where it stood. `drift` is the share of the tokens before it whose KV was not exact: 0 for a prompt that
-    was computed, more where it was mended.
+    `span` is where it stood. `drift` is the share of the tokens before it whose KV came from other prompts.
     """
 
     digest: ChunkDigest

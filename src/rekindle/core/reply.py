@@ -67,8 +67,9 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class ChunkReuse:
-    """A passage of a prompt, `[start, stop)`, and where its KV comes from.
+    """A passage of a prompt, tokens `[start, stop)`, and where its KV comes from.
 
+    number      the number it has there; None for what is no passage any more, but was mended as one
     source      exact (computed in this very context, now or before), mended (computed in another prompt), computed
                 (anew, but after mended ones)
     recomputed  so many of its tokens were computed anew; `anew` says which
@@ -79,6 +80,7 @@ class ChunkReuse:
     drift       how much of what stood before it was not exact, when its KV was computed
     """
 
+    number: int | None
     start: int
     stop: int
     source: Literal["exact", "mended", "computed"]

@@ -22,7 +22,7 @@ from rekindle.engine.base import KvFeed, MovedFeed
 from rekindle.engine.fetch import Fetch
 from rekindle.engine.sequence import Landing, TorchSequence
 from rekindle.engine.turn import Turn, Turner
-from rekindle.errors import Cancelled
+from rekindle.errors import Cancelled, KvLost
 
 _LOOK_SECONDS = 0.005  # how often a wait looks whether it was cancelled
 
@@ -124,8 +124,11 @@ class Filling:
                     self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001  (raised again by whoever waits)
             with self._changed:
-                self._error = error
+                self._error = _as_lost(error)
                 self._changed.notify_all()
+        finally:
+            if self._stopped and self._stream is not None:  # what it copies from and to must not go before
+                self._stream.synchronize()
 
     def _fill(self, layer: int) -> None:
         side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -161,6 +164,15 @@ class Filling:
     def _landing(self, sequence: TorchSequence, layer: int, feeds: Sequence[KvFeed]) -> Landing | None:
         with self._changed:  # once stopped, the sequence may have other buffers, which are none of ours
             return None if self._stopped else Landing(sequence, layer, [feed.span for feed in feeds])
+
+
+def _as_lost(error: BaseException) -> BaseException:
+    """What a device raises while it is brought KV is no reason to fail: then it is computed."""
+    if not isinstance(error, RuntimeError):
+        return error
+    lost = KvLost(f"KV could not be brought to the device ({error}); it is computed instead.")
+    lost.__cause__ = error
+    return lost
 
 
 def _shift(feed: KvFeed) -> int:

@@ -171,7 +171,8 @@ def plan_mending(
     numbers = tuple(chunk.known.id for chunk in usable if chunk.known is not None)
     gaps = _gaps(start, spans, exact.tokens)
     seconds = _seconds(loads, usable, gaps, outline, mender, rates, exact.tokens)
-    anew = sum(map(len, gaps)) + _anew(usable, mender)
+    stale = sum(map(len, spans)) if "deviation" in mender.wants else expected_anew(usable, mender)
+    anew = sum(map(len, gaps)) + stale
     limits = [limit for limit in (exact.predicted_seconds, exact.cold_seconds) if limit is not None]
     if anew > most_tokens or (seconds is not None and seconds >= min(limits, default=math.inf)):
         return exact
@@ -186,7 +187,7 @@ def _pays(chunk: Picked, mender: Mender) -> bool:
     return mender.budget < 1.0
 
 
-def _anew(chunks: Sequence[Picked], mender: Mender) -> int:
+def expected_anew(chunks: Sequence[Picked], mender: Mender) -> int:
     """How many tokens would be computed anew, if the question turns out to look at all chunks."""
     if mender.choice == "published":
         shares = [min(1.0, mender.budget * (chunk.overhead or 0.0)) for chunk in chunks]
@@ -234,7 +235,7 @@ def _seconds(
     tokens: int,
 ) -> float | None:
     """What it would take; None where a cost is unknown."""
-    anew = _Work.scattered(_anew(chunks, mender), tokens)
+    anew = _Work.scattered(expected_anew(chunks, mender), tokens)
     fresh = _Work.of(gaps)
     again = _Work.of([Span(outline.question, tokens)])
     passes = [fresh, anew + again] if mender.wants else [fresh + anew]

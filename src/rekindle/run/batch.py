@@ -124,6 +124,7 @@ class BatchingEngine:
     def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         """Compute the rows; a single one together with those that other threads ask for."""
         if len(rows) != 1 or any((rows[0].selector, rows[0].probe, rows[0].gaze)) or rows[0].until is not None:
+            self.shares.serve(CURRENT.get().app, sum(len(row.tokens) for row in rows))
             return self.inner.step(rows, cancelled)
         row = rows[0]
         call = _Call(row, cancelled, CURRENT.get(), next(self._arrivals), row.sequence.length)

@@ -54,17 +54,18 @@ class Passages:
         mended = {chunk.span: chunk for chunk in self.mended(plan)}
         stale = [chunk for chunk in before if chunk.source == "mended"]
         told: list[ChunkReuse] = []
-        for span in self.outline.chunks:
+        for number, span in self.outline.numbered:
             stood = [chunk for chunk in stale if _share(chunk, span)]
             if span in mended:
-                told.append(_mended(mended[span], anew))
+                told.append(_mended(number, mended[span], anew))
             elif stood:
                 own = tuple(position for chunk in stood for position in chunk.anew if position in span)
-                told.append(replace(stood[0], start=span.start, stop=span.stop, recomputed=len(own), anew=own))
+                whole = replace(stood[0], number=number, start=span.start, stop=span.stop)
+                told.append(replace(whole, recomputed=len(own), anew=own))
             else:
                 after = any(chunk.source == "mended" and chunk.start < span.start for chunk in (*told, *before))
-                told.append(ChunkReuse(span.start, span.stop, "computed" if after else "exact"))
-        hidden = [chunk for chunk in stale if not any(_share(chunk, span) for span in self.outline.chunks)]
+                told.append(ChunkReuse(number, span.start, span.stop, "computed" if after else "exact"))
+        hidden = [rest for chunk in stale for rest in _uncovered(chunk, self.outline.chunks)]
         return tuple(sorted((*told, *hidden), key=lambda chunk: chunk.start))
 
     def note_use(self, store: TieredStore, plan: Plan, cold_seconds: float) -> None:
@@ -80,11 +81,27 @@ def _share(chunk: ChunkReuse, span: Span) -> bool:
     return chunk.start < span.stop and chunk.stop > span.start
 
 
-def _mended(chunk: Picked, anew: Sequence[int]) -> ChunkReuse:
+def _uncovered(chunk: ChunkReuse, spans: Sequence[Span]) -> list[ChunkReuse]:
+    """The parts of a mended passage that are no passage any more."""
+    rests, place = [], chunk.start
+    for span in (*spans, Span(chunk.stop, chunk.stop)):
+        if span.stop <= place or place >= chunk.stop:
+            continue
+        if (stop := min(span.start, chunk.stop)) > place:
+            own = tuple(position for position in chunk.anew if place <= position < stop)
+            rests.append(replace(chunk, number=None, start=place, stop=stop, recomputed=len(own), anew=own))
+        place = span.stop
+    if place < chunk.stop:
+        own = tuple(position for position in chunk.anew if position >= place)
+        rests.append(replace(chunk, number=None, start=place, recomputed=len(own), anew=own))
+    return rests
+
+
+def _mended(number: int, chunk: Picked, anew: Sequence[int]) -> ChunkReuse:
     assert chunk.known is not None
     own = tuple(position for position in anew if position in chunk.span)
     scores = (chunk.impact, chunk.overlap, chunk.disorder, chunk.overhead, chunk.known.variant.drift)
-    return ChunkReuse(chunk.span.start, chunk.span.stop, "mended", len(own), own, *scores)
+    return ChunkReuse(number, chunk.span.start, chunk.span.stop, "mended", len(own), own, *scores)
 
 
 class Chunks:
@@ -98,16 +115,15 @@ class Chunks:
             raise InvalidSetting("reuse='approximate' and deterministic exclude each other: leave one of them out.")
         self.mender = mender_of(settings.mender, settings.mend_budget, calibration_of(engine, settings.mender))
         if engine.capabilities.mends == "leading" and self.mender.choice not in ("leading", "nothing"):
-            self.mender = replace(mender_of("leading", self.mender.budget), calibrated=self.mender.calibrated)
+            share = None if self.mender.choice == "published" else self.mender.budget  # an alpha is no share
+            self.mender = replace(mender_of("leading", share), calibrated=self.mender.calibrated)
         self.most_tokens = _PASS_TOKENS * engine.prefill_tokens
 
     def allowed(self, request: Request) -> bool:
-        """Whether a request may be answered from mended KV. Raises `InvalidSetting` where that cannot be."""
+        """Whether a request may be answered from mended KV."""
         level = self._settings.reuse if request.reuse is None else request.reuse
-        if level == "approximate" and self._settings.deterministic:
-            raise InvalidSetting("A deterministic session mends nothing: ask for reuse='exact'.")
         able = self._engine.capabilities.mends != "none" and self._engine.capabilities.spans
-        return level == "approximate" and able
+        return level == "approximate" and able and not self._settings.deterministic
 
     def find(self, store: TieredStore, shelf: Shelf, tokens: Sequence[int], passages: Passages) -> Passages:
         """Look the chunks up. Changes nothing."""
@@ -153,13 +169,15 @@ class Watched:
         return jobs
 
     def _variant(self, number: int, span: Span, drift: float) -> Variant | None:
-        """The variant that was computed here; None if it was not, or is one already."""
-        mend, start = self._plan.mend, self._plan.reused
-        if span.start < start or (mend is not None and span in mend.spans):
+        """The variant that stands here; None if it comes from another prompt, or is one already."""
+        mend, outline, digests = self._plan.mend, self._passages.outline, self._passages.digests
+        if mend is not None and span in mend.spans:
             return None
-        if self._scoring is None:
-            return unscored(self._passages.outline, number, self._passages.digests, drift)
-        return self._scoring.variant(number, self._passages.digests, drift)
+        scored = None if self._scoring is None else self._scoring.variant(number, digests, drift)
+        listed = any(chunk.span == span and chunk.known is not None for chunk in self._passages.picked)
+        if scored is not None or (span.stop <= self._plan.reused and listed):
+            return scored
+        return unscored(outline, number, digests, drift)
 
 
 class _Guarded:

@@ -82,7 +82,8 @@ class Explanation:
     at: float | None = None
     opaque: str | None = None  # why reuse is by checkpoint, if it is
     passages: tuple[ChunkReuse, ...] = ()  # if they may be mended
-    mender: str | None = None  # if they are
+    recomputed: int = 0  # so many of their tokens are computed anew
+    mender: str | None = None  # if they are mended
     budget: float | None = None
     calibrated: bool | None = None
 
@@ -108,8 +109,7 @@ class Explanation:
     @property
     def reused(self) -> int:
         """How many tokens are not computed."""
-        anew = sum(passage.recomputed for passage in self.passages) if self.mender is not None else 0
-        return sum(part.stop - part.start for part in self.parts if part.source != "compute") - anew
+        return sum(part.stop - part.start for part in self.parts if part.source != "compute") - self.recomputed
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -196,6 +196,7 @@ class Explainer:
             cold_seconds=plan.cold_seconds,
             opaque=self.opaque,
             passages=reuse.chunks,
+            recomputed=reuse.recomputed,
             mender=reuse.mender,
             budget=reuse.budget,
             calibrated=reuse.calibrated,
@@ -290,8 +291,8 @@ def _tell_passages(told: Explanation) -> list[str]:
     if told.mender is not None and told.budget is not None:
         advice = "calibrated" if told.calibrated else "not calibrated: rekindle bench chunks --calibrate --quality 0.9"
         lines.append(f"passages are mended by {told.mender} with a budget of {told.budget:.2f} ({advice}):")
-    for number, chunk in enumerate(told.passages, start=1):
-        lines.append(f"  [{number}] {_PASSAGES[chunk.source]}{_tell_scores(chunk)}")
+    for chunk in told.passages:
+        lines.append(f"  [{chunk.number or '-'}] {_PASSAGES[chunk.source]}{_tell_scores(chunk)}")
     return lines
 
 

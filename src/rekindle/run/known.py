@@ -11,7 +11,7 @@ from rekindle.core.kv import Span
 from rekindle.core.plan import Plan
 from rekindle.core.reply import ChunkReuse, Reuse
 from rekindle.reuse.lookup import Matches
-from rekindle.reuse.mending import Mender
+from rekindle.reuse.mending import Mender, expected_anew
 from rekindle.reuse.planner import Cut
 from rekindle.run.chunks import Passages
 from rekindle.run.context import Context, cut_passages
@@ -53,8 +53,8 @@ def spared(known: Known, plan: Plan, filled: Filled | None, miss: str | None, me
     stayed, moved = _mended_before(chunks, plan), _tokens(plan.mend.spans) if plan.mend is not None else 0
     tiers["engine"] -= stayed  # they are still there from the last request
     mended = stayed + moved
-    anew = 0 if filled is None else len(filled.anew)
     mends = plan.mend is not None
+    anew = len(filled.anew) if filled is not None else _expected(known, plan, mender)
     return Reuse(
         level="off" if known.off else "approximate" if mended else "exact",
         computed=len(known.tokens) - plan.reused - moved + anew,
@@ -94,6 +94,10 @@ def _chunks(known: Known, plan: Plan) -> tuple[ChunkReuse, ...]:
     """Where the KV of the passages will come from."""
     before = known.passages_before(plan)
     return before if known.passages is None else known.passages.report(plan, (), before)
+
+
+def _expected(known: Known, plan: Plan, mender: Mender) -> int:
+    return 0 if known.passages is None else expected_anew(known.passages.mended(plan), mender)
 
 
 def _tokens(spans: Sequence[Span]) -> int:

@@ -134,7 +134,8 @@ class Mending:
         asking = Span(max(self.outline.question, last - _GAZING_TOKENS), last)
         gaze = Gaze(asking, seen.append, self._gazing_layers)
         self.work.step(replace(row, gaze=gaze), feeds)
-        return replace(stale, seen=seen[0][stale.positions])
+        # The only layer of a model that has one owes nothing but keys and values: it tells nothing.
+        return replace(stale, seen=seen[0][stale.positions] if seen else np.ones(len(stale), dtype=np.float32))
 
     @property
     def _gazing_layers(self) -> range:

@@ -35,8 +35,8 @@ class PromptTokens:
     @property
     def outline(self) -> Outline | None:
         """Where the passages stand that are long enough to be worth finding; None if none is."""
-        spans = tuple(used.span for used in self.quoted if len(used.span) >= LEAST_CHUNK_TOKENS)
-        return Outline(self.head, spans) if spans else None
+        long = {number: used.span for number, used in enumerate(self.quoted, 1) if len(used.span) >= LEAST_CHUNK_TOKENS}
+        return Outline(self.head, tuple(long.values()), tuple(long)) if long else None
 
 
 def encode_prompt(engine: Engine, request: Request, written: Written | None = None) -> PromptTokens:

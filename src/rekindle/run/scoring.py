@@ -39,21 +39,29 @@ class Scoring:
         self._seen[reading.positions] += 1
 
     def variant(self, chunk: int, digests: Sequence[ChunkDigest], drift: float = 0.0) -> Variant | None:
-        """The variant of chunk number `chunk` (the head is 0); None unless all of it was computed under this probe."""
+        """The variant of chunk number `chunk` (the head is 0); None unless most of it was computed under this probe.
+
+        Its first tokens may have been known: another passage that stood in its place began alike.
+        """
         span = self._spans[chunk]
         own = slice(span.start, span.stop)
-        if (self._seen[own] < self._layers).any():
+        read = self._seen[own] >= self._layers  # [tokens]
+        if 2 * int(read.sum()) < len(span):
             return None
-        mass = self._sent[own].sum(axis=0)  # [chunks] what the chunk's tokens paid to each
+        mass = self._sent[own][read].sum(axis=0) * (len(span) / read.sum())  # [chunks] what its tokens paid to each
         earlier = tuple(Earlier(digests[other], len(self._spans[other]), float(mass[other])) for other in range(chunk))
-        outside = np.clip(1.0 - self._sent[own, chunk], 0.0, 1.0).astype(np.float16)
+        left = np.where(read, 1.0 - self._sent[own, chunk], 1.0)  # the first tokens look outside, for the most part
+        outside = np.clip(left, 0.0, 1.0).astype(np.float16)
         received = np.clip(self._received[own], 0.0, _HALF).astype(np.float16)
         return Variant(digests[chunk], span, ChunkScores(outside, received, float(mass[chunk]), earlier), drift)
 
 
 def unscored(outline: Outline, chunk: int, digests: Sequence[ChunkDigest], drift: float) -> Variant:
-    """The variant of a chunk that an engine computed which does not tell what attention does."""
+    """The variant of a chunk of which nobody saw what attention did: half of it is taken to have left the chunk."""
     spans = (Span(0, outline.head), *outline.chunks)
-    nothing = np.zeros(len(spans[chunk]), dtype=np.float16)
-    earlier = tuple(Earlier(digests[other], len(spans[other]), 0.0) for other in range(chunk))
-    return Variant(digests[chunk], spans[chunk], ChunkScores(nothing, nothing, 0.0, earlier), drift)
+    count, before = len(spans[chunk]), max(1, sum(map(len, spans[:chunk])))
+    halves = np.full(count, 0.5, dtype=np.float16)
+    earlier = tuple(
+        Earlier(digests[other], len(spans[other]), 0.5 * count * len(spans[other]) / before) for other in range(chunk)
+    )
+    return Variant(digests[chunk], spans[chunk], ChunkScores(halves, halves, 0.5 * count, earlier), drift)

@@ -279,7 +279,8 @@ class Session:
         evidence = self._evidence(request, prompt)
         reuse: Reuse | None = None
         while generation.finish_reason is None:  # once; again where a longer context needs other KV
-            known = cache.lookup(request, generation.context, cancelled, evidence, prompt.outline)
+            outline = prompt.outline if reuse is None else None  # what was said of the reply stays true
+            known = cache.lookup(request, generation.context, cancelled, evidence, outline)
             plan = cache.plan(known)
             if planned is not None and reuse is None:
                 planned(cache.reuse(known, plan))
