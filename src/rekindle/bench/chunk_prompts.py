@@ -34,7 +34,7 @@ class ChunkPrompt:
 
     def request(self, **options: str) -> Request:
         """How it is asked."""
-        return Request.of(asking(self.question), documents=self.quotes, max_tokens=0, **options)  # type: ignore[arg-type]
+        return Request.of(asking(self.question), documents=self.quotes, max_tokens=1, **options)  # type: ignore[arg-type]
 
     def encode(self, engine: Engine) -> PromptTokens:
         """Its tokens."""

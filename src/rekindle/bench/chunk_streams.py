@@ -98,7 +98,7 @@ class Streams:
         self._library.ingest(documents=person.documents, tenant=tenant)
         found = []
         for question in islice(person.questions, most):
-            request = self._library.prepare(question.text, top_k=top_k, tenant=tenant, max_tokens=0).request
+            request = self._library.prepare(question.text, top_k=top_k, tenant=tenant, max_tokens=1).request
             tokens = encode_prompt(self._engine, request)
             if tokens.outline is not None:
                 found.append(Prepared(request, tokens))
