@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from rekindle.core.chunk import ChunkDigest, Outline, Variant
+from rekindle.core.chunk import LEAST_CHUNK_TOKENS, ChunkDigest, Outline, Variant
 from rekindle.core.kv import Span
 from rekindle.core.plan import Compute, Load, Mend, Plan, Step, Tier
 from rekindle.errors import InvalidSetting
@@ -21,6 +21,10 @@ from rekindle.reuse.cost import Rates
 
 SAFE_BUDGET = 0.4  # of a model that was not calibrated
 OURS = "rekindle"
+# Where the question's look counts, and how far it goes ahead. Measured on 15 prompts with SmolLM2, the layers from a
+# sixth to two thirds of the way choose as well as all of them (mean KL 0.0096 and 0.0093, median 0.0052 and 0.0082);
+# the first half alone leaves 0.0114.
+LOOK_LAYERS = 1 / 6, 2 / 3
 
 Choice = Literal["product", "leading", "random", "heavy", "published", "nothing"]
 _SIGNALS = ("outside", "seen", "lead")
@@ -221,6 +225,9 @@ class _Work:
         """Tokens that stand anywhere: on the average in the middle."""
         return cls(count, count * among / 2)
 
+    def times(self, share: float) -> _Work:
+        return _Work(round(self.tokens * share), self.pairs * share)
+
     def __add__(self, other: _Work) -> _Work:
         return _Work(self.tokens + other.tokens, self.pairs + other.pairs)
 
@@ -238,7 +245,11 @@ def _seconds(
     anew = _Work.scattered(expected_anew(chunks, mender), tokens)
     fresh = _Work.of(gaps)
     again = _Work.of([Span(outline.question, tokens)])
-    passes = [fresh, anew + again] if mender.wants else [fresh + anew]
+    passes = [fresh + anew]
+    if any(len(gap) >= LEAST_CHUNK_TOKENS for gap in gaps[:-1]):  # what is new is computed first
+        passes = [fresh, anew + again]
+    elif "seen" in mender.wants:  # the question goes ahead, through some of the layers
+        passes = [fresh.times(LOOK_LAYERS[1]), fresh + anew]
     costs = [rates.work_seconds(work.tokens, work.pairs) for work in passes]
     picked = [chunk.known for chunk in chunks if chunk.known is not None]
     token_bytes = picked[0].size_bytes // max(1, len(chunks[0].span))

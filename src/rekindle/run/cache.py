@@ -219,7 +219,7 @@ class PrefixCache:
             if feeds is not None:
                 feeds.close()
                 self._slow = next((feed for feed in feeds.all if feed.filling), self._slow)
-        passages.note_use(self.store, plan, saved)
+        passages.note_use(self.store, self.costs, filled, saved)
         if feeds.prefix and known.matches.match is not None:
             self.store.used(self._used(known.matches.match, plan.reused))
         return filled

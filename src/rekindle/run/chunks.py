@@ -15,9 +15,11 @@ from rekindle.core.request import Request
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
 from rekindle.remembered import Remembered
+from rekindle.reuse.cost import Costs
 from rekindle.reuse.mending import OURS, Picked, mender_of, pick
 from rekindle.run.context import Context
 from rekindle.run.keep import Guard, Job
+from rekindle.run.prefill import Filled
 from rekindle.run.scoring import Scoring, unscored
 from rekindle.settings import Settings
 from rekindle.store.tiered import TieredStore
@@ -68,12 +70,20 @@ class Passages:
         hidden = [rest for chunk in stale for rest in _uncovered(chunk, self.outline.chunks)]
         return tuple(sorted((*told, *hidden), key=lambda chunk: chunk.start))
 
-    def note_use(self, store: TieredStore, plan: Plan, cold_seconds: float) -> None:
-        """Count the variants that were used, and what that saved."""
+    def note_use(self, store: TieredStore, costs: Costs, filled: Filled, cold_seconds: float) -> None:
+        """Count the variants that were used and what that saved, and learn what bringing them took."""
+        plan, tiers = filled.plan, {load.tier for load in filled.plan.loads} - {"engine"}
+        size_bytes = 0
         for chunk in self.mended(plan):
             assert isinstance(chunk.known, KnownVariant)
             share = len(chunk.span) / plan.tokens
             store.variants.used(chunk.known, chunk.overhead or 0.0, cold_seconds * share * 1e3)
+            size_bytes += chunk.known.size_bytes
+            tiers.add(chunk.known.tier)
+        if len(tiers) == 1:
+            tokens = sum(len(chunk.span) for chunk in self.mended(plan))
+            prefix = 0 if plan.in_engine else plan.reused
+            costs.loaded(tiers.pop(), size_bytes * (tokens + prefix) // tokens, filled.load_seconds)
 
 
 def _share(chunk: ChunkReuse, span: Span) -> bool:

@@ -120,7 +120,7 @@ class Prefill:
             if self.reached is not None:
                 self.reached(before.span.stop)
             logits = self._compute(context, step)
-        if feed is None and self.probe is None:  # all steps together: on a GPU only the last one waits for its end
+        if feed is None:  # all steps together: on a GPU only the last one waits for what it computes
             span = Span(first.span.start, plan.tokens)
             self.costs.computed(span, time.perf_counter() - started)
         return Filled(context, logits, plan, 0.0 if feed is None else feed.busy_seconds)
