@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from rekindle.errors import CacheUnusable
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.kvs import SHELF, keep, load
@@ -33,3 +36,13 @@ def test_any_part_of_any_chain_comes_back_right(tmp_path: Path) -> None:
         for count in range(1, len(PROMPT) + 1):
             assert load(store, PROMPT[:count]) == count
             assert load(store, [*PROMPT[:count], 5]) == count
+
+
+def test_documents_that_were_ingested_first_do_not_bar_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "knowledge").mkdir()
+    with TieredStore(tmp_path) as store:
+        assert store.disk.folder == tmp_path
+    (tmp_path / "other" / "knowledge").mkdir(parents=True)
+    (tmp_path / "other" / "letters").mkdir()
+    with pytest.raises(CacheUnusable, match="other things"):
+        TieredStore(tmp_path / "other")

@@ -24,7 +24,7 @@ from rekindle.knowledge.split import Splitting
 from rekindle.models.pull import pull
 from rekindle.run.folder import open_store
 from rekindle.settings import Settings
-from rekindle.store.disk import CATALOG
+from rekindle.store.disk import CATALOG, LIBRARIES
 from rekindle.store.purge import Run
 
 log = logging.getLogger("rekindle.knowledge")
@@ -220,8 +220,8 @@ def knowledge_folder(settings: Settings) -> Path:
     if settings.library is not None:
         return Path(settings.library)
     if settings.cache not in (None, "off"):
-        return Path(str(settings.cache)) / "knowledge"
-    return home_folder() / "knowledge"
+        return Path(str(settings.cache)) / LIBRARIES
+    return home_folder() / LIBRARIES
 
 
 def asking(question: str, instructions: str | None = None) -> tuple[Message, ...]:

@@ -32,6 +32,7 @@ from rekindle.store.settings import StoreSettings
 
 CATALOG = "catalog.sqlite"
 EXTENTS = "extents"
+LIBRARIES = "knowledge"  # a folder of documents may stand in that of the cache, and be there first
 Also = Callable[[sqlite3.Connection, int], None]  # with the number of the shelf
 _LEAST_LOG_BYTES, _MOST_LOG_BYTES = 2 << 20, 8 << 20
 
@@ -223,5 +224,5 @@ def _check_folder(folder: Path) -> None:
         names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     except OSError as error:
         raise CacheUnusable(f"The cache folder {folder} cannot be read: {error}.") from error
-    if names and not any(name.startswith(CATALOG) for name in names) and not names <= {EXTENTS, "writers"}:
+    if names and not any(name.startswith(CATALOG) for name in names) and not names <= {EXTENTS, "writers", LIBRARIES}:
         raise CacheUnusable(f"{folder} holds other things than a cache. Choose an empty or new folder.")
