@@ -21,7 +21,6 @@ from rekindle.core.kv import Span
 from rekindle.core.plan import Tier
 
 _MEASUREMENTS = 48  # the last so many of each kind
-_DECODED = 4  # and of replies
 _FADE = 0.97  # each is worth this share of the next newer one
 _NO_DOUBT, _DOUBT = 0.999, 0.5  # how much less error another answer must have
 
@@ -57,18 +56,13 @@ class Costs:
         self._lock = threading.Lock()
         self._kinds: dict[str, deque[tuple[float, ...]]] = {}
         self._rates: Rates | None = None
-        for name, width in (("compute", 4), ("decode", 4), ("memory", 3), ("disk", 3)):
+        for name, width in (("compute", 4), ("memory", 3), ("disk", 3)):
             known = remembered.get(name) if isinstance(remembered, dict) else None
-            self._kinds[name] = deque(_sound(known, width), maxlen=_DECODED if name == "decode" else _MEASUREMENTS)
+            self._kinds[name] = deque(_sound(known, width), maxlen=_MEASUREMENTS)
 
     def computed(self, span: Span, seconds: float) -> None:
         """A span took so long to compute."""
         self._add("compute", (*_work(span), seconds))
-
-    def decoded(self, after_tokens: int, tokens_per_second: float | None) -> None:
-        """A reply came at this speed, if that is known: it tells what a short step takes."""
-        if tokens_per_second:
-            self._add("decode", (*_work(Span(after_tokens, after_tokens + 1)), 1.0 / tokens_per_second))
 
     def loaded(self, tier: Tier, size_bytes: int, seconds: float) -> None:
         """So many bytes took so long to bring."""
@@ -82,8 +76,7 @@ class Costs:
                 tiers: tuple[Tier, ...] = ("memory", "disk")
                 fitted = {tier: fit(self._kinds[tier]) for tier in tiers}
                 load = {tier: rates for tier, rates in fitted.items() if rates}
-                computed = self._kinds["compute"]  # without a prompt among them, short steps say nothing of long ones
-                self._rates = Rates(fit([*self._kinds["decode"], *computed]) if computed else (), load)
+                self._rates = Rates(fit(self._kinds["compute"]), load)
             return self._rates
 
     def as_json(self) -> dict[str, list[tuple[float, ...]]]:

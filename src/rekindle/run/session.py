@@ -300,7 +300,6 @@ class Session:
                 cache.keep(filled.context)
         assert reuse is not None
         reply = with_calls(generation.reply(reuse), request, engine.tokenizer.template)
-        cache.costs.decoded(len(prompt.tokens), reply.timings.tokens_per_second)
         if self._written is not None:
             self._written.note(engine, reply)
         return reply
