@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+
+from rekindle.engine.base import Logits, Row
+from rekindle.engine.fake import FakeEngine
 
 
 def forms_of_tokens(tokens: Sequence[int], window: int = 8) -> Iterator[bytes]:
@@ -42,3 +46,17 @@ def traces(folder: Path, wanted: Iterator[bytes] | Sequence[bytes]) -> dict[str,
             if hits:
                 found[str(path.relative_to(folder))] = hits
     return found
+
+
+class Waiting(FakeEngine):
+    """An engine that stops before its next step until it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__(context_tokens=4000)
+        self.go, self.entered = threading.Event(), threading.Event()
+        self.go.set()
+
+    def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        self.entered.set()
+        assert self.go.wait(60)
+        return super().step(rows, cancelled)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ from rekindle import Session
 from rekindle.core.document import Quote
 from rekindle.core.keys import token_bytes
 from rekindle.core.request import Request
-from rekindle.engine.base import Logits, Row
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import ContextOverflow, InvalidPrompt, InvalidSetting, NothingKnown
 from rekindle.run.prompt import encode_prompt
 from rekindle.store import history
+from tests.run.asking import Waiting
 from tests.server.soak import tiny_embedder
 
 LAMPS = "The lamp in the hall burns for nine hours. Its oil comes from the harbour town of Vesk."
@@ -159,20 +159,6 @@ def test_documents_in_a_chat_stand_before_what_the_user_first_says(session: Sess
         session.chat(chat, documents=[BOATS, {"title": "no text"}])
     with pytest.raises(InvalidPrompt, match="messages"):
         session.generate("text", documents=[BOATS])
-
-
-class Waiting(FakeEngine):
-    """An engine that stops before its next step until it may go on."""
-
-    def __init__(self) -> None:
-        super().__init__(context_tokens=4000)
-        self.go, self.entered = threading.Event(), threading.Event()
-        self.go.set()
-
-    def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
-        self.entered.set()
-        assert self.go.wait(60)
-        return super().step(rows, cancelled)
 
 
 def test_a_document_removed_while_it_is_asked_about_leaves_no_kv(tmp_path: Path, embedder: str) -> None:

@@ -18,14 +18,14 @@ from rekindle.core.chunk import chunk_digest
 from rekindle.core.keys import token_bytes
 from rekindle.core.kv import LayerKv, Span
 from rekindle.core.request import Request, ReuseLevel
-from rekindle.engine.base import Capabilities, Logits, Row
+from rekindle.engine.base import Capabilities, Row
 from rekindle.engine.fake import FakeEngine, _rotate
 from rekindle.errors import Cancelled, InvalidSetting, KvLost
 from rekindle.reuse.mending import MENDERS
 from rekindle.run.prompt import encode_prompt
 from rekindle.store.feed import StoredFeed
 from tests.parity.sessions import is_open, opened, watch
-from tests.run.asking import forms_of_tokens, traces
+from tests.run.asking import Waiting, forms_of_tokens, traces
 from tests.run.mending import (
     PASSAGES,
     asked,
@@ -528,20 +528,6 @@ def variants_of(session: Session, text: str) -> list[Any]:
     tokens = session.engine.tokenizer.encode(f"{text}\n\n")
     digest = chunk_digest(tokens)
     return session.cache.store.variants.find(shelf_of(session), {digest: token_bytes(tokens)}).get(digest, [])
-
-
-class Waiting(FakeEngine):
-    """Stops before a step, while it may not go on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go, self.entered = threading.Event(), threading.Event()
-        self.go.set()
-
-    def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
-        self.entered.set()
-        assert self.go.wait(60)
-        return super().step(rows, cancelled)
 
 
 def test_a_question_under_way_does_not_bring_a_forgotten_document_back(tmp_path: Path, embedder: str) -> None:

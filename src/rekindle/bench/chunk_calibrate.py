@@ -7,7 +7,6 @@ full computation; the budget that is kept lies between the last two.
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,6 @@ from rekindle.bench.contexts import Asked
 from rekindle.engine.base import Engine
 from rekindle.reuse.mending import OURS
 from rekindle.run.chunks import calibrate
-from rekindle.run.session import Session
 
 PROMPTS, QUICK_PROMPTS = 24, 3
 BUDGETS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)
@@ -59,13 +57,7 @@ def run(engine: Engine, asked: Sequence[Asked], options: BenchOptions, advance: 
     require_rouge()
     assert options.quality is not None
     drawn = held(asked, options.rounds(PROMPTS, QUICK_PROMPTS), 0, options.seed)
-    with (
-        tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder,
-        Session(engine, cache=folder, reuse="approximate", memory_limit="2GB", disk_limit="90%") as session,
-    ):
-        kitchen = Kitchen(session, options)
-        advance(f"compute {len(drawn.donors)} earlier prompts")
-        kitchen.cook(drawn.donors)
+    with Kitchen.opened(engine, options, drawn.donors, advance) as kitchen:
         ladder = _Ladder(kitchen, drawn.calibration, options.quality, advance)
         if engine.capabilities.mends == "leading":
             tried = {"leading": ladder.climb("leading", BUDGETS)}

@@ -7,7 +7,6 @@ scored on the prompt it was computed in.
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,6 @@ from rekindle.bench.contexts import Asked
 from rekindle.engine.base import Engine
 from rekindle.reuse.craft import preload_layers
 from rekindle.reuse.mending import OURS
-from rekindle.run.session import Session
 
 PROMPTS, QUICK_PROMPTS = 24, 3
 TUNING_PROMPTS = 24  # at most, and half as many as are tested
@@ -64,13 +62,7 @@ def measure(engine: Engine, asked: Sequence[Asked], options: BenchOptions, advan
     prompts = options.rounds(PROMPTS, QUICK_PROMPTS)
     tuning = min(TUNING_PROMPTS, max(2, prompts // 2))
     drawn = held(asked, tuning, prompts, options.seed, QUICK_PASSAGES if options.quick else PASSAGES)
-    with (
-        tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder,
-        Session(engine, cache=folder, reuse="approximate", memory_limit="2GB", disk_limit="90%") as session,
-    ):
-        kitchen = Kitchen(session, options)
-        advance(f"compute {len(drawn.donors)} earlier prompts")
-        kitchen.cook(drawn.donors)
+    with Kitchen.opened(engine, options, drawn.donors, advance) as kitchen:
         return _Measure(kitchen, drawn.calibration, drawn.test, advance).fields()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from rekindle.bench.base import BenchOptions
+from rekindle.bench.base import Advance, BenchOptions
 from rekindle.bench.chunk_prompts import ChunkPrompt
 from rekindle.core.chunk import Outline
 from rekindle.core.reply import Reuse
@@ -140,6 +142,21 @@ class Kitchen:
         self.session, self.engine = session, session.engine
         self.options = options
         self._chunks: dict[Mode, Chunks] = {}
+
+    @classmethod
+    @contextmanager
+    def opened(
+        cls, engine: Engine, options: BenchOptions, donors: Sequence[ChunkPrompt], advance: Advance
+    ) -> Iterator[Kitchen]:
+        """One in a folder of its own, where these donors were computed."""
+        with (
+            tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder,
+            Session(engine, cache=folder, reuse="approximate", memory_limit="2GB", disk_limit="90%") as session,
+        ):
+            kitchen = cls(session, options)
+            advance(f"compute {len(donors)} earlier prompts")
+            kitchen.cook(donors)
+            yield kitchen
 
     def cook(self, donors: Sequence[ChunkPrompt]) -> None:
         """Compute the donors, each exactly, and keep them."""

@@ -12,7 +12,7 @@ order, whatever else does. Only the keys of nodes decide what is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 from rekindle.core.chunk import ChunkDigest, ChunkScores, Variant
@@ -69,12 +69,9 @@ def fix_overhead(variant: Variant, before: Sequence[ChunkDigest], alpha: float =
     return alpha * context_impact(variant.scores, len(variant.span)) * (1.0 - kept)
 
 
-def best_variant(variants: Iterable[Variant], before: Sequence[ChunkDigest], alpha: float = 1.0) -> Variant | None:
-    """The variant with the lowest overhead after `before`; of equals that with the least drift, then the first.
-
-    None if there are no variants.
-    """
-    return min(variants, key=lambda variant: (fix_overhead(variant, before, alpha), variant.drift), default=None)
+def preference(variant: Variant, before: Sequence[ChunkDigest]) -> tuple[float, float]:
+    """Of several variants the one with the least of this is taken: overhead after `before`, then drift."""
+    return fix_overhead(variant, before), variant.drift
 
 
 def set_cache(

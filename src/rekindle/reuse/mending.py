@@ -135,7 +135,7 @@ def pick(
     picked = []
     for number, span in enumerate(outline.chunks, start=1):
         digest, before = digests[number], digests[:number]
-        known = min(found.get(digest, ()), key=lambda one: _fit(one.variant, before), default=None)
+        known = min(found.get(digest, ()), key=lambda one: craft.preference(one.variant, before), default=None)
         if known is None:
             picked.append(Picked(span, digest))
             continue
@@ -148,10 +148,6 @@ def pick(
         )
         picked.append(Picked(span, digest, known, *scores))
     return tuple(picked)
-
-
-def _fit(variant: Variant, before: Sequence[ChunkDigest]) -> tuple[float, float]:
-    return craft.fix_overhead(variant, before), variant.drift
 
 
 def plan_mending(
