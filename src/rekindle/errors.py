@@ -9,7 +9,9 @@ RekindleError
 |   |-- OutOfMemory         the device's memory is too small for it
 |   |-- NotAModel           the files are there, but are something else
 |   |-- BrokenModel         it is a model, but damaged or incomplete
-|   `-- UnsupportedModel    a sound model of a kind this engine cannot drive
+|   |-- UnsupportedModel    a sound model of a kind this engine cannot drive
+|   |-- AdapterNotFound     no adapter of that name is loaded
+|   `-- AdapterRefused      a LoRA adapter that cannot be read, or not be put on this model
 |-- CacheError              the cache cannot be used, or what was asked of it
 |   |-- CacheUnusable       the folder or its catalog cannot be opened
 |   |-- KvLost              KV that was found could not be read: compute it instead
@@ -77,6 +79,14 @@ class BrokenModel(ModelError):
 
 class UnsupportedModel(ModelError):
     """A sound model of a kind that this engine cannot drive."""
+
+
+class AdapterNotFound(ModelError):
+    """No adapter of that name is loaded, nor known to this machine."""
+
+
+class AdapterRefused(ModelError):
+    """A LoRA adapter that is damaged, of a kind that is not supported, or made for another model."""
 
 
 class CacheError(RekindleError):

@@ -104,8 +104,15 @@ class Settings:
     disk_limit: str = _setting(
         "10%", "How much the cache takes on disk: bytes, 20GB, or 10% of what is free or already the cache's."
     )
-    policy: str = _setting("weighted-lru", "What goes first when room is needed: weighted-lru, lru, lfu.")
+    policy: str = _setting(
+        "utility",
+        "What goes first when room is needed: utility (by what reuse saves, how likely it is, and the state of the "
+        "apps that ask; while no app is known, as weighted-lru), weighted-lru, lru, lfu, mobilora (as published).",
+    )
     ttl: str | None = _setting(None, "KV older than this is not served: 90s, 30m, 12h, 7d; none: of any age.")
+    killed_ttl: str | None = _setting(
+        "60s", "What only apps used that were killed goes after so long; none: when room is needed."
+    )
     admission: Literal["always", "second-use"] = _setting(
         "always", "What is kept: always (everything), second-use (only what was met before)."
     )
@@ -114,6 +121,11 @@ class Settings:
     )
     key_file: str | None = _setting(
         None, "A file with 16 to 64 secret bytes: digests are keyed, and KV that others wrote is never served."
+    )
+    adapter: str | None = _setting(
+        None,
+        "The LoRA adapter that the model answers with: a name known from `rekindle adapters`, NAME=PATH, or "
+        "NAME=PATH,scale=0.5; none: the model alone.",
     )
     tenant: str = _setting("local", "Whose KV it is: tenants never share any.")
     cache_salt: str = _setting("", "KV is shared only where this text is the same.")
@@ -159,11 +171,13 @@ class CacheSettings(TypedDict, total=False):
     disk_limit: str | int | None
     policy: str | None
     ttl: str | int | None
+    killed_ttl: str | int | None
     admission: Literal["always", "second-use"] | None
     write_budget: str | int | None
     key_file: str | os.PathLike[str] | None
     tenant: str | None
     cache_salt: str | None
+    adapter: str | None
 
 
 class SettingsLike(CacheSettings, total=False):
@@ -271,6 +285,7 @@ _AMOUNTS = {  # a plain number stands for its text
     "disk_limit": "a size (20GB, 10%)",
     "write_budget": "a size (10GB)",
     "ttl": "a time (12h, 7d)",
+    "killed_ttl": "a time (30s, 5m)",
     "keep_alive": "a time (30s, 5m)",
 }
 

@@ -90,7 +90,7 @@ def follow(name: str) -> None:
     import numpy as np
 
     from rekindle.engine.constrain import Constrainer
-    from rekindle.engine.fake import ByteTokenizer
+    from rekindle.engine.fake_tokenizer import ByteTokenizer
     from rekindle.errors import InvalidGrammar
 
     constrainer, random = Constrainer(ByteTokenizer()), np.random.default_rng(0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rekindle.core.request import Message
 from rekindle.core.tools import Tool, ToolCall
 from rekindle.engine.calls import ToolHabits
-from rekindle.engine.fake import ByteTokenizer
+from rekindle.engine.fake_tokenizer import ByteTokenizer
 from rekindle.engine.template import renderer
 from rekindle.engine.tokenizer import TextTokenizer
 from rekindle.errors import InvalidPrompt

@@ -121,9 +121,9 @@ def test_what_cannot_be_replayed_is_not() -> None:
     def lane(row: Row, longest: int = 512) -> object:
         return replayable(check_rows([row], layers=4, vocabulary_size=320)[0], longest)
 
-    assert lane(Row.following(sequence, [5])) == (sequence.buffers, 1)
-    assert lane(Row.following(sequence, [5] * 9)) == (sequence.buffers, 16)
-    assert lane(Row.following(sequence, [5] * 64)) == (sequence.buffers, 64)
+    assert lane(Row.following(sequence, [5])) == (sequence.buffers, 1, None)
+    assert lane(Row.following(sequence, [5] * 9)) == (sequence.buffers, 16, None)
+    assert lane(Row.following(sequence, [5] * 64)) == (sequence.buffers, 64, None)
     assert lane(Row.following(sequence, [5] * 65)) is None
     assert lane(Row.following(sequence, [5] * 9, logits="all")) is None
     assert lane(Row(sequence, [5], [7])) is None, "recomputing inside what is there"

@@ -250,7 +250,7 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("policy", ["weighted-lru", "lru", "lfu"])
+@pytest.mark.parametrize("policy", ["utility", "weighted-lru", "lru", "lfu", "mobilora"])
 def test_limits_hold_and_numbers_are_right_whatever_the_clock_does(tmp_path: Path, policy: str) -> None:
     clock, chance = Clock(1e9), random.Random(3)
     settings = StoreSettings(disk_limit=SMALL_LIMIT, memory_limit=0, policy=policy, ttl_seconds=5000)

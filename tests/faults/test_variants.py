@@ -294,7 +294,9 @@ def test_a_store_in_trouble_knows_nothing_and_raises_nothing_but_kv_lost(sound: 
 def test_a_catalog_of_version_2_is_migrated_and_then_lists_variants(sound: Path) -> None:
     folder = copy(sound, "older")
     with closing(sqlite3.connect(folder / CATALOG)) as connection, connection:
-        connection.execute("DROP TABLE variants")
+        connection.execute("DROP TRIGGER extents_unused")
+        for table in ("variants", "users", "apps"):
+            connection.execute(f"DROP TABLE {table}")
         connection.execute("PRAGMA user_version=2")
     with TieredStore(folder, NO_MEMORY) as store:
         assert load(store, PROMPT) == len(PROMPT)

@@ -10,10 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rekindle.core.app import APP_STATES, AppState, Asker
 from rekindle.core.keys import BLOCK_TOKENS, Namespace, Shelf
 from rekindle.core.kv import Span
 from rekindle.core.size import human_bytes, parse_limit
+from rekindle.store import app_rows
 from rekindle.store.check import check
+from rekindle.store.policy import POLICIES
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.kvs import SHELF, SMALL, keep, load
@@ -47,14 +50,16 @@ class StoreMachine(RuleBasedStateMachine):
         self.limit = 0
         self.now = 1_000_000.0
 
-    @initialize(memory=st.sampled_from([0, 20_000, 10_000_000]))
-    def open(self, memory: int) -> None:
+    @initialize(memory=st.sampled_from([0, 20_000, 10_000_000]), policy=st.sampled_from(list(POLICIES)))
+    def open(self, memory: int, policy: str) -> None:
         self.limit = 50_000_000
         self.memory = memory
+        self.policy = policy
         self.store = self._open()
 
     def _open(self) -> TieredStore:
-        return TieredStore(self.folder / "cache", StoreSettings(disk_limit=self.limit, memory_limit=self.memory))
+        settings = StoreSettings(disk_limit=self.limit, memory_limit=self.memory, policy=self.policy)
+        return TieredStore(self.folder / "cache", settings)
 
     def _prompt(self, data: st.DataObject, shelf: Shelf) -> list[int]:
         """A prompt that begins like an older one, for some tokens."""
@@ -70,10 +75,12 @@ class StoreMachine(RuleBasedStateMachine):
     def _known(self, shelf: Shelf, tokens: list[int], among: dict[Shelf, list[list[int]]]) -> int:
         return max((common(tokens, other) for other in among[shelf]), default=0)
 
-    @rule(data=st.data(), shelf=st.sampled_from([SHELF, OTHER]))
-    def keep(self, data: st.DataObject, shelf: Shelf) -> None:
+    @rule(data=st.data(), shelf=st.sampled_from([SHELF, OTHER]), app=st.sampled_from([None, "mail", "notes"]))
+    def keep(self, data: st.DataObject, shelf: Shelf, app: str | None) -> None:
         tokens = self._prompt(data, shelf)
-        outcome = keep(self.store, tokens, shelf).outcome
+        asker = None if app is None else Asker(shelf.namespace.tenant, app)
+        outcome = keep(self.store, tokens, shelf, asker).outcome
+        self.store.asked(shelf, tokens, asker)
         assert outcome in ("kept", "known")
         if tokens:
             self.kept[shelf].append(tokens)
@@ -89,6 +96,11 @@ class StoreMachine(RuleBasedStateMachine):
         whole = found // BLOCK_TOKENS * BLOCK_TOKENS
         assert gap == (None if found == len(tokens) else Span(whole, len(tokens)))
         self.store.used(self.store.lookup(shelf, tokens), saved_ms=2.0)
+
+    @rule(app=st.sampled_from(["mail", "notes"]), state=st.sampled_from(APP_STATES))
+    def say_of_an_app(self, app: str, state: AppState) -> None:
+        with self.store.disk.database.writing() as connection:
+            app_rows.set_state(connection, "local", app, state, self.store.disk.clock(), self.store.disk.room.allows)
 
     @rule()
     def tend(self) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
 
 from rekindle.engine.base import Tokenizer
-from rekindle.engine.fake import ByteTokenizer
+from rekindle.engine.fake_tokenizer import ByteTokenizer
 from rekindle.run.text import Detokenizer, StopWatch
 from tests.engine.test_tokenizer import sentencepiece_like
 from tests.tiny import byte_tokenizer

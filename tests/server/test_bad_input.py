@@ -146,6 +146,8 @@ BASE: dict[str, dict[str, Any]] = {
     CHAT: {**GOOD, "max_tokens": 0},
     "/v1/completions": {"prompt": "hello", "max_tokens": 0},
     "/v1/embeddings": {"input": "hello"},
+    "/v1/load_lora_adapter": {"lora_name": "writer", "lora_path": "."},
+    "/v1/unload_lora_adapter": {"lora_name": "writer"},
     "/tokenize": {"content": "hello"},
     "/detokenize": {"tokens": [104]},
     f"{OWN}/ask": {"question": "hello", "max_tokens": 0},

@@ -60,8 +60,8 @@ class Counted:
         self._open = engine.open
         engine.open = self._counting  # type: ignore[method-assign]
 
-    def _counting(self, capacity: int, regime: str) -> EngineSequence:
-        sequence: Any = self._open(capacity, regime)
+    def _counting(self, capacity: int, regime: str, adapter: str | None = None) -> EngineSequence:
+        sequence: Any = self._open(capacity, regime, adapter)
         close = sequence.close
         with self._lock:
             self.opened += 1

@@ -13,7 +13,7 @@ from rekindle.errors import InvalidSetting
 from rekindle.store.catalog import Tail
 from rekindle.store.check import check
 from rekindle.store.disk import Machine
-from rekindle.store.evict import POLICIES, rank
+from rekindle.store.policy import POLICIES, WEIGHTED_LRU, Scene, rank
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.kvs import SHELF, keep, load, make_kv
@@ -46,7 +46,7 @@ def known(store: TieredStore, count: int) -> list[int]:
     return [n for n in range(count) if store.lookup(SHELF, prompt(n)).length == 640]
 
 
-@pytest.mark.parametrize("policy", ["weighted-lru", "lru"])
+@pytest.mark.parametrize("policy", ["utility", "weighted-lru", "lru", "mobilora"])
 def test_what_was_not_used_for_longest_goes_first(tmp_path: Path, clock: Clock, policy: str) -> None:
     settings = StoreSettings(disk_limit="50MB", memory_limit=0, policy=policy)
     with TieredStore(tmp_path / "c", settings, Machine(clock=clock)) as store:
@@ -79,19 +79,18 @@ def test_lfu_keeps_what_is_used_often_and_lru_what_was_used_last(tmp_path: Path,
 
 
 def test_weighted_lru_falls_with_age_and_rises_with_hits() -> None:
-    policy = POLICIES["weighted-lru"]
     young, old, busy = (
-        policy.worth(1, 0.0, most_hits=10),
-        policy.worth(1, 86_400.0, most_hits=10),
-        policy.worth(10, 86_400.0, most_hits=10),
+        WEIGHTED_LRU.score(1, 0.0, most_hits=10),
+        WEIGHTED_LRU.score(1, 86_400.0, most_hits=10),
+        WEIGHTED_LRU.score(10, 86_400.0, most_hits=10),
     )
     assert old < young < busy
-    assert policy.worth(1, -500.0, most_hits=10) == young  # a clock that went back
+    assert WEIGHTED_LRU.score(1, -500.0, most_hits=10) == young  # a clock that went back
 
 
 def test_ranking_needs_no_more_than_it_gives() -> None:
     tails = (Tail(extent=n, live=1, blocks=1, size_bytes=1, hits=0, used=float(n)) for n in range(100_000, 0, -1))
-    assert [tail.extent for tail in rank(tails, POLICIES["lru"], 0.0, 0, 3)] == [1, 2, 3]
+    assert [tail.extent for tail in rank(tails, POLICIES["lru"], Scene(0.0), 3)] == [1, 2, 3]
 
 
 def test_tails_go_before_heads(tmp_path: Path) -> None:

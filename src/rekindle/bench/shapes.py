@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rekindle.core.identity import digest_of_fields
 from rekindle.engine.checkpoint import Fingerprint
 from rekindle.engine.device import place
-from rekindle.engine.fake import ByteTokenizer
+from rekindle.engine.fake_tokenizer import ByteTokenizer
 from rekindle.engine.hf import HfEngine
 from rekindle.errors import InvalidSetting
 

@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rekindle.bench.synthetic import SHELF, keep, load
+from rekindle.core.app import APP_STATES, Asker
 from rekindle.errors import KvLost
+from rekindle.store import app_rows
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 
 PROMPTS = 400
+APPS = 5
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,12 @@ def prompt(number: int) -> list[int]:
 def work(folder: Path, limit_bytes: int, rng: random.Random, seconds: float) -> dict[str, int]:
     """Keep, load, evict and reopen for so long; raises `AssertionError` if a number is wrong."""
     done = {"kept": 0, "known": 0, "refused": 0, "failed": 0, "tokens": 0, "lost": 0}
-    settings = StoreSettings(disk_limit=limit_bytes, memory_limit=rng.choice([0, 200_000]))
+    settings = StoreSettings(
+        disk_limit=limit_bytes,
+        memory_limit=rng.choice([0, 200_000]),
+        policy=rng.choice(["utility", "mobilora"]),
+        killed_ttl_seconds=0.1,
+    )
     stop = time.monotonic() + seconds
     while time.monotonic() < stop:
         with TieredStore(folder, settings) as store:
@@ -54,15 +62,25 @@ def work(folder: Path, limit_bytes: int, rng: random.Random, seconds: float) -> 
                     done["tokens"] += load(store, tokens)
                 except KvLost:
                     done["lost"] += 1  # evicted by the other process between lookup and load
-                done[keep(store, tokens).outcome] += 1
+                app = rng.choice([None, Asker("local", f"app-{rng.randrange(APPS)}")])
+                done[keep(store, tokens, app=app).outcome] += 1
+                store.asked(SHELF, tokens, app)
                 store.used(store.lookup(SHELF, tokens), saved_ms=1.0)
                 if rng.random() < 0.05:
                     store.tend()
                 if rng.random() < 0.02:
                     store.disk.room.prune(limit_bytes // 2)
+                if rng.random() < 0.05:
+                    _say(store, f"app-{rng.randrange(APPS)}", rng)
             if store.counts.quarantined:
                 raise AssertionError(f"something was damaged: {store.counts}")
     return done
+
+
+def _say(store: TieredStore, app: str, rng: random.Random) -> None:
+    with store.disk.database.writing() as connection:
+        allows = store.disk.room.allows
+        app_rows.set_state(connection, "local", app, rng.choice(APP_STATES), store.disk.clock(), allows)
 
 
 def storm(folder: Path, limit_bytes: int, seconds: float, processes: int = 2) -> Storm:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rekindle.core.app import Asker
 from rekindle.core.keys import Namespace, Shelf
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.store.tiered import Kept, TieredStore
@@ -36,10 +37,10 @@ def make_kv(tokens: Sequence[int], span: Span, shelf: Shelf = SHELF) -> Kv:
     return Kv(span, shelf.layout, tuple(layers))
 
 
-def keep(store: TieredStore, tokens: Sequence[int], shelf: Shelf = SHELF) -> Kept:
+def keep(store: TieredStore, tokens: Sequence[int], shelf: Shelf = SHELF, app: Asker | None = None) -> Kept:
     """Keep what is missing of a prompt."""
     gap = store.gap(shelf, tokens)
-    return Kept("known") if gap is None else store.keep(shelf, tokens, make_kv(tokens, gap, shelf))
+    return Kept("known") if gap is None else store.keep(shelf, tokens, make_kv(tokens, gap, shelf), app=app)
 
 
 def load(store: TieredStore, tokens: Sequence[int], shelf: Shelf = SHELF) -> int:

@@ -190,7 +190,8 @@ def prune(
 
 @cache.command()
 def clear(yes: Yes = False, folder: Folder = None, key_file: KeyFile = None) -> None:
-    """Remove everything, pinned entries and what is remembered of requests too."""
+    """Remove everything, pinned entries and what is remembered of requests and apps too."""
+    from rekindle.store import app_rows
     from rekindle.store.history import forget_all
 
     with opened(folder, key_file, write=True) as store:
@@ -199,6 +200,8 @@ def clear(yes: Yes = False, folder: Folder = None, key_file: KeyFile = None) -> 
             typer.confirm(f"Remove all {len(rows)} entries of {store.folder}?", abort=True)
         store.remove(rows)
         forget_all(store)
+        with store.database.writing() as connection:
+            app_rows.forget_all(connection)
         store.collect()
     typer.echo(f"{len(rows)} removed")
 
@@ -279,7 +282,9 @@ def import_entries(
 
 
 @contextmanager
-def opened(folder: Path | None, key_file: Path | None, *, write: bool = False) -> Iterator[DiskStore]:
+def opened(
+    folder: Path | None, key_file: Path | None, *, write: bool = False, limit: str = "100%"
+) -> Iterator[DiskStore]:
     """The cache of a folder that exists: looking at one must not make it."""
     from rekindle.store.disk import CATALOG, DiskStore
     from rekindle.store.settings import StoreSettings
@@ -288,7 +293,7 @@ def opened(folder: Path | None, key_file: Path | None, *, write: bool = False) -
     if not (place / CATALOG).is_file():
         raise CacheUnusable(f"There is no cache in {place}. Ask something first, or name another folder.")
     # Whoever runs the cache knows its limit; looking at it here must not evict anything.
-    store = DiskStore(place, StoreSettings(disk_limit="100%", key=_key(key_file)))
+    store = DiskStore(place, StoreSettings(disk_limit=limit, killed_ttl_seconds=None, key=_key(key_file)))
     try:
         if write and store.database.read_only:
             raise CacheUnusable(f"{place} can only be read.")

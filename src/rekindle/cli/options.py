@@ -65,6 +65,7 @@ def loading_options(
     mend_budget: Annotated[float | None, typer.Option(help=doc_of("mend_budget"))] = None,
     memory_limit: Annotated[str | None, typer.Option(help=doc_of("memory_limit"))] = None,
     disk_limit: Annotated[str | None, typer.Option(help=doc_of("disk_limit"))] = None,
+    adapter: Annotated[str | None, typer.Option(help=doc_of("adapter"))] = None,
     tenant: Annotated[str | None, typer.Option(help=doc_of("tenant"))] = None,
     cache_salt: Annotated[str | None, typer.Option(help=doc_of("cache_salt"))] = None,
     deterministic: Annotated[

@@ -19,7 +19,7 @@ _DEFAULT_PORT = 8377
 
 
 @app.command()
-@takes(loading=loading_options)
+@takes(without={"adapter"}, loading=loading_options)
 def serve(
     model: Model,
     loading: dict[str, Any],
@@ -41,6 +41,15 @@ def serve(
     ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Let web pages of this origin read replies. Several times.")
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            "--lora-modules",
+            help="Serve this LoRA adapter as a model too: NAME=PATH, NAME=PATH,scale=0.5, or a name known from "
+            "`rekindle adapters`. Several times.",
+        ),
     ] = None,
     parallel: Annotated[int | None, typer.Option(help=doc_of("parallel"))] = None,
     queue: Annotated[int, typer.Option(help="How many requests may wait; more are refused with 429.")] = 64,
@@ -78,6 +87,9 @@ def serve(
         loading["parallel"] = DEFAULT_PARALLEL
     with progress(model) as report:
         session = Session(model, **loading, progress=report)
+    for text in adapter or ():
+        if session.adapters.load_text(text).name == session.engine.name:
+            raise InvalidSetting(f"--adapter {text}: that is the name of the model itself. Use another.")
     server = Server(session, settings)
     notes.print(f"{session.engine.name} at {server.url}/v1 ({server.url}/docs tells more)", soft_wrap=True)
     server.run()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
 
+from rekindle.core.app import AppState, Asker
 from rekindle.core.document import Quote
 from rekindle.core.tools import Tool, ToolChoice, parse_tools
 from rekindle.errors import InvalidPrompt, InvalidSampling, InvalidSetting, nearest
@@ -105,8 +107,11 @@ class ReplyOptions(TypedDict, total=False):
     parallel_tool_calls: bool
     documents: Sequence[str | Mapping[str, Any] | Quote]
     reuse: ReuseLevel | None
+    adapter: str | None
     tenant: str | None
     cache_salt: str | None
+    app: str | None
+    app_state: AppState | None
 
 
 class Options(ReplyOptions, total=False):
@@ -122,7 +127,9 @@ class Request:
     Before `min_tokens` the model cannot end its reply; at `max_tokens` it is cut off. With `logprobs` the reply tells
     how likely its tokens were, and so many others in their place. `grammar` is what the reply must obey; `tools` are
     what it may call. `quotes` are passages that a chat is about: they stand in front of what the user first says, as
-    many as fit. `reuse`, `tenant` and `cache_salt` are the session's unless they are given.
+    many as fit. `adapter` names a LoRA that the model answers with, "" none. It, `reuse`, `tenant` and `cache_salt` are
+    the session's unless they are given. `app` is the name of who asks, `app_state` whether somebody looks at it:
+    "foreground" or "background". `begun` is when this was made: a session makes its own when it begins to answer.
     """
 
     prompt: str | tuple[int, ...] | tuple[Message, ...]
@@ -138,8 +145,12 @@ class Request:
     parallel_tool_calls: bool = True
     quotes: tuple[Quote, ...] = ()
     reuse: ReuseLevel | None = None
+    adapter: str | None = None
     tenant: str | None = None
     cache_salt: str | None = None
+    app: str | None = None
+    app_state: AppState | None = None
+    begun: float = field(default_factory=time.time, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_whole("max_tokens", self.max_tokens, low=0, hint="0 only reads the prompt")
@@ -158,6 +169,14 @@ class Request:
             raise InvalidSetting(f"overflow={self.overflow!r} is unknown. Use 'refuse' or 'drop-oldest'.")
         if self.reuse is not None and self.reuse not in get_args(ReuseLevel):
             raise InvalidSetting(f"reuse={self.reuse!r} is unknown. Use 'exact', 'approximate' or 'off'.")
+
+        self.asker("")
+        if self.app is None and self.app_state is not None:
+            raise InvalidSetting("app_state says something of an app: give its name too, as app='...'.")
+
+    def asker(self, tenant: str) -> Asker | None:
+        """The app that asks, of that tenant; None if it gave no name."""
+        return None if self.app is None else Asker(tenant, self.app, self.app_state, self.begun)
 
     @classmethod
     def of(cls, prompt: PromptLike, **options: Unpack[Options]) -> Request:

@@ -21,11 +21,12 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle.core.adapter import Lora
 from rekindle.core.identity import Identity
 from rekindle.core.kv import Held, Kv, KvLayout, LayerKv, Span
 from rekindle.core.request import Message, Sampling
 from rekindle.core.tools import Tool
-from rekindle.engine.watch import Gaze, Positions, Probe, Selector
+from rekindle.engine.watch import Gaze, Positions, Probe, Selector, Spread
 from rekindle.errors import StepRefused
 
 Logits = NDArray[np.float32]  # [tokens, vocabulary]
@@ -48,6 +49,7 @@ class Capabilities:
                   only the tokens that lead to it can. none: not at all
     selects       rows can be chosen between layers
     probes        attention and deviation can be read, by probes and gazes
+    adapters      LoRA adapters can be put on, several at a time; rows of different ones share a step
     crowded       all sequences share one buffer: each that is open, in use or not, makes every step slower
     """
 
@@ -57,6 +59,7 @@ class Capabilities:
     probes: bool
     crowded: bool = False
     opaque: str | None = None
+    adapters: bool = False
 
     @property
     def spans(self) -> bool:
@@ -240,6 +243,7 @@ class Row:
     selector: Selector | None = None
     probe: Probe | None = None
     gaze: Gaze | None = None
+    spread: Spread | None = None
     until: int | None = None
     replay: bool = True
     prefill: bool = False
@@ -362,8 +366,20 @@ class Engine(Protocol):
     def identity(self, regime: str) -> Identity:
         """What makes its KV interchangeable with another's. The first call may read all weights."""
 
-    def open(self, capacity: int, regime: str) -> EngineSequence:
-        """An empty sequence with room for `capacity` tokens. Raises `OutOfMemory`."""
+    def load_adapter(self, lora: Lora) -> int:
+        """Put an adapter on, beside those that are; how many first layers have the same KV without it.
+
+        Raises `AdapterRefused` if it does not fit this model, or the engine takes none; then nothing has changed.
+        """
+
+    def unload_adapter(self, digest: str) -> None:
+        """Take it off. Its sequences can be exported still, but not computed further."""
+
+    def open(self, capacity: int, regime: str, adapter: str | None = None) -> EngineSequence:
+        """An empty sequence with room for `capacity` tokens, to be computed with the adapter of that digest.
+
+        Raises `OutOfMemory`.
+        """
 
     def sampler(self, sampling: Sampling, context: Sequence[int]) -> TokenSampler:
         """What draws the tokens of a reply to the prompt `context`, which a repetition penalty counts too."""

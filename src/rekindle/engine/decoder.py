@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from rekindle.core.kv import KvLayout, KvType, LayerShape
 from rekindle.engine.attention import Scores
 from rekindle.engine.layers import LayerLoop, StepPass
+from rekindle.engine.lora import Adapters, Portions
 from rekindle.engine.rope import Rope
 from rekindle.engine.turn import SURVEY_SHIFT, Turner
 from rekindle.errors import UnsupportedModel
@@ -130,6 +131,7 @@ class Decoder:
         if layers is None:
             raise self._unsupported("its layers were not found")
         self._stage = _Stage()
+        linears = {name: module for name, module in self._twin.named_modules() if isinstance(module, nn.Linear)}
         survey = self._survey(self._twin, len(getattr(base, layers)))
         self.device = model.device
         self.layout = KvLayout(self._kv_type(survey), tuple(survey.shapes[i] for i in sorted(survey.shapes)))
@@ -141,6 +143,7 @@ class Decoder:
         if hasattr(base, "rotary_emb"):
             base.rotary_emb = _NoRotation()  # the loop makes its own, per regime
         self._stage.loop = self._loop
+        self.adapters = Adapters(linears, self._portions)
         self.recordable = bool(getattr(model, "_can_compile_fullgraph", False))  # no layer waits for the device
         self.scores = tuple(survey.scores[i] for i in sorted(survey.scores))
 
@@ -154,6 +157,10 @@ class Decoder:
             self._loop.current = None
         logits: Tensor = output.logits[0]
         return logits
+
+    def _portions(self) -> Portions:
+        assert self._loop.current is not None
+        return self._loop.current.portions
 
     def _refuse_by_config(self, model: PreTrainedModel) -> None:
         if getattr(model.config, "is_encoder_decoder", False):

@@ -8,85 +8,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle.core.adapter import Lora
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
-from rekindle.core.request import Message, Sampling
-from rekindle.core.tools import Tool
-from rekindle.engine.base import Capabilities, KvFeed, Logits, MovedFeed, Quoting, Row, SpansOnly, Written
-from rekindle.engine.calls import ToolHabits, in_words
+from rekindle.core.request import Sampling
+from rekindle.engine.base import Capabilities, KvFeed, Logits, MovedFeed, Row, SpansOnly
+from rekindle.engine.fake_tokenizer import VOCABULARY, ByteTokenizer
 from rekindle.engine.rows import CheckedRow, check_rows
 from rekindle.engine.sample import Sampler
-from rekindle.engine.watch import Gaze, Positions, Reading
-from rekindle.errors import Cancelled, Closed, InvalidPrompt, StepRefused
+from rekindle.engine.watch import Gaze, Positions, Reading, Spread
+from rekindle.errors import AdapterRefused, Cancelled, Closed, StepRefused
 
 Array = NDArray[np.float32]
 
 _LAYERS, _HEADS, _KV_HEADS, _DIM = 3, 4, 2, 8
 _HIDDEN = _HEADS * _DIM
-_END, _START = 256, 257
-_VOCABULARY = 258
 _REGIME = "plain"
-
-
-class ByteTokenizer:
-    """One token a byte, and two control tokens that no text can spell."""
-
-    stop_ids = frozenset({_END})
-    vocabulary_size = _VOCABULARY
-    template = ""
-
-    def encode(self, text: str) -> list[int]:
-        """The text's UTF-8 bytes."""
-        return list(text.encode("utf-8"))
-
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        written: Written | None = None,  # noqa: ARG002
-        *,
-        tools: Sequence[Tool] = (),
-    ) -> list[int]:
-        """Each message between a start and an end, then the start of the reply. A text has one spelling only.
-
-        Tools are put into words.
-        """
-        chat = [ToolHabits.of(self.template).prepare(m.as_template_input()) for m in messages]
-        if tools or any(m.get("tool_calls") for m in chat):
-            chat = in_words(chat, [tool.as_template_input() for tool in tools])
-        turns = [[_START, *self.encode(f"{m['role']}\n{m['content']}"), _END] for m in chat]
-        return [token for turn in turns for token in turn] + [_START, *self.encode("assistant\n")]
-
-    def encode_quoting(
-        self, messages: Sequence[Message], quotes: Sequence[str], *, tools: Sequence[Tool] = ()
-    ) -> Quoting:
-        """The same, with quotes in front of what the user first says."""
-        place = next((at for at, message in enumerate(messages) if message.role == "user"), None)
-        if place is None:
-            raise InvalidPrompt("There is no user message that passages could be quoted for. Add one.")
-        whole = self.encode_chat(messages, tools=tools)
-        rest = self.encode_chat(messages[place:], tools=())
-        at = len(whole) - len(rest) + 1 + len(self.encode("user\n"))
-        return Quoting(whole[:at], [self.encode(text) for text in quotes], whole[at:])
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the bytes; a cut-off character becomes U+FFFD."""
-        return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
-
-    def spell(self, tokens: Sequence[int]) -> str:
-        """The same, with the two control tokens spelled out."""
-        names = {_START: "<start>", _END: "<end>"}
-        runs = groupby(tokens, key=lambda token: token in names)
-        return "".join("".join(names[t] for t in run) if control else self.decode(list(run)) for control, run in runs)
-
-    def pieces(self) -> list[bytes]:
-        """The bytes themselves; none for the two control tokens."""
-        return [bytes([token]) if token < 256 else b"" for token in range(_VOCABULARY)]
 
 
 class FakeSequence(SpansOnly):
@@ -94,8 +36,9 @@ class FakeSequence(SpansOnly):
 
     regime = _REGIME
 
-    def __init__(self, engine: FakeEngine, capacity: int) -> None:
+    def __init__(self, engine: FakeEngine, capacity: int, adapter: str | None = None) -> None:
         self.engine = engine
+        self.adapter = adapter
         self.layout = engine.layout
         self.capacity = capacity
         self._length = 0
@@ -154,7 +97,7 @@ class FakeSequence(SpansOnly):
 class FakeEngine:
     """The engine. `seed` makes another model, `context_tokens` another context."""
 
-    capabilities = Capabilities(layer_feeds=True, mends="scattered", selects=True, probes=True)
+    capabilities = Capabilities(layer_feeds=True, mends="scattered", selects=True, probes=True, adapters=True)
     device = "cpu"
     arithmetic = "numpy"
     prefill_tokens = 256
@@ -165,6 +108,7 @@ class FakeEngine:
         self.context_tokens = context_tokens
         self.layout = KvLayout("float32", (LayerShape(_KV_HEADS, _DIM, _DIM),) * _LAYERS)
         self._weights = _make_weights(seed)
+        self._adapted: dict[str, dict[str, Array]] = {}  # the weights with each adapter
         self._seed = seed
         self._lock = threading.Lock()
         self._closed = False
@@ -179,12 +123,27 @@ class FakeEngine:
         tokenizer = digest_of_fields("bytes")
         return Identity(digest, digest, tokenizer, tokenizer, self.layout.dtype, regime)
 
-    def open(self, capacity: int, regime: str) -> FakeSequence:
+    def load_adapter(self, lora: Lora) -> int:
+        """Put an adapter on: its layers are called `layers.0.q` and so on."""
+        changed = dict(self._weights)
+        for name, pair in lora.pairs.items():
+            weights = self._weights.get(name.removeprefix("layers."))  # [outputs, inputs]
+            if weights is None or weights.shape != (pair.up.shape[0], pair.down.shape[1]):
+                raise AdapterRefused(f"The adapter changes {name}, which this model does not have in that shape.")
+            changed[name.removeprefix("layers.")] = weights + np.float32(pair.scale) * (pair.up @ pair.down)
+        self._adapted[lora.digest] = changed
+        return min(int(name.split(".")[1]) for name in lora.pairs)
+
+    def unload_adapter(self, digest: str) -> None:
+        """Take it off."""
+        self._adapted.pop(digest, None)
+
+    def open(self, capacity: int, regime: str, adapter: str | None = None) -> FakeSequence:
         """An empty sequence with room for `capacity` tokens."""
         if regime != _REGIME:
             raise StepRefused(f"The regime {regime!r} is unknown. Ask `regime(tokens)`.")
         self.check_capacity(capacity)
-        return FakeSequence(self, capacity)
+        return FakeSequence(self, capacity, adapter)
 
     def check_capacity(self, capacity: int) -> None:
         """Raises `StepRefused` for a capacity beyond the context."""
@@ -196,7 +155,7 @@ class FakeEngine:
         with self._lock:
             if self._closed:
                 raise Closed("The engine was closed. Make a new one.")
-            checked = check_rows(rows, layers=_LAYERS, vocabulary_size=_VOCABULARY, turns=True)
+            checked = check_rows(rows, layers=_LAYERS, vocabulary_size=VOCABULARY, turns=True)
             for row in checked:
                 self._own(row)
             finished = False
@@ -220,10 +179,16 @@ class FakeEngine:
         sequence = row.row.sequence
         if not isinstance(sequence, FakeSequence) or sequence.engine is not self:
             raise StepRefused("A row holds a sequence of another engine.")
+        if sequence.adapter is not None and sequence.adapter not in self._adapted:
+            raise StepRefused("The adapter of a sequence is not loaded. Load it before it is used.")
         return sequence
 
+    def _weights_of(self, sequence: FakeSequence) -> dict[str, Array]:
+        return self._weights if sequence.adapter is None else self._adapted[sequence.adapter]
+
     def _run(self, row: CheckedRow, cancelled: Callable[[], bool] | None) -> Logits:
-        weights, sequence, positions = self._weights, self._own(row), row.positions
+        sequence, positions = self._own(row), row.positions
+        weights = self._weights_of(sequence)
         hidden = weights["embed"][row.tokens]  # [tokens, hidden]
         seen: list[Array] = []
         for layer in range(_LAYERS):
@@ -241,7 +206,7 @@ class FakeEngine:
         if row.row.gaze is not None:
             row.row.gaze.report(np.mean(seen, axis=0))
         if row.row.logits == "none":
-            return np.zeros((0, _VOCABULARY), dtype=np.float32)
+            return np.zeros((0, VOCABULARY), dtype=np.float32)
         wanted = hidden if row.row.logits == "all" else hidden[-1:]
         return _times(_norm(wanted), weights["head"])
 
@@ -255,12 +220,15 @@ class FakeEngine:
         seen: list[Array],
     ) -> Array:
         normed = _norm(hidden)
-        weights = {name: self._weights[f"{layer}.{name}"] for name in ("q", "k", "v", "o", "up", "down")}
+        known = self._weights_of(sequence)
+        weights = {name: known[f"{layer}.{name}"] for name in ("q", "k", "v", "o", "up", "down")}
         queries = _rotate(_heads(_times(normed, weights["q"]), _HEADS), positions)  # [heads, tokens, dim]
         keys = _rotate(_heads(_times(normed, weights["k"]), _KV_HEADS), positions)
         values = _heads(_times(normed, weights["v"]), _KV_HEADS)
         own = sequence.buffer(layer, Span(0, sequence.capacity))
         deviation = _deviation(keys, values, own.keys[:, positions], own.values[:, positions])
+        if row.row.spread is not None:
+            _spread(row.row.spread, positions, (own.keys, keys), (own.values, values))
         own.keys[:, positions], own.values[:, positions] = keys, values
         mixed = np.empty((len(positions), _HIDDEN), dtype=np.float32)
         attention: list[Array] = []
@@ -276,9 +244,19 @@ class FakeEngine:
         return np.asarray(hidden + _times(inner, weights["down"]), dtype=np.float32)
 
 
+def _spread(spread: Spread, positions: Positions, *halves: tuple[Array, Array]) -> None:
+    for span in spread.spans:
+        chosen = np.flatnonzero((positions >= span.start) & (positions < span.stop))
+        rest = np.setdiff1d(np.arange(span.start, span.stop), positions)
+        for old, new in halves:
+            if len(chosen) and len(rest):
+                change = new[:, chosen] - old[:, positions[chosen]]
+                old[:, rest] += np.float32(spread.gain) * change.mean(axis=1, keepdims=True)
+
+
 def _make_weights(seed: int) -> dict[str, Array]:
     random = np.random.default_rng(seed)
-    shapes: dict[str, tuple[int, int]] = {"embed": (_VOCABULARY, _HIDDEN), "head": (_VOCABULARY, _HIDDEN)}
+    shapes: dict[str, tuple[int, int]] = {"embed": (VOCABULARY, _HIDDEN), "head": (VOCABULARY, _HIDDEN)}
     for layer in range(_LAYERS):
         sizes = {"q": _HIDDEN, "k": _KV_HEADS * _DIM, "v": _KV_HEADS * _DIM, "o": _HIDDEN}
         shapes |= {f"{layer}.{name}": (rows, _HIDDEN) for name, rows in sizes.items()}

@@ -5,6 +5,8 @@
 
 Keys that were computed at other positions are turned there and then, by the thread, on the model's own device.
 
+What a CUDA device fetches by itself needs no thread: the step asks for it some layers ahead.
+
 The step stays in charge: cancelling ends its wait at once, however long a read hangs. The thread may then still be
 writing, so the sequences leave their buffers to it and take others.
 """
@@ -25,6 +27,7 @@ from rekindle.engine.turn import Turn, Turner
 from rekindle.errors import Cancelled, KvLost
 
 _LOOK_SECONDS = 0.005  # how often a wait looks whether it was cancelled
+_LAYERS_AHEAD = 8  # what a device fetches by itself is asked for so many layers before it is needed
 
 
 class Filling:
@@ -64,6 +67,9 @@ class Filling:
             self._fetches = {sequence: fetch for sequence, fetch in fetches.items() if fetch is not None}
             # What reads the buffers now must be through before they are written.
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            if len(self._fetches) == len(self._feeds):  # nothing to wait for here, and a thread delays the launches
+                self._thread = None
+                return
         try:
             assert self._thread is not None
             self._thread.start()
@@ -73,8 +79,7 @@ class Filling:
     def wait(self, layer: int, cancelled: Callable[[], bool] | None) -> None:
         """Block until `layer` is there. Raises what its feed raised, or `Cancelled`."""
         if self._thread is None:
-            self._fill(layer)
-            self._filled = layer + 1
+            self._fill_until(layer + 1)
         with self._changed:
             while self._filled <= layer and self._error is None:
                 self._changed.wait(None if cancelled is None else _LOOK_SECONDS)
@@ -97,6 +102,8 @@ class Filling:
             for sequence in self._feeds:
                 sequence.leave_buffers()
         elif self._stream is not None:
+            if self._filled < self._layers:  # given up: what it copies from and to must not go before
+                self._stream.synchronize()
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _prepare_turns(self) -> None:
@@ -129,6 +136,16 @@ class Filling:
         finally:
             if self._stopped and self._stream is not None:  # what it copies from and to must not go before
                 self._stream.synchronize()
+
+    def _fill_until(self, stop: int) -> None:
+        """Fill here and now, without a thread; a device goes on with more while the step computes."""
+        ahead = _LAYERS_AHEAD if self._fetches else 0
+        while self._filled < min(stop + ahead, self._layers):
+            try:
+                self._fill(self._filled)
+            except RuntimeError as error:
+                raise _as_lost(error) from error
+            self._filled += 1
 
     def _fill(self, layer: int) -> None:
         side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

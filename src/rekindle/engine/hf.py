@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from rekindle.core.adapter import Lora
 from rekindle.core.identity import Identity
 from rekindle.core.kv import KvLayout
 from rekindle.core.model import ModelFiles
@@ -20,21 +21,23 @@ from rekindle.engine.checkpoint import Fingerprint, fingerprint_of, load_checkpo
 from rekindle.engine.decoder import TESTED_FAMILIES, Decoder, refusal
 from rekindle.engine.device import Placement
 from rekindle.engine.lanes import Pass, own_sequence
+from rekindle.engine.lora import same_layers
 from rekindle.engine.replay import Recorder
 from rekindle.engine.rows import CheckedRow, check_rows
 from rekindle.engine.sample import Sampler
 from rekindle.engine.sequence import BufferPool, TorchSequence
-from rekindle.errors import Closed, InvalidSetting, OutOfMemory, StepRefused, UnsupportedModel
+from rekindle.errors import AdapterRefused, Closed, InvalidSetting, OutOfMemory, StepRefused, UnsupportedModel
 
 _PREFILL_TOKENS = {"cpu": 2048, "mps": 2048, "cuda": 16384}
 _CHECK_TOKENS = 12
+_TRIED_TOKENS = 2
 _CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}  # of the largest logit
 
 
 class HfEngine:
     """A loaded model. See `Engine` for the contract."""
 
-    capabilities = Capabilities(layer_feeds=True, mends="scattered", selects=True, probes=True)
+    capabilities = Capabilities(layer_feeds=True, mends="scattered", selects=True, probes=True, adapters=True)
 
     def __init__(
         self,
@@ -113,15 +116,41 @@ class HfEngine:
         known = self._known
         return Identity(known.weights, known.config, known.tokenizer, known.template, self.layout.dtype, regime)
 
-    def open(self, capacity: int, regime: str) -> TorchSequence:
-        """An empty sequence with room for `capacity` tokens."""
+    def load_adapter(self, lora: Lora) -> int:
+        """Put an adapter on, beside those that are; a short step shows whether all of it has an effect."""
+        with self._lock:
+            adapters = self._live().adapters
+            if lora.digest in adapters:
+                return same_layers(lora, len(self.layout.layers))
+            adapters.load(lora)
+        try:
+            with self.open(_TRIED_TOKENS, self.regime(_TRIED_TOKENS), lora.digest) as sequence:
+                self.step([Row.following(sequence, [0] * _TRIED_TOKENS, logits="all")])
+            with self._lock:
+                unasked = adapters.never_asked(lora.digest)
+            if unasked:
+                raise AdapterRefused(f"{lora.source} changes {unasked[0]}, which this model does not use as a layer.")
+        except BaseException:
+            self.unload_adapter(lora.digest)
+            raise
+        return same_layers(lora, len(self.layout.layers))
+
+    def unload_adapter(self, digest: str) -> None:
+        """Take an adapter off."""
+        with self._lock:
+            self._live().adapters.unload(digest)
+            if self._recorder is not None:
+                self._recorder.forget_adapter(digest)
+
+    def open(self, capacity: int, regime: str, adapter: str | None = None) -> TorchSequence:
+        """An empty sequence with room for `capacity` tokens, computed with the adapter of that digest."""
         self._live()
         if not 0 < capacity <= self.context_tokens:
             raise StepRefused(f"A capacity of {capacity} does not fit the context of {self.context_tokens} tokens.")
         if regime not in self._live().rope.regimes:
             raise StepRefused(f"The regime {regime!r} is unknown. Ask `regime(tokens)`.")
         try:
-            return TorchSequence(self._pool, capacity, regime, self.context_tokens)
+            return TorchSequence(self._pool, capacity, regime, self.context_tokens, adapter)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"{self.device} has no memory left for a context of {capacity:,} tokens. Ask for fewer at once, or use "
@@ -183,6 +212,8 @@ class HfEngine:
         sequence = own_sequence(row)
         if sequence.pool is not self._pool:
             raise StepRefused("A row holds a sequence of another engine.")
+        if sequence.adapter is not None and sequence.adapter not in self._live().adapters:
+            raise StepRefused("The adapter of a sequence is not loaded. Load it before it is used.")
         limit = self._live().rope.limit(sequence.regime)
         if limit is not None and row.end > limit:
             raise StepRefused(

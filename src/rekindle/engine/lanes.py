@@ -13,15 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rekindle.engine import probe
+from rekindle.engine import kernels, probe
 from rekindle.engine.attention import Scores, Tile, attend, cut_tiles
 from rekindle.engine.base import StayingFeed
 from rekindle.engine.filling import Filling
 from rekindle.engine.gaze import Gazing
 from rekindle.engine.layers import StepPass
+from rekindle.engine.lora import Portions, merge_portions
 from rekindle.engine.rope import Rope, Rotation
 from rekindle.engine.rows import CheckedRow
 from rekindle.engine.sequence import Slots, TorchSequence
+from rekindle.engine.spread import Spreading
 from rekindle.engine.turn import Turner
 from rekindle.engine.watch import Positions, Probe
 from rekindle.errors import Cancelled, StepRefused
@@ -40,16 +42,21 @@ class Lane:
     def place(self, positions: Positions) -> None:
         """Go on with these positions."""
         self.positions = positions
-        self._tiles: dict[int | None, tuple[Tile, ...]] = {}
+        self._tiles: dict[tuple[int | None, bool], tuple[Tile, ...]] = {}
         run = len(positions) and int(positions[-1] - positions[0]) + 1 == len(positions)
         self._slots: Slots
         if run:
             self._slots = slice(int(positions[0]), int(positions[-1]) + 1)
         else:
             self._slots = torch.from_numpy(positions).to(self._device)
+        spread = self.checked.row.spread
+        self._spreading = None if spread is None else Spreading(spread, positions, self._device)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Put the new keys and values where they belong."""
+        if self._spreading is not None and not self._spreading.idle:
+            self._spreading.move(self.sequence.keys(layer), self._slots, key)
+            self._spreading.move(self.sequence.values(layer), self._slots, value)
         _write(self.sequence.keys(layer), self._slots, key)
         _write(self.sequence.values(layer), self._slots, value)
 
@@ -67,10 +74,11 @@ class Lane:
             old = keys[:, :, self._slots], values[:, :, self._slots]
             deviation = probe.deviation_of((key, value), old)
         self.write(layer, key, value)
-        tiles = self._tiles.get(scores.window)
+        by_position = watch is None and scores.softcap is None and kernels.fits(query, keys, values)
+        tiles = self._tiles.get((scores.window, by_position))
         if tiles is None:
-            tiles = cut_tiles(self.positions, scores.window, query.dtype, query.device)
-            self._tiles[scores.window] = tiles
+            tiles = cut_tiles(self.positions, scores.window, query.dtype, query.device, by_position=by_position)
+            self._tiles[scores.window, by_position] = tiles
         if watch is not None:
             probe.read(watch, layer, self.positions, query, keys, tiles, scores, deviation)
         if self.gazing is not None:
@@ -111,9 +119,15 @@ class Pass(StepPass):
             for lane, start, stop in zip(self.lanes, [0, *stops], stops, strict=False)
             if stop > start
         ]
+        self._portions = merge_portions((start, stop, lane.sequence.adapter) for lane, start, stop in self._bounds)
         packed = np.concatenate([lane.positions for lane in self.lanes])
         self.positions = torch.from_numpy(packed)[None].to(self._device)  # [1, tokens]
         self._rotations: dict[str, Rotation] | None = None
+
+    @property
+    def portions(self) -> Portions:
+        """Which adapter the packed tokens belong to."""
+        return self._portions
 
     @property
     def until(self) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rekindle.engine.attention import Scores
+from rekindle.engine.lora import Portions
 from rekindle.engine.rope import Rope, Rotation
 
 
@@ -48,6 +49,11 @@ class StepPass(ABC):
     @abstractmethod
     def rotations(self, rope: Rope, hidden: Tensor) -> dict[str, Rotation] | None:
         """The rotations of the tokens still there, by layer type."""
+
+    @property
+    @abstractmethod
+    def portions(self) -> Portions:
+        """Which adapter the tokens still there belong to."""
 
     @property
     @abstractmethod

@@ -22,6 +22,7 @@ from torch import Tensor
 from rekindle.engine.attention import Scores
 from rekindle.engine.decoder import Decoder
 from rekindle.engine.layers import StepPass
+from rekindle.engine.lora import Portions, merge_portions
 from rekindle.engine.rope import Rope, Rotation
 from rekindle.engine.rows import CheckedRow
 from rekindle.engine.sequence import Buffers, TorchSequence
@@ -34,7 +35,8 @@ _log = logging.getLogger("rekindle")
 # query [tokens, heads, dim], keys and values [capacity, kv_heads, dim], lengths -> [tokens, heads, dim]. The queries
 # stand at the last of the `used` keys and are causal.
 Attention = Callable[[Tensor, Tensor, Tensor, "Lengths", Scores], Tensor]
-Key = tuple[str, tuple[tuple[int, int], ...]]  # regime; buffers and padded tokens of each lane
+LaneShape = tuple[Buffers, int, str | None]  # buffers, padded tokens, adapter
+Key = tuple[str, tuple[tuple[int, int, str | None], ...]]  # regime; the lanes, buffers by their id
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,14 @@ class Lengths:
 class StaticPass(StepPass):
     """A step of fixed shape. `load` puts another step's tokens into it."""
 
-    def __init__(self, lanes: Sequence[tuple[Buffers, int]], regime: str, attention: Attention) -> None:
+    def __init__(self, lanes: Sequence[LaneShape], regime: str, attention: Attention) -> None:
         super().__init__()
-        self._buffers = [buffers for buffers, _ in lanes]
+        self._buffers = [buffers for buffers, _, _ in lanes]
+        self._adapters = [adapter for _, _, adapter in lanes]
         self._regime = regime
         self._attention = attention
         device = self._buffers[0].keys[0].device
-        counts = [count for _, count in lanes]
+        counts = [count for _, count, _ in lanes]
         stops = np.cumsum(counts).tolist()
         total = stops[-1]
         self._bounds = list(zip([0, *stops[:-1]], stops, strict=True))
@@ -66,7 +69,9 @@ class StaticPass(StepPass):
         self._places = self._inputs[total : 2 * total]  # a position is the slot its KV goes to
         self._last = self._inputs[2 * total :]  # where each lane's last real token stands among the packed
         self._edges = {n: torch.tensor([0, n], dtype=torch.int32, device=device) for n in {1, *counts}}
-        self._edges |= {b.capacity: torch.tensor([0, b.capacity], dtype=torch.int32, device=device) for b, _ in lanes}
+        self._edges |= {
+            b.capacity: torch.tensor([0, b.capacity], dtype=torch.int32, device=device) for b, _, _ in lanes
+        }
         self.begin()
 
     def load(self, rows: Sequence[CheckedRow]) -> None:
@@ -87,6 +92,12 @@ class StaticPass(StepPass):
         self._at_end = False
         self.positions = self._places[None]
         self._rotations: dict[str, Rotation] | None = None
+
+    @property
+    def portions(self) -> Portions:
+        """Which adapter the tokens still there belong to."""
+        lanes = zip(self._lanes(), self._adapters, strict=True)
+        return merge_portions((start, stop, adapter) for (start, stop), adapter in lanes)
 
     def rotations(self, rope: Rope, hidden: Tensor) -> dict[str, Rotation] | None:
         """The rotations of the tokens still there."""
@@ -179,8 +190,8 @@ class Recorder:
         logits = self._replay(regime, [lanes[place] for place in order], [rows[place] for place in order])
         return logits if logits is None or len(rows) == 1 else logits[np.argsort(order).tolist()]
 
-    def _replay(self, regime: str, lanes: Sequence[tuple[Buffers, int]], rows: Sequence[CheckedRow]) -> Tensor | None:
-        key = regime, tuple((id(buffers), count) for buffers, count in lanes)
+    def _replay(self, regime: str, lanes: Sequence[LaneShape], rows: Sequence[CheckedRow]) -> Tensor | None:
+        key = regime, tuple((id(buffers), count, adapter) for buffers, count, adapter in lanes)
         with self._lock:
             recorded = self._recall(key)
             if recorded is None:
@@ -193,7 +204,14 @@ class Recorder:
         """The buffers are gone: so are their steps."""
         with self._lock:
             for known in (self._steps, self._asked):
-                for key in [key for key in known if any(owner == id(buffers) for owner, _ in key[1])]:
+                for key in [key for key in known if any(owner == id(buffers) for owner, _, _ in key[1])]:
+                    known.pop(key)
+
+    def forget_adapter(self, digest: str) -> None:
+        """The adapter is gone: so are the steps with it."""
+        with self._lock:
+            for known in (self._steps, self._asked):
+                for key in [key for key in known if any(adapter == digest for _, _, adapter in key[1])]:
                     known.pop(key)
 
     def _recall(self, key: Key) -> _Recorded | None:
@@ -211,9 +229,7 @@ class Recorder:
             self._asked.popitem(last=False)
         return True
 
-    def _try_to_record(
-        self, key: Key, lanes: Sequence[tuple[Buffers, int]], rows: Sequence[CheckedRow]
-    ) -> Tensor | None:
+    def _try_to_record(self, key: Key, lanes: Sequence[LaneShape], rows: Sequence[CheckedRow]) -> Tensor | None:
         step = StaticPass(lanes, key[0], flash_attention)
         step.load(rows)
         try:
@@ -275,8 +291,8 @@ def flash_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Length
     return mixed
 
 
-def replayable(row: CheckedRow, longest: int) -> tuple[Buffers, int] | None:
-    """The buffers and padded length with which a row can be replayed."""
+def replayable(row: CheckedRow, longest: int) -> LaneShape | None:
+    """The lane with which a row can be replayed."""
     asked, sequence, count = row.row, row.row.sequence, len(row.tokens)
     if (
         not asked.replay
@@ -284,6 +300,7 @@ def replayable(row: CheckedRow, longest: int) -> tuple[Buffers, int] | None:
         or asked.selector
         or asked.probe
         or asked.gaze
+        or asked.spread
         or asked.logits != "last"
         or count > _PADDED[-1]
     ):
@@ -294,4 +311,4 @@ def replayable(row: CheckedRow, longest: int) -> tuple[Buffers, int] | None:
         return None
     padded = next(size for size in _PADDED if size >= count)
     buffers = sequence.buffers
-    return (buffers, padded) if first + padded <= min(buffers.capacity, longest) else None
+    return (buffers, padded, sequence.adapter) if first + padded <= min(buffers.capacity, longest) else None

@@ -5,13 +5,17 @@ Nothing changes for whoever uses it: KV that was kept outside fits the reloaded 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
+from rekindle.core.adapter import Lora
 from rekindle.core.identity import Identity
 from rekindle.core.request import Sampling
 from rekindle.engine.base import Engine, EngineSequence, Logits, Row, Tokenizer, TokenSampler
-from rekindle.errors import Closed
+from rekindle.errors import Closed, ModelError
+
+log = logging.getLogger("rekindle")
 
 
 class RestingEngine:
@@ -27,6 +31,7 @@ class RestingEngine:
         self.capabilities, self.layout = awake.capabilities, awake.layout
         self.context_tokens, self.prefill_tokens = awake.context_tokens, awake.prefill_tokens
         self._identities: dict[str, Identity] = {}
+        self._adapters: dict[str, Lora] = {}
 
     @property
     def resting(self) -> bool:
@@ -40,7 +45,13 @@ class RestingEngine:
             if self._closed:
                 raise Closed("The engine was closed. Load the model again.")
             if self._engine is None:
-                self._engine = self._load()
+                engine = self._load()
+                for lora in self._adapters.values():
+                    try:
+                        engine.load_adapter(lora)
+                    except ModelError as error:  # its requests are refused then; others are answered
+                        log.warning("An adapter could not be loaded again: %s", error)
+                self._engine = engine
             return self._engine
 
     def rest(self) -> None:
@@ -65,9 +76,23 @@ class RestingEngine:
             self._identities[regime] = self.awake.identity(regime)
         return self._identities[regime]
 
-    def open(self, capacity: int, regime: str) -> EngineSequence:
+    def load_adapter(self, lora: Lora) -> int:
+        """Put an adapter on; it is put on again with every load."""
+        same = self.awake.load_adapter(lora)
+        with self._lock:
+            self._adapters[lora.digest] = lora
+        return same
+
+    def unload_adapter(self, digest: str) -> None:
+        """Take it off."""
+        with self._lock:
+            self._adapters.pop(digest, None)
+            if self._engine is not None:
+                self._engine.unload_adapter(digest)
+
+    def open(self, capacity: int, regime: str, adapter: str | None = None) -> EngineSequence:
         """An empty sequence with room for `capacity` tokens."""
-        return self.awake.open(capacity, regime)
+        return self.awake.open(capacity, regime, adapter)
 
     def sampler(self, sampling: Sampling, context: Sequence[int]) -> TokenSampler:
         """What draws the tokens of a reply."""

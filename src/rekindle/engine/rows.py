@@ -27,7 +27,8 @@ class CheckedRow:
     @property
     def first_touched(self) -> int:
         """The first position whose KV the step changes."""
-        return min([int(self.positions[0]), *(feed.span.start for feed in self.row.feeds)])
+        spans = [feed.span for feed in self.row.feeds] + [*(self.row.spread.spans if self.row.spread else ())]
+        return min([int(self.positions[0]), *(span.start for span in spans)])
 
     @property
     def wanted(self) -> int:

@@ -101,9 +101,10 @@ class BufferPool:
 class TorchSequence(SpansOnly):
     """A sequence whose slots are positions. See `EngineSequence` for the contract."""
 
-    def __init__(self, pool: BufferPool, capacity: int, regime: str, longest: int) -> None:
-        """`longest` is how many positions the model takes."""
+    def __init__(self, pool: BufferPool, capacity: int, regime: str, longest: int, adapter: str | None = None) -> None:
+        """`longest` is how many positions the model takes; `adapter` is the digest of the one it is computed with."""
         self.pool = pool
+        self.adapter = adapter
         self._longest = longest
         self._buffers: Buffers | None = pool.take(capacity)
         self._length = 0

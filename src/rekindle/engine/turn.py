@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rekindle.core.kv import Span
+from rekindle.engine import kernels
 from rekindle.engine.rope import Rope, Rotation
 from rekindle.engine.sequence import Slots
 
@@ -78,6 +79,8 @@ class Turn:
                 continue
             if isinstance(slots, slice):
                 _turn(keys[:, slots], angles)
+            elif kernels.works(keys.device):
+                kernels.turn(keys, slots, angles.cos, angles.sin, angles.pairing.first, angles.pairing.second)
             else:
                 some = keys.index_select(1, slots)
                 _turn(some, angles)

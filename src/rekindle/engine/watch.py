@@ -55,6 +55,19 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """Asks a step to move KV that it does not compute along with that which it does.
+
+    In each layer and each span, the keys and values of the tokens that are not in the row change by `gain` times the
+    mean change of those that are: before the row's tokens attend to them. A span of which the row has no token, or
+    every one, stays as it is.
+    """
+
+    spans: tuple[Span, ...]
+    gain: float
+
+
+@dataclass(frozen=True)
 class Gaze:
     """Asks a step what some of a row's tokens look at: once, for the whole pass, where a `Probe` reports every layer.
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from rekindle.core.adapter import Lora
 from rekindle.core.identity import Identity
 from rekindle.core.kv import KvLayout
 from rekindle.core.request import Sampling
@@ -319,9 +320,17 @@ class BatchingEngine:
         """What makes its KV interchangeable with another's."""
         return self.inner.identity(regime)
 
-    def open(self, capacity: int, regime: str) -> EngineSequence:
+    def load_adapter(self, lora: Lora) -> int:
+        """Put an adapter on."""
+        return self.inner.load_adapter(lora)
+
+    def unload_adapter(self, digest: str) -> None:
+        """Take it off."""
+        self.inner.unload_adapter(digest)
+
+    def open(self, capacity: int, regime: str, adapter: str | None = None) -> EngineSequence:
         """An empty sequence with room for `capacity` tokens."""
-        return self.inner.open(capacity, regime)
+        return self.inner.open(capacity, regime, adapter)
 
     def sampler(self, sampling: Sampling, context: Sequence[int]) -> TokenSampler:
         """What draws the tokens of a reply."""

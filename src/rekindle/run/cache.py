@@ -27,6 +27,7 @@ from rekindle.index.prefix import Match
 from rekindle.reuse.lookup import Matches, lookup
 from rekindle.reuse.mending import plan_mending
 from rekindle.reuse.planner import Cut, make_plan
+from rekindle.run.adapters import Adapters
 from rekindle.run.chunks import Chunks, Passages, Watched
 from rekindle.run.context import Context, ParkedContexts
 from rekindle.run.costs import recall_costs, remember_costs
@@ -36,7 +37,7 @@ from rekindle.run.folder import open_store
 from rekindle.run.keep import Guard, Job, Keeper
 from rekindle.run.known import Known, spared, why_missed
 from rekindle.run.mend import MendFeeds, Mending
-from rekindle.run.notes import Note, Stayed
+from rekindle.run.notes import Note, Stayed, WasAsked
 from rekindle.run.patience import Late, NoAnswer, Patience
 from rekindle.run.prefill import Asked, Filled, Prefill, TimedFeed
 from rekindle.run.room import Room
@@ -50,8 +51,8 @@ log = logging.getLogger("rekindle.cache")
 PIECE_TOKENS = 256  # of a deterministic prefill
 EARLY_TOKENS = 256  # a prompt with so many new tokens is kept while its reply is being written
 LOOKUP_SECONDS = 0.25  # the longest wait for the catalog
-MOST_LOAD_SECONDS = 60.0
-LOAD_SECONDS = 1.0  # the shortest deadline of a load, and the one while costs are unknown; else what computing takes
+# The shortest deadline of a load, and the one while costs are unknown, else what computing takes; the longest.
+LOAD_SECONDS, MOST_LOAD_SECONDS = 1.0, 60.0
 CLOSE_SECONDS = 10.0
 REST_SECONDS = 60.0
 
@@ -59,7 +60,7 @@ REST_SECONDS = 60.0
 class PrefixCache:
     """One for each session. With `cache="off"` it knows and keeps nothing."""
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
+    def __init__(self, engine: Engine, settings: Settings, adapters: Adapters) -> None:
         """Raises `InvalidSetting`, and `CacheUnusable` for a folder that was named."""
         self._engine = engine
         self._settings = settings
@@ -77,7 +78,7 @@ class PrefixCache:
         self._room = Room(self.unpark)
         self._flights = Flights()
         self._told = False  # that the store does not answer: once is enough until it does again
-        self.shelves = Shelves(engine, settings, self.cut.piece_tokens)
+        self.shelves = Shelves(engine, settings, adapters, self.cut.piece_tokens)
         self.costs = recall_costs(engine)
         self._closed = False
 
@@ -94,7 +95,8 @@ class PrefixCache:
         Give it to `fill`. What comes of it is kept if `guard` allows that then. Raises `Cancelled`.
         """
         while True:
-            known = replace(self.look(request, tokens, outline), guard=guard)
+            known = self.look(request, tokens, outline)
+            known = replace(known, guard=guard, asker=request.asker(known.shelf.namespace.tenant))
             if known.off or not self._engine.capabilities.spans:
                 return known
             flight, own = self._flights.join(known.shelf, tokens, known.matches.length)
@@ -172,11 +174,12 @@ class PrefixCache:
             raise
 
     def _new(self, known: Known, capacity: int) -> Context:
-        return Context(known.shelf, self._engine.open(capacity, self._engine.regime(len(known.tokens))))
+        regime = self._engine.regime(len(known.tokens))
+        return Context(known.shelf, self._engine.open(capacity, regime, known.shelf.adapter))
 
     def _filled(self, context: Context, known: Known, plan: Plan, cancelled: Asked) -> Filled:
         context.passing, context.flight, context.guard = known.off, known.flight, known.guard
-        context.prompt_tokens = len(known.tokens)
+        context.prompt_tokens, context.asker = len(known.tokens), known.asker
         context.stored_tokens = max(known.stored_tokens, context.stored_tokens)
         work = self._prefill(context, known, cancelled)
         if known.passages is not None:
@@ -219,7 +222,7 @@ class PrefixCache:
             if feeds is not None:
                 feeds.close()
                 self._slow = next((feed for feed in feeds.all if feed.filling), self._slow)
-        passages.note_use(self.store, self.costs, filled, saved)
+        passages.note_use(self.store, self.costs, filled, saved, known.asker)
         if feeds.prefix and known.matches.match is not None:
             self.store.used(self._used(known.matches.match, plan.reused))
         return filled
@@ -262,7 +265,7 @@ class PrefixCache:
             context.stored_tokens = 0
             return replace(work.run(context, Plan.computing(self._spans(known), plan.cold_seconds)), lost=str(error))
         self._note_load(known, plan, filled)
-        store.used(used, max(0.0, saved - filled.load_seconds) * 1e3)
+        store.used(used, max(0.0, saved - filled.load_seconds) * 1e3, known.asker)
         return filled
 
     def _spans(self, known: Known) -> list[Span]:
@@ -332,10 +335,8 @@ class PrefixCache:
                 context.close()
                 return
             self._keep(context, len(context.tokens))
-            if context.watched is not None:
-                for job in context.watched.jobs(context, context.guard):
-                    self.offer(job)
-                context.watched = None
+            for job in (*context.jobs(), WasAsked(context.shelf, context.tokens, context.asker)):
+                self.offer(job)
             self._parked.park(context)
         finally:
             context.land()
@@ -362,9 +363,9 @@ class PrefixCache:
         if self.keeper is not None:
             self.keeper.offer(job)
 
-    def unpark(self) -> None:
-        """Give all contexts back that wait in the engine: the next request finds its KV in memory or on disk."""
-        self._parked.clear()
+    def unpark(self, tenant: str | None = None, app: str | None = None) -> None:
+        """Give all contexts back that wait in the engine, or those of one app: their KV is in memory or on disk."""
+        self._parked.clear(tenant, app)
 
     def rest(self) -> bool:
         """Keep everything and give all sequences back, so that the engine can let its model go; False if it cannot."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rekindle.core.app import Asker
 from rekindle.core.keys import TOKEN_BYTES, Shelf, token_bytes
 from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
 from rekindle.core.plan import Plan, Tier
@@ -64,6 +65,13 @@ class CheckpointCache(PrefixCache):
         if not context.passing and not self.cut.piece_tokens and new >= EARLY_TOKENS:
             self._keep(context, context.prompt_tokens)
 
+    def keep(self, context: Context) -> None:
+        """Keep the state as it is by now, note whose the checkpoints on its way are, and let it wait."""
+        asked = None if context.passing else _WasAsked(context.shelf, context.tokens, context.asker)
+        super().keep(context)
+        if asked is not None:
+            self.offer(asked)  # behind the keeping of them
+
     def miss(self, known: Known, plan: Plan, lost: str | None = None) -> str | None:
         """Why not everything but the last token is reused, in a word; None if it is."""
         word = super().miss(known, plan, lost)
@@ -79,10 +87,8 @@ class CheckpointCache(PrefixCache):
     def _find(self, store: TieredStore, shelf: Shelf, tokens: Sequence[int], in_engine: int) -> Matches:
         if self.keeper is not None:  # the last state of this chat may be on its way: it is worth waiting for
             self.keeper.flush(_PENDING_SECONDS)
-        kept = {_Name.of(beginning) for beginning in store.beginnings(shelf)}
-        lengths = {name.tokens for name in kept if in_engine < name.tokens < len(tokens)}
-        for name in sorted(kept & set(_names(tokens, lengths)), key=lambda name: -name.tokens):
-            if (match := _lookup(store, shelf, name)) is not None:
+        for name, match in _kept(store, shelf, tokens, Span(in_engine + 1, len(tokens))):
+            if match is not None:
                 tier: Tier = "memory" if all(store.holds(piece) for piece in match.pieces) else "disk"
                 found = Found(Span(0, name.tokens), tier, match.length * shelf.layout.token_bytes)
                 return Matches(len(tokens), in_engine, (found,), match)
@@ -118,6 +124,7 @@ class CheckpointCache(PrefixCache):
         kv = _as_pages(self._engine.layout, context.sequence.snapshot(), count)
         (name,) = _names(context.tokens, [count])
         job = Keep(context.shelf, tuple(name.ids(len(kv.span))), lambda span: _part(kv, span))
+        job.asker = context.asker
         job.detach()
         if self.keeper.offer(job):
             context.stored_tokens = count
@@ -166,6 +173,36 @@ def _names(tokens: Sequence[int], lengths: Iterable[int]) -> Iterator[_Name]:
         state.update(data[start : TOKEN_BYTES * length])
         start = TOKEN_BYTES * length
         yield _Name(length, state.copy().digest())
+
+
+@dataclass(frozen=True)
+class _WasAsked:
+    """Notes which app used the checkpoints of a prompt and its reply. They are found by name, not by the tokens."""
+
+    shelf: Shelf
+    tokens: tuple[int, ...]
+    asker: Asker | None
+
+    def do(self, store: TieredStore) -> str:
+        """All that are on the way, restored or not, as with tokens."""
+        if store.heeds(self.asker):
+            found = _kept(store, self.shelf, self.tokens, Span(0, len(self.tokens) + 1))
+            store.used_by(self.asker, [piece for _, match in found if match is not None for piece in match.pieces])
+        return "noted"
+
+    def detached_bytes(self) -> int:
+        """Next to nothing."""
+        return 0
+
+
+def _kept(
+    store: TieredStore, shelf: Shelf, tokens: Sequence[int], lengths: Span
+) -> Iterator[tuple[_Name, Match | None]]:
+    """The checkpoints of a prompt's first tokens, of as many as `lengths` says: the longest first."""
+    kept = {_Name.of(beginning) for beginning in store.beginnings(shelf)}
+    own = set(_names(tokens, {name.tokens for name in kept if name.tokens in lengths}))
+    for name in sorted(kept & own, key=lambda name: -name.tokens):
+        yield name, _lookup(store, shelf, name)
 
 
 def _lookup(store: TieredStore, shelf: Shelf, name: _Name) -> Match | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rekindle.config import home_folder
+from rekindle.core.app import Asker
 from rekindle.core.chunk import ChunkDigest, Outline, Variant, chunk_digest
 from rekindle.core.keys import Shelf, token_bytes
 from rekindle.core.kv import Kv, Span
@@ -70,14 +72,17 @@ class Passages:
         hidden = [rest for chunk in stale for rest in _uncovered(chunk, self.outline.chunks)]
         return tuple(sorted((*told, *hidden), key=lambda chunk: chunk.start))
 
-    def note_use(self, store: TieredStore, costs: Costs, filled: Filled, cold_seconds: float) -> None:
-        """Count the variants that were used and what that saved, and learn what bringing them took."""
+    def note_use(
+        self, store: TieredStore, costs: Costs, filled: Filled, cold_seconds: float, asker: Asker | None
+    ) -> None:
+        """Count the variants that were used, by whom and what that saved, and learn what bringing them took."""
         plan, tiers = filled.plan, {load.tier for load in filled.plan.loads} - {"engine"}
         size_bytes = 0
         for chunk in self.mended(plan):
             assert isinstance(chunk.known, KnownVariant)
             share = len(chunk.span) / plan.tokens
             store.variants.used(chunk.known, chunk.overhead or 0.0, cold_seconds * share * 1e3)
+            store.used_by(asker, chunk.known.pieces)
             size_bytes += chunk.known.size_bytes
             tiers.add(chunk.known.tier)
         if len(tiers) == 1:
@@ -109,7 +114,8 @@ def _uncovered(chunk: ChunkReuse, spans: Sequence[Span]) -> list[ChunkReuse]:
 
 def _mended(number: int, chunk: Picked, anew: Sequence[int]) -> ChunkReuse:
     assert chunk.known is not None
-    own = tuple(position for position in anew if position in chunk.span)
+    start, stop = bisect_left(anew, chunk.span.start), bisect_left(anew, chunk.span.stop)
+    own = tuple(anew[start:stop])
     scores = (chunk.impact, chunk.overlap, chunk.disorder, chunk.overhead, chunk.known.variant.drift)
     return ChunkReuse(number, chunk.span.start, chunk.span.stop, "mended", len(own), own, *scores)
 
@@ -175,7 +181,8 @@ class Watched:
         jobs: list[Job] = [KeepVariants(context.shelf, tokens, exact, guard)] if exact else []
         for variant in loose:
             chunk = context.tokens[variant.span.start : variant.span.stop]
-            jobs.append(KeepLoose(context.shelf, chunk, context.sequence.export(variant.span), variant, guard))
+            kv = context.sequence.export(variant.span)
+            jobs.append(KeepLoose(context.shelf, chunk, kv, variant, guard, context.asker))
         return jobs
 
     def _variant(self, number: int, span: Span, drift: float) -> Variant | None:
@@ -228,12 +235,20 @@ class KeepVariants(_Guarded):
 class KeepLoose(_Guarded):
     """Keeps a chunk that was computed behind mended ones, where only mending finds it. A job for the keeper."""
 
-    def __init__(self, shelf: Shelf, tokens: Sequence[int], kv: Kv, variant: Variant, guard: Guard | None) -> None:
+    def __init__(
+        self,
+        shelf: Shelf,
+        tokens: Sequence[int],
+        kv: Kv,
+        variant: Variant,
+        guard: Guard | None,
+        asker: Asker | None = None,
+    ) -> None:
         super().__init__(guard)
-        self._shelf, self._tokens, self._kv, self._variant = shelf, tokens, kv, variant
+        self._shelf, self._tokens, self._kv, self._variant, self._asker = shelf, tokens, kv, variant, asker
 
     def _do(self, store: TieredStore) -> str:
-        store.variants.keep_loose(self._shelf, self._tokens, self._kv, self._variant)
+        store.variants.keep_loose(self._shelf, self._tokens, self._kv, self._variant, self._asker)
         return "loose"
 
     def detached_bytes(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from rekindle.core.app import Asker
 from rekindle.core.keys import Shelf, common_tokens, token_bytes
 from rekindle.core.kv import Kv, Span
 from rekindle.core.reply import ChunkReuse
@@ -40,6 +41,7 @@ class Context:
         self.prompt_tokens = 0  # so many were prefilled, the others came one by one
         self.passing = False  # it is for one request only: nothing of it is kept
         self.guard: Guard | None = None  # decides whether it may be kept
+        self.asker: Asker | None = None  # the app that it was computed for
         self.flight: Flight | None = None  # others may wait for what is being computed here
         self.watched: Watched | None = None  # its chunks may be worth keeping
         self.mended: tuple[ChunkReuse, ...] = ()  # its passages, if some of them were computed in other prompts
@@ -77,9 +79,14 @@ class Context:
         """The job of keeping its first `count` tokens."""
         known = self.stored_tokens  # before those that are done are forgotten
         job = Keep(self.shelf, self.tokens[:count], self._export, known=known)
-        job.guard = self.guard
+        job.guard, job.asker = self.guard, self.asker
         self._keeps = [*(other for other in self._keeps if not other.detached), job]
         return job
+
+    def jobs(self) -> list[Job]:
+        """What is to be kept of its chunks: once, after it was offered itself."""
+        watched, self.watched = self.watched, None
+        return [] if watched is None else watched.jobs(self, self.guard)
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` tokens; jobs that read from the old buffers copy first."""
@@ -182,9 +189,15 @@ class ParkedContexts:
         place = self._parked[context]
         return len(place.tokens) / (self._turn - place.turn + 1)
 
-    def clear(self) -> None:
-        """Give all sequences back."""
+    def clear(self, tenant: str | None = None, app: str | None = None) -> None:
+        """Give all sequences back, or those of one app."""
         with self._lock:
-            leaving, self._parked = list(self._parked), {}
+            leaving = [context for context in self._parked if app is None or _is_of(context.asker, tenant, app)]
+            for context in leaving:
+                del self._parked[context]
         for context in leaving:
             context.close()
+
+
+def _is_of(asker: Asker | None, tenant: str | None, app: str) -> bool:
+    return asker is not None and (asker.tenant, asker.name) == (tenant, app)

@@ -30,6 +30,7 @@ def open_store(settings: Settings, *, share: float = 0.5) -> TieredStore | None:
         memory_limit=int(memory * share),
         policy=settings.policy,
         ttl_seconds=None if settings.ttl is None else parse_duration(settings.ttl),
+        killed_ttl_seconds=None if settings.killed_ttl is None else parse_duration(settings.killed_ttl),
         admission=settings.admission,
         write_budget=settings.write_budget,
         key=None if settings.key_file is None else _read_key(Path(settings.key_file)),

@@ -9,6 +9,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
+from rekindle.apps.watch import mark_ended
+from rekindle.core.app import Asker
 from rekindle.core.keys import BLOCK_TOKENS, Shelf
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.store.tiered import TieredStore
@@ -59,6 +61,7 @@ class Keep:
         self.kept = False  # whether the store has all of it by now
         self.then: Callable[[], None] | None = None  # called when it is done, whatever came of it
         self.guard: Guard | None = None
+        self.asker: Asker | None = None  # the app it was computed for
 
     def do(self, store: TieredStore) -> str:
         """Keep what the store does not know yet."""
@@ -84,7 +87,7 @@ class Keep:
         kv = self._take(gap)
         if kv is None:
             return "gone"
-        outcome = store.keep(self.shelf, self.tokens, kv).outcome
+        outcome = store.keep(self.shelf, self.tokens, kv, app=self.asker).outcome
         self.kept = outcome in ("kept", "known") and gap.stop == len(self.tokens)
         return outcome
 
@@ -178,12 +181,13 @@ class Keeper:
         tended = True
         while True:
             with self._changed:
+                woken = True
                 if not self._jobs and not self._closed:
-                    self._changed.wait(None if tended else _IDLE_SECONDS)
+                    woken = self._changed.wait(self._store.wake_seconds if tended else _IDLE_SECONDS)
                 job = self._jobs.popleft() if self._jobs else None
                 if job is None and self._closed:
                     return
-                if job is None and tended:
+                if job is None and tended and woken:
                     continue
                 self._working = True
             try:
@@ -198,6 +202,8 @@ class Keeper:
         try:
             if job is None:
                 self._store.tend()
+                if self._store.wake_seconds is not None:  # apps are known
+                    mark_ended(self._store.disk)
             else:
                 self.outcomes[job.do(self._store)] += 1
         except Exception as error:  # noqa: BLE001  (whatever it was: it is not kept, and those behind it still are)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rekindle.core.app import Asker
 from rekindle.core.keys import Shelf
 from rekindle.core.kv import Span
 from rekindle.core.plan import Plan
@@ -33,6 +34,7 @@ class Known:
     guard: Guard | None = None  # which decides whether it may be kept
     flight: Flight | None = None  # by which others know that it is being computed
     passages: Passages | None = None  # if some of it may come from other prompts
+    asker: Asker | None = None  # the app that asks
 
     def passages_before(self, plan: Plan) -> tuple[ChunkReuse, ...]:
         """The passages that stand in the context that a plan goes on from, as far as it does."""

@@ -18,7 +18,7 @@ from rekindle.core.keys import Shelf
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.plan import Plan
 from rekindle.engine.base import KvFeed, Logits, MovedFeed, Row, StayingFeed, Wanted
-from rekindle.engine.watch import Gaze, Positions
+from rekindle.engine.watch import Gaze, Positions, Spread
 from rekindle.errors import KvLost
 from rekindle.index.prefix import Match
 from rekindle.reuse import select
@@ -149,13 +149,14 @@ class Mending:
     ) -> _Done:
         """Compute `others` and the chosen stale tokens."""
         layers = len(self.work.engine.layout.layers)
+        spread = Spread(tuple(chunk.span for chunk in self.chunks), self.mender.spread) if self.mender.spread else None
         if "deviation" in self.mender.wants:
             choosing = ChooseByDeviation(stale, self.mender, layers)
-            row = self._row(context, np.union1d(others, stale.positions), feeds)
+            row = replace(self._row(context, np.union1d(others, stale.positions), feeds), spread=spread)
             logits = self.work.step(replace(row, selector=choosing, probe=choosing.probe), timed)
             return _Done(logits, choosing.chosen, choosing.cells)
         anew = self._choose(stale)
-        row = self._row(context, np.union1d(others, anew), feeds)
+        row = replace(self._row(context, np.union1d(others, anew), feeds), spread=spread)
         if self.mender.focus and len(self.chunks) > 2 and len(anew):
             question = Span(self.outline.question, len(self.work.tokens))
             focusing = ChooseByFocus(anew, [chunk.span for chunk in self.chunks], question)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from rekindle.core.app import Asker
 from rekindle.core.keys import Shelf
 from rekindle.core.kv import Span
 from rekindle.core.plan import Plan
@@ -56,6 +57,24 @@ class Stayed:
         match = store.lookup(self._shelf, self._tokens)
         if match.pieces:
             store.used(match, self._saved_seconds * 1e3 * match.length / len(self._tokens))
+        return "noted"
+
+    def detached_bytes(self) -> int:
+        """Next to nothing."""
+        return 0
+
+
+@dataclass(frozen=True)
+class WasAsked:
+    """Notes which app used what is known of a prompt and its reply, however that came to the engine."""
+
+    shelf: Shelf
+    tokens: Sequence[int]
+    asker: Asker | None
+
+    def do(self, store: TieredStore) -> str:
+        """Behind the keeping of it: then all of it is known."""
+        store.asked(self.shelf, self.tokens, self.asker)
         return "noted"
 
     def detached_bytes(self) -> int:

@@ -19,9 +19,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rekindle.apps.known import Apps
 from rekindle.core.answer import Answer
 from rekindle.core.reply import Piece, Reply, Reuse
 from rekindle.core.request import MessageLike, Options, PromptLike, Request, as_messages
@@ -33,6 +35,7 @@ from rekindle.engine.resting import RestingEngine
 from rekindle.errors import Closed, InvalidSetting
 from rekindle.knowledge.ingest import Ingested
 from rekindle.models.download import Progress
+from rekindle.run.adapters import Adapters
 from rekindle.run.alive import KeepAlive
 from rekindle.run.ask import AnswerStream, AskOptions, Evidence, Prepared, sources_of
 from rekindle.run.batch import BatchingEngine
@@ -93,7 +96,8 @@ class Session:
         self._grammars: Constrainer | None = None
         self._written = WrittenReplies() if self.settings.keep_reply_tokens else None
         kind = PrefixCache if self._engine.capabilities.spans else CheckpointCache
-        self.cache = kind(self._engine, self.settings)
+        self.adapters = Adapters(self._engine, self.settings.adapter)
+        self.cache = kind(self._engine, self.settings, self.adapters)
         self.knowledge = Knowledge(self.settings, self.cache.purge)
         self._alive = KeepAlive(stays_seconds, self._rest)
         # A program that ends without closing its sessions still keeps what they computed.
@@ -146,6 +150,12 @@ class Session:
         if self._engine is None:
             raise Closed("The session was closed. Make a new one.")
         return self._engine
+
+    @property
+    def apps(self) -> Apps:
+        """The apps that asked, and their states: `apps.ls()`, `apps.set("mail", "killed")`."""
+        store = self.cache.store
+        return Apps(None if store is None else store.disk, self.settings.tenant, self.cache.unpark)
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Reply:
         """Continue a plain text or a list of token ids.
@@ -268,8 +278,8 @@ class Session:
         return self.cache.flush(timeout_seconds)
 
     def _answer(self, request: Request, cancelled: Asked, planned: Told | None) -> Generator[Piece, None, Reply]:
-        with self._alive.use():
-            return (yield from self._reply(request, cancelled, planned))
+        with self._alive.use(), self.adapters.use(request.adapter) as adapter:
+            return (yield from self._reply(replace(request, adapter=adapter), cancelled, planned))
 
     def _reply(self, request: Request, cancelled: Asked, planned: Told | None) -> Generator[Piece, None, Reply]:
         started = time.perf_counter()

@@ -7,7 +7,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
@@ -126,8 +126,8 @@ async def check_cache(call: Call, body: CheckRequest) -> Response:
 
 async def warm_prompt(call: Call, body: PromptRequest) -> Response:
     """Compute a prompt now and keep its KV."""
-    call.check_model(body.model)
-    request = prompt_request(body, call.caller.tenant)
+    adapter = call.adapter_of(body.model)
+    request = replace(prompt_request(body, call.caller.tenant), adapter=adapter)
     _, (reply,) = await call.collect(call.service.answer([request], call.caller, body), 1)
     await _aside(call, call.service.session.flush)
     usage = {"prompt_tokens": reply.usage.prompt_tokens, "cached_tokens": reply.usage.cached_tokens}
@@ -136,8 +136,8 @@ async def warm_prompt(call: Call, body: PromptRequest) -> Response:
 
 async def explain_prompt(call: Call, body: PromptRequest) -> Response:
     """Where the KV of a prompt would come from and why not more of it, without computing it."""
-    call.check_model(body.model)
-    request = prompt_request(body, call.caller.tenant)
+    adapter = call.adapter_of(body.model)
+    request = replace(prompt_request(body, call.caller.tenant), adapter=adapter)
     told = await _aside(call, lambda: call.service.session.explain_request(request))
     return JSONResponse({**told.as_dict(), "text": str(told)})
 
@@ -159,14 +159,18 @@ async def explain_last(call: Call) -> Response:
 
 async def list_apps(call: Call) -> Response:
     """The apps that asked, and their states."""
-    return JSONResponse({"data": [asdict(app) for app in call.service.apps.of(call.caller.tenant)]})
+    tenant = call.caller.tenant
+    kept = await _aside(call, lambda: call.service.session.apps.ls(tenant))
+    return JSONResponse({"data": [asdict(app) for app in call.service.apps.learn(tenant, kept)]})
 
 
 async def set_app(call: Call, body: AppRequest) -> Response:
-    """Say whether somebody looks at an app; what is computed for a killed one stops."""
+    """Say whether somebody looks at an app; what is computed for a killed one stops, and what is kept for it goes."""
     id = call.http.path_params["id"]
     if len(id) > 256:
         raise Problem(400, "The name of an app has up to 256 characters.", param="id")
     app = call.service.apps.set(call.caller.tenant, id, body.state)
     stopped = call.service.kill(call.caller.tenant, id) if body.state == "killed" else 0
+    if call.service.session.cache.store is not None:
+        await _aside(call, lambda: call.service.session.apps.set(id, body.state, call.caller.tenant))
     return JSONResponse({**asdict(app), "stopped_requests": stopped})

@@ -104,6 +104,10 @@ ANSWERS: dict[str, Schema] = {
     "forget_document": _object(forgotten=_COUNT, passages=_COUNT),
     "list_models": _object(object=_TEXT, data=_list(_MODEL)),
     "show_model": _MODEL,
+    "load_adapter": _object(
+        status=_TEXT, name=_TEXT, digest=_TEXT, scale=_NUMBER, rank=_COUNT, size_bytes=_COUNT, same_layers=_COUNT
+    ),
+    "unload_adapter": _object(status=_TEXT, name=_TEXT),
     "tokenize": _object(
         tokens=_list({"anyOf": [_COUNT, _object(id=_COUNT, piece=_TEXT)]}), count=_COUNT, max_model_len=_COUNT
     ),

@@ -1,13 +1,14 @@
-"""The apps that ask, and whether somebody looks at them now."""
+"""The apps that ask a server, and whether somebody looks at them now. The catalog of the cache remembers them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-AppState = Literal["foreground", "background", "killed"]
+from rekindle.apps.known import App as KeptApp
+from rekindle.core.app import AppState
+
 MOST_APPS = 1024  # of a tenant
 
 
@@ -19,6 +20,9 @@ class App:
     state: AppState = "foreground"
     requests: int = 0
     seen: float = field(default_factory=time.time)
+    process: int | None = None
+    size_bytes: int = 0
+    private_bytes: int = 0
 
 
 class Apps:
@@ -51,3 +55,18 @@ class Apps:
         app = self.see(tenant, id)
         app.state = state
         return app
+
+    def learn(self, tenant: str, kept: Sequence[KeptApp]) -> list[App]:
+        """All apps of a tenant, with what the catalog knows of them: other processes may have said something since."""
+        own = {app.id: app for app in self.of(tenant)}
+        others = []
+        for row in kept:
+            app = own.get(row.name)
+            if app is None:
+                others.append(App(row.name, row.state, row.requests, row.seen))
+                app = others[-1]
+            elif row.since > app.seen:
+                app.state = row.state
+            app.requests = max(app.requests, row.requests)
+            app.process, app.size_bytes, app.private_bytes = row.process, row.size_bytes, row.private_bytes
+        return [*others, *own.values()]

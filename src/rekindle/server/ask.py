@@ -28,11 +28,12 @@ from rekindle.server.service import Happened
 
 async def answer_question(call: Call, body: AskRequest) -> Response:
     """The answer to a question from the caller's own documents, with its sources, whole or as a stream."""
-    call.check_model(body.model)
+    adapter = call.adapter_of(body.model)
     session, options = call.service.session, ask_options(body, call.caller.tenant, call.service.most_tokens())
+    options["adapter"] = adapter
     prepared = await call.aside(lambda: session.prepare(body.question, **options))
     happened = call.service.answer([prepared.request], call.caller, body)
-    head = {"id": new_id("answer"), "created": int(time.time()), "model": call.service.model}
+    head = {"id": new_id("answer"), "created": int(time.time()), "model": adapter or call.service.model}
     if body.stream:
         first, rest = await call.begin(happened)
         return call.stream(_chunks(head, prepared, rest, call.ignored(body)), first, rest)

@@ -201,4 +201,6 @@ def _cache_options(body: Cached, tenant: str) -> Options:
         options["cache_salt"] = body.cache_salt
     if body.cache_prompt is False:
         options["reuse"] = "off"
+    if body.app_id:  # the others that stand in for it are no apps: nobody says when they end
+        options |= {"app": body.app_id, "app_state": body.app_state}
     return options

@@ -44,13 +44,15 @@ class Call:
     service: Service
     caller: Caller
 
-    def check_model(self, name: str | None) -> None:
-        """Raises `Problem` 404 if that model is not the one that is served."""
-        served = self.service.model
-        if name and name != served:
-            raise Problem(
-                404, f"The model {name!r} is not served here.{nearest(name, [served])}", code="model_not_found"
-            )
+    def adapter_of(self, name: str | None) -> str:
+        """The adapter that a model's name stands for, "" for the model itself. Raises `Problem` 404 for others."""
+        served, loaded = self.service.model, [adapter.name for adapter in self.service.session.adapters]
+        if not name or name == served:
+            return ""
+        if name not in loaded:
+            near = nearest(name, [served, *loaded])
+            raise Problem(404, f"The model {name!r} is not served here.{near}", code="model_not_found")
+        return name
 
     def ignored(self, body: Asked) -> list[str]:
         """The fields that mean nothing here, or nothing from this caller."""

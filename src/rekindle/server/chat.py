@@ -31,14 +31,14 @@ from rekindle.server.service import Happened
 
 async def answer_chat(call: Call, body: ChatRequest) -> Response:
     """The reply to a chat, whole or as a stream."""
-    call.check_model(body.model)
-    request = chat_request(body, call.caller.tenant, call.service.most_tokens())
+    adapter = call.adapter_of(body.model)
+    request = replace(chat_request(body, call.caller.tenant, call.service.most_tokens()), adapter=adapter)
     prepared = await _prepared(call, body, request)
     if prepared is not None:
         request = replace(request, quotes=prepared.request.quotes)
     requests = [variant(request, number) for number in range(body.n)]
     happened = call.service.answer(requests, call.caller, body)
-    head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": call.service.model}
+    head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": adapter or call.service.model}
     if body.stream:
         first, rest = await call.begin(happened)
         chunks = _Chunks(call, body, request, head, prepared)

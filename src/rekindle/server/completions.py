@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -22,17 +23,18 @@ _MOST_REPLIES = 8 * MOST_CHOICES
 
 async def answer_completion(call: Call, body: CompletionRequest) -> Response:
     """What continues a text, whole or as a stream."""
-    call.check_model(body.model)
+    adapter = call.adapter_of(body.model)
     asked = completion_requests(body, call.caller.tenant, call.service.most_tokens())
     if not asked or len(asked) * body.n > _MOST_REPLIES:
         raise Problem(400, f"Give 1 to {_MOST_REPLIES // body.n} prompts.", param="prompt")
+    asked = [replace(request, adapter=adapter) for request in asked]
     requests = [variant(request, number) for request in asked for number in range(body.n)]
     happened = call.service.answer(requests, call.caller, body)
     head = {
         "id": new_id("cmpl"),
         "object": "text_completion",
         "created": int(time.time()),
-        "model": call.service.model,
+        "model": adapter or call.service.model,
     }
     echoes = [_echo(call, prompt) if body.echo else "" for prompt in prompts_of(body.prompt) for _ in range(body.n)]
     if body.stream:

@@ -130,7 +130,7 @@ class _Machine:
             held.add_metric([tier], size)
             limits.add_metric([tier], limit)
         evicted = CounterMetricFamily("rekindle_evicted_bytes", "Evicted from disk, by reason.", labels=["reason"])
-        for reason in ("new", "limit", "expired"):
+        for reason in ("new", "limit", "expired", "killed"):
             evicted.add_metric([reason], store.disk.room.evicted_bytes[reason])
         yield from (held, limits, evicted)
         counts = store.counts

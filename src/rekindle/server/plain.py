@@ -18,7 +18,7 @@ from rekindle.server.schema import DetokenizeRequest, TokenizeRequest
 
 
 async def list_models(call: Call) -> Response:
-    """The models that are served: one that writes, and one that embeds."""
+    """The models that are served: one that writes, its adapters, and one that embeds."""
     return JSONResponse({"object": "list", "data": _models(call)})
 
 
@@ -35,15 +35,17 @@ def _models(call: Call) -> list[dict[str, Any]]:
     service = call.service
     about = {"object": "model", "created": int(service.started), "owned_by": "rekindle"}
     context = service.session.engine.context_tokens
+    own = {**about, "max_model_len": context, "capabilities": ["completion"]}
     return [
-        {"id": service.model, **about, "max_model_len": context, "capabilities": ["completion"]},
+        {"id": service.model, **own},
+        *({"id": adapter.name, **own, "parent": service.model} for adapter in service.session.adapters),
         {"id": service.embeddings.model, **about, "capabilities": ["embedding"]},
     ]
 
 
 async def tokenize(call: Call, body: TokenizeRequest) -> Response:
     """The tokens of a text, or of messages in the model's template."""
-    call.check_model(body.model)
+    call.adapter_of(body.model)
     given = body.content if body.content is not None else body.prompt
     if (given is None) == (body.messages is None):
         raise Problem(400, "Give either content (or prompt) or messages.", param="content")
@@ -69,7 +71,7 @@ def _tokens(call: Call, body: TokenizeRequest, given: str | None) -> list[int]:
 
 async def detokenize(call: Call, body: DetokenizeRequest) -> Response:
     """The text of tokens."""
-    call.check_model(body.model)
+    call.adapter_of(body.model)
     tokenizer = call.service.session.engine.tokenizer
     if body.tokens and max(body.tokens) >= tokenizer.vocabulary_size:
         raise Problem(400, f"Token ids are below {tokenizer.vocabulary_size:,}.", param="tokens")

@@ -10,6 +10,8 @@ from typing import Any
 from starlette.responses import Response
 
 from rekindle.errors import (
+    AdapterNotFound,
+    AdapterRefused,
     Cancelled,
     Closed,
     ContextOverflow,
@@ -76,9 +78,9 @@ def problem_of(error: Exception) -> Problem:
         return error
     if isinstance(error, ContextOverflow):
         return Problem(400, str(error), code="context_length_exceeded", param="messages")
-    if isinstance(error, (RequestError, InvalidSetting)):
+    if isinstance(error, (RequestError, InvalidSetting, AdapterRefused)):
         return Problem(400, str(error))
-    if isinstance(error, (EntryNotFound, ModelNotFound)):
+    if isinstance(error, (EntryNotFound, ModelNotFound, AdapterNotFound)):
         return Problem(404, str(error))
     if isinstance(error, DocumentNotFound):
         advice = "GET /v1/rekindle/documents lists those there are."

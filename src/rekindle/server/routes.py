@@ -9,6 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 from rekindle.server import admin, knowledge, plain
+from rekindle.server.adapters import load_adapter, unload_adapter
 from rekindle.server.ask import answer_question
 from rekindle.server.call import MOST_PAGE, PAGE
 from rekindle.server.chat import answer_chat
@@ -24,9 +25,11 @@ from rekindle.server.schema import (
     DetokenizeRequest,
     DocumentsRequest,
     EmbeddingsRequest,
+    LoadAdapterRequest,
     PromptRequest,
     SearchRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 
 
@@ -72,6 +75,8 @@ ENDPOINTS = (
     Endpoint("POST", "/v1/embeddings", answer_embeddings, EmbeddingsRequest),
     Endpoint("GET", "/v1/models", plain.list_models),
     Endpoint("GET", "/v1/models/{name:path}", plain.show_model),
+    Endpoint("POST", "/v1/load_lora_adapter", load_adapter, LoadAdapterRequest),
+    Endpoint("POST", "/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest),
     Endpoint("POST", "/tokenize", plain.tokenize, TokenizeRequest),
     Endpoint("POST", "/detokenize", plain.detokenize, DetokenizeRequest),
     Endpoint("GET", "/health", plain.health, open=True),

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -19,7 +20,10 @@ from pydantic import (
     Tag,
 )
 
+from rekindle.apps.state import state_of
+from rekindle.core.app import AppState
 from rekindle.core.request import MOST_QUOTES, MOST_STOPS, ReuseLevel
+from rekindle.errors import InvalidSetting
 from rekindle.knowledge.retrieve import MOST_PASSAGES, Retrieval
 
 _T = TypeVar("_T")
@@ -45,13 +49,23 @@ class Asked(BaseModel):
         return sorted(self.model_extra or {})
 
 
+def _as_state(given: object) -> object:
+    """The state that a name of iOS or Android means; anything else as it is, to be refused."""
+    try:
+        return state_of(given) if isinstance(given, str) else given
+    except InvalidSetting:
+        return given
+
+
 class Cached(Asked):
     """Whose request it is, and what of the cache it may use."""
 
     cache_salt: Text | None = Field(None, max_length=1024, description="KV is shared only where this is the same.")
     cache_prompt: StrictBool | None = Field(None, description="false: compute everything, keep nothing.")
     app_id: Text | None = Field(None, max_length=256, description="The app that asks; apps get equal shares.")
-    app_state: Literal["foreground", "background"] | None = Field(None, description="Whether somebody looks at it.")
+    app_state: Annotated[Literal["foreground", "background"], BeforeValidator(_as_state)] | None = Field(
+        None, description="Whether somebody looks at it. Names of the iOS and Android lifecycle are understood."
+    )
     session_id: Text | None = Field(None, max_length=256, description="Stands in for app_id.")
     prompt_cache_key: Text | None = Field(None, max_length=256, description="Stands in for app_id.")
     user: Text | None = Field(None, max_length=256, description="Stands in for app_id.")
@@ -224,7 +238,7 @@ class DetokenizeRequest(Asked):
 class AppRequest(Asked):
     """The body of PUT /v1/rekindle/apps/{id}."""
 
-    state: Literal["foreground", "background", "killed"]
+    state: Annotated[AppState, BeforeValidator(_as_state)] = Field(description="Or as iOS or Android call it.")
 
 
 class PromptRequest(Cached):
@@ -233,6 +247,20 @@ class PromptRequest(Cached):
     messages: Items[ChatMessage] | None = None
     prompt: Text | Items[Token] | None = None
     model: Text | None = None
+
+
+class LoadAdapterRequest(Asked):
+    """The body of /v1/load_lora_adapter."""
+
+    lora_name: Text = Field(min_length=1, max_length=128, description="The model name that clients will ask for.")
+    lora_path: Text = Field(min_length=1, max_length=4096, description="A folder that PEFT saved, on the server.")
+    scale: Number = Field(1.0, description="Times its own effect.")
+
+
+class UnloadAdapterRequest(Asked):
+    """The body of /v1/unload_lora_adapter."""
+
+    lora_name: Text = Field(min_length=1, max_length=128)
 
 
 class CheckRequest(Asked):

@@ -40,6 +40,7 @@ class Service:
 
     def __init__(self, session: Session, settings: ServerSettings) -> None:
         self.session = session
+        session.adapters.loads_known = False  # what is served is said by whoever runs the server
         self.settings = settings
         self.started = time.time()
         places = _places(session)

@@ -54,6 +54,8 @@ class Tail:
     size_bytes: int
     hits: int
     used: float
+    tokens: int = 0  # of the extent's live blocks
+    shelf: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +253,7 @@ def replace(connection: sqlite3.Connection, old: int, new: int) -> None:
         "(SELECT pinned, kept, used, hits, saved_ms FROM extents WHERE id=?) WHERE id=?",
         (old, new),
     )
+    connection.execute("UPDATE users SET extent=? WHERE extent=?", (new, old))
     connection.execute("UPDATE extents SET state='dropping', live=0, tokens=0 WHERE id=?", (old,))
 
 
@@ -313,7 +316,7 @@ def forget(connection: sqlite3.Connection, names: Iterable[str]) -> None:
 
 
 _TAIL = (
-    "SELECT e.id, e.live, e.blocks, e.bytes, b.hits, b.used FROM extents e "
+    "SELECT e.id, e.live, e.blocks, e.bytes, b.hits, b.used, e.tokens, e.shelf FROM extents e "
     "JOIN blocks b ON b.extent=e.id AND b.place=e.live-1 WHERE e.state='live' AND NOT e.pinned "
     "AND NOT EXISTS (SELECT 1 FROM blocks c WHERE c.parent=b.key AND c.shelf=b.shelf)"
 )
@@ -338,7 +341,8 @@ def most_hits(connection: sqlite3.Connection) -> int:
 def tail_start(connection: sqlite3.Connection, tail: Tail, *, by_worth: bool) -> int:
     """From which place on nothing hangs on an extent's blocks, and, by worth, they are worth no more than the last."""
     row = connection.execute(
-        "SELECT max(place) FROM blocks b WHERE extent=? AND place<? AND ((? AND (hits>? OR used>?)) OR EXISTS "
+        "SELECT max(place) FROM blocks b WHERE extent=?1 AND place<?2 AND ((?3 AND (hits>?4 OR used>?5 OR place<="
+        "(SELECT max(last) FROM users WHERE extent=?1 AND last<?2))) OR EXISTS "
         "(SELECT 1 FROM blocks c WHERE c.parent=b.key AND c.shelf=b.shelf AND c.extent<>b.extent))",
         (tail.extent, tail.live - 1, by_worth, tail.hits, tail.used),
     ).fetchone()

@@ -97,6 +97,9 @@ def _catalog_problems(store: DiskStore) -> Iterator[Problem]:
         )
         for (id,) in homeless:
             yield Problem("chain", f"#{id}", "blocks of an extent that is not live")
+        strangers = "SELECT count(*) FROM users WHERE extent NOT IN (SELECT id FROM extents)"
+        if connection.execute(strangers).fetchone()[0]:
+            yield Problem("chain", CATALOG, "uses by apps of extents that are gone")
 
 
 def _entry_problems(store: DiskStore, row: catalog.Extent) -> Iterator[Problem]:
@@ -208,6 +211,7 @@ def _fix_once(store: DiskStore, problems: Sequence[Problem]) -> None:
                 for row in catalog.extents(connection, "name=?", (problem.entry,)):
                     catalog.cut(connection, row.id, 0)
         connection.execute("DELETE FROM blocks WHERE extent NOT IN (SELECT id FROM extents WHERE state='live')")
+        connection.execute("DELETE FROM users WHERE extent NOT IN (SELECT id FROM extents)")
         connection.execute("DELETE FROM totals")
         connection.execute("INSERT INTO totals (one, bytes) SELECT 1, coalesce(sum(bytes), 0) FROM extents")
     for problem in problems:

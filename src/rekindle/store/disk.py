@@ -19,15 +19,17 @@ from pathlib import Path
 
 from rekindle.codec.digest import digester_for
 from rekindle.codec.extent import ExtentHeader, ExtentPlan
+from rekindle.core.app import Asker
 from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, NodeKey, Shelf, chain
 from rekindle.core.kv import Kv
 from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable, EntryNotFound
-from rekindle.store import catalog, variant_rows
+from rekindle.store import app_rows, catalog, variant_rows
 from rekindle.store.database import WRITE_TIMEOUT_SECONDS, Connect, Database
 from rekindle.store.extents import ExtentFiles
 from rekindle.store.files import Files
-from rekindle.store.room import Room
+from rekindle.store.policy import NOBODY
+from rekindle.store.room import Reserved, Room
 from rekindle.store.settings import StoreSettings
 
 CATALOG = "catalog.sqlite"
@@ -100,12 +102,20 @@ class DiskStore:
             return catalog.seen_before(connection, number, keys, self.clock(), most)
 
     def keep(
-        self, shelf: Shelf, root: NodeKey, tokens: bytes, kv: Kv, *, evict: bool = True, also: Also | None = None
+        self,
+        shelf: Shelf,
+        root: NodeKey,
+        tokens: bytes,
+        kv: Kv,
+        *,
+        evict: bool = True,
+        also: Also | None = None,
+        app: Asker | None = None,
     ) -> Written:
         """Write the KV of `kv.span`, which begins at a block and reaches the end of `tokens`.
 
-        `also` is done in the transaction that makes it visible. Raises `Refused` if there is no room for it, or
-        others were faster.
+        `also` is done in the transaction that makes it visible, and `app` noted as its user. Raises `Refused` if there
+        is no room for it, or others were faster.
         """
         depth = kv.span.start // BLOCK_TOKENS
         keys = chain(root, tokens)
@@ -116,14 +126,25 @@ class DiskStore:
         )
         self.room.expire()  # what is too old to be found would be in the way
         add = partial(catalog.add_shelf, digest=digest, shelf=shelf)
-        with self.room.reserved(plan, add, evict=evict) as room:
+        crowd = NOBODY
+        if app is not None:
+            with self.database.scanning() as connection:
+                crowd = app_rows.crowd_of(connection, app)
+        with self.room.reserved(plan, add, evict=evict, crowd=crowd) as room:
             written = self.extents.write(plan, kv.layers)
             run = catalog.Run(room.shelf, depth, parent, keys[depth:], part)
             with self.database.writing() as connection:
                 self.room.publish(connection, room, run, plan.file_bytes, written.digest)
+                if app is not None:
+                    self._note_user(connection, room, app, plan.blocks - 1)
                 if also is not None:
                     also(connection, room.shelf)
         return Written(room.extent, plan.file_bytes, written.header)
+
+    def _note_user(self, connection: sqlite3.Connection, room: Reserved, app: Asker, last: int) -> None:
+        now, allows = self.clock(), self.room.allows
+        if (id := app_rows.see(connection, app, now, allows)) is not None:
+            app_rows.add_user(connection, app_rows.Place(room.extent, room.name, last), id, now, allows)
 
     def lose(self, name: str, error: Exception) -> None:
         """Stop serving an extent that could not be read: forget it if its file is gone, else quarantine it."""
@@ -167,6 +188,7 @@ class DiskStore:
         """Everything that may wait: expiry, what died halfway, files to remove, sparse extents, limits, the log."""
         self.room.recover()
         self.room.expire()
+        self.room.expire_killed()
         with self.database.scanning() as connection:
             rests = variant_rows.loose_rests(connection)
         self.room.cut_all(rests)

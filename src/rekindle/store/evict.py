@@ -1,59 +1,37 @@
-"""What goes first when room is needed. A policy is data; ranking is a pure function of rows.
+"""Freeing rows when room is needed: what is worth least, by the policy, and what killed apps alone have used.
 
 Tails go before heads: only a block that nothing hangs on can go, and an extent's last ones before its first.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
 import sqlite3
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from rekindle.store import catalog
+from rekindle.store import app_rows, catalog
+from rekindle.store.app_rows import Crowd
 from rekindle.store.catalog import Tail
 from rekindle.store.database import Database
+from rekindle.store.policy import NOBODY, Policy, Scene, rank
 
 _RANKED = 256  # tails looked at in one go
 _LOG_BYTES_A_BLOCK = 24 << 10  # what freeing a block writes to the log, at worst
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The worth of a tail: `hits_weight * hits + recency_weight * recency`; the least worth goes first.
+@dataclass(frozen=True)
+class Newcomer:
+    """What is to be kept next: room is made for it, if it is worth that. `crowd` is whoever asked for it."""
 
-    Recency falls with age, from 1 to a half in `halflife_seconds`, and is scaled to the largest count of hits, so
-    that neither term drowns the other. Where the worth is equal, the one not used for longest goes first.
-    """
+    tokens: int
+    size_bytes: int
+    shelf: int = 0
+    crowd: Crowd = NOBODY
 
-    name: str
-    hits_weight: float
-    recency_weight: float
-    halflife_seconds: float = 6 * 3600.0
-
-    def worth(self, hits: int, age_seconds: float, most_hits: int) -> float:
-        """How much a tail is worth keeping. A clock that went back makes nothing older than new."""
-        recency = math.exp(-math.log(2) * max(0.0, age_seconds) / self.halflife_seconds)
-        return self.hits_weight * hits + self.recency_weight * recency * (1 + most_hits)
-
-
-POLICIES = {
-    policy.name: policy
-    for policy in (
-        Policy("weighted-lru", hits_weight=0.6, recency_weight=0.4),
-        Policy("lru", hits_weight=0.0, recency_weight=0.0),
-        Policy("lfu", hits_weight=1.0, recency_weight=0.0),
-    )
-}
-
-
-def rank(tails: Iterable[Tail], policy: Policy, now: float, most_hits: int, count: int) -> list[Tail]:
-    """The `count` tails that go first, in order; needs memory for so many only."""
-    return heapq.nsmallest(
-        count, tails, key=lambda tail: (policy.worth(tail.hits, now - tail.used, most_hits), tail.used, tail.extent)
-    )
+    def tail(self, now: float) -> Tail:
+        """As if it were there already."""
+        return Tail(0, 1, 1, self.size_bytes, 0, now, self.tokens, self.shelf)
 
 
 def blocks_a_transaction(database: Database) -> int:
@@ -69,19 +47,69 @@ class Eviction:
         self._policy = policy
         self._clock = clock
 
-    def free(self, short: int, holder: tuple[int, int] | None, whole: bool) -> int:
-        """Free rows worth at least `short` bytes, as far as one transaction should; about how many bytes went."""
+    def free(self, short: int, holder: tuple[int, int] | None, whole: bool, newcomer: Newcomer | None = None) -> int:
+        """Free rows worth at least `short` bytes, as far as one transaction should; about how many bytes went.
+
+        Under a policy that refuses newcomers, nothing goes that is worth more than the one it would go for.
+        """
+        policy = self._policy
         with self._database.scanning() as connection:  # ranking may take long, and others may write meanwhile
-            policy, most_hits = self._policy, catalog.most_hits(connection)
-            ranked = rank(catalog.tails(connection), policy, self._clock(), most_hits, _RANKED)
-        # First what gives bytes back; only if there is nothing, what merely brings an extent closer to that.
-        for largest_rest in (0.0, 1.0) if whole else (0.5, 1.0):
-            todo, freed = deque(ranked), 0
+            scene = self._scene(connection, whole)
+            ranked = rank(catalog.tails(connection), policy, scene, _RANKED)
+        if newcomer is not None and policy.refuses:
+            own = policy.worth(newcomer.tail(scene.now), newcomer.crowd, scene)
+            ranked = [tail for tail in ranked if policy.worth(tail, scene.crowd(tail), scene) <= own]
+        # First whatever killed apps alone have used; then what gives bytes back; only if there is nothing, what merely
+        # brings an extent closer to that.
+        dead = [tail for tail in ranked if scene.crowd(tail).dead]
+        for tails, largest_rest in (dead, 1.0), (ranked, 0.0 if whole else 0.5), (ranked, 1.0):
+            todo, freed = deque(tails), 0
             while todo and freed < short:
                 freed += self._cut_tails(todo, short - freed, holder, largest_rest)
             if freed:
                 return freed
         return 0
+
+    def free_killed(self, killed_before: float) -> int:
+        """Free all that is of apps alone that were killed before then; about how many bytes went.
+
+        What others use stays, and what something hangs on that stays. Raises as the catalog does; each transaction
+        leaves the catalog as it should be.
+        """
+        with self._database.scanning() as connection:
+            todo = deque(
+                app_rows.private(connection, killed_before)
+            )  # the deepest first: nothing hangs on what is next
+        freed = 0
+        while todo:
+            blocks = blocks_a_transaction(self._database)
+            with self._database.writing() as connection:
+                while todo and blocks > 0:
+                    # As it is by now: the app may have come back.
+                    for private in app_rows.private(connection, killed_before, todo[0].extent):
+                        cut = self._cut_private(connection, private, blocks)
+                        freed, blocks = freed + cut * private.block_bytes, blocks - cut
+                    if blocks > 0:  # otherwise there may be more of it
+                        todo.popleft()
+        return freed
+
+    def _cut_private(self, connection: sqlite3.Connection, private: app_rows.Private, most_blocks: int) -> int:
+        """Free the last blocks of an extent, as many as may be; how many."""
+        row = catalog.extent(connection, private.extent)
+        if row is None:
+            return 0
+        start = max(private.start, app_rows.hung_on(connection, row.id), row.live - most_blocks)
+        if start >= row.live:
+            return 0
+        catalog.cut(connection, row.id, start)
+        return row.live - start
+
+    def _scene(self, connection: sqlite3.Connection, whole: bool) -> Scene:
+        now, most_hits = self._clock(), catalog.most_hits(connection)
+        if not self._policy.by_app or not app_rows.any_known(connection):
+            return Scene(now, most_hits)
+        crowds = app_rows.crowds(connection, whole=whole)
+        return Scene(now, most_hits, True, crowds, _saved_ms_a_token(connection))
 
     def _cut_tails(
         self, todo: deque[catalog.Tail], short: int, holder: tuple[int, int] | None, largest_rest: float
@@ -118,3 +146,17 @@ class Eviction:
             return 0
         catalog.cut(connection, tail.extent, start)
         return tail.live - start
+
+
+def _saved_ms_a_token(connection: sqlite3.Connection) -> dict[int, float]:
+    """What a token of each shelf saved a use, as measured for its model; the mean of all where nothing was."""
+    measured = {
+        identity: saved / tokens
+        for identity, saved, tokens in connection.execute(
+            "SELECT s.identity, total(e.saved_ms), total(e.hits * e.tokens) FROM extents e "
+            "JOIN shelves s ON s.id=e.shelf WHERE e.state='live' GROUP BY s.identity"
+        )
+        if saved > 0 and tokens > 0
+    }
+    mean = sum(measured.values()) / len(measured) if measured else 1.0
+    return {id: measured.get(identity, mean) for id, identity in connection.execute("SELECT id, identity FROM shelves")}

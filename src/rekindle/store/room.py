@@ -23,9 +23,11 @@ from rekindle.core.kv import LayerKv
 from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable
 from rekindle.store import catalog
+from rekindle.store.app_rows import Crowd
 from rekindle.store.database import Database
-from rekindle.store.evict import Eviction, blocks_a_transaction
+from rekindle.store.evict import Eviction, Newcomer, blocks_a_transaction
 from rekindle.store.extents import SUFFIX, Damaged, ExtentFiles
+from rekindle.store.policy import NOBODY
 from rekindle.store.settings import StoreSettings
 from rekindle.store.writers import Writers
 
@@ -77,7 +79,7 @@ class Room:
         self._eviction = Eviction(database, settings.chosen_policy, clock)
         self._writers = Writers(folder / "writers", extents.files)
         self._writing: set[tuple[int, int]] = set()  # (process, extent) being written now
-        self.evicted_bytes: Counter[str] = Counter()  # by reason: new, limit, expired
+        self.evicted_bytes: Counter[str] = Counter()  # by reason: new, limit, expired, killed
 
     def fresh(self) -> catalog.Fresh:
         """When extents must have been kept not to be expired."""
@@ -105,16 +107,23 @@ class Room:
 
     @contextmanager
     def reserved(
-        self, plan: ExtentPlan, shelf: Callable[[sqlite3.Connection], int], *, evict: bool = True, copy: bool = False
+        self,
+        plan: ExtentPlan,
+        shelf: Callable[[sqlite3.Connection], int],
+        *,
+        evict: bool = True,
+        copy: bool = False,
+        crowd: Crowd = NOBODY,
     ) -> Iterator[Reserved]:
         """Room for a file, until it is published; if the block fails, the file is removed and the room given back.
 
-        A copy adds no rows to the catalog. Raises `Refused` if there is no room and none can be made.
+        A copy adds no rows to the catalog. `crowd` is whoever asked for it. Raises `Refused` if there is no room and
+        none can be made.
         """
         need = plan.file_bytes
         if not copy:
             need += _CATALOG_BYTES + _CATALOG_BYTES_A_BLOCK * plan.blocks
-        room = self._reserve(plan, need, shelf, evict)
+        room = self._reserve(plan, need, shelf, evict, None if copy else crowd)
         try:
             yield room
         except BaseException:
@@ -184,6 +193,17 @@ class Room:
             expired = catalog.extents(connection, where, (fresh.oldest, fresh.newest))
         self.cut_all(expired, unless=lambda row: bool(row.pinned))
         self.evicted_bytes["expired"] += sum(row.size_bytes for row in expired)
+
+    def expire_killed(self) -> None:
+        """Free what is of apps alone that were killed longer ago than allowed."""
+        after = self._settings.killed_ttl_seconds
+        if after is not None:
+            self.evicted_bytes["killed"] += self._eviction.free_killed(self._clock() - after)
+
+    def allows(self, connection: sqlite3.Connection, size_bytes: int) -> bool:
+        """Whether the catalog may grow by so much."""
+        used = self.used_bytes(connection)
+        return used + size_bytes <= self.limit_bytes(used)
 
     def cut_all(self, rows: Sequence[catalog.Extent], unless: Callable[[catalog.Extent], bool] | None = None) -> None:
         """Free extents and what hangs on them, in transactions of bearable size; those that are others by now stay."""
@@ -277,7 +297,12 @@ class Room:
         self._writers.close()
 
     def _reserve(
-        self, plan: ExtentPlan, need: int, shelf: Callable[[sqlite3.Connection], int], evict: bool
+        self,
+        plan: ExtentPlan,
+        need: int,
+        shelf: Callable[[sqlite3.Connection], int],
+        evict: bool,
+        crowd: Crowd | None,
     ) -> Reserved:
         writer = self._writers.own_name()
         self._files.make_folder(self._extents.folder)
@@ -301,10 +326,13 @@ class Room:
                 recovered = True
             if not evict:
                 raise Refused("there is no room for it")
-            if not self._make_room(used + need - limit + limit // 64, holder, "new"):
-                raise Refused("all room is taken by what is pinned or being written")
+            newcomer = None if crowd is None else Newcomer(plan.token_count, plan.file_bytes, crowd=crowd)
+            if not self._make_room(used + need - limit + limit // 64, holder, "new", newcomer):
+                raise Refused("all room is taken by what is pinned, being written, or worth more")
 
-    def _make_room(self, short: int, holder: tuple[int, int] | None, reason: str) -> bool:
+    def _make_room(
+        self, short: int, holder: tuple[int, int] | None, reason: str, newcomer: Newcomer | None = None
+    ) -> bool:
         """Do the next thing that gives room back, the cheapest first; whether there was one."""
         if self.sweep():
             return True
@@ -312,7 +340,7 @@ class Room:
         if compacted.done > 0:
             return True
         # Where sparse extents find no room for their copy, trimming more would give nothing back: whole ones go.
-        freed_bytes = self._eviction.free(short, holder, whole=compacted.no_room > 0)
+        freed_bytes = self._eviction.free(short, holder, compacted.no_room > 0, newcomer)
         self.evicted_bytes[reason] += freed_bytes
         return freed_bytes > 0
 

@@ -11,6 +11,8 @@ requests   what was asked lately and what came of it, for `explain`: a bounded n
 variants   one row a variant of a chunk: where in a chain its KV is (a view, no copy), and what attention did in it.
            A row whose blocks went is of no use, and goes when somebody comes across it.
 identities what a shelf's identity is made of, to tell in which way two models differ.
+apps       one row an app that asked: its state, and the process that is watched for it.
+users      which app used an extent's blocks, up to which place. Bounded; goes with its extent.
 """
 
 from __future__ import annotations
@@ -113,5 +115,29 @@ MIGRATIONS: tuple[str, ...] = (
     );
     CREATE UNIQUE INDEX variants_chunk ON variants (digest, shelf, parent, tail);
     CREATE INDEX variants_worth ON variants (shelf, frequency, used);
+    """,
+    """
+    CREATE TABLE apps (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        tenant TEXT NOT NULL,
+        name TEXT NOT NULL,
+        state TEXT NOT NULL CHECK (state IN ('foreground', 'background', 'killed')),
+        since REAL NOT NULL,  -- in that state
+        seen REAL NOT NULL,
+        requests INTEGER NOT NULL DEFAULT 0,
+        process INTEGER,  -- watched: when it ends, the app is killed
+        born REAL,  -- when that process began, because numbers are used again
+        UNIQUE (tenant, name)
+    );
+    CREATE TABLE users (
+        extent INTEGER NOT NULL,
+        app INTEGER NOT NULL,  -- 0: somebody who gave no name
+        last INTEGER NOT NULL,
+        used REAL NOT NULL,
+        PRIMARY KEY (extent, app)
+    ) WITHOUT ROWID;
+    CREATE INDEX users_app ON users (app);
+    CREATE TRIGGER extents_unused AFTER DELETE ON extents
+        BEGIN DELETE FROM users WHERE extent = OLD.id; END;
     """,
 )

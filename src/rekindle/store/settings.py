@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from rekindle.core.size import Limit, parse_limit
 from rekindle.errors import InvalidSetting
-from rekindle.store.evict import POLICIES, Policy
+from rekindle.store.policy import POLICIES, Policy
 
 Admission = Literal["always", "second-use"]
 
@@ -18,8 +18,9 @@ class StoreSettings:
 
     disk_limit       bytes, "512MB", or "10%" of what is free or already the cache's; counts files and catalog
     memory_limit     the same for KV held in memory above the disk
-    policy           what goes first when room is needed: weighted-lru, lru, lfu
+    policy           what goes first when room is needed: utility, weighted-lru, lru, lfu, mobilora
     ttl_seconds      KV older than this is not served and goes; None: never
+    killed_ttl_seconds  what an app alone used goes so long after it was killed; None: when room is needed
     admission        keep always, or on second-use: only what was met before
     write_budget     bytes that may be written within an hour, to spare flash; None: as many as there are
     most_variants    variants of chunks that are listed for one shelf; those used least go first
@@ -29,8 +30,9 @@ class StoreSettings:
 
     disk_limit: str | int | Limit = "10%"
     memory_limit: str | int | Limit = "256MB"
-    policy: str = "weighted-lru"
+    policy: str = "utility"
     ttl_seconds: float | None = None
+    killed_ttl_seconds: float | None = 60.0
     admission: Admission = "always"
     write_budget: str | int | None = None
     most_variants: int = 16_384
@@ -44,6 +46,10 @@ class StoreSettings:
             raise InvalidSetting(f"Unknown admission {self.admission!r}. Use {', '.join(get_args(Admission))}.")
         if self.ttl_seconds is not None and self.ttl_seconds <= 0:
             raise InvalidSetting(f"ttl_seconds={self.ttl_seconds} is out of range: use a positive number, or None.")
+        if self.killed_ttl_seconds is not None and not self.killed_ttl_seconds >= 0:
+            raise InvalidSetting(
+                f"killed_ttl_seconds={self.killed_ttl_seconds} is out of range: use 0 or more, or None."
+            )
         if self.write_budget is not None and parse_limit(self.write_budget).size_bytes is None:
             raise InvalidSetting("A write budget is a size (10GB), not a share.")
         for name in ("most_variants", "most_a_chunk"):

@@ -12,13 +12,15 @@ from typing import Any, TypeVar
 
 import psutil
 
+from rekindle.core.app import Asker
 from rekindle.core.identity import Identity
 from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, Shelf, chain, token_bytes
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.size import parse_limit
 from rekindle.errors import InvalidSetting
 from rekindle.index.prefix import Match, Piece, continuation, search
-from rekindle.store import catalog, history, purge
+from rekindle.store import app_rows, catalog, history, purge
+from rekindle.store.app_rows import AppUse, Place
 from rekindle.store.disk import DiskStore, Machine
 from rekindle.store.failures import Counts, Failures, Kept
 from rekindle.store.feed import Source, StoredFeed, is_in_place, stretched
@@ -32,6 +34,8 @@ from rekindle.store.variants import Variants
 __all__ = ["Counts", "Kept", "TieredStore"]
 
 T = TypeVar("T")
+_SPARE_BYTES = 64 << 10  # for rows about apps, before they are written
+_LOOK_AGAIN_SECONDS = 15.0  # after killed apps
 
 
 class TieredStore:
@@ -51,6 +55,8 @@ class TieredStore:
         self._uses = Uses()
         self._sources = Sources(self.disk, self.memory, self._failures)
         self.variants = Variants(self.disk, self.memory, self._failures, self._sources, self._uses)
+        self._told_of_apps = False  # since the last flush
+        self.wake_seconds: float | None = None  # look after the store so often, even if nothing is asked
         self._tidy_at_start()
 
     # -- reading: every failure is a miss --------------------------------------------------------------------------
@@ -93,11 +99,37 @@ class TieredStore:
         """Whether a piece's KV is in memory, as far as is known without looking closer."""
         return self.memory.holds(piece.name)
 
-    def used(self, match: Match, saved_ms: float = 0.0) -> None:
-        """Note that what `match` found was used, and what that saved. Written to the catalog by `tend`."""
+    def used(self, match: Match, saved_ms: float = 0.0, app: Asker | None = None) -> None:
+        """Note that what `match` found was used, and what that saved. Written to the catalog by `tend`.
+
+        `app` is by whom; without one that is not said here, but by `asked` or `used_by` when the request is over.
+        """
         length = max(1, match.length)
         now = self.disk.clock()
         self._uses.add([BlockUse(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in match.pieces])
+        if app is not None:
+            self.used_by(app, match.pieces)
+
+    def used_by(self, app: Asker | None, pieces: Sequence[Piece], requests: int = 0) -> None:
+        """Note who used pieces, and how many requests that was. Nobody's use matters only where apps are known."""
+        places = [Place(piece.extent, piece.name, piece.last) for piece in pieces]
+        self._uses.add([AppUse(app, places, self.disk.clock(), self.disk.room.allows, requests)])
+        self._told_of_apps = True
+
+    def asked(self, shelf: Shelf, tokens: Sequence[int], app: Asker | None) -> None:
+        """A request is over: whatever is known of its tokens was used by that app, also what it did not load."""
+        if self.heeds(app):
+            self.used_by(app, self.lookup(shelf, tokens).pieces, requests=1)
+
+    def heeds(self, app: Asker | None) -> bool:
+        """Whether it matters what that app used, or, without one, what nobody who gave a name did."""
+        if self.disk.database.read_only:
+            return False
+        return app is not None or self._failures.reading(self._knows_apps, False)
+
+    def _knows_apps(self) -> bool:
+        with self.disk.database.reading() as connection:
+            return app_rows.any_known(connection)
 
     # -- writing: every failure is "not kept" ----------------------------------------------------------------------
 
@@ -116,12 +148,14 @@ class TieredStore:
 
         return self._failures.writing(admit, lambda _: None)
 
-    def keep(self, shelf: Shelf, tokens: Sequence[int], kv: Kv, *, evict: bool = True) -> Kept:
+    def keep(
+        self, shelf: Shelf, tokens: Sequence[int], kv: Kv, *, evict: bool = True, app: Asker | None = None
+    ) -> Kept:
         """Keep KV whose span is what `gap` said of the same tokens, or begins at an earlier block.
 
         `tokens` may go on behind the span. The arrays are the store's from now on: it may hold them in memory.
         Returns when it is on disk and visible to every process. Without `evict` it is refused where others would have
-        to go for it.
+        to go for it. `app` is whose it is.
         """
         data = token_bytes(tokens[: kv.span.stop])
         if kv.span.start % BLOCK_TOKENS or len(kv.span) == 0 or kv.layout != shelf.layout:
@@ -138,7 +172,7 @@ class TieredStore:
                 return Kept("refused", "what it hangs on is not known any more")
             self._flush()
             rest = _from(kv, gap.start)
-            written = self.disk.keep(shelf, match.root, data, rest, evict=evict)
+            written = self.disk.keep(shelf, match.root, data, rest, evict=evict, app=app)
             if self.memory.fits(written.size_bytes):
                 held = kv.layers if rest.span == kv.span else _copied(rest)
                 self.memory.put(written.header.plan.name, HeldExtent(written.header, held))
@@ -168,6 +202,7 @@ class TieredStore:
                 self.disk.tidy()
                 self.variants.tidy()  # behind it: what expired or was evicted takes its variants along
             self._sources.promote()
+            self.wake_seconds = _LOOK_AGAIN_SECONDS if self._knows_apps() else None
 
         self._failures.check_open()
         self._failures.writing(work, lambda _: None)
@@ -207,6 +242,9 @@ class TieredStore:
 
     def _flush(self) -> None:
         """Tell the catalog what was used, and what could not be read."""
+        if self._told_of_apps:
+            self._told_of_apps = False
+            self.disk.room.hold_limit(_SPARE_BYTES)
         self._uses.flush(self.disk.database)
         self._sources.settle()
 
@@ -216,6 +254,7 @@ class TieredStore:
         def work() -> None:
             self.disk.room.sweep_once()
             self.disk.room.recover()
+            self.disk.room.expire_killed()
             self.disk.room.sweep()
 
         if not self.disk.database.read_only:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import threading
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from typing import Protocol
 
 from rekindle.store import catalog
 from rekindle.store.database import Database
+
+log = logging.getLogger("rekindle.store")
 
 _A_TRANSACTION = 16
 _MOST = 10_000  # remembered while the catalog cannot be written
@@ -50,16 +53,26 @@ class Uses:
             self._waiting += uses
 
     def flush(self, database: Database) -> None:
-        """Tell the catalog, a few in one transaction. Raises as it does; what it was not told is remembered."""
+        """Tell the catalog, a few in one transaction. Raises as it does; what it was not told is remembered.
+
+        What no catalog could be told, whatever its state, is dropped: it would be in the way of all others.
+        """
         with self._lock:
             uses, self._waiting = self._waiting, []
         try:
             while uses:
                 with database.writing() as connection:
                     for use in uses[:_A_TRANSACTION]:
-                        use.write(connection)
+                        _write(connection, use)
                 del uses[:_A_TRANSACTION]
         except BaseException:
             with self._lock:
                 self._waiting = uses[-_MOST:] + self._waiting
             raise
+
+
+def _write(connection: sqlite3.Connection, use: Use) -> None:
+    try:
+        use.write(connection)
+    except (TypeError, ValueError, OverflowError) as error:  # a value that SQLite has no type for, or cannot encode
+        log.debug("a use was not noted: %s", error)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from rekindle.core.app import Asker
 from rekindle.core.chunk import ChunkDigest, Variant, chunk_digest
 from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, Shelf, chain, token_bytes
 from rekindle.core.kv import Kv, Span
@@ -163,7 +164,9 @@ class Variants:
 
         return self._failures.writing(write, lambda _: 0)
 
-    def keep_loose(self, shelf: Shelf, chunk_tokens: Sequence[int], kv: Kv, variant: Variant) -> Kept:
+    def keep_loose(
+        self, shelf: Shelf, chunk_tokens: Sequence[int], kv: Kv, variant: Variant, app: Asker | None = None
+    ) -> Kept:
         """Keep KV of a chunk that is not exact, computed at the variant's span. No exact lookup will ever find it.
 
         One a chunk: while that is there, others are "known". Otherwise as `TieredStore.keep`; `kv.span` does not
@@ -188,7 +191,8 @@ class Variants:
                 raise Refused("it was not met before")
             self._cut_rest(stands_on, variant.digest)
             whole = named_kv(kv)
-            written = self._disk.keep(stands_on, root, data, whole, also=partial(self._list_loose, listed=listed))
+            also = partial(self._list_loose, listed=listed)
+            written = self._disk.keep(stands_on, root, data, whole, also=also, app=app)
             if self._memory.fits(written.size_bytes):
                 self._memory.put(written.header.plan.name, HeldExtent(written.header, whole.layers))
             self._failures.counts.kept += 1

@@ -12,11 +12,13 @@ from contextlib import ExitStack
 import llama_cpp
 import numpy as np
 
+from rekindle.core.adapter import Lora
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import Kv, KvLayout, LayerShape, Span
 from rekindle.core.model import ModelFiles
 from rekindle.core.request import Sampling
 from rekindle.engine.base import Capabilities, Logits, Row
+from rekindle.engine.llamacpp.adapters import LlamaAdapters
 from rekindle.engine.llamacpp.cells import Cells, Tokens
 from rekindle.engine.llamacpp.feeding import Staging
 from rekindle.engine.llamacpp.library import LoadedContext, LoadedModel, build, version
@@ -78,6 +80,7 @@ class LlamaCppEngine:
         self.threads = context.threads
         self._cells = Cells(context, options.sequences, self.tokenizer.vocabulary_size)
         self._held.callback(self._cells.close)
+        self._adapters = LlamaAdapters(self.loaded_model)
         self._regime = context.regime
         self.opaque = self._why_opaque()
         self._state: StateLayout | None = None
@@ -103,6 +106,7 @@ class LlamaCppEngine:
             probes=False,
             crowded=True,
             opaque=self.opaque,
+            adapters=True,
         )
 
     @property
@@ -137,13 +141,25 @@ class LlamaCppEngine:
             self._identities[regime] = known
         return known
 
-    def open(self, capacity: int, regime: str) -> LlamaSequence:
-        """An empty sequence with room for `capacity` tokens."""
+    def load_adapter(self, lora: Lora) -> int:
+        """Put an adapter on. Which layers it leaves alone is not looked into here: none, as far as is known."""
+        with self._cells.lock:
+            self._cells.context  # noqa: B018  (raises)
+            self._adapters.load(lora)
+        return 0
+
+    def unload_adapter(self, digest: str) -> None:
+        """Take it off."""
+        with self._cells.lock:
+            self._adapters.unload(digest, self._cells.context)
+
+    def open(self, capacity: int, regime: str, adapter: str | None = None) -> LlamaSequence:
+        """An empty sequence with room for `capacity` tokens, computed with the adapter of that digest."""
         if not 0 < capacity <= self.context_tokens:
             raise StepRefused(f"A capacity of {capacity} does not fit the context of {self.context_tokens} tokens.")
         if regime != self._regime:
             raise StepRefused(f"The regime {regime!r} is unknown. Ask `regime(tokens)`.")
-        return LlamaSequence(self._sequences, capacity)
+        return LlamaSequence(self._sequences, capacity, adapter)
 
     def sampler(self, sampling: Sampling, context: Sequence[int]) -> ChainSampler:
         """What draws the tokens of a reply: llama.cpp's own samplers."""
@@ -166,15 +182,32 @@ class LlamaCppEngine:
                     Tokens(_number(sequence), row.tokens, int(row.positions[0]), row.wanted)
                     for row, sequence in zip(checked, sequences, strict=True)
                 ]
-                if len(work) == len(work[0].tokens) == 1 and rows[0].prefill and self._state is not None:
-                    logits = self._cells.compute_in_company(work[0], cancelled)
-                else:
-                    logits = self._cells.compute(work, cancelled)
+                alone = len(work) == len(work[0].tokens) == 1 and rows[0].prefill and self._state is not None
+                logits = self._compute(work, [sequence.adapter for sequence in sequences], cancelled, alone=alone)
                 finished = True
             finally:
                 for row, sequence in zip(checked, sequences, strict=True):
                     self._settle(row, sequence, finished)
             return logits
+
+    def _compute(
+        self,
+        work: Sequence[Tokens],
+        adapters: Sequence[str | None],
+        cancelled: Callable[[], bool] | None,
+        *,
+        alone: bool,
+    ) -> list[Logits]:
+        """The logits of each; those of one adapter at a time."""
+        logits: dict[int, Logits] = {}
+        for adapter in dict.fromkeys(adapters):
+            self._adapters.use(adapter, self._cells.context)
+            own = [place for place, other in enumerate(adapters) if other == adapter]
+            some = [work[place] for place in own]
+            compute = self._cells.compute
+            found = self._cells.compute_in_company(some[0], cancelled) if alone else compute(some, cancelled)
+            logits.update(zip(own, found, strict=True))
+        return [logits[place] for place in range(len(work))]
 
     def close(self) -> None:
         """Free the model. Sequences that are still open can only be closed then."""
@@ -185,7 +218,9 @@ class LlamaCppEngine:
         sequence = row.row.sequence
         if not isinstance(sequence, LlamaSequence) or sequence.cells is not self._cells:
             raise StepRefused("A row holds a sequence of another engine.")
-        if row.row.selector or row.row.probe or row.row.gaze or row.row.until is not None:
+        if sequence.adapter is not None and sequence.adapter not in self._adapters:
+            raise StepRefused("The adapter of a sequence is not loaded. Load it before it is used.")
+        if row.row.selector or row.row.probe or row.row.gaze or row.row.spread or row.row.until is not None:
             raise StepRefused("llama.cpp can neither choose tokens between layers nor look inside. Use engine='hf'.")
         first, count = int(row.positions[0]), len(row.positions)
         if int(row.positions[-1]) - first + 1 != count or first < row.kept:

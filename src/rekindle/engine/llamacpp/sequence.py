@@ -39,7 +39,8 @@ class SequenceModel:
 class LlamaSequence:
     """See `EngineSequence` for the contract."""
 
-    def __init__(self, model: SequenceModel, capacity: int) -> None:
+    def __init__(self, model: SequenceModel, capacity: int, adapter: str | None = None) -> None:
+        self.adapter = adapter
         self.cells = cells = model.cells
         self._model = model
         self._layout = model.layout

@@ -1,0 +1,1 @@
+"""The apps that ask: their states, and the processes they are."""

@@ -1,0 +1,264 @@
+"""KV of one layer as small integers, entropy-coded.
+
+    header | sizes of each group | side: steps, centres, strays | keys, values of group 0 | of group 1 | ...
+
+A group is 128 tokens, four blocks, the last maybe fewer: enough for its codes to be compressed almost as well as all
+together, few enough to be decoded for the sake of one block. All that is small stands together in front, because
+compressed group by group it would be twice as long. Keys have a step a channel of a group, values a step a token.
+
+Each layer is coded on its own, so that loading can go layer by layer.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.codec.bits import LayerBits
+from rekindle.codec.codes import Packed, codes_of, expand, pack, squeeze, symbols_of
+from rekindle.codec.lattice import Lattice, keys_of, nothing, snap_keys, snap_values, values_of
+from rekindle.codec.numbers import FLOAT_TYPES, carrier, narrow, widen
+from rekindle.core.keys import BLOCK_TOKENS
+from rekindle.core.kv import KvType, LayerKv, LayerShape, Span
+
+GROUP_TOKENS = 4 * BLOCK_TOKENS
+PRESETS = {"q8": 8.0, "q5": 5.0, "q4": 4.0, "q3": 3.0, "q2": 2.0}
+
+Kind = Literal["whole", "difference"]
+_KINDS: tuple[Kind, Kind] = ("whole", "difference")
+_MAGIC = b"RKq1"
+_HEADER = struct.Struct("<4sBBHIIIII")
+_SIZES = np.dtype([("bytes", "<u4", 2), ("strays", "<u4", 2), ("per_byte", "u1", 2)])  # of keys and values
+_SIDE_TYPE = np.dtype("<i2")
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """What coded bytes say of themselves."""
+
+    kind: Kind
+    dtype: KvType
+    shape: LayerShape
+    tokens: int
+    group_tokens: int
+
+    def group(self, number: int) -> Span:
+        """The tokens of a group."""
+        start = number * self.group_tokens
+        return Span(start, min(start + self.group_tokens, self.tokens))
+
+    @property
+    def groups(self) -> int:
+        """How many there are."""
+        return -(-self.tokens // self.group_tokens)
+
+    def side_numbers(self, number: int) -> int:
+        """How many numbers beside the codes a group has, its strays not counted."""
+        shape = self.shape
+        return shape.kv_heads * (2 * shape.key_dim + shape.value_dim + len(self.group(number))) + 1
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """Keys and values of some tokens as float32."""
+
+    keys: NDArray[np.float32]  # [kv_heads, tokens, key_dim]
+    values: NDArray[np.float32]  # [kv_heads, tokens, value_dim]
+
+
+@dataclass(frozen=True, eq=False)
+class OpenHalf:
+    """Keys or values of a group, decompressed: symbols become codes, codes a lattice, and that numbers."""
+
+    shape: tuple[int, int, int]  # heads, tokens, dim
+    per_byte: int
+    symbols: NDArray[np.uint8]
+    strays: NDArray[np.int16]
+    exponents: NDArray[np.int16]
+    centres: NDArray[np.int16]
+    centre_exponent: int
+
+    def lattice(self) -> Lattice:
+        """The integers. Raises `ValueError` if the symbols are damaged."""
+        codes = codes_of(self.symbols, self.per_byte, self.strays, math.prod(self.shape)).reshape(self.shape)
+        return Lattice(codes, self.exponents, self.centres, self.centre_exponent)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenGroup:
+    """A group, decompressed, and which of its tokens are wanted."""
+
+    tokens: Span
+    wanted: Span
+    keys: OpenHalf
+    values: OpenHalf
+
+
+def encode(kv: LayerKv, dtype: KvType, bits: LayerBits) -> bytes:
+    """The KV of one layer with about so many bits a number.
+
+    Raises `ValueError` for numbers that are not finite, for KV that is no float, and for a layer without numbers.
+    """
+    return encode_numbers(Numbers(widen(kv.keys, dtype), widen(kv.values, dtype)), dtype, "whole", bits)
+
+
+def decode(data: bytes, span: Span | None = None) -> LayerKv:
+    """The KV of the tokens `span`, all by default, in the type it had. Raises `ValueError` for damaged bytes."""
+    coded = describe(data)
+    return assemble(coded, coded.tokens if span is None else len(span), decode_numbers(data, "whole", span))
+
+
+def describe(data: bytes) -> Coded:
+    """What the bytes hold, from their header alone. Raises `ValueError` if it is none."""
+    if len(data) < _HEADER.size:
+        raise ValueError("not quantized KV: too short")
+    magic, kind, dtype, heads, tokens, key_dim, value_dim, group_tokens, _ = _HEADER.unpack_from(data)
+    if magic != _MAGIC or kind >= len(_KINDS) or dtype >= len(FLOAT_TYPES) or group_tokens == 0:
+        raise ValueError("not quantized KV: its header is unknown")
+    if 0 in (heads, key_dim, value_dim):
+        raise ValueError("not quantized KV: it has no numbers")
+    return Coded(_KINDS[kind], FLOAT_TYPES[dtype], LayerShape(heads, key_dim, value_dim), tokens, group_tokens)
+
+
+def encode_numbers(numbers: Numbers, dtype: KvType, kind: Kind, bits: LayerBits) -> bytes:
+    """`encode` for numbers that are float32 already; `dtype` is the type they had."""
+    shape = _shape_of(numbers)
+    coded = Coded(kind, dtype, shape, numbers.keys.shape[1], GROUP_TOKENS)
+    sizes = np.zeros(coded.groups, _SIZES)
+    side: list[NDArray[np.int16]] = []
+    frames: list[bytes] = []
+    for number in range(coded.groups):
+        at = slice(coded.group(number).start, coded.group(number).stop)
+        keys, values = numbers.keys[:, at], numbers.values[:, at]
+        snapped = (
+            snap_keys(keys, bits.keys) if bits.keys else nothing(keys.shape, token_steps=False),
+            snap_values(values, bits.values) if bits.values else nothing(values.shape, token_steps=True),
+        )
+        packed = [pack(lattice.codes) for lattice in snapped]
+        sizes[number] = (
+            [len(half.symbols) for half in packed],
+            [len(half.strays) for half in packed],
+            [half.per_byte for half in packed],
+        )
+        frames += [half.symbols for half in packed]
+        side += [part.reshape(-1) for lattice in snapped for part in (lattice.exponents, lattice.centres)]
+        side += [np.array([snapped[1].centre_exponent], np.int16), *(half.strays for half in packed)]
+    aside = squeeze(_planes(np.concatenate(side) if side else np.zeros(0, np.int16)))
+    header = _HEADER.pack(
+        _MAGIC,
+        _KINDS.index(kind),
+        FLOAT_TYPES.index(dtype),
+        shape.kv_heads,
+        coded.tokens,
+        shape.key_dim,
+        shape.value_dim,
+        GROUP_TOKENS,
+        len(aside),
+    )
+    return b"".join([header, sizes.tobytes(), aside, *frames])
+
+
+def decode_numbers(data: bytes, kind: Kind, span: Span | None = None) -> Iterator[tuple[Span, Numbers]]:
+    """The numbers of `span`, all by default, group by group, each with its place counted from the start of `span`.
+
+    Group by group, because what fits into the processor's cache is restored twice as fast. The arrays are the
+    caller's. Raises `ValueError` for damaged bytes and for those of the other kind.
+    """
+    first = 0 if span is None else span.start
+    for group in open_groups(data, kind, span):
+        at = slice(group.wanted.start - group.tokens.start, group.wanted.stop - group.tokens.start)
+        numbers = Numbers(keys_of(group.keys.lattice())[:, at], values_of(group.values.lattice())[:, at])
+        yield Span(group.wanted.start - first, group.wanted.stop - first), numbers
+
+
+def assemble(coded: Coded, tokens: int, parts: Iterator[tuple[Span, Numbers]]) -> LayerKv:
+    """So many tokens of KV in the coded type, from their parts and the places of these."""
+    shape, numpy_type = coded.shape, carrier(coded.dtype)
+    first = next(parts, None)  # memory is taken only when a part has shown that the header's dims are true
+    count = 0 if first is None else tokens
+    keys = np.empty((shape.kv_heads, count, shape.key_dim), numpy_type)
+    values = np.empty((shape.kv_heads, count, shape.value_dim), numpy_type)
+    for at, part in chain([] if first is None else [first], parts):
+        keys[:, at.start : at.stop] = narrow(part.keys, coded.dtype)
+        values[:, at.start : at.stop] = narrow(part.values, coded.dtype)
+    return LayerKv(keys, values)
+
+
+def open_groups(data: bytes, kind: Kind, span: Span | None = None) -> Iterator[OpenGroup]:
+    """The groups that hold a token of `span`, decompressed only: for who restores the numbers elsewhere.
+
+    Raises `ValueError` for damaged bytes and for those of the other kind.
+    """
+    coded = describe(data)
+    wanted = Span(0, coded.tokens) if span is None else span
+    if coded.kind != kind or wanted.stop > coded.tokens:
+        raise ValueError(f"this is a {coded.kind} of the KV of {coded.tokens} tokens")
+    view = memoryview(data)
+    start = _HEADER.size + coded.groups * _SIZES.itemsize
+    aside: int = _HEADER.unpack_from(data)[-1]
+    if len(data) < start + aside:
+        raise ValueError("quantized KV is cut off")
+    sizes = np.frombuffer(data, _SIZES, coded.groups, _HEADER.size)
+    lengths = sizes["bytes"].astype(np.int64)  # [groups, 2]
+    if start + aside + int(lengths.sum()) != len(data):
+        raise ValueError("quantized KV is cut off, or longer than it says")
+    strays = sizes["strays"].astype(np.int64).sum(1)
+    counts = [coded.side_numbers(number) + int(strays[number]) for number in range(coded.groups)]
+    side = _unplane(expand(view[start : start + aside], 2 * sum(counts)))
+    at, side_at = start + aside, 0
+    for number in range(coded.groups):
+        tokens, length = coded.group(number), int(lengths[number].sum())
+        if tokens.start < wanted.stop and wanted.start < tokens.stop:
+            part = Span(max(tokens.start, wanted.start), min(tokens.stop, wanted.stop))
+            halves = _open(coded, len(tokens), sizes[number], side[side_at:], view[at : at + length])
+            yield OpenGroup(tokens, part, *halves)
+        at, side_at = at + length, side_at + counts[number]
+
+
+def _open(
+    coded: Coded, tokens: int, sizes: np.void, side: NDArray[np.int16], frames: memoryview
+) -> tuple[OpenHalf, OpenHalf]:
+    """Keys and values of a group: its side numbers come first in `side`, its frames are all of `frames`."""
+    shape = coded.shape
+    heads, keys_count, values_count = shape.kv_heads, shape.kv_heads * shape.key_dim, shape.kv_heads * shape.value_dim
+    strays = [int(count) for count in sizes["strays"]]
+    widths = [keys_count, keys_count, heads * tokens, values_count, 1, *strays]
+    parts = np.split(side, np.cumsum(widths))
+    cut = int(sizes["bytes"][0])
+    halves = []
+    for half, (frame, dim) in enumerate(((frames[:cut], shape.key_dim), (frames[cut:], shape.value_dim))):
+        packed = Packed(int(sizes["per_byte"][half]), bytes(frame), parts[5 + half])
+        symbols = symbols_of(packed, heads * tokens * dim)
+        exponents, centres = parts[2 * half].reshape(heads, -1), parts[2 * half + 1].reshape(heads, dim)
+        exponent = int(parts[4][0]) if half else 0
+        halves.append(
+            OpenHalf((heads, tokens, dim), packed.per_byte, symbols, packed.strays, exponents, centres, exponent)
+        )
+    return halves[0], halves[1]
+
+
+def _shape_of(numbers: Numbers) -> LayerShape:
+    if numbers.keys.ndim != 3 or numbers.values.ndim != 3 or numbers.keys.shape[:2] != numbers.values.shape[:2]:
+        raise ValueError("keys and values of a layer have the same heads and tokens: [kv_heads, tokens, dim]")
+    shape = LayerShape(numbers.keys.shape[0], numbers.keys.shape[2], numbers.values.shape[2])
+    if 0 in (shape.kv_heads, shape.key_dim, shape.value_dim):
+        raise ValueError("a layer without numbers cannot be quantized")
+    return shape
+
+
+def _planes(numbers: NDArray[np.int16]) -> bytes:
+    """Low bytes, then high bytes: the high ones are nearly all equal."""
+    planes: bytes = numbers.astype(_SIDE_TYPE).view(np.uint8).reshape(-1, 2).T.tobytes()
+    return planes
+
+
+def _unplane(data: bytes) -> NDArray[np.int16]:
+    planes = np.frombuffer(data, np.uint8).reshape(2, -1)
+    return np.ascontiguousarray(planes.T).view(_SIDE_TYPE).reshape(-1).astype(np.int16)

@@ -1,0 +1,73 @@
+"""Adapters are models to clients: listed, asked, loaded and unloaded while the server runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.lora import fake_pairs, save_lora
+from tests.server.serving import ADMIN, ALICE, Served
+
+LONG = "The keeper of the lighthouse wrote down the wind every morning, and the boats that he counted at night. "
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_lora(tmp_path / "lora", fake_pairs(0))
+
+
+def load(served: Served, name: str, folder: Path, **more: object) -> int:
+    return served.post("/v1/load_lora_adapter", **{"lora_name": name, "lora_path": str(folder), **more}).status_code
+
+
+def ask(served: Served, model: str | None) -> dict:  # type: ignore[type-arg]
+    body = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 6, "temperature": 0}
+    answer = served.post("/v1/chat/completions", **(body if model is None else {**body, "model": model}))
+    return {"status": answer.status_code, **answer.json()}
+
+
+def test_an_adapter_is_a_model_from_load_to_unload(served: Served, folder: Path) -> None:
+    assert ask(served, "writer")["status"] == 404
+    assert load(served, "writer", folder) == 200
+    listed = {model["id"]: model for model in served.get("/v1/models").json()["data"]}
+    assert listed["writer"]["parent"] == "fake-0"
+    assert served.get("/v1/models/writer").status_code == 200
+    adapted, plain = ask(served, "writer"), ask(served, None)
+    assert (adapted["model"], plain["model"]) == ("writer", "fake-0")
+    texts = [told["choices"][0]["message"]["content"] for told in (adapted, plain)]
+    assert texts[0] != texts[1]
+    direct = served.session.chat(LONG, max_tokens=6, adapter="writer", reuse="off")
+    assert texts[0] == direct.text
+    served.session.flush()
+    assert ask(served, "writer")["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert served.post("/v1/unload_lora_adapter", lora_name="writer").status_code == 200
+    assert ask(served, "writer")["status"] == 404
+    assert served.post("/v1/unload_lora_adapter", lora_name="writer").status_code == 404
+
+
+def test_completions_warming_and_explaining_take_an_adapter_too(served: Served, folder: Path) -> None:
+    assert load(served, "writer", folder) == 200
+    warmed = served.post("/v1/rekindle/warm", prompt=LONG, model="writer")
+    assert warmed.status_code == 200
+    body = {"prompt": LONG, "max_tokens": 3, "temperature": 0}
+    assert served.post("/v1/completions", **body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    told = served.post("/v1/completions", **{**body, "model": "writer"}).json()
+    assert told["model"] == "writer" and told["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert served.post("/v1/rekindle/explain", prompt=LONG, model="writer").status_code == 200
+    assert served.post("/v1/rekindle/explain", prompt=LONG, model="nobody").status_code == 404
+
+
+def test_only_operators_load_and_what_is_wrong_is_said(keyed: Served, folder: Path, tmp_path: Path) -> None:
+    body = {"lora_name": "writer", "lora_path": str(folder)}
+    assert keyed.post("/v1/load_lora_adapter", ALICE, **body).status_code == 403
+    assert keyed.post("/v1/unload_lora_adapter", ALICE, lora_name="writer").status_code == 403
+    missing = keyed.post("/v1/load_lora_adapter", ADMIN, **{**body, "lora_path": str(tmp_path / "no")})
+    assert missing.status_code == 404 and "adapter_config.json" in missing.json()["error"]["message"]
+    dora = save_lora(tmp_path / "dora", fake_pairs(1), use_dora=True)
+    refused = keyed.post("/v1/load_lora_adapter", ADMIN, **{**body, "lora_path": str(dora)})
+    assert refused.status_code == 400 and "use_dora" in refused.json()["error"]["message"]
+    own = keyed.post("/v1/load_lora_adapter", ADMIN, **{**body, "lora_name": "fake-0"})
+    assert own.status_code == 400 and own.json()["error"]["param"] == "lora_name"
+    assert keyed.post("/v1/load_lora_adapter", ADMIN, **body).status_code == 200
+    assert keyed.post("/v1/load_lora_adapter", ADMIN, **{**body, "lora_name": "a b"}).status_code == 400

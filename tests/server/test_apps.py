@@ -1,0 +1,86 @@
+"""Apps over HTTP: what is kept for them, what the catalog remembers, and what other processes say of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rekindle.apps.known import Apps, listed
+from tests.server.conftest import Serve
+from tests.server.serving import ALICE, BOB, Served, eventually
+
+OWN = "/v1/rekindle"
+LONG = "The keeper of the lighthouse wrote down the wind every morning, and the boats that he counted at night. "
+
+
+def apps(served: Served, key: str | None = None) -> dict[str, dict[str, Any]]:
+    assert served.session.flush()
+    assert served.session.cache.store is not None
+    served.session.cache.store.tend()
+    data = served.get(f"{OWN}/apps", key).json()["data"] if key else served.get(f"{OWN}/apps").json()["data"]
+    return {app["id"]: app for app in data}
+
+
+def put(served: Served, app: str, state: str) -> Any:
+    with served.http() as client:
+        return client.put(f"{OWN}/apps/{app}", json={"state": state})
+
+
+def test_what_is_kept_for_an_app_is_told(served: Served) -> None:
+    served.chat(LONG, app_id="mail", app_state="suspended")
+    told = apps(served)["mail"]
+    assert told["state"] == "background" and told["size_bytes"] > 0 and told["process"] is None
+
+
+def test_the_kv_of_a_killed_app_goes_and_what_others_ask_for_stays(serve: Serve) -> None:
+    served = serve(session={"killed_ttl": "0s"})
+    served.chat(LONG + "One.", app_id="mail")
+    served.chat("Something else entirely. " * 5, app_id="notes")
+    before = apps(served)
+    assert before["mail"]["private_bytes"] > 0
+    assert put(served, "mail", "onDestroy").json()["state"] == "killed"
+    after = apps(served)
+    assert after["mail"]["private_bytes"] == 0 and after["mail"]["state"] == "killed"
+    assert after["notes"]["private_bytes"] == before["notes"]["private_bytes"] > 0
+
+
+def test_what_another_process_says_of_an_app_is_seen(served: Served) -> None:
+    served.chat(LONG, app_id="mail")
+    apps(served)
+    store = served.session.cache.store
+    assert store is not None
+    Apps(store.disk, served.session.settings.tenant).set("calendar", "background")
+    eventually(lambda: apps(served)["mail"]["requests"] == 1)
+    tenant = next(app.tenant for app in listed(store.disk) if app.name == "mail")
+    Apps(store.disk, tenant).set("mail", "killed")
+    assert apps(served)["mail"]["state"] == "killed"
+    served.chat(LONG, app_id="mail")
+    assert apps(served)["mail"]["state"] == "foreground"
+
+
+def test_an_app_that_is_killed_before_its_request_is_noted_stays_killed(served: Served) -> None:
+    served.chat(LONG, app_id="mail")
+    assert put(served, "mail", "killed").json()["state"] == "killed"
+    assert apps(served)["mail"]["state"] == "killed"
+    store = served.session.cache.store
+    assert store is not None and [(app.state, app.requests) for app in listed(store.disk)] == [("killed", 1)]
+
+
+def test_sessions_and_users_are_no_apps_of_the_cache(served: Served) -> None:
+    """Nobody tells when they end, so their KV is nobody's private one."""
+    served.chat(LONG, session_id="chat", user="somebody")
+    assert set(apps(served)) == {"chat"}
+    store = served.session.cache.store
+    assert store is not None and listed(store.disk) == []
+
+
+def test_apps_of_the_same_name_of_two_tenants_are_two(keyed: Served) -> None:
+    keyed.chat(LONG, ALICE, app_id="mail")
+    keyed.chat(LONG, BOB, app_id="mail", app_state="background")
+    assert (apps(keyed, ALICE)["mail"]["state"], apps(keyed, BOB)["mail"]["state"]) == ("foreground", "background")
+
+
+def test_without_a_cache_a_state_is_still_heeded(serve: Serve) -> None:
+    served = serve(session={"cache": "off"})
+    served.chat(LONG, app_id="mail")
+    assert put(served, "mail", "background").json()["state"] == "background"
+    assert [app["state"] for app in served.get(f"{OWN}/apps").json()["data"]] == ["background"]
