@@ -94,10 +94,10 @@ class Filling:
         """Fill no further layer. A fill that is under way keeps the buffers it writes to; the sequences get others."""
         with self._changed:
             self._stopped = True
-            under_way = self._thread is not None and self._filled < self._layers and self._error is None
-        if under_way and self._thread is not None:
+        under_way = False
+        if self._thread is not None and self._thread.ident is not None:
             self._thread.join(timeout=_LOOK_SECONDS)
-            under_way = self._thread.is_alive()
+            under_way = self._thread.is_alive() and self._filled < self._layers and self._error is None
         if under_way:
             for sequence in self._feeds:
                 sequence.leave_buffers()

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 from rekindle.errors import Cancelled
 
+_LAST_SECONDS = 1.0  # how long `close` waits for the threads
 _LOOK_SECONDS = 0.005  # how often a question that may be cancelled looks whether it was
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ class Patience:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._hanging: _Question[object] | None = None
-        self._idle: list[SimpleQueue[_Question[object] | None]] = []
+        self._idle: list[_Line] = []
 
     def ask(self, question: Callable[[], T], timeout_seconds: float, cancelled: Callable[[], bool] | None = None) -> T:
         """The answer. Raises `NoAnswer` if the question raised anything, `Late` if that took too long.
@@ -55,7 +56,7 @@ class Patience:
                 line = self._idle.pop() if self._idle else self._new_line()
             except RuntimeError as error:  # the system has no thread left
                 raise NoAnswer(str(error)) from error
-        line.put(asked)  # type: ignore[arg-type]
+        line.questions.put(asked)  # type: ignore[arg-type]
         deadline = Deadline(timeout_seconds)
         while not asked.answered.wait(timeout_seconds if cancelled is None else _LOOK_SECONDS):
             unwanted = cancelled is not None and cancelled()
@@ -63,7 +64,7 @@ class Patience:
                 continue
             with self._lock:
                 self._hanging = asked  # type: ignore[assignment]
-            line.put(None)  # its thread ends with it
+            line.questions.put(None)  # its thread ends with it
             if unwanted:
                 raise Cancelled("The request was cancelled.")
             raise Late(f"no answer within {timeout_seconds:.2f} s")
@@ -80,22 +81,33 @@ class Patience:
         with self._lock:
             idle, self._idle = self._idle, []
         for line in idle:
-            line.put(None)
+            line.questions.put(None)
+        for line in idle:
+            line.thread.join(_LAST_SECONDS)
 
-    def _new_line(self) -> SimpleQueue[_Question[object] | None]:
-        line: SimpleQueue[_Question[object] | None] = SimpleQueue()
-        threading.Thread(target=_answer, args=(line,), name="rekindle-ask", daemon=True).start()
+    def _new_line(self) -> _Line:
+        line = _Line()
+        line.thread.start()
         return line
 
 
-def _answer(line: SimpleQueue[_Question[object] | None]) -> None:
-    while (question := line.get()) is not None:
+class _Line:
+    """A thread and what it is asked."""
+
+    def __init__(self) -> None:
+        self.questions: SimpleQueue[_Question[object] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=_answer, args=(self.questions,), name="rekindle-ask", daemon=True)
+
+
+def _answer(questions: SimpleQueue[_Question[object] | None]) -> None:
+    while (question := questions.get()) is not None:
         try:
             question.answer = question.ask()
         except BaseException as error:  # noqa: BLE001  (raised again by whoever asked)
             question.error = error
-        question.answered.set()
+        answered = question.answered
         del question  # nobody shall be kept alive by the last answer
+        answered.set()
 
 
 class Deadline:

@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+_LAST_SECONDS = 1.0  # how long `close` waits for the thread
 Work = Callable[[], None]
 
 
@@ -20,6 +21,7 @@ class Helper:
         self._lock = threading.Lock()
         self._free = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] | None = None
+        self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
     def run(self, beside: Work, here: Work) -> None:
@@ -50,15 +52,18 @@ class Helper:
         """End the thread. Idempotent; `run` starts another."""
         with self._lock:
             jobs, self._jobs = self._jobs, None
-        if jobs is not None:
+            thread, self._thread = self._thread, None
+        if jobs is not None and thread is not None and self._process == os.getpid():
             jobs.put(None)
+            thread.join(_LAST_SECONDS)
 
     def _running(self) -> queue.SimpleQueue[_Job | None]:
         with self._lock:
             if self._jobs is None or self._process != os.getpid():  # threads do not survive a fork
                 self._process = os.getpid()
                 self._jobs = queue.SimpleQueue()
-                threading.Thread(target=_serve, args=(self._jobs,), name="rekindle-read", daemon=True).start()
+                self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="rekindle-read", daemon=True)
+                self._thread.start()
             return self._jobs
 
 
@@ -70,9 +75,14 @@ class _Job:
 
 def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
+        failed: BaseException | None = None
         try:
             job.work()
         except BaseException as error:  # noqa: BLE001  (raised again by whoever waits)
-            job.done.put(error)
-        else:
-            job.done.put(None)
+            failed = error
+        # What it wrote to may be an engine's memory: were that let go of here, while the interpreter ends, torch would
+        # end it all. So it is let go of before whoever waits goes on.
+        done = job.done
+        del job
+        done.put(failed)
+        del failed
