@@ -85,10 +85,17 @@ class Settings:
         "else the user's own.",
     )
     embedder: str = _setting("minilm", "The model that makes vectors of documents and questions: a name or a folder.")
-    reuse: Literal["exact", "approximate", "off"] = _setting(
+    reuse: Literal["exact", "near", "approximate", "off"] = _setting(
         "exact",
-        "What may be reused: exact (same tokens, same bits), approximate (also passages computed in other prompts, "
-        "mended; every reply says so), off (compute everything, keep nothing).",
+        "What may be reused: exact (same tokens, same bits), near (KV is kept quantized: smaller, nearly the same), "
+        "approximate (also passages computed in other prompts, mended), off (compute everything, keep nothing). Every "
+        "reply says what was really done.",
+    )
+    codec: Literal["auto", "raw", "q8", "q5", "q4", "q3", "mobilora"] = _setting(
+        "auto",
+        "How KV is coded on disk: auto (KV of an adapter as a difference from the base model's, without loss; under "
+        "near all of it quantized, with the bits that were calibrated for the model), raw (never), q8, q5, q4, q3 "
+        "(under near: about so many bits a number), mobilora (under near: differences as published).",
     )
     mender: str = _setting(
         "rekindle",
@@ -164,7 +171,8 @@ class CacheSettings(TypedDict, total=False):
     """The settings of a cache as keyword arguments; None counts as not given."""
 
     cache: str | os.PathLike[str] | None
-    reuse: Literal["exact", "approximate", "off"] | None
+    reuse: Literal["exact", "near", "approximate", "off"] | None
+    codec: Literal["auto", "raw", "q8", "q5", "q4", "q3", "mobilora"] | None
     mender: str | None
     mend_budget: float | None
     memory_limit: str | int | None

@@ -294,9 +294,11 @@ def test_a_store_in_trouble_knows_nothing_and_raises_nothing_but_kv_lost(sound: 
 def test_a_catalog_of_version_2_is_migrated_and_then_lists_variants(sound: Path) -> None:
     folder = copy(sound, "older")
     with closing(sqlite3.connect(folder / CATALOG)) as connection, connection:
-        connection.execute("DROP TRIGGER extents_unused")
-        for table in ("variants", "users", "apps"):
+        for trigger in ("extents_unused", "extents_unanchored"):
+            connection.execute(f"DROP TRIGGER {trigger}")
+        for table in ("variants", "users", "apps", "anchors"):
             connection.execute(f"DROP TABLE {table}")
+        connection.execute("ALTER TABLE extents DROP COLUMN coding")
         connection.execute("PRAGMA user_version=2")
     with TieredStore(folder, NO_MEMORY) as store:
         assert load(store, PROMPT) == len(PROMPT)

@@ -50,7 +50,7 @@ class BitPlan:
 
     def to_json(self) -> str:
         """The plan as text; the same plan always as the same text."""
-        return json.dumps([[layer.keys, layer.values] for layer in self.layers], separators=(",", ":"))
+        return json.dumps([[float(layer.keys), float(layer.values)] for layer in self.layers], separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> BitPlan:

@@ -9,6 +9,9 @@ engine's buffers, and writing needs no copy. A cell is one block in one layer; e
 and the values of a layer as a whole, because the common read, all of it, is checked faster at once.
 
 The header is safetensors', so other tools can open the file: tensors `layer.N.keys` and `layer.N.values`.
+
+Coded KV (`codec/coder`) stands as one run of bytes a layer, `layer.N.coded`, each with a digest; where nothing is lost,
+the keys and the values that come of it have theirs as well, so that a wrong anchor is found out.
 """
 
 from __future__ import annotations
@@ -16,27 +19,59 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle.codec.coder import Coder
 from rekindle.codec.digest import Digester
 from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, NodeKey, layout_text, parse_layout
-from rekindle.core.kv import KvLayout, LayerKv
+from rekindle.core.kv import KvLayout, LayerKv, Span
 
 FORMAT = "rekindle-extent/1"
+CODED_FORMAT = "rekindle-extent/2"
 _ALIGN_BYTES = 64
 _SAFETENSORS_TYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
 _LARGEST_HEADER_BYTES = 256 << 20
+_LARGEST_LAYER_BYTES = 1 << 40
 
 Half = Literal["keys", "values"]
 HALVES: tuple[Half, Half] = ("keys", "values")
 
 
 @dataclass(frozen=True)
+class Coding:
+    """How an extent is coded, the shelf of the KV that it is a difference from, if it is one, and each layer's bytes."""
+
+    coder: Coder
+    anchor: str | None
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether the KV comes back bit by bit."""
+        return self.coder.delta == "exact" if self.anchor is not None else self.coder.whole is None
+
+    def as_json(self) -> dict[str, Any]:
+        """As it stands in a header."""
+        return {"coder": self.coder.to_json(), "anchor": self.anchor, "sizes": list(self.sizes)}
+
+    @classmethod
+    def from_json(cls, fields: Any, layers: int) -> Coding:
+        """From a header. Raises `ValueError`, `KeyError` or `TypeError` if it is none."""
+        sizes, anchor = tuple(fields["sizes"]), fields["anchor"]
+        if len(sizes) != layers or not all(type(size) is int and 0 <= size < _LARGEST_LAYER_BYTES for size in sizes):
+            raise ValueError("the sizes of coded layers are none")
+        if anchor is not None and not isinstance(anchor, str):
+            raise ValueError("the anchor of coded layers is none")
+        return cls(Coder.from_json(fields["coder"]), anchor, sizes)
+
+
+@dataclass(frozen=True)
 class ExtentPlan:
-    """What an extent holds and where in the file it stands. Pure arithmetic over layout and tokens."""
+    """What an extent holds and where in the file it stands. Pure arithmetic over layout, tokens and coded sizes."""
 
     name: str
     shelf: str
@@ -45,6 +80,12 @@ class ExtentPlan:
     tokens: bytes
     digest_name: str
     digest_width: int
+    coding: Coding | None = None
+
+    @property
+    def coded_as(self) -> str:
+        """One word for how: raw, exact (coded, but nothing is lost), near."""
+        return "raw" if self.coding is None else "exact" if self.coding.exact else "near"
 
     @property
     def token_count(self) -> int:
@@ -59,12 +100,19 @@ class ExtentPlan:
     @cached_property
     def header_bytes(self) -> int:
         """Length of the header with its length field: data begins here."""
-        return len(self.header(bytes(self.digest_width * (2 + self.blocks) * len(self.layout.layers))))
+        return len(self.header(bytes(self.digest_width * self.layer_digests * len(self.layout.layers))))
+
+    @property
+    def layer_digests(self) -> int:
+        """How many digests a layer has."""
+        return digests_a_layer(self.blocks, self.coding)
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
-        """Where keys and values of each layer begin in the file, and where the last end."""
+        """Where keys and values of each layer, or its coded bytes, begin in the file, and where the last end."""
         starts = [self.header_bytes]
+        if self.coding is not None:
+            return tuple(accumulate(self.coding.sizes, initial=self.header_bytes))
         for layer, shape in enumerate(self.layout.layers):
             for half in HALVES:
                 starts.append(starts[-1] + shape.kv_heads * self.row_bytes(layer, half, self.token_count))
@@ -76,8 +124,12 @@ class ExtentPlan:
         return self._starts[-1]
 
     def start(self, layer: int, half: Half) -> int:
-        """Where the keys, or the values, of a layer begin in the file."""
+        """Where the keys, or the values, of a layer begin in a file that is not coded."""
         return self._starts[2 * layer + HALVES.index(half)]
+
+    def coded_at(self, layer: int) -> Span:
+        """Where the bytes of a coded layer stand in the file."""
+        return Span(self._starts[layer], self._starts[layer + 1])
 
     def row_bytes(self, layer: int, half: Half, tokens: int) -> int:
         """Bytes of so many tokens of one head."""
@@ -94,8 +146,8 @@ class ExtentPlan:
 
     def header(self, digests: bytes) -> bytes:
         """The header as it stands in the file; its length does not depend on the digests."""
-        about = {
-            "format": FORMAT,
+        about: dict[str, Any] = {
+            "format": FORMAT if self.coding is None else CODED_FORMAT,
             "extent": self.name,
             "shelf": self.shelf,
             "parent": self.parent.hex(),
@@ -104,6 +156,8 @@ class ExtentPlan:
             "digest": self.digest_name,
             "digests": digests.hex(),
         }
+        if self.coding is not None:  # safetensors has texts only here
+            about["coding"] = json.dumps(self.coding.as_json(), separators=(",", ":"))
         text = json.dumps({"__metadata__": about, **self._tensors()}, separators=(",", ":")).encode()
         padded = text + b" " * (-(len(text) + 8) % _ALIGN_BYTES)
         return len(padded).to_bytes(8, "little") + padded
@@ -111,6 +165,14 @@ class ExtentPlan:
     def _tensors(self) -> dict[str, Any]:
         tensors: dict[str, Any] = {}
         offset = 0
+        if self.coding is not None:
+            for layer, (start, stop) in enumerate(pairwise(accumulate(self.coding.sizes, initial=0))):
+                tensors[f"layer.{layer}.coded"] = {
+                    "dtype": "U8",
+                    "shape": [stop - start],
+                    "data_offsets": [start, stop],
+                }
+            return tensors
         for layer, shape in enumerate(self.layout.layers):
             for half in HALVES:
                 dim = shape.key_dim if half == "keys" else shape.value_dim
@@ -126,22 +188,33 @@ class ExtentPlan:
 
 @dataclass(frozen=True)
 class ExtentHeader:
-    """A header that was read: the plan, and the digests of each layer: keys, values, then every cell."""
+    """A header that was read: the plan, and the digests of each layer: keys, values, then every cell.
+
+    Of a coded layer: keys and values if nothing is lost, then the bytes that stand in the file.
+    """
 
     plan: ExtentPlan
-    digests: bytes  # [layers, 2 + blocks, digest_width]
+    digests: bytes  # [layers, layer_digests, digest_width]
 
     def half_digest(self, layer: int, half: Half) -> bytes:
         """The digest of all keys, or all values, of a layer."""
         return self._at(layer, HALVES.index(half), 1)
 
+    def half_digests(self, layer: int) -> bytes:
+        """The digests of all keys and of all values of a layer."""
+        return self._at(layer, 0, 2)
+
     def cell_digests(self, layer: int, first: int, stop: int) -> bytes:
         """The digests of blocks `first..stop` of a layer, one after the other."""
         return self._at(layer, 2 + first, stop - first)
 
+    def coded_digest(self, layer: int) -> bytes:
+        """The digest of a coded layer's bytes."""
+        return self._at(layer, self.plan.layer_digests - 1, 1)
+
     def _at(self, layer: int, place: int, count: int) -> bytes:
         width = self.plan.digest_width
-        row = layer * (2 + self.plan.blocks)
+        row = layer * self.plan.layer_digests
         return self.digests[(row + place) * width : (row + place + count) * width]
 
 
@@ -149,20 +222,27 @@ def parse_header(data: bytes) -> ExtentHeader:
     """Read a header, length field included. Raises `ValueError` if it is not one of ours, whole and consistent."""
     try:
         about = json.loads(data[8:])["__metadata__"]
-        if about["format"] != FORMAT:
+        if about["format"] not in (FORMAT, CODED_FORMAT):
             raise ValueError(f"unknown format {about['format']!r}")
         layout = parse_layout(about["layout"])
+        coded = about["format"] == CODED_FORMAT
+        coding = Coding.from_json(json.loads(about["coding"]), len(layout.layers)) if coded else None
         tokens, digests = bytes.fromhex(about["tokens"]), bytes.fromhex(about["digests"])
         parent = NodeKey(bytes.fromhex(about["parent"]))
         blocks = -(-len(tokens) // (TOKEN_BYTES * BLOCK_TOKENS))
-        width, rest = divmod(len(digests), (2 + blocks) * len(layout.layers))
-        plan = ExtentPlan(about["extent"], about["shelf"], parent, layout, tokens, about["digest"], width)
+        width, rest = divmod(len(digests), digests_a_layer(blocks, coding) * len(layout.layers))
+        plan = ExtentPlan(about["extent"], about["shelf"], parent, layout, tokens, about["digest"], width, coding)
         exact = not rest and plan.header(digests) == data
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"not an extent header: {error}") from error
     if not exact:
         raise ValueError("not an extent header: its fields contradict each other")
     return ExtentHeader(plan, digests)
+
+
+def digests_a_layer(blocks: int, coding: Coding | None) -> int:
+    """How many digests a layer of so many blocks has."""
+    return 2 + blocks if coding is None else 3 if coding.exact else 1
 
 
 def header_length(first_bytes: bytes) -> int:
@@ -185,13 +265,18 @@ def is_row_contiguous(kv: LayerKv) -> bool:
 
 def digest_layer(digester: Digester, kv: LayerKv) -> bytes:
     """The digests of a whole layer: keys, values, then every cell."""
+    return digest_halves(digester, kv) + digest_cells(digester, kv)
+
+
+def digest_halves(digester: Digester, kv: LayerKv) -> bytes:
+    """The digests of all keys and of all values of a layer."""
     halves = []
     for array in (kv.keys, kv.values):
         state = digester.data()
         for row in rows_of(array):
             state.update(row)
         halves.append(state.digest())
-    return b"".join([*halves, digest_cells(digester, kv)])
+    return b"".join(halves)
 
 
 def digest_cells(digester: Digester, kv: LayerKv) -> bytes:

@@ -12,12 +12,12 @@ from typing import Literal
 
 from rekindle.core.kv import Span
 
-Tier = Literal["engine", "memory", "disk"]  # from the nearest to the farthest
+Tier = Literal["engine", "memory", "disk", "coded"]  # from the nearest to the farthest; coded: decoded on the way
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """KV that is known already: still in the engine's own buffers, or brought from memory or disk."""
+    """KV that is known already: still in the engine's own buffers, or brought from memory or disk, maybe decoded."""
 
     span: Span
     tier: Tier

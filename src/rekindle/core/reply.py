@@ -97,9 +97,11 @@ class ChunkReuse:
 class Reuse:
     """What a prompt was spared, and why not more.
 
-    level               what was really done: exact, approximate (passages were mended), off
+    level               what was really done: exact, near (some KV was quantized), approximate (passages were mended),
+                        off
     engine              tokens whose KV was still in the engine
     memory, disk        tokens whose KV was loaded from there
+    near                so many of those loaded or still in the engine had been quantized
     mended              tokens of passages whose KV was computed in other prompts
     recomputed          so many of those were computed anew
     computed            tokens that were computed, these included
@@ -120,6 +122,7 @@ class Reuse:
     engine: int = 0
     memory: int = 0
     disk: int = 0
+    near: int = 0
     mended: int = 0
     recomputed: int = 0
     load_seconds: float = 0.0
@@ -178,8 +181,9 @@ class Reply:
     def summary(self) -> str:
         """One line for people: sizes and times."""
         rate = self.timings.tokens_per_second
+        near = ", quantized" if self.reuse.near else ""
         mended = f", {self.reuse.mended} mended" if self.reuse.mended else ""
-        cached = f" ({self.usage.cached_tokens} reused{mended})" if self.usage.cached_tokens else ""
+        cached = f" ({self.usage.cached_tokens} reused{near}{mended})" if self.usage.cached_tokens else ""
         parts = [
             f"{self.usage.prompt_tokens} tokens in{cached}, {self.usage.completion_tokens} out",
             f"first token {self.timings.first_token_seconds:.3f} s",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Overflow = Literal["refuse", "drop-oldest"]
-ReuseLevel = Literal["exact", "approximate", "off"]
+ReuseLevel = Literal["exact", "near", "approximate", "off"]
 
 DEFAULT_MAX_TOKENS = 512
 MOST_LOGPROBS = 20
@@ -168,7 +168,7 @@ class Request:
         if self.overflow not in get_args(Overflow):
             raise InvalidSetting(f"overflow={self.overflow!r} is unknown. Use 'refuse' or 'drop-oldest'.")
         if self.reuse is not None and self.reuse not in get_args(ReuseLevel):
-            raise InvalidSetting(f"reuse={self.reuse!r} is unknown. Use 'exact', 'approximate' or 'off'.")
+            raise InvalidSetting(f"reuse={self.reuse!r} is unknown. Use 'exact', 'near', 'approximate' or 'off'.")
 
         self.asker("")
         if self.app is None and self.app_state is not None:

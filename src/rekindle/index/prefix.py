@@ -9,7 +9,7 @@ children share the longest beginning with it: KV of the beginning of a block is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, NodeKey, chain, common_tokens
@@ -61,6 +61,7 @@ class Piece:
     first: int
     span: Span
     skip: int = 0
+    coding: str = "raw"  # exact, near: it takes decoding
 
     @property
     def last(self) -> int:
@@ -94,7 +95,7 @@ class Match:
     def until(self, length: int) -> Match:
         """The same, of at most the first `length` tokens: for loading less than is known."""
         pieces = [
-            Piece(piece.extent, piece.name, piece.first, Span(piece.span.start, min(piece.span.stop, length)))
+            replace(piece, span=Span(piece.span.start, min(piece.span.stop, length)))
             for piece in self.pieces
             if piece.span.start < length
         ]

@@ -1,7 +1,8 @@
 """What things cost on this machine with this model: measured while working, remembered between runs.
 
 Computing `n` tokens after `c` others takes `fixed + per_token * n + per_pair * n * (c + n / 2)` seconds: weights are
-read once, each token is projected, each pair of tokens attends. Bringing KV takes `fixed + per_byte * bytes`, by tier.
+read once, each token is projected, each pair of tokens attends. Bringing KV takes `fixed + per_byte * bytes`, by tier;
+what is coded is counted as large as it is when it is decoded.
 The coefficients are fitted to the last measurements, never negative, small errors on short steps counting as much as
 large ones on long steps.
 """
@@ -56,7 +57,7 @@ class Costs:
         self._lock = threading.Lock()
         self._kinds: dict[str, deque[tuple[float, ...]]] = {}
         self._rates: Rates | None = None
-        for name, width in (("compute", 4), ("memory", 3), ("disk", 3)):
+        for name, width in (("compute", 4), ("memory", 3), ("disk", 3), ("coded", 3)):
             known = remembered.get(name) if isinstance(remembered, dict) else None
             self._kinds[name] = deque(_sound(known, width), maxlen=_MEASUREMENTS)
 
@@ -73,7 +74,7 @@ class Costs:
         """What is known by now."""
         with self._lock:
             if self._rates is None:
-                tiers: tuple[Tier, ...] = ("memory", "disk")
+                tiers: tuple[Tier, ...] = ("memory", "disk", "coded")
                 fitted = {tier: fit(self._kinds[tier]) for tier in tiers}
                 load = {tier: rates for tier, rates in fitted.items() if rates}
                 self._rates = Rates(fit(self._kinds["compute"]), load)

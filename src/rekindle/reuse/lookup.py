@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rekindle.core.keys import Shelf, token_bytes
 from rekindle.core.kv import Span
 from rekindle.core.plan import Tier
-from rekindle.index.prefix import Match
+from rekindle.index.prefix import Match, Piece
 from rekindle.store.tiered import TieredStore
 
 
@@ -19,6 +19,7 @@ class Found:
     span: Span
     tier: Tier
     size_bytes: int
+    near: bool = False  # it was quantized
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,18 @@ class Matches:
 
     in_engine   so many tokens, from the first on, are still in a sequence that nobody uses
     stored      runs in memory or on disk, which tile `[0, n)`; `match` is what the store needs to load them
+    shelf       where they stand, if not where the prompt's own KV belongs
     """
 
     tokens: int
     in_engine: int = 0
     stored: tuple[Found, ...] = ()
     match: Match | None = None
+    shelf: Shelf | None = None
+
+    def near_tokens(self, stop: int) -> int:
+        """How many of the first `stop` tokens were quantized."""
+        return sum(max(0, min(found.span.stop, stop) - found.span.start) for found in self.stored if found.near)
 
     @property
     def length(self) -> int:
@@ -40,13 +47,25 @@ class Matches:
         return max(self.in_engine, self.stored[-1].span.stop if self.stored else 0)
 
 
-def lookup(store: TieredStore, shelf: Shelf, tokens: Sequence[int], in_engine: int = 0) -> Matches:
-    """Ask the store for the longest known prefix of `tokens`. A store in trouble knows nothing."""
+def lookup(
+    store: TieredStore, shelf: Shelf, tokens: Sequence[int], in_engine: int = 0, instead: Shelf | None = None
+) -> Matches:
+    """Ask the store for the longest known prefix of `tokens`. A store in trouble knows nothing.
+
+    `instead` is a shelf that is preferred where it knows as much.
+    """
+    if instead is not None:
+        own, better = (lookup(store, place, tokens, in_engine) for place in (shelf, instead))
+        known = 0 if better.match is None else better.match.length
+        preferred = known and known >= (own.match.length if own.match is not None else 0)
+        return replace(better, shelf=instead) if preferred else own
     match = store.lookup(shelf, tokens)
     if match.tokens != token_bytes(tokens) or match.root != shelf.namespace.root:
         return Matches(len(tokens), in_engine)  # an answer to another question
-    stored = tuple(
-        Found(piece.span, "memory" if store.holds(piece) else "disk", len(piece.span) * shelf.layout.token_bytes)
-        for piece in match.pieces
-    )
+    stored = tuple(_found(store, shelf, piece) for piece in match.pieces)
     return Matches(len(tokens), in_engine, stored, match)
+
+
+def _found(store: TieredStore, shelf: Shelf, piece: Piece) -> Found:
+    tier: Tier = "memory" if store.holds(piece) else "disk" if piece.coding == "raw" else "coded"
+    return Found(piece.span, tier, len(piece.span) * shelf.layout.token_bytes, piece.coding == "near")

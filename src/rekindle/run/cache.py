@@ -29,6 +29,7 @@ from rekindle.reuse.mending import plan_mending
 from rekindle.reuse.planner import Cut, make_plan
 from rekindle.run.adapters import Adapters
 from rekindle.run.chunks import Chunks, Passages, Watched
+from rekindle.run.coders import near_coder
 from rekindle.run.context import Context, ParkedContexts
 from rekindle.run.costs import recall_costs, remember_costs
 from rekindle.run.explain import Explainer, Prompt
@@ -65,7 +66,7 @@ class PrefixCache:
         self._engine = engine
         self._settings = settings
         crowded = engine.capabilities.crowded  # then parked contexts take no memory that is not taken anyway
-        self.store = open_store(settings, share=1.0 if crowded else 0.5)
+        self.store = open_store(settings, share=1.0 if crowded else 0.5, near=near_coder(engine, settings))
         self.keeper = None if self.store is None else Keeper(self.store)
         self.cut = Cut(engine.prefill_tokens, PIECE_TOKENS if settings.deterministic else None)
         memory = parse_limit(settings.memory_limit).resolve(psutil.virtual_memory().total)
@@ -135,7 +136,7 @@ class PrefixCache:
         return self._parked.take(shelf, tokens, exact=exact)
 
     def _find(self, store: TieredStore, shelf: Shelf, tokens: Sequence[int], in_engine: int) -> Matches:
-        return lookup(store, shelf, tokens, in_engine)
+        return lookup(store, shelf, tokens, in_engine, self.shelves.exact(shelf))
 
     def plan(self, known: Known) -> Plan:
         """What to do about it."""
@@ -210,7 +211,7 @@ class PrefixCache:
         mending = Mending(work, passages.outline, passages.mended(plan), self.chunks.mender, self._patience)
         feeds: MendFeeds | None = None
         try:
-            ask = partial(MendFeeds.open, self.store, known.shelf, known.matches.match, plan, mending.chunks)
+            ask = partial(MendFeeds.open, self.store, known, plan, mending.chunks)
             feeds = self._patience.ask(lambda: ask(patience), patience)
             filled = mending.run(context, plan, feeds)
         except (KvLost, NoAnswer) as error:
@@ -253,7 +254,7 @@ class PrefixCache:
         patience = min(max(LOAD_SECONDS, saved), MOST_LOAD_SECONDS)
         used = self._used(match, plan.reused)
         try:
-            feed = self._patience.ask(lambda: TimedFeed.open(store, known.shelf, used, patience), patience)
+            feed = self._patience.ask(lambda: TimedFeed.open(store, known.source, used, patience), patience)
             try:
                 filled = self._run(work, context, plan, feed)
             finally:
@@ -264,6 +265,7 @@ class PrefixCache:
             log.info("computing instead: %s", error)
             context.stored_tokens = 0
             return replace(work.run(context, Plan.computing(self._spans(known), plan.cold_seconds)), lost=str(error))
+        context.near_tokens = known.near_tokens(plan)
         self._note_load(known, plan, filled)
         store.used(used, max(0.0, saved - filled.load_seconds) * 1e3, known.asker)
         return filled
@@ -299,10 +301,8 @@ class PrefixCache:
     def note(self, known: Known, prompt: Prompt, reuse: Reuse, filled: Filled, first_token_seconds: float) -> None:
         """Remember the request, with why it was not faster, for `explain`: in the background."""
         if not known.off:
-            explainer = self.explainer(known.shelf)
-            self.offer(
-                Note(explainer, prompt, filled.plan, known.matches.match, reuse, first_token_seconds, known.guard)
-            )
+            explainer, match = self.explainer(known.shelf), known.matches.match
+            self.offer(Note(explainer, prompt, filled.plan, match, reuse, first_token_seconds, known.guard))
 
     def explainer(self, shelf: Shelf) -> Explainer:
         """What explains requests of that shelf. Only the session's own tenant may learn that others know a prompt."""

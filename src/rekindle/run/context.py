@@ -45,6 +45,7 @@ class Context:
         self.flight: Flight | None = None  # others may wait for what is being computed here
         self.watched: Watched | None = None  # its chunks may be worth keeping
         self.mended: tuple[ChunkReuse, ...] = ()  # its passages, if some of them were computed in other prompts
+        self.near_tokens = 0  # so many of its tokens have KV that was quantized
         self._keeps: list[Keep] = []
         self._stored_tokens = 0
 
@@ -101,6 +102,7 @@ class Context:
         self._stored_tokens = min(self.stored_tokens, length)
         self.tokens = self.tokens[:length]
         self.mended = cut_passages(self.mended, length)
+        self.near_tokens = min(self.near_tokens, length)
 
     def land(self) -> None:
         """Nobody need wait for it any more."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 
+from rekindle.codec.coder import EXACT, Coder
 from rekindle.config import cache_folder
 from rekindle.core.size import parse_duration, parse_limit
 from rekindle.errors import CacheUnusable, InvalidSetting
@@ -17,10 +18,11 @@ from rekindle.store.tiered import TieredStore
 log = logging.getLogger("rekindle.cache")
 
 
-def open_store(settings: Settings, *, share: float = 0.5) -> TieredStore | None:
+def open_store(settings: Settings, *, share: float = 0.5, near: Coder | None = None) -> TieredStore | None:
     """The store that the settings name; None if they want none, or the user's own folder cannot be used.
 
-    `share` of the memory limit is for its memory tier; the rest is for contexts parked in the engine.
+    `share` of the memory limit is for its memory tier; the rest is for contexts parked in the engine. `near` is how KV
+    is coded under the level of that name.
     """
     if settings.cache == "off" or settings.reuse == "off":
         return None
@@ -33,6 +35,8 @@ def open_store(settings: Settings, *, share: float = 0.5) -> TieredStore | None:
         killed_ttl_seconds=None if settings.killed_ttl is None else parse_duration(settings.killed_ttl),
         admission=settings.admission,
         write_budget=settings.write_budget,
+        exact=None if settings.codec == "raw" else EXACT,
+        near=near,
         key=None if settings.key_file is None else _read_key(Path(settings.key_file)),
     )
     try:

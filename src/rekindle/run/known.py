@@ -41,9 +41,21 @@ class Known:
         return cut_passages(self.parked.mended, plan.reused) if self.parked is not None and plan.in_engine else ()
 
     @property
+    def source(self) -> Shelf:
+        """Where what the store knows of it stands."""
+        return self.matches.shelf or self.shelf
+
+    @property
     def stored_tokens(self) -> int:
-        """How many tokens the store knows."""
-        return self.matches.stored[-1].span.stop if self.matches.stored else 0
+        """How many tokens the store knows, where the prompt's own KV belongs."""
+        matches = self.matches
+        return matches.stored[-1].span.stop if matches.stored and matches.shelf is None else 0
+
+    def near_tokens(self, plan: Plan) -> int:
+        """How many of the tokens that a plan reuses have KV that was quantized."""
+        if plan.in_engine:
+            return 0 if self.parked is None else min(self.parked.near_tokens, plan.reused)
+        return self.matches.near_tokens(plan.reused)
 
 
 def spared(known: Known, plan: Plan, filled: Filled | None, miss: str | None, mender: Mender) -> Reuse:
@@ -56,13 +68,15 @@ def spared(known: Known, plan: Plan, filled: Filled | None, miss: str | None, me
     tiers["engine"] -= stayed  # they are still there from the last request
     mended = stayed + moved
     mends = plan.mend is not None
+    near = known.near_tokens(plan) if filled is None else min(filled.context.near_tokens, plan.reused)
     anew = len(filled.anew) if filled is not None else _expected(known, plan, mender)
     return Reuse(
-        level="off" if known.off else "approximate" if mended else "exact",
+        level="off" if known.off else "approximate" if mended else "near" if near else "exact",
         computed=len(known.tokens) - plan.reused - moved + anew,
         engine=tiers["engine"],
         memory=tiers["memory"],
-        disk=tiers["disk"],
+        disk=tiers["disk"] + tiers["coded"],
+        near=near,
         mended=mended,
         recomputed=anew,
         load_seconds=0.0 if filled is None else filled.load_seconds,

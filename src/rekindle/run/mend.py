@@ -14,18 +14,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rekindle.core.chunk import Outline
-from rekindle.core.keys import Shelf
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.plan import Plan
 from rekindle.engine.base import KvFeed, Logits, MovedFeed, Row, StayingFeed, Wanted
 from rekindle.engine.watch import Gaze, Positions, Spread
 from rekindle.errors import KvLost
-from rekindle.index.prefix import Match
 from rekindle.reuse import select
 from rekindle.reuse.mending import LOOK_LAYERS, Mender, Picked
 from rekindle.reuse.select import Stale
 from rekindle.run.choosing import ChooseByDeviation, ChooseByFocus
 from rekindle.run.context import Context
+from rekindle.run.known import Known
 from rekindle.run.patience import Deadline, Patience
 from rekindle.run.prefill import Filled, Prefill, TimedFeed
 from rekindle.store.tiered import TieredStore
@@ -45,8 +44,7 @@ class MendFeeds:
     def open(
         cls,
         store: TieredStore,
-        shelf: Shelf,
-        match: Match | None,
+        known: Known,
         plan: Plan,
         chunks: Sequence[Picked],
         patience_seconds: float,
@@ -55,11 +53,12 @@ class MendFeeds:
         opened: list[TimedFeed] = []
         deadline = Deadline(patience_seconds)
         try:
+            match = known.matches.match
             if match is not None and plan.loads and not plan.in_engine:
-                opened.append(TimedFeed.open(store, shelf, match.until(plan.reused), patience_seconds))
+                opened.append(TimedFeed.open(store, known.source, match.until(plan.reused), patience_seconds))
             for chunk in chunks:
                 assert isinstance(chunk.known, KnownVariant)
-                opened.append(TimedFeed(store.variants.load(shelf, chunk.known), patience_seconds))
+                opened.append(TimedFeed(store.variants.load(known.shelf, chunk.known), patience_seconds))
                 if deadline.passed:  # nobody waits for them any more
                     raise KvLost("KV from the cache was opened too late; it is computed instead.")
         except BaseException:

@@ -157,7 +157,7 @@ class Retrieving(Asked):
     retrieval: Retrieval = Field("fused", description=_RETRIEVAL)
 
 
-_REUSE = "What may be reused, in place of the server's setting: exact, approximate (passages are mended), off."
+_REUSE = "What may be reused, in place of the server's setting: exact, near, approximate, off."
 
 
 class ChatOptions(Asked):

@@ -256,10 +256,11 @@ def private(connection: sqlite3.Connection, killed_before: float, extent: int | 
 
 
 def hung_on(connection: sqlite3.Connection, extent: int) -> int:
-    """From which place on nothing of another extent hangs on an extent's blocks."""
+    """From which place on nothing of another extent hangs or stands on an extent's blocks."""
     row = connection.execute(
-        "SELECT max(b.place) FROM blocks b JOIN blocks c ON c.parent=b.key AND c.shelf=b.shelf AND c.extent<>b.extent "
-        "WHERE b.extent=?",
+        "SELECT max(place) FROM (SELECT b.place FROM blocks b "
+        "JOIN blocks c ON c.parent=b.key AND c.shelf=b.shelf AND c.extent<>b.extent WHERE b.extent=?1 "
+        "UNION ALL SELECT place+blocks-1 FROM anchors WHERE anchor=?1)",
         (extent,),
     ).fetchone()
     return 0 if row[0] is None else int(row[0]) + 1

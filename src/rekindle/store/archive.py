@@ -22,13 +22,14 @@ import numpy as np
 from rekindle.codec.digest import PlainDigester
 from rekindle.codec.extent import ExtentHeader, ExtentPlan, header_length, parse_header
 from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, Namespace, NodeKey, Shelf, chain, layout_text, parse_layout
-from rekindle.core.kv import Kv, LayerKv, Span
+from rekindle.core.kv import Kv, Span
 from rekindle.errors import BrokenArchive, InvalidSetting
 from rekindle.store import catalog
 from rekindle.store.disk import DiskStore
-from rekindle.store.extents import Damaged, ExtentFiles, OpenExtent
+from rekindle.store.extents import ExtentFiles
 from rekindle.store.files import Files
 from rekindle.store.loose import is_loose
+from rekindle.store.opened import Damaged, OpenExtent
 from rekindle.store.tiered import Kept, TieredStore
 from rekindle.store.variant_rows import loose_shelves
 
@@ -215,16 +216,16 @@ def _copy_out(
     if not tokens:
         return None
     try:
-        extent = store.extents.open(row, shelf[0])
+        extent = store.open(row, shelf[0])
         try:
             old = extent.header.plan
             if row.depth and (row.shelf, bytes(old.parent)) not in keys:
                 return None
             digester = PlainDigester()
             plan = ExtentPlan(row.name, "", old.parent, old.layout, tokens, digester.name, digester.width)
-            copies.write(plan, _layers(store.extents, extent, plan.token_count))
+            copies.write(plan, store.extents.layers(extent, plan.token_count))
         finally:
-            store.files.close(extent.handle)
+            store.extents.release(extent)
     except (OSError, Damaged):
         copies.path(row.name).unlink(missing_ok=True)
         return None
@@ -239,14 +240,6 @@ def _copy_out(
         layout=layout_text(old.layout),
         **{field: shelf[number] for number, field in enumerate(_SHELF_FIELDS, start=1)},
     )
-
-
-def _layers(files: ExtentFiles, extent: OpenExtent, tokens: int) -> Iterator[LayerKv]:
-    plan = extent.header.plan
-    for layer in range(len(plan.layout.layers)):
-        out = plan.empty(layer, tokens)
-        files.read(extent, layer, Span(0, tokens), out)
-        yield out
 
 
 def _anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -323,7 +316,7 @@ def _verify(files: ExtentFiles, extent: OpenExtent, entry: _Entry) -> None:
     same = plan.parent.hex() == entry.parent and plan.tokens.hex() == entry.tokens and plan.name == entry.name
     if not same or plan.layout != entry.shelf.layout or plan.file_bytes != entry.size_bytes:
         raise Damaged("it is not what the manifest says")
-    for _ in _layers(files, extent, plan.token_count):
+    for _ in files.layers(extent, plan.token_count):
         pass  # reading checks
 
 
@@ -351,7 +344,7 @@ def _keep(
     before = above.prefix() if above else b""
     tokens: Any = np.frombuffer(before + plan.tokens, "<u4")
     start = len(before) // TOKEN_BYTES
-    layers = files.read_all(extent, plan.token_count)
+    layers = tuple(files.layers(extent, plan.token_count))
     return store.keep(shelf, tokens, Kv(Span(start, start + plan.token_count), shelf.layout, layers), evict=evict)
 
 

@@ -1,8 +1,8 @@
 """The catalog: the only truth about what is in a cache folder.
 
-Methods take the transaction they belong to. Whoever changes rows here keeps three promises: an extent's live rows
-are its first places, every block's parent is there (chains are prefix-closed), and an extent has a row for as long as
-its file may exist.
+Methods take the transaction they belong to. Whoever changes rows here keeps four promises: an extent's live rows
+are its first places, every block's parent is there (chains are prefix-closed), what a difference stands on is there,
+and an extent has a row for as long as its file may exist.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ class Extent:
     hits: int
     saved_ms: float
     reason: str | None
+    coding: str = "raw"
 
 
 _COLUMNS = (
     "id, name, shelf, state, bytes, writer, digest, depth, blocks, live, tokens, pinned, kept, used, hits, saved_ms, "
-    "reason"
+    "reason, coding"
 )
 
 
@@ -178,11 +179,13 @@ def freeable_bytes(connection: sqlite3.Connection) -> int:
     )
 
 
-def reserve(connection: sqlite3.Connection, name: str, shelf: int, size_bytes: int, writer: str) -> int:
+def reserve(
+    connection: sqlite3.Connection, name: str, shelf: int, size_bytes: int, writer: str, coding: str = "raw"
+) -> int:
     """Count the bytes of a file before it exists."""
     cursor = connection.execute(
-        "INSERT INTO extents (name, shelf, state, bytes, writer) VALUES (?,?,'writing',?,?)",
-        (name, shelf, size_bytes, writer),
+        "INSERT INTO extents (name, shelf, state, bytes, writer, coding) VALUES (?,?,'writing',?,?,?)",
+        (name, shelf, size_bytes, writer, coding),
     )
     assert cursor.lastrowid is not None
     return cursor.lastrowid
@@ -223,7 +226,8 @@ def publish(connection: sqlite3.Connection, id: int, run: Run, size_bytes: int, 
     marks = ",".join("?" * len(prefixes))
     superseded = connection.execute(
         f"SELECT extent, place FROM blocks b WHERE parent=? AND shelf=? AND tokens IN ({marks}) "
-        "AND NOT (SELECT pinned FROM extents e WHERE e.id=b.extent)",
+        "AND NOT (SELECT pinned FROM extents e WHERE e.id=b.extent) "
+        "AND NOT EXISTS (SELECT 1 FROM anchors a WHERE a.anchor=b.extent AND a.place+a.blocks>b.place)",
         (run.parent, run.shelf, *prefixes),
     ).fetchall()
     for old, place in superseded:
@@ -254,11 +258,13 @@ def replace(connection: sqlite3.Connection, old: int, new: int) -> None:
         (old, new),
     )
     connection.execute("UPDATE users SET extent=? WHERE extent=?", (new, old))
+    connection.execute("UPDATE anchors SET anchor=? WHERE anchor=?", (new, old))
+    connection.execute("DELETE FROM anchors WHERE extent=?", (old,))
     connection.execute("UPDATE extents SET state='dropping', live=0, tokens=0 WHERE id=?", (old,))
 
 
 def cut(connection: sqlite3.Connection, id: int, place: int) -> None:
-    """Free an extent's blocks from `place` on, and everything in other extents that hangs on them.
+    """Free an extent's blocks from `place` on, and everything in other extents that hangs or stands on them.
 
     An extent without blocks is dropping: its file is to be removed.
     """
@@ -270,6 +276,11 @@ def cut(connection: sqlite3.Connection, id: int, place: int) -> None:
             "WHERE b.extent=? AND b.place>=? AND c.extent<>b.extent",
             (id, place),
         ).fetchall()
+        todo += connection.execute(
+            "SELECT DISTINCT extent, 0 FROM anchors WHERE anchor=? AND place+blocks>?", (id, place)
+        ).fetchall()
+        if place == 0:
+            connection.execute("DELETE FROM anchors WHERE extent=?", (id,))
         connection.execute("DELETE FROM blocks WHERE extent=? AND place>=?", (id, place))
         connection.execute(
             "UPDATE extents SET live=min(live, ?), state=CASE WHEN ?=0 AND state='live' THEN 'dropping' ELSE state END,"
@@ -294,12 +305,12 @@ def pin(connection: sqlite3.Connection, ids: Iterable[int], pinned: bool) -> Non
     connection.execute("UPDATE extents SET pinned=0 WHERE pinned=2")
     todo = [row[0] for row in connection.execute("SELECT id FROM extents WHERE pinned=1").fetchall()]
     while todo:
-        above = connection.execute(
+        needed = connection.execute(
             "SELECT a.extent FROM blocks b JOIN blocks a ON a.key=b.parent AND a.shelf=b.shelf "
-            "WHERE b.extent=? AND b.place=0",
+            "WHERE b.extent=?1 AND b.place=0 UNION SELECT anchor FROM anchors WHERE extent=?1",
             (todo.pop(),),
-        ).fetchone()
-        if above is not None:
+        ).fetchall()
+        for above in needed:
             connection.execute("UPDATE extents SET pinned=2 WHERE id=? AND pinned=0", above)
             todo.append(above[0])
 
@@ -318,12 +329,13 @@ def forget(connection: sqlite3.Connection, names: Iterable[str]) -> None:
 _TAIL = (
     "SELECT e.id, e.live, e.blocks, e.bytes, b.hits, b.used, e.tokens, e.shelf FROM extents e "
     "JOIN blocks b ON b.extent=e.id AND b.place=e.live-1 WHERE e.state='live' AND NOT e.pinned "
-    "AND NOT EXISTS (SELECT 1 FROM blocks c WHERE c.parent=b.key AND c.shelf=b.shelf)"
+    "AND NOT EXISTS (SELECT 1 FROM blocks c WHERE c.parent=b.key AND c.shelf=b.shelf) "
+    "AND NOT EXISTS (SELECT 1 FROM anchors a WHERE a.anchor=e.id AND a.place+a.blocks>=e.live)"
 )
 
 
 def tails(connection: sqlite3.Connection) -> Iterator[Tail]:
-    """Every tail that may be evicted: childless and not pinned."""
+    """Every tail that may be evicted: nothing hangs or stands on it, and it is not pinned."""
     return (Tail(*row) for row in connection.execute(_TAIL))
 
 
@@ -339,11 +351,13 @@ def most_hits(connection: sqlite3.Connection) -> int:
 
 
 def tail_start(connection: sqlite3.Connection, tail: Tail, *, by_worth: bool) -> int:
-    """From which place on nothing hangs on an extent's blocks, and, by worth, they are worth no more than the last."""
+    """From which place on nothing hangs or stands on an extent's blocks, and, by worth, they are worth no more than
+    the last."""
     row = connection.execute(
         "SELECT max(place) FROM blocks b WHERE extent=?1 AND place<?2 AND ((?3 AND (hits>?4 OR used>?5 OR place<="
         "(SELECT max(last) FROM users WHERE extent=?1 AND last<?2))) OR EXISTS "
-        "(SELECT 1 FROM blocks c WHERE c.parent=b.key AND c.shelf=b.shelf AND c.extent<>b.extent))",
+        "(SELECT 1 FROM blocks c WHERE c.parent=b.key AND c.shelf=b.shelf AND c.extent<>b.extent) "
+        "OR EXISTS (SELECT 1 FROM anchors a WHERE a.anchor=?1 AND a.place+a.blocks>b.place))",
         (tail.extent, tail.live - 1, by_worth, tail.hits, tail.used),
     ).fetchone()
     return 0 if row[0] is None else int(row[0]) + 1

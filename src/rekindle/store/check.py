@@ -14,7 +14,8 @@ from rekindle.core.kv import Span
 from rekindle.errors import CacheUnusable
 from rekindle.store import catalog, variant_rows
 from rekindle.store.disk import CATALOG, DiskStore
-from rekindle.store.extents import SUFFIX, Damaged
+from rekindle.store.extents import SUFFIX
+from rekindle.store.opened import Damaged
 
 _ATTEMPTS = 4
 # What reading a catalog gives whose bits were flipped: SQLite's own complaints, and rows of the wrong types.
@@ -97,9 +98,20 @@ def _catalog_problems(store: DiskStore) -> Iterator[Problem]:
         )
         for (id,) in homeless:
             yield Problem("chain", f"#{id}", "blocks of an extent that is not live")
+        baseless = connection.execute(
+            "SELECT DISTINCT a.extent FROM anchors a LEFT JOIN extents e ON e.id=a.anchor "
+            "WHERE e.id IS NULL OR e.state<>'live' OR e.live<a.place+a.blocks"
+        )
+        for (id,) in baseless:
+            yield Problem("chain", _name(connection, id), "what it is a difference from is gone")
         strangers = "SELECT count(*) FROM users WHERE extent NOT IN (SELECT id FROM extents)"
         if connection.execute(strangers).fetchone()[0]:
             yield Problem("chain", CATALOG, "uses by apps of extents that are gone")
+
+
+def _name(connection: sqlite3.Connection, id: int) -> str:
+    row = catalog.extent(connection, id)
+    return f"#{id}" if row is None else row.name
 
 
 def _entry_problems(store: DiskStore, row: catalog.Extent) -> Iterator[Problem]:
@@ -155,7 +167,7 @@ def _file_problems(store: DiskStore, row: catalog.Extent, shelf_digest: str) -> 
 
 
 def _read_all(store: DiskStore, row: catalog.Extent, shelf_digest: str) -> None:
-    extent = store.extents.open(row, shelf_digest, fresh=True)
+    extent = store.open(row, shelf_digest, fresh=True)
     try:
         plan = extent.header.plan
         with store.database.reading() as connection:
@@ -166,7 +178,7 @@ def _read_all(store: DiskStore, row: catalog.Extent, shelf_digest: str) -> None:
         for layer in range(len(plan.layout.layers)):
             store.extents.read(extent, layer, Span(0, count), plan.empty(layer, count))
     finally:
-        store.files.close(extent.handle)
+        store.extents.release(extent)
 
 
 def _still_live(store: DiskStore, row: catalog.Extent) -> bool:
@@ -211,7 +223,8 @@ def _fix_once(store: DiskStore, problems: Sequence[Problem]) -> None:
                 for row in catalog.extents(connection, "name=?", (problem.entry,)):
                     catalog.cut(connection, row.id, 0)
         connection.execute("DELETE FROM blocks WHERE extent NOT IN (SELECT id FROM extents WHERE state='live')")
-        connection.execute("DELETE FROM users WHERE extent NOT IN (SELECT id FROM extents)")
+        for table in ("users", "anchors"):
+            connection.execute(f"DELETE FROM {table} WHERE extent NOT IN (SELECT id FROM extents)")
         connection.execute("DELETE FROM totals")
         connection.execute("INSERT INTO totals (one, bytes) SELECT 1, coalesce(sum(bytes), 0) FROM extents")
     for problem in problems:

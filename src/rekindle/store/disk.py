@@ -17,17 +17,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from rekindle.codec.coder import Coder
 from rekindle.codec.digest import digester_for
 from rekindle.codec.extent import ExtentHeader, ExtentPlan
 from rekindle.core.app import Asker
-from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, NodeKey, Shelf, chain
-from rekindle.core.kv import Kv
+from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, NodeKey, Shelf, chain
+from rekindle.core.kv import Kv, Span
 from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable, EntryNotFound
 from rekindle.store import app_rows, catalog, variant_rows
+from rekindle.store.anchors import Anchor, encode, find, open_extent
 from rekindle.store.database import WRITE_TIMEOUT_SECONDS, Connect, Database
 from rekindle.store.extents import ExtentFiles
 from rekindle.store.files import Files
+from rekindle.store.opened import CodedExtent, Damaged, OpenExtent
 from rekindle.store.policy import NOBODY
 from rekindle.store.room import Reserved, Room
 from rekindle.store.settings import StoreSettings
@@ -111,10 +114,12 @@ class DiskStore:
         evict: bool = True,
         also: Also | None = None,
         app: Asker | None = None,
+        coder: Coder | None = None,
+        anchor: Anchor | None = None,
     ) -> Written:
         """Write the KV of `kv.span`, which begins at a block and reaches the end of `tokens`.
 
-        `also` is done in the transaction that makes it visible, and `app` noted as its user. Raises `Refused` if there
+        `coder` is how, None: as it is; with `anchor`, as a difference from that. `also` is done in the transaction that makes it visible, and `app` noted as its user. Raises `Refused` if there
         is no room for it, or others were faster.
         """
         depth = kv.span.start // BLOCK_TOKENS
@@ -124,6 +129,11 @@ class DiskStore:
         plan = ExtentPlan(
             secrets.token_hex(8), digest, parent, shelf.layout, part, self.digester.name, self.digester.width
         )
+        coded = None if coder is None else self._encoded(plan, kv, coder, anchor)
+        if coded is not None:
+            plan = coded.plan
+        if plan.coding is None or plan.coding.anchor is None:
+            anchor = None
         self.room.expire()  # what is too old to be found would be in the way
         add = partial(catalog.add_shelf, digest=digest, shelf=shelf)
         crowd = NOBODY
@@ -131,15 +141,34 @@ class DiskStore:
             with self.database.scanning() as connection:
                 crowd = app_rows.crowd_of(connection, app)
         with self.room.reserved(plan, add, evict=evict, crowd=crowd) as room:
-            written = self.extents.write(plan, kv.layers)
+            written = self.extents.write(plan, kv.layers) if coded is None else self.extents.write_coded(coded)
             run = catalog.Run(room.shelf, depth, parent, keys[depth:], part)
             with self.database.writing() as connection:
-                self.room.publish(connection, room, run, plan.file_bytes, written.digest)
+                self.room.publish(connection, room, run, written, anchor)
                 if app is not None:
                     self._note_user(connection, room, app, plan.blocks - 1)
                 if also is not None:
                     also(connection, room.shelf)
         return Written(room.extent, plan.file_bytes, written.header)
+
+    def _encoded(self, plan: ExtentPlan, kv: Kv, coder: Coder, anchor: Anchor | None) -> CodedExtent | None:
+        try:
+            return encode(self.database, self.extents, plan, lambda: kv.layers, coder, anchor)
+        except (OSError, Damaged):  # the anchor cannot be read: then it is kept whole
+            return encode(self.database, self.extents, plan, lambda: kv.layers, coder, None)
+
+    def anchor(self, shelf: Shelf, root: NodeKey, tokens: bytes, span: Span) -> Anchor | None:
+        """What the KV of an adapter, of tokens from a block's beginning on, could be a difference from."""
+        keys = chain(root, tokens[: span.stop * TOKEN_BYTES])[span.start // BLOCK_TOKENS :]
+        if shelf.adapter is None or not keys:
+            return None
+        digest = self.shelf_digest(shelf)
+        with self.database.reading() as connection:
+            return find(connection, digest, shelf.codec, shelf.layout, keys, self.room.fresh())
+
+    def open(self, row: catalog.Extent, shelf_digest: str, *, fresh: bool = False) -> OpenExtent:
+        """An extent, with what it stands on; see `open_extent`."""
+        return open_extent(self.database, self.extents, row, shelf_digest, fresh=fresh)
 
     def _note_user(self, connection: sqlite3.Connection, room: Reserved, app: Asker, last: int) -> None:
         now, allows = self.clock(), self.room.allows
@@ -163,6 +192,7 @@ class DiskStore:
 
     def remove(self, rows: Sequence[catalog.Extent]) -> int:
         """Remove extents and what hangs on them; how many files went. Pinned ones too: they were named."""
+        self.room.rebase(rows)
         self.room.cut_all(rows)
         variant_rows.sweep(self.database)
         with self.database.writing() as connection:
@@ -174,6 +204,7 @@ class DiskStore:
         # The deepest first, so that nothing hangs any more on what goes next.
         for row in sorted(self.entries(), key=lambda row: -row.depth):
             if chosen(row) and not row.pinned:
+                self.room.rebase([row])
                 with self.database.writing() as connection:
                     if not catalog.has_children(connection, row.id):
                         catalog.cut(connection, row.id, 0)

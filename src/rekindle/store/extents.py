@@ -6,31 +6,35 @@ import contextlib
 import errno
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle.codec.coder import Coder, decode
 from rekindle.codec.digest import Digester
 from rekindle.codec.extent import (
+    Coding,
     ExtentHeader,
     ExtentPlan,
     Half,
     digest_cells,
+    digest_halves,
     digest_layer,
     header_length,
     is_row_contiguous,
     parse_header,
     rows_of,
 )
-from rekindle.core.keys import BLOCK_TOKENS
+from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, chain
 from rekindle.core.kv import LayerKv, Span
 from rekindle.store.beside import Helper, Work
 from rekindle.store.catalog import Extent
 from rekindle.store.files import Files, Handle
+from rekindle.store.opened import AnchorFile, CodedExtent, Damaged, OpenAnchor, OpenExtent, WrittenExtent
 
 SUFFIX = ".kv"
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
@@ -39,26 +43,6 @@ _HEADERS = 64  # remembered
 # part in so many more: checking cell by cell takes three quarters of the time it takes to read them, and the GIL.
 _READ_ON = 1.5
 _SPLIT_BYTES = 512 << 10  # from this size on, keys and values of a layer are read side by side
-
-
-class Damaged(Exception):
-    """An extent is not what its row says. The reason is for people."""
-
-
-@dataclass(frozen=True, eq=False)
-class OpenExtent:
-    """An extent that can be read. Whoever has it closes its handle."""
-
-    handle: Handle
-    header: ExtentHeader
-
-
-@dataclass(frozen=True, eq=False)
-class WrittenExtent:
-    """An extent that was just written."""
-
-    header: ExtentHeader
-    digest: bytes  # of the header
 
 
 class ExtentFiles:
@@ -76,11 +60,59 @@ class ExtentFiles:
         """The file of an extent."""
         return self.folder / f"{name}{SUFFIX}"
 
-    def open(self, row: Extent, shelf_digest: str, *, fresh: bool = False) -> OpenExtent:
+    def open(
+        self, row: Extent, shelf_digest: str, stands_on: Sequence[AnchorFile] = (), *, fresh: bool = False
+    ) -> OpenExtent:
         """An extent, its header checked against its row; `fresh`: even if it was before.
 
         Raises `Damaged` or `OSError`.
         """
+        extent = self._open(row, shelf_digest, fresh)
+        if not stands_on:
+            return extent
+        try:
+            return replace(extent, anchors=self.open_anchors(stands_on, extent.header.plan, fresh=fresh))
+        except BaseException:
+            self.release(extent)
+            raise
+
+    def open_anchors(
+        self, files: Sequence[AnchorFile], plan: ExtentPlan, *, fresh: bool = False
+    ) -> tuple[OpenAnchor, ...]:
+        """What an extent stands on, or will. Release each one's extent. Raises `Damaged` or `OSError`."""
+        opened: list[OpenAnchor] = []
+        try:
+            for file in files:
+                opened.append(self._open_anchor(file, plan, fresh))
+        except BaseException:
+            for anchor in opened:
+                self.release(anchor.extent)
+            raise
+        return tuple(opened)
+
+    def release(self, extent: OpenExtent) -> None:
+        """Close the files of an extent that was only read."""
+        for one in (*(anchor.extent for anchor in extent.anchors), extent):
+            with contextlib.suppress(OSError):
+                self.files.close(one.handle)
+
+    def _open_anchor(self, file: AnchorFile, plan: ExtentPlan, fresh: bool) -> OpenAnchor:
+        """What a part of an extent stands on, checked to hold the same tokens in the same place."""
+        extent = self._open(file.row, file.shelf, fresh)
+        own = extent.header.plan
+        tokens = plan.tokens[file.at * BLOCK_BYTES : (file.at + file.blocks) * BLOCK_BYTES]
+        start = file.place * BLOCK_BYTES
+        above, below = (
+            [found.parent, *chain(found.parent, found.tokens[:stop])][-1]
+            for found, stop in ((own, start), (plan, file.at * BLOCK_BYTES))
+        )
+        if own.tokens[start : start + len(tokens)] != tokens or above != below or own.layout != plan.layout:
+            self.release(extent)
+            raise Damaged("what it is a difference from holds other tokens")
+        at = file.at * BLOCK_TOKENS
+        return OpenAnchor(extent, Span(at, at + len(tokens) // TOKEN_BYTES), file.place * BLOCK_TOKENS)
+
+    def _open(self, row: Extent, shelf_digest: str, fresh: bool) -> OpenExtent:
         try:
             handle = self.files.open(self.path(row.name))
         except OSError as error:
@@ -119,6 +151,9 @@ class ExtentFiles:
 
         Raises `Damaged` or `OSError`; `out` then holds anything.
         """
+        if extent.header.plan.coding is not None:
+            self._read_coded(extent, layer, span, out)
+            return
         if not is_row_contiguous(out):
             straight = extent.header.plan.empty(layer, len(span))
             self.read(extent, layer, span, straight)
@@ -140,13 +175,13 @@ class ExtentFiles:
         if stop < span.stop:
             self._read_beside(extent, layer, Span(stop, span.stop), _window(out, stop - span.start, len(span)))
 
-    def read_all(self, extent: OpenExtent, tokens: int) -> tuple[LayerKv, ...]:
-        """The first `tokens` tokens of all layers, checked."""
+    def layers(self, extent: OpenExtent, tokens: int) -> Iterator[LayerKv]:
+        """The first `tokens` tokens of one layer after the other, checked."""
         plan = extent.header.plan
-        layers = tuple(plan.empty(layer, tokens) for layer in range(len(plan.layout.layers)))
-        for layer, out in enumerate(layers):
+        for layer in range(len(plan.layout.layers)):
+            out = plan.empty(layer, tokens)
             self.read(extent, layer, Span(0, tokens), out)
-        return layers
+            yield out
 
     def side_by_side(self, first: Work, second: Work, size_bytes: int) -> None:
         """Do two things that mostly wait or copy, at the same time if that is worth it."""
@@ -155,6 +190,37 @@ class ExtentFiles:
             second()
         else:
             self._helper.run(first, second)
+
+    def encode(
+        self, plan: ExtentPlan, layers: Iterable[LayerKv], coder: Coder, anchor: str | None, parts: Sequence[OpenAnchor]
+    ) -> CodedExtent:
+        """The layers as they will stand in the file, as a difference from `anchor`, if there is one, which is read.
+
+        Raises `ValueError` for KV that cannot be coded, and as reading does.
+        """
+        dtype, coding = plan.layout.dtype, Coding(coder, anchor, ())
+        blobs: list[bytes] = []
+        digests = bytearray()
+        for layer, given in enumerate(layers):
+            kv = LayerKv(np.ascontiguousarray(given.keys), np.ascontiguousarray(given.values))
+            base = None if anchor is None else self._anchor_kv(plan, parts, layer, Span(0, plan.token_count))
+            blobs.append(coder.encode(layer, kv, base, dtype))
+            if coding.exact:
+                digests += digest_halves(self.digester, kv)
+            digests += self._digest(blobs[-1])
+        sizes = tuple(map(len, blobs))
+        return CodedExtent(replace(plan, coding=replace(coding, sizes=sizes)), blobs, bytes(digests))
+
+    def write_coded(self, coded: CodedExtent) -> WrittenExtent:
+        """Write what was encoded, as `write` does."""
+        plan = coded.plan
+        handle = self.files.create(self.path(plan.name))
+        try:
+            for layer, data in enumerate(coded.blobs):
+                self.files.write_at(handle, plan.coded_at(layer).start, memoryview(data))
+            return self._finish(handle, ExtentHeader(plan, coded.digests))
+        finally:
+            self.files.close(handle)
 
     def write(self, plan: ExtentPlan, layers: Iterable[LayerKv]) -> WrittenExtent:
         """Write a new extent, layer by layer, the header last; one fsync. Raises `OSError`; the file is then left."""
@@ -166,17 +232,61 @@ class ExtentFiles:
                 digests += digest_layer(self.digester, kv)
                 self.files.write_at(handle, plan.start(layer, "keys"), kv.keys.data)
                 self.files.write_at(handle, plan.start(layer, "values"), kv.values.data)
-            header = ExtentHeader(plan, bytes(digests))
-            text = plan.header(header.digests)
-            self.files.write_at(handle, 0, memoryview(text))
-            self.files.sync(handle)
+            return self._finish(handle, ExtentHeader(plan, bytes(digests)))
         finally:
             self.files.close(handle)
+
+    def _finish(self, handle: Handle, header: ExtentHeader) -> WrittenExtent:
+        text = header.plan.header(header.digests)
+        self.files.write_at(handle, 0, memoryview(text))
+        self.files.sync(handle)
         return WrittenExtent(header, self.digester.header(text))
 
     def close(self) -> None:
         """End the helper thread. Idempotent."""
         self._helper.close()
+
+    def _read_coded(self, extent: OpenExtent, layer: int, span: Span, out: LayerKv) -> None:
+        """Fill `out` from coded bytes. Where nothing is lost, all of the layer is decoded, because its digest covers
+        all of it."""
+        plan, coding = extent.header.plan, extent.header.plan.coding
+        assert coding is not None
+        at = plan.coded_at(layer)
+        data = bytearray(len(at))
+        self._read_at(extent.handle, at.start, memoryview(data))
+        if self._digest(data) != extent.header.coded_digest(layer):
+            raise Damaged(f"layer {layer}: the digest of its bytes is another")
+        wanted = Span(0, plan.token_count) if coding.exact else span
+        anchor = None if coding.anchor is None else self._anchor_kv(plan, extent.anchors, layer, wanted)
+        try:
+            decoded = decode(bytes(data), plan.layout.dtype, anchor, wanted)
+        except ValueError as error:
+            raise Damaged(f"layer {layer}: {error}") from error
+        if coding.exact and digest_halves(self.digester, decoded) != extent.header.half_digests(layer):
+            raise Damaged(f"layer {layer}: the digest of what it decodes to is another")
+        used = _window(decoded, span.start - wanted.start, span.stop - wanted.start)
+        if used.keys.shape != out.keys.shape or used.values.shape != out.values.shape:
+            raise Damaged(f"layer {layer}: it decodes to another shape")
+        out.keys[...], out.values[...] = used.keys, used.values
+
+    def _anchor_kv(self, plan: ExtentPlan, parts: Sequence[OpenAnchor], layer: int, span: Span) -> LayerKv:
+        """The KV that tokens `span` of an extent are a difference from."""
+        kv, covered = plan.empty(layer, len(span)), span.start
+        for part in parts:
+            start, stop = max(span.start, part.tokens.start), min(span.stop, part.tokens.stop)
+            if start >= stop or start != covered:
+                continue
+            at = part.start + start - part.tokens.start
+            self.read(part.extent, layer, Span(at, at + stop - start), _window(kv, start - span.start, stop - span.start))
+            covered = stop
+        if covered != span.stop:
+            raise Damaged("what it is a difference from does not cover it")
+        return kv
+
+    def _digest(self, data: bytes | bytearray) -> bytes:
+        state = self.digester.data()
+        state.update(memoryview(data))
+        return state.digest()
 
     def _read_beside(self, extent: OpenExtent, layer: int, part: Span, out: LayerKv) -> None:
         """Fill `out` with a part of a block, which is read whole, beside: its digest covers all of it."""

@@ -6,7 +6,6 @@ a file or for some layers, was measured to make a load from dropped pages slower
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -17,9 +16,9 @@ from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, chain
 from rekindle.core.kv import Held, KvLayout, LayerKv, Span
 from rekindle.errors import KvLost
 from rekindle.index.prefix import Match, Piece
-from rekindle.store.extents import Damaged, ExtentFiles, OpenExtent
-from rekindle.store.files import Files
+from rekindle.store.extents import ExtentFiles
 from rekindle.store.memory import HeldExtent
+from rekindle.store.opened import Damaged, OpenExtent
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,11 +33,10 @@ class Source:
         """What the extent holds."""
         return self.origin.header
 
-    def close(self, files: Files) -> None:
+    def close(self, extents: ExtentFiles) -> None:
         """Close its file, if it is one."""
         if isinstance(self.origin, OpenExtent):
-            with contextlib.suppress(OSError):  # it was only read
-                files.close(self.origin.handle)
+            extents.release(self.origin)
 
     @property
     def span(self) -> Span:
@@ -88,7 +86,7 @@ class StoredFeed:
         if not self._closed:
             self._closed = True
             for source in self._sources:
-                source.close(self._extents.files)
+                source.close(self._extents)
 
     def __enter__(self) -> StoredFeed:
         return self

@@ -26,8 +26,8 @@ from rekindle.store import catalog, variant_rows
 from rekindle.store.chains import Chains, Stretch
 from rekindle.store.disk import DiskStore
 from rekindle.store.evict import blocks_a_transaction
-from rekindle.store.extents import Damaged
-from rekindle.store.room import Refused
+from rekindle.store.limits import Refused
+from rekindle.store.opened import Damaged
 from rekindle.store.runs import Run, Runs, Segment
 from rekindle.store.snippets import Snippets
 

@@ -13,32 +13,29 @@ import os
 import secrets
 import sqlite3
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rekindle.codec.extent import ExtentPlan
-from rekindle.core.kv import LayerKv
-from rekindle.core.size import parse_limit
+from rekindle.core.keys import chain
 from rekindle.errors import CacheUnusable
-from rekindle.store import catalog
+from rekindle.store import anchor_rows, catalog
+from rekindle.store.anchors import Anchor, encode, find, open_extent
 from rekindle.store.app_rows import Crowd
 from rekindle.store.database import Database
 from rekindle.store.evict import Eviction, Newcomer, blocks_a_transaction
-from rekindle.store.extents import SUFFIX, Damaged, ExtentFiles
+from rekindle.store.extents import SUFFIX, ExtentFiles
+from rekindle.store.limits import Limits, Refused
+from rekindle.store.opened import Damaged, OpenExtent, WrittenExtent
 from rekindle.store.policy import NOBODY
 from rekindle.store.settings import StoreSettings
 from rekindle.store.writers import Writers
 
 # What the catalog may grow by until a keep is published; its log is counted apart.
 _CATALOG_BYTES, _CATALOG_BYTES_A_BLOCK = 64 << 10, 4 << 10
-_CLOCK_STEP_SECONDS = 600.0  # a clock may be put right by so much without anything expiring
-_SEEN_ROWS, _BYTES_A_SEEN_ROW, _LIMIT_BYTES_A_SEEN_ROW = 50_000, 100, 8000
-
-
-class Refused(Exception):
-    """Something is not kept, for a reason that is no error."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Compacted:
     no_room: int
 
 
-class Room:
+class Room(Limits):
     """The limits of a folder, and what is done to hold them."""
 
     def __init__(
@@ -69,41 +66,12 @@ class Room:
         extents: ExtentFiles,
         clock: Callable[[], float],
     ) -> None:
-        self._folder = folder
-        self._settings = settings
-        self._database = database
+        super().__init__(folder, settings, database, extents.files, clock)
         self._extents = extents
-        self._files = extents.files
-        self._clock = clock
-        self._limit = parse_limit(settings.disk_limit)
         self._eviction = Eviction(database, settings.chosen_policy, clock)
         self._writers = Writers(folder / "writers", extents.files)
         self._writing: set[tuple[int, int]] = set()  # (process, extent) being written now
         self.evicted_bytes: Counter[str] = Counter()  # by reason: new, limit, expired, killed
-
-    def fresh(self) -> catalog.Fresh:
-        """When extents must have been kept not to be expired."""
-        ttl = self._settings.ttl_seconds
-        if ttl is None:
-            return catalog.Fresh(float("-inf"), float("inf"))
-        return catalog.Fresh(self._clock() - ttl, self._clock() + _CLOCK_STEP_SECONDS)
-
-    def limit_bytes(self, used_bytes: int) -> int:
-        """What files and catalog may take together, as the disk is now."""
-        if self._limit.size_bytes is not None:
-            return self._limit.size_bytes
-        return self._limit.resolve(self._files.free_bytes(self._folder) + used_bytes)
-
-    def used_bytes(self, connection: sqlite3.Connection) -> int:
-        """What files and catalog take, with all that is reserved."""
-        seen = 0
-        if self._settings.admission == "second-use":
-            seen = _SEEN_ROWS if self._limit.size_bytes is None else self.most_seen(self._limit.size_bytes)
-        return catalog.total_bytes(connection) + self._database.claimed_bytes() + seen * _BYTES_A_SEEN_ROW
-
-    def most_seen(self, limit_bytes: int) -> int:
-        """How many keys of second-use admission are remembered."""
-        return min(_SEEN_ROWS, limit_bytes // _LIMIT_BYTES_A_SEEN_ROW)
 
     @contextmanager
     def reserved(
@@ -137,14 +105,25 @@ class Room:
             self._writing.discard((os.getpid(), room.extent))
 
     def publish(
-        self, connection: sqlite3.Connection, room: Reserved, run: catalog.Run, size_bytes: int, digest: bytes
+        self,
+        connection: sqlite3.Connection,
+        room: Reserved,
+        run: catalog.Run,
+        written: WrittenExtent,
+        anchor: Anchor | None = None,
     ) -> None:
         """Make a written extent visible, and count what it cost. Raises `Refused` if others were busy meanwhile."""
         self._check_reserved(connection, room)
         if reason := catalog.clashes(connection, run):
             raise Refused(reason)
-        catalog.publish(connection, room.extent, run, size_bytes, digest, self._clock())
+        size_bytes = written.header.plan.file_bytes
+        catalog.publish(connection, room.extent, run, size_bytes, written.digest, self._clock())
+        self._note_anchor(connection, room, anchor)
         catalog.add_written(connection, int(self._clock() // 60), size_bytes)
+
+    def _note_anchor(self, connection: sqlite3.Connection, room: Reserved, anchor: Anchor | None) -> None:
+        if anchor is not None and not anchor_rows.add(connection, room.extent, anchor.parts):
+            raise Refused("what it is a difference from was evicted meanwhile")
 
     def _check_reserved(self, connection: sqlite3.Connection, room: Reserved) -> None:
         row = catalog.extent(connection, room.extent)
@@ -191,6 +170,7 @@ class Room:
         with self._database.scanning() as connection:
             where = "state='live' AND NOT pinned AND (kept<? OR kept>?)"
             expired = catalog.extents(connection, where, (fresh.oldest, fresh.newest))
+        self.rebase(expired)
         self.cut_all(expired, unless=lambda row: bool(row.pinned))
         self.evicted_bytes["expired"] += sum(row.size_bytes for row in expired)
 
@@ -199,11 +179,6 @@ class Room:
         after = self._settings.killed_ttl_seconds
         if after is not None:
             self.evicted_bytes["killed"] += self._eviction.free_killed(self._clock() - after)
-
-    def allows(self, connection: sqlite3.Connection, size_bytes: int) -> bool:
-        """Whether the catalog may grow by so much."""
-        used = self.used_bytes(connection)
-        return used + size_bytes <= self.limit_bytes(used)
 
     def cut_all(self, rows: Sequence[catalog.Extent], unless: Callable[[catalog.Extent], bool] | None = None) -> None:
         """Free extents and what hangs on them, in transactions of bearable size; those that are others by now stay."""
@@ -269,17 +244,35 @@ class Room:
                 no_room += 1
         return Compacted(done, no_room)
 
-    def rewrite(self, row: catalog.Extent, shelf_digest: str, *, evict: bool = False) -> bool:
+    def rebase(self, going: Sequence[catalog.Extent]) -> None:
+        """Let the differences from extents that are about to go stand on others. Then what goes takes none along.
+
+        Where there is nothing else to stand on, the one that was used last becomes whole, and the others stand on it.
+        What there is no room for, goes along.
+        """
+        ids = {row.id for row in going}
+        with self._database.scanning() as connection:
+            rows = [row for row in anchor_rows.standing_on(connection, ids) if row.id not in ids]
+            digests = dict(connection.execute("SELECT id, digest FROM shelves").fetchall())
+        for row in rows:
+            if digests[row.shelf].endswith(f":{self._extents.digester.name}"):
+                with contextlib.suppress(Refused):
+                    self.rewrite(row, digests[row.shelf], without=ids)
+
+    def rewrite(
+        self, row: catalog.Extent, shelf_digest: str, *, evict: bool = False, without: Container[int] | None = None
+    ) -> bool:
         """Copy the live blocks of an extent into a new one that takes its place; False if it cannot be read.
 
-        Raises `Refused` if there is no room, and none is made for it, or it changed meanwhile.
+        A difference stays one; with `without`, it stands on none of these extents any more. Raises `Refused` if there
+        is no room, and none is made for it, or it changed meanwhile.
         """
         try:
-            old = self._extents.open(row, shelf_digest)
+            old = open_extent(self._database, self._extents, row, shelf_digest)
             try:
-                done = self._copy_live(row, old.header.plan, lambda tokens: self._extents.read_all(old, tokens), evict)
+                done = self._copy_live(row, old, evict, without)
             finally:
-                self._files.close(old.handle)
+                self._extents.release(old)
         except FileNotFoundError:
             self.cut_all([row])
             return False
@@ -312,10 +305,10 @@ class Room:
             with self._database.writing() as connection:
                 used = self.used_bytes(connection)
                 limit = self.limit_bytes(used)
-                self._check_budget(connection, plan.file_bytes)
+                self.check_budget(connection, plan.file_bytes)
                 if used + need <= limit:
                     number = shelf(connection)
-                    id = catalog.reserve(connection, plan.name, number, need, writer)
+                    id = catalog.reserve(connection, plan.name, number, need, writer, plan.coded_as)
                     self._writing.add((os.getpid(), id))
                     return Reserved(id, plan.name, number)
                 if used + need - catalog.freeable_bytes(connection) > limit:
@@ -352,31 +345,30 @@ class Room:
         ).fetchone()
         return row
 
-    def _check_budget(self, connection: sqlite3.Connection, size_bytes: int) -> None:
-        budget = self._settings.write_budget_bytes
-        if budget is not None:
-            minute = int(self._clock() // 60)
-            written = catalog.written_between(connection, minute - 59, minute)
-            if written + size_bytes > budget:
-                raise Refused(f"the write budget of {budget:,} bytes an hour is spent")
-
     def _is_lost(self, row: catalog.Extent) -> bool:
         if self._writers.is_own(row.writer):
             return (os.getpid(), row.id) not in self._writing  # a write of ours that failed, and its cleaning too
         return self._writers.is_dead(row.writer)
 
     def _copy_live(
-        self, row: catalog.Extent, plan: ExtentPlan, read: Callable[[int], tuple[LayerKv, ...]], evict: bool
+        self, row: catalog.Extent, old: OpenExtent, evict: bool, without: Container[int] | None
     ) -> bool:
+        plan, coding = old.header.plan, old.header.plan.coding
         with self._database.scanning() as connection:
             tokens = catalog.tokens_of(connection, row.id)
+            anchor = self._anchor_of_copy(connection, row, plan, tokens, without)
         if not tokens:
             return False
         if tokens != plan.tokens[: len(tokens)]:
             raise Damaged("it holds other tokens than its rows say")
-        copy = replace(plan, name=secrets.token_hex(8), tokens=tokens)
+        copy = replace(plan, name=secrets.token_hex(8), tokens=tokens, coding=None)
+        layers = partial(self._extents.layers, old, copy.token_count)
+        coded = None if coding is None else encode(self._database, self._extents, copy, layers, coding.coder, anchor)
+        if coded is None:
+            anchor = None
+        copy = copy if coded is None else coded.plan
         with self.reserved(copy, lambda _: row.shelf, evict=evict, copy=True) as room:
-            written = self._extents.write(copy, read(copy.token_count))
+            written = self._extents.write(copy, layers()) if coded is None else self._extents.write_coded(coded)
             with self._database.writing() as connection:
                 now = catalog.extent(connection, row.id)
                 self._check_reserved(connection, room)
@@ -385,5 +377,24 @@ class Room:
                 size = (copy.file_bytes, written.digest, now.depth, copy.blocks, copy.token_count)
                 catalog.make_live(connection, room.extent, *size)
                 catalog.replace(connection, row.id, room.extent)
+                self._note_anchor(connection, room, anchor)
                 catalog.add_written(connection, int(self._clock() // 60), copy.file_bytes)
         return True
+
+    def _anchor_of_copy(
+        self,
+        connection: sqlite3.Connection,
+        row: catalog.Extent,
+        plan: ExtentPlan,
+        tokens: bytes,
+        without: Container[int] | None,
+    ) -> Anchor | None:
+        """What a copy of an extent's live blocks stands on: the same as before, unless that is about to go."""
+        if plan.coding is None or plan.coding.anchor is None or not tokens:
+            return None
+        keys = chain(plan.parent, tokens)
+        if without is None:
+            return Anchor(plan.coding.anchor, anchor_rows.of(connection, row.id)).until(len(keys))
+        (codec,) = connection.execute("SELECT codec FROM shelves WHERE id=?", (row.shelf,)).fetchone()
+        found = find(connection, plan.shelf, codec, plan.layout, keys, self.fresh(), without)
+        return found if found is not None and found.blocks == len(keys) else None

@@ -12,6 +12,8 @@ variants   one row a variant of a chunk: where in a chain its KV is (a view, no 
            A row whose blocks went is of no use, and goes when somebody comes across it.
 identities what a shelf's identity is made of, to tell in which way two models differ.
 apps       one row an app that asked: its state, and the process that is watched for it.
+anchors    what a difference stands on: `blocks` blocks of it, from number `at` on, are those of another extent from
+           `place` on. While a row is there, those blocks are.
 users      which app used an extent's blocks, up to which place. Bounded; goes with its extent.
 """
 
@@ -139,5 +141,19 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE INDEX users_app ON users (app);
     CREATE TRIGGER extents_unused AFTER DELETE ON extents
         BEGIN DELETE FROM users WHERE extent = OLD.id; END;
+    """,
+    """
+    ALTER TABLE extents ADD COLUMN coding TEXT NOT NULL DEFAULT 'raw';  -- exact, near: see codec/coder
+    CREATE TABLE anchors (
+        extent INTEGER NOT NULL,
+        anchor INTEGER NOT NULL,
+        at INTEGER NOT NULL,
+        place INTEGER NOT NULL,
+        blocks INTEGER NOT NULL,
+        PRIMARY KEY (extent, at)
+    ) WITHOUT ROWID;
+    CREATE INDEX anchors_anchor ON anchors (anchor);
+    CREATE TRIGGER extents_unanchored AFTER DELETE ON extents
+        BEGIN DELETE FROM anchors WHERE extent = OLD.id; END;
     """,
 )

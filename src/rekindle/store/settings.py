@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from rekindle.codec.coder import EXACT, Coder, is_near
 from rekindle.core.size import Limit, parse_limit
 from rekindle.errors import InvalidSetting
+from rekindle.store.loose import is_loose
 from rekindle.store.policy import POLICIES, Policy
 
 Admission = Literal["always", "second-use"]
@@ -25,6 +27,8 @@ class StoreSettings:
     write_budget     bytes that may be written within an hour, to spare flash; None: as many as there are
     most_variants    variants of chunks that are listed for one shelf; those used least go first
     most_a_chunk     the same for one chunk
+    exact            how KV is coded where no bit may be lost; None: not at all
+    near             the same where the level `near` is allowed
     key              16 to 64 secret bytes: then all digests are keyed, and files that others wrote are never served
     """
 
@@ -37,6 +41,8 @@ class StoreSettings:
     write_budget: str | int | None = None
     most_variants: int = 16_384
     most_a_chunk: int = 8
+    exact: Coder | None = EXACT
+    near: Coder | None = None
     key: bytes | None = None
 
     def __post_init__(self) -> None:
@@ -57,6 +63,10 @@ class StoreSettings:
                 raise InvalidSetting(f"{name}={getattr(self, name)} is out of range: use 1 or more.")
         parse_limit(self.disk_limit)
         parse_limit(self.memory_limit)
+
+    def coder(self, codec: str) -> Coder | None:
+        """How KV of a shelf with that codec is coded; None: as it is."""
+        return None if is_loose(codec) else self.near if is_near(codec) else self.exact
 
     @property
     def chosen_policy(self) -> Policy:

@@ -12,10 +12,10 @@ from rekindle.errors import KvLost
 from rekindle.index.prefix import Piece
 from rekindle.store import catalog
 from rekindle.store.disk import DiskStore
-from rekindle.store.extents import Damaged
 from rekindle.store.failures import FAILURES, Failures
 from rekindle.store.feed import Source, StoredFeed
 from rekindle.store.memory import HeldExtent, MemoryTier
+from rekindle.store.opened import Damaged
 
 Fits = Callable[[Source], bool]
 
@@ -40,7 +40,7 @@ class Sources:
             opened.append(self._open(shelf, piece, fits))
         except (*FAILURES, Damaged) as error:
             for source in opened:
-                source.close(self._disk.files)
+                source.close(self._disk.extents)
             self.lost(piece, error)
             raise KvLost(f"KV from the cache could not be read ({error}); it is computed instead.") from error
 
@@ -80,15 +80,16 @@ class Sources:
         self._memory.forget([name for name in self._memory.names() if listed.get(name) is None])
         room = self._memory.limit_bytes
         for row in filter(None, (listed[name] for name in reversed(wanted))):
-            room -= row.size_bytes
-            if room < 0:
-                break
             try:
-                extent = self._disk.extents.open(row, shelves[row.shelf])
+                extent = self._disk.open(row, shelves[row.shelf])
                 try:
-                    layers = self._disk.extents.read_all(extent, extent.header.plan.token_count)
+                    plan = extent.header.plan
+                    room -= plan.token_count * plan.layout.token_bytes
+                    if room < 0:
+                        break
+                    layers = tuple(self._disk.extents.layers(extent, plan.token_count))
                 finally:
-                    self._disk.files.close(extent.handle)
+                    self._disk.extents.release(extent)
             except (OSError, Damaged) as error:
                 self._failures.log_once("KV could not be taken into memory", error)
             else:
@@ -106,12 +107,13 @@ class Sources:
             row = catalog.extent(connection, piece.extent)
         if row is None or row.state != "live" or row.name != piece.name:
             raise FileNotFoundError("it was evicted meanwhile")
-        source = Source(piece, self._disk.extents.open(row, self._disk.shelf_digest(shelf)))
+        source = Source(piece, self._disk.open(row, self._disk.shelf_digest(shelf)))
         if not fits(source):
-            source.close(self._disk.files)
+            source.close(self._disk.extents)
             raise Damaged("it holds other tokens than its row says")
-        with self._lock:
-            self._wanted[piece.name] = None
+        if row.coding != "near":  # small already, and what is decoded is as large as any
+            with self._lock:
+                self._wanted[piece.name] = None
         return source
 
 

@@ -7,6 +7,7 @@ raises because of a disk, a damaged file or another process, except opening the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,13 +20,14 @@ from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.size import parse_limit
 from rekindle.errors import InvalidSetting
 from rekindle.index.prefix import Match, Piece, continuation, search
-from rekindle.store import app_rows, catalog, history, purge
+from rekindle.store import anchor_rows, app_rows, catalog, history, purge
+from rekindle.store.anchors import Anchor
 from rekindle.store.app_rows import AppUse, Place
-from rekindle.store.disk import DiskStore, Machine
+from rekindle.store.disk import DiskStore, Machine, Written
 from rekindle.store.failures import Counts, Failures, Kept
 from rekindle.store.feed import Source, StoredFeed, is_in_place, stretched
+from rekindle.store.limits import Refused
 from rekindle.store.memory import HeldExtent, MemoryTier
-from rekindle.store.room import Refused
 from rekindle.store.settings import StoreSettings
 from rekindle.store.sources import Sources
 from rekindle.store.uses import BlockUse, Uses
@@ -64,7 +66,16 @@ class TieredStore:
     def lookup(self, shelf: Shelf, tokens: Sequence[int]) -> Match:
         """The longest prefix of `tokens` whose KV is known. Changes nothing."""
         data, root = token_bytes(tokens), shelf.namespace.root
-        return self._viewing(shelf, lambda rows: search(rows, root, data), Match(root, data, (), ()))
+
+        def look(rows: catalog.View) -> Match:
+            match = search(rows, root, data)
+            codings = anchor_rows.codings(rows.connection, [piece.extent for piece in match.pieces])
+            if not codings:
+                return match
+            pieces = [replace(piece, coding=codings.get(piece.extent, "raw")) for piece in match.pieces]
+            return replace(match, pieces=tuple(pieces))
+
+        return self._viewing(shelf, look, Match(root, data, (), ()))
 
     def continuation(self, shelf: Shelf, match: Match) -> bytes | None:
         """How something known goes on where `match` ends and its prompt does not; None if nothing does."""
@@ -171,18 +182,31 @@ class TieredStore:
             if gap.start < kv.span.start:
                 return Kept("refused", "what it hangs on is not known any more")
             self._flush()
-            rest = _from(kv, gap.start)
-            written = self.disk.keep(shelf, match.root, data, rest, evict=evict, app=app)
-            if self.memory.fits(written.size_bytes):
-                held = kv.layers if rest.span == kv.span else _copied(rest)
-                self.memory.put(written.header.plan.name, HeldExtent(written.header, held))
-            self.counts.kept += 1
-            return Kept("kept", size_bytes=written.size_bytes)
+            coder = self.settings.coder(shelf.codec)
+            anchor = None if coder is None or coder.delta is None else self.disk.anchor(shelf, match.root, data, gap)
+            size_bytes = 0
+            for span in _covered(gap, anchor):
+                part = kv if span == kv.span else _part(kv, span)
+                to_here = data[: span.stop * TOKEN_BYTES]
+                stands_on = anchor if span.start == gap.start else None
+                written = self.disk.keep(
+                    shelf, match.root, to_here, part, evict=evict, app=app, coder=coder, anchor=stands_on
+                )
+                size_bytes += written.size_bytes
+                self._hold(written, kv, part)
+                self.counts.kept += 1
+            return Kept("kept", size_bytes=size_bytes)
 
         try:
             return self._failures.writing(write, lambda reason: Kept("failed", reason))
         except Refused as refusal:
             return self._failures.refused(str(refusal))
+
+    def _hold(self, written: Written, kv: Kv, part: Kv) -> None:
+        """Hold what was just written in memory too, unless it comes back from disk as something else."""
+        if written.header.plan.coded_as != "near" and self.memory.fits(len(part.span) * part.layout.token_bytes):
+            held = kv.layers if part is kv else _copied(part)
+            self.memory.put(written.header.plan.name, HeldExtent(written.header, held))
 
     def note(
         self, shelf: Shelf, identity: Identity, tokens: Sequence[int], content: bytes, record: Mapping[str, Any]
@@ -261,11 +285,17 @@ class TieredStore:
             self._failures.writing(work, lambda _: None)
 
 
-def _from(kv: Kv, start: int) -> Kv:
-    """The part of the KV from token `start` on; views, no copies."""
-    skip = start - kv.span.start
-    layers = tuple(LayerKv(layer.keys[:, skip:], layer.values[:, skip:]) for layer in kv.layers)
-    return Kv(Span(start, kv.span.stop), kv.layout, layers)
+def _covered(gap: Span, anchor: Anchor | None) -> list[Span]:
+    """What is kept in one piece: the part that can be a difference from the anchor, and the rest."""
+    cut = gap.stop if anchor is None else min(gap.start + anchor.blocks * BLOCK_TOKENS, gap.stop)
+    return [Span(gap.start, gap.stop)] if cut == gap.stop else [Span(gap.start, cut), Span(cut, gap.stop)]
+
+
+def _part(kv: Kv, span: Span) -> Kv:
+    """The part of the KV of these tokens; views, no copies."""
+    at = slice(span.start - kv.span.start, span.stop - kv.span.start)
+    layers = tuple(LayerKv(layer.keys[:, at], layer.values[:, at]) for layer in kv.layers)
+    return Kv(span, kv.layout, layers)
 
 
 def _copied(kv: Kv) -> tuple[LayerKv, ...]:

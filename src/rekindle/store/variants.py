@@ -25,9 +25,9 @@ from rekindle.store import catalog, variant_rows
 from rekindle.store.disk import DiskStore
 from rekindle.store.failures import Failures, Kept
 from rekindle.store.feed import Source, StoredFeed
+from rekindle.store.limits import Refused
 from rekindle.store.loose import NAME_TOKENS, loose, named, named_kv
 from rekindle.store.memory import HeldExtent, MemoryTier
-from rekindle.store.room import Refused
 from rekindle.store.sources import Sources
 from rekindle.store.uses import BlockUse, Uses
 from rekindle.store.variant_rows import ChunkView, Listing, Side, VariantUse, listing
