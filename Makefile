@@ -34,7 +34,7 @@ test: setup lint  ## lint, types, layers, all tests (those of llama.cpp where it
 	@if [ -n "$(LLAMA_WHEEL)" ]; then $(MAKE) --no-print-directory llamacpp; \
 	else echo "llama.cpp: its tests are not run, because it is not built here (make test-llamacpp builds it)"; fi
 	@$(MAKE) --no-print-directory clients || echo "LangChain and LlamaIndex do not install here: their examples are not run"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # LlamaIndex's OpenAI client does not go together with our transformers and openai: the clients have an environment of
 # their own, and talk to the server only. The frameworks themselves are in ours, for the adapters.

@@ -38,6 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if str(item.path.relative_to(Path(__file__).parent)) in THOROUGH:
             item.add_marker(pytest.mark.thorough)
+    # The longest first: two workers that take a file each end at the same time.
+    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("real", "docs", "storm")))
 
 
 @pytest.fixture(scope="session")

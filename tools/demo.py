@@ -1,5 +1,5 @@
 """`make demo`: the same questions cold and warm, across a restart, with damage and with isolation; then questions about
-a small library of documents. Text proved equal.
+a small library of documents; then one prompt under several adapters. Text proved equal.
 
 Nothing is left behind: the demo's cache is a temporary folder of its own. `--readme` also writes the table into README.
 """
@@ -29,6 +29,8 @@ NEW_TOKENS = 16
 RULES_WORDS = 260
 QUESTIONS = ("Who brought the lamp?", "What is this text about?", "Name one object in it.")
 ASKED = 3
+ADAPTERS = ("list", "json", "pirate")
+LEVELS = ("exact", "near")
 CHANGED = ("Where does it happen?", "How many people are in it?")
 
 
@@ -66,6 +68,7 @@ def main() -> None:
             "restart": restart,
             "theirs": theirs,
             "asked again": ask_again,
+            "adapted again": adapted_again,
         }[sys.argv[1]]
         json.dump(part(json.load(sys.stdin)), sys.stdout)
         return
@@ -75,21 +78,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rekindle-demo-") as folder:
         size, lines = measure(console, Path(folder) / "cache")
         told, answers = measure_answers(console, Path(folder) / "answers")
+        sizes, adapted = measure_adapters(console, Path(folder) / "adapters")
     console.print("Model: SmolLM2-135M, the embedded default. It shows speed; its answers are weak.")
     console.print(f"Prompt: {size} tokens of rules and a question; {NEW_TOKENS} tokens of reply.")
     console.print("Medians (range) of as many runs as the last column counts.\n")
     show(console, lines)
     console.print(f"\n{told}\n")
     show(console, answers)
+    console.print(f"\n{sizes}\n")
+    show(console, adapted)
     cold = statistics.median(lines[0].seconds)
     console.print(
         "\nTry:     .venv/bin/rekindle chat smollm2         turns after the first start at once, also tomorrow\n"
         "         .venv/bin/rekindle ingest docs; .venv/bin/rekindle ask 'How do I limit the cache?'\n"
+        "         .venv/bin/rekindle chat smollm2 --adapter pirate\n"
         "         .venv/bin/rekindle explain --last       why the last request was not faster\n"
         "         .venv/bin/rekindle bench prefix --quick\n"
         "Remove:  .venv/bin/rekindle cache clear; .venv/bin/rekindle rm smollm2 minilm; make clean"
     )
-    if not all(all(line.same) for line in [*lines, *answers]):
+    if not all(all(line.same) for line in [*lines, *answers, *adapted[:2]]):  # the last may differ, and says so
         sys.exit("The texts differ: this should never happen. Please report it.")
     if len(sys.argv) > 1:
         write_readme(
@@ -110,7 +117,7 @@ def write_readme(where: str, rows: list[list[str]]) -> None:
 
 def measure(console: Console, folder: Path) -> tuple[int, list[Line]]:
     """All lines of the table, cold first; and how long the prompts are."""
-    rules = " ".join(resources.files("rekindle.bench").joinpath("sample.txt").read_text("utf-8").split()[:RULES_WORDS])
+    rules = sample(RULES_WORDS)
     names = ("cold", "same process", "NEW PROCESS, from disk", "end changed", "second turn",
              "one byte flipped on disk", "other cache_salt", "transformers, restarted")  # fmt: skip
     cold, again, new, changed, turn, flipped, salted, alone = lines = [Line(name) for name in names]
@@ -177,6 +184,54 @@ def measure_answers(console: Console, folder: Path) -> tuple[str, list[Line]]:
         f"  {asked[0]}\n  \\[1] {source.title}: {' '.join(source.text.split())[:200]} ..."
     )
     return told, lines
+
+
+def measure_adapters(console: Console, folder: Path) -> tuple[str, list[Line]]:
+    """One prompt under the model and three adapters: what is kept of it, in words, and the lines of a table."""
+    cold, exact, near = lines = [Line(name) for name in ("adapter, cold", "NEW PROCESS, exact", "NEW PROCESS, near")]
+    prompt = chat(sample(RULES_WORDS), QUESTIONS[1])
+    raw, taken = 0, []
+    expected: dict[str, list[int]] = {}
+    for level in LEVELS:
+        with console.status(f"one prompt, four models: {level}"):
+            with Session("smollm2", cache=str(folder / level), reuse=level) as session:
+                session.generate("Hello", max_tokens=2, reuse="off")
+                ask(session, prompt)  # the model alone: what the adapters' KV is a difference from
+                for name in ADAPTERS:
+                    reply = ask(session, prompt, adapter=name)
+                    expected.setdefault(name, reply["tokens"])
+                    cold.add(reply, expected[name])
+                session.flush()
+                assert session.cache.store is not None
+                rows = session.cache.store.disk.entries()
+                raw = sum(row.tokens for row in rows) * session.engine.layout.token_bytes
+                taken.append(sum(row.size_bytes for row in rows))
+            for name, reply in zip(ADAPTERS, run_part("adapted again", _adapted(folder, level, prompt)), strict=True):
+                (exact if level == "exact" else near).add(reply, expected[name])
+    told = (
+        f"[bold]Adapters[/bold]: the KV of one prompt under the model and {len(ADAPTERS)} adapters takes "
+        f"{raw / 1e6:.0f} MB raw, {taken[0] / 1e6:.0f} MB\nas kept without loss, {taken[1] / 1e6:.1f} MB under "
+        "reuse='near', where a text may differ in rare cases."
+    )
+    return told, lines
+
+
+def _adapted(folder: Path, level: str, prompt: list[dict[str, str]]) -> dict[str, Any]:
+    return {"folder": str(folder / level), "level": level, "prompt": prompt}
+
+
+def adapted_again(task: dict[str, Any]) -> list[dict[str, Any]]:
+    """In a new process: the prompt again under every adapter."""
+    with Session("smollm2", cache=task["folder"], reuse=task["level"], memory_limit=0) as session:
+        session.generate("Hello", max_tokens=2, reuse="off")
+        for name in ADAPTERS:  # loading one takes some milliseconds, once
+            session.generate("Hello", max_tokens=2, reuse="off", adapter=name)
+        return [ask(session, task["prompt"], adapter=name) for name in ADAPTERS]
+
+
+def sample(words: int) -> str:
+    """The first words of a text that comes with the package."""
+    return " ".join(resources.files("rekindle.bench").joinpath("sample.txt").read_text("utf-8").split()[:words])
 
 
 def answer(session: Session, question: str, **options: Any) -> dict[str, Any]:

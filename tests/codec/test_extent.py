@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from rekindle.codec.bits import BitPlan
+from rekindle.codec.coder import EXACT, Coder
 from rekindle.codec.digest import KeyedDigester, PlainDigester
-from rekindle.codec.extent import ExtentHeader, ExtentPlan, digest_cells, digest_layer, header_length, parse_header
+from rekindle.codec.extent import (
+    CODED_FORMAT,
+    FORMAT,
+    Coding,
+    ExtentHeader,
+    ExtentPlan,
+    digest_cells,
+    digest_layer,
+    header_length,
+    parse_header,
+)
 from rekindle.core.keys import NodeKey, Shelf, parse_layout, token_bytes
 from rekindle.core.kv import KvLayout, LayerKv, LayerShape, Span
 from rekindle.store.extents import ExtentFiles
@@ -145,3 +161,161 @@ def test_an_extent_is_written_with_one_fsync(tmp_path: Path) -> None:
     files = ExtentFiles(tmp_path, Counting(), PlainDigester())
     files.write(plan(70), make_kv(range(70), Span(0, 70)).layers)
     assert Counting.syncs == 1
+
+
+# -- coded extents -----------------------------------------------------------------------------------------------------
+
+NEAR = Coder(BitPlan.uniform(2, 8), BitPlan.uniform(2, 3))
+CODINGS = {
+    "exact difference": Coding(EXACT, "base", (4, 1000)),
+    "near difference": Coding(NEAR, "base", (4, 1000)),
+    "near whole": Coding(NEAR, None, (2000, 1000)),
+}
+
+
+def coded(name: str, tokens: int = 70) -> ExtentHeader:
+    made = replace(plan(tokens), coding=CODINGS[name])
+    return ExtentHeader(made, bytes(range(8 * made.layer_digests * 2)))
+
+
+def text_of(header: ExtentHeader) -> bytes:
+    return header.plan.header(header.digests)
+
+
+@pytest.mark.parametrize("name", CODINGS)
+def test_a_coded_header_says_where_everything_is_and_reads_back(name: str) -> None:
+    header = coded(name)
+    text, made = text_of(header), header.plan
+    assert header_length(text[:8]) == len(text) == made.header_bytes
+    assert parse_header(text) == header
+    first, second = made.coded_at(0), made.coded_at(1)
+    assert (first.start, first.stop, second.stop) == (made.header_bytes, second.start, made.file_bytes)
+    assert (len(first), len(second)) == CODINGS[name].sizes
+    assert made.coded_as == name.split()[0]
+
+
+@pytest.mark.parametrize("name", CODINGS)
+def test_a_coded_header_with_a_changed_byte_is_none_or_says_something_else(name: str) -> None:
+    header = coded(name, 40)
+    good = text_of(header)
+    for place in range(8, len(good)):
+        changed = bytearray(good)
+        changed[place] ^= 0x01
+        try:
+            assert parse_header(bytes(changed)) != header
+        except ValueError:
+            continue
+
+
+@pytest.mark.parametrize("name", CODINGS)
+def test_a_coded_header_that_is_cut_off_is_none(name: str) -> None:
+    good = text_of(coded(name))
+    for stop in range(0, len(good), 37):
+        with pytest.raises(ValueError):
+            parse_header(good[:stop])
+
+
+def test_the_digests_of_a_coded_layer_stand_apart() -> None:
+    header = coded("exact difference")
+    assert [header.half_digests(layer) for layer in range(2)] == [bytes(range(16)), bytes(range(24, 40))]
+    assert [header.coded_digest(layer) for layer in range(2)] == [bytes(range(16, 24)), bytes(range(40, 48))]
+    assert coded("near whole").coded_digest(1) == bytes(range(8, 16))
+
+
+def with_coding(change: Callable[[dict[str, Any]], None]) -> bytes:
+    """A header whose coding was changed, whole in every other way."""
+    good = text_of(coded("exact difference"))
+    content = json.loads(good[8:])
+    coding = json.loads(content["__metadata__"]["coding"])
+    change(coding)
+    content["__metadata__"]["coding"] = json.dumps(coding, separators=(",", ":"))
+    return repacked(content)
+
+
+def repacked(content: dict[str, Any]) -> bytes:
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    return len(text).to_bytes(8, "little") + text
+
+
+def test_changing_nothing_of_a_coding_leaves_a_header() -> None:
+    assert parse_header(with_coding(lambda coding: None)) == coded("exact difference")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"sizes": [4]}, id="a size too few"),
+        pytest.param({"sizes": [4, 1000, 0]}, id="a size too many"),
+        pytest.param({"sizes": [4, 1001]}, id="another size than the tensors"),
+        pytest.param({"sizes": [1004, 0]}, id="the same sum"),
+        pytest.param({"sizes": [-1, 1005]}, id="a negative size"),
+        pytest.param({"sizes": [4, 1 << 50]}, id="a huge size"),
+        pytest.param({"sizes": [4.0, 1000]}, id="a size that is no number"),
+        pytest.param({"sizes": [True, 1000]}, id="a size that is a truth"),
+        pytest.param({"sizes": None}, id="no sizes"),
+        pytest.param({"sizes": "ab"}, id="sizes as text"),
+        pytest.param({"anchor": 7}, id="an anchor that is no text"),
+        pytest.param({"coder": None}, id="no coder"),
+        pytest.param({"coder": "[]"}, id="a coder that is none"),
+        pytest.param({"coder": '[null,"lossy"]'}, id="an unknown coder"),
+        pytest.param({"coder": '[null, "exact"]'}, id="a coder written otherwise"),
+        pytest.param({"more": 1}, id="a field too many"),
+    ],
+)
+def test_a_header_whose_coding_is_none_or_contradicts_the_rest_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not an extent header"):
+        parse_header(with_coding(lambda coding: coding.update(change)))
+
+
+@pytest.mark.parametrize(
+    "coding",
+    [
+        pytest.param(Coding(Coder(None, None), "base", (4, 1000)), id="a difference by a coder without differences"),
+        pytest.param(Coding(EXACT, None, (4, 1000)), id="whole by a coder that leaves it as it is"),
+        pytest.param(Coding(Coder(None, BitPlan.uniform(1, 3)), "base", (4, 1000)), id="bits for fewer layers"),
+    ],
+)
+def test_a_coding_that_its_coder_cannot_have_made_is_refused(coding: Coding) -> None:
+    """Whoever writes such an extent anew would fail."""
+    made = replace(plan(), coding=coding)
+    with pytest.raises(ValueError, match="not an extent header"):
+        parse_header(made.header(bytes(8 * made.layer_digests * 2)))
+
+
+@pytest.mark.parametrize("field", ["coder", "anchor", "sizes"])
+def test_a_coding_that_lacks_a_field_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match="not an extent header"):
+        parse_header(with_coding(lambda coding: coding.pop(field)))
+
+
+@pytest.mark.parametrize("coding", [None, 1, "", "[]", "null", "[" * 100_000])
+def test_a_coding_that_is_no_text_of_fields_is_refused(coding: object) -> None:
+    content = json.loads(text_of(coded("exact difference"))[8:])
+    content["__metadata__"]["coding"] = coding
+    with pytest.raises(ValueError, match="not an extent header"):
+        parse_header(repacked(content))
+
+
+def test_a_format_that_does_not_fit_the_coding_is_refused() -> None:
+    for text in (text_of(coded("exact difference")), plan().header(bytes(8 * 5 * 2))):
+        for format in (FORMAT, CODED_FORMAT, "rekindle-extent/3"):
+            content = json.loads(text[8:])
+            if content["__metadata__"]["format"] != format:
+                content["__metadata__"]["format"] = format
+                with pytest.raises(ValueError, match="not an extent header"):
+                    parse_header(repacked(content))
+
+
+def test_other_tools_can_open_a_coded_extent(tmp_path: Path) -> None:
+    adapter = replace(SHELF, adapter="some weights")
+    tokens = list(range(70))
+    with TieredStore(tmp_path / "c", StoreSettings(disk_limit="50MB")) as store:
+        keep(store, tokens)
+        kv = make_kv(tokens, Span(0, 70))
+        kv.layers[1].keys[0, 3, 2] += 1
+        assert store.keep(adapter, tokens, kv).outcome == "kept"
+        (row,) = [row for row in store.disk.entries() if row.coding == "exact"]
+        tensors = load_file(store.disk.extents.path(row.name))
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == {"layer.0.coded": "u1", "layer.1.coded": "u1"}
+    assert len(tensors["layer.0.coded"]) == 4  # the anchor's own

@@ -1,113 +1,30 @@
-"""What can rot is run: commands and code of README and guide, the reference, links, names, the built wheel."""
+"""What can rot is checked: the reference, links, names, the built wheel. What can be run is run: `pages`."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import rekindle
+from tests.docs.pages import ROOT, blocks, commands
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 ALL_PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 
-def blocks(language: str) -> list[tuple[str, str]]:
-    found = []
-    for page in PAGES:
-        for number, block in enumerate(re.findall(rf"```{language}\n(.*?)```", page.read_text("utf-8"), re.DOTALL)):
-            found.append((f"{page.relative_to(ROOT)}#{number}", block))
-    return found
-
-
-COMMANDS = [
-    (where, line.removeprefix("$ ")) for where, block in blocks("console") for line in block.splitlines() if line
-]
-
-
-CLIENTS = Path(sys.executable).parents[1] / "clients" / "bin" / "python"  # `make clients`
-
-
-def _skip_without_llamacpp(where: str) -> None:
-    if "llamacpp" in where:
-        pytest.importorskip("llama_cpp")
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # not even what it is a part of
-        return False
-
-
-def _python_for(code: str) -> str:
-    """What can run an example: this Python, or that of the clients whose versions do not go together with ours."""
-    packages = re.findall(r"^(?:from|import) ([\w.]+)", code, re.MULTILINE)
-    if all(_is_installed(package) for package in packages):
-        return sys.executable
-    if not (CLIENTS.parents[2] / ".clients").exists():  # written when all of them are installed
-        pytest.skip(f"{', '.join(packages)}: not installed (make clients)")
-    return str(CLIENTS)
-
-
-@pytest.fixture(scope="module")
-def port() -> Iterator[str]:
-    """Where the server of the guide listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number = str(free.getsockname()[1])
-    rekindle = Path(sys.executable).parent / "rekindle"
-    server = subprocess.Popen([rekindle, "serve", "smollm2", "--port", number], cwd=ROOT, stderr=subprocess.PIPE)
-    try:
-        assert server.stderr is not None and b"/v1" in server.stderr.readline()
-        yield number
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
-    finally:
-        server.kill()
-
-
-def _at_port(request: pytest.FixtureRequest, text: str) -> str:
-    """The text, with the port of a server that runs, if it is about one."""
-    return text.replace("8377", request.getfixturevalue("port")) if "8377" in text else text
-
-
-@pytest.mark.docs
-@pytest.mark.parametrize(("where", "command"), COMMANDS, ids=[f"{w}: {c[:40]}" for w, c in COMMANDS])
-def test_a_command_of_the_docs_works(where: str, command: str, request: pytest.FixtureRequest) -> None:
-    _skip_without_llamacpp(where)
-    command = _at_port(request, command)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{where}: {command}\n{done.stderr}"
-    assert done.stdout
-
-
-@pytest.mark.docs
-@pytest.mark.parametrize(("where", "code"), blocks("python"), ids=[w for w, _ in blocks("python")])
-def test_the_code_of_the_docs_works(where: str, code: str, request: pytest.FixtureRequest) -> None:
-    _skip_without_llamacpp(where)
-    python, code = _python_for(code), _at_port(request, code)
-    done = subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{where}\n{done.stderr}"
-    assert done.stdout
-
-
-def test_there_is_something_to_run() -> None:
-    assert len(COMMANDS) >= 8 and len(blocks("python")) >= 5
+def test_every_page_is_run_and_there_is_something_to_run() -> None:
+    modules = [import_module(f"tests.docs.{path.stem}") for path in Path(__file__).parent.glob("test_*.py")]
+    run = [page for module in modules for page in getattr(module, "PAGES", ())]
+    guide = [str(page.relative_to(ROOT)) for page in (ROOT / "docs" / "guide").glob("*.md")]
+    assert sorted(run) == sorted(["README.md", *guide])
+    assert len(commands(run)) >= 8 and len(blocks(run, "python")) >= 5
     readme = (ROOT / "README.md").read_text("utf-8")
     assert "make demo" in readme and "make test" in readme
 

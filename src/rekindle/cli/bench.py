@@ -12,7 +12,8 @@ from rekindle.cli import app
 from rekindle.cli.options import AsJson
 from rekindle.errors import EngineMissing, InvalidSetting
 
-BENCHES = {name: f"rekindle.bench.{name}" for name in ("engine", "store", "prefix", "serve", "knowledge", "chunks")}
+_NAMES = ("engine", "store", "prefix", "serve", "knowledge", "chunks", "adapters")
+BENCHES = {name: f"rekindle.bench.{name}" for name in _NAMES}
 _WITHOUT_ENGINE = {"store", "knowledge"}
 
 
@@ -25,6 +26,9 @@ def bench(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     shape: Annotated[str | None, typer.Option(help="Random weights of this shape: for time only.")] = None,
     data: Annotated[Path | None, typer.Option(help="A folder of .jsonl texts, or of a trace for serve.")] = None,
+    adapters: Annotated[
+        Path | None, typer.Option(help="adapters: a folder of folders that PEFT saved; else those of the package.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")] = None,
     seed: Annotated[int, typer.Option(help="For everything drawn at random.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: under three minutes.")] = False,
@@ -46,9 +50,11 @@ def bench(
         raise InvalidSetting(f"There is no bench {name!r}. Use {', '.join(BENCHES)}.")
     if name != "chunks" and (calibrate or quality is not None):
         raise InvalidSetting(f"--calibrate and --quality are for the bench chunks: leave them out with {name}.")
+    if name != "adapters" and adapters is not None:
+        raise InvalidSetting(f"--adapters is for the bench adapters: leave it out with {name}.")
     if name not in _WITHOUT_ENGINE:
         require(choose_engine(model, engine))
-    options = BenchOptions(model, engine, device, dtype, data, shape, limit, seed, quick, calibrate, quality)
+    options = BenchOptions(model, engine, device, dtype, data, shape, limit, seed, quick, calibrate, quality, adapters)
     with notes.status(f"bench {name}") as status:
         report = import_module(BENCHES[name]).run(options, lambda part: status.update(f"bench {name}: {part}"))
     if plot is not None:

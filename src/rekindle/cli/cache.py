@@ -51,6 +51,7 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
             shelf.title,
             f"{row.depth * 32}+{row.tokens}",
             human_bytes(row.size_bytes),
+            row.coding,
             str(row.hits),
             f"{row.saved_ms / 1000:.1f} s",
             _age(now - row.used),
@@ -58,7 +59,7 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
         ]
         for row, shelf in ((entry.extent, entry.shelf) for entry in entries)
     ]
-    print_table(["entry", "model", "tokens", "size", "hits", "saved", "used", ""], lines)
+    print_table(["entry", "model", "tokens", "size", "coding", "hits", "saved", "used", ""], lines)
 
 
 @cache.command()

@@ -61,6 +61,7 @@ def loading_options(
     library: Annotated[str | None, typer.Option(help=doc_of("library"))] = None,
     embedder: Annotated[str | None, typer.Option(help=doc_of("embedder"))] = None,
     reuse: Annotated[str | None, typer.Option(help=doc_of("reuse"))] = None,
+    codec: Annotated[str | None, typer.Option(help=doc_of("codec"))] = None,
     mender: Annotated[str | None, typer.Option(help=doc_of("mender"))] = None,
     mend_budget: Annotated[float | None, typer.Option(help=doc_of("mend_budget"))] = None,
     memory_limit: Annotated[str | None, typer.Option(help=doc_of("memory_limit"))] = None,

@@ -61,7 +61,10 @@ class BitPlan:
             raise ValueError("not a bit plan: nested too deep") from error
         if not isinstance(rows, list) or not all(_is_pair(row) for row in rows):
             raise ValueError("not a bit plan: it is a list of [keys, values] a layer")
-        return cls(tuple(LayerBits(float(keys), float(values)) for keys, values in rows))
+        try:
+            return cls(tuple(LayerBits(float(keys), float(values)) for keys, values in rows))
+        except OverflowError as error:
+            raise ValueError("not a bit plan: a number is out of range") from error
 
 
 def allocate(effect: NDArray[Any], levels: Sequence[float], mean_bits: float) -> BitPlan:

@@ -50,9 +50,25 @@ class Coder:
             return encode_exact(kv, anchor, dtype)
         if self.delta == "mobilora":
             return mobilora.encode(kv, anchor, dtype)
+        if self._is_kindred(layer, kv, anchor, dtype):
+            return _SAME
         if dtype == "uint8":  # an engine's own quantized bytes have no smaller steps
             return encode_exact(kv, anchor, dtype)
         return encode_near(kv, anchor, dtype, self.delta.layers[layer])
+
+    def _is_kindred(self, layer: int, kv: LayerKv, anchor: LayerKv, dtype: KvType) -> bool:
+        """Whether the anchor is this very KV, quantized as it would be: an adapter that changes nothing up to there.
+
+        Looks at the first group, and only then at all of it.
+        """
+        if self.whole is None or dtype == "uint8":
+            return False
+        for stop in dict.fromkeys((min(quantized.GROUP_TOKENS, kv.keys.shape[1]), kv.keys.shape[1])):
+            part = LayerKv(kv.keys[:, :stop], kv.values[:, :stop])
+            recoded = quantized.decode(quantized.encode(part, dtype, self.whole.layers[layer]))
+            if not _same_bits(recoded, LayerKv(anchor.keys[:, :stop], anchor.values[:, :stop])):
+                return False
+        return True
 
     def to_json(self) -> str:
         """As text; the same way always as the same text."""
@@ -91,7 +107,7 @@ def decode(data: bytes, dtype: KvType, anchor: LayerKv | None, span: Span | None
         return quantized.decode(data, span)
     if anchor is None:
         raise ValueError("a difference needs its anchor")
-    if kind == _SAME:
+    if data == _SAME:
         return anchor
     if kind == _EXACT:
         return decode_exact(data, anchor, dtype, span)

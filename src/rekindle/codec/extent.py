@@ -25,6 +25,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import Coder
 from rekindle.codec.digest import Digester
 from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, NodeKey, layout_text, parse_layout
@@ -43,7 +44,7 @@ HALVES: tuple[Half, Half] = ("keys", "values")
 
 @dataclass(frozen=True)
 class Coding:
-    """How an extent is coded, the shelf of the KV that it is a difference from, if it is one, and each layer's bytes."""
+    """How an extent is coded, the shelf of what it is a difference from, if it is one, and the bytes of each layer."""
 
     coder: Coder
     anchor: str | None
@@ -66,7 +67,11 @@ class Coding:
             raise ValueError("the sizes of coded layers are none")
         if anchor is not None and not isinstance(anchor, str):
             raise ValueError("the anchor of coded layers is none")
-        return cls(Coder.from_json(fields["coder"]), anchor, sizes)
+        coder = Coder.from_json(fields["coder"])
+        used = coder.whole if anchor is None else coder.delta
+        if used is None or (isinstance(used, BitPlan) and len(used.layers) < layers):
+            raise ValueError("no coder codes like that")
+        return cls(coder, anchor, sizes)
 
 
 @dataclass(frozen=True)

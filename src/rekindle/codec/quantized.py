@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.codec.bits import LayerBits
-from rekindle.codec.codes import Packed, codes_of, expand, pack, squeeze, symbols_of
+from rekindle.codec.codes import DENSEST, Packed, codes_of, expand, pack, squeeze, symbols_of
 from rekindle.codec.lattice import Lattice, keys_of, nothing, snap_keys, snap_values, values_of
 from rekindle.codec.numbers import FLOAT_TYPES, carrier, narrow, widen
 from rekindle.core.keys import BLOCK_TOKENS
@@ -59,10 +59,32 @@ class Coded:
         """How many there are."""
         return -(-self.tokens // self.group_tokens)
 
+    def groups_of(self, span: Span | None) -> range:
+        """The groups that hold a token of `span`, all by default."""
+        if span is None:
+            return range(self.groups)
+        return range(span.start // self.group_tokens, -(-span.stop // self.group_tokens)) if len(span) else range(0)
+
     def side_numbers(self, number: int) -> int:
         """How many numbers beside the codes a group has, its strays not counted."""
         shape = self.shape
         return shape.kv_heads * (2 * shape.key_dim + shape.value_dim + len(self.group(number))) + 1
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where the parts of some layers stand that are coded alike, nothing decompressed.
+
+    The side is one frame a layer: low bytes of all its numbers, then high bytes. Of a group they are: exponents and
+    centres of the keys, exponents and centres of the values, the exponent of these centres, strays of both halves.
+    """
+
+    coded: Coded
+    frames: NDArray[np.int64]  # [layers, groups, 2, 2]: of keys and values, where the frame starts and its bytes
+    per_byte: NDArray[np.int64]  # [layers, groups, 2]
+    strays: NDArray[np.int64]  # [layers, groups, 2]
+    sides: NDArray[np.int64]  # [layers, 2]: where the frame starts and its bytes
+    side_starts: NDArray[np.int64]  # [layers, groups + 1]: the first number of each group, and how many there are
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,45 +218,54 @@ def open_groups(data: bytes, kind: Kind, span: Span | None = None) -> Iterator[O
 
     Raises `ValueError` for damaged bytes and for those of the other kind.
     """
-    coded = describe(data)
-    wanted = Span(0, coded.tokens) if span is None else span
-    if coded.kind != kind or wanted.stop > coded.tokens:
+    coded, view = describe(data), memoryview(data)
+    places = places_of([data], kind, span)
+    start, size = places.sides[0].tolist()
+    starts = places.side_starts[0].tolist()
+    side = _unplane(expand(view[start : start + size], 2 * starts[-1]))
+    for number in coded.groups_of(span):
+        tokens = coded.group(number)
+        part = tokens if span is None else Span(max(tokens.start, span.start), min(tokens.stop, span.stop))
+        yield OpenGroup(tokens, part, *_open(places, number, side[starts[number] :], view))
+
+
+def places_of(layers: Sequence[bytes], kind: Kind, span: Span | None = None) -> Places:
+    """Where everything stands in layers whose headers say the same; `span` is what will be asked for.
+
+    Raises `ValueError` for bytes that are damaged, as far as that shows, and for those of the other kind.
+    """
+    coded = describe(layers[0])
+    if coded.kind != kind or (span is not None and span.stop > coded.tokens):
         raise ValueError(f"this is a {coded.kind} of the KV of {coded.tokens} tokens")
-    view = memoryview(data)
     start = _HEADER.size + coded.groups * _SIZES.itemsize
-    aside: int = _HEADER.unpack_from(data)[-1]
-    if len(data) < start + aside:
+    total = np.array([len(data) for data in layers])
+    sides = np.array([[start, _HEADER.unpack_from(data)[-1]] for data in layers])
+    if total.min() < start or (total < sides.sum(1)).any():
         raise ValueError("quantized KV is cut off")
-    sizes = np.frombuffer(data, _SIZES, coded.groups, _HEADER.size)
-    lengths = sizes["bytes"].astype(np.int64)  # [groups, 2]
-    if start + aside + int(lengths.sum()) != len(data):
+    sizes = np.stack([np.frombuffer(data, _SIZES, coded.groups, _HEADER.size) for data in layers])
+    lengths, strays = sizes["bytes"].astype(np.int64), sizes["strays"].astype(np.int64)  # [layers, groups, 2]
+    stops = sides.sum(1)[:, None] + np.cumsum(lengths.reshape(len(layers), -1), axis=1)
+    if (total != (stops[:, -1] if coded.groups else sides.sum(1))).any():
         raise ValueError("quantized KV is cut off, or longer than it says")
-    strays = sizes["strays"].astype(np.int64).sum(1)
-    counts = [coded.side_numbers(number) + int(strays[number]) for number in range(coded.groups)]
-    side = _unplane(expand(view[start : start + aside], 2 * sum(counts)))
-    at, side_at = start + aside, 0
-    for number in range(coded.groups):
-        tokens, length = coded.group(number), int(lengths[number].sum())
-        if tokens.start < wanted.stop and wanted.start < tokens.stop:
-            part = Span(max(tokens.start, wanted.start), min(tokens.stop, wanted.stop))
-            halves = _open(coded, len(tokens), sizes[number], side[side_at:], view[at : at + length])
-            yield OpenGroup(tokens, part, *halves)
-        at, side_at = at + length, side_at + counts[number]
+    per_byte = sizes["per_byte"].astype(np.int64)
+    if coded.groups and not 1 <= per_byte.min() <= per_byte.max() <= DENSEST:
+        raise ValueError("quantized KV is damaged: codes cannot stand so many to a byte")
+    counts = strays.sum(2) + np.array([coded.side_numbers(number) for number in range(coded.groups)], np.int64)
+    side_starts = np.concatenate([np.zeros((len(layers), 1), np.int64), np.cumsum(counts, axis=1)], axis=1)
+    frames = np.stack([stops.reshape(lengths.shape) - lengths, lengths], axis=-1)
+    return Places(coded, frames, per_byte, strays, sides, side_starts)
 
 
-def _open(
-    coded: Coded, tokens: int, sizes: np.void, side: NDArray[np.int16], frames: memoryview
-) -> tuple[OpenHalf, OpenHalf]:
-    """Keys and values of a group: its side numbers come first in `side`, its frames are all of `frames`."""
-    shape = coded.shape
+def _open(places: Places, number: int, side: NDArray[np.int16], data: memoryview) -> tuple[OpenHalf, OpenHalf]:
+    """Keys and values of a group, whose side numbers come first in `side`."""
+    shape, tokens = places.coded.shape, len(places.coded.group(number))
     heads, keys_count, values_count = shape.kv_heads, shape.kv_heads * shape.key_dim, shape.kv_heads * shape.value_dim
-    strays = [int(count) for count in sizes["strays"]]
-    widths = [keys_count, keys_count, heads * tokens, values_count, 1, *strays]
+    widths = [keys_count, keys_count, heads * tokens, values_count, 1, *places.strays[0, number].tolist()]
     parts = np.split(side, np.cumsum(widths))
-    cut = int(sizes["bytes"][0])
     halves = []
-    for half, (frame, dim) in enumerate(((frames[:cut], shape.key_dim), (frames[cut:], shape.value_dim))):
-        packed = Packed(int(sizes["per_byte"][half]), bytes(frame), parts[5 + half])
+    for half, dim in enumerate((shape.key_dim, shape.value_dim)):
+        start, size = places.frames[0, number, half].tolist()
+        packed = Packed(int(places.per_byte[0, number, half]), bytes(data[start : start + size]), parts[5 + half])
         symbols = symbols_of(packed, heads * tokens * dim)
         exponents, centres = parts[2 * half].reshape(heads, -1), parts[2 * half + 1].reshape(heads, dim)
         exponent = int(parts[4][0]) if half else 0

@@ -10,7 +10,7 @@ from rekindle.engine.base import Engine
 from rekindle.remembered import Remembered
 from rekindle.settings import Settings
 
-WHOLE_BITS, DELTA_BITS = 6.0, 3.0  # a number, for a model that was not calibrated
+WHOLE_BITS, DELTA_BITS = 6.0, 2.7  # a number, for a model that was not calibrated
 _MODELS = 64  # whose coder is remembered
 
 

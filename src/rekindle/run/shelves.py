@@ -65,4 +65,3 @@ class Shelves:
         level = settings.reuse if request.reuse is None else request.reuse
         chosen = settings.codec not in ("auto", "raw")
         return not settings.deterministic and (level == "near" or (level == "approximate" and chosen))
-

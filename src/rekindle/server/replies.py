@@ -21,6 +21,8 @@ def new_id(kind: str) -> str:
 def plan_header(reuse: Reuse) -> dict[str, str]:
     """What a prompt is spared, in one line."""
     parts = {"level": reuse.level, "engine": reuse.engine, "memory": reuse.memory, "disk": reuse.disk}
+    if reuse.near:
+        parts["near"] = reuse.near
     if reuse.mended:
         parts["mended"] = reuse.mended
     fields = {**parts, "computed": reuse.computed, "miss": reuse.miss or "none"}
@@ -61,6 +63,7 @@ def rekindle_of(reuse: Reuse, ignored: Sequence[str] = ()) -> dict[str, Any]:
         "level": reuse.level,
         "loaded": reuse.loaded,
         "loaded_from": {"engine": reuse.engine, "memory": reuse.memory, "disk": reuse.disk},
+        "near": reuse.near,
         "mended": reuse.mended,
         "recomputed": reuse.recomputed,
         "streamed": 0,

@@ -43,9 +43,36 @@ def add(connection: sqlite3.Connection, id: int, parts: Sequence[Anchoring]) -> 
 
 def standing_on(connection: sqlite3.Connection, ids: Iterable[int]) -> list[Extent]:
     """The differences that stand on any of these extents, those used last first."""
-    marks = ",".join("?" * len(given := list(ids)))
-    rows = catalog.extents(connection, f"id IN (SELECT extent FROM anchors WHERE anchor IN ({marks}))", given)
-    return sorted(rows, key=lambda row: (-row.used, row.id))
+    rows: dict[int, Extent] = {}
+    for id in ids:  # one by one: a statement has room for so many numbers only
+        found = catalog.extents(connection, "id IN (SELECT extent FROM anchors WHERE anchor=?)", (id,))
+        rows.update((row.id, row) for row in found)
+    return sorted(rows.values(), key=lambda row: (-row.used, row.id))
+
+
+def with_descendants(connection: sqlite3.Connection, ids: Iterable[int]) -> set[int]:
+    """Extents, and all that hang on them, on those again, and so on."""
+    found = set(ids)
+    todo = list(found)
+    while todo:
+        below = connection.execute(
+            "SELECT DISTINCT c.extent FROM blocks b JOIN blocks c ON c.parent=b.key AND c.shelf=b.shelf "
+            "WHERE b.extent=? AND c.extent<>b.extent",
+            (todo.pop(),),
+        ).fetchall()
+        new = {id for (id,) in below} - found
+        found |= new
+        todo += new
+    return found
+
+
+def reaching(connection: sqlite3.Connection, anchor: int, place: int) -> dict[int, int]:
+    """The differences that stand on an extent's blocks from `place` on, and with which block first."""
+    rows = connection.execute(
+        "SELECT extent, min(at+max(0, ?2-place)) FROM anchors WHERE anchor=?1 AND place+blocks>?2 GROUP BY extent",
+        (anchor, place),
+    )
+    return dict(rows.fetchall())
 
 
 def kindred(
@@ -62,9 +89,7 @@ def kindred(
     return [(int(id), str(digest)) for id, digest in rows.fetchall()]
 
 
-def whole_run(
-    connection: sqlite3.Connection, shelf: int, keys: Sequence[NodeKey], fresh: Fresh
-) -> Anchoring | None:
+def whole_run(connection: sqlite3.Connection, shelf: int, keys: Sequence[NodeKey], fresh: Fresh) -> Anchoring | None:
     """The extent, no difference itself, that has the first of these blocks and how many after it; None if none has."""
     row = connection.execute(
         "SELECT b.extent, b.place FROM blocks b JOIN extents e ON e.id=b.extent WHERE b.key=? AND b.shelf=? "

@@ -160,11 +160,13 @@ def tokens_of(connection: sqlite3.Connection, id: int) -> bytes:
 
 
 def sparse(connection: sqlite3.Connection, digest_name: str) -> list[tuple[Extent, str]]:
-    """Extents of which less than half is live, with the digests of their shelves; those under other keys left out."""
+    """Extents of which less than half is live, with the digests of their shelves; those under other keys left out, and
+    quantized ones that others stand on: coded again they would be other numbers."""
     columns = ", ".join(f"e.{column}" for column in _COLUMNS.split(", "))
     rows = connection.execute(
         f"SELECT {columns}, s.digest FROM extents e JOIN shelves s ON s.id=e.shelf "
-        "WHERE e.state='live' AND e.live*2<e.blocks AND e.live>0 AND substr(s.digest, -length(?))=?",
+        "WHERE e.state='live' AND e.live*2<e.blocks AND e.live>0 AND substr(s.digest, -length(?))=? "
+        "AND NOT (e.coding='near' AND EXISTS (SELECT 1 FROM anchors a WHERE a.anchor=e.id))",
         (f":{digest_name}",) * 2,
     )
     return [(Extent(*row[:-1]), row[-1]) for row in rows]

@@ -140,7 +140,7 @@ class DiskStore:
         if app is not None:
             with self.database.scanning() as connection:
                 crowd = app_rows.crowd_of(connection, app)
-        with self.room.reserved(plan, add, evict=evict, crowd=crowd) as room:
+        with self.room.reserved(plan, add, evict=evict, crowd=crowd, anchor=anchor) as room:
             written = self.extents.write(plan, kv.layers) if coded is None else self.extents.write_coded(coded)
             run = catalog.Run(room.shelf, depth, parent, keys[depth:], part)
             with self.database.writing() as connection:
@@ -204,6 +204,9 @@ class DiskStore:
         # The deepest first, so that nothing hangs any more on what goes next.
         for row in sorted(self.entries(), key=lambda row: -row.depth):
             if chosen(row) and not row.pinned:
+                with self.database.scanning() as connection:
+                    if catalog.has_children(connection, row.id):
+                        continue
                 self.room.rebase([row])
                 with self.database.writing() as connection:
                     if not catalog.has_children(connection, row.id):

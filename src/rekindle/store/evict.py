@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from rekindle.store import app_rows, catalog
@@ -47,15 +47,23 @@ class Eviction:
         self._policy = policy
         self._clock = clock
 
-    def free(self, short: int, holder: tuple[int, int] | None, whole: bool, newcomer: Newcomer | None = None) -> int:
+    def free(
+        self,
+        short: int,
+        holder: tuple[int, int] | None,
+        whole: bool,
+        newcomer: Newcomer | None = None,
+        apart: Container[int] = (),
+    ) -> int:
         """Free rows worth at least `short` bytes, as far as one transaction should; about how many bytes went.
 
-        Under a policy that refuses newcomers, nothing goes that is worth more than the one it would go for.
+        Extents in `apart` stay. Under a policy that refuses newcomers, nothing goes that is worth more than the one it would go for.
         """
         policy = self._policy
         with self._database.scanning() as connection:  # ranking may take long, and others may write meanwhile
             scene = self._scene(connection, whole)
-            ranked = rank(catalog.tails(connection), policy, scene, _RANKED)
+            tails_now = (tail for tail in catalog.tails(connection) if tail.extent not in apart)
+            ranked = rank(tails_now, policy, scene, _RANKED)
         if newcomer is not None and policy.refuses:
             own = policy.worth(newcomer.tail(scene.now), newcomer.crowd, scene)
             ranked = [tail for tail in ranked if policy.worth(tail, scene.crowd(tail), scene) <= own]

@@ -97,7 +97,9 @@ class ExtentFiles:
                 self.files.close(one.handle)
 
     def _open_anchor(self, file: AnchorFile, plan: ExtentPlan, fresh: bool) -> OpenAnchor:
-        """What a part of an extent stands on, checked to hold the same tokens in the same place."""
+        """What a part of an extent stands on, checked to hold the same tokens in the same place, on the right shelf."""
+        if plan.coding is not None and plan.coding.anchor != file.shelf:
+            raise Damaged("what it is a difference from is on another shelf")
         extent = self._open(file.row, file.shelf, fresh)
         own = extent.header.plan
         tokens = plan.tokens[file.at * BLOCK_BYTES : (file.at + file.blocks) * BLOCK_BYTES]
@@ -277,7 +279,9 @@ class ExtentFiles:
             if start >= stop or start != covered:
                 continue
             at = part.start + start - part.tokens.start
-            self.read(part.extent, layer, Span(at, at + stop - start), _window(kv, start - span.start, stop - span.start))
+            self.read(
+                part.extent, layer, Span(at, at + stop - start), _window(kv, start - span.start, stop - span.start)
+            )
             covered = stop
         if covered != span.stop:
             raise Damaged("what it is a difference from does not cover it")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES
 from rekindle.errors import CacheUnusable
 from rekindle.index.prefix import Spot
-from rekindle.store import catalog, variant_rows
+from rekindle.store import anchor_rows, catalog, variant_rows
 from rekindle.store.chains import Chains, Stretch
 from rekindle.store.disk import DiskStore
 from rekindle.store.evict import blocks_a_transaction
@@ -159,7 +159,7 @@ class _Purge:
         chains = Chains(list(group.shelves))
         last = 0
         for _ in range(_ROUNDS):
-            while stretches := self._cut_next(chains, group.runs, last):
+            while stretches := self._cut_next(chains, group, last):
                 last = stretches[-1].extent
                 self._done += sum(-(-len(s.tokens) // (BLOCK_TOKENS * TOKEN_BYTES)) for s in stretches)
                 if self._progress is not None:
@@ -171,21 +171,22 @@ class _Purge:
             self._await(group, being_written)
             last = min(being_written) - 1
 
-    def _cut_next(self, chains: Chains, runs: Runs, last: int) -> Sequence[Stretch]:
+    def _cut_next(self, chains: Chains, group: _Group, last: int) -> Sequence[Stretch]:
         """Cut the next chains; which they were."""
         with self._database.scanning() as connection:
             stretches = chains.after(connection, last, _BLOCKS_A_CHUNK)
-            found, below = self._find(connection, chains, runs, stretches)
+            found, below = self._find(connection, chains, group.runs, stretches)
         while found:
             for row in below:
                 self._blocks += row.live
                 self._count_file(row)
+            self._shorten(chains, group, found)
             self._room.cut_all(below)
             shorter = self._cut(chains, found)
             self._room.sweep()
             with self._database.scanning() as connection:  # where they end now, another run may begin
                 again = [chains.read(connection, id, fresh=True) for id in shorter]
-                found, below = self._find(connection, chains, runs, [one for one in again if one is not None])
+                found, below = self._find(connection, chains, group.runs, [one for one in again if one is not None])
         return stretches
 
     def _find(
@@ -217,6 +218,26 @@ class _Purge:
             found.update(dict.fromkeys(new))
             todo.extend((id, 0) for id in new)
         return [row for id in reversed(found) if (row := catalog.extent(connection, id)) is not None]
+
+    def _shorten(self, chains: Chains, group: _Group, found: Sequence[_Place]) -> None:
+        """Take the runs out of differences from blocks that are about to go: else all of them would go along."""
+        with self._database.scanning() as connection:
+            spots = [spot for place in found if (spot := place.spot(connection, chains)) is not None]
+            first: dict[int, int] = {}  # of each difference, the first block that goes
+            for spot in spots:
+                for id, place in anchor_rows.reaching(connection, spot.extent, spot.place).items():
+                    first[id] = min(place, first.get(id, place))
+        for id, place in first.items():
+            if place == 0:
+                continue  # it goes along
+            with self._database.writing() as connection:
+                row = catalog.extent(connection, id)
+                if row is None or row.state != "live" or row.shelf not in group.shelves:
+                    continue
+                if row.live > place:
+                    catalog.cut(connection, id, place)
+                    self._blocks += row.live - place
+            self._rewrite(row, group.shelves[row.shelf])
 
     def _cut(self, chains: Chains, found: Sequence[_Place]) -> set[int]:
         """Cut where runs begin, as the rows are now: what moved to another extent meanwhile comes later.

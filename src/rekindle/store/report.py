@@ -11,7 +11,7 @@ from rekindle.store.catalog import Extent
 from rekindle.store.disk import DiskStore, named
 
 _COLUMNS = ("model", "identity", "tenant", "adapter", "codec", "layout")
-_FIELDS = ("name", "depth", "tokens", "blocks", "live", "hits", "saved_ms", "kept", "used")
+_FIELDS = ("name", "coding", "depth", "tokens", "blocks", "live", "hits", "saved_ms", "kept", "used")
 
 
 @dataclass(frozen=True)

@@ -82,16 +82,18 @@ class Room(Limits):
         evict: bool = True,
         copy: bool = False,
         crowd: Crowd = NOBODY,
+        anchor: Anchor | None = None,
     ) -> Iterator[Reserved]:
         """Room for a file, until it is published; if the block fails, the file is removed and the room given back.
 
-        A copy adds no rows to the catalog. `crowd` is whoever asked for it. Raises `Refused` if there is no room and
+        A copy adds no rows to the catalog. `crowd` is whoever asked for it. `anchor` does not go for it. Raises `Refused` if there is no room and
         none can be made.
         """
         need = plan.file_bytes
         if not copy:
             need += _CATALOG_BYTES + _CATALOG_BYTES_A_BLOCK * plan.blocks
-        room = self._reserve(plan, need, shelf, evict, None if copy else crowd)
+        apart = set() if anchor is None else {part.anchor for part in anchor.parts}
+        room = self._reserve(plan, need, shelf, evict, None if copy else crowd, apart)
         try:
             yield room
         except BaseException:
@@ -250,8 +252,8 @@ class Room(Limits):
         Where there is nothing else to stand on, the one that was used last becomes whole, and the others stand on it.
         What there is no room for, goes along.
         """
-        ids = {row.id for row in going}
         with self._database.scanning() as connection:
+            ids = anchor_rows.with_descendants(connection, [row.id for row in going])  # all of that goes
             rows = [row for row in anchor_rows.standing_on(connection, ids) if row.id not in ids]
             digests = dict(connection.execute("SELECT id, digest FROM shelves").fetchall())
         for row in rows:
@@ -296,6 +298,7 @@ class Room(Limits):
         shelf: Callable[[sqlite3.Connection], int],
         evict: bool,
         crowd: Crowd | None,
+        apart: Container[int],
     ) -> Reserved:
         writer = self._writers.own_name()
         self._files.make_folder(self._extents.folder)
@@ -320,11 +323,16 @@ class Room(Limits):
             if not evict:
                 raise Refused("there is no room for it")
             newcomer = None if crowd is None else Newcomer(plan.token_count, plan.file_bytes, crowd=crowd)
-            if not self._make_room(used + need - limit + limit // 64, holder, "new", newcomer):
+            if not self._make_room(used + need - limit + limit // 64, holder, "new", newcomer, apart):
                 raise Refused("all room is taken by what is pinned, being written, or worth more")
 
     def _make_room(
-        self, short: int, holder: tuple[int, int] | None, reason: str, newcomer: Newcomer | None = None
+        self,
+        short: int,
+        holder: tuple[int, int] | None,
+        reason: str,
+        newcomer: Newcomer | None = None,
+        apart: Container[int] = (),
     ) -> bool:
         """Do the next thing that gives room back, the cheapest first; whether there was one."""
         if self.sweep():
@@ -333,7 +341,7 @@ class Room(Limits):
         if compacted.done > 0:
             return True
         # Where sparse extents find no room for their copy, trimming more would give nothing back: whole ones go.
-        freed_bytes = self._eviction.free(short, holder, compacted.no_room > 0, newcomer)
+        freed_bytes = self._eviction.free(short, holder, compacted.no_room > 0, newcomer, apart)
         self.evicted_bytes[reason] += freed_bytes
         return freed_bytes > 0
 
@@ -350,23 +358,22 @@ class Room(Limits):
             return (os.getpid(), row.id) not in self._writing  # a write of ours that failed, and its cleaning too
         return self._writers.is_dead(row.writer)
 
-    def _copy_live(
-        self, row: catalog.Extent, old: OpenExtent, evict: bool, without: Container[int] | None
-    ) -> bool:
+    def _copy_live(self, row: catalog.Extent, old: OpenExtent, evict: bool, without: Container[int] | None) -> bool:
         plan, coding = old.header.plan, old.header.plan.coding
         with self._database.scanning() as connection:
             tokens = catalog.tokens_of(connection, row.id)
             anchor = self._anchor_of_copy(connection, row, plan, tokens, without)
+            stood_on = anchor_rows.standing_on(connection, [row.id])
         if not tokens:
             return False
         if tokens != plan.tokens[: len(tokens)]:
             raise Damaged("it holds other tokens than its rows say")
         copy = replace(plan, name=secrets.token_hex(8), tokens=tokens, coding=None)
         layers = partial(self._extents.layers, old, copy.token_count)
-        coded = None if coding is None else encode(self._database, self._extents, copy, layers, coding.coder, anchor)
-        if coded is None:
-            anchor = None
-        copy = copy if coded is None else coded.plan
+        coded = None
+        if coding is not None and not stood_on:  # coded again, it would be other numbers than what stands on it needs
+            coded = encode(self._database, self._extents, copy, layers, coding.coder, anchor)
+        copy, anchor = (copy, None) if coded is None else (coded.plan, anchor)
         with self.reserved(copy, lambda _: row.shelf, evict=evict, copy=True) as room:
             written = self._extents.write(copy, layers()) if coded is None else self._extents.write_coded(coded)
             with self._database.writing() as connection:
@@ -374,6 +381,8 @@ class Room(Limits):
                 self._check_reserved(connection, room)
                 if now is None or (now.name, now.state, now.live) != (row.name, "live", copy.blocks):
                     raise Refused("it changed meanwhile")
+                if coded is not None and anchor_rows.standing_on(connection, [row.id]):
+                    raise Refused("something stands on it since")
                 size = (copy.file_bytes, written.digest, now.depth, copy.blocks, copy.token_count)
                 catalog.make_live(connection, room.extent, *size)
                 catalog.replace(connection, row.id, room.extent)

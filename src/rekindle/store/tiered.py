@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -189,9 +190,13 @@ class TieredStore:
                 part = kv if span == kv.span else _part(kv, span)
                 to_here = data[: span.stop * TOKEN_BYTES]
                 stands_on = anchor if span.start == gap.start else None
-                written = self.disk.keep(
-                    shelf, match.root, to_here, part, evict=evict, app=app, coder=coder, anchor=stands_on
-                )
+                write_it = partial(self.disk.keep, shelf, match.root, to_here, part, evict=evict, app=app, coder=coder)
+                try:
+                    written = write_it(anchor=stands_on)
+                except Refused:
+                    if stands_on is None:
+                        raise
+                    written = write_it()  # as a whole, and for it the anchor may go
                 size_bytes += written.size_bytes
                 self._hold(written, kv, part)
                 self.counts.kept += 1

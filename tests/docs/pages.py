@@ -1,0 +1,81 @@
+"""Commands and code of README and guide, run: a module for each page names it (`PAGES`), so that they go side by side."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CLIENTS = Path(sys.executable).parents[1] / "clients" / "bin" / "python"  # `make clients`
+
+
+def blocks(pages: Sequence[str], language: str) -> list[tuple[str, str]]:
+    """The blocks of a language, and where they stand."""
+    return [
+        (f"{page}#{number}", block)
+        for page in pages
+        for number, block in enumerate(
+            re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
+        )
+    ]
+
+
+def commands(pages: Sequence[str]) -> list[tuple[str, str]]:
+    """The commands, and where they stand."""
+    found = blocks(pages, "console")
+    return [(where, line.removeprefix("$ ")) for where, block in found for line in block.splitlines() if line]
+
+
+@pytest.mark.docs
+def test_a_command_of_the_docs_works(where: str, command: str, request: pytest.FixtureRequest) -> None:
+    _skip_without_llamacpp(where)
+    command = _at_port(request, command)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{where}: {command}\n{done.stderr}"
+    assert done.stdout
+
+
+@pytest.mark.docs
+def test_the_code_of_the_docs_works(where: str, code: str, request: pytest.FixtureRequest) -> None:
+    _skip_without_llamacpp(where)
+    python, code = _python_for(code), _at_port(request, code)
+    done = subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{where}\n{done.stderr}"
+    assert done.stdout
+
+
+def _skip_without_llamacpp(where: str) -> None:
+    if "llamacpp" in where:
+        pytest.importorskip("llama_cpp")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # not even what it is a part of
+        return False
+
+
+def _python_for(code: str) -> str:
+    """What can run an example: this Python, or that of the clients whose versions do not go together with ours."""
+    packages = re.findall(r"^(?:from|import) ([\w.]+)", code, re.MULTILINE)
+    if all(_is_installed(package) for package in packages):
+        return sys.executable
+    if not (CLIENTS.parents[2] / ".clients").exists():  # written when all of them are installed
+        pytest.skip(f"{', '.join(packages)}: not installed (make clients)")
+    return str(CLIENTS)
+
+
+def _at_port(request: pytest.FixtureRequest, text: str) -> str:
+    """The text, with the port of a server that runs, if it is about one."""
+    return text.replace("8377", request.getfixturevalue("port")) if "8377" in text else text

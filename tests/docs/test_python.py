@@ -1,0 +1,6 @@
+"""The guide, python.md: what it says can be done is."""
+
+from tests.docs.pages import test_the_code_of_the_docs_works
+
+__all__ = ["test_the_code_of_the_docs_works"]
+PAGES = ["docs/guide/python.md"]
