@@ -20,7 +20,7 @@ from rekindle.core.keys import BLOCK_TOKENS, Namespace, Shelf, token_bytes
 from rekindle.core.kv import Span
 from rekindle.core.visible import visible
 from rekindle.errors import CacheUnusable, InvalidSetting
-from rekindle.store import catalog, history
+from rekindle.store import accounts, catalog, history
 from rekindle.store.check import check
 from rekindle.store.disk import CATALOG
 from rekindle.store.purge import Purged, Run
@@ -310,7 +310,7 @@ def test_where_there_is_no_room_for_a_copy_the_whole_file_goes(tmp_path: Path) -
     with TieredStore(folder, replace(ROOMY, write_budget=1 << 20)) as store:
         keep(store, [*numbers(1, 640), *secret])
         with store.disk.database.writing() as connection:
-            catalog.add_written(connection, int(store.disk.clock() // 60), 1 << 20)
+            accounts.add_written(connection, int(store.disk.clock() // 60), 1 << 20)
         purge(store, secret)
         assert traces(folder, secret) == [] and load(store, numbers(1, 640)) == 0
         assert check(store.disk).problems == ()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from rekindle.codec.coder import Coder
 from rekindle.codec.extent import ExtentPlan
-from rekindle.core.keys import NodeKey
+from rekindle.core.keys import NodeKey, chain
 from rekindle.core.kv import KvLayout, LayerKv
 from rekindle.store import anchor_rows, catalog
 from rekindle.store.anchor_rows import Anchoring
@@ -64,6 +64,25 @@ def find(
         if found.blocks > (best.blocks if best else 0):
             best = found
     return best
+
+
+def anchor_of_copy(
+    connection: sqlite3.Connection,
+    row: Extent,
+    plan: ExtentPlan,
+    tokens: bytes,
+    fresh: Fresh,
+    without: Container[int] | None,
+) -> Anchor | None:
+    """What a copy of an extent's live tokens stands on: the same as before, unless that is about to go."""
+    if plan.coding is None or plan.coding.anchor is None or not tokens:
+        return None
+    keys = chain(plan.parent, tokens)
+    if without is None:
+        return Anchor(plan.coding.anchor, anchor_rows.of(connection, row.id)).until(len(keys))
+    (codec,) = connection.execute("SELECT codec FROM shelves WHERE id=?", (row.shelf,)).fetchone()
+    found = find(connection, plan.shelf, codec, plan.layout, keys, fresh, without)
+    return found if found is not None and found.blocks == len(keys) else None
 
 
 def encode(

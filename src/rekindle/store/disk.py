@@ -25,7 +25,7 @@ from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, NodeKey, 
 from rekindle.core.kv import Kv, Span
 from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable, EntryNotFound
-from rekindle.store import app_rows, catalog, variant_rows
+from rekindle.store import accounts, app_rows, catalog, variant_rows
 from rekindle.store.anchors import Anchor, encode, find, open_extent
 from rekindle.store.database import WRITE_TIMEOUT_SECONDS, Connect, Database
 from rekindle.store.extents import ExtentFiles
@@ -102,7 +102,7 @@ class DiskStore:
         with self.database.writing() as connection:
             number = catalog.add_shelf(connection, self.shelf_digest(shelf), shelf)
             most = self.room.most_seen(self.room.limit_bytes(self.room.used_bytes(connection)))
-            return catalog.seen_before(connection, number, keys, self.clock(), most)
+            return accounts.seen_before(connection, number, keys, self.clock(), most)
 
     def keep(
         self,
@@ -119,8 +119,9 @@ class DiskStore:
     ) -> Written:
         """Write the KV of `kv.span`, which begins at a block and reaches the end of `tokens`.
 
-        `coder` is how, None: as it is; with `anchor`, as a difference from that. `also` is done in the transaction that makes it visible, and `app` noted as its user. Raises `Refused` if there
-        is no room for it, or others were faster.
+        `coder` is how, None: as it is; with `anchor`, as a difference from that. `also` is done in the transaction
+        that makes it visible, and `app` noted as its user. Raises `Refused` if there is no room for it, or others
+        were faster.
         """
         depth = kv.span.start // BLOCK_TOKENS
         keys = chain(root, tokens)

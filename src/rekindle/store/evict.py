@@ -57,7 +57,8 @@ class Eviction:
     ) -> int:
         """Free rows worth at least `short` bytes, as far as one transaction should; about how many bytes went.
 
-        Extents in `apart` stay. Under a policy that refuses newcomers, nothing goes that is worth more than the one it would go for.
+        Extents in `apart` stay. Under a policy that refuses newcomers, nothing goes that is worth more than the one
+        it would go for.
         """
         policy = self._policy
         with self._database.scanning() as connection:  # ranking may take long, and others may write meanwhile

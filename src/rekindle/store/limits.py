@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rekindle.core.size import parse_limit
-from rekindle.store import catalog
+from rekindle.store import accounts, catalog
 from rekindle.store.database import Database
 from rekindle.store.files import Files
 from rekindle.store.settings import StoreSettings
@@ -67,6 +67,6 @@ class Limits:
         budget = self._settings.write_budget_bytes
         if budget is not None:
             minute = int(self._clock() // 60)
-            written = catalog.written_between(connection, minute - 59, minute)
+            written = accounts.written_between(connection, minute - 59, minute)
             if written + size_bytes > budget:
                 raise Refused(f"the write budget of {budget:,} bytes an hour is spent")

@@ -20,10 +20,9 @@ from functools import partial
 from pathlib import Path
 
 from rekindle.codec.extent import ExtentPlan
-from rekindle.core.keys import chain
 from rekindle.errors import CacheUnusable
-from rekindle.store import anchor_rows, catalog
-from rekindle.store.anchors import Anchor, encode, find, open_extent
+from rekindle.store import accounts, anchor_rows, catalog
+from rekindle.store.anchors import Anchor, anchor_of_copy, encode, open_extent
 from rekindle.store.app_rows import Crowd
 from rekindle.store.database import Database
 from rekindle.store.evict import Eviction, Newcomer, blocks_a_transaction
@@ -86,8 +85,8 @@ class Room(Limits):
     ) -> Iterator[Reserved]:
         """Room for a file, until it is published; if the block fails, the file is removed and the room given back.
 
-        A copy adds no rows to the catalog. `crowd` is whoever asked for it. `anchor` does not go for it. Raises `Refused` if there is no room and
-        none can be made.
+        A copy adds no rows to the catalog. `crowd` is whoever asked for it. `anchor` does not go for it. Raises
+        `Refused` if there is no room and none can be made.
         """
         need = plan.file_bytes
         if not copy:
@@ -121,7 +120,7 @@ class Room(Limits):
         size_bytes = written.header.plan.file_bytes
         catalog.publish(connection, room.extent, run, size_bytes, written.digest, self._clock())
         self._note_anchor(connection, room, anchor)
-        catalog.add_written(connection, int(self._clock() // 60), size_bytes)
+        accounts.add_written(connection, int(self._clock() // 60), size_bytes)
 
     def _note_anchor(self, connection: sqlite3.Connection, room: Reserved, anchor: Anchor | None) -> None:
         if anchor is not None and not anchor_rows.add(connection, room.extent, anchor.parts):
@@ -362,7 +361,7 @@ class Room(Limits):
         plan, coding = old.header.plan, old.header.plan.coding
         with self._database.scanning() as connection:
             tokens = catalog.tokens_of(connection, row.id)
-            anchor = self._anchor_of_copy(connection, row, plan, tokens, without)
+            anchor = anchor_of_copy(connection, row, plan, tokens, self.fresh(), without)
             stood_on = anchor_rows.standing_on(connection, [row.id])
         if not tokens:
             return False
@@ -387,23 +386,5 @@ class Room(Limits):
                 catalog.make_live(connection, room.extent, *size)
                 catalog.replace(connection, row.id, room.extent)
                 self._note_anchor(connection, room, anchor)
-                catalog.add_written(connection, int(self._clock() // 60), copy.file_bytes)
+                accounts.add_written(connection, int(self._clock() // 60), copy.file_bytes)
         return True
-
-    def _anchor_of_copy(
-        self,
-        connection: sqlite3.Connection,
-        row: catalog.Extent,
-        plan: ExtentPlan,
-        tokens: bytes,
-        without: Container[int] | None,
-    ) -> Anchor | None:
-        """What a copy of an extent's live blocks stands on: the same as before, unless that is about to go."""
-        if plan.coding is None or plan.coding.anchor is None or not tokens:
-            return None
-        keys = chain(plan.parent, tokens)
-        if without is None:
-            return Anchor(plan.coding.anchor, anchor_rows.of(connection, row.id)).until(len(keys))
-        (codec,) = connection.execute("SELECT codec FROM shelves WHERE id=?", (row.shelf,)).fetchone()
-        found = find(connection, plan.shelf, codec, plan.layout, keys, self.fresh(), without)
-        return found if found is not None and found.blocks == len(keys) else None
