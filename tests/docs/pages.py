@@ -1,4 +1,4 @@
-"""Commands and code of README and guide, run: a module for each page names it (`PAGES`), so that they go in parallel."""
+"""Commands and code of README and guide, run: a module for each page names it (`PAGES`), so they go in parallel."""
 
 from __future__ import annotations
 

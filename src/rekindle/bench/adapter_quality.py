@@ -14,17 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.bench.base import Advance
+from rekindle.bench.base import Advance, Report, Row
 from rekindle.bench.bits import calibrate_bits, packaged_loras, packaged_texts
 from rekindle.bench.bits_quality import Measured, Trial, measure, plain_of, read_back
+from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import Coder
 from rekindle.codec.numbers import FLOAT_TYPES
 from rekindle.core.adapter import Lora
 from rekindle.engine.base import Engine
-from rekindle.run.coders import WHOLE_BITS, default_coder, recall_coder, remember_coder
+from rekindle.run.coders import default_coder, recall_coder, remember_coder
 
 PROMPT_TOKENS, FORCED_TOKENS = 256, 64
-CALIBRATED_BITS = 2.7  # of a difference
+WHOLE_BITS, DELTA_BITS = 5.0, 2.7  # a number, of a model that is calibrated
 POSITIONS, QUICK_POSITIONS = 512, 128
 FIELDS = (
     "delta_bits_lossless",
@@ -65,11 +66,32 @@ def coder_in_use(engine: Engine, advance: Advance, *, quick: bool) -> tuple[Code
     """The coder that sessions of this model use, and whether it was calibrated; it is now, unless it must be quick."""
     known = recall_coder(engine)
     if known is None and not quick:
-        advance("choose bits for this model")
-        texts, loras = packaged_texts(), packaged_loras()
-        known = calibrate_bits(engine, texts, loras, whole_bits=WHOLE_BITS, delta_bits=CALIBRATED_BITS, advance=advance)
-        remember_coder(engine, known)
+        known = calibrate(engine, advance)
     return (known or default_coder(len(engine.layout.layers))), known is not None
+
+
+def calibrate(engine: Engine, advance: Advance) -> Coder:
+    """Find the bits for a model, with the texts and adapters of the package, and keep them for all sessions."""
+    advance("choose bits for this model")
+    texts, loras = packaged_texts(), packaged_loras()
+    coder = calibrate_bits(engine, texts, loras, whole_bits=WHOLE_BITS, delta_bits=DELTA_BITS, advance=advance)
+    remember_coder(engine, coder)
+    return coder
+
+
+def tell_calibration(engine: Engine, coder: Coder, seconds: float) -> Report:
+    """What was chosen, for people and programs."""
+    usual = default_coder(len(engine.layout.layers))
+    report = Report("adapters")
+    for name, chosen, before in (("whole", coder.whole, usual.whole), ("delta", coder.delta, usual.delta)):
+        if isinstance(chosen, BitPlan) and isinstance(before, BitPlan):
+            halves = [bits for layer in chosen.layers for bits in (layer.keys, layer.values)]
+            spread = f"{chosen.mean_bits:.2f} ({min(halves):g} to {max(halves):g})"
+            ratio = f"{chosen.mean_bits / before.mean_bits:.2f}"
+            report.rows.append(Row(f"bits a number, {name}", spread, f"{before.mean_bits:.2f}", ratio))
+            report.fields[f"{name}_plan"] = [[layer.keys, layer.values] for layer in chosen.layers]
+    report.fields |= {"model": engine.name, "calibrated": True, "seconds": round(seconds, 1)}
+    return report
 
 
 def measure_deltas(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,10 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     advance("load the model")
     engine = load(options)
     try:
+        if options.calibrate:
+            started = time.perf_counter()
+            coder = adapter_quality.calibrate(engine, advance)
+            return adapter_quality.tell_calibration(engine, coder, time.perf_counter() - started)
         report = Report("adapters", fields=_about(engine, options, known, material))
         bench = _Bench(engine, options, known, material, advance)
         deltas = bench.deltas()  # first: what it calibrates is used by what follows

@@ -33,7 +33,11 @@ def bench(
     seed: Annotated[int, typer.Option(help="For everything drawn at random.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: under three minutes.")] = False,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="chunks: find how much to mend with this model, and keep that.")
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="chunks: find how much to mend with this model, and keep that; adapters: how many bits its KV gets.",
+        ),
     ] = False,
     quality: Annotated[
         float | None, typer.Option(help="chunks: calibrate for this ROUGE-L to the full computation, up to 1.")
@@ -48,8 +52,10 @@ def bench(
 
     if name not in BENCHES:
         raise InvalidSetting(f"There is no bench {name!r}. Use {', '.join(BENCHES)}.")
-    if name != "chunks" and (calibrate or quality is not None):
-        raise InvalidSetting(f"--calibrate and --quality are for the bench chunks: leave them out with {name}.")
+    if (calibrate and name not in ("chunks", "adapters")) or (quality is not None and name != "chunks"):
+        raise InvalidSetting(
+            f"--calibrate is for the benches chunks and adapters, --quality for chunks: leave them out with {name}."
+        )
     if name != "adapters" and adapters is not None:
         raise InvalidSetting(f"--adapters is for the bench adapters: leave it out with {name}.")
     if name not in _WITHOUT_ENGINE:
