@@ -168,8 +168,8 @@ def test_a_value_is_read_as_the_type_of_its_setting(own_folder: Path) -> None:
         ("cache", "", "the path of a folder, or off, or none"),
         ("cache", "~nobody-of-this-name/kv", "the path of a folder, or off, or none"),
         ("key_file", 7, "the path of a file, or none"),
-        ("reuse", "some", "exact, approximate or off"),
-        ("reuse", False, "exact, approximate or off"),
+        ("reuse", "some", "exact, near, approximate or off"),
+        ("reuse", False, "exact, near, approximate or off"),
         ("admission", "never", "always or second-use"),
         ("memory_limit", True, "a size (512MB, 10%)"),
         ("write_budget", 1.5, "a size (10GB), or none"),
@@ -338,7 +338,7 @@ def test_flags_give_only_what_was_said() -> None:
     texts = [n for n in loading_options.__annotations__ if isinstance(getattr(Settings, n, None), str) or n == "cache"]
     for name in texts:
         assert said(f"--{name.replace('_', '-')}", "x") == {name: "x"}
-    assert len(texts) == 13
+    assert len(texts) == 14
 
 
 def test_every_flag_is_a_setting_and_its_help_says_the_same() -> None:
@@ -346,7 +346,7 @@ def test_every_flag_is_a_setting_and_its_help_says_the_same() -> None:
     app.command()(takes(loading=loading_options)(lambda loading: None))
     options = {option.name: option.help for option in typer.main.get_command(app).params}  # type: ignore[attr-defined]
     flags = [name for name in options if name in NAMES]
-    assert len(flags) == 24
+    assert len(flags) == 25
     assert all(options[name] == doc_of(name) for name in flags)
 
 

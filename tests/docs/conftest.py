@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, blocks, commands
+from tests.docs.pages import ROOT, commands
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -19,9 +19,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if pages is not None and "command" in metafunc.fixturenames:
         found = commands(pages)
         metafunc.parametrize(("where", "command"), found, ids=[f"{where}: {what[:40]}" for where, what in found])
-    if pages is not None and "code" in metafunc.fixturenames:
-        found = blocks(pages, "python")
-        metafunc.parametrize(("where", "code"), found, ids=[where for where, _ in found])
+    if pages is not None and "page" in metafunc.fixturenames:
+        metafunc.parametrize("page", pages)
 
 
 @pytest.fixture(scope="module")

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+_MARK = "--- block ---"
+_RUN = f"""
+import json, sys
+for where, code in json.load(sys.stdin):
+    print({_MARK!r}, flush=True)
+    exec(compile(code, where, "exec"), {{"__name__": "__main__"}})
+    sys.stdout.flush()
+"""
 CLIENTS = Path(sys.executable).parents[1] / "clients" / "bin" / "python"  # `make clients`
 
 
@@ -46,12 +56,18 @@ def test_a_command_of_the_docs_works(where: str, command: str, request: pytest.F
 
 
 @pytest.mark.docs
-def test_the_code_of_the_docs_works(where: str, code: str, request: pytest.FixtureRequest) -> None:
-    _skip_without_llamacpp(where)
-    python, code = _python_for(code), _at_port(request, code)
-    done = subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{where}\n{done.stderr}"
-    assert done.stdout
+def test_the_code_of_the_docs_works(page: str, request: pytest.FixtureRequest) -> None:
+    """Block after block, each with names of its own; in one process, because most of the time is for importing."""
+    _skip_without_llamacpp(page)
+    found = [(where, _at_port(request, code)) for where, code in blocks([page], "python")]
+    for python, group in groupby(found, key=lambda block: _python_for(block[1])):
+        todo = list(group)
+        done = subprocess.run(
+            [python, "-c", _RUN], input=json.dumps(todo), cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{page}\n{done.stdout}\n{done.stderr}"
+        said = done.stdout.split(_MARK)[1:]
+        assert len(said) == len(todo) and all(text.strip() for text in said), f"a block says nothing: {said}"
 
 
 def _skip_without_llamacpp(where: str) -> None:

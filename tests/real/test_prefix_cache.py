@@ -19,7 +19,7 @@ from tests.parity.sessions import assert_bit_equal, opened, record
 
 pytestmark = pytest.mark.real
 
-REPLY_TOKENS = 16
+REPLY_TOKENS = 10
 PARAGRAPHS = [
     text for text in files("rekindle.bench").joinpath("sample.txt").read_text("utf-8").split("\n\n") if len(text) > 200
 ]

@@ -62,6 +62,7 @@ class Piece:
     span: Span
     skip: int = 0
     coding: str = "raw"  # exact, near: it takes decoding
+    beside: int = 0  # so many more tokens are decoded with it
 
     @property
     def last(self) -> int:

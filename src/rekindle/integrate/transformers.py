@@ -78,6 +78,8 @@ class Attached:
         self._lock = threading.Lock()
         self._known = _Known(model)
         refuse_untested(model, self._known.family, self._known.layout.dtype)
+        if settings.reuse == "near":
+            raise InvalidSetting("attach keeps KV as it is: leave reuse='near' out, or use a Session.")
         self._store = open_store(settings)
         self._keeper = None if self._store is None else Keeper(self._store)
         self._patience = Patience()

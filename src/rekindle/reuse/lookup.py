@@ -20,6 +20,7 @@ class Found:
     tier: Tier
     size_bytes: int
     near: bool = False  # it was quantized
+    beside_bytes: int = 0  # are decoded too, of no use here
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,14 @@ class Matches:
     def near_tokens(self, stop: int) -> int:
         """How many of the first `stop` tokens were quantized."""
         return sum(max(0, min(found.span.stop, stop) - found.span.start) for found in self.stored if found.near)
+
+    def load_bytes(self, stop: int) -> int:
+        """What bringing the first `stop` tokens brings, with what is decoded beside them."""
+        used = [found for found in self.stored if found.span.start < stop]
+        beside = sum(found.beside_bytes for found in used)
+        return beside + sum(
+            found.size_bytes * (min(found.span.stop, stop) - found.span.start) // len(found.span) for found in used
+        )
 
     @property
     def length(self) -> int:
@@ -68,4 +77,6 @@ def lookup(
 
 def _found(store: TieredStore, shelf: Shelf, piece: Piece) -> Found:
     tier: Tier = "memory" if store.holds(piece) else "disk" if piece.coding == "raw" else "coded"
-    return Found(piece.span, tier, len(piece.span) * shelf.layout.token_bytes, piece.coding == "near")
+    token_bytes = shelf.layout.token_bytes
+    beside = piece.beside * token_bytes if tier == "coded" else 0
+    return Found(piece.span, tier, len(piece.span) * token_bytes, piece.coding == "near", beside)

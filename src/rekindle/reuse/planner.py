@@ -80,10 +80,12 @@ def _computing(start: int, matches: Matches, cut: Cut) -> tuple[Step, ...]:
 def _seconds(steps: tuple[Step, ...], rates: Rates, matches: Matches) -> float | None:
     """What the steps take one after the other, though they may overlap; None where a cost is unknown."""
     token_bytes = matches.stored[0].size_bytes // len(matches.stored[0].span) if matches.stored else 0
+    beside = {found.span.start: found.beside_bytes for found in matches.stored}
     total = 0.0
     for step in steps:
         if isinstance(step, Load):
-            cost = rates.load_seconds(step.tier, len(step.span) * token_bytes)
+            more = beside.get(step.span.start, 0) if step.tier == "coded" else 0
+            cost = rates.load_seconds(step.tier, len(step.span) * token_bytes + more)
         elif isinstance(step, Compute):
             cost = rates.compute_seconds(step.span)
         if cost is None:

@@ -225,6 +225,7 @@ class PrefixCache:
                 self._slow = next((feed for feed in feeds.all if feed.filling), self._slow)
         passages.note_use(self.store, self.costs, filled, saved, known.asker)
         if feeds.prefix and known.matches.match is not None:
+            context.near_tokens = known.near_tokens(plan)
             self.store.used(self._used(known.matches.match, plan.reused))
         return filled
 
@@ -284,9 +285,7 @@ class PrefixCache:
     def _note_load(self, known: Known, plan: Plan, filled: Filled) -> None:
         tiers: set[Tier] = {load.tier for load in plan.loads}
         if len(tiers) == 1:
-            known_tokens = known.matches.stored[-1].span.stop
-            size = sum(found.size_bytes for found in known.matches.stored) * plan.reused // known_tokens
-            self.costs.loaded(tiers.pop(), size, filled.load_seconds)
+            self.costs.loaded(tiers.pop(), known.matches.load_bytes(plan.reused), filled.load_seconds)
 
     def reuse(self, known: Known, plan: Plan, filled: Filled | None = None) -> Reuse:
         """What a prompt is spared by a plan; once it is filled, what it was really spared."""

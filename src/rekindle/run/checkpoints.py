@@ -89,7 +89,9 @@ class CheckpointCache(PrefixCache):
             self.keeper.flush(_PENDING_SECONDS)
         for name, match in _kept(store, shelf, tokens, Span(in_engine + 1, len(tokens))):
             if match is not None:
-                tier: Tier = "memory" if all(store.holds(piece) for piece in match.pieces) else "disk"
+                held = all(store.holds(piece) for piece in match.pieces)
+                coded = any(piece.coding != "raw" for piece in match.pieces)
+                tier: Tier = "memory" if held else "coded" if coded else "disk"
                 found = Found(Span(0, name.tokens), tier, match.length * shelf.layout.token_bytes)
                 return Matches(len(tokens), in_engine, (found,), match)
         return Matches(len(tokens), in_engine)

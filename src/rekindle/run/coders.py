@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rekindle.codec.bits import BitPlan
-from rekindle.codec.coder import Coder
+from rekindle.codec.coder import EXACT, Coder
 from rekindle.codec.quantized import PRESETS
 from rekindle.config import home_folder
 from rekindle.engine.base import Engine
@@ -17,6 +17,8 @@ _MODELS = 64  # whose coder is remembered
 def near_coder(engine: Engine, settings: Settings) -> Coder | None:
     """How KV is coded under the level `near`, as the settings say; None: as it is."""
     layers = len(engine.layout.layers)
+    if engine.layout.dtype == "uint8":  # the engine quantizes it: no step could be smaller
+        return None if settings.codec == "raw" else EXACT
     best = recall_coder(engine) or default_coder(layers)
     if settings.codec == "auto":
         return best

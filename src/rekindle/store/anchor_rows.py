@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from rekindle.core.keys import NodeKey, layout_text
+from rekindle.core.keys import BLOCK_TOKENS, NodeKey, layout_text
 from rekindle.core.kv import KvLayout
+from rekindle.index.prefix import Piece
 from rekindle.store import catalog
 from rekindle.store.catalog import Extent, Fresh
 
@@ -106,8 +107,18 @@ def whole_run(connection: sqlite3.Connection, shelf: int, keys: Sequence[NodeKey
     return Anchoring(int(row[0]), 0, int(row[1]), same.index(False) if False in same else len(same))
 
 
-def codings(connection: sqlite3.Connection, ids: Sequence[int]) -> dict[int, str]:
-    """How those of the extents are coded that are."""
+def codings(connection: sqlite3.Connection, ids: Sequence[int]) -> dict[int, tuple[str, int]]:
+    """How those of the extents are coded that are, and how many tokens their files hold about."""
     marks = ",".join("?" * len(ids))
-    found = connection.execute(f"SELECT id, coding FROM extents WHERE coding<>'raw' AND id IN ({marks})", list(ids))
-    return dict(found.fetchall())
+    select = f"SELECT id, coding, blocks FROM extents WHERE coding<>'raw' AND id IN ({marks})"
+    return {id: (coding, blocks * BLOCK_TOKENS) for id, coding, blocks in connection.execute(select, list(ids))}
+
+
+def coded_pieces(pieces: Sequence[Piece], known: Mapping[int, tuple[str, int]]) -> tuple[Piece, ...]:
+    """The pieces, with how they are coded. What is coded without loss is decoded as a whole."""
+    told = []
+    for piece in pieces:
+        coding, tokens = known.get(piece.extent, ("raw", 0))
+        beside = max(0, tokens - len(piece.span)) if coding == "exact" else 0
+        told.append(replace(piece, coding=coding, beside=beside))
+    return tuple(told)

@@ -135,9 +135,15 @@ def open_extent(
     """An extent, with what it stands on, ready to be read. Release it. Raises `Damaged` or `OSError`."""
     if row.coding == "raw":
         return extents.open(row, shelf_digest, fresh=fresh)
-    with database.reading() as connection:
-        stands_on = anchor_files(connection, anchor_rows.of(connection, row.id))
-    return extents.open(row, shelf_digest, stands_on, fresh=fresh)
+    for last in (False, True):
+        with database.reading() as connection:
+            stands_on = anchor_files(connection, anchor_rows.of(connection, row.id))
+        try:
+            return extents.open(row, shelf_digest, stands_on, fresh=fresh)
+        except FileNotFoundError:  # what it stands on may have been written anew meanwhile
+            if last:
+                raise
+    raise AssertionError("it was opened, or could not be")
 
 
 def anchor_files(connection: sqlite3.Connection, parts: Sequence[Anchoring]) -> list[AnchorFile]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from rekindle.codec.coder import is_near
 from rekindle.codec.digest import PlainDigester
 from rekindle.codec.extent import ExtentHeader, ExtentPlan, header_length, parse_header
 from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, Namespace, NodeKey, Shelf, chain, layout_text, parse_layout
@@ -345,7 +346,8 @@ def _keep(
     tokens: Any = np.frombuffer(before + plan.tokens, "<u4")
     start = len(before) // TOKEN_BYTES
     layers = tuple(files.layers(extent, plan.token_count))
-    return store.keep(shelf, tokens, Kv(Span(start, start + plan.token_count), shelf.layout, layers), evict=evict)
+    kv = Kv(Span(start, start + plan.token_count), shelf.layout, layers)
+    return store.keep(shelf, tokens, kv, evict=evict, lossy=is_near(entry.codec))
 
 
 def _sha256(path: Path) -> str:

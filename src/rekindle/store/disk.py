@@ -59,6 +59,7 @@ class Written:
     extent: int
     size_bytes: int
     header: ExtentHeader
+    coding: str
 
 
 class DiskStore:
@@ -116,12 +117,13 @@ class DiskStore:
         app: Asker | None = None,
         coder: Coder | None = None,
         anchor: Anchor | None = None,
+        lossy: bool = False,
     ) -> Written:
         """Write the KV of `kv.span`, which begins at a block and reaches the end of `tokens`.
 
-        `coder` is how, None: as it is; with `anchor`, as a difference from that. `also` is done in the transaction
-        that makes it visible, and `app` noted as its user. Raises `Refused` if there is no room for it, or others
-        were faster.
+        `coder` is how, None: as it is; with `anchor`, as a difference from that; `lossy`: it had been
+        quantized before. `also` is done in the transaction that makes it visible, and `app` noted as its user. Raises
+        `Refused` if there is no room for it, or others were faster.
         """
         depth = kv.span.start // BLOCK_TOKENS
         keys = chain(root, tokens)
@@ -141,7 +143,7 @@ class DiskStore:
         if app is not None:
             with self.database.scanning() as connection:
                 crowd = app_rows.crowd_of(connection, app)
-        with self.room.reserved(plan, add, evict=evict, crowd=crowd, anchor=anchor) as room:
+        with self.room.reserved(plan, add, evict=evict, crowd=crowd, anchor=anchor, lossy=lossy) as room:
             written = self.extents.write(plan, kv.layers) if coded is None else self.extents.write_coded(coded)
             run = catalog.Run(room.shelf, depth, parent, keys[depth:], part)
             with self.database.writing() as connection:
@@ -150,12 +152,14 @@ class DiskStore:
                     self._note_user(connection, room, app, plan.blocks - 1)
                 if also is not None:
                     also(connection, room.shelf)
-        return Written(room.extent, plan.file_bytes, written.header)
+        return Written(room.extent, plan.file_bytes, written.header, "near" if lossy else plan.coded_as)
 
     def _encoded(self, plan: ExtentPlan, kv: Kv, coder: Coder, anchor: Anchor | None) -> CodedExtent | None:
         try:
             return encode(self.database, self.extents, plan, lambda: kv.layers, coder, anchor)
-        except (OSError, Damaged):  # the anchor cannot be read: then it is kept whole
+        except (OSError, Damaged) as error:  # the anchor cannot be read: then it is kept whole
+            if isinstance(error, Damaged) and error.extent is not None:
+                self.lose(error.extent, error)
             return encode(self.database, self.extents, plan, lambda: kv.layers, coder, None)
 
     def anchor(self, shelf: Shelf, root: NodeKey, tokens: bytes, span: Span) -> Anchor | None:
@@ -203,15 +207,16 @@ class DiskStore:
     def evict(self, chosen: Callable[[catalog.Extent], bool]) -> int:
         """Remove the extents for which `chosen` holds, unless they are pinned or others hang on them; how many."""
         # The deepest first, so that nothing hangs any more on what goes next.
-        for row in sorted(self.entries(), key=lambda row: -row.depth):
-            if chosen(row) and not row.pinned:
-                with self.database.scanning() as connection:
-                    if catalog.has_children(connection, row.id):
-                        continue
-                self.room.rebase([row])
-                with self.database.writing() as connection:
-                    if not catalog.has_children(connection, row.id):
-                        catalog.cut(connection, row.id, 0)
+        going = [row for row in sorted(self.entries(), key=lambda row: -row.depth) if chosen(row) and not row.pinned]
+        ids = {row.id for row in going}
+        for row in going:
+            with self.database.scanning() as connection:
+                if catalog.has_children(connection, row.id):
+                    continue
+            self.room.rebase([row], also=ids)
+            with self.database.writing() as connection:
+                if not catalog.has_children(connection, row.id):
+                    catalog.cut(connection, row.id, 0)
         return self.room.sweep()
 
     def pin(self, rows: Sequence[catalog.Extent], pinned: bool = True) -> None:

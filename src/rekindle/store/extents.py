@@ -279,9 +279,11 @@ class ExtentFiles:
             if start >= stop or start != covered:
                 continue
             at = part.start + start - part.tokens.start
-            self.read(
-                part.extent, layer, Span(at, at + stop - start), _window(kv, start - span.start, stop - span.start)
-            )
+            window = _window(kv, start - span.start, stop - span.start)
+            try:
+                self.read(part.extent, layer, Span(at, at + stop - start), window)
+            except Damaged as error:
+                raise Damaged(str(error), part.extent.header.plan.name) from error
             covered = stop
         if covered != span.stop:
             raise Damaged("what it is a difference from does not cover it")

@@ -12,7 +12,11 @@ from rekindle.store.files import Handle
 
 
 class Damaged(Exception):
-    """An extent is not what its row says. The reason is for people."""
+    """An extent is not what its row says. The reason is for people; `extent` names another one that is to blame."""
+
+    def __init__(self, reason: str, extent: str | None = None) -> None:
+        super().__init__(reason)
+        self.extent = extent
 
 
 @dataclass(frozen=True)

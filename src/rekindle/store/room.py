@@ -82,17 +82,20 @@ class Room(Limits):
         copy: bool = False,
         crowd: Crowd = NOBODY,
         anchor: Anchor | None = None,
+        lossy: bool = False,
     ) -> Iterator[Reserved]:
         """Room for a file, until it is published; if the block fails, the file is removed and the room given back.
 
-        A copy adds no rows to the catalog. `crowd` is whoever asked for it. `anchor` does not go for it. Raises
-        `Refused` if there is no room and none can be made.
+        A copy adds no rows to the catalog. `crowd` is whoever asked for it. `anchor` does not go for it.
+        `lossy`: its numbers were quantized once, however it is written. Raises `Refused` if there is no room and none
+        can be made.
         """
         need = plan.file_bytes
         if not copy:
             need += _CATALOG_BYTES + _CATALOG_BYTES_A_BLOCK * plan.blocks
         apart = set() if anchor is None else {part.anchor for part in anchor.parts}
-        room = self._reserve(plan, need, shelf, evict, None if copy else crowd, apart)
+        coding = "near" if lossy else plan.coded_as
+        room = self._reserve(plan, need, shelf, evict, None if copy else crowd, apart, coding)
         try:
             yield room
         except BaseException:
@@ -245,18 +248,19 @@ class Room(Limits):
                 no_room += 1
         return Compacted(done, no_room)
 
-    def rebase(self, going: Sequence[catalog.Extent]) -> None:
-        """Let the differences from extents that are about to go stand on others. Then what goes takes none along.
+    def rebase(self, going: Sequence[catalog.Extent], also: Container[int] = ()) -> None:
+        """Let the differences from extents that are about to go stand on others, except those that go `also`.
 
         Where there is nothing else to stand on, the one that was used last becomes whole, and the others stand on it.
         What there is no room for, goes along.
         """
         with self._database.scanning() as connection:
             ids = anchor_rows.with_descendants(connection, [row.id for row in going])  # all of that goes
-            rows = [row for row in anchor_rows.standing_on(connection, ids) if row.id not in ids]
+            rows = anchor_rows.standing_on(connection, ids)
             digests = dict(connection.execute("SELECT id, digest FROM shelves").fetchall())
         for row in rows:
-            if digests[row.shelf].endswith(f":{self._extents.digester.name}"):
+            stays = row.id not in ids and row.id not in also
+            if stays and digests[row.shelf].endswith(f":{self._extents.digester.name}"):
                 with contextlib.suppress(Refused):
                     self.rewrite(row, digests[row.shelf], without=ids)
 
@@ -298,6 +302,7 @@ class Room(Limits):
         evict: bool,
         crowd: Crowd | None,
         apart: Container[int],
+        coding: str,
     ) -> Reserved:
         writer = self._writers.own_name()
         self._files.make_folder(self._extents.folder)
@@ -310,7 +315,7 @@ class Room(Limits):
                 self.check_budget(connection, plan.file_bytes)
                 if used + need <= limit:
                     number = shelf(connection)
-                    id = catalog.reserve(connection, plan.name, number, need, writer, plan.coded_as)
+                    id = catalog.reserve(connection, plan.name, number, need, writer, coding)
                     self._writing.add((os.getpid(), id))
                     return Reserved(id, plan.name, number)
                 if used + need - catalog.freeable_bytes(connection) > limit:
@@ -371,9 +376,13 @@ class Room(Limits):
         layers = partial(self._extents.layers, old, copy.token_count)
         coded = None
         if coding is not None and not stood_on:  # coded again, it would be other numbers than what stands on it needs
-            coded = encode(self._database, self._extents, copy, layers, coding.coder, anchor)
+            try:
+                coded = encode(self._database, self._extents, copy, layers, coding.coder, anchor)
+            except FileNotFoundError as error:
+                raise Refused("what it stands on changed meanwhile") from error
         copy, anchor = (copy, None) if coded is None else (coded.plan, anchor)
-        with self.reserved(copy, lambda _: row.shelf, evict=evict, copy=True) as room:
+        lossy = row.coding == "near"
+        with self.reserved(copy, lambda _: row.shelf, evict=evict, copy=True, lossy=lossy) as room:
             written = self._extents.write(copy, layers()) if coded is None else self._extents.write_coded(coded)
             with self._database.writing() as connection:
                 now = catalog.extent(connection, row.id)

@@ -52,14 +52,15 @@ class Sources:
         """An extent that was found could not be read: never find it again. The catalog learns of it off the path."""
         counts = self._failures.counts
         counts.read_failures += 1
-        self._memory.forget([piece.name])
+        blamed = [error.extent] if isinstance(error, Damaged) and error.extent else []  # what it is a difference from
+        self._memory.forget([piece.name, *blamed])
         # A file that is gone was most likely evicted by another process: that is nothing to worry about.
         level = logging.DEBUG if isinstance(error, FileNotFoundError) else logging.WARNING
         self._failures.log_once("KV from the cache is lost and will be computed again", error, level)
         if isinstance(error, (Damaged, FileNotFoundError)):  # anything else may be gone by the next time
             counts.quarantined += isinstance(error, Damaged)
             with self._lock:
-                self.bad[piece.name] = error
+                self.bad |= dict.fromkeys([piece.name, *blamed], error)
 
     def settle(self) -> None:
         """Tell the catalog what could not be read. Raises as it does."""

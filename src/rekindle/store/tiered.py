@@ -22,6 +22,7 @@ from rekindle.core.size import parse_limit
 from rekindle.errors import InvalidSetting
 from rekindle.index.prefix import Match, Piece, continuation, search
 from rekindle.store import anchor_rows, app_rows, catalog, history, purge
+from rekindle.store.anchor_rows import coded_pieces
 from rekindle.store.anchors import Anchor
 from rekindle.store.app_rows import AppUse, Place
 from rekindle.store.disk import DiskStore, Machine, Written
@@ -70,11 +71,10 @@ class TieredStore:
 
         def look(rows: catalog.View) -> Match:
             match = search(rows, root, data)
-            codings = anchor_rows.codings(rows.connection, [piece.extent for piece in match.pieces])
-            if not codings:
+            if not match.pieces:
                 return match
-            pieces = [replace(piece, coding=codings.get(piece.extent, "raw")) for piece in match.pieces]
-            return replace(match, pieces=tuple(pieces))
+            codings = anchor_rows.codings(rows.connection, [piece.extent for piece in match.pieces])
+            return replace(match, pieces=coded_pieces(match.pieces, codings)) if codings else match
 
         return self._viewing(shelf, look, Match(root, data, (), ()))
 
@@ -161,13 +161,20 @@ class TieredStore:
         return self._failures.writing(admit, lambda _: None)
 
     def keep(
-        self, shelf: Shelf, tokens: Sequence[int], kv: Kv, *, evict: bool = True, app: Asker | None = None
+        self,
+        shelf: Shelf,
+        tokens: Sequence[int],
+        kv: Kv,
+        *,
+        evict: bool = True,
+        app: Asker | None = None,
+        lossy: bool = False,
     ) -> Kept:
         """Keep KV whose span is what `gap` said of the same tokens, or begins at an earlier block.
 
         `tokens` may go on behind the span. The arrays are the store's from now on: it may hold them in memory.
         Returns when it is on disk and visible to every process. Without `evict` it is refused where others would have
-        to go for it. `app` is whose it is.
+        to go for it. `app` is whose it is. `lossy`: it had been quantized before.
         """
         data = token_bytes(tokens[: kv.span.stop])
         if kv.span.start % BLOCK_TOKENS or len(kv.span) == 0 or kv.layout != shelf.layout:
@@ -190,7 +197,9 @@ class TieredStore:
                 part = kv if span == kv.span else _part(kv, span)
                 to_here = data[: span.stop * TOKEN_BYTES]
                 stands_on = anchor if span.start == gap.start else None
-                write_it = partial(self.disk.keep, shelf, match.root, to_here, part, evict=evict, app=app, coder=coder)
+                write_it = partial(
+                    self.disk.keep, shelf, match.root, to_here, part, evict=evict, app=app, coder=coder, lossy=lossy
+                )
                 try:
                     written = write_it(anchor=stands_on)
                 except Refused:
@@ -209,7 +218,7 @@ class TieredStore:
 
     def _hold(self, written: Written, kv: Kv, part: Kv) -> None:
         """Hold what was just written in memory too, unless it comes back from disk as something else."""
-        if written.header.plan.coded_as != "near" and self.memory.fits(len(part.span) * part.layout.token_bytes):
+        if written.coding != "near" and self.memory.fits(len(part.span) * part.layout.token_bytes):
             held = kv.layers if part is kv else _copied(part)
             self.memory.put(written.header.plan.name, HeldExtent(written.header, held))
 

@@ -21,7 +21,7 @@ from rekindle.core.kv import Kv, Span
 from rekindle.errors import InvalidSetting
 from rekindle.index.chunks import Seat, locate, seat
 from rekindle.index.prefix import Piece
-from rekindle.store import catalog, variant_rows
+from rekindle.store import anchor_rows, catalog, variant_rows
 from rekindle.store.disk import DiskStore
 from rekindle.store.failures import Failures, Kept
 from rekindle.store.feed import Source, StoredFeed
@@ -49,7 +49,7 @@ class KnownVariant:
     id: int
     variant: Variant
     frequency: float
-    tier: Literal["memory", "disk"]
+    tier: Literal["memory", "disk", "coded"]
     size_bytes: int
     loose: bool
     shelf: str
@@ -240,11 +240,12 @@ class Variants:
             if shift := row.variant.span.start - row.seat.span.start:
                 pieces = tuple(_moved(piece, shift) for piece in pieces)
             held = all(self._memory.holds(piece.name) for piece in pieces)
+            coded = not held and bool(anchor_rows.codings(view.connection, [piece.extent for piece in pieces]))
             yield KnownVariant(
                 id=id,
                 variant=row.variant,
                 frequency=row.frequency,
-                tier="memory" if held else "disk",
+                tier="memory" if held else "coded" if coded else "disk",
                 size_bytes=len(row.variant.span) * size_bytes,
                 loose=side.loose,
                 shelf=side.digest,
