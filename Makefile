@@ -13,7 +13,7 @@ LLAMA_WHEEL = $(firstword $(wildcard $(WHEELS)/llama_cpp_python-$(lastword $(sub
 LLAMA_FLAGS := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 LLAMA_STAMP := $(VENV)/.llamacpp
 
-.PHONY: help setup clients llamacpp test-llamacpp engines demo test quick lint bench numbers reference soak soak-server clean
+.PHONY: help setup clients llamacpp test-llamacpp engines demo test test-long quick lint bench numbers reference soak soak-server clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -30,11 +30,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## the main job, as far as it exists, on the embedded model
 	@$(BIN)/python tools/demo.py
 
-test: setup lint  ## lint, types, layers, all tests (those of llama.cpp where it is at hand)
+test: setup lint  ## lint, types, layers, tests (those of llama.cpp where it is at hand)
 	@if [ -n "$(LLAMA_WHEEL)" ]; then $(MAKE) --no-print-directory llamacpp; \
 	else echo "llama.cpp: its tests are not run, because it is not built here (make test-llamacpp builds it)"; fi
 	@$(MAKE) --no-print-directory clients || echo "LangChain and LlamaIndex do not install here: their examples are not run"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive and not long"
+
+test-long: setup  ## what takes too long for every change: sweeps over every call that can fail, benches on the real model
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "exhaustive or long"
 
 # LlamaIndex's OpenAI client does not go together with our transformers and openai: the clients have an environment of
 # their own, and talk to the server only. The frameworks themselves are in ours, for the adapters.
@@ -60,7 +63,7 @@ test-llamacpp: setup llamacpp  ## the tests of the llama.cpp engine, and every l
 	@$(BIN)/python -m pytest -m llamacpp
 
 quick: $(STAMP)  ## the fast inner loop: tiny models only, under two minutes
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not real and not docs and not storm and not exhaustive and not thorough"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not real and not docs and not storm and not exhaustive and not thorough and not long"
 
 soak: $(STAMP)  ## 10,000 kills and a ten-minute storm in one cache folder
 	@SOAK_KILLS=10000 SOAK_SECONDS=600 $(BIN)/python -m pytest -q -s -m storm tests/faults/test_crash.py

@@ -215,6 +215,7 @@ def test_importing_loads_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
 
 
+@pytest.mark.long
 def test_bench_engine_prints_its_fields(tiny_folder: Path, tmp_path: Path) -> None:
     """On a model too small to say anything about speed: the fields, the plot, the data, nothing else on stdout."""
     from tests.tiny import tiny_model

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from rekindle.bench import adapter_quality
 from rekindle.cli import app
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.long]
 
 MODES = {"peft", "prefix", "delta", "utility", "ours", "exact", "mobilora"}
 ROW = {"scenario", "mode", "mean_ttft_s", "hit_share", "peak_bytes", "limit_bytes"}

@@ -13,7 +13,7 @@ from rekindle.bench import chunk_calibrate, chunk_endurance, chunk_streams
 from rekindle.bench.contexts import contexts_of
 from rekindle.cli import app
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.long]
 
 ROW = {"mode", "recomputed", "computed_share", "rouge_l", "kl", "top1", "f1", "ttft_s", "ttft_vs_none"}
 ROW |= {"ttft_vs_prefix", "computed_tokens", "fallbacks", "budget"}

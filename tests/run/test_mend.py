@@ -228,7 +228,7 @@ def test_any_mixture_of_levels_leaves_only_exact_kv_behind(tmp_path: Path, seed:
     assert wanderer.levels == {"exact", "approximate"}
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_the_same_for_long_and_with_other_menders(tmp_path: Path, seed: int) -> None:
     ways: list[dict[str, Any]] = [{"mender": "deviation"}, {"mender": "cache-craft"}, {"memory_limit": "0"}, {}]

@@ -172,9 +172,9 @@ def _fields(endpoint: Endpoint) -> dict[str, Any]:
 def test_a_value_that_the_schema_does_not_allow_is_refused_and_the_field_named(url: str, endpoint: Endpoint) -> None:
     components, path = document(ENDPOINTS)["components"], endpoint.path.replace("{id}", "an-app")
     with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as client:
-        for name, schema in _fields(endpoint).items():
+        for number, (name, schema) in enumerate(_fields(endpoint).items()):
             valid = jsonschema_rs.validator_for({**schema, "components": components})
-            for value in VALUES:
+            for value in VALUES[number % 2 :: 2]:  # every value meets every second field
                 body = {**BASE[endpoint.path], name: value}
                 got = client.request(endpoint.method, path, json=body)
                 answer = Answer(got.status_code, dict(got.headers), got.content)

@@ -39,7 +39,7 @@ from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
 from rekindle.models.adapters import KnownAdapter
 
-REQUESTS, QUICK_REQUESTS = 24, 6  # that are measured, in each scenario
+REQUESTS, QUICK_REQUESTS = 12, 6  # that are measured, in each scenario
 FILLING = 0.5  # of as many: so many come before them
 QUICK_SCENARIOS, QUICK_CONTEXTS = 1, 2
 ALL_MODES = ("S1", "S4")  # the scenarios in which every mode is measured: few adapters, and many

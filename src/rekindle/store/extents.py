@@ -100,7 +100,10 @@ class ExtentFiles:
         """What a part of an extent stands on, checked to hold the same tokens in the same place, on the right shelf."""
         if plan.coding is not None and plan.coding.anchor != file.shelf:
             raise Damaged("what it is a difference from is on another shelf")
-        extent = self._open(file.row, file.shelf, fresh)
+        try:
+            extent = self._open(file.row, file.shelf, fresh)
+        except Damaged as error:
+            raise Damaged(str(error), file.row.name) from error
         own = extent.header.plan
         tokens = plan.tokens[file.at * BLOCK_BYTES : (file.at + file.blocks) * BLOCK_BYTES]
         start = file.place * BLOCK_BYTES
