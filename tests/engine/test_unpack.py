@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from rekindle.bench import delta_shape, shapes
 from rekindle.bench.base import BenchOptions
 from rekindle.codec.bits import BitPlan, LayerBits
-from rekindle.codec.coder import Coder, decode
+from rekindle.codec.coder import SAME_LAYER, Coder, decode
 from rekindle.codec.numbers import FLOAT_TYPES, narrow
 from rekindle.codec.quantized import open_groups
 from rekindle.core.kv import KvType, LayerKv, Span
 from rekindle.engine import unpack as module
 from rekindle.engine.sequence import TORCH_TYPE, raw_view
-from rekindle.engine.unpack import SAME_LAYER, LayerTensors, can_unpack, unpack
+from rekindle.engine.unpack import LayerTensors, can_unpack, unpack
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda", 0), marks=CUDA)]

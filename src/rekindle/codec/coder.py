@@ -15,14 +15,13 @@ from typing import Literal
 
 import numpy as np
 
-from rekindle.codec import mobilora, quantized
+from rekindle.codec import delta, mobilora, quantized
 from rekindle.codec.bits import BitPlan
 from rekindle.codec.delta import check_alike, decode_exact, decode_near, encode_exact, encode_near
 from rekindle.core.kv import KvType, LayerKv, Span
 
 Named = Literal["exact", "mobilora"]
-_SAME = b"RKs1"
-_EXACT, _MOBILORA, _QUANTIZED = b"RKx1", b"RKm1", b"RKq1"
+SAME_LAYER = b"RKs1"  # in place of a layer that is the anchor's own
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,13 @@ class Coder:
         assert self.delta is not None, "there are no differences here"
         check_alike(kv, anchor, dtype)
         if _same_bits(kv, anchor):
-            return _SAME
+            return SAME_LAYER
         if self.delta == "exact":
             return encode_exact(kv, anchor, dtype)
         if self.delta == "mobilora":
             return mobilora.encode(kv, anchor, dtype)
         if self._is_kindred(layer, kv, anchor, dtype):
-            return _SAME
+            return SAME_LAYER
         if dtype == "uint8":  # an engine's own quantized bytes have no smaller steps
             return encode_exact(kv, anchor, dtype)
         return encode_near(kv, anchor, dtype, self.delta.layers[layer])
@@ -103,15 +102,15 @@ def decode(data: bytes, dtype: KvType, anchor: LayerKv | None, span: Span | None
     Raises `ValueError` for damaged bytes, and for an anchor that is missing or cannot be theirs.
     """
     kind = data[:4]
-    if kind == _QUANTIZED and anchor is None:
+    if kind == quantized.MAGIC and anchor is None:
         return quantized.decode(data, span)
     if anchor is None:
         raise ValueError("a difference needs its anchor")
-    if data == _SAME:
+    if data == SAME_LAYER:
         return anchor
-    if kind == _EXACT:
+    if kind == delta.MAGIC:
         return decode_exact(data, anchor, dtype, span)
-    if kind == _MOBILORA:
+    if kind == mobilora.MAGIC:
         return mobilora.decode(data, anchor, dtype, span)
     return decode_near(data, anchor, span)
 

@@ -21,7 +21,7 @@ from rekindle.codec.planes import Planes, fold, read, unfold, write
 from rekindle.codec.quantized import Numbers, assemble, decode_numbers, describe, encode_numbers
 from rekindle.core.kv import KvType, LayerKv, LayerShape, Span
 
-_EXACT = b"RKx1"
+MAGIC = b"RKx1"
 
 
 def encode_exact(kv: LayerKv, anchor: LayerKv, dtype: KvType) -> bytes:
@@ -34,7 +34,7 @@ def encode_exact(kv: LayerKv, anchor: LayerKv, dtype: KvType) -> bytes:
         fold(_ordered(mine, dtype) - _ordered(theirs, dtype))
         for mine, theirs in ((kv.keys, anchor.keys), (kv.values, anchor.values))
     )
-    return write(_EXACT, Planes(keys, values))
+    return write(MAGIC, Planes(keys, values))
 
 
 def decode_exact(data: bytes, anchor: LayerKv, dtype: KvType, span: Span | None = None) -> LayerKv:
@@ -43,7 +43,7 @@ def decode_exact(data: bytes, anchor: LayerKv, dtype: KvType, span: Span | None 
     Raises `ValueError` for damaged bytes and for an anchor of another shape, type or number of tokens.
     """
     check_alike(anchor, anchor, dtype)
-    folded = read(_EXACT, data, shape_of(anchor), np.dtype(f"u{carrier(dtype).itemsize}"), span)
+    folded = read(MAGIC, data, shape_of(anchor), np.dtype(f"u{carrier(dtype).itemsize}"), span)
     if folded.keys.shape[1] != anchor.keys.shape[1]:
         raise ValueError(f"the anchor has {anchor.keys.shape[1]} tokens, the difference {folded.keys.shape[1]}")
     keys, values = (

@@ -20,7 +20,7 @@ from rekindle.core.kv import KvType, LayerKv, Span
 
 BOUNDS = (1e-4, 1e-3, 1e-2)
 HIGH_SIMILARITY, MODERATE_SIMILARITY = 0.975, 0.85
-_MAGIC = b"RKm1"
+MAGIC = b"RKm1"
 _STEPS = 2 * np.log1p(np.array(BOUNDS))
 
 
@@ -40,7 +40,7 @@ def encode(kv: LayerKv, anchor: LayerKv, dtype: KvType) -> bytes:
             raise ValueError("KV with NaN, infinity or huge numbers has no bounded difference: keep it raw")
         halves.append(fold(codes.astype(np.int32)))
         classes.append(kind)
-    return write(_MAGIC, Planes(halves[0], halves[1], np.stack(classes).tobytes()))
+    return write(MAGIC, Planes(halves[0], halves[1], np.stack(classes).tobytes()))
 
 
 def decode(data: bytes, anchor: LayerKv, dtype: KvType, span: Span | None = None) -> LayerKv:
@@ -51,7 +51,7 @@ def decode(data: bytes, anchor: LayerKv, dtype: KvType, span: Span | None = None
     if dtype == "uint8":
         return decode_exact(data, anchor, dtype, span)
     check_alike(anchor, anchor, dtype)
-    planes = read(_MAGIC, data, shape_of(anchor), np.dtype(np.uint32), span)
+    planes = read(MAGIC, data, shape_of(anchor), np.dtype(np.uint32), span)
     tokens, rest = divmod(len(planes.extra), 2)
     classes = np.frombuffer(planes.extra, np.uint8)
     wanted = Span(0, tokens) if span is None else span

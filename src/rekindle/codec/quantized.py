@@ -33,7 +33,7 @@ PRESETS = {"q8": 8.0, "q5": 5.0, "q4": 4.0, "q3": 3.0, "q2": 2.0}
 
 Kind = Literal["whole", "difference"]
 _KINDS: tuple[Kind, Kind] = ("whole", "difference")
-_MAGIC = b"RKq1"
+MAGIC = b"RKq1"
 _HEADER = struct.Struct("<4sBBHIIIII")
 _SIZES = np.dtype([("bytes", "<u4", 2), ("strays", "<u4", 2), ("per_byte", "u1", 2)])  # of keys and values
 _SIDE_TYPE = np.dtype("<i2")
@@ -142,7 +142,7 @@ def describe(data: bytes) -> Coded:
     if len(data) < _HEADER.size:
         raise ValueError("not quantized KV: too short")
     magic, kind, dtype, heads, tokens, key_dim, value_dim, group_tokens, _ = _HEADER.unpack_from(data)
-    if magic != _MAGIC or kind >= len(_KINDS) or dtype >= len(FLOAT_TYPES) or group_tokens == 0:
+    if magic != MAGIC or kind >= len(_KINDS) or dtype >= len(FLOAT_TYPES) or group_tokens == 0:
         raise ValueError("not quantized KV: its header is unknown")
     if 0 in (heads, key_dim, value_dim):
         raise ValueError("not quantized KV: it has no numbers")
@@ -174,7 +174,7 @@ def encode_numbers(numbers: Numbers, dtype: KvType, kind: Kind, bits: LayerBits)
         side += [np.array([snapped[1].centre_exponent], np.int16), *(half.strays for half in packed)]
     aside = squeeze(_planes(np.concatenate(side) if side else np.zeros(0, np.int16)))
     header = _HEADER.pack(
-        _MAGIC,
+        MAGIC,
         _KINDS.index(kind),
         FLOAT_TYPES.index(dtype),
         shape.kv_heads,

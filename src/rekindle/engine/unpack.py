@@ -26,15 +26,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rekindle.codec import quantized
+from rekindle.codec.coder import SAME_LAYER
 from rekindle.codec.codes import TABLES, check_frame, expand_into
 from rekindle.codec.lattice import steps_of
 from rekindle.codec.quantized import Coded, Kind, describe, places_of
 from rekindle.core.kv import LayerKv, Span
 from rekindle.engine.pile import Pile, pile_of
 from rekindle.engine.sequence import TORCH_TYPE
-
-SAME_LAYER = b"RKs1"  # what `codec/coder` writes for a layer that is the anchor's own
-_QUANTIZED = b"RKq1"
 
 _BATCH_NUMBERS = 1 << 25  # restored at a time: each takes some 20 bytes on the device until it is done
 _MOST_THREADS = 16
@@ -55,7 +54,7 @@ AnchorKv = LayerTensors | LayerKv
 
 def can_unpack(layers: Sequence[bytes]) -> bool:
     """Whether all layers are coded in a way that is known here: quantized, or the anchor's own."""
-    return all(data[:4] == _QUANTIZED or data == SAME_LAYER for data in layers)
+    return all(data[:4] == quantized.MAGIC or data == SAME_LAYER for data in layers)
 
 
 def default_threads() -> int:
@@ -120,7 +119,7 @@ def cut_batches(
 
 def _describe(data: bytes, anchor: AnchorKv | None) -> Coded | None:
     """What is coded; None for the anchor's own layer."""
-    if data[:4] == _QUANTIZED:
+    if data[:4] == quantized.MAGIC:
         return describe(data)
     if anchor is None:
         raise ValueError("a difference needs its anchor")
