@@ -211,7 +211,7 @@ def measure_adapters(console: Console, folder: Path) -> tuple[str, list[Line]]:
     told = (
         f"[bold]Adapters[/bold]: the KV of one prompt under the model and {len(ADAPTERS)} adapters takes "
         f"{raw / 1e6:.0f} MB raw, {taken[0] / 1e6:.0f} MB\nas kept without loss, {taken[1] / 1e6:.1f} MB under "
-        "reuse='near', where a text may differ in rare cases."
+        "reuse='near',\nwhere the numbers are nearly the same, and a text may take another turn."
     )
     return told, lines
 
