@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -23,6 +23,8 @@ from rekindle.core.plan import Tier
 
 _MEASUREMENTS = 48  # the last so many of each kind
 _FADE = 0.97  # each is worth this share of the next newer one
+_HOPE = 0.7  # each time a load was refused, the next is expected to take this share of what is known
+_CHANGED = 2.0  # a load that takes so many times less than it should says that what was known is old
 _NO_DOUBT, _DOUBT = 0.999, 0.5  # how much less error another answer must have
 
 
@@ -57,6 +59,7 @@ class Costs:
         self._lock = threading.Lock()
         self._kinds: dict[str, deque[tuple[float, ...]]] = {}
         self._rates: Rates | None = None
+        self._refusals: dict[str, int] = {}  # of loads by tier, since the last one
         for name, width in (("compute", 4), ("memory", 3), ("disk", 3), ("coded", 3)):
             known = remembered.get(name) if isinstance(remembered, dict) else None
             self._kinds[name] = deque(_sound(known, width), maxlen=_MEASUREMENTS)
@@ -67,7 +70,22 @@ class Costs:
 
     def loaded(self, tier: Tier, size_bytes: int, seconds: float) -> None:
         """So many bytes took so long to bring."""
+        with self._lock:
+            known = fit(self._kinds[tier]) if self._refusals.get(tier) else ()
+            if known and _sum(known, (1.0, float(size_bytes))) > _CHANGED * seconds:
+                self._kinds[tier].clear()  # a machine that was busy then is not now
+            self._refusals[tier] = 0
         self._add(tier, (1.0, float(size_bytes), seconds))
+
+    def refused(self, tiers: Iterable[Tier]) -> None:
+        """What is known there was not loaded, because computing seemed sooner.
+
+        What is never tried is never measured again: with every refusal the next try becomes likelier.
+        """
+        with self._lock:
+            for tier in tiers:
+                self._refusals[tier] = self._refusals.get(tier, 0) + 1
+                self._rates = None
 
     @property
     def rates(self) -> Rates:
@@ -76,7 +94,11 @@ class Costs:
             if self._rates is None:
                 tiers: tuple[Tier, ...] = ("memory", "disk", "coded")
                 fitted = {tier: fit(self._kinds[tier]) for tier in tiers}
-                load = {tier: rates for tier, rates in fitted.items() if rates}
+                load = {
+                    tier: tuple(rate * _HOPE ** self._refusals.get(tier, 0) for rate in rates)
+                    for tier, rates in fitted.items()
+                    if rates
+                }
                 self._rates = Rates(fit(self._kinds["compute"]), load)
             return self._rates
 

@@ -36,7 +36,7 @@ from rekindle.run.explain import Explainer, Prompt
 from rekindle.run.flight import Flights
 from rekindle.run.folder import open_store
 from rekindle.run.keep import Guard, Job, Keeper
-from rekindle.run.known import Known, spared, why_missed
+from rekindle.run.known import Known, refused_tiers, spared, why_missed
 from rekindle.run.mend import MendFeeds, Mending
 from rekindle.run.notes import Note, Stayed, WasAsked
 from rekindle.run.patience import Late, NoAnswer, Patience
@@ -182,6 +182,7 @@ class PrefixCache:
         context.passing, context.flight, context.guard = known.off, known.flight, known.guard
         context.prompt_tokens, context.asker = len(known.tokens), known.asker
         context.stored_tokens = max(known.stored_tokens, context.stored_tokens)
+        self.costs.refused(refused_tiers(known, plan, self.cut))
         work = self._prefill(context, known, cancelled)
         if known.passages is not None:
             return self._with_passages(work, context, known, known.passages, plan)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rekindle.core.app import Asker
 from rekindle.core.keys import Shelf
 from rekindle.core.kv import Span
-from rekindle.core.plan import Plan
+from rekindle.core.plan import Plan, Tier
 from rekindle.core.reply import ChunkReuse, Reuse
 from rekindle.reuse.lookup import Matches
 from rekindle.reuse.mending import Mender, expected_anew
@@ -104,6 +104,13 @@ def why_missed(known: Known, plan: Plan, cut: Cut, lost: str | None) -> str | No
     if plan.reused == last:
         return None
     return "differs" if known.matches.length else "unknown"
+
+
+def refused_tiers(known: Known, plan: Plan, cut: Cut) -> set[Tier]:
+    """Where something is known that a plan does not load, because computing is expected to be sooner."""
+    if known.off or why_missed(known, plan, cut, None) != "slower":
+        return set()
+    return {found.tier for found in known.matches.stored if found.span.stop > plan.reused}
 
 
 def _chunks(known: Known, plan: Plan) -> tuple[ChunkReuse, ...]:
