@@ -62,6 +62,13 @@ def own_home(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared machine may be slow: only tests of deadlines have any."""
+    monkeypatch.setattr("rekindle.run.cache.LOOKUP_SECONDS", 120.0)
+    monkeypatch.setattr("rekindle.run.cache.LOAD_SECONDS", 120.0)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """One thread for tiny models: several only wait for each other, ten times longer where others work too."""

@@ -113,8 +113,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
         # What these sessions measure is not what this machine's own sessions should remember.
         patch.setattr("rekindle.run.costs.home_folder", lambda: tmp_path_factory.mktemp("home"))
-        patch.setattr("rekindle.run.cache.LOOKUP_SECONDS", 60.0)
-        patch.setattr("rekindle.run.cache.LOAD_SECONDS", 60.0)
         with Session("smollm2", dtype="float32", device="cpu", cache="off") as session:
             yield session.engine
 

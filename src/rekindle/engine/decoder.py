@@ -24,6 +24,7 @@ from rekindle.core.kv import KvLayout, KvType, LayerShape
 from rekindle.engine.attention import Scores
 from rekindle.engine.layers import LayerLoop, StepPass
 from rekindle.engine.lora import Adapters, Portions
+from rekindle.engine.onednn import steady
 from rekindle.engine.rope import Rope
 from rekindle.engine.turn import SURVEY_SHIFT, Turner
 from rekindle.errors import UnsupportedModel
@@ -132,8 +133,8 @@ class Decoder:
             raise self._unsupported("its layers were not found")
         self._stage = _Stage()
         linears = {name: module for name, module in self._twin.named_modules() if isinstance(module, nn.Linear)}
+        self.device, self._dtype = model.device, model.dtype
         survey = self._survey(self._twin, len(getattr(base, layers)))
-        self.device = model.device
         self.layout = KvLayout(self._kv_type(survey), tuple(survey.shapes[i] for i in sorted(survey.shapes)))
         self.rope = Rope(getattr(base, "rotary_emb", None), self.config)
         keys = [survey.keys.pop(i) for i in sorted(survey.keys)]
@@ -151,7 +152,7 @@ class Decoder:
         """Compute a pass: logits `[wanted, vocabulary]`."""
         self._loop.current = step
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), steady(self.device, self._dtype):
                 output = self._twin(input_ids=step.tokens, position_ids=step.positions, use_cache=False)
         finally:
             self._loop.current = None
@@ -175,7 +176,7 @@ class Decoder:
         for module in twin.modules():
             module.__dict__["rekindle_stage"] = self._stage
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), steady(self.device, self._dtype):
                 places = torch.tensor([[place + i for i in range(len(_SURVEY_TOKENS))] for place in (0, SURVEY_SHIFT)])
                 tokens = torch.tensor([_SURVEY_TOKENS] * len(places), device=twin.device)
                 twin(input_ids=tokens, position_ids=places.to(twin.device), use_cache=False)

@@ -22,6 +22,7 @@ from rekindle.engine.decoder import TESTED_FAMILIES, Decoder, refusal
 from rekindle.engine.device import Placement
 from rekindle.engine.lanes import Pass, own_sequence
 from rekindle.engine.lora import same_layers
+from rekindle.engine.onednn import steady
 from rekindle.engine.replay import Recorder
 from rekindle.engine.rows import CheckedRow, check_rows
 from rekindle.engine.sample import Sampler
@@ -239,7 +240,7 @@ class HfEngine:
         """A family that no test knows must give the model's own logits, whole and in pieces, or is refused."""
         decoder = self._live()
         tokens = [i % decoder.vocabulary_size for i in range(3, 3 + _CHECK_TOKENS)]
-        with torch.inference_mode():
+        with torch.inference_mode(), steady(decoder.device, self.model.dtype):
             expected = self.model(torch.tensor([tokens], device=decoder.device), use_cache=False).logits[0]
         half = _CHECK_TOKENS // 2
         whole, cut = (self.open(_CHECK_TOKENS, self.regime(_CHECK_TOKENS)) for _ in range(2))
