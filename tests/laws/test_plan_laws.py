@@ -336,6 +336,14 @@ def test_one_measurement_scales_with_the_tokens(count: int, taken: float) -> Non
     assert costs.rates.compute_seconds(Span(0, 2 * count)) == pytest.approx(2 * taken)
 
 
+def test_a_tiny_load_says_nothing_of_what_a_large_one_takes() -> None:
+    costs = Costs()
+    costs.loaded("coded", 92_160, 0.14)  # the first one: most of it is getting ready
+    assert costs.rates.load_seconds("coded", 20_000_000) == pytest.approx(0.14)
+    costs.loaded("coded", 20_000_000, 0.2)
+    assert costs.rates.load_seconds("coded", 40_000_000) == pytest.approx(0.26, rel=0.1)
+
+
 def test_new_measurements_win_over_old_ones() -> None:
     costs = Costs()
     for _ in range(48):

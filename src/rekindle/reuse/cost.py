@@ -23,6 +23,7 @@ from rekindle.core.plan import Tier
 
 _MEASUREMENTS = 48  # the last so many of each kind
 _FADE = 0.97  # each is worth this share of the next newer one
+_TELLING_BYTES = 1 << 20  # what takes time to bring less is not its size
 _HOPE = 0.7  # each time a load was refused, the next is expected to take this share of what is known
 _CHANGED = 2.0  # a load that takes so many times less than it should says that what was known is old
 _NO_DOUBT, _DOUBT = 0.999, 0.5  # how much less error another answer must have
@@ -71,7 +72,7 @@ class Costs:
     def loaded(self, tier: Tier, size_bytes: int, seconds: float) -> None:
         """So many bytes took so long to bring."""
         with self._lock:
-            known = fit(self._kinds[tier]) if self._refusals.get(tier) else ()
+            known = fit_load(self._kinds[tier]) if self._refusals.get(tier) else ()
             if known and _sum(known, (1.0, float(size_bytes))) > _CHANGED * seconds:
                 self._kinds[tier].clear()  # a machine that was busy then is not now
             self._refusals[tier] = 0
@@ -93,7 +94,7 @@ class Costs:
         with self._lock:
             if self._rates is None:
                 tiers: tuple[Tier, ...] = ("memory", "disk", "coded")
-                fitted = {tier: fit(self._kinds[tier]) for tier in tiers}
+                fitted = {tier: fit_load(self._kinds[tier]) for tier in tiers}
                 load = {
                     tier: tuple(rate * _HOPE ** self._refusals.get(tier, 0) for rate in rates)
                     for tier, rates in fitted.items()
@@ -141,6 +142,13 @@ def fit(measurements: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
                 coefficients[list(chosen)] = found
                 best = error, tuple(coefficients.tolist())
     return best[1] if best is not None else ()
+
+
+def fit_load(measurements: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """The same for loads. As long as all were tiny, nothing is known of what bytes cost: more is worth a try."""
+    if measurements and all(row[1] < _TELLING_BYTES for row in measurements):
+        return (fit([(1.0, row[-1]) for row in measurements])[0], 0.0)
+    return fit(measurements)
 
 
 def _work(span: Span) -> tuple[float, float, float]:
