@@ -28,8 +28,8 @@ THOROUGH = frozenset(
     """
     cli/test_bench_serve.py cli/test_commands.py cli/test_serve.py engine/llamacpp/test_checkpoints.py
     engine/llamacpp/test_closed.py engine/llamacpp/test_files.py engine/test_constrain.py faults/test_catalog.py
-    faults/test_purge.py integrate/test_attach.py run/test_keep_alive.py server/test_admin.py server/test_chat.py
-    server/test_completions.py server/test_guard.py server/test_knowledge.py server/test_line.py
+    faults/test_purge.py integrate/test_attach.py run/test_idle.py run/test_keep_alive.py server/test_admin.py
+    server/test_chat.py server/test_completions.py server/test_guard.py server/test_knowledge.py server/test_line.py
     """.split()  # noqa: SIM905
 )
 

@@ -29,6 +29,7 @@ NEW_TOKENS = 16
 RULES_WORDS = 260
 QUESTIONS = ("Who brought the lamp?", "What is this text about?", "Name one object in it.")
 ASKED = 3
+ANSWER_TOKENS = 48
 ADAPTERS = ("list", "json", "pirate")
 LEVELS = ("exact", "near")
 CHANGED = ("Where does it happen?", "How many people are in it?")
@@ -172,6 +173,8 @@ def measure_answers(console: Console, folder: Path) -> tuple[str, list[Line]]:
             cold.add(answer(session, question), right["tokens"])
             again.add(answer(session, question), right["tokens"])
         shown = session.ask(asked[0], max_tokens=1)
+        status.update("asking again, with the earlier answers as drafts")
+        checked = check_again(session, asked)
     with console.status("a new process"):
         for reply, tokens in zip(
             run_part("asked again", {"folder": str(folder), "asked": asked}), expected, strict=True
@@ -181,7 +184,7 @@ def measure_answers(console: Console, folder: Path) -> tuple[str, list[Line]]:
     told = (
         f"[bold]Documents[/bold]: {done.added} ingested, {done.passages} passages, {done.seconds:.1f} s. "
         f"Each question quotes five, found in {shown.retrieve_seconds * 1e3:.0f} ms.\n"
-        f"  {asked[0]}\n  \\[1] {source.title}: {' '.join(source.text.split())[:200]} ..."
+        f"  {asked[0]}\n  \\[1] {source.title}: {' '.join(source.text.split())[:200]} ...\n{checked}"
     )
     return told, lines
 
@@ -240,6 +243,29 @@ def answer(session: Session, question: str, **options: Any) -> dict[str, Any]:
     found = session.ask(question, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, **options)
     seconds, cached = found.timings.first_token_seconds, found.usage.cached_tokens
     return {"seconds": seconds, "cached": cached, "tokens": list(found.tokens)}
+
+
+def check_again(session: Session, asked: list[str]) -> str:
+    """Whole answers, written again and checked against the earlier ones: in words. The texts must be equal."""
+    took: dict[str, list[float]] = {"off": [], "verified": []}
+    foreseen = 0
+    for question in asked:
+        texts = []
+        for way in ("verified", "off", "verified"):  # the first time it is only kept
+            session.flush()
+            started = time.perf_counter()
+            found = session.ask(question, max_tokens=ANSWER_TOKENS, min_tokens=ANSWER_TOKENS, answers=way)
+            took[way].append(time.perf_counter() - started)
+            texts.append(found.text)
+        foreseen += found.usage.drafted_tokens
+        if len(set(texts)) != 1:
+            sys.exit("A checked answer is not what the model writes: this should never happen. Please report it.")
+    written, checked = statistics.median(took["off"]), statistics.median(took["verified"][1::2])
+    share = foreseen / (ANSWER_TOKENS * len(asked))
+    return (
+        f"Whole answers of {ANSWER_TOKENS} tokens, asked again: {written:.2f} s, checked against the earlier one "
+        f"(answers=verified) {checked:.2f} s; {share:.0%} of the tokens foreseen, the same text."
+    )
 
 
 def ask_again(task: dict[str, Any]) -> list[dict[str, Any]]:

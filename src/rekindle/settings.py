@@ -97,6 +97,29 @@ class Settings:
         "near all of it quantized, with the bits that were calibrated for the model), raw (never), q8, q5, q4, q3 "
         "(under near: about so many bits a number), mobilora (under near: differences as published).",
     )
+    answers: Literal["off", "verified", "direct"] = _setting(
+        "off",
+        "Whether earlier answers help with new ones: off, verified (as drafts that the model checks: the text is what "
+        "it would have written anyway), direct (the stored answer to nearly the same question is given at once; the "
+        "reply says so). Questions and answers are then kept with the documents.",
+    )
+    similarity_threshold: float = _setting(
+        0.85,
+        "answers=direct: how near a question must be to an earlier one (cosine); beside that, nothing in the two may "
+        "differ that matters (see the guard).",
+    )
+    answers_verifier: bool = _setting(
+        False, "answers=direct: ask the model, too, whether the two questions are the same; better with a larger one."
+    )
+    scheduler_threshold: float = _setting(
+        0.9,
+        "From this similarity_threshold on, questions that are foreseen when idle are only read by the model (KV); "
+        "below it they are answered too.",
+    )
+    answers_limit: str = _setting("100MB", "How much stored questions and answers take on disk: bytes, or 100MB.")
+    answers_policy: Literal["utility", "lfu"] = _setting(
+        "utility", "Which stored answers go first: utility (by what they save), lfu (least used, as published)."
+    )
     mender: str = _setting(
         "rekindle",
         "How passages are mended under approximate: rekindle, leading, or a published way to compare with: "
@@ -173,6 +196,12 @@ class CacheSettings(TypedDict, total=False):
     cache: str | os.PathLike[str] | None
     reuse: Literal["exact", "near", "approximate", "off"] | None
     codec: Literal["auto", "raw", "q8", "q5", "q4", "q3", "mobilora"] | None
+    answers: Literal["off", "verified", "direct"] | None
+    similarity_threshold: float | None
+    answers_verifier: bool | None
+    scheduler_threshold: float | None
+    answers_limit: str | int | None
+    answers_policy: Literal["utility", "lfu"] | None
     mender: str | None
     mend_budget: float | None
     memory_limit: str | int | None
@@ -291,6 +320,7 @@ _PATHS = {
 _AMOUNTS = {  # a plain number stands for its text
     "memory_limit": "a size (512MB, 10%)",
     "disk_limit": "a size (20GB, 10%)",
+    "answers_limit": "a size (100MB)",
     "write_budget": "a size (10GB)",
     "ttl": "a time (12h, 7d)",
     "killed_ttl": "a time (30s, 5m)",
@@ -309,7 +339,7 @@ def _kind(name: str) -> _Kind:
         return _Kind(_read_bool, "true or false", optional)
     if hint is int or int in members:
         return _Kind(_read_int, "a whole number", optional)
-    if float in members:
+    if hint is float or float in members:
         return _Kind(_read_number, "a number", optional)
     if name in _PATHS:
         return _Kind(_read_path, _PATHS[name], optional)

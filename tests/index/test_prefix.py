@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
-from rekindle.core.keys import BLOCK_BYTES, Namespace, NodeKey, chain, token_bytes
+import pytest
+
+from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, Namespace, NodeKey, chain, token_bytes, token_ids
 from rekindle.core.kv import Span
-from rekindle.index.prefix import Match, Neighbour, Spot, search
+from rekindle.index.prefix import Match, Neighbour, Spot, following, search
 
 ROOT = Namespace("model").root
 
@@ -119,3 +122,96 @@ def test_inside_a_block_the_longest_shared_beginning_counts() -> None:
     assert match.length == 4 and match.pieces[0].extent in (1, 3)
     assert look(rows, [1, 2, 3, 4, 5]).gap() is None
     assert look(rows, [5]).pieces == () and look(rows, []).gap() is None
+
+
+# -- what follows a prompt
+
+
+def after(rows: Rows, tokens: list[int], most: int = 1000) -> list[int]:
+    match = look(rows, tokens)
+    assert match.length == len(tokens)
+    return list(token_ids(following(rows, match, most)))
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 64, 100])
+@pytest.mark.parametrize("total", [101, 128, 150, 160])
+def test_what_came_after_a_prompt_is_told_up_to_a_limit(count: int, total: int) -> None:
+    rows, tokens = Rows(), list(range(total))
+    rows.keep(1, tokens)
+    assert after(rows, tokens[:count]) == tokens[count:]
+    for most in (0, 1, 31, 32, 40):
+        assert after(rows, tokens[:count], most) == tokens[count : count + most]
+
+
+def test_nothing_follows_what_was_never_followed() -> None:
+    rows, tokens = Rows(), list(range(64))
+    rows.keep(1, tokens)
+    assert after(rows, tokens) == []
+    rows.keep(2, [*tokens[:50], 900])  # beside it, not behind
+    assert after(rows, tokens) == [] and after(rows, [*tokens[:50], 900]) == []
+
+
+def test_of_several_that_follow_one_is_told_whole() -> None:
+    rows, tokens = Rows(), list(range(40))
+    ways = [[*tokens, *range(start, start + 50)] for start in (300, 100, 200)]
+    for number, way in enumerate(ways):
+        rows.keep(number, way)
+    assert after(rows, tokens) in [way[40:] for way in ways]
+    assert after(rows, [*tokens, 100]) == ways[1][41:]
+
+
+def test_the_longest_of_those_that_go_on_alike_is_told() -> None:
+    """A reply that was cut off after some tokens, and the whole one: in whatever order they came."""
+    tokens = list(range(90))
+    for kept in ([45, 90], [90, 45], [42, 50, 60, 90], [64, 70, 90]):
+        rows = Rows()
+        for number, count in enumerate(kept):
+            rows.keep(number, tokens[:count])
+        for count in (32, 40, 42):
+            assert after(rows, tokens[:count]) == tokens[count:]
+
+
+def test_a_prompt_inside_a_block_is_followed_by_what_begins_like_it_only() -> None:
+    rows = Rows()
+    rows.keep(1, [5, 6, 7, 8])
+    rows.keep(2, [5, 6, 9])
+    assert after(rows, [5, 6, 7]) == [8] and after(rows, [5, 6]) in ([7, 8], [9])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_follows_is_always_something_that_was_kept(seed: int) -> None:
+    rng = random.Random(seed)
+    rows = Rows()
+    chats: list[list[int]] = []
+    for number in range(8):
+        old = rng.choice(chats) if chats and rng.random() < 0.8 else []
+        chat = [*old[: rng.randrange(len(old) + 1)], *(rng.randrange(4) for _ in range(rng.randrange(1, 90)))]
+        rows.keep(number, chat)
+        chats.append(chat)
+    for chat in chats:
+        prompt = chat[: rng.randrange(1, len(chat) + 1)]
+        told = after(rows, prompt)
+        assert any(other[: len(prompt) + len(told)] == [*prompt, *told] for other in chats)
+        assert told or any(other[: len(prompt)] == prompt for other in chats)
+
+
+@pytest.mark.parametrize("lie", [b"", b"\1", b"\1\0\0\0\2", token_bytes(list(range(32, 32 + BLOCK_TOKENS + 3)))])
+def test_children_that_cannot_be_are_no_reason_to_fail(lie: bytes) -> None:
+    rows, tokens = Rows(), list(range(32))
+    rows.keep(1, tokens)
+    match = look(rows, tokens)
+    rows.children[match.keys[-1]] = [Neighbour(Spot(1, 1), lie)]
+    told = following(rows, match, 1000)
+    assert len(told) % 4 == 0 and lie.startswith(told)
+
+
+def test_a_chain_that_hangs_on_itself_ends_at_the_limit() -> None:
+    rows, tokens = Rows(), list(range(32))
+    rows.keep(1, tokens)
+    match = look(rows, tokens)
+
+    def again(parent: NodeKey, given: bytes) -> list[Neighbour]:
+        return [Neighbour(Spot(1, 0), token_bytes(tokens))]
+
+    rows.neighbours = again  # type: ignore[method-assign]
+    assert len(following(rows, match, 1000)) == 4 * 1000

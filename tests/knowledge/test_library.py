@@ -416,13 +416,13 @@ from rekindle.knowledge import library as module
 from tests.knowledge.conftest import cut, library
 known = library(Path(sys.argv[1]))
 known.put([cut("stays", "walrus"), cut("old", "penguin one", "penguin two")], "e")
-added = module.add_document
+added = module.put_document
 def dies(connection, one):
     added(connection, one)
     if one.document.source == "last":
         connection.execute("PRAGMA cache_spill=ON")
         os.kill(os.getpid(), 9)
-module.add_document = dies
+module.put_document = dies
 known.put([cut("old", "puffin"), cut("new", *["puffin " * 500] * 200), cut("last", "gull")], "e")
 """
 

@@ -40,7 +40,7 @@ from rekindle.errors import InvalidSetting
 from rekindle.models.adapters import KnownAdapter
 
 REQUESTS, QUICK_REQUESTS = 12, 6  # that are measured, in each scenario
-FILLING = 0.5  # of as many: so many come before them
+FILLING = 1.0  # as many come before them: the caches are as full as they get in use
 QUICK_SCENARIOS, QUICK_CONTEXTS = 1, 2
 ALL_MODES = ("S1", "S4")  # the scenarios in which every mode is measured: few adapters, and many
 _MOST_TEXTS = 64  # of each kind that are put into tokens

@@ -34,6 +34,7 @@ class BenchOptions:
     calibrate: bool = False  # chunks: find the budget of a model, and keep it
     quality: float | None = None  # for this ROUGE-L to the full computation
     adapters: Path | None = None  # adapters: a folder of folders that PEFT saved
+    pairs: Path | None = None  # answers: labelled pairs of questions
 
     def rounds(self, full: int, quick: int = 3) -> int:
         """How often a measurement is repeated."""

@@ -1,7 +1,8 @@
 """Personal sets: what one person would have on a device, and what they ask about it.
 
 A folder with `corpus.jsonl` ({doc_id, user, title, text}) and `queries.jsonl` ({query, user, evidence_doc_ids, ...}),
-a folder of such folders, or the sample that the package ships.
+a folder of such folders, or the sample that the package ships. `revisits.jsonl` ({of, kind, query, answer}) has
+questions that come back in other words, and some that only look alike.
 """
 
 from __future__ import annotations
@@ -25,6 +26,17 @@ class Question:
     text: str
     evidence: frozenset[str]
     answer: str | None
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Revisit:
+    """A question that comes after another one: the same in other words, or one that only looks alike."""
+
+    of: str  # the id of the other one
+    text: str
+    answer: str | None
+    same: bool
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,7 @@ class Person:
     name: str
     documents: tuple[Document, ...]
     questions: tuple[Question, ...]
+    revisits: tuple[Revisit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,8 +85,16 @@ def _read(folder: Path, name: str) -> PersonalSet:
         documents[record.get("user", "")].append(Document(str(record["doc_id"]), str(record.get("title", "")), (text,)))
     for record in _records(folder / "queries.jsonl"):
         evidence = frozenset(map(str, record.get("evidence_doc_ids") or ()))
-        questions[record.get("user", "")].append(Question(str(record["query"]), evidence, record.get("answer")))
-    people = tuple(Person(user, tuple(found), tuple(questions[user])) for user, found in documents.items())
+        asked = Question(str(record["query"]), evidence, record.get("answer"), str(record.get("query_id", "")))
+        questions[record.get("user", "")].append(asked)
+    revisits: dict[str, list[Revisit]] = defaultdict(list)
+    for record in _records(folder / "revisits.jsonl") if (folder / "revisits.jsonl").is_file() else ():
+        same = record.get("kind") == "paraphrase"
+        again = Revisit(str(record["of"]), str(record["query"]), record.get("answer"), same)
+        revisits[record.get("user", "")].append(again)
+    people = tuple(
+        Person(user, tuple(found), tuple(questions[user]), tuple(revisits[user])) for user, found in documents.items()
+    )
     if not people:
         raise InvalidSetting(f"{folder / 'corpus.jsonl'} has no documents.")
     return PersonalSet(name, people)

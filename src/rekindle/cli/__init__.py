@@ -44,4 +44,19 @@ def main() -> None:
 
 
 # Each module adds its commands to `app`.
-from rekindle.cli import adapters, apps, ask, bench, cache, chat, doctor, knowledge, models, run, serve, warm  # noqa: E402, F401
+from rekindle.cli import (  # noqa: E402, F401
+    adapters,
+    answers,
+    apps,
+    ask,
+    bench,
+    cache,
+    chat,
+    doctor,
+    idle,
+    knowledge,
+    models,
+    run,
+    serve,
+    warm,
+)

@@ -12,7 +12,7 @@ from rekindle.cli import app
 from rekindle.cli.options import AsJson
 from rekindle.errors import EngineMissing, InvalidSetting
 
-_NAMES = ("engine", "store", "prefix", "serve", "knowledge", "chunks", "adapters")
+_NAMES = ("engine", "store", "prefix", "serve", "knowledge", "chunks", "adapters", "answers")
 BENCHES = {name: f"rekindle.bench.{name}" for name in _NAMES}
 _WITHOUT_ENGINE = {"store", "knowledge"}
 
@@ -28,6 +28,9 @@ def bench(
     data: Annotated[Path | None, typer.Option(help="A folder of .jsonl texts, or of a trace for serve.")] = None,
     adapters: Annotated[
         Path | None, typer.Option(help="adapters: a folder of folders that PEFT saved; else those of the package.")
+    ] = None,
+    pairs: Annotated[
+        Path | None, typer.Option(help="answers: a .jsonl file of labelled pairs of questions (a, b, paraphrase).")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")] = None,
     seed: Annotated[int, typer.Option(help="For everything drawn at random.")] = 0,
@@ -58,9 +61,13 @@ def bench(
         )
     if name != "adapters" and adapters is not None:
         raise InvalidSetting(f"--adapters is for the bench adapters: leave it out with {name}.")
+    if name != "answers" and pairs is not None:
+        raise InvalidSetting(f"--pairs is for the bench answers: leave it out with {name}.")
     if name not in _WITHOUT_ENGINE:
         require(choose_engine(model, engine))
-    options = BenchOptions(model, engine, device, dtype, data, shape, limit, seed, quick, calibrate, quality, adapters)
+    options = BenchOptions(
+        model, engine, device, dtype, data, shape, limit, seed, quick, calibrate, quality, adapters, pairs
+    )
     with notes.status(f"bench {name}") as status:
         report = import_module(BENCHES[name]).run(options, lambda part: status.update(f"bench {name}: {part}"))
     if plot is not None:

@@ -62,6 +62,8 @@ def loading_options(
     embedder: Annotated[str | None, typer.Option(help=doc_of("embedder"))] = None,
     reuse: Annotated[str | None, typer.Option(help=doc_of("reuse"))] = None,
     codec: Annotated[str | None, typer.Option(help=doc_of("codec"))] = None,
+    answers: Annotated[str | None, typer.Option(help=doc_of("answers"))] = None,
+    similarity_threshold: Annotated[float | None, typer.Option(help=doc_of("similarity_threshold"))] = None,
     mender: Annotated[str | None, typer.Option(help=doc_of("mender"))] = None,
     mend_budget: Annotated[float | None, typer.Option(help=doc_of("mend_budget"))] = None,
     memory_limit: Annotated[str | None, typer.Option(help=doc_of("memory_limit"))] = None,

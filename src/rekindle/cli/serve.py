@@ -58,10 +58,17 @@ def serve(
     timeout: Annotated[str, typer.Option(help="The longest a request may take, waiting included.")] = "10m",
     stop_timeout: Annotated[str, typer.Option(help="How long replies may go on after a signal to stop.")] = "15s",
     keep_alive: Annotated[str | None, typer.Option(help=doc_of("keep_alive"))] = None,
+    idle: Annotated[
+        bool, typer.Option("--idle", help="Work ahead while nobody asks, as `rekindle idle` does.")
+    ] = False,
+    quiet: Annotated[str, typer.Option(help="With --idle: begin when nobody asked for so long.")] = "30s",
+    on_battery: Annotated[bool, typer.Option("--on-battery", help="With --idle: also without mains.")] = False,
 ) -> None:
     """Serve a model to OpenAI's clients, with its cache. Ctrl-C or SIGTERM stops it and loses nothing."""
     from rekindle.cli.console import notes, progress
     from rekindle.core.size import parse_duration, parse_limit
+    from rekindle.predict.populate import Conditions
+    from rekindle.run.idle import IdleOptions
     from rekindle.run.session import Session
     from rekindle.server.keys import Keys
     from rekindle.server.serve import Server
@@ -82,6 +89,8 @@ def serve(
         most_tokens=max_reply,
         timeout_seconds=parse_duration(timeout),
         stop_seconds=parse_duration(stop_timeout),
+        ahead=IdleOptions(conditions=Conditions(on_battery=on_battery)) if idle else None,
+        quiet_seconds=parse_duration(quiet),
     )
     if known.parallel is None:
         loading["parallel"] = DEFAULT_PARALLEL

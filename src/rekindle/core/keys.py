@@ -93,6 +93,11 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     return narrow.tobytes()
 
 
+def token_ids(data: bytes) -> tuple[int, ...]:
+    """The other way round."""
+    return tuple(np.frombuffer(data, "<u4").tolist())
+
+
 def common_tokens(a: bytes, b: bytes) -> int:
     """How many first tokens two prompts share."""
     shorter = min(len(a), len(b))

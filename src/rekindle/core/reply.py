@@ -42,13 +42,17 @@ class Piece(str):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many tokens went in and came out, and how many of those that went in did not have to be computed."""
+    """How many tokens went in and came out, and how many of those that went in did not have to be computed.
+
+    `drafted_tokens` of those that came out were foreseen by a draft, and only checked.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     dropped_messages: int = 0
     cached_tokens: int = 0
     quoted_passages: int = 0
+    drafted_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -184,8 +188,9 @@ class Reply:
         near = ", quantized" if self.reuse.near else ""
         mended = f", {self.reuse.mended} mended" if self.reuse.mended else ""
         cached = f" ({self.usage.cached_tokens} reused{near}{mended})" if self.usage.cached_tokens else ""
+        drafted = f" ({self.usage.drafted_tokens} foreseen)" if self.usage.drafted_tokens else ""
         parts = [
-            f"{self.usage.prompt_tokens} tokens in{cached}, {self.usage.completion_tokens} out",
+            f"{self.usage.prompt_tokens} tokens in{cached}, {self.usage.completion_tokens} out{drafted}",
             f"first token {self.timings.first_token_seconds:.3f} s",
         ]
         if rate is not None:

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Overflow = Literal["refuse", "drop-oldest"]
 ReuseLevel = Literal["exact", "near", "approximate", "off"]
+AnswersWay = Literal["off", "verified", "direct"]
 
 DEFAULT_MAX_TOKENS = 512
 MOST_LOGPROBS = 20
 MOST_STOPS = 64
 MOST_QUOTES = 1000
+MOST_DRAFTS = 16
 _LARGEST_SEED = 2**64 - 1
 
 
@@ -106,6 +108,8 @@ class ReplyOptions(TypedDict, total=False):
     tool_choice: ToolChoice | str | Mapping[str, Any]
     parallel_tool_calls: bool
     documents: Sequence[str | Mapping[str, Any] | Quote]
+    drafts: Sequence[str | Sequence[int]]
+    answers: AnswersWay | None
     reuse: ReuseLevel | None
     adapter: str | None
     tenant: str | None
@@ -127,9 +131,12 @@ class Request:
     Before `min_tokens` the model cannot end its reply; at `max_tokens` it is cut off. With `logprobs` the reply tells
     how likely its tokens were, and so many others in their place. `grammar` is what the reply must obey; `tools` are
     what it may call. `quotes` are passages that a chat is about: they stand in front of what the user first says, as
-    many as fit. `adapter` names a LoRA that the model answers with, "" none. It, `reuse`, `tenant` and `cache_salt` are
-    the session's unless they are given. `app` is the name of who asks, `app_state` whether somebody looks at it:
-    "foreground" or "background". `begun` is when this was made: a session makes its own when it begins to answer.
+    many as fit. `drafts` are texts that the reply may well be, the likeliest first: the model checks them, which is
+    faster than writing, and takes what it would have written anyway. `answers` says whether earlier replies are such
+    drafts. `adapter` names a LoRA that the model answers with, "" none. It, `answers`, `reuse`, `tenant` and
+    `cache_salt` are the session's unless they are given. `app` is the name of who asks, `app_state` whether somebody
+    looks at it: "foreground" or "background". `begun` is when this was made: a session makes its own when it begins to
+    answer.
     """
 
     prompt: str | tuple[int, ...] | tuple[Message, ...]
@@ -144,6 +151,8 @@ class Request:
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
     quotes: tuple[Quote, ...] = ()
+    drafts: tuple[str | tuple[int, ...], ...] = ()
+    answers: AnswersWay | None = None
     reuse: ReuseLevel | None = None
     adapter: str | None = None
     tenant: str | None = None
@@ -169,10 +178,18 @@ class Request:
             raise InvalidSetting(f"overflow={self.overflow!r} is unknown. Use 'refuse' or 'drop-oldest'.")
         if self.reuse is not None and self.reuse not in get_args(ReuseLevel):
             raise InvalidSetting(f"reuse={self.reuse!r} is unknown. Use 'exact', 'near', 'approximate' or 'off'.")
-
+        if self.answers is not None and self.answers not in get_args(AnswersWay):
+            raise InvalidSetting(f"answers={self.answers!r} is unknown. Use 'verified', 'direct' or 'off'.")
+        if len(self.drafts) > MOST_DRAFTS:
+            raise InvalidPrompt(f"There are {len(self.drafts):,} drafts. Give up to {MOST_DRAFTS}.")
         self.asker("")
         if self.app is None and self.app_state is not None:
             raise InvalidSetting("app_state says something of an app: give its name too, as app='...'.")
+
+    @property
+    def drafted_tokens(self) -> int:
+        """How much of an earlier reply to the same prompt is of use, once `answers` is settled."""
+        return 0 if self.answers in (None, "off") else self.max_tokens
 
     def asker(self, tenant: str) -> Asker | None:
         """The app that asks, of that tenant; None if it gave no name."""
@@ -191,6 +208,7 @@ class Request:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         tools = parse_tools(chosen.pop("tools", None))
         quotes = tuple(_parse_quote(number, item) for number, item in enumerate(chosen.pop("documents", ())))
+        drafts = chosen.pop("drafts", ())
         choice = ToolChoice.parse(chosen.pop("tool_choice", None), tools)
         return cls(
             prompt=parse_prompt(prompt),
@@ -199,6 +217,7 @@ class Request:
             tools=tools,
             tool_choice=choice,
             quotes=quotes,
+            drafts=tuple(_parse_draft(draft) for draft in ([drafts] if isinstance(drafts, str) else drafts)),
             **chosen,
         )
 
@@ -269,6 +288,15 @@ def _parse_quote(number: int, item: str | Mapping[str, Any] | Quote) -> Quote:
         raise InvalidPrompt(f"Document {number} has no text. Give a text, or {{'text': ..., 'title': ...}}.")
     _check_text(f"Document {number}", text + title)
     return Quote(text.strip(), title.strip())
+
+
+def _parse_draft(draft: str | Sequence[int]) -> str | tuple[int, ...]:
+    if isinstance(draft, str):
+        _check_text("A draft", draft)
+        return draft
+    if not isinstance(draft, Iterable) or not all(_is_whole(token) and token >= 0 for token in draft):
+        raise InvalidPrompt("A draft is a text, or a list of token ids.")
+    return tuple(int(token) for token in draft)
 
 
 def _check_text(what: str, text: str) -> None:

@@ -32,8 +32,6 @@ from rekindle.errors import StepRefused
 Logits = NDArray[np.float32]  # [tokens, vocabulary]
 Wanted = Literal["last", "all", "none"]
 Written = Mapping[str, Sequence[int]]  # texts of replies -> the tokens they were generated as
-
-
 Mends = Literal["scattered", "leading", "none"]
 
 
@@ -160,8 +158,7 @@ class KvFeed(Protocol):
         """Write the KV of `span` in `layer` into `out`, the sequence's own buffer; block until it is there.
 
         May be called from a thread of the engine, ahead of the layers being computed. `out` is only valid during the
-        call.
-        What it raises ends the step; a step that is cancelled need not wait for it.
+        call. What it raises ends the step; a step that is cancelled need not wait for it.
         """
 
 
@@ -360,6 +357,14 @@ class Engine(Protocol):
     def prefill_tokens(self) -> int:
         """How many tokens of one prompt to give to a step at most: more only costs memory."""
 
+    @property
+    def parameters(self) -> int:
+        """How many weights the model has."""
+
+    @property
+    def attention(self) -> int:
+        """How many numbers the queries of one token have, those of all heads and layers together."""
+
     def regime(self, tokens: int) -> str:
         """The rotary regime of a context of so many tokens."""
 
@@ -376,10 +381,7 @@ class Engine(Protocol):
         """Take it off. Its sequences can be exported still, but not computed further."""
 
     def open(self, capacity: int, regime: str, adapter: str | None = None) -> EngineSequence:
-        """An empty sequence with room for `capacity` tokens, to be computed with the adapter of that digest.
-
-        Raises `OutOfMemory`.
-        """
+        """An empty sequence for `capacity` tokens, computed with the adapter of that digest. Raises `OutOfMemory`."""
 
     def sampler(self, sampling: Sampling, context: Sequence[int]) -> TokenSampler:
         """What draws the tokens of a reply to the prompt `context`, which a repetition penalty counts too."""

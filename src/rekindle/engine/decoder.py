@@ -132,7 +132,7 @@ class Decoder:
         if layers is None:
             raise self._unsupported("its layers were not found")
         self._stage = _Stage()
-        linears = {name: module for name, module in self._twin.named_modules() if isinstance(module, nn.Linear)}
+        self.linears = {name: module for name, module in self._twin.named_modules() if isinstance(module, nn.Linear)}
         self.device, self._dtype = model.device, model.dtype
         survey = self._survey(self._twin, len(getattr(base, layers)))
         self.layout = KvLayout(self._kv_type(survey), tuple(survey.shapes[i] for i in sorted(survey.shapes)))
@@ -144,7 +144,7 @@ class Decoder:
         if hasattr(base, "rotary_emb"):
             base.rotary_emb = _NoRotation()  # the loop makes its own, per regime
         self._stage.loop = self._loop
-        self.adapters = Adapters(linears, self._portions)
+        self.adapters = Adapters(self.linears, self._portions)
         self.recordable = bool(getattr(model, "_can_compile_fullgraph", False))  # no layer waits for the device
         self.scores = tuple(survey.scores[i] for i in sorted(survey.scores))
 

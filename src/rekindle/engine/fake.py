@@ -108,6 +108,8 @@ class FakeEngine:
         self.context_tokens = context_tokens
         self.layout = KvLayout("float32", (LayerShape(_KV_HEADS, _DIM, _DIM),) * _LAYERS)
         self._weights = _make_weights(seed)
+        self.parameters = sum(weights.size for weights in self._weights.values())
+        self.attention = _LAYERS * _HIDDEN
         self._adapted: dict[str, dict[str, Array]] = {}  # the weights with each adapter
         self._seed = seed
         self._lock = threading.Lock()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedModel
 
 from rekindle.core.adapter import Lora
@@ -67,6 +68,8 @@ class HfEngine:
         self._lock = threading.Lock()
         self.context_tokens = self._choose_context(context_tokens)
         self.prefill_tokens = _PREFILL_TOKENS[model.device.type]
+        self.parameters = sum(weights.numel() for weights in model.parameters())  # shared ones once
+        self.attention = _attention(self._decoder.config, len(self._decoder.layout.layers))
         if self._decoder.family not in TESTED_FAMILIES:
             self._check_against_model()
         self._pool.warm()
@@ -104,6 +107,11 @@ class HfEngine:
     def layout(self) -> KvLayout:
         """The shape and type of its KV."""
         return self._live().layout
+
+    @property
+    def linears(self) -> Mapping[str, nn.Linear]:
+        """The linear layers its steps run through, by name: for hooks. Steps of every thread meet them."""
+        return self._live().linears
 
     def regime(self, tokens: int) -> str:
         """The rotary regime of a context of so many tokens."""
@@ -261,3 +269,10 @@ class HfEngine:
         if share > _CHECK_TOLERANCE[self.placement.dtype]:
             reason = f"driven layer by layer its logits are off by {share:.1%}"
             raise UnsupportedModel(refusal(decoder.family, reason))
+
+
+def _attention(config: object, layers: int) -> int:
+    """The numbers of a token's queries in all layers."""
+    heads = int(getattr(config, "num_attention_heads", 0) or 1)
+    hidden = int(getattr(config, "hidden_size", 0) or 0)
+    return layers * heads * int(getattr(config, "head_dim", None) or hidden // heads)

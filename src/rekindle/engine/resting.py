@@ -30,6 +30,7 @@ class RestingEngine:
         self.name, self.device, self.arithmetic = awake.name, awake.device, awake.arithmetic
         self.capabilities, self.layout = awake.capabilities, awake.layout
         self.context_tokens, self.prefill_tokens = awake.context_tokens, awake.prefill_tokens
+        self.parameters, self.attention = awake.parameters, awake.attention
         self._identities: dict[str, Identity] = {}
         self._adapters: dict[str, Lora] = {}
 

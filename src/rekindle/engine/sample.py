@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,19 +25,11 @@ class Sampler:
         """The next token, from logits `[vocabulary]`."""
         sampling = self._sampling
         if sampling.repetition_penalty != 1.0:
-            logits = self._penalized(logits)
+            logits = penalized(logits, self._seen, sampling.repetition_penalty)
         token = int(logits.argmax()) if sampling.greedy else self._drawn(logits)
         if sampling.repetition_penalty != 1.0:
             self._seen.add(token)
         return token
-
-    def _penalized(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        seen = np.fromiter(self._seen, dtype=np.int64)
-        penalty = np.float32(self._sampling.repetition_penalty)
-        changed: NDArray[np.float32] = logits.copy()
-        own = changed[seen]
-        changed[seen] = np.where(own > 0, own / penalty, own * penalty)
-        return changed
 
     def _drawn(self, logits: NDArray[np.float32]) -> int:
         sampling = self._sampling
@@ -71,6 +63,15 @@ class Sampler:
         if sampling.min_p > 0.0:
             candidates = candidates[chances[candidates] >= sampling.min_p * chances[candidates[0]]]
         return candidates
+
+
+def penalized(logits: NDArray[np.float32], seen: Collection[int], penalty: float) -> NDArray[np.float32]:
+    """The logits, with tokens that were seen made less likely."""
+    places = np.fromiter(seen, dtype=np.int64)
+    changed: NDArray[np.float32] = logits.copy()
+    own = changed[places]
+    changed[places] = np.where(own > 0, own / np.float32(penalty), own * np.float32(penalty))
+    return changed
 
 
 def _likeliest(scaled: NDArray[np.float64], count: int) -> NDArray[np.int64]:

@@ -168,6 +168,23 @@ def _inside_block(rows: Rows, parent: NodeKey, rest: bytes, depth: int) -> Piece
     return best
 
 
+def following(rows: Rows, match: Match, most: int) -> bytes:
+    """Up to so many tokens that come after a whole match. Of several, those of the nearest in the order of bytes."""
+    block = match.full_blocks
+    parent, known = match.key_before(block), match.tokens[block * BLOCK_BYTES :]
+    found = b""
+    while len(found) < most * TOKEN_BYTES:
+        near = [child.tokens for child in rows.neighbours(parent, known) if child.tokens.startswith(known)]
+        longer = max(near, key=len, default=known)[:BLOCK_BYTES]
+        more = longer[len(known) :]
+        if not more or len(more) % TOKEN_BYTES:
+            break
+        found, known = found + more, longer  # one that goes on like it may be longer still
+        if len(known) == BLOCK_BYTES:
+            (parent,), known = chain(parent, known), b""
+    return found[: most * TOKEN_BYTES]
+
+
 def continuation(rows: Rows, match: Match) -> bytes | None:
     """The tokens with which something known goes on where `match` ends and the prompt does not; None if nothing does.
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from rekindle.core.document import Passage
 from rekindle.core.identity import digest_of_fields
 from rekindle.errors import CacheUnusable, DocumentNotFound, KnowledgeUnusable
-from rekindle.knowledge.rows import Cut, add_document, claim, note_change, owner_of, remove_documents
+from rekindle.knowledge.rows import Cut, claim, note_change, owner_of, put_document, remove_documents
 from rekindle.knowledge.schema import MIGRATIONS
 from rekindle.store.database import Database
 from rekindle.store.files import Files
@@ -111,9 +111,7 @@ class Library:
         with self.writing() as connection:
             claim(connection, embedder)
             for cut in cuts:
-                old = connection.execute("SELECT id FROM documents WHERE source=?", (cut.document.source,)).fetchall()
-                remove_documents(connection, [row[0] for row in old])
-                add_document(connection, cut)
+                put_document(connection, cut)
             note_change(connection)
 
     def remove(self, documents: Sequence[int]) -> int:

@@ -52,6 +52,7 @@ class Retrieved:
     retrieval: Retrieval
     embed_seconds: float
     search_seconds: float
+    vector: Floats | None = None  # of the question
 
     @property
     def seconds(self) -> float:
@@ -69,7 +70,6 @@ class Retriever:
 
     def retrieve(self, question: str, top_k: int = 5, retrieval: Retrieval = "fused") -> Retrieved:
         """The passages that are most likely to answer a question. Equal passages count once.
-
         Raises `NothingKnown` for an empty library, `InvalidPrompt`, and `InvalidSetting`.
         """
         check_retrieval(top_k, retrieval)
@@ -83,7 +83,7 @@ class Retriever:
         found = self._hits(_ranked(words, meanings, retrieval), words, meanings, top_k)
         if not found and not self._library.counts()["chunks"]:
             raise NothingKnown("Nothing was ingested yet. Do that first: rekindle ingest FOLDER")
-        return Retrieved(tuple(found), retrieval, embedded - started, time.perf_counter() - embedded)
+        return Retrieved(tuple(found), retrieval, embedded - started, time.perf_counter() - embedded, vector)
 
     def by_words(self, question: str, most: int) -> dict[int, float]:
         """Passages with words of the question, the best first: id -> BM25."""

@@ -46,8 +46,17 @@ def embedded_text(title: str, passage: Passage) -> str:
     return "\n".join(part for part in (above, passage.heading, passage.text) if part)
 
 
-def add_document(connection: sqlite3.Connection, cut: Cut) -> None:
-    """Add a document; none of its source may be there."""
+def put_document(connection: sqlite3.Connection, cut: Cut) -> None:
+    """Add a document in place of the one of the same source, if there is one: its answers have to be found anew."""
+    old = connection.execute("SELECT id FROM documents WHERE source=?", (cut.document.source,)).fetchall()
+    for (document,) in old:
+        outdate_answers(connection, document)
+        _take_out(connection, document)
+    new = _add_document(connection, cut)
+    connection.executemany("UPDATE OR REPLACE grounds SET document=? WHERE document=?", [(new, id) for (id,) in old])
+
+
+def _add_document(connection: sqlite3.Connection, cut: Cut) -> int:
     document = cut.document
     name = hashlib.blake2b(document.source.encode(), digest_size=16).hexdigest()[:_NAME_DIGITS]
     characters = sum(len(section.text) for section in document.sections)
@@ -69,31 +78,67 @@ def add_document(connection: sqlite3.Connection, cut: Cut) -> None:
             "INSERT INTO words (rowid, title, body) VALUES (?,?,?)",
             (chunk, f"{document.title}\n{passage.heading}", passage.text),
         )
+    assert id is not None
+    return id
 
 
 def remove_documents(connection: sqlite3.Connection, documents: Sequence[int]) -> int:
-    """Remove documents, and note what of them is leaving; how many passages that were."""
+    """Remove documents with all questions and answers that may quote them; how many passages that were.
+
+    Notes what of them is leaving.
+    """
     count = 0
     for document in documents:
-        rows = connection.execute(
-            "SELECT c.id, s.title, s.body, c.heading FROM chunks c JOIN searched s ON s.id=c.id WHERE c.document=?",
-            (document,),
-        ).fetchall()
-        for chunk, title, body, heading in rows:
-            connection.execute(
-                "INSERT INTO words (words, rowid, title, body) VALUES ('delete',?,?,?)", (chunk, title, body)
-            )
-            cut = connection.execute("SELECT tokenizer, tokens FROM tokens WHERE chunk=?", (chunk,)).fetchall()
-            text = Passage(body, heading).shown
-            connection.executemany(
-                "INSERT INTO leaving (chunk, text, tokenizer, tokens) VALUES (?,?,?,?)",
-                [(chunk, text, *row) for row in cut or [(None, None)]],
-            )
-            connection.execute("DELETE FROM tokens WHERE chunk=?", (chunk,))
-        connection.execute("DELETE FROM chunks WHERE document=?", (document,))
-        connection.execute("DELETE FROM documents WHERE id=?", (document,))
-        count += len(rows)
+        _remove_answers(connection, document)
+        count += _take_out(connection, document)
+    if connection.execute("SELECT 1 FROM documents LIMIT 1").fetchone() is None:
+        connection.execute("DELETE FROM answers")  # also those that no passage answered: nothing shall be left
+        connection.execute("DELETE FROM grounds")
+        note_answers(connection)
     return count
+
+
+def outdate_answers(connection: sqlite3.Connection, document: int) -> None:
+    """A document changes: answers that may quote it are gone, their questions stay."""
+    changed = connection.execute(
+        "UPDATE answers SET state='stale', text=NULL, tokens=NULL, evidence=x'' "
+        "WHERE state!='open' AND id IN (SELECT answer FROM grounds WHERE document=?)",
+        (document,),
+    )
+    if changed.rowcount:
+        note_answers(connection)
+
+
+def _remove_answers(connection: sqlite3.Connection, document: int) -> None:
+    gone = connection.execute(
+        "DELETE FROM answers WHERE id IN (SELECT answer FROM grounds WHERE document=?)", (document,)
+    )
+    if gone.rowcount:
+        connection.execute("DELETE FROM grounds WHERE answer NOT IN (SELECT id FROM answers)")
+        note_answers(connection)
+
+
+def _take_out(connection: sqlite3.Connection, document: int) -> int:
+    """Remove a document with its passages and words; how many passages that were."""
+    connection.execute("DELETE FROM abstracts WHERE document=?", (document,))
+    rows = connection.execute(
+        "SELECT c.id, s.title, s.body, c.heading FROM chunks c JOIN searched s ON s.id=c.id WHERE c.document=?",
+        (document,),
+    ).fetchall()
+    for chunk, title, body, heading in rows:
+        connection.execute(
+            "INSERT INTO words (words, rowid, title, body) VALUES ('delete',?,?,?)", (chunk, title, body)
+        )
+        cut = connection.execute("SELECT tokenizer, tokens FROM tokens WHERE chunk=?", (chunk,)).fetchall()
+        text = Passage(body, heading).shown
+        connection.executemany(
+            "INSERT INTO leaving (chunk, text, tokenizer, tokens) VALUES (?,?,?,?)",
+            [(chunk, text, *row) for row in cut or [(None, None)]],
+        )
+        connection.execute("DELETE FROM tokens WHERE chunk=?", (chunk,))
+    connection.execute("DELETE FROM chunks WHERE document=?", (document,))
+    connection.execute("DELETE FROM documents WHERE id=?", (document,))
+    return len(rows)
 
 
 def owner_of(connection: sqlite3.Connection) -> str | None:
@@ -106,9 +151,18 @@ def claim(connection: sqlite3.Connection, embedder: str) -> None:
     """Vectors of two embedders do not compare: those of another one are dropped, to be made anew."""
     if owner_of(connection) != embedder:
         connection.execute("UPDATE chunks SET vector=NULL")
+        connection.execute("UPDATE answers SET vector=NULL")
+        note_answers(connection)
         connection.execute("INSERT OR REPLACE INTO about VALUES ('embedder', ?)", (embedder,))
 
 
 def note_change(connection: sqlite3.Connection) -> None:
     """Note that passages are not as they were."""
     connection.execute("UPDATE about SET value=CAST(value AS INTEGER)+1 WHERE name='generation'")
+
+
+def note_answers(connection: sqlite3.Connection) -> None:
+    """Note that stored questions or answers are not as they were."""
+    connection.execute(
+        "INSERT INTO about VALUES ('answers', '1') ON CONFLICT (name) DO UPDATE SET value=CAST(value AS INTEGER)+1"
+    )

@@ -9,6 +9,10 @@ searched   what the words of a passage are looked for in: its title and headings
 words      the index of those words (FTS5, porter stems); it holds no second copy of the text
 tokens     a passage as a tokenizer cut it, noted before any KV of it is kept: by these its KV is found again
 leaving    passages that were removed, until no KV of them is left
+answers    questions, asked or foreseen, with their answers, if they have one: see `answers/bank`
+grounds    the documents that a question or its answer may quote: it goes when one of them is forgotten
+abstracts  what a document is about, in a sentence or two
+work       what was done when idle, and what it took
 """
 
 from __future__ import annotations
@@ -69,6 +73,51 @@ MIGRATIONS: tuple[str, ...] = (
         text TEXT NOT NULL,
         tokenizer TEXT,
         tokens BLOB
+    );
+    """,
+    """
+    CREATE TABLE answers (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        question TEXT NOT NULL,
+        terms TEXT NOT NULL,  -- a digest of what else its answer depends on: the model, how passages are found
+        origin TEXT NOT NULL,  -- user, abstract, history, passage
+        vector BLOB,
+        top_k INTEGER NOT NULL,
+        retrieval TEXT NOT NULL,
+        evidence BLOB NOT NULL,  -- the ids of the passages, the best first
+        generation INTEGER NOT NULL,  -- of the library, when the evidence was last seen to be that
+        state TEXT NOT NULL,  -- open (no answer yet), fresh, stale (the evidence changed)
+        text TEXT,
+        tokens BLOB,
+        tokenizer TEXT,
+        finish TEXT,
+        seconds REAL NOT NULL DEFAULT 0,  -- what answering took
+        made REAL NOT NULL,
+        asked REAL,  -- when a user last asked it
+        uses INTEGER NOT NULL DEFAULT 0,
+        used REAL NOT NULL,
+        saved REAL NOT NULL DEFAULT 0,  -- seconds
+        size INTEGER NOT NULL,
+        UNIQUE (question, terms)
+    );
+    CREATE INDEX answers_state ON answers (state, origin);
+    CREATE INDEX answers_asked ON answers (asked) WHERE asked IS NOT NULL;
+    CREATE TABLE grounds (
+        answer INTEGER NOT NULL,
+        document INTEGER NOT NULL,
+        PRIMARY KEY (answer, document)
+    ) WITHOUT ROWID;
+    CREATE INDEX grounds_document ON grounds (document);
+    CREATE TABLE abstracts (document INTEGER PRIMARY KEY, text TEXT NOT NULL, made REAL NOT NULL);
+    CREATE TABLE work (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        at REAL NOT NULL,
+        action TEXT NOT NULL,
+        answer INTEGER,
+        seconds REAL NOT NULL,
+        tokens INTEGER NOT NULL,
+        flop REAL,
+        joules REAL
     );
     """,
 )

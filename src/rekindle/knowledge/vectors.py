@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,10 +50,12 @@ class Snapshot:
 
 
 class Vectors:
-    """The vectors of a library, read again where it changed. Used from several threads."""
+    """The vectors of a library's passages or questions, read again where they changed. Used from several threads."""
 
-    def __init__(self, library: Library, dimensions: int) -> None:
+    def __init__(self, library: Library, dimensions: int, table: Literal["chunks", "answers"] = "chunks") -> None:
         self._library = library
+        self._table = table
+        self._changes = "generation" if table == "chunks" else table  # what counts them
         self._dimensions = dimensions
         self._lock = threading.Lock()
         self._state: tuple[str, str, int] | None = None  # whose vectors, of which file, and of which generation
@@ -62,7 +65,7 @@ class Vectors:
         """What the library has now of that embedder's; nothing if its vectors are another one's."""
         with self._library.reading() as connection:
             about = dict(connection.execute("SELECT name, value FROM about").fetchall())
-            state = (about.get("embedder", embedder), about.get("made", ""), int(about.get("generation", 0)))
+            state = (about.get("embedder", embedder), about.get("made", ""), int(about.get(self._changes, 0)))
             if state[0] != embedder:
                 return self._empty()
             with self._lock:
@@ -76,7 +79,7 @@ class Vectors:
         return Snapshot(np.empty(0, np.int64), np.empty((0, self._dimensions), np.float32))
 
     def _read(self, connection: sqlite3.Connection, old: Snapshot) -> Snapshot:
-        rows = connection.execute("SELECT id FROM chunks WHERE vector IS NOT NULL ORDER BY id").fetchall()
+        rows = connection.execute(f"SELECT id FROM {self._table} WHERE vector IS NOT NULL ORDER BY id").fetchall()
         ids = np.fromiter((row[0] for row in rows), np.int64, len(rows))
         stays = np.isin(old.ids, ids)
         # Ids only grow, so what is new stands behind what is old. A vector that was made anew has a new embedder.
@@ -85,9 +88,11 @@ class Vectors:
         if len(added):  # embedded later than those around it: rare, and simplest begun again
             return self._read(connection, self._empty())
         new = connection.execute(
-            "SELECT vector FROM chunks WHERE vector IS NOT NULL AND id > ? ORDER BY id", (last,)
+            f"SELECT vector FROM {self._table} WHERE vector IS NOT NULL AND id > ? ORDER BY id", (last,)
         ).fetchall()
-        data = np.frombuffer(b"".join(row[0] for row in new), STORED).reshape(-1, self._dimensions)
+        size = self._dimensions * STORED.itemsize
+        whole = (row[0] if isinstance(row[0], bytes) and len(row[0]) == size else bytes(size) for row in new)
+        data = np.frombuffer(b"".join(whole), STORED).reshape(-1, self._dimensions)  # one that is damaged is far off
         kept = old.matrix if stays.all() else old.matrix[stays]
         return Snapshot(ids, np.concatenate([kept, data.astype(np.float32)]) if len(new) else kept)
 

@@ -30,6 +30,7 @@ class Matches:
     in_engine   so many tokens, from the first on, are still in a sequence that nobody uses
     stored      runs in memory or on disk, which tile `[0, n)`; `match` is what the store needs to load them
     shelf       where they stand, if not where the prompt's own KV belongs
+    goes_on     the tokens that came after the whole prompt before, if they were asked for
     """
 
     tokens: int
@@ -37,6 +38,7 @@ class Matches:
     stored: tuple[Found, ...] = ()
     match: Match | None = None
     shelf: Shelf | None = None
+    goes_on: tuple[int, ...] = ()
 
     def near_tokens(self, stop: int) -> int:
         """How many of the first `stop` tokens were quantized."""
@@ -57,14 +59,19 @@ class Matches:
 
 
 def lookup(
-    store: TieredStore, shelf: Shelf, tokens: Sequence[int], in_engine: int = 0, instead: Shelf | None = None
+    store: TieredStore,
+    shelf: Shelf,
+    tokens: Sequence[int],
+    in_engine: int = 0,
+    instead: Shelf | None = None,
+    follow: int = 0,
 ) -> Matches:
     """Ask the store for the longest known prefix of `tokens`. A store in trouble knows nothing.
 
-    `instead` is a shelf that is preferred where it knows as much.
+    `instead` is a shelf that is preferred where it knows as much. Up to `follow` tokens that came next are told too.
     """
     if instead is not None:
-        own, better = (lookup(store, place, tokens, in_engine) for place in (shelf, instead))
+        own, better = (lookup(store, place, tokens, in_engine, follow=follow) for place in (shelf, instead))
         known = 0 if better.match is None else better.match.length
         preferred = known and known >= (own.match.length if own.match is not None else 0)
         return replace(better, shelf=instead) if preferred else own
@@ -72,7 +79,9 @@ def lookup(
     if match.tokens != token_bytes(tokens) or match.root != shelf.namespace.root:
         return Matches(len(tokens), in_engine)  # an answer to another question
     stored = tuple(_found(store, shelf, piece) for piece in match.pieces)
-    return Matches(len(tokens), in_engine, stored, match)
+    whole = follow and match.length == len(tokens)
+    goes_on = store.following(shelf, match, follow) if whole else ()
+    return Matches(len(tokens), in_engine, stored, match, goes_on=goes_on)
 
 
 def _found(store: TieredStore, shelf: Shelf, piece: Piece) -> Found:

@@ -6,20 +6,26 @@ prompt and the longest run of equal passages, is reused like any other beginning
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from rekindle.core.answer import Answer, Source
 from rekindle.core.keys import token_bytes
-from rekindle.core.reply import Piece, Reply
+from rekindle.core.reply import Piece, Reply, Reuse, Timings, Usage
 from rekindle.core.request import MessageLike, ReplyOptions, Request
 from rekindle.knowledge.library import Library
 from rekindle.knowledge.retrieve import Retrieval, Retrieved
+from rekindle.run.answers import Consulted
+from rekindle.run.prefill import Asked
 from rekindle.run.prompt import PromptTokens
 from rekindle.run.stream import Run as Running
 from rekindle.run.stream import Stream
+from rekindle.run.turn import CURRENT, IDLE
 from rekindle.store.purge import Run
 from rekindle.store.tiered import TieredStore
+
+Keeping = Callable[[Consulted, Reply, float], None]
 
 
 class AskOptions(ReplyOptions, total=False):
@@ -42,6 +48,19 @@ class Prepared:
     request: Request
     retrieved: Retrieved
     sources: tuple[Source, ...]
+    prompt_tokens: int
+    consulted: Consulted | None = None  # what is known of earlier answers, if they may take part
+
+    @property
+    def given(self) -> Reply | None:
+        """The stored answer, if it is to be given at once."""
+        text = None if self.consulted is None else self.consulted.direct
+        if text is None:
+            return None
+        usage = Usage(self.prompt_tokens, len(text.tokens), quoted_passages=len(self.sources))
+        assert self.consulted is not None
+        reuse = Reuse(self.consulted.level, computed=0)
+        return Reply(text.text, text.tokens, text.finish, usage, Timings(0.0, 0.0, None), reuse)
 
     def answer(self, reply: Reply, seconds: float) -> Answer:
         """The reply with its sources; `seconds` went by before the model was asked."""
@@ -54,14 +73,16 @@ class Prepared:
             retrieval=self.retrieved.retrieval,
             retrieve_seconds=self.retrieved.seconds,
             left_out=len(self.retrieved.hits) - len(self.sources),
+            stored=None if self.consulted is None else self.consulted.stored(reply),
+            refused=None if self.consulted is None else self.consulted.found.refused,
         )
 
 
 class AnswerStream(Stream):
     """Pieces of an answer as they are decoded. `sources` are known before the first one."""
 
-    def __init__(self, prepared: Prepared, run: Running, seconds: float) -> None:
-        super().__init__(lambda cancelled: _answering(prepared, run(cancelled), seconds))
+    def __init__(self, prepared: Prepared, run: Running, started: float, keep: Keeping) -> None:
+        super().__init__(lambda cancelled: _answering(prepared, run, cancelled, started, keep))
         self.request = prepared.request
         self.sources = prepared.sources
         self.retrieved = prepared.retrieved
@@ -83,6 +104,18 @@ def sources_of(retrieved: Retrieved, prompt: PromptTokens) -> tuple[Source, ...]
     )
 
 
+def sources_then(consulted: Consulted) -> tuple[Source, ...]:
+    """The passages that a stored answer came from, as it numbers them; none of them is gone, or it were not given."""
+    near = consulted.found.direct
+    assert near is not None
+    chunks = consulted.bank.library.chunks(near.entry.evidence)
+    kept = [chunks[id] for id in near.entry.evidence if id in chunks]
+    return tuple(
+        Source(number, chunk.name, chunk.source, chunk.title, chunk.passage.shown, near.similarity)
+        for number, chunk in enumerate(kept, start=1)
+    )
+
+
 class Evidence:
     """The passages of a library in a prompt. Sees to it that no KV of them outlives them. A job for the keeper.
 
@@ -94,6 +127,7 @@ class Evidence:
         self._library = library
         self._tokenizer = tokenizer
         self._tokens = tokens
+        self._counts = CURRENT.get() is not IDLE  # what nobody asked for says nothing of what is used
         self.allows = False  # whether KV of it may be kept
 
     @classmethod
@@ -109,7 +143,7 @@ class Evidence:
     def do(self, store: TieredStore) -> str:  # noqa: ARG002  (a job gets it)
         """Note the tokens, and count that the passages were used."""
         self.allows = self._library.note_tokens(self._tokenizer, self._tokens)
-        if self.allows:
+        if self.allows and self._counts:
             self._library.note_retrieved(list(self._tokens))
         return "noted"
 
@@ -125,7 +159,15 @@ class Evidence:
 
 
 def _answering(
-    prepared: Prepared, pieces: Generator[Piece, None, Reply], seconds: float
+    prepared: Prepared, run: Running, cancelled: Asked, started: float, keep: Keeping
 ) -> Generator[Piece, None, Reply]:
-    reply = yield from pieces
-    return prepared.answer(reply, seconds)
+    """Give the stored answer, or let the model write one; then keep it."""
+    before = time.perf_counter() - started
+    reply = prepared.given
+    if reply is not None:
+        yield Piece(reply.text)
+    else:
+        reply = yield from run(cancelled)
+    if prepared.consulted is not None:
+        keep(prepared.consulted, reply, time.perf_counter() - started)
+    return prepared.answer(reply, before)

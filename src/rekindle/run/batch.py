@@ -312,6 +312,16 @@ class BatchingEngine:
         """How many tokens of one prompt to give to a step at most."""
         return self.inner.prefill_tokens
 
+    @property
+    def parameters(self) -> int:
+        """How many weights the model has."""
+        return self.inner.parameters
+
+    @property
+    def attention(self) -> int:
+        """How many numbers the queries of one token have."""
+        return self.inner.attention
+
     def regime(self, tokens: int) -> str:
         """The rotary regime of a context of so many tokens."""
         return self.inner.regime(tokens)

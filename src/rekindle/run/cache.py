@@ -54,8 +54,7 @@ EARLY_TOKENS = 256  # a prompt with so many new tokens is kept while its reply i
 LOOKUP_SECONDS = 0.25  # the longest wait for the catalog
 # The shortest deadline of a load, and the one while costs are unknown, else what computing takes; the longest.
 LOAD_SECONDS, MOST_LOAD_SECONDS = 1.0, 60.0
-CLOSE_SECONDS = 10.0
-REST_SECONDS = 60.0
+CLOSE_SECONDS, REST_SECONDS = 10.0, 60.0
 
 
 class PrefixCache:
@@ -116,15 +115,16 @@ class PrefixCache:
         parked = self._take_parked(shelf, tokens, exact=exact)
         in_engine = 0 if parked is None else parked.common(tokens, exact=exact)
         nothing = Known(shelf, tokens, Matches(len(tokens), in_engine), parked, passages=passages)
-        store = self.store
         if in_engine >= len(tokens) - 1:
             return nothing
         try:
             if self._slow is not None and self._slow.filling:
                 raise Late("it is still busy with an earlier load")
-            found = self._patience.ask(lambda: self._find(store, shelf, tokens, in_engine), LOOKUP_SECONDS)
+            find = partial(self._find, self.store, shelf, tokens, in_engine, request.drafted_tokens)
+            found = self._patience.ask(find, LOOKUP_SECONDS)
             if passages is not None and request.max_tokens and max(in_engine, found.length) < passages.outline.question:
-                passages = self._patience.ask(partial(self.chunks.find, store, shelf, tokens, passages), LOOKUP_SECONDS)
+                look = partial(self.chunks.find, self.store, shelf, tokens, passages)
+                passages = self._patience.ask(look, LOOKUP_SECONDS)
         except NoAnswer as late:
             log.log(logging.DEBUG if self._told else logging.WARNING, "The cache does not answer: %s.", late)
             self._told = True
@@ -135,8 +135,8 @@ class PrefixCache:
     def _take_parked(self, shelf: Shelf, tokens: Sequence[int], *, exact: bool) -> Context | None:
         return self._parked.take(shelf, tokens, exact=exact)
 
-    def _find(self, store: TieredStore, shelf: Shelf, tokens: Sequence[int], in_engine: int) -> Matches:
-        return lookup(store, shelf, tokens, in_engine, self.shelves.exact(shelf))
+    def _find(self, store: TieredStore, shelf: Shelf, tokens: Sequence[int], in_engine: int, follow: int) -> Matches:
+        return lookup(store, shelf, tokens, in_engine, self.shelves.exact(shelf), follow)
 
     def plan(self, known: Known) -> Plan:
         """What to do about it."""

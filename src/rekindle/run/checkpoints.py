@@ -84,7 +84,14 @@ class CheckpointCache(PrefixCache):
     def _take_parked(self, shelf: Shelf, tokens: Sequence[int], *, exact: bool) -> Context | None:  # noqa: ARG002
         return self._parked.take(shelf, tokens, whole=True)
 
-    def _find(self, store: TieredStore, shelf: Shelf, tokens: Sequence[int], in_engine: int) -> Matches:
+    def _find(
+        self,
+        store: TieredStore,
+        shelf: Shelf,
+        tokens: Sequence[int],
+        in_engine: int,
+        follow: int,  # noqa: ARG002  (a state cannot be cut where a draft turns out to be wrong)
+    ) -> Matches:
         if self.keeper is not None:  # the last state of this chat may be on its way: it is worth waiting for
             self.keeper.flush(_PENDING_SECONDS)
         for name, match in _kept(store, shelf, tokens, Span(in_engine + 1, len(tokens))):

@@ -1,28 +1,34 @@
 """Decoding one reply, token by token.
 
 A `Generation` knows what to compute next (`row`) and what to do with the logits (`take`); whoever drives it may
-put the rows of several into one engine step.
+put the rows of several into one engine step. With a draft, a row has the tokens that are expected next, too; what the
+model would not have written is taken back (`decode`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle.core.kv import KvType
 from rekindle.core.reply import Drawn, FinishReason, Likelihood, Piece, Reply, Reuse, Timings, Usage
 from rekindle.core.request import Message, Request
 from rekindle.engine.base import Engine, EngineSequence, Logits, Row
 from rekindle.engine.constrain import Constraint
+from rekindle.engine.sample import penalized
 from rekindle.errors import Cancelled
 from rekindle.run.context import Context
+from rekindle.run.draft import Drafts
 from rekindle.run.prompt import PromptTokens
 from rekindle.run.text import Detokenizer, StopWatch
 
 _CONTEXT_TOKENS = 8  # of a text that is continued, for the detokenizer
+# Two logits that are nearer to each other may change places, if tokens are computed together and not one by one.
+_CLOSE: dict[KvType, float] = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.25, "uint8": 0.25}
 
 
 class Generation:
@@ -53,6 +59,7 @@ class Generation:
         self._drawn: list[Drawn] = []
         self._told = 0  # so many of the drawn ones came with a piece of text
         self._first_at = self._last_at = started
+        self.drafts: Drafts | None = None
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -65,9 +72,30 @@ class Generation:
         """Prompt and reply so far."""
         return (*self._prompt.tokens, *self._tokens)
 
-    def row(self, sequence: EngineSequence) -> Row:
-        """The next row to compute: the token drawn last."""
-        return Row.following(sequence, self._tokens[-1:])
+    def row(self, sequence: EngineSequence, guess: Sequence[int] = ()) -> Row:
+        """The next row to compute: the token drawn last, and those that are expected to follow it."""
+        return Row.following(sequence, [*self._tokens[-1:], *guess], logits="all" if guess else "last")
+
+    def guess(self) -> Sequence[int]:
+        """The tokens that are expected next; none without a draft that goes on like the reply does."""
+        if self.drafts is None:
+            return ()
+        room = self._limit - len(self._tokens) - 1  # the last token drawn is never computed
+        return self.drafts.guess(self._tokens)[: max(0, room)]
+
+    def is_certain(self, logits: NDArray[np.float32]) -> bool:
+        """Whether the token that is drawn here would be the same, were the logits off in their last digits.
+
+        They are, where several tokens are computed in one step. A random draw is as good either way.
+        """
+        sampling = self._request.sampling
+        if not sampling.greedy:
+            return True
+        allowed = self._allowed(logits)
+        if sampling.repetition_penalty != 1.0:
+            allowed = penalized(allowed, set(self.context), sampling.repetition_penalty)
+        first, second = np.partition(allowed, -2)[-2:][::-1]
+        return bool(first - second > _CLOSE[self._engine.layout.dtype])
 
     def take(self, logits: Logits) -> Piece:
         """Draw the next token from logits `[1, vocabulary]`; the text it adds, which may be none."""
@@ -107,6 +135,7 @@ class Generation:
                 self._prompt.dropped_messages,
                 reuse.reused,
                 len(self._prompt.quoted),
+                0 if self.drafts is None else self.drafts.taken,
             ),
             timings=Timings(
                 first_token_seconds=self._first_at - self._started,
@@ -175,12 +204,42 @@ def decode(engine: Engine, generation: Generation, context: Context, cancelled: 
     a token of being asked to stop. However it ends, the context knows what it holds.
     """
     sequence = context.sequence
+    alone = False  # the next token is computed without a guess: it was too close to call
     try:
         while generation.finish_reason is None and engine.regime(len(generation.context)) == sequence.regime:
             if cancelled():
                 raise Cancelled("The request was cancelled.")
-            text = generation.take(engine.step([generation.row(sequence)], cancelled)[0])
-            if text:
-                yield text
+            guess = () if alone else generation.guess()
+            if guess and engine.regime(len(generation.context) + len(guess)) != sequence.regime:
+                guess = ()
+            (logits,) = engine.step([generation.row(sequence, guess)], cancelled)
+            pieces, alone = _check(generation, sequence, guess, logits)
+            yield from filter(None, pieces)
     finally:
         context.tokens = generation.context[: sequence.length]
+
+
+def _check(
+    generation: Generation, sequence: EngineSequence, guess: Sequence[int], logits: Logits
+) -> tuple[list[Piece], bool]:
+    """Draw tokens as long as they are the guessed ones, and one more; forget what was computed in vain.
+
+    Also tells whether the next token was too close to call: then it is to be computed alone, as without a guess.
+    """
+    if not guess:
+        return [generation.take(logits)], False
+    pieces: list[Piece] = []
+    right, unclear = 0, False
+    for place, expected in enumerate((*guess, None)):
+        if not generation.is_certain(logits[place]):
+            unclear = True
+            break
+        pieces.append(generation.take(logits[place : place + 1]))
+        drawn = generation.context[-1]
+        right += drawn == expected
+        if drawn != expected or generation.finish_reason is not None:
+            break
+    assert generation.drafts is not None
+    generation.drafts.checked(len(guess), right)
+    sequence.truncate(min(sequence.length, len(generation.context) - 1))
+    return pieces, unclear

@@ -75,6 +75,10 @@ class Knowledge:
         """The documents of a tenant; the session's own unless another is named."""
         return self._opened(tenant, salt)[0]
 
+    def generation(self, tenant: str | None = None, cache_salt: str | None = None) -> int:
+        """How often the documents of a tenant changed; 0 if there is no library."""
+        return self.library(tenant, cache_salt).generation if self.holds(tenant, cache_salt) else 0
+
     def holds(self, tenant: str | None = None, salt: str | None = None) -> bool:
         """Whether there is such a library. Looking makes none."""
         return library_path(self.folder, *self._key(tenant, salt)).exists()

@@ -2,6 +2,7 @@
 
 request   what people write becomes a `Request`               core/request
 retrieve  passages for a question about documents             run/knowledge, run/ask
+answers   earlier answers: given, or checked as drafts        run/answers, run/draft
 tokens    the model's own template, within its context        run/prompt
 lookup    what is known of the prompt                         reuse/lookup
 plan      what to load and what to compute                    reuse/planner
@@ -37,10 +38,12 @@ from rekindle.knowledge.ingest import Ingested
 from rekindle.models.download import Progress
 from rekindle.run.adapters import Adapters
 from rekindle.run.alive import KeepAlive
-from rekindle.run.ask import AnswerStream, AskOptions, Evidence, Prepared, sources_of
+from rekindle.run.answers import Answers
+from rekindle.run.ask import AnswerStream, AskOptions, Evidence, Prepared, sources_of, sources_then
 from rekindle.run.batch import BatchingEngine
 from rekindle.run.cache import PrefixCache
 from rekindle.run.checkpoints import CheckpointCache
+from rekindle.run.draft import drafts_for
 from rekindle.run.explain import Explanation, Prompt
 from rekindle.run.generate import Generation, decode
 from rekindle.run.knowledge import Forgotten, Knowledge, asking, quote_of
@@ -99,6 +102,7 @@ class Session:
         self.adapters = Adapters(self._engine, self.settings.adapter)
         self.cache = kind(self._engine, self.settings, self.adapters)
         self.knowledge = Knowledge(self.settings, self.cache.purge)
+        self.answers = Answers(self.settings, self.knowledge, self.adapters, lambda: self.engine)
         self._alive = KeepAlive(stays_seconds, self._rest)
         # A program that ends without closing its sessions still keeps what they computed.
         self._finalizer = weakref.finalize(self, self.cache.close)
@@ -204,7 +208,7 @@ class Session:
         started = time.perf_counter()
         prepared = self.prepare(question, **options)
         return AnswerStream(
-            prepared, lambda stop: self._answer(prepared.request, stop, None), time.perf_counter() - started
+            prepared, lambda stop: self._answer(prepared.request, stop, None), started, self.answers.keep
         )
 
     def prepare(self, question: str, **options: Unpack[AskOptions]) -> Prepared:
@@ -213,15 +217,25 @@ class Session:
         if chosen.pop("documents", None):
             raise InvalidSetting("ask() finds its documents itself. Give yours to chat(), or ingest them.")
         top_k, retrieval = chosen.pop("top_k", 5), chosen.pop("retrieval", "fused")
-        asks = asking(question, chosen.pop("instructions", None))
-        messages = chosen.pop("messages", asks)
-        retrieved = self.knowledge.search(
-            question, top_k, retrieval, tenant=chosen.get("tenant"), cache_salt=chosen.get("cache_salt")
-        )
-        request = Request.of(messages, documents=[quote_of(hit.chunk) for hit in retrieved.hits], **chosen)
+        instructions, messages = chosen.pop("instructions", None), chosen.pop("messages", None)
+        whose: dict[str, Any] = {"tenant": chosen.get("tenant"), "cache_salt": chosen.get("cache_salt")}
+        generation = self.knowledge.generation(**whose)
+        retrieved = self.knowledge.search(question, top_k, retrieval, **whose)
+        quotes = [quote_of(hit.chunk) for hit in retrieved.hits]
+        request = Request.of(messages or asking(question, instructions), documents=quotes, **chosen)
+        consulted = None
         with self._alive.use():
             prompt = encode_prompt(self.engine, request)
-        return Prepared(question, request, retrieved, sources_of(retrieved, prompt))
+            if messages is None and self.answers.heeds(request):
+                consulted = self.answers.consult(
+                    question, request, retrieved, top_k=top_k, instructions=instructions, generation=generation
+                )
+                if self.settings.answers_verifier and consulted is not None:
+                    consulted = consulted.verified(lambda asks: self.answer(replace(asks, **whose)).reply.text)
+                request = self.answers.drafting(request, consulted)
+        given = consulted is not None and consulted.direct is not None
+        sources = sources_then(consulted) if given and consulted else sources_of(retrieved, prompt)
+        return Prepared(question, request, retrieved, sources, len(prompt.tokens), consulted)
 
     def ingest(self, paths: str | Path | Sequence[str | Path] = (), **choices: Any) -> Ingested:
         """Put files, folders, patterns or given documents into the library. See `Knowledge.ingest`."""
@@ -275,23 +289,27 @@ class Session:
 
     def flush(self, timeout_seconds: float = 60.0) -> bool:
         """Wait until everything computed so far is on disk; False if that takes longer."""
-        return self.cache.flush(timeout_seconds)
+        return self.answers.flush(timeout_seconds) and self.cache.flush(timeout_seconds)
 
     def _answer(self, request: Request, cancelled: Asked, planned: Told | None) -> Generator[Piece, None, Reply]:
         with self._alive.use(), self.adapters.use(request.adapter) as adapter:
-            return (yield from self._reply(replace(request, adapter=adapter), cancelled, planned))
+            settled = replace(request, adapter=adapter, answers=request.answers or self.settings.answers)
+            return (yield from self._reply(settled, cancelled, planned))
 
     def _reply(self, request: Request, cancelled: Asked, planned: Told | None) -> Generator[Piece, None, Reply]:
         started = time.perf_counter()
         engine, cache = self.engine, self.cache
         prompt = encode_prompt(engine, request, self._written)
         generation = Generation(engine, request, prompt, self._constraint(request), started=started)
+        drafts = engine.capabilities.spans and not self.settings.deterministic
         evidence = self._evidence(request, prompt)
         reuse: Reuse | None = None
         while generation.finish_reason is None:  # once; again where a longer context needs other KV
             outline = prompt.outline if reuse is None else None  # what was said of the reply stays true
             known = cache.lookup(request, generation.context, cancelled, evidence, outline)
             plan = cache.plan(known)
+            if drafts and generation.drafts is None:
+                generation.drafts = drafts_for(request, known, engine.tokenizer)
             if planned is not None and reuse is None:
                 planned(cache.reuse(known, plan))
             filled = cache.fill(known, plan, generation.capacity, cancelled)
@@ -359,6 +377,7 @@ class Session:
         """Keep what is waiting, within a bounded time, and free the model, unless it was given. Idempotent."""
         self._alive.close()
         self._finalizer()
+        self.answers.close()
         self.knowledge.close()
         engine, self._engine = self._engine, None
         if engine is not None and self._owns_engine:

@@ -26,6 +26,7 @@ class Turn:
 
 
 _NOBODY = Turn()
+IDLE = Turn(background=True)  # what nobody asked for, done ahead
 CURRENT: ContextVar[Turn] = ContextVar("rekindle_turn", default=_NOBODY)
 
 

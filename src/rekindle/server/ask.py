@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
 from rekindle.core.reply import Piece, Reply
 from rekindle.run.ask import Prepared
+from rekindle.run.session import Session
 from rekindle.server.asked import ask_options
 from rekindle.server.call import Call
-from rekindle.server.job import Finished
+from rekindle.server.job import Finished, Planned
 from rekindle.server.replies import (
     new_id,
     plan_header,
     rekindle_of,
     retrieval_of,
     sources_of,
+    stored_of,
     timings_of,
     usage_of,
 )
@@ -31,8 +34,10 @@ async def answer_question(call: Call, body: AskRequest) -> Response:
     adapter = call.adapter_of(body.model)
     session, options = call.service.session, ask_options(body, call.caller.tenant, call.service.most_tokens())
     options["adapter"] = adapter
+    started = time.perf_counter()
     prepared = await call.aside(lambda: session.prepare(body.question, **options))
-    happened = call.service.answer([prepared.request], call.caller, body)
+    happened = _given(prepared) if prepared.given else call.service.answer([prepared.request], call.caller, body)
+    happened = _keeping(happened, session, prepared, started)
     head = {"id": new_id("answer"), "created": int(time.time()), "model": adapter or call.service.model}
     if body.stream:
         first, rest = await call.begin(happened)
@@ -41,6 +46,26 @@ async def answer_question(call: Call, body: AskRequest) -> Response:
     told = {"question": body.question, "answer": reply.text, "sources": sources_of(prepared)}
     ended = _ended(reply, prepared, call.ignored(body))
     return JSONResponse({**head, "object": "rekindle.answer", **told, **ended}, headers=plan_header(planned))
+
+
+async def _given(prepared: Prepared) -> AsyncGenerator[Happened, None]:
+    """What happens when the stored answer is given: no model is asked."""
+    reply = prepared.given
+    assert reply is not None
+    yield Happened(0, Planned(reply.reuse))
+    yield Happened(0, Piece(reply.text))
+    yield Happened(0, Finished(reply))
+
+
+async def _keeping(
+    happened: AsyncGenerator[Happened, None], session: Session, prepared: Prepared, started: float
+) -> AsyncGenerator[Happened, None]:
+    """The same, and the answer is kept at its end."""
+    async with aclosing(happened):
+        async for what in happened:
+            if isinstance(what.event, Finished) and prepared.consulted is not None:
+                session.answers.keep(prepared.consulted, what.event.reply, time.perf_counter() - started)
+            yield what
 
 
 async def _chunks(
@@ -57,6 +82,6 @@ async def _chunks(
 
 
 def _ended(reply: Reply, prepared: Prepared, ignored: list[str]) -> dict[str, Any]:
-    about = {**rekindle_of(reply.reuse, ignored), "retrieval": retrieval_of(prepared)}
+    about = {**rekindle_of(reply.reuse, ignored), "retrieval": retrieval_of(prepared), **stored_of(prepared, reply)}
     told = {"usage": usage_of([reply]), "timings": timings_of(reply), "rekindle": about}
     return {"finish_reason": reply.finish_reason, **told}

@@ -58,6 +58,10 @@ def chat_request(body: ChatRequest, tenant: str, most_tokens: int) -> Request:
         options["parallel_tool_calls"] = body.parallel_tool_calls is not False
     elif body.tool_choice not in (None, "none", "auto"):
         raise Problem(400, "tool_choice needs tools. Send them along.", param="tool_choice")
+    if body.prediction is not None:
+        options["drafts"] = [_text_of(body.prediction.content) or ""]
+    if body.rekindle is not None and body.rekindle.answers is not None:
+        options["answers"] = body.rekindle.answers
     if body.rekindle is not None and body.rekindle.reuse is not None:
         options.setdefault("reuse", body.rekindle.reuse)
     if body.rekindle is not None and body.rekindle.documents:
@@ -99,6 +103,8 @@ def ask_options(body: AskRequest, tenant: str, most_tokens: int) -> AskOptions:
         options["temperature"] = 0.0
     if body.instructions is not None:
         options["instructions"] = body.instructions
+    if body.answers is not None:
+        options["answers"] = body.answers
     if body.reuse is not None:
         options.setdefault("reuse", body.reuse)
     return cast(AskOptions, options)

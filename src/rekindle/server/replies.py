@@ -39,6 +39,7 @@ def usage_of(replies: Sequence[Reply], prompts: int = 1) -> dict[str, Any]:
         "completion_tokens": written,
         "total_tokens": prompt + written,
         "prompt_tokens_details": {"cached_tokens": sum(r.usage.cached_tokens for r in asked)},
+        "completion_tokens_details": {"accepted_prediction_tokens": sum(r.usage.drafted_tokens for r in replies)},
     }
 
 
@@ -94,6 +95,14 @@ def retrieval_of(prepared: Prepared) -> dict[str, Any]:
     found = prepared.retrieved
     left = len(found.hits) - len(prepared.sources)
     return {"how": found.retrieval, "ms": round(found.seconds * 1e3, 3), "left_out": left}
+
+
+def stored_of(prepared: Prepared, reply: Reply) -> dict[str, Any]:
+    """The earlier answer that took part in this one, and why another did not; nothing where none may."""
+    if prepared.consulted is None:
+        return {}
+    stored = prepared.consulted.stored(reply)
+    return {"stored": None if stored is None else asdict(stored), "refused": prepared.consulted.found.refused}
 
 
 def quoting_of(given: int, reply: Reply, prepared: Prepared | None = None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from pydantic import (
 
 from rekindle.apps.state import state_of
 from rekindle.core.app import AppState
-from rekindle.core.request import MOST_QUOTES, MOST_STOPS, ReuseLevel
+from rekindle.core.request import MOST_QUOTES, MOST_STOPS, AnswersWay, ReuseLevel
 from rekindle.errors import InvalidSetting
 from rekindle.knowledge.retrieve import MOST_PASSAGES, Retrieval
 
@@ -160,10 +160,14 @@ class Retrieving(Asked):
 _REUSE = "What may be reused, in place of the server's setting: exact, near, approximate, off."
 
 
+_ANSWERS = "Whether earlier answers help: off, verified (drafts that the model checks), direct (given at once)."
+
+
 class ChatOptions(Asked):
     """What a chat may have beside OpenAI's fields."""
 
     reuse: ReuseLevel | None = Field(None, description=_REUSE)
+    answers: AnswersWay | None = Field(None, description=_ANSWERS)
 
     documents: Annotated[Items[GivenDocument], Field(max_length=MOST_QUOTES)] | None = Field(
         None, description="What the chat is about: quoted before what the user first says, as many as fit."
@@ -180,6 +184,13 @@ class ChatMessage(Asked):
     content: Text | Items[dict[str, Any]] | None = None
 
 
+class Prediction(Asked):
+    """What the reply may well be: the model checks it, which is faster than writing."""
+
+    type: Literal["content"] = "content"
+    content: Text | Items[dict[str, Any]]
+
+
 class ChatRequest(Sampled):
     """The body of /v1/chat/completions."""
 
@@ -190,6 +201,7 @@ class ChatRequest(Sampled):
     tools: Items[dict[str, Any]] | None = None
     tool_choice: Text | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = Field(None, description="false: a forced call is only one.")
+    prediction: Prediction | None = None
     rekindle: ChatOptions | None = None
 
     def ignored(self) -> list[str]:
@@ -277,6 +289,7 @@ class AskRequest(Sampled):
     retrieval: Retrieval = Field("fused", description=_RETRIEVAL)
     instructions: Text | None = Field(None, min_length=1, description="In place of the system message.")
     reuse: ReuseLevel | None = Field(None, description=_REUSE)
+    answers: AnswersWay | None = Field(None, description=_ANSWERS)
     temperature: Number | None = Field(None, ge=0, le=100, description="Without it 0, which is greedy.")
     n: StrictInt = Field(1, ge=1, le=1, description="A question has one answer.")
 

@@ -18,6 +18,7 @@ from rekindle.run.session import Session
 from rekindle.run.turn import Turn
 from rekindle.server.apps import Apps
 from rekindle.server.embeddings import Embeddings
+from rekindle.server.idle import Idler
 from rekindle.server.job import Event, Finished, Job
 from rekindle.server.keys import Caller
 from rekindle.server.line import Line
@@ -51,6 +52,7 @@ class Service:
         self.apps = Apps()
         self.embeddings = Embeddings(session)
         self.metrics = Metrics(self)
+        self.idler = None if settings.ahead is None else Idler(session, settings.ahead, settings.quiet_seconds)
         self._asked: dict[asyncio.Task[None], tuple[str, str]] = {}  # whose they are: tenant and app
         self._jobs: set[Job] = set()  # those that have their turn
 
@@ -113,6 +115,8 @@ class Service:
         task = asyncio.current_task()
         assert task is not None
         self._asked[task] = owner
+        if self.idler is not None:  # it stops before this one takes its place
+            self.idler.arrive(request)
         try:
             async with self.line.place(turn):
                 waited = time.perf_counter() - arrived
@@ -132,6 +136,8 @@ class Service:
             happened.put_nowait(error)
         finally:
             del self._asked[task]
+            if self.idler is not None:
+                self.idler.leave()
 
     def kill(self, tenant: str, app: str) -> int:
         """Stop everything that an app asked, also what still stands in line; how many requests that were."""
@@ -144,6 +150,8 @@ class Service:
         """Stop all work, keep what was computed, free the model."""
         for job in list(self._jobs):
             job.cancel()
+        if self.idler is not None:
+            self.idler.close()
         self.threads.shutdown(wait=True)
         for beside in (self.aside, self.ingesting):
             beside.shutdown(wait=False, cancel_futures=True)

@@ -6,6 +6,7 @@ import ipaddress
 from dataclasses import dataclass, field
 
 from rekindle.errors import InvalidSetting
+from rekindle.run.idle import IdleOptions
 from rekindle.server.keys import Keys
 
 DEFAULT_PORT = 8377
@@ -25,6 +26,8 @@ class ServerSettings:
     timeout_seconds  the longest a request may take, waiting included
     idle_seconds     how long a client may take to send its request, or to say something on an open connection
     stop_seconds     how long replies may go on after the server was told to stop
+    ahead            what is done ahead while nobody asks; None: nothing
+    quiet_seconds    after so long without a request that begins
     """
 
     host: str = "127.0.0.1"
@@ -39,6 +42,8 @@ class ServerSettings:
     timeout_seconds: float = 600.0
     idle_seconds: float = 30.0
     stop_seconds: float = 15.0
+    ahead: IdleOptions | None = None
+    quiet_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         if not self.is_local and not self.keys and not self.allow_unauthenticated:
@@ -51,8 +56,8 @@ class ServerSettings:
         for name in ("body_bytes", "timeout_seconds", "idle_seconds"):
             if getattr(self, name) <= 0:
                 raise InvalidSetting(f"{name}={getattr(self, name)} makes no sense. Use more than 0.")
-        if self.queue < 0 or self.stop_seconds < 0:
-            raise InvalidSetting("queue and stop_seconds are 0 or more.")
+        if self.queue < 0 or self.stop_seconds < 0 or self.quiet_seconds < 0:
+            raise InvalidSetting("queue, stop_seconds and quiet_seconds are 0 or more.")
 
     @property
     def is_local(self) -> bool:

@@ -16,11 +16,11 @@ import psutil
 
 from rekindle.core.app import Asker
 from rekindle.core.identity import Identity
-from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, Shelf, chain, token_bytes
+from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, Shelf, chain, token_bytes, token_ids
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.size import parse_limit
 from rekindle.errors import InvalidSetting
-from rekindle.index.prefix import Match, Piece, continuation, search
+from rekindle.index.prefix import Match, Piece, continuation, following, search
 from rekindle.store import anchor_rows, app_rows, catalog, history, purge
 from rekindle.store.anchor_rows import coded_pieces
 from rekindle.store.anchors import Anchor
@@ -81,6 +81,10 @@ class TieredStore:
     def continuation(self, shelf: Shelf, match: Match) -> bytes | None:
         """How something known goes on where `match` ends and its prompt does not; None if nothing does."""
         return self._viewing(shelf, lambda rows: continuation(rows, match), None)
+
+    def following(self, shelf: Shelf, match: Match, most: int) -> tuple[int, ...]:
+        """Up to so many tokens that came after all of a prompt before; none if none did."""
+        return token_ids(self._viewing(shelf, lambda rows: following(rows, match, most), b""))
 
     def beginnings(self, shelf: Shelf, most: int = 10_000) -> list[bytes]:
         """The tokens with which everything kept on a shelf begins, a block of each; of a store in trouble, none."""

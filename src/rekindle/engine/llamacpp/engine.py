@@ -76,6 +76,7 @@ class LlamaCppEngine:
         context = LoadedContext(self.loaded_model, options)
         self.context_tokens = context.tokens
         self.prefill_tokens = context.batch_tokens
+        self.parameters, self.attention = self.loaded_model.parameters, self.loaded_model.attention
         self.flash_attention = context.flash_attention
         self.threads = context.threads
         self._cells = Cells(context, options.sequences, self.tokenizer.vocabulary_size)

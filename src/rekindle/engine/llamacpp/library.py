@@ -69,6 +69,16 @@ class LoadedModel:
         return int(llama_cpp.llama_model_n_ctx_train(self._pointer))
 
     @property
+    def parameters(self) -> int:
+        """How many weights it has."""
+        return int(llama_cpp.llama_model_n_params(self._pointer))
+
+    @property
+    def attention(self) -> int:
+        """The numbers of a token's queries in all layers: about as many as it has itself, in each."""
+        return int(llama_cpp.llama_model_n_layer(self._pointer) * llama_cpp.llama_model_n_embd(self._pointer))
+
+    @property
     def original_tokens(self) -> int | None:
         """The length past which its rotary embedding has other frequencies; None if it has no such length."""
         original = self.metadata(f"{self.metadata('general.architecture')}.rope.scaling.original_context_length")

@@ -1,0 +1,221 @@
+"""What `rekindle bench answers` found, for programs and for people."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rekindle.bench.answer_lanes import (
+    DIRECT,
+    KV_ANSWERS,
+    KV_ONLY,
+    NEW_TOKENS,
+    NONE,
+    PERCACHE,
+    VERIFIED,
+    WAYS,
+    Lane,
+    Told,
+    Work,
+)
+from rekindle.bench.answer_stream import Asked
+from rekindle.bench.base import Report, Row
+from rekindle.bench.chunk_quality import rouge_l
+
+BAR_MEAN, BAR_USER = 0.126, 0.344
+MOST_FALSE = 0.02
+BAR_PAIRS = 0.90
+BAR_SCHEDULER = 0.14
+RAISED_AFTER, CUT_OFF = 2, 0.9
+
+
+@dataclass
+class Measured:
+    """One user's questions in every way."""
+
+    set: str
+    user: str
+    asked: list[Asked]
+    lanes: list[Lane]
+    work: list[Work]  # of foreseeing, after each question
+
+    def told(self, name: str) -> list[Told]:
+        """What came of them in one way."""
+        return next(lane.told for lane in self.lanes if lane.way.name == name)
+
+    def mean(self, name: str) -> float:
+        """The mean latency of a way."""
+        return statistics.fmean(one.seconds for one in self.told(name))
+
+    def is_false(self, place: int, one: Told) -> bool:
+        """Whether a stored answer was given that answers another question."""
+        if one.stored is None or one.stored.way != "direct" or one.stored.origin != "user":
+            return False
+        asked = self.asked[place]
+        golds = {other.gold for other in self.asked if other.text == one.stored.question}
+        return asked.gold is None or asked.gold not in golds
+
+
+def tell(report: Report, measured: Sequence[Measured], guard: dict[str, Any]) -> None:
+    """Fill the report."""
+    score = rouge_l()
+    rows = [_row(name, measured, score) for name in (way.name for way in WAYS)]
+    by_name = {row["mode"]: row for row in rows}
+    safe = [row["mode"] for row in rows if not _is_ours(row["mode"]) and not row["false_hits"]]
+    every = [row["mode"] for row in rows if not _is_ours(row["mode"])]
+    equal = [a.text == b.text for one in measured for a, b in zip(one.told(NONE), one.told(VERIFIED), strict=True)]
+    fields: dict[str, Any] = {
+        "users": [
+            {"set": one.set, "user": one.user, "questions": len(one.asked)} | {name: one.mean(name) for name in by_name}
+            for one in measured
+        ],
+        "rows": rows,
+        "verified_equal": sum(equal) / len(equal),
+        "reduction_vs_best": _reduction(measured, VERIFIED, safe),
+        "reduction_best_user": _best_user(measured, VERIFIED, safe),
+        "reduction_vs_best_direct": _reduction(measured, DIRECT, every),
+        "reduction_best_user_direct": _best_user(measured, DIRECT, every),
+        "best_safe": min(safe, key=lambda name: by_name[name]["mean_latency_s"]),
+        "best": min(every, key=lambda name: by_name[name]["mean_latency_s"]),
+        "prediction_gain_kv": by_name[VERIFIED]["kv_hit_share"] - by_name[KV_ONLY]["kv_hit_share"],
+        "prediction_gain_answers": (by_name[PERCACHE]["answer_hits"] - by_name[KV_ANSWERS]["answer_hits"])
+        / max(1, by_name[NONE]["questions"]),
+        "scheduler": _scheduler(measured),
+        "guard": guard,
+    }
+    if score is None:
+        fields["rouge_l_reason"] = "rouge-score is not installed (rekindle[bench])"
+    report.fields |= fields
+    report.rows += _table(fields, by_name)
+
+
+def _scheduler(measured: Sequence[Measured]) -> dict[str, Any]:
+    """Idle work with and without the rule, were the threshold raised to the cut-off after the second question.
+
+    From then on the rule only reads foreseen questions; answers that would have been given since are lost.
+    """
+    always, ruled, lost = [0.0], [0.0], 0
+    for some in measured:
+        for number, took in enumerate(some.work):
+            always.append(always[-1] + took.guessing + took.reading + took.writing)
+            ruled.append(ruled[-1] + took.guessing + took.reading + (took.writing if number < RAISED_AFTER else 0.0))
+        later = some.told(DIRECT)[RAISED_AFTER + 1 :]
+        given = [one.stored for one in later if one.stored is not None and one.stored.way == "direct"]
+        lost += sum(one.origin != "user" and one.similarity >= CUT_OFF for one in given)
+    return {
+        "tflop_always": [value / 1e12 for value in always],
+        "tflop_ruled": [value / 1e12 for value in ruled],
+        "saved_share": 1.0 - ruled[-1] / always[-1] if always[-1] else None,
+        "lost_answers": lost,
+    }
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("ours")
+
+
+def _row(name: str, measured: Sequence[Measured], score: Callable[[str, str], float] | None) -> dict[str, Any]:
+    told = [one for some in measured for one in some.told(name)]
+    seconds = [one.seconds for one in told]
+    golds = [asked.gold for some in measured for asked in some.asked]
+    direct = [one for one in told if one.stored is not None and one.stored.way == "direct"]
+    false = sum(some.is_false(place, one) for some in measured for place, one in enumerate(some.told(name)))
+    scored = [score(gold, one.text) for gold, one in zip(golds, told, strict=True) if gold] if score else []
+    lanes = [lane for some in measured for lane in some.lanes if lane.way.name == name]
+    return {
+        "mode": name,
+        "questions": len(told),
+        "mean_latency_s": statistics.fmean(seconds),
+        "p50": float(np.percentile(seconds, 50)),
+        "p95": float(np.percentile(seconds, 95)),
+        "answer_hits": len(direct),
+        "predicted_hits": sum(one.stored is not None and one.stored.origin != "user" for one in direct),
+        "drafted_share": sum(one.drafted_tokens for one in told) / (NEW_TOKENS * len(told)),
+        "kv_hit_share": statistics.fmean(_known_share(one) for one in told),
+        "false_hits": false,
+        "rouge_l_gold": statistics.fmean(scored) if scored else None,
+        "idle_tflop": sum(lane.idle_flop for lane in lanes) / 1e12,
+    }
+
+
+def _known_share(one: Told) -> float:
+    return one.known_tokens / one.prompt_tokens if one.prompt_tokens else 0.0
+
+
+def _reduction(measured: Sequence[Measured], ours: str, rivals: Sequence[str]) -> float:
+    """By how much the mean latency is below that of the best rival, all questions counting the same."""
+
+    def mean(name: str) -> float:
+        return statistics.fmean(one.seconds for some in measured for one in some.told(name))
+
+    return 1.0 - mean(ours) / min(map(mean, rivals))
+
+
+def _best_user(measured: Sequence[Measured], ours: str, rivals: Sequence[str]) -> float:
+    return max(1.0 - some.mean(ours) / min(some.mean(name) for name in rivals) for some in measured)
+
+
+def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[Row]:
+    none = by_name[NONE]["mean_latency_s"]
+    rows = [
+        Row(
+            name,
+            f"{row['mean_latency_s']:.2f} s, p95 {row['p95']:.2f} s",
+            f"{row['answer_hits']} given ({row['false_hits']} wrong), {row['kv_hit_share']:.0%} of KV known",
+            f"{row['mean_latency_s'] / none:.2f}",
+        )
+        for name, row in by_name.items()
+    ]
+    guard = fields["guard"]
+    rows += [
+        Row("ours-verified below the best that gives no wrong answer", f"{fields['reduction_vs_best']:.1%}",
+            fields["best_safe"], "", f">= {BAR_MEAN:.1%}"),
+        Row("the same for the best user", f"{fields['reduction_best_user']:.1%}", "", "", f">= {BAR_USER:.1%}"),
+        Row("ours-direct below the best of all", f"{fields['reduction_vs_best_direct']:.1%}", fields["best"], "",
+            f">= {BAR_MEAN:.1%}"),
+        Row("the same for the best user", f"{fields['reduction_best_user_direct']:.1%}", "", "", f">= {BAR_USER:.1%}"),
+        Row("verified text equal to none", f"{fields['verified_equal']:.1%}", "", "", "100%"),
+        Row("more KV known by foreseeing", f"{fields['prediction_gain_kv']:+.1%}", "", "", "> 0"),
+        Row("more answers known by foreseeing", f"{fields['prediction_gain_answers']:+.1%}", "", "", "> 0"),
+    ]  # fmt: skip
+    saved = fields["scheduler"]["saved_share"]
+    if saved is not None:
+        lost = f"{fields['scheduler']['lost_answers']} answers lost"
+        rows.append(Row("idle work that the scheduler saves", f"{saved:.1%}", lost, "", f">= {BAR_SCHEDULER:.0%}"))
+    if guard.get("near_misses"):
+        share = guard["false_hits"] / guard["near_misses"]
+        rows.append(Row("near misses that are served", f"{share:.1%} of {guard['near_misses']}",
+                        f"{guard['cosine_false_hits']} by cosine", "", f"<= {MOST_FALSE:.0%}"))  # fmt: skip
+        rows.append(Row("questions in other words that are served", f"{guard['paraphrase_recall']:.1%}",
+                        f"{guard['cosine_paraphrase_recall']:.1%} by cosine", ""))  # fmt: skip
+    if guard.get("pairs_precision") is not None:
+        both = f"{guard['pairs_precision']:.3f}, {guard['pairs_recall']:.3f}"
+        rows.append(Row("labelled pairs: precision, recall", both,
+                        f"{guard['cosine_precision']:.3f}, {guard['cosine_recall']:.3f} by cosine", "",
+                        f">= {BAR_PAIRS:.2f}"))  # fmt: skip
+    return rows
+
+
+def draw(figure: Any, measured: Sequence[Measured], guard: dict[str, Any]) -> None:
+    """Mean latency of every way, and what the guard lets through by threshold."""
+    bars, curve = figure.subplots(1, 2)
+    names = [way.name for way in WAYS]
+    means = [statistics.fmean(one.seconds for some in measured for one in some.told(name)) for name in names]
+    colours = ["#1b7837" if _is_ours(name) else "#999999" for name in names]
+    bars.barh(names[::-1], means[::-1], color=colours[::-1])
+    bars.set_xlabel("mean latency (s)")
+    points = guard.get("curve") or []
+    for guarded, style in ((True, "-"), (False, ":")):
+        own = [point for point in points if point["guarded"] == guarded]
+        label = "guarded" if guarded else "cosine alone"
+        at = [point["threshold"] for point in own]
+        curve.plot(at, [point["again_served"] for point in own], "g" + style, label=f"in other words, {label}")
+        curve.plot(at, [point["near_served"] for point in own], "r" + style, label=f"near misses, {label}")
+    curve.set_xlabel("similarity threshold")
+    curve.set_ylabel("share served from the bank")
+    if points:
+        curve.legend(fontsize=7)

@@ -1,0 +1,169 @@
+"""`rekindle bench answers`: questions about one's own documents, answered before they are asked.
+
+stream   per user: documents first, idle work, then questions in their order, with those that come back; between them
+         questions are foreseen from the earlier ones. Every way of answering has caches of its own (see `answer_lanes`)
+guard    which stored answers may be given for questions that come back or only look alike (see `answer_guard`)
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rekindle.bench.answer_guard import measure, measure_pairs
+from rekindle.bench.answer_lanes import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Lane, Work
+from rekindle.bench.answer_report import Measured, draw, tell
+from rekindle.bench.answer_stream import people, stream
+from rekindle.bench.base import Advance, BenchOptions, Report
+from rekindle.bench.models import load
+from rekindle.bench.personal import Person, personal_sets
+from rekindle.engine.base import Engine
+from rekindle.errors import InvalidSetting
+from rekindle.run.idle import Idle, IdleOptions
+from rekindle.run.knowledge import Knowledge
+from rekindle.settings import Settings
+
+SETS = ("qmsum", "locomo", "enron_qa")  # of a folder that has more, those with questions of one person
+QUESTIONS, QUICK_QUESTIONS = 4, 2  # of each user, beside those that come back
+USERS = 1  # of each set
+STRIDE = 3  # questions foreseen at a time
+ABSTRACTS = 6  # documents that are summed up before the first question
+WARM_PASSAGES, QUICK_WARM_PASSAGES = 160, 8
+_LIMIT_BYTES = 40 << 30
+
+
+def run(options: BenchOptions, advance: Advance) -> Report:
+    """Measure everything."""
+    if options.engine != "hf":
+        raise InvalidSetting("The published ways need the hf engine: leave --engine out.")
+    sets = personal_sets(options.data)
+    chosen = [some for some in sets if some.name in SETS] or sets
+    advance("load the model")
+    engine = load(options)
+    try:
+        measured = []
+        for name, person in people(chosen[:1] if options.quick else chosen, USERS):
+            with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
+                measured.append(_Person(engine, options, name, person, Path(folder), advance).measure())
+        about = {
+            "model": engine.name,
+            "engine": options.engine,
+            "device": engine.device,
+            "dtype": engine.identity(engine.regime(1)).dtype,
+            "top_k": TOP_K,
+            "new_tokens": NEW_TOKENS,
+            "stride": STRIDE,
+        }
+    finally:
+        engine.close()
+    guard = _guard(options, chosen[:1] if options.quick else chosen, advance)
+    report = Report("answers", fields=about)
+    tell(report, measured, guard)
+    report.plot = functools.partial(draw, measured=measured, guard=guard)
+    return report
+
+
+def _guard(options: BenchOptions, sets: list[Any], advance: Advance) -> dict[str, Any]:
+    threshold = Settings().similarity_threshold
+    with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
+        knowledge = Knowledge(Settings(library=folder, cache="off"), lambda *_: None)
+        try:
+            found = measure(sets, knowledge, threshold, advance)
+            return found | measure_pairs(options.pairs, knowledge.embedder(), threshold)
+        finally:
+            knowledge.close()
+
+
+class _Person:
+    """One user: documents, idle work, then the stream of questions in every way."""
+
+    def __init__(
+        self, engine: Engine, options: BenchOptions, name: str, person: Person, folder: Path, advance: Advance
+    ) -> None:
+        self._engine, self._options, self._person, self._folder = engine, options, person, folder
+        self._name, self._advance = name, advance
+        self._seen = 0  # the last foreseen question that the other lanes know
+        self._work: list[Work] = []  # after each question
+
+    def measure(self) -> Measured:
+        """All ways on the same questions, in turns."""
+        asked = stream(self._person, self._options.rounds(QUESTIONS, QUICK_QUESTIONS))
+        lanes, idle = self._begin()
+        try:
+            for number, question in enumerate(asked):
+                for lane in self._turn(lanes, number):
+                    self._advance(f"{self._name}: question {number + 1} of {len(asked)}, {lane.way.name}")
+                    lane.ask(question.text)
+                if question.kind == "first" and number + 1 < len(asked):
+                    self._advance(f"{self._name}: foreseeing after question {number + 1}")
+                    self._foresee(lanes, idle)
+        finally:
+            for lane in lanes:
+                lane.close()
+        return Measured(self._name, self._person.name, asked, lanes, self._work)
+
+    def _begin(self) -> tuple[list[Lane], Idle]:
+        """Ingest, do the first idle work once, and give every way its folders."""
+        ways = {way.name: way for way in WAYS}
+        first = Lane.open(ways[VERIFIED], self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
+        self._advance(f"{self._name}: documents of {self._person.name}")
+        first.session.ingest(documents=self._person.documents)
+        first.session.flush()
+        for way in WAYS:
+            if way.name != VERIFIED:
+                shutil.copytree(self._folder / VERIFIED / "library", self._folder / way.name / "library")
+        idle = self._idle(first)
+        self._advance(f"{self._name}: idle work before the first question")
+        done = [
+            *idle.abstracts(ABSTRACTS),
+            *idle.predict_from_abstracts(STRIDE),
+            *idle.predict_from_passages(STRIDE),
+            *idle.warm(),
+        ]
+        first.idle_flop += sum(did.flop or 0.0 for did in done)
+        first.session.flush()
+        lanes = [first]
+        for way in WAYS:
+            if way.name != VERIFIED:
+                if way.ours:
+                    shutil.copytree(self._folder / VERIFIED / "cache", self._folder / way.name / "cache")
+                lanes.append(Lane.open(way, self._engine, self._folder / way.name, _LIMIT_BYTES))
+                lanes[-1].idle_flop = first.idle_flop if way.ours else 0.0
+        self._spread(lanes)
+        return sorted(lanes, key=lambda lane: [way.name for way in WAYS].index(lane.way.name)), self._idle(first)
+
+    def _idle(self, lane: Lane) -> Idle:
+        most = QUICK_WARM_PASSAGES if self._options.quick else WARM_PASSAGES
+        options = IdleOptions(
+            stride=STRIDE, settle_seconds=0.0, warm_passages=most, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS
+        )
+        return Idle(lane.session, options)
+
+    def _foresee(self, lanes: list[Lane], idle: Idle) -> None:
+        own = next(lane for lane in lanes if lane.way.name == VERIFIED)
+        done = idle.predict_from_history(STRIDE)
+        own.idle_flop += sum(did.flop or 0.0 for did in done)
+        own.session.flush()
+        guessing = sum(did.flop or 0.0 for did in done if did.action.startswith("guess"))
+        self._work.append(replace(self._spread(lanes), guessing=guessing))
+
+    def _spread(self, lanes: list[Lane]) -> Work:
+        """Let the other ways that foresee know what was foreseen; the questions are the same for all.
+
+        What our own way takes for them.
+        """
+        own = next(lane for lane in lanes if lane.way.name == VERIFIED)
+        new = own.session.answers.bank().entries(where=f"origin!='user' AND id>{self._seen} ORDER BY id")
+        self._seen = max([self._seen, *(entry.id for entry in new)])
+        took = {lane.way.name: lane.learn(new) for lane in lanes if lane is not own and lane.way.foresees}
+        return took.get(DIRECT, Work())
+
+    @staticmethod
+    def _turn(lanes: list[Lane], number: int) -> list[Lane]:
+        """The lanes, another one first each time."""
+        start = number % len(lanes)
+        return [*lanes[start:], *lanes[:start]]

@@ -1,0 +1,132 @@
+"""`rekindle answers`: the questions that were asked or foreseen, and their stored answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rekindle.cli import app
+from rekindle.cli.knowledge import Yes, opened
+from rekindle.cli.options import AsJson, library_options, takes
+from rekindle.core.visible import printable
+from rekindle.errors import InvalidSetting
+
+if TYPE_CHECKING:
+    from rekindle.answers.bank import Bank
+
+answers = typer.Typer(
+    help="Look at stored questions and answers (see the setting `answers`), and remove them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(answers, name="answers")
+_SHOWN = 60
+
+
+@answers.command("ls")
+@takes(settings=library_options)
+def list_answers(
+    settings: dict[str, Any],
+    most: Annotated[int, typer.Option("--most", "-n", min=1, help="So many, those used last first.")] = 50,
+    json: AsJson = False,
+) -> None:
+    """List questions: who asked them, whether their answer is up to date, how often it was used, what it saved."""
+    from rekindle.cli.console import print_json, print_table
+
+    with _bank(settings) as bank:
+        found = bank.entries(where="1 ORDER BY used DESC, id DESC", most=most)
+    if json:
+        print_json([asdict(entry) for entry in found])
+        return
+    rows = [
+        [
+            str(entry.id),
+            printable(entry.question)[:_SHOWN],
+            entry.origin,
+            entry.state,
+            str(entry.uses),
+            f"{entry.saved:.1f} s",
+            "" if entry.answer is None else printable(entry.answer.text)[:_SHOWN],
+        ]
+        for entry in found
+    ]
+    print_table(["id", "question", "from", "state", "used", "saved", "answer"], rows)
+
+
+@answers.command("show")
+@takes(settings=library_options)
+def show_answer(
+    number: Annotated[int, typer.Argument(metavar="ID", help="As `rekindle answers ls` tells it.")],
+    settings: dict[str, Any],
+    json: AsJson = False,
+) -> None:
+    """Show a question with its answer, and the passages it came from."""
+    from rekindle.cli.console import print_json
+
+    with _bank(settings) as bank:
+        found = bank.entries([number])
+        chunks = bank.library.chunks(found[0].evidence) if found else {}
+    if not found:
+        raise InvalidSetting(f"There is no question {number}. `rekindle answers ls` lists them.")
+    (entry,) = found
+    if json:
+        print_json({**asdict(entry), "passages": [asdict(chunks[id]) for id in entry.evidence if id in chunks]})
+        return
+    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.made))
+    typer.echo(printable(entry.question))
+    typer.echo(f"{entry.state}, from {entry.origin}, {made}, used {entry.uses} times, saved {entry.saved:.1f} s\n")
+    if entry.answer is not None:
+        typer.echo(printable(entry.answer.text) + "\n")
+    for place, id in enumerate(entry.evidence, start=1):
+        chunk = chunks.get(id)
+        typer.echo(printable(f"[{place}] {chunk.title}  ({chunk.source})") if chunk else f"[{place}] is gone")
+
+
+@answers.command("stats")
+@takes(settings=library_options)
+def show_stats(settings: dict[str, Any], json: AsJson = False) -> None:
+    """How many questions are stored, how much room they take, and what they saved."""
+    from rekindle.cli.console import print_json
+    from rekindle.core.size import human_bytes
+
+    with _bank(settings) as bank:
+        counts = bank.counts()
+    if json:
+        print_json(counts)
+        return
+    typer.echo(
+        f"{counts['questions']:,} questions: {counts['fresh']:,} with an answer, {counts['stale']:,} of changed "
+        f"documents, {counts['open']:,} open; {human_bytes(int(counts['bytes']))}; "
+        f"used {counts['uses']:,} times, {counts['saved_seconds']:,.1f} s saved"
+    )
+
+
+@answers.command("rm")
+@takes(settings=library_options)
+def remove_answers(
+    settings: dict[str, Any],
+    numbers: Annotated[list[int] | None, typer.Argument(metavar="[ID]...", help="Questions by id.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All questions and answers.")] = False,
+    yes: Yes = False,
+) -> None:
+    """Remove questions with their answers. Documents stay."""
+    if not numbers and not everything:
+        raise InvalidSetting("Say what to remove: questions by id, or --all.")
+    if everything and not yes:
+        typer.confirm("Remove all questions and answers?", abort=True)
+    with _bank(settings) as bank:
+        typer.echo(f"{bank.remove(None if everything else numbers)} questions removed")
+
+
+@contextmanager
+def _bank(settings: dict[str, Any]) -> Iterator[Bank]:
+    """The bank of the settings' tenant; what is only looked at needs no vectors."""
+    from rekindle.answers.bank import Bank
+
+    with opened(settings) as known:
+        yield Bank(known.library(), "", 1)

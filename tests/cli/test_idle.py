@@ -1,0 +1,101 @@
+"""`rekindle idle`, end to end on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rekindle import Session
+from rekindle.errors import InvalidSetting, NothingKnown
+from rekindle.run.idle import Idle
+from rekindle.run.work import Did
+from rekindle.server.settings import ServerSettings
+from tests.cli.test_commands import rekindle
+from tests.knowledge.conftest import embedder_folder
+
+__all__ = ["embedder_folder"]  # a fixture
+
+QUICK = ("--settle", "0s", "--stride", "1", "--max-tokens", "4", "--load", "1000", "--on-battery")
+
+
+@pytest.fixture
+def settings(tiny_folder: Path, tmp_path: Path, embedder_folder: Path) -> list[str]:
+    where = ["--cache", str(tmp_path / "cache"), "--embedder", str(embedder_folder)]
+    notes = tmp_path / "notes.txt"
+    notes.write_text("The lamp of Ternholm burns oil from Vesk. Mara lights it at dusk.", "utf-8")
+    assert rekindle("ingest", str(notes), *where).exit_code == 0
+    return ["--model", str(tiny_folder), *where]
+
+
+def done(*arguments: str) -> Any:
+    result = rekindle(*arguments)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_what_was_done_is_told_and_logged(settings: list[str]) -> None:
+    told = done("idle", *settings, *QUICK, "--answers", "verified", "--sources", "passage", "--json")
+    assert {did["action"] for did in told} <= {"answer", "warm"} and told
+    assert all(did["finished"] and did["tokens"] > 0 and did["flop"] > 0 for did in told)
+    where = settings[2:]
+    log = done("idle", "--log", "--last", "10", *where, "--json")
+    assert sum(way["count"] for way in log["actions"]) == len(log["last"]) == len(told)
+    shown = rekindle("idle", "--log", "--last", "2", *where)
+    assert shown.exit_code == 0 and "seconds saved" in shown.stdout
+
+
+def test_people_see_a_line_for_each_thing(settings: list[str]) -> None:
+    result = rekindle("idle", *settings, *QUICK, "--answers", "off")
+    assert result.exit_code == 0, result.output
+    assert "the instructions" in result.stdout and "TFLOP" in result.stdout
+    assert "answers is off" in result.stderr
+
+
+def test_a_budget_and_what_is_in_the_way_are_heeded(settings: list[str]) -> None:
+    assert done("idle", *settings, *QUICK, "--seconds", "0s", "--json") == []
+    result = rekindle("idle", *settings, "--load", "0")
+    assert result.exit_code == 0 and "Stopped: others keep" in result.stderr
+
+
+def test_watching_goes_on_until_it_is_interrupted(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[bool] = []
+
+    def run(self: Idle, stop: threading.Event | None = None) -> list[Did]:
+        assert stop is not None
+        runs.append(stop.is_set())
+        if len(runs) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return []
+
+    monkeypatch.setattr(Idle, "run", run)
+    before = signal.getsignal(signal.SIGINT)
+    result = rekindle("idle", *settings, "--watch", "--every", "0s")
+    assert result.exit_code == 0 and "0 things" in result.stdout
+    assert runs == [False] * 3 and signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_server_works_ahead_only_if_it_is_told_to(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ServerSettings] = []
+
+    def refuse(session: Session, settings: ServerSettings) -> None:
+        seen.append(settings)
+        session.close()
+        raise InvalidSetting("That is enough.")
+
+    monkeypatch.setattr("rekindle.server.serve.Server", refuse)
+    for flags in ((), ("--idle", "--quiet", "5s", "--on-battery")):
+        assert isinstance(rekindle("serve", str(tiny_folder), *flags).exception, InvalidSetting)
+    without, with_it = seen
+    assert without.ahead is None and with_it.ahead is not None and with_it.quiet_seconds == 5.0
+    assert with_it.ahead.conditions is not None and with_it.ahead.conditions.on_battery
+
+
+def test_what_makes_no_sense_is_refused(settings: list[str], tmp_path: Path) -> None:
+    assert isinstance(rekindle("idle", *settings, "--sources", "dreams").exception, InvalidSetting)
+    elsewhere = [*settings, "--library", str(tmp_path / "nothing")]
+    assert isinstance(rekindle("idle", *elsewhere).exception, NothingKnown)

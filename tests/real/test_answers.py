@@ -1,0 +1,88 @@
+"""Earlier answers with real weights: checked ones are the model's own, stored ones are told, near misses not given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rekindle import Session
+
+pytestmark = pytest.mark.real
+
+DOCUMENTS = [
+    {
+        "source": "boiler",
+        "text": "Boiler service. Marit Solheim serviced the boiler on 14 March. The pressure was set to 1.5 bar, and "
+        "the bill came to 240 euros. The next service is due in two years.",
+    },
+    {
+        "source": "allotment",
+        "text": "Allotment. Jonas planted 30 strawberry plants in April and built a compost box of larch wood. Water "
+        "is turned off from November to March. The key hangs with Mrs. Okafor in number 12.",
+    },
+    {
+        "source": "trip",
+        "text": "Trip to Lisbon. The flight leaves on Friday at 7:40 from gate B22. The hotel is called Casa Azul, and "
+        "breakfast is served until ten. Nadia booked the tram tickets.",
+    },
+]
+QUESTIONS = [
+    ("Who serviced the boiler?", "who serviced the boiler"),
+    ("How much was the bill for the boiler service?", "How much was the boiler service bill?"),
+    ("How many strawberry plants did Jonas plant?", "How many strawberry plants did Jonas plant in April?"),
+    ("Where does the key to the allotment hang?", "Where is the key to the allotment?"),
+    ("When does the flight to Lisbon leave?", "When does our flight to Lisbon leave?"),
+    ("What is the hotel in Lisbon called?", "What's the hotel in Lisbon called?"),
+]
+MISSES = [
+    ("How many strawberry plants did Jonas plant?", "How many strawberry plants did Nadia plant?"),
+    ("When does the flight to Lisbon leave?", "When does the flight to Madrid leave?"),
+    ("Is the next boiler service due in 2 years?", "Is the next boiler service due in 3 years?"),
+]
+HOW: dict[str, Any] = {"top_k": 2, "max_tokens": 10}
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    folder: Path = tmp_path_factory.mktemp("answers")
+    with Session("smollm2", cache=folder / "cache", library=folder / "library", similarity_threshold=0.85) as session:
+        session.ingest(documents=DOCUMENTS)
+        yield session
+
+
+def test_checked_answers_are_those_of_the_model_alone(session: Session) -> None:
+    """Each question, then the same in other words: the second has the first one's answer as its draft."""
+    drafted = 0
+    for question, other in QUESTIONS:
+        for text in (question, other):
+            alone = session.ask(text, **HOW, answers="off")
+            checked = session.ask(text, **HOW, answers="verified")
+            session.flush()
+            assert checked.text == alone.text and checked.tokens == alone.tokens
+            assert checked.stored is None or checked.stored.way == "verified"
+            drafted += checked.usage.drafted_tokens
+    assert drafted > 0
+
+
+def test_the_identical_question_gets_the_stored_answer(session: Session) -> None:
+    for question, _ in QUESTIONS:
+        first = session.ask(question, **HOW, answers="verified")
+        session.flush()
+        again = session.ask(question, **HOW, answers="direct")
+        assert again.text == first.text and again.reuse.computed == 0
+        assert again.stored is not None and again.stored.way == "direct" and again.stored.question == question
+        assert "stored answer of" in again.summary() and [s.source for s in again.sources] == [
+            s.source for s in first.sources
+        ]
+
+
+def test_a_near_miss_is_answered_by_the_model(session: Session) -> None:
+    for question, miss in MISSES:
+        session.ask(question, **HOW, answers="verified")
+        session.flush()
+        answer = session.ask(miss, **HOW, answers="direct")
+        assert answer.stored is None or answer.stored.way == "verified"
+        assert answer.text == session.ask(miss, **HOW, answers="off").text

@@ -1,0 +1,53 @@
+"""Working ahead with real weights: a foreseen question is answered faster, in the model's own words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rekindle import Session
+from rekindle.predict.populate import Budget
+from rekindle.run.idle import Idle, IdleOptions
+
+pytestmark = pytest.mark.real
+
+DOCUMENTS = [
+    {
+        "source": "lighthouse",
+        "title": "The lighthouse of Ternholm",
+        "text": "Mara Lindqvist keeps the lighthouse on Ternholm. She lights the lamp at dusk and writes the weather "
+        "into a blue book. In March she ordered forty litres of lamp oil from the chandler in Vesk.",
+    },
+    {
+        "source": "ferry",
+        "title": "The ferry to Ormund",
+        "text": "The ferry from Vesk to Ormund leaves on Tuesdays and Fridays at nine. A ticket costs eleven crowns, "
+        "and bicycles travel free. The captain is Josef Haller, who once sailed to Greenland.",
+    },
+    {
+        "source": "bakery",
+        "title": "The bakery of Tomas Ivarsen",
+        "text": "Tomas Ivarsen bakes rye bread at four in the morning. His oven was built by his grandfather from "
+        "bricks of the old brewery. He sells two hundred loaves on market days.",
+    },
+]
+
+
+def test_a_foreseen_question_is_checked_instead_of_written_and_says_the_same(tmp_path: Path) -> None:
+    with Session("smollm2", cache=tmp_path / "cache", answers="verified") as session:
+        session.ingest(documents=DOCUMENTS)
+        options = IdleOptions(stride=2, settle_seconds=0.0, max_tokens=24, budget=Budget(tflop=0.4))
+        idle = Idle(session, options)
+        done = idle.run()
+        assert {"abstract", "guess-abstract", "answer"} <= {did.action for did in done}
+        assert all(did.finished and did.flop for did in done)
+        assert idle.spent.flop == pytest.approx(sum(did.flop or 0.0 for did in done))
+        session.flush()
+        known = session.answers.bank().entries(where="origin!='user' AND state='fresh'")
+        assert known and session.answers.bank().history(10) == []
+        for entry in known[:3]:
+            answer = session.ask(entry.question, max_tokens=24)
+            plain = session.ask(entry.question, max_tokens=24, answers="off", reuse="off")
+            assert answer.usage.drafted_tokens > 0 and answer.text == plain.text
+            assert answer.reuse.computed <= 1 and answer.stored is not None and answer.stored.way == "verified"
