@@ -498,3 +498,15 @@ def test_equal_scores_keep_the_order_they_came_in_wherever_it_is_cut(tmp_path: P
 def test_an_empty_library_has_no_vectors(tmp_path: Path) -> None:
     snapshot = Vectors(library(tmp_path), DIMENSIONS).snapshot("e")
     assert snapshot.nearest(vector(1), 5) == [] and snapshot.matrix.shape == (0, DIMENSIONS)
+
+
+def test_a_view_within_a_view_is_the_same_one(tmp_path: Path) -> None:
+    known = library(tmp_path)
+    known.put([cut("a", "walrus")], "e")
+    with known.reading() as outer:
+        outer.execute("SELECT count(*) FROM documents").fetchone()  # it begins with the first look
+        known.put([cut("b", "puffin")], "e")
+        assert known.counts()["documents"] == 1  # looks within
+        with known.reading() as inner:
+            assert inner is outer
+    assert known.counts()["documents"] == 2

@@ -173,20 +173,19 @@ class Bank:
         return "other passages answer it" if guarded and not same_evidence(question.evidence, entry.evidence) else None
 
     def is_current(self, entry: Entry, retrieve: Retrieve) -> bool:
-        """Whether the evidence of an answer is still what it was; where it is not, that is noted."""
+        """Whether the evidence of an answer is still what it was; what was seen is noted soon."""
         generation = self.library.generation
         if entry.generation == generation:
             return True
         same = tuple(retrieve(entry.question, entry.top_k, entry.retrieval)) == entry.evidence
-        change = f"generation={generation}" if same else "state='stale'"
-
-        def note() -> None:
-            with self.library.writing() as connection:  # unless it was answered anew meanwhile
-                found = (entry.id, entry.generation)
-                connection.execute(f"UPDATE answers SET {change} WHERE id=? AND generation=? AND state='fresh'", found)
-
-        self._soon(note)
+        self._soon(lambda: self._note(entry, generation, same=same))
         return same
+
+    def _note(self, entry: Entry, generation: int, *, same: bool) -> None:
+        change = f"generation={generation}" if same else "state='stale'"
+        with self.library.writing() as connection:  # unless it was answered anew meanwhile
+            found = (entry.id, entry.generation)
+            connection.execute(f"UPDATE answers SET {change} WHERE id=? AND generation=? AND state='fresh'", found)
 
     def keep(self, question: Question, answer: Text | None, origin: Origin = "user") -> int | None:
         """Keep a question, with its answer if there is one; its id.
@@ -230,10 +229,13 @@ class Bank:
         return self.entries(where="asked IS NOT NULL ORDER BY asked DESC, id DESC", most=most)[::-1]
 
     def outdated(self, retrieve: Retrieve, most: int = 1000) -> int:
-        """Look again at answers that were found before documents changed; how many of them are stale."""
-        generation = self.library.generation
-        old = self.entries(where=f"state='fresh' AND generation!={generation}", most=most)
-        return sum(not self.is_current(entry, retrieve) for entry in old)
+        """Look again at answers that were found before documents changed, and note it; how many of them are stale."""
+        generation, stale = self.library.generation, 0
+        for entry in self.entries(where=f"state='fresh' AND generation!={generation}", most=most):
+            same = tuple(retrieve(entry.question, entry.top_k, entry.retrieval)) == entry.evidence
+            self._note(entry, generation, same=same)
+            stale += not same
+        return stale
 
     def counts(self) -> dict[str, float]:
         """How much there is: questions, fresh, open, stale, bytes, uses, saved seconds."""

@@ -70,6 +70,7 @@ class Retriever:
 
     def retrieve(self, question: str, top_k: int = 5, retrieval: Retrieval = "fused") -> Retrieved:
         """The passages that are most likely to answer a question. Equal passages count once.
+
         Raises `NothingKnown` for an empty library, `InvalidPrompt`, and `InvalidSetting`.
         """
         check_retrieval(top_k, retrieval)
@@ -78,9 +79,10 @@ class Retriever:
         vector = self._embed(question) if retrieval != "bm25" else None
         embedded = time.perf_counter()
         depth = max(_DEPTH, 2 * top_k)
-        words = self.by_words(question, depth) if retrieval != "embedding" else {}
-        meanings = self.by_meaning(vector, depth) if vector is not None else {}
-        found = self._hits(_ranked(words, meanings, retrieval), words, meanings, top_k)
+        with self._library.reading():  # all of it in one view: a document may be replaced just now
+            words = self.by_words(question, depth) if retrieval != "embedding" else {}
+            meanings = self.by_meaning(vector, depth) if vector is not None else {}
+            found = self._hits(_ranked(words, meanings, retrieval), words, meanings, top_k)
         if not found and not self._library.counts()["chunks"]:
             raise NothingKnown("Nothing was ingested yet. Do that first: rekindle ingest FOLDER")
         return Retrieved(tuple(found), retrieval, embedded - started, time.perf_counter() - embedded, vector)

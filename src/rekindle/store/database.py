@@ -84,9 +84,14 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """One consistent view of the catalog. Never waits for writers."""
-        with self._transaction(self._reader, "BEGIN") as connection:
-            yield connection
+        """One consistent view of the catalog; within another one, the same. Never waits for writers."""
+        with self._reader.lock:
+            outer = self._reader.connection if self._reader.process == os.getpid() else None
+            if outer is not None and outer.in_transaction:  # whose else could it be: the lock is ours
+                yield outer
+                return
+            with self._transaction(self._reader, "BEGIN") as connection:
+                yield connection
 
     @contextmanager
     def scanning(self) -> Iterator[sqlite3.Connection]:
