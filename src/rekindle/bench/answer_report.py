@@ -60,7 +60,7 @@ class Measured:
         return asked.gold is None or asked.gold not in golds
 
 
-def tell(report: Report, measured: Sequence[Measured], guard: dict[str, Any]) -> None:
+def tell(report: Report, measured: Sequence[Measured], guard: dict[str, Any], foresight: list[dict[str, Any]]) -> None:
     """Fill the report."""
     score = rouge_l()
     rows = [_row(name, measured, score) for name in (way.name for way in WAYS)]
@@ -86,6 +86,7 @@ def tell(report: Report, measured: Sequence[Measured], guard: dict[str, Any]) ->
         / max(1, by_name[NONE]["questions"]),
         "scheduler": _scheduler(measured),
         "guard": guard,
+        "foresight": foresight,
     }
     if score is None:
         fields["rouge_l_reason"] = "rouge-score is not installed (rekindle[bench])"
@@ -186,6 +187,16 @@ def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[R
     if saved is not None:
         lost = f"{fields['scheduler']['lost_answers']} answers lost"
         rows.append(Row("idle work that the scheduler saves", f"{saved:.1%}", lost, "", f">= {BAR_SCHEDULER:.0%}"))
+    rows += [
+        Row(
+            f"foreseen of {row['set']}, {row['stride']} a document",
+            f"{row['near85_share']:.0%} at 0.85, {row['near70_share']:.0%} at 0.7",
+            f"{row['first_passage_warm_share']:.0%} of first passages warm",
+            "",
+        )
+        for row in fields["foresight"]
+        if row["stride"] == max(other["stride"] for other in fields["foresight"])
+    ]
     if guard.get("near_misses"):
         share = guard["false_hits"] / guard["near_misses"]
         rows.append(Row("near misses that are served", f"{share:.1%} of {guard['near_misses']}",
@@ -200,9 +211,10 @@ def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[R
     return rows
 
 
-def draw(figure: Any, measured: Sequence[Measured], guard: dict[str, Any]) -> None:
-    """Mean latency of every way, and what the guard lets through by threshold."""
-    bars, curve = figure.subplots(1, 2)
+def draw(figure: Any, measured: Sequence[Measured], guard: dict[str, Any], foresight: list[dict[str, Any]]) -> None:
+    """Mean latency of every way, what the guard lets through by threshold, what is foreseen by stride."""
+    figure.set_size_inches(13, 4)
+    bars, curve, seen = figure.subplots(1, 3)
     names = [way.name for way in WAYS]
     means = [statistics.fmean(one.seconds for some in measured for one in some.told(name)) for name in names]
     colours = ["#1b7837" if _is_ours(name) else "#999999" for name in names]
@@ -219,3 +231,12 @@ def draw(figure: Any, measured: Sequence[Measured], guard: dict[str, Any]) -> No
     curve.set_ylabel("share served from the bank")
     if points:
         curve.legend(fontsize=7)
+    for name in dict.fromkeys(row["set"] for row in foresight):
+        own = [row for row in foresight if row["set"] == name]
+        strides = [row["stride"] for row in own]
+        (line,) = seen.plot(strides, [row["first_passage_warm_share"] for row in own], label=f"{name}: passage warm")
+        seen.plot(strides, [row["near70_share"] for row in own], ":", color=line.get_color(), label=f"{name}: near")
+    seen.set_xlabel("questions foreseen of each document")
+    seen.set_ylabel("share of the questions asked")
+    if foresight:
+        seen.legend(fontsize=7)

@@ -2,6 +2,7 @@
 
 stream   per user: documents first, idle work, then questions in their order, with those that come back; between them
          questions are foreseen from the earlier ones. Every way of answering has caches of its own (see `answer_lanes`)
+foresight  how many questions are foreseen without a model, by stride (see `answer_foresight`)
 guard    which stored answers may be given for questions that come back or only look alike (see `answer_guard`)
 """
 
@@ -14,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rekindle.bench.answer_guard import measure, measure_pairs
+from rekindle.bench import answer_foresight, answer_guard
 from rekindle.bench.answer_lanes import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Lane, Work
 from rekindle.bench.answer_report import Measured, draw, tell
 from rekindle.bench.answer_stream import people, stream
 from rekindle.bench.base import Advance, BenchOptions, Report
 from rekindle.bench.models import load
-from rekindle.bench.personal import Person, personal_sets
+from rekindle.bench.personal import Person, PersonalSet, personal_sets
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
 from rekindle.run.idle import Idle, IdleOptions
@@ -29,7 +30,7 @@ from rekindle.settings import Settings
 
 SETS = ("qmsum", "locomo", "enron_qa")  # of a folder that has more, those with questions of one person
 QUESTIONS, QUICK_QUESTIONS = 4, 2  # of each user, beside those that come back
-USERS = 1  # of each set
+USERS, FORESIGHT_USERS = 1, 3  # of each set
 STRIDE = 3  # questions foreseen at a time
 ABSTRACTS = 6  # documents that are summed up before the first question
 WARM_PASSAGES, QUICK_WARM_PASSAGES = 160, 8
@@ -60,20 +61,25 @@ def run(options: BenchOptions, advance: Advance) -> Report:
         }
     finally:
         engine.close()
-    guard = _guard(options, chosen[:1] if options.quick else chosen, advance)
+    guard, foresight = _without_model(options, chosen[:1] if options.quick else chosen, advance)
     report = Report("answers", fields=about)
-    tell(report, measured, guard)
-    report.plot = functools.partial(draw, measured=measured, guard=guard)
+    tell(report, measured, guard, foresight)
+    report.plot = functools.partial(draw, measured=measured, guard=guard, foresight=foresight)
     return report
 
 
-def _guard(options: BenchOptions, sets: list[Any], advance: Advance) -> dict[str, Any]:
+def _without_model(
+    options: BenchOptions, sets: list[PersonalSet], advance: Advance
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the guard lets through, and what is foreseen."""
     threshold = Settings().similarity_threshold
     with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
         knowledge = Knowledge(Settings(library=folder, cache="off"), lambda *_: None)
         try:
-            found = measure(sets, knowledge, threshold, advance)
-            return found | measure_pairs(options.pairs, knowledge.embedder(), threshold)
+            guard = answer_guard.measure(sets, knowledge, threshold, advance)
+            guard |= answer_guard.measure_pairs(options.pairs, knowledge.embedder(), threshold)
+            users = USERS if options.quick else FORESIGHT_USERS
+            return guard, answer_foresight.measure(sets, knowledge, users, advance)
         finally:
             knowledge.close()
 

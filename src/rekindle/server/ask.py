@@ -26,7 +26,7 @@ from rekindle.server.replies import (
     usage_of,
 )
 from rekindle.server.schema import AskRequest
-from rekindle.server.service import Happened
+from rekindle.server.service import Happened, Service
 
 
 async def answer_question(call: Call, body: AskRequest) -> Response:
@@ -36,7 +36,8 @@ async def answer_question(call: Call, body: AskRequest) -> Response:
     options["adapter"] = adapter
     started = time.perf_counter()
     prepared = await call.aside(lambda: session.prepare(body.question, **options))
-    happened = _given(prepared) if prepared.given else call.service.answer([prepared.request], call.caller, body)
+    service = call.service
+    happened = _given(service, prepared) if prepared.given else service.answer([prepared.request], call.caller, body)
     happened = _keeping(happened, session, prepared, started)
     head = {"id": new_id("answer"), "created": int(time.time()), "model": adapter or call.service.model}
     if body.stream:
@@ -48,10 +49,13 @@ async def answer_question(call: Call, body: AskRequest) -> Response:
     return JSONResponse({**head, "object": "rekindle.answer", **told, **ended}, headers=plan_header(planned))
 
 
-async def _given(prepared: Prepared) -> AsyncGenerator[Happened, None]:
+async def _given(service: Service, prepared: Prepared) -> AsyncGenerator[Happened, None]:
     """What happens when the stored answer is given: no model is asked."""
     reply = prepared.given
     assert reply is not None
+    if service.idler is not None:  # its true answer is found later
+        service.idler.arrive(prepared.request)
+        service.idler.leave()
     yield Happened(0, Planned(reply.reuse))
     yield Happened(0, Piece(reply.text))
     yield Happened(0, Finished(reply))
