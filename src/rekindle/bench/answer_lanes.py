@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -124,10 +124,7 @@ class Lane:
     def ask(self, question: str) -> Told:
         """Answer a question; what it took, from the question to the last token."""
         started = time.perf_counter()
-        if self.tree is None:
-            reply: Reply = self.session.ask(question, **_options())
-        else:
-            reply = self._by_qkv(self.session.prepare(question, **_options()), self.tree)
+        reply: Reply = self.session.ask(question, **_options()) if self.way.ours else self._as_published(question)
         seconds = time.perf_counter() - started
         stored = getattr(reply, "stored", None)
         usage = reply.usage
@@ -136,14 +133,18 @@ class Lane:
         self.told.append(told)
         return told
 
-    def _by_qkv(self, prepared: Prepared, tree: QkvTree) -> Reply:
+    def _as_published(self, question: str) -> Reply:
+        """Give the stored answer, or write one token by token: drafts are ours."""
         started = time.perf_counter()
-        given = prepared.given
-        if given is None:
-            given = self._computed_by_qkv(prepared, tree)
-        assert prepared.consulted is not None
-        self.session.answers.keep(prepared.consulted, given, time.perf_counter() - started)
-        return prepared.answer(given, 0.0)
+        prepared = self.session.prepare(question, **_options())
+        reply = prepared.given
+        if reply is None and self.tree is not None:
+            reply = self._computed_by_qkv(prepared, self.tree)
+        elif reply is None:
+            reply = self.session.answer(replace(prepared.request, drafts=(), answers="off")).reply
+        if prepared.consulted is not None:
+            self.session.answers.keep(prepared.consulted, reply, time.perf_counter() - started)
+        return prepared.answer(reply, 0.0)
 
     def _computed_by_qkv(self, prepared: Prepared, tree: QkvTree) -> Reply:
         engine = self.session.engine

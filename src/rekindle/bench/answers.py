@@ -9,6 +9,7 @@ guard    which stored answers may be given for questions that come back or only 
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import tempfile
 from dataclasses import replace
@@ -139,6 +140,8 @@ class _Person:
                     shutil.copytree(self._folder / VERIFIED / "cache", self._folder / way.name / "cache")
                 lanes.append(Lane.open(way, self._engine, self._folder / way.name, _LIMIT_BYTES))
                 lanes[-1].idle_flop = first.idle_flop if way.ours else 0.0
+        if hasattr(os, "sync"):
+            os.sync()  # gigabytes were copied: nobody shall wait for the disk because of that
         self._spread(lanes)
         return sorted(lanes, key=lambda lane: [way.name for way in WAYS].index(lane.way.name)), self._idle(first)
 
