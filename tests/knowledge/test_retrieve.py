@@ -213,7 +213,7 @@ def test_an_empty_library_says_so(tmp_path: Path, embedder: Embedder, retrieval:
         Retriever(library(tmp_path), lambda: embedder).retrieve("anything", 5, retrieval)
 
 
-def test_a_document_removed_between_ranking_and_reading_is_left_out(
+def test_what_changes_while_passages_are_looked_for_counts_from_the_next_question_on(
     tmp_path: Path, embedder: Embedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = filled(tmp_path, embedder)
@@ -226,6 +226,9 @@ def test_a_document_removed_between_ranking_and_reading_is_left_out(
         return chunks(ids)
 
     monkeypatch.setattr(known, "chunks", late)
+    meanwhile = [hit.chunk.id for hit in retriever.retrieve("amber fjord", 5).hits]
+    assert meanwhile == [chunk.id for chunk in before[:5]]  # all of it in one view
+    monkeypatch.undo()
     after = [hit.chunk.id for hit in retriever.retrieve("amber fjord", 5).hits]
     assert after == [chunk.id for chunk in before[1:]]
 
