@@ -22,7 +22,7 @@ from rekindle.core.request import MOST_DRAFTS
 from rekindle.engine.base import Logits, Row
 from rekindle.engine.fake import FakeEngine
 from rekindle.engine.fake_tokenizer import END, VOCABULARY
-from rekindle.errors import NothingKnown
+from rekindle.errors import InvalidSetting, NothingKnown
 from rekindle.knowledge.rows import Cut
 from tests.lora import fake_pairs, save_lora
 from tests.run.asking import Waiting, forms_of_text, forms_of_tokens, traces
@@ -138,7 +138,7 @@ def test_a_question_in_other_words_gets_the_stored_answer(open_session: Callable
 
 
 def test_what_is_not_near_enough_is_not_even_refused(open_session: Callable[..., Session]) -> None:
-    with open_session(similarity_threshold=1.1) as session:
+    with open_session(similarity_threshold=1.0) as session:
         session.ingest(documents=documents(LAMPS, BOATS, BREAD))
         ask(session)
         answer = ask(session, "What's the ferry to Ormund cost?")
@@ -530,3 +530,17 @@ def test_the_command_tells_where_an_answer_came_from(tmp_path: Path, tiny_folder
     assert verified["text"] == off["text"] and verified["stored"]["way"] == "verified"
     assert verified["usage"]["drafted_tokens"] > 0
     assert "stored answer of" in told("--answers", "direct").output
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("similarity_threshold", -0.1), ("similarity_threshold", 1.5), ("scheduler_threshold", -1.0),
+        ("answers_limit", "many"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_makes_no_sense_is_refused_at_once(
+    open_session: Callable[..., Session], name: str, value: object
+) -> None:
+    with pytest.raises(InvalidSetting):
+        open_session(**{name: value})

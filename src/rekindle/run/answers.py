@@ -22,7 +22,7 @@ from rekindle.core.reply import Reply
 from rekindle.core.request import MOST_DRAFTS, AnswersWay, Message, Request, ReuseLevel
 from rekindle.core.size import parse_limit
 from rekindle.engine.base import Engine
-from rekindle.errors import RekindleError
+from rekindle.errors import InvalidSetting, RekindleError
 from rekindle.knowledge.retrieve import Retrieval, Retrieved
 from rekindle.run.adapters import Adapters
 from rekindle.run.draft import LEAST_RUN
@@ -81,6 +81,11 @@ class Answers:
     def __init__(
         self, settings: Settings, knowledge: Knowledge, adapters: Adapters, engine: Callable[[], Engine]
     ) -> None:
+        """Raises `InvalidSetting`: later, what is wrong with a bank would only mean that there is none."""
+        for name in ("similarity_threshold", "scheduler_threshold"):
+            if not 0.0 <= getattr(settings, name) <= 1.0:
+                raise InvalidSetting(f"{name}={getattr(settings, name)} makes no sense. Use a number from 0 to 1.")
+        self._limit = parse_limit(settings.answers_limit)
         self._settings = settings
         self._knowledge = knowledge
         self._adapters = adapters
@@ -99,7 +104,7 @@ class Answers:
             if bank is None or bank.library is not library:
                 embedder = self._knowledge.embedder()
                 disk = shutil.disk_usage(library.path.parent).total
-                limit, policy = parse_limit(self._settings.answers_limit).resolve(disk), self._settings.answers_policy
+                limit, policy = self._limit.resolve(disk), self._settings.answers_policy
                 bank = Bank(
                     library, embedder.digest, embedder.dimensions, limit_bytes=limit, policy=policy, soon=self._soon
                 )
