@@ -11,18 +11,17 @@ may say (a size, a policy, a device) is checked by the part that uses it.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypedDict, get_type_hints
 
 from rekindle.config import config_folder
 from rekindle.errors import InvalidSetting, nearest
+from rekindle.setting_values import Kind, expand, kind_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,7 +31,6 @@ else:
 FILE_NAME = "rekindle.toml"
 _PREFIX = "REKINDLE_"
 _FOLDERS = (f"{_PREFIX}HOME", f"{_PREFIX}CONFIG", f"{_PREFIX}API_KEYS")  # known variables that are no settings
-_WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
 def _setting(default: object, doc: str) -> Any:
@@ -280,7 +278,7 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 def _find_file(variables: Mapping[str, str]) -> Path | None:
     if chosen := variables.get(f"{_PREFIX}CONFIG"):
-        return Path(_expand(chosen) or chosen)
+        return Path(expand(chosen) or chosen)
     folder = config_folder()
     candidates = [Path(FILE_NAME), *([] if folder is None else [folder / FILE_NAME])]
     return next((path for path in candidates if _is_there(path)), None)
@@ -303,54 +301,9 @@ def _refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> No
             raise InvalidSetting(f"Unknown {what} {name!r}.{nearest(name, known)}")
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """How values of one setting are read; `read` gives None for a wrong one, `right` says what it should be."""
-
-    read: Callable[[object], object]
-    right: str
-    optional: bool
-
-
-_PATHS = {
-    "cache": "the path of a folder, or off",
-    "library": "the path of a folder",
-    "key_file": "the path of a file",
-}
-_AMOUNTS = {  # a plain number stands for its text
-    "memory_limit": "a size (512MB, 10%)",
-    "disk_limit": "a size (20GB, 10%)",
-    "answers_limit": "a size (100MB)",
-    "write_budget": "a size (10GB)",
-    "ttl": "a time (12h, 7d)",
-    "killed_ttl": "a time (30s, 5m)",
-    "keep_alive": "a time (30s, 5m)",
-}
-
-
 @cache
-def _kind(name: str) -> _Kind:
-    hint = get_type_hints(Settings)[name]
-    members = get_args(hint)
-    optional = NoneType in members
-    if get_origin(hint) is Literal:
-        return _Kind(lambda value: value if value in members else None, _listed(members), optional)
-    if hint is bool:
-        return _Kind(_read_bool, "true or false", optional)
-    if hint is int or int in members:
-        return _Kind(_read_int, "a whole number", optional)
-    if hint is float or float in members:
-        return _Kind(_read_number, "a number", optional)
-    if name in _PATHS:
-        return _Kind(_read_path, _PATHS[name], optional)
-    if name in _AMOUNTS:
-        return _Kind(_read_amount, _AMOUNTS[name], optional)
-    # The default tells whether an empty text says something: no salt does, no engine does not.
-    return _Kind(_read_any_text if getattr(Settings, name) == "" else _read_text, "a text", optional)
-
-
-def _listed(words: Sequence[str]) -> str:
-    return " or ".join([", ".join(words[:-1]), words[-1]])
+def _kind(name: str) -> Kind:
+    return kind_of(name, get_type_hints(Settings)[name], getattr(Settings, name))
 
 
 def _parse(name: str, value: object, where: str, folder: Path | None = None) -> object:
@@ -361,55 +314,6 @@ def _parse(name: str, value: object, where: str, folder: Path | None = None) -> 
     parsed = kind.read(value)
     if parsed is None:
         raise InvalidSetting(f"{where} is {value!r}. Use {kind.right}{', or none' if kind.optional else ''}.")
-    if folder is not None and kind.read is _read_path and parsed != "off":
+    if folder is not None and kind.is_path and parsed != "off":
         return str(folder / str(parsed))
     return parsed
-
-
-def _read_bool(value: object) -> bool | None:
-    if isinstance(value, str):
-        return _WORDS.get(value.strip().lower())
-    return value if isinstance(value, bool) else None
-
-
-def _read_int(value: object) -> int | None:
-    if not isinstance(value, (int, str)) or isinstance(value, bool):
-        return None
-    try:
-        return int(value)
-    except ValueError:
-        return None
-
-
-def _read_number(value: object) -> float | None:
-    if not isinstance(value, (int, float, str)) or isinstance(value, bool):
-        return None
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _read_amount(value: object) -> str | None:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else _read_text(value)
-
-
-def _read_text(value: object) -> str | None:
-    return _read_any_text(value) or None
-
-
-def _read_any_text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _read_path(value: object) -> str | None:
-    text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    return _expand(text) if isinstance(text, str) and text else None
-
-
-def _expand(text: str) -> str | None:
-    try:
-        return str(Path(text).expanduser()) if text.startswith("~") else text
-    except RuntimeError:  # ~somebody who is not known here
-        return None
