@@ -101,11 +101,11 @@ _HF, _LLAMACPP = ("torch", "transformers"), ("llama_cpp", "jinja2", "gguf")
 KINDS = {
     "fake": Kind(_fake),
     "hf": Kind(_hf, _HF, 2e-5),
-    "llamacpp": Kind(_llamacpp(), _LLAMACPP, 2e-3),
+    "llamacpp": Kind(_llamacpp(), _LLAMACPP, 5e-3),
     "llamacpp-f32": Kind(_llamacpp(kv_type="f32"), _LLAMACPP, 2e-5),
     "llamacpp-q8": Kind(_llamacpp(kv_type="q8_0"), _LLAMACPP, 3e-2),
     "llamacpp-flash": Kind(_llamacpp(flash_attention="on"), _LLAMACPP, 3e-2),
-    "llamacpp-opaque": Kind(_opaque, _LLAMACPP, 2e-3, whole=True),
+    "llamacpp-opaque": Kind(_opaque, _LLAMACPP, 5e-3, whole=True),
 }
 PRINCIPAL = ("fake", "hf", "llamacpp", "llamacpp-opaque")
 WITH_SPANS = tuple(name for name in PRINCIPAL if not KINDS[name].whole)

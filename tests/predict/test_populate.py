@@ -10,6 +10,7 @@ from rekindle.predict.populate import (
     Budget,
     Conditions,
     Spent,
+    depth,
     first_passages,
     hindrance,
     left,
@@ -84,3 +85,8 @@ def test_a_round_trip_meets_every_document_once(ids: set[int], after: int, step:
 def test_passages_that_were_used_come_first_then_foreseen_ones_then_the_rest() -> None:
     assert first_passages([4, 2], [3, 5, 5, 2], [1, 2, 3, 4, 5]) == [4, 2, 5, 3, 1]
     assert first_passages([9, 1], [8], [1, 2]) == [1, 2]  # what is gone is left out
+
+
+def test_of_what_nobody_asked_only_the_first_passages_are_read() -> None:
+    assert depth(asked=True) is None and depth(asked=False) == 2
+    assert depth(asked=False, rule="percache") is None

@@ -67,6 +67,22 @@ def test_checked_answers_are_those_of_the_model_alone(session: Session) -> None:
     assert drafted > 0
 
 
+@pytest.mark.llamacpp
+def test_llama_cpp_writes_what_it_would_have_written_without_a_draft(tmp_path: Path) -> None:
+    """From the same KV: the last bits of its prefill depend on how that is cut."""
+    with Session("smollm2", engine="llamacpp", cache=tmp_path / "cache", library=tmp_path / "library") as session:
+        session.ingest(documents=DOCUMENTS)
+        drafted = 0
+        for text in (text for pair in QUESTIONS for text in pair):
+            session.ask(text, **HOW, answers="off")
+            alone = session.ask(text, **HOW, answers="off")
+            checked = session.ask(text, **HOW, answers="verified")
+            session.flush()
+            assert checked.tokens == alone.tokens
+            drafted += checked.usage.drafted_tokens
+        assert drafted > 0
+
+
 def test_the_identical_question_gets_the_stored_answer(session: Session) -> None:
     for question, _ in QUESTIONS:
         first = session.ask(question, **HOW, answers="verified")

@@ -526,10 +526,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     got: list[tuple[int, ...]] = []
     real = module.drafts_for
 
-    def noted(request: Any, known: Any, tokenizer: Any) -> Any:
+    def noted(request: Any, known: Any, engine: Any) -> Any:
         parked = () if known.parked is None else known.parked.tokens
         got.append((*known.matches.goes_on, *parked))
-        return real(request, known, tokenizer)
+        return real(request, known, engine)
 
     monkeypatch.setattr(module, "drafts_for", noted)
     yield got

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("torch")  # makes the tiny embedder
 
 from rekindle import Session
+from rekindle.core.answer import Answer
 from rekindle.engine.base import Logits, Row
 from rekindle.errors import InvalidSetting
 from rekindle.predict.populate import Budget, Conditions
@@ -155,6 +156,14 @@ def test_each_round_other_documents_have_their_turn(own: Session) -> None:
     assert [did.what for did in (*first, *second, *third)] == [f"What is {name} about?" for name in DOCUMENTS]
 
 
+def assert_read(answer: Answer, passages: int) -> None:
+    """The model knew the first so many passages, and no more."""
+    assert len(answer.sources) > passages
+    lengths = [len(source.text) for source in answer.sources]
+    assert sum(lengths[:passages]) < answer.reuse.reused
+    assert answer.reuse.computed > sum(lengths[passages:])
+
+
 def test_with_a_high_threshold_questions_are_only_read_and_answered_when_it_falls(
     tmp_path: Path, embedder: str
 ) -> None:
@@ -164,8 +173,7 @@ def test_with_a_high_threshold_questions_are_only_read_and_answered_when_it_fall
         (entry,) = own.answers.bank().entries()
         assert entry.state == "open" and entry.origin == "passage" and entry.asked is None
         assert Idle(own, OPTIONS).convert() == []  # its KV is there
-        reused = own.ask(entry.question, max_tokens=6, answers="off").reuse
-        assert reused.computed <= 1
+        assert_read(own.ask(entry.question, max_tokens=6, answers="off"), passages=2)
     with session(tmp_path, embedder, answers="direct", similarity_threshold=0.8) as own:
         (did,) = Idle(own, OPTIONS).convert()
         assert did.action == "decode" and did.answer == entry.id
@@ -175,6 +183,13 @@ def test_with_a_high_threshold_questions_are_only_read_and_answered_when_it_fall
         assert given.stored is not None and given.stored.way == "direct" and given.text == answered.answer.text
 
 
+def test_the_published_rule_reads_all_of_a_question(tmp_path: Path, embedder: str) -> None:
+    with session(tmp_path, embedder, answers="direct", similarity_threshold=0.95) as own:
+        (did,) = Idle(own, options(rule="percache")).predict_from_passages(1)
+        assert did.action == "prefill"
+        assert own.ask(did.what, max_tokens=6, answers="off").reuse.computed <= 1
+
+
 def test_kv_that_is_gone_is_computed_again_while_there_is_room(tmp_path: Path, embedder: str) -> None:
     with session(tmp_path, embedder) as own:
         Idle(own, OPTIONS).predict_from_passages(2)
@@ -182,8 +197,11 @@ def test_kv_that_is_gone_is_computed_again_while_there_is_room(tmp_path: Path, e
     with session(tmp_path / "new", embedder, library=library) as own:
         done = Idle(own, OPTIONS).convert()
         assert [did.action for did in done] == ["restore", "restore"]
-        assert own.ask(done[0].what, max_tokens=6).reuse.computed <= 1
         assert Idle(own, OPTIONS).convert() == []
+        assert_read(own.ask(done[0].what, max_tokens=6), passages=2)
+    with session(tmp_path / "asked", embedder, library=library) as own:
+        Idle(own, OPTIONS).convert()  # of what a user asked, all of it
+        assert own.ask(done[0].what, max_tokens=6).reuse.computed <= 1
     with session(tmp_path / "full", embedder, library=library, disk_limit="1MB") as own:
         assert Idle(own, OPTIONS).convert() == [] and Idle(own, OPTIONS).warm() == []
 

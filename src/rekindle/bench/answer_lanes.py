@@ -4,8 +4,9 @@ none, kv-only, answers-only, predicted, kv+answers, kv+predicted   the baselines
                     answers to foreseen questions, and both pairs; stored answers by similarity alone, as published
 percache            as published: Q, K and V of passages, answers, and foreseen questions in both
 ours-verified       KV, foreseen questions, warm passages; stored answers are drafts that the model checks
-ours-direct         the same, and the stored answer is given where the guard agrees; ours-unguarded: where it is asked
-                    nothing
+ours-direct         all that may change an answer is switched on, too: the stored answer is given where the guard
+                    agrees, and passages of other prompts are mended (reuse=approximate)
+ours-direct-exact   the same without mending; ours-unguarded: and without the guard
 
 All answer the same questions with the same loaded model, in turns.
 """
@@ -41,12 +42,12 @@ PUBLISHED_SIMILARITY = 0.85
 class Way:
     """One way of answering.
 
-    kv, answers  what it reuses; `guarded`: stored answers must pass the guard
+    reuse, answers  what it reuses; `guarded`: stored answers must pass the guard
     foresees     answers: foreseen questions are answered; both: their KV is kept, too
     """
 
     name: str
-    kv: bool = False
+    reuse: str = "off"
     answers: str = "off"
     guarded: bool = False
     foresees: str = ""
@@ -56,23 +57,24 @@ class Way:
     @property
     def settings(self) -> dict[str, Any]:
         """Of its session."""
-        settings: dict[str, Any] = {"reuse": "exact" if self.kv else "off", "answers": self.answers}
+        settings: dict[str, Any] = {"reuse": self.reuse, "answers": self.answers}
         return settings | ({} if self.ours else {"similarity_threshold": PUBLISHED_SIMILARITY})
 
 
 NONE, KV_ONLY, PERCACHE, VERIFIED, DIRECT = "none", "kv-only", "percache", "ours-verified", "ours-direct"
-KV_ANSWERS, UNGUARDED = "kv+answers", "ours-unguarded"
+KV_ANSWERS, DIRECT_EXACT, UNGUARDED = "kv+answers", "ours-direct-exact", "ours-unguarded"
 WAYS = (
     Way(NONE),
-    Way(KV_ONLY, kv=True),
+    Way(KV_ONLY, "exact"),
     Way("answers-only", answers="direct"),
     Way("predicted", answers="direct", foresees="answers"),
-    Way(KV_ANSWERS, kv=True, answers="direct"),
-    Way("kv+predicted", kv=True, answers="direct", foresees="answers"),
+    Way(KV_ANSWERS, "exact", answers="direct"),
+    Way("kv+predicted", "exact", answers="direct", foresees="answers"),
     Way(PERCACHE, answers="direct", foresees="both", qkv=True),
-    Way(VERIFIED, kv=True, answers="verified", guarded=True, foresees="both", ours=True),
-    Way(DIRECT, kv=True, answers="direct", guarded=True, foresees="both", ours=True),
-    Way(UNGUARDED, kv=True, answers="direct", foresees="both", ours=True),
+    Way(VERIFIED, "exact", answers="verified", guarded=True, foresees="both", ours=True),
+    Way(DIRECT, "approximate", answers="direct", guarded=True, foresees="both", ours=True),
+    Way(DIRECT_EXACT, "exact", answers="direct", guarded=True, foresees="both", ours=True),
+    Way(UNGUARDED, "exact", answers="direct", foresees="both", ours=True),
 )
 
 
@@ -86,15 +88,6 @@ class Told:
     known_tokens: int
     drafted_tokens: int
     stored: Stored | None
-
-
-@dataclass(frozen=True)
-class Work:
-    """Floating-point operations of foreseeing: guessing questions, reading their prompts, writing their answers."""
-
-    guessing: float = 0.0
-    reading: float = 0.0
-    writing: float = 0.0
 
 
 @dataclass
@@ -158,9 +151,8 @@ class Lane:
         reuse = Reuse("exact", done.prompt_tokens - done.known_tokens)
         return Reply(engine.tokenizer.decode(done.tokens), done.tokens, "length", usage, timings, reuse)
 
-    def learn(self, entries: Sequence[Entry]) -> Work:
-        """Know foreseen questions that another lane answered, in the layers that this way has; what that takes."""
-        took = Work()
+    def learn(self, entries: Sequence[Entry]) -> None:
+        """Know foreseen questions that another lane answered, in the layers that this way has."""
         for entry in entries:
             prepared = self.session.prepare(entry.question, **_options())
             context = prepared.prompt_tokens
@@ -170,14 +162,11 @@ class Lane:
                 options: dict[str, Any] = {**_options(), "max_tokens": 0, "min_tokens": 0, "answers": "off"}
                 reply = self.session.answer(self.session.prepare(entry.question, **options).request).reply
                 context = reply.reuse.computed
-            read = flop(self.session.engine, context, prepared.prompt_tokens)
-            written = flop(self.session.engine, NEW_TOKENS, prepared.prompt_tokens + NEW_TOKENS)
-            took = Work(took.guessing, took.reading + read, took.writing + written)
+            self.idle_flop += flop(self.session.engine, context, prepared.prompt_tokens)
+            self.idle_flop += flop(self.session.engine, NEW_TOKENS, prepared.prompt_tokens + NEW_TOKENS)
             if prepared.consulted is not None and entry.answer is not None:
                 self.session.answers.bank().keep(prepared.consulted.question, entry.answer, entry.origin)
         self.session.flush()
-        self.idle_flop += took.reading + took.writing
-        return took
 
     def close(self) -> None:
         """Close the session; the engine stays."""

@@ -20,7 +20,6 @@ from rekindle.bench.answer_lanes import (
     WAYS,
     Lane,
     Told,
-    Work,
 )
 from rekindle.bench.answer_stream import Asked
 from rekindle.bench.base import Report, Row
@@ -30,7 +29,7 @@ BAR_MEAN, BAR_USER = 0.126, 0.344
 MOST_FALSE = 0.02
 BAR_PAIRS = 0.90
 BAR_SCHEDULER = 0.14
-RAISED_AFTER, CUT_OFF = 2, 0.9
+MOST_LATENCY = 1.05  # what counts as equal, of times on a shared machine
 
 
 @dataclass
@@ -41,7 +40,7 @@ class Measured:
     user: str
     asked: list[Asked]
     lanes: list[Lane]
-    work: list[Work]  # of foreseeing, after each question
+    storage: list[dict[str, Any]]  # how much KV is known, by room
 
     def told(self, name: str) -> list[Told]:
         """What came of them in one way."""
@@ -60,8 +59,19 @@ class Measured:
         return asked.gold is None or asked.gold not in golds
 
 
-def tell(report: Report, measured: Sequence[Measured], guard: dict[str, Any], foresight: list[dict[str, Any]]) -> None:
+@dataclass(frozen=True)
+class Found:
+    """Everything that was measured."""
+
+    measured: Sequence[Measured]
+    schedule: dict[str, Any]
+    guard: dict[str, Any]
+    foresight: list[dict[str, Any]]
+
+
+def tell(report: Report, found: Found) -> None:
     """Fill the report."""
+    measured = found.measured
     score = rouge_l()
     rows = [_row(name, measured, score) for name in (way.name for way in WAYS)]
     by_name = {row["mode"]: row for row in rows}
@@ -84,35 +94,16 @@ def tell(report: Report, measured: Sequence[Measured], guard: dict[str, Any], fo
         "prediction_gain_kv": by_name[VERIFIED]["kv_hit_share"] - by_name[KV_ONLY]["kv_hit_share"],
         "prediction_gain_answers": (by_name[PERCACHE]["answer_hits"] - by_name[KV_ANSWERS]["answer_hits"])
         / max(1, by_name[NONE]["questions"]),
-        "scheduler": _scheduler(measured),
-        "guard": guard,
-        "foresight": foresight,
+        "scheduler": found.schedule,
+        "scheduler_saved_share": found.schedule["raised"]["saved_share"],
+        "storage": [{"set": one.set, "user": one.user, **row} for one in measured for row in one.storage],
+        "guard": found.guard,
+        "foresight": found.foresight,
     }
     if score is None:
         fields["rouge_l_reason"] = "rouge-score is not installed (rekindle[bench])"
     report.fields |= fields
     report.rows += _table(fields, by_name)
-
-
-def _scheduler(measured: Sequence[Measured]) -> dict[str, Any]:
-    """Idle work with and without the rule, were the threshold raised to the cut-off after the second question.
-
-    From then on the rule only reads foreseen questions; answers that would have been given since are lost.
-    """
-    always, ruled, lost = [0.0], [0.0], 0
-    for some in measured:
-        for number, took in enumerate(some.work):
-            always.append(always[-1] + took.guessing + took.reading + took.writing)
-            ruled.append(ruled[-1] + took.guessing + took.reading + (took.writing if number < RAISED_AFTER else 0.0))
-        later = some.told(DIRECT)[RAISED_AFTER + 1 :]
-        given = [one.stored for one in later if one.stored is not None and one.stored.way == "direct"]
-        lost += sum(one.origin != "user" and one.similarity >= CUT_OFF for one in given)
-    return {
-        "tflop_always": [value / 1e12 for value in always],
-        "tflop_ruled": [value / 1e12 for value in ruled],
-        "saved_share": 1.0 - ruled[-1] / always[-1] if always[-1] else None,
-        "lost_answers": lost,
-    }
 
 
 def _is_ours(name: str) -> bool:
@@ -183,10 +174,7 @@ def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[R
         Row("more KV known by foreseeing", f"{fields['prediction_gain_kv']:+.1%}", "", "", "> 0"),
         Row("more answers known by foreseeing", f"{fields['prediction_gain_answers']:+.1%}", "", "", "> 0"),
     ]  # fmt: skip
-    saved = fields["scheduler"]["saved_share"]
-    if saved is not None:
-        lost = f"{fields['scheduler']['lost_answers']} answers lost"
-        rows.append(Row("idle work that the scheduler saves", f"{saved:.1%}", lost, "", f">= {BAR_SCHEDULER:.0%}"))
+    rows += _schedule_rows(fields["scheduler"])
     rows += [
         Row(
             f"foreseen of {row['set']}, {row['stride']} a document",
@@ -211,10 +199,36 @@ def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[R
     return rows
 
 
-def draw(figure: Any, measured: Sequence[Measured], guard: dict[str, Any], foresight: list[dict[str, Any]]) -> None:
-    """Mean latency of every way, what the guard lets through by threshold, what is foreseen by stride."""
-    figure.set_size_inches(13, 4)
-    bars, curve, seen = figure.subplots(1, 3)
+def _schedule_rows(cases: dict[str, Any]) -> list[Row]:
+    rows = []
+    for name, bar in (("raised", f">= {BAR_SCHEDULER:.0%}"), ("fallen", ""), ("room", "")):
+        case = cases[name]
+        known = [case["ways"][way]["later_known_tokens"] for way in ("rekindle", "always")]
+        saved = case["saved_share"]
+        rows.append(
+            Row(
+                f"idle work that the scheduler saves, {name}",
+                "nothing was done" if saved is None else f"{saved:.1%}",
+                f"{known[0]:.0f} tokens known later, without it {known[1]:.0f}",
+                f"{case['later_latency_ratio']:.2f} of the time",
+                bar,
+            )
+        )
+    return rows
+
+
+def draw(figure: Any, found: Found) -> None:
+    """Latency of every way, the guard by threshold, foresight by stride; idle work by question, KV known by room."""
+    figure.set_size_inches(15, 8)
+    (bars, curve, seen), (raised, later, storage) = figure.subplots(2, 3)
+    measured, guard, foresight = found.measured, found.guard, found.foresight
+    _draw_cases(raised, later, found.schedule)
+    for one in measured:
+        shares = [row["limit_bytes"] / 1e9 for row in one.storage]
+        storage.plot(shares, [row["known_share"] for row in one.storage], marker="o", label=f"{one.set} {one.user}")
+    storage.set_xlabel("room for KV (GB)")
+    storage.set_ylabel("share of prompts known")
+    storage.legend(fontsize=7)
     names = [way.name for way in WAYS]
     means = [statistics.fmean(one.seconds for some in measured for one in some.told(name)) for name in names]
     colours = ["#1b7837" if _is_ours(name) else "#999999" for name in names]
@@ -240,3 +254,17 @@ def draw(figure: Any, measured: Sequence[Measured], guard: dict[str, Any], fores
     seen.set_ylabel("share of the questions asked")
     if foresight:
         seen.legend(fontsize=7)
+
+
+def _draw_cases(work: Any, latency: Any, cases: dict[str, Any]) -> None:
+    """Idle work so far after each question, the threshold rising; latency of each question, with more room."""
+    for way, row in cases["raised"]["ways"].items():
+        work.plot(range(1, len(row["tflop"]) + 1), row["tflop"], marker="o", label=way)
+    work.set_xlabel(f"idle work done; the threshold rises after {cases['raised']['changed_after']} questions")
+    work.set_ylabel("idle work so far (TFLOP)")
+    work.legend(fontsize=7)
+    for way, row in cases["room"]["ways"].items():
+        latency.plot(range(1, len(row["seconds"]) + 1), row["seconds"], marker="o", label=way)
+    latency.set_xlabel(f"question; more room after {cases['room']['changed_after']}")
+    latency.set_ylabel("latency (s)")
+    latency.legend(fontsize=7)

@@ -39,9 +39,10 @@ def stream(person: Person, most: int) -> list[Asked]:
 
 
 def people(sets: list[PersonalSet], users: int) -> list[tuple[str, Person]]:
-    """The first users with questions of each set, by the name of their set."""
+    """The first users with questions of each set, by the name of their set; first those whose questions come back."""
     found = []
     for some in sets:
         asking = [person for person in some.people if person.questions]
-        found += [(some.name, person) for person in asking[:users]]
+        ordered = sorted(asking, key=lambda person: not person.revisits)
+        found += [(some.name, person) for person in ordered[:users]]
     return found

@@ -2,6 +2,8 @@
 
 stream   per user: documents first, idle work, then questions in their order, with those that come back; between them
          questions are foreseen from the earlier ones. Every way of answering has caches of its own (see `answer_lanes`)
+scheduler  idle work with and without the rule, in the three cases published (see `answer_schedule`)
+storage  how much KV is known by the room for it (see `answer_storage`)
 foresight  how many questions are foreseen without a model, by stride (see `answer_foresight`)
 guard    which stored answers may be given for questions that come back or only look alike (see `answer_guard`)
 """
@@ -12,13 +14,12 @@ import functools
 import os
 import shutil
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rekindle.bench import answer_foresight, answer_guard
-from rekindle.bench.answer_lanes import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Lane, Work
-from rekindle.bench.answer_report import Measured, draw, tell
+from rekindle.bench import answer_foresight, answer_guard, answer_schedule, answer_storage
+from rekindle.bench.answer_lanes import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Lane, Way
+from rekindle.bench.answer_report import Found, Measured, draw, tell
 from rekindle.bench.answer_stream import people, stream
 from rekindle.bench.base import Advance, BenchOptions, Report
 from rekindle.bench.models import load
@@ -27,6 +28,7 @@ from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
 from rekindle.run.idle import Idle, IdleOptions
 from rekindle.run.knowledge import Knowledge
+from rekindle.run.work import Did
 from rekindle.settings import Settings
 
 SETS = ("qmsum", "locomo", "enron_qa")  # of a folder that has more, those with questions of one person
@@ -48,9 +50,12 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     engine = load(options)
     try:
         measured = []
-        for name, person in people(chosen[:1] if options.quick else chosen, USERS):
+        users = people(chosen[:1] if options.quick else chosen, USERS)
+        for name, person in users:
             with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
                 measured.append(_Person(engine, options, name, person, Path(folder), advance).measure())
+        with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
+            schedule = answer_schedule.measure(engine, users[0][1], Path(folder), options.quick, advance)
         about = {
             "model": engine.name,
             "engine": options.engine,
@@ -64,8 +69,9 @@ def run(options: BenchOptions, advance: Advance) -> Report:
         engine.close()
     guard, foresight = _without_model(options, chosen[:1] if options.quick else chosen, advance)
     report = Report("answers", fields=about)
-    tell(report, measured, guard, foresight)
-    report.plot = functools.partial(draw, measured=measured, guard=guard, foresight=foresight)
+    found = Found(measured, schedule, guard, foresight)
+    tell(report, found)
+    report.plot = functools.partial(draw, found=found)
     return report
 
 
@@ -94,7 +100,6 @@ class _Person:
         self._engine, self._options, self._person, self._folder = engine, options, person, folder
         self._name, self._advance = name, advance
         self._seen = 0  # the last foreseen question that the other lanes know
-        self._work: list[Work] = []  # after each question
 
     def measure(self) -> Measured:
         """All ways on the same questions, in turns."""
@@ -111,7 +116,9 @@ class _Person:
         finally:
             for lane in lanes:
                 lane.close()
-        return Measured(self._name, self._person.name, asked, lanes, self._work)
+        questions = [question.text for question in self._person.questions]
+        storage = answer_storage.measure(self._engine, self._folder / VERIFIED, questions)
+        return Measured(self._name, self._person.name, asked, lanes, storage)
 
     def _begin(self) -> tuple[list[Lane], Idle]:
         """Ingest, do the first idle work once, and give every way its folders."""
@@ -129,10 +136,12 @@ class _Person:
             *idle.abstracts(ABSTRACTS),
             *idle.predict_from_abstracts(STRIDE),
             *idle.predict_from_passages(STRIDE),
-            *idle.warm(),
         ]
-        first.idle_flop += sum(did.flop or 0.0 for did in done)
         first.session.flush()
+        first.session.close()
+        done += self._warm(ways[DIRECT])
+        first = Lane.open(ways[VERIFIED], self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
+        first.idle_flop = sum(did.flop or 0.0 for did in done)
         lanes = [first]
         for way in WAYS:
             if way.name != VERIFIED:
@@ -144,6 +153,14 @@ class _Person:
             os.sync()  # gigabytes were copied: nobody shall wait for the disk because of that
         self._spread(lanes)
         return sorted(lanes, key=lambda lane: [way.name for way in WAYS].index(lane.way.name)), self._idle(first)
+
+    def _warm(self, way: Way) -> list[Did]:
+        """Compute passages ahead. What is only read is exact; a way that mends also notes where they are."""
+        lane = Lane.open(way, self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
+        done = self._idle(lane).warm()
+        lane.session.flush()
+        lane.close()
+        return done
 
     def _idle(self, lane: Lane) -> Idle:
         most = QUICK_WARM_PASSAGES if self._options.quick else WARM_PASSAGES
@@ -157,19 +174,16 @@ class _Person:
         done = idle.predict_from_history(STRIDE)
         own.idle_flop += sum(did.flop or 0.0 for did in done)
         own.session.flush()
-        guessing = sum(did.flop or 0.0 for did in done if did.action.startswith("guess"))
-        self._work.append(replace(self._spread(lanes), guessing=guessing))
+        self._spread(lanes)
 
-    def _spread(self, lanes: list[Lane]) -> Work:
-        """Let the other ways that foresee know what was foreseen; the questions are the same for all.
-
-        What our own way takes for them.
-        """
+    def _spread(self, lanes: list[Lane]) -> None:
+        """Let the other ways that foresee know what was foreseen; the questions are the same for all."""
         own = next(lane for lane in lanes if lane.way.name == VERIFIED)
         new = own.session.answers.bank().entries(where=f"origin!='user' AND id>{self._seen} ORDER BY id")
         self._seen = max([self._seen, *(entry.id for entry in new)])
-        took = {lane.way.name: lane.learn(new) for lane in lanes if lane is not own and lane.way.foresees}
-        return took.get(DIRECT, Work())
+        for lane in lanes:
+            if lane is not own and lane.way.foresees:
+                lane.learn(new)
 
     @staticmethod
     def _turn(lanes: list[Lane], number: int) -> list[Lane]:

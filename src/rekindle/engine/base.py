@@ -48,6 +48,7 @@ class Capabilities:
     selects       rows can be chosen between layers
     probes        attention and deviation can be read, by probes and gazes
     adapters      LoRA adapters can be put on, several at a time; rows of different ones share a step
+    steady        a few tokens in one step get the logits that each alone would, but for the last digits
     crowded       all sequences share one buffer: each that is open, in use or not, makes every step slower
     """
 
@@ -55,6 +56,7 @@ class Capabilities:
     mends: Mends
     selects: bool
     probes: bool
+    steady: bool = True
     crowded: bool = False
     opaque: str | None = None
     adapters: bool = False

@@ -1,6 +1,7 @@
 """What to do with idle time: decisions, all of them pure. `run/idle` carries them out.
 
 population   what a foreseen question gets: only its KV, or an answer too
+depth        how many of its passages are read
 hindrance    why nothing may be done now: somebody works, or the battery would pay for it
 Budget       how much may be spent
 spread, rotated, first_passages   which parts, which documents, which passages come first
@@ -17,6 +18,7 @@ from rekindle.core.request import AnswersWay
 
 Strategy = Literal["prefill", "answer"]
 Rule = Literal["rekindle", "percache"]
+_READ_PASSAGES = 2
 
 
 def population(answers: AnswersWay, threshold: float, cutoff: float, rule: Rule = "rekindle") -> Strategy | None:
@@ -35,6 +37,16 @@ def population(answers: AnswersWay, threshold: float, cutoff: float, rule: Rule 
     if rule == "rekindle" and answers == "verified":
         return "answer"
     return "prefill" if threshold >= cutoff else "answer"
+
+
+def depth(asked: bool, rule: Rule = "rekindle") -> int | None:
+    """How many passages of a question are read by the model when it is not answered; None: all of them.
+
+    Questions that are asked begin like foreseen ones with one passage, sometimes with two. Of those that go on alike
+    nearly all were asked before: reading more of a question that nobody asked is work for nothing. As published
+    (percache) all is read.
+    """
+    return None if asked or rule == "percache" else _READ_PASSAGES
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rekindle.core.keys import BLOCK_TOKENS
 from rekindle.core.request import DEFAULT_MAX_TOKENS, Request
 from rekindle.errors import KnowledgeUnusable, NothingKnown, RequestError
 from rekindle.knowledge.retrieve import Retrieval
-from rekindle.predict.populate import Strategy
+from rekindle.predict.populate import Rule, Strategy, depth
 from rekindle.predict.queries import NEAR, Predicted, answerable
 from rekindle.run.answers import Consulted
 from rekindle.run.ask import Prepared
@@ -38,10 +38,19 @@ class Asking:
 class Ahead:
     """The questions of one tenant. Used by one thread."""
 
-    def __init__(self, session: Session, worker: Worker, how: Asking, tenant: str | None, salt: str | None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        worker: Worker,
+        how: Asking,
+        tenant: str | None = None,
+        salt: str | None = None,
+        rule: Rule = "rekindle",
+    ) -> None:
         self._session = session
         self._worker = worker
         self._how = how
+        self._rule = rule
         self._tenant, self._salt = tenant, salt
         self._strange: set[int] = set()  # questions that were asked in other ways: not ours to answer
         self._tried: tuple[int, set[str]] = (0, set())  # the questions looked at, of which generation of documents
@@ -85,7 +94,7 @@ class Ahead:
             prepared = self._again(entry)
             if prepared is None:
                 continue
-            request = _reading(prepared)
+            request = self._reading(prepared, asked=entry.asked is not None)
             missing = self.missing(request)
             if missing and not self.has_room(missing):
                 break
@@ -177,11 +186,17 @@ class Ahead:
         return answerable(prepared.question, list(zip(texts, cosines, strict=True)))
 
     def _read(self, prepared: Prepared, question: Predicted) -> Did:
-        took = self._worker.compute(_reading(prepared))
+        took = self._worker.compute(self._reading(prepared, asked=False))
         id = None
         if took.reply is not None:
             id = self.bank.keep(_with(prepared, question.documents), None, question.origin)
         return self.note("prefill", question.text, took, id)
+
+    def _reading(self, prepared: Prepared, asked: bool) -> Request:
+        """The request that only reads a prompt, as far as that pays: passages that stand in it when it is answered."""
+        shown = {source.text for source in prepared.sources}
+        quotes = tuple(quote for quote in prepared.request.quotes if quote.text in shown)[: depth(asked, self._rule)]
+        return replace(prepared.request, max_tokens=0, min_tokens=0, quotes=quotes, drafts=())
 
     def _answer(self, action: Action, prepared: Prepared, origin: Origin, documents: tuple[int, ...]) -> Did:
         took = self._worker.compute(prepared.request)
@@ -203,10 +218,3 @@ def _with(prepared: Prepared, documents: tuple[int, ...]) -> Question:
     """The question as it is kept: it also goes with the documents that it was made from."""
     own = _consulted(prepared).question
     return replace(own, documents=tuple(dict.fromkeys((*own.documents, *documents))))
-
-
-def _reading(prepared: Prepared) -> Request:
-    """The request that only reads a prompt: with the passages that stand in it when it is answered."""
-    shown = {source.text for source in prepared.sources}
-    quotes = tuple(quote for quote in prepared.request.quotes if quote.text in shown)
-    return replace(prepared.request, max_tokens=0, min_tokens=0, quotes=quotes, drafts=())

@@ -11,12 +11,13 @@ So a draft may be wrong, old, or another question's: it can cost a little time, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, takewhile
 
 from rekindle.core.request import Request
-from rekindle.engine.base import Tokenizer
+from rekindle.engine.base import Engine, Tokenizer
 from rekindle.run.known import Known
+from rekindle.run.together import together
 
 LEAST_RUN = 2  # so many tokens of a draft must have been written, before it is followed from there
 _LEAST_QUOTED_RUN = 3  # the same for the prompt, which is longer and less to the point
@@ -27,8 +28,14 @@ _PATIENCE = 3  # guesses of the prompt without any token taken, after which it i
 class Drafts:
     """What may come next in one reply."""
 
-    def __init__(self, texts: Sequence[Sequence[int]], prompt: Sequence[int] = ()) -> None:
-        """`texts` are whole replies, the likeliest first; `prompt` may be quoted."""
+    def __init__(
+        self, texts: Sequence[Sequence[int]], prompt: Sequence[int] = (), room: Callable[[], int] | None = None
+    ) -> None:
+        """`texts` are whole replies, the likeliest first; `prompt` may be quoted.
+
+        `room` tells how many tokens may be guessed at once, asked when there is something to guess; None: any number.
+        """
+        self._room = room
         self._texts = [tuple(text) for text in texts if text]
         self._places = _runs(self._texts, LEAST_RUN)
         self._prompt = tuple(prompt)
@@ -40,6 +47,10 @@ class Drafts:
 
     def guess(self, written: Sequence[int]) -> Sequence[int]:
         """The tokens that may follow what was written so far; none if nothing is known that goes on like it."""
+        found = self._guess(written)
+        return found[: self._room()] if found and self._room is not None else found
+
+    def _guess(self, written: Sequence[int]) -> Sequence[int]:
         self._from_prompt = False
         for text in self._texts:
             if text[: len(written)] == tuple(written):
@@ -79,15 +90,20 @@ def _of(number: int, text: Sequence[int], length: int) -> Iterator[tuple[tuple[i
         yield tuple(text[stop - length : stop]), (number, stop)
 
 
-def drafts_for(request: Request, known: Known, tokenizer: Tokenizer) -> Drafts | None:
+def drafts_for(request: Request, known: Known, engine: Engine) -> Drafts | None:
     """The drafts of a request whose `answers` is settled: those it came with, and what followed its prompt before.
 
     None if there may be none.
     """
-    own = [_encoded(draft, tokenizer) for draft in request.drafts]
+    own = [_encoded(draft, engine.tokenizer) for draft in request.drafts]
     if not request.drafted_tokens:
-        return Drafts(own) if own else None
-    return Drafts([*own, _earlier(known)], known.tokens)
+        return Drafts(own, room=_room(engine)) if own else None
+    return Drafts([*own, _earlier(known)], known.tokens, _room(engine))
+
+
+def _room(engine: Engine) -> Callable[[], int]:
+    """How many tokens may stand behind the one that was drawn last."""
+    return lambda: together(engine) - 1
 
 
 def _earlier(known: Known) -> Sequence[int]:

@@ -112,7 +112,7 @@ class Idle:
         self._tenant, self._salt = tenant, cache_salt
         self._foreseen: News | None = None  # what was known when questions were foreseen last
         self._finished: News | None = None  # and when nothing was left to do
-        self._ahead = Ahead(session, self._worker, self.options.asking, tenant, cache_salt)
+        self._ahead = Ahead(session, self._worker, self.options.asking, tenant, cache_salt, self.options.rule)
 
     @property
     def spent(self) -> Spent:

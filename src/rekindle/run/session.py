@@ -309,7 +309,7 @@ class Session:
             known = cache.lookup(request, generation.context, cancelled, evidence, outline)
             plan = cache.plan(known)
             if drafts and generation.drafts is None:
-                generation.drafts = drafts_for(request, known, engine.tokenizer)
+                generation.drafts = drafts_for(request, known, engine)
             if planned is not None and reuse is None:
                 planned(cache.reuse(known, plan))
             filled = cache.fill(known, plan, generation.capacity, cancelled)

@@ -105,6 +105,7 @@ class LlamaCppEngine:
             mends="leading" if moves else "none",
             selects=False,
             probes=False,
+            steady=False,
             crowded=True,
             opaque=self.opaque,
             adapters=True,
