@@ -64,7 +64,7 @@ class Found:
     """Everything that was measured."""
 
     measured: Sequence[Measured]
-    schedule: dict[str, Any]
+    schedule: dict[str, Any] | None  # None: not in a quick run
     guard: dict[str, Any]
     foresight: list[dict[str, Any]]
 
@@ -95,7 +95,7 @@ def tell(report: Report, found: Found) -> None:
         "prediction_gain_answers": (by_name[PERCACHE]["answer_hits"] - by_name[KV_ANSWERS]["answer_hits"])
         / max(1, by_name[NONE]["questions"]),
         "scheduler": found.schedule,
-        "scheduler_saved_share": found.schedule["raised"]["saved_share"],
+        "scheduler_saved_share": None if found.schedule is None else found.schedule["raised"]["saved_share"],
         "storage": [{"set": one.set, "user": one.user, **row} for one in measured for row in one.storage],
         "guard": found.guard,
         "foresight": found.foresight,
@@ -174,7 +174,7 @@ def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[R
         Row("more KV known by foreseeing", f"{fields['prediction_gain_kv']:+.1%}", "", "", "> 0"),
         Row("more answers known by foreseeing", f"{fields['prediction_gain_answers']:+.1%}", "", "", "> 0"),
     ]  # fmt: skip
-    rows += _schedule_rows(fields["scheduler"])
+    rows += [] if fields["scheduler"] is None else _schedule_rows(fields["scheduler"])
     rows += [
         Row(
             f"foreseen of {row['set']}, {row['stride']} a document",
@@ -220,9 +220,11 @@ def _schedule_rows(cases: dict[str, Any]) -> list[Row]:
 def draw(figure: Any, found: Found) -> None:
     """Latency of every way, the guard by threshold, foresight by stride; idle work by question, KV known by room."""
     figure.set_size_inches(15, 8)
+    figure.set_layout_engine("constrained")
     (bars, curve, seen), (raised, later, storage) = figure.subplots(2, 3)
     measured, guard, foresight = found.measured, found.guard, found.foresight
-    _draw_cases(raised, later, found.schedule)
+    if found.schedule is not None:
+        _draw_cases(raised, later, found.schedule)
     for one in measured:
         shares = [row["limit_bytes"] / 1e9 for row in one.storage]
         storage.plot(shares, [row["known_share"] for row in one.storage], marker="o", label=f"{one.set} {one.user}")
@@ -260,7 +262,7 @@ def _draw_cases(work: Any, latency: Any, cases: dict[str, Any]) -> None:
     """Idle work so far after each question, the threshold rising; latency of each question, with more room."""
     for way, row in cases["raised"]["ways"].items():
         work.plot(range(1, len(row["tflop"]) + 1), row["tflop"], marker="o", label=way)
-    work.set_xlabel(f"idle work done; the threshold rises after {cases['raised']['changed_after']} questions")
+    work.set_xlabel(f"question; the threshold rises after {cases['raised']['changed_after']}")
     work.set_ylabel("idle work so far (TFLOP)")
     work.legend(fontsize=7)
     for way, row in cases["room"]["ways"].items():

@@ -29,7 +29,7 @@ from rekindle.run.session import Session
 from rekindle.run.work import Did
 
 CUT_OFF = 0.9
-QUESTIONS, QUICK_QUESTIONS = 6, 2
+QUESTIONS = 6
 CHANGED_AFTER = 2  # questions; as published for the first case
 STRIDE = 2  # questions foreseen after each
 _NEVER = 1.0  # a cut-off that no threshold reaches
@@ -72,15 +72,18 @@ class _Told:
     tflop: list[float] = field(default_factory=list)  # of all idle work so far
     actions: list[str] = field(default_factory=list)
 
-    def work(self, done: Sequence[Did]) -> None:
+    def work(self, done: Sequence[Did], *, more: bool = False) -> None:
+        """Note idle work that was done after a question; `more`: after the same as before."""
         before = self.tflop[-1] if self.tflop else 0.0
+        if more:
+            self.tflop.pop()
         self.tflop.append(before + sum(did.flop or 0.0 for did in done) / 1e12)
         self.actions += [did.action for did in done]
 
 
-def measure(engine: Engine, person: Person, folder: Path, quick: bool, advance: Advance) -> dict[str, Any]:
+def measure(engine: Engine, person: Person, folder: Path, advance: Advance) -> dict[str, Any]:
     """All cases for one user, each in all its ways."""
-    asked = [question.text for question in person.questions[: QUICK_QUESTIONS if quick else QUESTIONS]]
+    asked = [question.text for question in person.questions[:QUESTIONS]]
     library = folder / "library"
     with Session(engine, cache="off", library=str(library)) as session:
         session.ingest(documents=person.documents)
@@ -117,7 +120,7 @@ def _through(case: Case, way: str, engine: Engine, asked: Sequence[str], folder:
         with _open(engine, folder, stage, way) as session:
             idle = _idle(session, way)
             if stage is case.after and way != ALWAYS:
-                told.work(idle.convert())
+                told.work(idle.convert(), more=True)
             for question in questions:
                 _ask(session, question, told)
                 told.work(idle.predict_from_passages(STRIDE))

@@ -34,6 +34,8 @@ def measure(engine: Engine, folder: Path, questions: Sequence[str]) -> list[dict
             disk_limit=limit,
             answers="off",
         ) as session:
+            assert session.cache.store is not None
+            session.cache.store.disk.room.prune(limit)
             known = [_known(session, question) for question in questions[:MOST_QUESTIONS]]
         rows.append({"share": share, "limit_bytes": limit, "known_share": statistics.fmean(known) if known else None})
     return rows

@@ -32,11 +32,12 @@ from rekindle.run.work import Did
 from rekindle.settings import Settings
 
 SETS = ("qmsum", "locomo", "enron_qa")  # of a folder that has more, those with questions of one person
-QUESTIONS, QUICK_QUESTIONS = 4, 2  # of each user, beside those that come back
+QUESTIONS, QUICK_QUESTIONS = 4, 1  # of each user, beside those that come back
+QUICK_ASKED = 2  # with those
 USERS, FORESIGHT_USERS = 1, 3  # of each set
 STRIDE = 3  # questions foreseen at a time
 ABSTRACTS = 6  # documents that are summed up before the first question
-WARM_PASSAGES, QUICK_WARM_PASSAGES = 160, 8
+WARM_PASSAGES, QUICK_WARM_PASSAGES = 160, 4
 _LIMIT_BYTES = 40 << 30
 
 
@@ -54,8 +55,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
         for name, person in users:
             with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
                 measured.append(_Person(engine, options, name, person, Path(folder), advance).measure())
-        with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
-            schedule = answer_schedule.measure(engine, users[0][1], Path(folder), options.quick, advance)
+        schedule = None if options.quick else _schedule(engine, users[0][1], advance)
         about = {
             "model": engine.name,
             "engine": options.engine,
@@ -73,6 +73,11 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     tell(report, found)
     report.plot = functools.partial(draw, found=found)
     return report
+
+
+def _schedule(engine: Engine, person: Person, advance: Advance) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
+        return answer_schedule.measure(engine, person, Path(folder), advance)
 
 
 def _without_model(
@@ -104,6 +109,7 @@ class _Person:
     def measure(self) -> Measured:
         """All ways on the same questions, in turns."""
         asked = stream(self._person, self._options.rounds(QUESTIONS, QUICK_QUESTIONS))
+        asked = asked[:QUICK_ASKED] if self._options.quick else asked
         lanes, idle = self._begin()
         try:
             for number, question in enumerate(asked):
@@ -132,10 +138,11 @@ class _Person:
                 shutil.copytree(self._folder / VERIFIED / "library", self._folder / way.name / "library")
         idle = self._idle(first)
         self._advance(f"{self._name}: idle work before the first question")
+        stride = 1 if self._options.quick else STRIDE
         done = [
-            *idle.abstracts(ABSTRACTS),
-            *idle.predict_from_abstracts(STRIDE),
-            *idle.predict_from_passages(STRIDE),
+            *idle.abstracts(1 if self._options.quick else ABSTRACTS),
+            *idle.predict_from_abstracts(stride),
+            *idle.predict_from_passages(stride),
         ]
         first.session.flush()
         first.session.close()
@@ -171,7 +178,7 @@ class _Person:
 
     def _foresee(self, lanes: list[Lane], idle: Idle) -> None:
         own = next(lane for lane in lanes if lane.way.name == VERIFIED)
-        done = idle.predict_from_history(STRIDE)
+        done = idle.predict_from_history(1 if self._options.quick else STRIDE)
         own.idle_flop += sum(did.flop or 0.0 for did in done)
         own.session.flush()
         self._spread(lanes)
