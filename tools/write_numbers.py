@@ -74,8 +74,13 @@ def keep(result: dict[str, Any]) -> None:
     """Keep a result with the commit it belongs to."""
     device = result["machine"]["architecture"] if result["device"] == "cpu" else result["device"].replace(" ", "-")
     engine = "" if result.get("engine", "hf") == "hf" else f"-{result['engine']}"
-    path = KEPT / f"{result['bench']}{engine}-{device}.json"
+    path = KEPT / f"{result['bench']}{engine}{shape(result, '-')}-{device}.json"
     path.write_text(json.dumps({**result, "commit": commit()}, indent=1) + "\n", "utf-8")
+
+
+def shape(result: dict[str, Any], before: str) -> str:
+    """The shape of the adapters' bench, which is measured for several."""
+    return f"{before}{result['shape']}" if result["bench"] == "adapters" and "shape" in result else ""
 
 
 def section(stem: str, result: dict[str, Any]) -> str:
@@ -84,7 +89,9 @@ def section(stem: str, result: dict[str, Any]) -> str:
     told = ("bench", "command", "commit", "device")
     single = {name: v for name, v in result.items() if name not in told and not isinstance(v, (dict, list))}
     lines = [
-        f"## {result['bench']}, {result['device']}" + ("" if result.get("engine", "hf") == "hf" else ", llama.cpp"),
+        f"## {result['bench']}, {result['device']}"
+        + ("" if result.get("engine", "hf") == "hf" else ", llama.cpp")
+        + shape(result, ", "),
         "",
         f"- command: `{result['command']}`",
         f"- machine: {where['processor']} ({where['architecture']}), {where['cores']} cores, "
