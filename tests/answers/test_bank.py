@@ -521,6 +521,17 @@ def test_a_damaged_row_is_no_answer_and_does_not_hide_the_others(
     assert look(opened(known), asked(known, COST)).direct is not None  # it is mended by being kept anew
 
 
+@pytest.mark.parametrize("column", ["text", "question", "terms", "finish", "tokenizer"])
+def test_a_row_whose_text_is_no_text_hides_none_of_the_others(column: str, bank: Bank, known: Library) -> None:
+    bank.keep(asked(known, COST), text("Eleven crowns."))
+    with known.writing() as connection:
+        connection.execute(f"UPDATE answers SET {column}=CAST(x'ff41' AS TEXT)")
+    bank.keep(asked(known, WHERE_LAMP), text("Nine hours."))
+    assert [entry.question for entry in bank.entries()] == [WHERE_LAMP]
+    assert look(bank, asked(known, COST)).direct is None
+    assert look(bank, asked(known, WHERE_LAMP)).direct is not None
+
+
 def test_a_library_of_the_first_format_keeps_its_documents(tmp_path: Path) -> None:
     known = library(tmp_path)
     known.put([cut("lamps", LAMPS, seed=100)], "e")

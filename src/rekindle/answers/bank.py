@@ -279,15 +279,19 @@ _COLUMNS = (
     "id, question, terms, origin, top_k, retrieval, evidence, generation, state, text, tokens, tokenizer, finish, "
     "seconds, made, asked, uses, saved"
 )
-_SELECT = f"SELECT {_COLUMNS} FROM answers"
+_TEXTS = frozenset({"question", "terms", "origin", "retrieval", "state", "text", "tokenizer", "finish"})
+# Texts are read as bytes: SQLite would refuse all rows for the sake of a damaged one.
+_READ = ", ".join(f"CAST({name} AS BLOB)" if name in _TEXTS else name for name in _COLUMNS.split(", "))
+_SELECT = f"SELECT {_READ} FROM answers"
 
 
 def _entry(row: Sequence[object]) -> Entry | None:
     """A row as an entry; None if it is damaged."""
     given = dict(zip(_COLUMNS.split(", "), row, strict=True))
     names = ("text", "tokens", "tokenizer", "finish", "seconds")
-    text, tokens, *others = (given.pop(name) for name in names)
     try:
+        given |= {name: value.decode() for name, value in given.items() if name in _TEXTS and isinstance(value, bytes)}
+        text, tokens, *others = (given.pop(name) for name in names)
         answer = None if text is None else Text(str(text), token_ids(tokens), *others)  # type: ignore[arg-type]
         evidence = tuple(np.frombuffer(given.pop("evidence"), "<i8").tolist())  # type: ignore[call-overload]
     except (ValueError, TypeError):
