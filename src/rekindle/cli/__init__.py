@@ -56,6 +56,7 @@ from rekindle.cli import (  # noqa: E402, F401
     idle,
     knowledge,
     models,
+    origin,
     run,
     serve,
     warm,

@@ -105,22 +105,16 @@ class EngineSequence(Protocol):
         """
 
     def truncate(self, length: int) -> None:
-        """Forget every position from `length` on. Raises `StepRefused` if fewer are present.
-
-        Where an engine has no spans, only all of it can be forgotten, or nothing.
-        """
+        """Forget every position from `length` on. Raises `StepRefused` if fewer are present. Where an engine has no
+        spans, only all of it can be forgotten, or nothing."""
 
     def snapshot(self) -> bytes:
-        """All of its state, in a form that only `restore` of an engine of the same identity understands.
-
-        Raises `StepRefused` where an engine has spans: then `export` is the better way.
-        """
+        """All of its state, for `restore` of an engine of the same identity alone. Raises `StepRefused` where an engine
+        has spans: then `export` is the better way."""
 
     def restore(self, snapshot: bytes | memoryview, length: int) -> None:
-        """Make an empty sequence what another was, with `length` positions present, when its snapshot was taken.
-
-        Raises `KvLost` for bytes that are no such snapshot; it is then still empty.
-        """
+        """Make an empty sequence what another was, with `length` positions present, when its snapshot was taken. Raises
+        `KvLost` for bytes that are no such snapshot; it is then still empty."""
 
     def close(self) -> None:
         """Give the buffers back. Idempotent; any later use raises `Closed`."""
@@ -212,7 +206,7 @@ class MovedFeed:
 
 @dataclass(frozen=True)
 class StayingFeed:
-    """Takes up what a feed of the row before brought, which only looked ahead: it is in the buffers still."""
+    """Takes up what rows before computed, or their feeds brought, that only looked ahead: it is in the buffers."""
 
     span: Span
     layers: range
@@ -230,8 +224,9 @@ class Row:
     even one alone shall round as it would in the company of the others, if the engine can see to that.
 
     With `until` the row only looks ahead: the first so many layers are computed, for a probe or a gaze to see. It is
-    alone in its step and has no logits, and nothing of it is present afterwards. What its feeds brought, of all layers,
-    is not present either, but the next row of the sequence may take it up (`StayingFeed`).
+    alone in its step and has no logits. Nothing that it computed, or its feeds brought, is present afterwards, but rows
+    that follow may take it up (`StayingFeed`). Where nobody looks (`blind`), keys and values are all that is wanted of
+    the last of these layers, and what stands before need not be fed there.
     """
 
     sequence: EngineSequence
@@ -246,6 +241,11 @@ class Row:
     until: int | None = None
     replay: bool = True
     prefill: bool = False
+
+    @property
+    def blind(self) -> bool:
+        """Whether nobody looks at what it computes."""
+        return not (self.probe or self.gaze)
 
     @classmethod
     def following(cls, sequence: EngineSequence, tokens: Sequence[int], *, logits: Wanted = "last") -> Row:

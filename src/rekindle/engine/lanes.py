@@ -134,6 +134,11 @@ class Pass(StepPass):
         """So many layers are computed, if the step only looks ahead."""
         return self._until
 
+    @property
+    def ends_with_kv(self) -> bool:
+        """Whether the step ends with keys and values: a row that looks ahead, and nobody looks."""
+        return self._until is not None and self.lanes[0].checked.row.blind
+
     def check_cancelled(self) -> None:
         """Stop here if the caller asked to."""
         if self._cancelled is not None and self._cancelled():

@@ -87,7 +87,7 @@ def _check_row(row: Row, layers: int, vocabulary_size: int) -> CheckedRow:
         raise StepRefused(f"Position {last} is beyond the sequence's capacity of {row.sequence.capacity}.")
     for feed in row.feeds:
         _check_feed(feed, last, layers)
-    _check_no_gap(row, positions, kept, last, layers if row.until is None else row.until)
+    _check_no_gap(row, positions, kept, last, layers if row.until is None else row.until - row.blind)
     return CheckedRow(row, tokens, positions, kept, max(kept, last + 1) if row.until is None else kept)
 
 

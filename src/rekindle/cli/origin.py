@@ -1,0 +1,304 @@
+"""`rekindle origin`: publish KV as signed files, look at them, remove them, serve them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rekindle.cli import app
+from rekindle.cli.options import AsJson, Model, loading_options, takes
+from rekindle.cli.warm import AsSystem, Raw
+from rekindle.errors import InvalidPrompt, InvalidSetting
+
+if TYPE_CHECKING:
+    from rekindle.core.kv import KvLayout
+    from rekindle.core.request import Request
+    from rekindle.origin.folder import Listed
+    from rekindle.origin.publish import Published, Source
+    from rekindle.origin.slices import Level
+    from rekindle.run.session import Session
+
+origin = typer.Typer(
+    help="Publish KV for other machines: plain files, signed, encrypted if you want.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(origin, name="origin")
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the origin.")]
+SecretFile = Annotated[
+    Path | None, typer.Option("--secret", help="Encrypt with this secret, which the origin does not have.")
+]
+
+
+@origin.command()
+def key(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make. Never an existing one.")],
+    secret: Annotated[bool, typer.Option("--secret", help="A secret to encrypt with, in place of a key.")] = False,
+) -> None:
+    """Make a key to sign with, and FILE.pub for those who shall trust it; or a secret to encrypt with."""
+    from rekindle.origin.signing import make_secret, make_signing_key
+
+    if secret:
+        make_secret(path)
+        typer.echo(f"{path}: a secret. Give it to publishers and clients, not to the origin.")
+        return
+    made = make_signing_key(path)
+    typer.echo(f"{path}: a signing key, for publishers. Clients trust {path}.pub:\n{made.public}")
+
+
+@origin.command()
+@takes(without={"reuse", "answers", "similarity_threshold", "mender", "mend_budget"}, loading=loading_options)
+def publish(
+    model: Model,
+    loading: dict[str, Any],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The folder of the origin; made if need be.")],
+    sign: Annotated[Path, typer.Option("--key", help="The key to sign with: rekindle origin key FILE")],
+    prompt: Annotated[str | None, typer.Argument(help="A prompt.")] = None,
+    file: Annotated[
+        list[Path] | None, typer.Option("--file", "-f", help="Texts, .json or .jsonl with messages. Several times.")
+    ] = None,
+    knowledge: Annotated[
+        bool, typer.Option("--knowledge", help="What questions begin with: the system prompt, passages often used.")
+    ] = False,
+    passages: Annotated[int, typer.Option(min=0, max=1000, help="With --knowledge: so many passages.")] = 8,
+    raw: Raw = False,
+    as_system: AsSystem = False,
+    levels: Annotated[
+        str, typer.Option(help="How good, side by side: near (as the setting codec says), raw, q8, q5, q4, q3, q2.")
+    ] = "near",
+    secret: SecretFile = None,
+    json: AsJson = False,
+) -> None:
+    """Publish the KV of prompts: computed, or taken from the cache. What is published already costs nothing."""
+    from rekindle.cli.console import counting, print_json, progress
+    from rekindle.core.cells import CHUNK_TOKENS
+    from rekindle.core.request import Request
+    from rekindle.origin.publish import Publisher
+    from rekindle.origin.signing import SigningKey, read_secret
+    from rekindle.run.session import Session
+
+    prompts = _prompts(prompt, file or (), raw=raw, as_system=as_system)
+    if not prompts and not knowledge:
+        raise InvalidSetting("Give a prompt, name files with --file, or say --knowledge.")
+    signing, secrets = SigningKey.read(sign), None if secret is None else read_secret(secret)
+    publisher = Publisher(to, signing, secret=secrets)
+    done: list[tuple[Published, KvLayout]] = []
+    short = 0
+    with progress(model) as report, Session(model, **loading, progress=report) as session:
+        chosen = levels_of(levels, session)
+        requests = [Request.of(one, max_tokens=0) for one in prompts]
+        extra = beginnings(session, passages) if knowledge else []
+        for request in (*requests, *extra):
+            with computed(session, request) as source, counting("publish") as count:
+                if request in extra and len(source.tokens) < CHUNK_TOKENS:
+                    short += 1
+                    continue
+                done.append((publisher.publish(source, chosen, count), source.model.layout))
+    if json:
+        print_json([_fields(published, layout) for published, layout in done])
+        return
+    for published, layout in done:
+        typer.echo(f"{published.context[:8]}: {published.tokens:,} tokens")
+        for line in _lines(published, layout):
+            typer.echo(f"  {line}")
+    if short:
+        typer.echo(f"{short} shorter than {CHUNK_TOKENS} tokens: sooner computed than fetched.", err=True)
+
+
+@origin.command("ls")
+def list_contexts(folder: Folder, secret: SecretFile = None, json: AsJson = False) -> None:
+    """List the contexts in a folder. Without their secret, encrypted ones tell no more than their size."""
+    from rekindle.cli.console import print_json, print_table
+    from rekindle.core.size import human_bytes
+    from rekindle.origin.folder import OriginFolder
+    from rekindle.origin.signing import read_secret
+
+    secrets = None if secret is None else read_secret(secret)
+    found = [_about(listed, secrets) for listed in OriginFolder(folder).contexts()]
+    if json:
+        print_json(found)
+        return
+    lines = [
+        [
+            one["context"][:8],
+            one["state"] if one["model"] is None else one["model"],
+            "-" if one["tokens"] is None else str(one["tokens"]),
+            ", ".join(one["levels"]) or "-",
+            human_bytes(one["size_bytes"]),
+            "-" if one["created"] is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(one["created"])),
+            (one["key"] or "-")[:8],
+        ]
+        for one in found
+    ]
+    print_table(["context", "model", "tokens", "levels", "size", "published", "key"], lines)
+
+
+@origin.command("rm")
+def remove(
+    folder: Folder,
+    contexts: Annotated[list[str], typer.Argument(metavar="CONTEXT...", help="By the beginning of their names.")],
+) -> None:
+    """Remove contexts: from the index, then their files. What clients or a CDN have fetched, they still have."""
+    from rekindle.origin.folder import OriginFolder
+
+    place = OriginFolder(folder)
+    for name in contexts:
+        typer.echo(f"{place.remove(name)[:8]} removed")
+
+
+@origin.command()
+def serve(
+    folder: Folder,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.")] = 8378,
+    token_file: Annotated[
+        Path | None, typer.Option(help="A file with tokens, one a line; a client must send one of them.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="A file with the certificate, and those above it.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="A file with the certificate's key.")] = None,
+    public: Annotated[bool, typer.Option("--public", help="Let others read without a token.")] = False,
+) -> None:
+    """Serve a folder over HTTP, as any web server could. Needs no model and no keys."""
+    from rekindle.cli.console import notes
+    from rekindle.origin.app import Tokens
+    from rekindle.origin.serve import OriginServer, OriginSettings
+
+    settings = OriginSettings(host, port, Tokens(_read_tokens(token_file)), tls_cert, tls_key, public)
+    server = OriginServer(folder, settings)
+    notes.print(f"{folder} at {server.url}", soft_wrap=True)
+    server.run()
+
+
+@contextmanager
+def computed(session: Session, request: Request) -> Iterator[Source]:
+    """A prompt whose KV is in the engine, computed or loaded, exactly: never quantized, never mended.
+
+    Raises as `Session.generate` does, and `InvalidSetting` for an engine whose KV cannot be taken apart.
+    """
+    from dataclasses import replace
+
+    from rekindle.origin.names import Model as Whose
+    from rekindle.origin.publish import Source
+    from rekindle.run.prompt import encode_prompt
+
+    if (why := session.engine.capabilities.opaque) is not None:
+        raise InvalidSetting(f"KV of this model cannot be published: {why}.")
+    session.stay(None)  # until all of it was taken out
+    with session.adapters.use(request.adapter) as adapter:
+        exact = replace(request, adapter=adapter, reuse="off" if request.reuse == "off" else "exact", max_tokens=0)
+        tokens = encode_prompt(session.engine, exact).tokens
+        cache = session.cache
+        known = cache.lookup(exact, tokens, lambda: False)
+        filled = cache.fill(known, cache.plan(known), len(tokens), lambda: False)
+        try:
+            context, shelf = filled.context, known.shelf
+            assert context.near_tokens == 0 and context.exact_tokens >= len(tokens), "not what computing gives"
+            whose = Whose(shelf.namespace.identity, shelf.layout, shelf.adapter)
+            yield Source(whose, tokens, context.sequence.export, shelf.namespace.tenant, session.engine.name)
+        finally:
+            cache.keep(filled.context)
+
+
+def levels_of(text: str, session: Session) -> list[Level]:
+    """The levels that a list of names means. Raises `InvalidSetting`."""
+    from rekindle.origin.slices import RAW, Level, level_named
+    from rekindle.run.coders import near_coder
+
+    engine, found = session.engine, []
+    for name in (part.strip() for part in text.split(",") if part.strip()):
+        coder = near_coder(engine, session.settings) if name == "near" else None
+        if name != "near":
+            found.append(level_named(name, engine.layout))
+        elif coder is not None and coder.whole is not None:
+            found.append(Level("near", coder.whole))
+        else:  # its KV is not quantized: by the engine already, or because somebody said so
+            found.append(level_named(RAW, engine.layout))
+    return list({level.name: level for level in found}.values())
+
+
+def _prompts(prompt: str | None, files: Sequence[Path], *, raw: bool, as_system: bool) -> list[Any]:
+    from rekindle.cli.prompts import read_prompts
+
+    found = [one for path in files for one in read_prompts(path, raw=raw, as_system=as_system)]
+    if prompt is not None:
+        if not prompt.strip():
+            raise InvalidPrompt("The prompt is empty.")
+        found.insert(0, prompt if raw else [{"role": "system" if as_system else "user", "content": prompt}])
+    return found
+
+
+def beginnings(session: Session, passages: int) -> list[Request]:
+    """What questions about documents begin with: the system prompt, and so many passages that came first most."""
+    from rekindle.core.request import Request
+    from rekindle.run.knowledge import asking, quote_of
+
+    quotes = [[], *([quote_of(chunk)] for chunk in session.knowledge.library(None, None).most_retrieved(passages))]
+    return [Request.of(asking(""), documents=some, max_tokens=0) for some in quotes]
+
+
+def _fields(published: Published, layout: KvLayout) -> dict[str, Any]:
+    numbers = published.tokens * layout.token_bytes // layout.numpy_dtype.itemsize
+    return {
+        "context": published.context,
+        "tokens": published.tokens,
+        "levels": [
+            {
+                "name": level.name,
+                "nominal_bits": level.bits,
+                "bits": 8 * level.size_bytes / numbers,
+                "size_bytes": level.size_bytes,
+                "new": level.new,
+            }
+            for level in published.levels
+        ],
+    }
+
+
+def _lines(published: Published, layout: KvLayout) -> Iterator[str]:
+    from rekindle.core.size import human_bytes
+
+    for level in _fields(published, layout)["levels"]:
+        known = "" if level["new"] else ", published before"
+        yield f"{level['name']:5} {human_bytes(level['size_bytes'])}, {level['bits']:.2f} bits a number{known}"
+
+
+def _about(listed: Listed, secret: Any) -> dict[str, Any]:
+    """What can be told of a context. Nothing of it is believed: that is for clients."""
+    header, manifest = listed.header, None
+    state = "damaged" if listed.manifest is None else "encrypted"
+    if listed.manifest is not None:
+        try:
+            manifest = listed.manifest.peek(secret)
+            state = "readable"
+        except ValueError:
+            state = "encrypted" if header is not None and header.salt is not None else "damaged"
+    return {
+        "context": listed.context,
+        "state": state,
+        "encrypted": header is not None and header.salt is not None,
+        "key": None if header is None else header.key,
+        "size_bytes": listed.size_bytes,
+        "model": None if manifest is None else manifest.title,
+        "tokens": None if manifest is None else manifest.tokens,
+        "levels": [] if manifest is None else [level.name for level in manifest.levels],
+        "created": None if manifest is None else manifest.created,
+    }
+
+
+def _read_tokens(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        lines = [line.strip() for line in path.expanduser().read_text("utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSetting(f"The token file {path} cannot be read: {error}.") from None
+    found = [line for line in lines if line and not line.startswith("#")]
+    if not found:
+        raise InvalidSetting(f"The token file {path} holds no token.")
+    return found

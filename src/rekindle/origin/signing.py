@@ -1,0 +1,162 @@
+"""Who published something: Ed25519 keys, and the files they are kept in.
+
+A client is told which public keys it may trust. Nothing else makes KV usable: not the address it came from, and not the
+certificate of that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from rekindle.codec.cipher import Secret
+from rekindle.errors import ExtraMissing, InvalidSetting
+
+try:
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+except ImportError as error:  # pragma: no cover  (where the extra is not installed)
+    raise ExtraMissing('Origins need: pip install "rekindle[crypto]"') from error
+
+SIGNATURE_BYTES = 64
+_PUBLIC = re.compile(r"[0-9a-f]{64}")
+_ID_BYTES = 16
+_LARGEST_FILE_BYTES = 1 << 14
+
+
+class SigningKey:
+    """The key of who publishes."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+
+    @classmethod
+    def new(cls) -> SigningKey:
+        """A fresh one."""
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def read(cls, path: Path) -> SigningKey:
+        """The key of a file (PEM). Raises `InvalidSetting`."""
+        try:
+            key = serialization.load_pem_private_key(_content(path), password=None)
+        except (ValueError, TypeError) as error:
+            raise InvalidSetting(f"{path} holds no signing key. Make one: rekindle origin key FILE") from error
+        if not isinstance(key, Ed25519PrivateKey):
+            raise InvalidSetting(f"{path} holds a key of another kind than Ed25519. Make one: rekindle origin key FILE")
+        return cls(key)
+
+    @property
+    def public(self) -> str:
+        """What clients must know to trust it, 64 hexadecimal digits."""
+        return self._key.public_key().public_bytes_raw().hex()
+
+    @property
+    def name(self) -> str:
+        """A short name for the public key, 32 hexadecimal digits."""
+        return name_of(self.public)
+
+    def sign(self, data: bytes) -> bytes:
+        """The signature of some bytes."""
+        return self._key.sign(data)
+
+    def pem(self) -> bytes:
+        """As it stands in a file."""
+        form, kind = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+        return self._key.private_bytes(form, kind, serialization.NoEncryption())
+
+
+class TrustedKeys:
+    """The publishers that are believed."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        """Public keys, as `SigningKey.public` gives them. Raises `InvalidSetting` for other texts."""
+        texts = [key.strip().lower() for key in keys]
+        for text in texts:
+            if not _PUBLIC.fullmatch(text):
+                raise InvalidSetting(f"A public key has 64 hexadecimal digits, unlike {text[:80]!r}.")
+        self._keys = {name_of(text): Ed25519PublicKey.from_public_bytes(bytes.fromhex(text)) for text in texts}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def check(self, name: str, signature: bytes, data: bytes) -> None:
+        """Raises `ValueError` unless the key of that name is trusted and signed these bytes."""
+        key = self._keys.get(name)
+        if key is None:
+            raise ValueError(f"it is signed with the key {name[:40]}, which is not trusted")
+        try:
+            key.verify(signature, data)
+        except InvalidSignature:
+            raise ValueError("its signature is wrong") from None
+
+
+def name_of(public: str) -> str:
+    """The short name of a public key."""
+    return hashlib.blake2b(bytes.fromhex(public), digest_size=_ID_BYTES, person=b"rk/o/key").hexdigest()
+
+
+def make_signing_key(path: Path) -> SigningKey:
+    """A new key in a new file that only its owner can read, and the public one beside it (`.pub`).
+
+    Raises `InvalidSetting` if one of them is there already, or cannot be written.
+    """
+    key = SigningKey.new()
+    public = path.with_name(f"{path.name}.pub")
+    if public.exists():
+        raise InvalidSetting(f"{public} is there already. Choose another name.")
+    _write(path, key.pem(), 0o600)
+    _write(public, f"{key.public}\n".encode(), 0o644)
+    return key
+
+
+def make_secret(path: Path) -> Secret:
+    """A new secret in a new file that only its owner can read. Raises `InvalidSetting`."""
+    secret = Secret.new()
+    _write(path, f"{secret.key.hex()}\n".encode(), 0o600)
+    return secret
+
+
+def read_secret(path: Path) -> Secret:
+    """The secret of such a file. Raises `InvalidSetting`."""
+    text = _content(path).strip()
+    if not re.fullmatch(rb"[0-9a-f]{64}", text):
+        raise InvalidSetting(f"{path} holds no secret. Make one: rekindle origin key --secret FILE")
+    return Secret(bytes.fromhex(text.decode()))
+
+
+def read_public(text: str) -> str:
+    """A public key: given itself, or as the file that holds it. Raises `InvalidSetting`."""
+    if _PUBLIC.fullmatch(text.strip().lower()):
+        return text.strip().lower()
+    key = _content(Path(text).expanduser()).decode("ascii", "replace").strip().lower()
+    if not _PUBLIC.fullmatch(key):
+        raise InvalidSetting(f"{text} holds no public key: that is the file that ends with .pub.")
+    return key
+
+
+def _content(path: Path) -> bytes:
+    try:
+        with path.expanduser().open("rb") as file:
+            return file.read(_LARGEST_FILE_BYTES)
+    except OSError as error:
+        raise InvalidSetting(f"The key file {path} cannot be read: {error}.") from error
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    """Never over something: a lost key cannot be had again."""
+    try:
+        handle = os.open(path.expanduser(), os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+    except FileExistsError:
+        raise InvalidSetting(f"{path} is there already. Choose another name; keys are never overwritten.") from None
+    except OSError as error:
+        raise InvalidSetting(f"{path} cannot be written: {error}.") from error

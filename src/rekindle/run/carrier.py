@@ -1,0 +1,56 @@
+"""Slices of a published context, from an origin to KV: what a `Link` asks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from rekindle.core.cells import Cell, Cells
+from rekindle.core.kv import LayerKv
+from rekindle.errors import Cancelled
+from rekindle.origin.client import Arrival, Found, Origin, decode_slice
+from rekindle.origin.client import Transfer as Coming
+from rekindle.reuse.latency import Transfer
+
+
+class OriginCarrier:
+    """Brings what an origin has of a prompt, in one quality."""
+
+    def __init__(self, origin: Origin, found: Found, level: str) -> None:
+        """Raises `ValueError` for a level that is not there."""
+        self._origin, self._found, self._level = origin, found, level
+        self._sizes = found.sizes(level)
+        self._lock = threading.Lock()
+        self._coming: Coming | None = None
+        self._cancelled = False
+
+    @property
+    def cells(self) -> Cells:
+        """What it can bring."""
+        return Cells(self._found.tokens, len(self._found.manifest.model.layout.layers))
+
+    def carry(self, cells: Sequence[Cell], told: Callable[[Transfer], None]) -> Iterator[tuple[Cell, LayerKv]]:
+        """The KV of these cells as it comes. Raises `OriginFailed`, and `Cancelled`."""
+
+        def heard(arrival: Arrival) -> None:
+            seconds = arrival.seconds + arrival.latency_seconds
+            told(Transfer(arrival.size_bytes, seconds, arrival.at))
+
+        coming = self._origin.fetch(self._found, cells, self._level, told=heard)
+        with self._lock:
+            if self._cancelled:
+                raise Cancelled("The transfer was cancelled.")
+            self._coming = coming
+        for piece in coming:
+            yield piece.cell, decode_slice(self._found, *piece.cell, piece.data)
+
+    def size_bytes(self, cell: Cell) -> int:
+        """How much of the link it takes."""
+        return int(self._sizes[cell])
+
+    def cancel(self) -> None:
+        """End a transfer that is under way, and begin no other."""
+        with self._lock:
+            self._cancelled = True
+            if self._coming is not None:
+                self._coming.cancel()

@@ -1,0 +1,204 @@
+"""A prompt that is computed and streamed at once: the same logits as computed alone, whatever the link does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rekindle.core.cells import Cell, Cells
+from rekindle.core.kv import Kv, LayerKv
+from rekindle.engine.base import Engine, Logits, Row
+from rekindle.errors import Cancelled, KvLost
+from rekindle.reuse.latency import Transfer
+from rekindle.reuse.stream import StreamCosts
+from rekindle.run.link import Link
+from rekindle.run.streaming import Streaming
+from tests.parity.engines import make
+
+CHUNK, CHUNKS, QUESTION = 16, 5, 7
+SLICE_BYTES = 1000
+
+
+class Carrier:
+    """Brings KV that was computed before, each slice after a while; or no more, from some slice on."""
+
+    def __init__(self, kv: Kv, cells: Cells, seconds: float = 0.0, most: int | None = None, hang: bool = False) -> None:
+        self._kv, self._cells, self._seconds, self._most, self._hang = kv, cells, seconds, most, hang
+        self._cancelled = threading.Event()
+        self.brought: list[Cell] = []
+
+    def carry(self, cells: Sequence[Cell], told: Callable[[Transfer], None]) -> Iterator[tuple[Cell, LayerKv]]:
+        for cell in cells:
+            if self._most is not None and len(self.brought) >= self._most:
+                if self._hang:
+                    self._cancelled.wait()
+                    raise Cancelled("The transfer was cancelled.")
+                raise KvLost("The origin is gone.")
+            self._cancelled.wait(self._seconds)
+            if self._cancelled.is_set():
+                raise Cancelled("The transfer was cancelled.")
+            told(Transfer(SLICE_BYTES, max(self._seconds, 1e-6), time.monotonic()))
+            span, layer = self._cells.span(cell.chunk), self._kv.layers[cell.layer]
+            self.brought.append(cell)
+            yield cell, LayerKv(layer.keys[:, span.start : span.stop], layer.values[:, span.start : span.stop])
+
+    def size_bytes(self, cell: Cell) -> int:
+        assert cell.layer < self._cells.layers
+        return SLICE_BYTES
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+
+class Prompt:
+    """A prompt whose beginning is published, and what computing it alone gives."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.layers = len(engine.layout.layers)
+        self.cells = Cells(CHUNK * CHUNKS - 5, self.layers, CHUNK)  # the last chunk is shorter
+        self.tokens = [3 + (7 * place) % 50 for place in range(self.cells.tokens + QUESTION)]
+        sequence = engine.open(len(self.tokens), engine.regime(len(self.tokens)))
+        self.logits = self._alone(sequence)
+        self.kv = sequence.export_all() if hasattr(sequence, "export_all") else sequence.export(_all(self.tokens))
+        sequence.close()
+
+    def _alone(self, sequence: Any) -> Logits:
+        for span in self.cells.spans:
+            self.engine.step([Row.following(sequence, self.tokens[span.start : span.stop], logits="none")])
+        return self.engine.step([Row.following(sequence, self.tokens[self.cells.tokens :])])[0]
+
+    def costs(self, compute: float = 1.0, top: float = 0.2) -> StreamCosts:
+        shape = (self.cells.chunks, self.layers)
+        return StreamCosts(
+            np.full(shape, compute * 1e-3),
+            np.full(shape, top * 1e-3),
+            np.full(shape, float(SLICE_BYTES)),
+            np.full(self.layers, 1e-4),
+            bandwidth=1.0,
+        )
+
+
+def _all(tokens: Sequence[int]) -> Any:
+    from rekindle.core.kv import Span
+
+    return Span(0, len(tokens))
+
+
+def run(prompt: Prompt, carrier: Carrier, costs: StreamCosts | None = None) -> tuple[Logits, Kv, Streaming]:
+    engine, tokens = prompt.engine, prompt.tokens
+    sequence = engine.open(len(tokens), engine.regime(len(tokens)))
+    link = Link(carrier)
+    streaming = Streaming(engine, sequence, tokens, prompt.cells, link, costs or prompt.costs())
+    try:
+        logits = streaming.run()
+        assert sequence.length == len(tokens)
+        return logits, sequence.export(_all(tokens)), streaming
+    finally:
+        link.close()
+        sequence.close()
+
+
+@pytest.fixture(scope="module", params=["fake", "hf"])
+def prompt(request: pytest.FixtureRequest) -> Iterator[Prompt]:
+    engine = make(request.param)
+    yield Prompt(engine)
+    engine.close()
+
+
+def assert_same(prompt: Prompt, logits: Logits, kv: Kv) -> None:
+    tolerance = 0.0 if type(prompt.engine).__name__ == "FakeEngine" else 1e-4
+    np.testing.assert_allclose(logits, prompt.logits, rtol=0, atol=tolerance)
+    for got, expected in zip(kv.layers, prompt.kv.layers, strict=True):
+        np.testing.assert_allclose(got.keys, expected.keys, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(got.values, expected.values, rtol=0, atol=tolerance)
+
+
+def test_a_fast_link_brings_nearly_all(prompt: Prompt) -> None:
+    logits, kv, streaming = run(prompt, Carrier(prompt.kv, prompt.cells), prompt.costs(compute=1e4, top=1e4))
+    assert_same(prompt, logits, kv)
+    told = streaming.told
+    assert told.streamed_cells >= 0.5 * prompt.cells.chunks * prompt.layers and told.failed is None
+    assert told.streamed_cells + sum(told.computed) == prompt.cells.chunks * prompt.layers
+
+
+def test_a_slow_link_is_not_waited_for(prompt: Prompt) -> None:
+    logits, kv, streaming = run(prompt, Carrier(prompt.kv, prompt.cells, seconds=30.0))
+    assert_same(prompt, logits, kv)
+    assert streaming.told.computed == (prompt.layers,) * prompt.cells.chunks and not streaming.told.streamed_cells
+
+
+@pytest.mark.parametrize("most", [0, 1, 3, 7])
+@pytest.mark.parametrize("hang", [True, False])
+def test_an_origin_that_dies_or_hangs_costs_no_answer(prompt: Prompt, most: int, hang: bool) -> None:
+    carrier = Carrier(prompt.kv, prompt.cells, most=most, hang=hang)
+    logits, kv, streaming = run(prompt, carrier, prompt.costs(compute=20.0, top=5.0))
+    assert_same(prompt, logits, kv)
+    assert streaming.told.streamed_cells <= most
+    assert hang or (streaming.told.failed is None) == (most >= prompt.cells.chunks * prompt.layers)
+
+
+@settings(max_examples=40)
+@given(
+    splits=st.lists(st.integers(0, 4), min_size=CHUNKS, max_size=CHUNKS),
+    order=st.randoms(use_true_random=False),
+)
+def test_any_split_gives_the_logits_of_computing_alone(splits: list[int], order: Any) -> None:
+    """Whatever is computed and streamed, in whatever order it comes: not by schedule, step by step."""
+    prompt = _fake_prompt()
+    layers = prompt.layers
+    computed = [min(layers, count) for count in splits]
+    missing = [Cell(t, layer) for t in range(CHUNKS) for layer in range(computed[t], layers)]
+    order.shuffle(missing)
+    engine, tokens = prompt.engine, prompt.tokens
+    sequence = engine.open(len(tokens), engine.regime(len(tokens)))
+    link = Link(Carrier(prompt.kv, prompt.cells))
+    try:
+        link.want(missing)
+        while len(link.arrived) < len(missing):
+            link.wait(1.0)
+        streaming = Streaming(engine, sequence, tokens, prompt.cells, link, prompt.costs())
+        for chunk, depth in enumerate(computed):
+            if depth:
+                assert streaming._is_ready(chunk, depth)
+                streaming._step(chunk, depth)
+        assert streaming._is_complete()
+        assert_same(prompt, streaming._question(), sequence.export(_all(tokens)))
+    finally:
+        link.close()
+        sequence.close()
+
+
+_PROMPTS: dict[str, Prompt] = {}
+
+
+def _fake_prompt() -> Prompt:
+    return _PROMPTS.setdefault("fake", Prompt(make("fake")))
+
+
+def test_it_can_be_cancelled_while_it_waits(prompt: Prompt) -> None:
+    engine, tokens = prompt.engine, prompt.tokens
+    sequence = engine.open(len(tokens), engine.regime(len(tokens)))
+    link = Link(Carrier(prompt.kv, prompt.cells, most=0, hang=True))
+    asked = iter([False] * 3)
+    costs = prompt.costs(compute=1e9, top=1e9)  # computing is out of the question
+    streaming = Streaming(engine, sequence, tokens, prompt.cells, link, costs, lambda: next(asked, True))
+    try:
+        with pytest.raises(Cancelled):
+            streaming.run()
+    finally:
+        link.close()
+        sequence.close()
+
+
+def test_the_last_token_is_always_computed(prompt: Prompt) -> None:
+    whole = Cells(len(prompt.tokens), prompt.layers, CHUNK)
+    with pytest.raises(ValueError, match="must be computed"):
+        Streaming(prompt.engine, None, prompt.tokens, whole, None, prompt.costs())  # type: ignore[arg-type]
