@@ -145,7 +145,7 @@ class Streaming:
         return layer < self._computed[chunk] or Cell(chunk, layer) in self._link.arrived
 
     def _step(self, chunk: int, depth: int) -> None:
-        """Compute the first layers of a chunk; if nothing before is missing, all of them make it part of the sequence."""
+        """Compute the first layers of a chunk; all of them, if nothing before is missing, extend the sequence."""
         span, layers = self._cells.span(chunk), self._cells.layers
         whole = depth == layers and self._sequence.length == span.start
         row = Row(
