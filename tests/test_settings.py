@@ -346,7 +346,7 @@ def test_every_flag_is_a_setting_and_its_help_says_the_same() -> None:
     app.command()(takes(loading=loading_options)(lambda loading: None))
     options = {option.name: option.help for option in typer.main.get_command(app).params}  # type: ignore[attr-defined]
     flags = [name for name in options if name in NAMES]
-    assert len(flags) == 27
+    assert len(flags) == 31
     assert all(options[name] == doc_of(name) for name in flags)
 
 

@@ -34,6 +34,8 @@ _PATHS = {
     "cache": "the path of a folder, or off",
     "library": "the path of a folder",
     "key_file": "the path of a file",
+    "origin_token": "the path of a file",
+    "origin_secret": "the path of a file",
 }
 _AMOUNTS = {  # a plain number stands for its text
     "memory_limit": "a size (512MB, 10%)",

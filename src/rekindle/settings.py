@@ -147,6 +147,21 @@ class Settings:
     write_budget: str | None = _setting(
         None, "How much is written within an hour at most, to spare flash: 10GB; none: no limit."
     )
+    origin: str | None = _setting(
+        None,
+        "The address of an origin: KV of long prompts that others published comes from there, where that is sooner "
+        "than computing all of it. Under exact only what lost nothing (level raw). See `rekindle origin`.",
+    )
+    origin_keys: str | None = _setting(
+        None, "The public keys of publishers that are trusted, or the files with them, with commas between."
+    )
+    origin_token: str | None = _setting(None, "The file with the token that the origin asks for.")
+    origin_secret: str | None = _setting(
+        None, "The file with the secret that what is published is encrypted with; the origin does not have it."
+    )
+    local_tenants: str = _setting(
+        "", "Tenants, with commas between, whose prompts are never published nor looked for at an origin; *: all."
+    )
     key_file: str | None = _setting(
         None, "A file with 16 to 64 secret bytes: digests are keyed, and KV that others wrote is never served."
     )
@@ -209,6 +224,11 @@ class CacheSettings(TypedDict, total=False):
     killed_ttl: str | int | None
     admission: Literal["always", "second-use"] | None
     write_budget: str | int | None
+    origin: str | None
+    origin_keys: str | None
+    origin_token: str | os.PathLike[str] | None
+    origin_secret: str | os.PathLike[str] | None
+    local_tenants: str | None
     key_file: str | os.PathLike[str] | None
     tenant: str | None
     cache_salt: str | None

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from rekindle import Session
-from rekindle.cli.origin import beginnings, computed, levels_of
 from rekindle.core.kv import Span
 from rekindle.core.request import Request
 from rekindle.engine.fake import FakeEngine
@@ -23,6 +22,7 @@ from rekindle.origin.client import Origin
 from rekindle.origin.publish import Publisher
 from rekindle.origin.signing import SigningKey, read_public, read_secret
 from rekindle.run.prompt import encode_prompt
+from rekindle.run.publishing import beginnings, computed, levels_of
 from tests.cli.test_commands import rekindle
 from tests.lora import fake_pairs, save_lora
 from tests.origin.places import fetch_all, find, same_bits

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from rekindle import Session
-from rekindle.cli.origin import computed
 from rekindle.codec import quantized
 from rekindle.codec.bits import LayerBits
 from rekindle.codec.cipher import Secret
@@ -23,6 +22,7 @@ from rekindle.origin.client import Origin
 from rekindle.origin.names import Model
 from rekindle.origin.serve import OriginServer, OriginSettings
 from rekindle.origin.signing import SigningKey
+from rekindle.run.publishing import computed
 from tests.origin.places import LAYOUT, TOKENS, cells_of, fetch_all, find, publish, random_kv, same_bits, synthetic
 from tests.tiny import tiny_engine
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from rekindle.core.cells import Cell, Cells
 from rekindle.core.kv import Kv, LayerKv
 from rekindle.engine.base import Engine, Logits, Row
 from rekindle.errors import Cancelled, KvLost
-from rekindle.reuse.latency import Transfer
 from rekindle.reuse.stream import StreamCosts
 from rekindle.run.link import Link
 from rekindle.run.streaming import Streaming
@@ -34,7 +32,7 @@ class Carrier:
         self._cancelled = threading.Event()
         self.brought: list[Cell] = []
 
-    def carry(self, cells: Sequence[Cell], told: Callable[[Transfer], None]) -> Iterator[tuple[Cell, LayerKv]]:
+    def carry(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, LayerKv]]:
         for cell in cells:
             if self._most is not None and len(self.brought) >= self._most:
                 if self._hang:
@@ -44,7 +42,6 @@ class Carrier:
             self._cancelled.wait(self._seconds)
             if self._cancelled.is_set():
                 raise Cancelled("The transfer was cancelled.")
-            told(Transfer(SLICE_BYTES, max(self._seconds, 1e-6), time.monotonic()))
             span, layer = self._cells.span(cell.chunk), self._kv.layers[cell.layer]
             self.brought.append(cell)
             yield cell, LayerKv(layer.keys[:, span.start : span.stop], layer.values[:, span.start : span.stop])

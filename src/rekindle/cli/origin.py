@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,11 +16,8 @@ from rekindle.errors import InvalidPrompt, InvalidSetting
 
 if TYPE_CHECKING:
     from rekindle.core.kv import KvLayout
-    from rekindle.core.request import Request
     from rekindle.origin.folder import Listed
-    from rekindle.origin.publish import Published, Source
-    from rekindle.origin.slices import Level
-    from rekindle.run.session import Session
+    from rekindle.origin.publish import Published
 
 origin = typer.Typer(
     help="Publish KV for other machines: plain files, signed, encrypted if you want.",
@@ -81,16 +77,18 @@ def publish(
     from rekindle.core.request import Request
     from rekindle.origin.publish import Publisher
     from rekindle.origin.signing import SigningKey, read_secret
+    from rekindle.run.publishing import beginnings, computed, levels_of
     from rekindle.run.session import Session
+    from rekindle.run.streams import local_tenants
 
     prompts = _prompts(prompt, file or (), raw=raw, as_system=as_system)
     if not prompts and not knowledge:
         raise InvalidSetting("Give a prompt, name files with --file, or say --knowledge.")
     signing, secrets = SigningKey.read(sign), None if secret is None else read_secret(secret)
-    publisher = Publisher(to, signing, secret=secrets)
     done: list[tuple[Published, KvLayout]] = []
     short = 0
     with progress(model) as report, Session(model, **loading, progress=report) as session:
+        publisher = Publisher(to, signing, secret=secrets, local_only=local_tenants(session.settings.local_tenants))
         chosen = levels_of(levels, session)
         requests = [Request.of(one, max_tokens=0) for one in prompts]
         extra = beginnings(session, passages) if knowledge else []
@@ -175,53 +173,6 @@ def serve(
     server.run()
 
 
-@contextmanager
-def computed(session: Session, request: Request) -> Iterator[Source]:
-    """A prompt whose KV is in the engine, computed or loaded, exactly: never quantized, never mended.
-
-    Raises as `Session.generate` does, and `InvalidSetting` for an engine whose KV cannot be taken apart.
-    """
-    from dataclasses import replace
-
-    from rekindle.origin.names import Model as Whose
-    from rekindle.origin.publish import Source
-    from rekindle.run.prompt import encode_prompt
-
-    if (why := session.engine.capabilities.opaque) is not None:
-        raise InvalidSetting(f"KV of this model cannot be published: {why}.")
-    session.stay(None)  # until all of it was taken out
-    with session.adapters.use(request.adapter) as adapter:
-        exact = replace(request, adapter=adapter, reuse="off" if request.reuse == "off" else "exact", max_tokens=0)
-        tokens = encode_prompt(session.engine, exact).tokens
-        cache = session.cache
-        known = cache.lookup(exact, tokens, lambda: False)
-        filled = cache.fill(known, cache.plan(known), len(tokens), lambda: False)
-        try:
-            context, shelf = filled.context, known.shelf
-            assert context.near_tokens == 0 and context.exact_tokens >= len(tokens), "not what computing gives"
-            whose = Whose(shelf.namespace.identity, shelf.layout, shelf.adapter)
-            yield Source(whose, tokens, context.sequence.export, shelf.namespace.tenant, session.engine.name)
-        finally:
-            cache.keep(filled.context)
-
-
-def levels_of(text: str, session: Session) -> list[Level]:
-    """The levels that a list of names means. Raises `InvalidSetting`."""
-    from rekindle.origin.slices import RAW, Level, level_named
-    from rekindle.run.coders import near_coder
-
-    engine, found = session.engine, []
-    for name in (part.strip() for part in text.split(",") if part.strip()):
-        coder = near_coder(engine, session.settings) if name == "near" else None
-        if name != "near":
-            found.append(level_named(name, engine.layout))
-        elif coder is not None and coder.whole is not None:
-            found.append(Level("near", coder.whole))
-        else:  # its KV is not quantized: by the engine already, or because somebody said so
-            found.append(level_named(RAW, engine.layout))
-    return list({level.name: level for level in found}.values())
-
-
 def _prompts(prompt: str | None, files: Sequence[Path], *, raw: bool, as_system: bool) -> list[Any]:
     from rekindle.cli.prompts import read_prompts
 
@@ -231,15 +182,6 @@ def _prompts(prompt: str | None, files: Sequence[Path], *, raw: bool, as_system:
             raise InvalidPrompt("The prompt is empty.")
         found.insert(0, prompt if raw else [{"role": "system" if as_system else "user", "content": prompt}])
     return found
-
-
-def beginnings(session: Session, passages: int) -> list[Request]:
-    """What questions about documents begin with: the system prompt, and so many passages that came first most."""
-    from rekindle.core.request import Request
-    from rekindle.run.knowledge import asking, quote_of
-
-    quotes = [[], *([quote_of(chunk)] for chunk in session.knowledge.library(None, None).most_retrieved(passages))]
-    return [Request.of(asking(""), documents=some, max_tokens=0) for some in quotes]
 
 
 def _fields(published: Published, layout: KvLayout) -> dict[str, Any]:

@@ -33,6 +33,8 @@ def show_reuse(session: Session, request: Request, reuse: Reuse) -> None:
     told = [f"{count} {where}" for where, count in parts.items() if count]
     if reuse.mended:
         told.append(f"{reuse.mended} mended ({reuse.recomputed} of them computed anew)")
+    if reuse.streamed:
+        told.append(f"{reuse.streamed} from the origin")
     told.append(f"{reuse.computed} computed")
     notes.print(f"reuse: {reuse.level}; {', '.join(told)}", soft_wrap=True)
     if not reuse.mended:

@@ -2,6 +2,7 @@
 
 tokens   0      loaded           computed   mended      computed     n
          [------ Load ------][-- Compute --][-- Mend --][-- Compute --]
+         [-------------- Stream ---------------][------ Compute ------]
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rekindle.core.cells import Cells
 from rekindle.core.kv import Span
 
 Tier = Literal["engine", "memory", "disk", "coded"]  # from the nearest to the farthest; coded: decoded on the way
@@ -46,7 +48,28 @@ class Mend:
     budget: float
 
 
-Step = Load | Compute | Mend
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The beginning of a prompt that an origin has: some cells (chunk, layer) come from there, the others are computed.
+
+    computed   how many of the model's layers are computed here, from the lowest on, for each chunk
+    level      the quality of the rest
+    """
+
+    span: Span
+    layers: int
+    computed: tuple[int, ...]
+    level: str
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens' worth of KV comes from the origin: of a token in some layers, its share of them."""
+        chunks = Cells(len(self.span), self.layers).spans
+        cells = sum(len(span) * (self.layers - own) for span, own in zip(chunks, self.computed, strict=True))
+        return cells // self.layers
+
+
+Step = Load | Compute | Mend | Stream
 
 
 @dataclass(frozen=True)
@@ -72,6 +95,8 @@ class Plan:
             raise ValueError(f"a plan must end by computing token {self.tokens - 1}: {self.steps}")
         if sum(isinstance(step, Mend) for step in self.steps) > 1 or self.loads != self.steps[: len(self.loads)]:
             raise ValueError(f"a plan loads first, and mends once: {self.steps}")
+        if self.stream is not None and not all(isinstance(step, Compute) for step in self.steps[1:]):
+            raise ValueError(f"what is streamed stands first, and the rest is computed: {self.steps}")
         if self.predicted_seconds is not None and self.cold_seconds is not None:
             worse = self.predicted_seconds > self.cold_seconds
             if worse and any(not isinstance(step, Compute) for step in self.steps):
@@ -105,6 +130,11 @@ class Plan:
     def mend(self) -> Mend | None:
         """The step that mends, if there is one."""
         return next((step for step in self.steps if isinstance(step, Mend)), None)
+
+    @property
+    def stream(self) -> Stream | None:
+        """The step that streams, if there is one."""
+        return next((step for step in self.steps if isinstance(step, Stream)), None)
 
     @property
     def reused(self) -> int:

@@ -108,6 +108,7 @@ class Reuse:
     near                so many of those loaded or still in the engine had been quantized
     mended              tokens of passages whose KV was computed in other prompts
     recomputed          so many of those were computed anew
+    streamed            tokens whose KV came from an origin; of a token that came in some layers, its share of them
     computed            tokens that were computed, these included
     chunks              the passages, if mending was allowed
     mender, budget      how the tokens to compute anew were chosen, and how many, if passages were mended
@@ -129,6 +130,7 @@ class Reuse:
     near: int = 0
     mended: int = 0
     recomputed: int = 0
+    streamed: int = 0
     load_seconds: float = 0.0
     predicted_seconds: float | None = None
     cold_seconds: float | None = None
@@ -146,7 +148,7 @@ class Reuse:
     @property
     def reused(self) -> int:
         """Tokens that were not computed."""
-        return self.loaded + self.mended - self.recomputed
+        return self.loaded + self.mended - self.recomputed + self.streamed
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ class Reply:
         rate = self.timings.tokens_per_second
         near = ", quantized" if self.reuse.near else ""
         mended = f", {self.reuse.mended} mended" if self.reuse.mended else ""
+        mended += f", {self.reuse.streamed} streamed" if self.reuse.streamed else ""
         cached = f" ({self.usage.cached_tokens} reused{near}{mended})" if self.usage.cached_tokens else ""
         drafted = f" ({self.usage.drafted_tokens} foreseen)" if self.usage.drafted_tokens else ""
         parts = [

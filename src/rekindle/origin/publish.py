@@ -69,7 +69,7 @@ class Published:
 class Publisher:
     """Publishes into a folder, as somebody, for everybody or for those who have a secret.
 
-    `local_only` names the tenants whose KV never leaves this machine.
+    `local_only` names the tenants whose KV never leaves this machine; `*` means all.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Publisher:
         return Published(context, manifest.tokens, tuple(told))
 
     def _check(self, source: Source, levels: Sequence[Level]) -> None:
-        if source.tenant in self._local_only:
+        if self._local_only & {source.tenant, "*"}:
             raise InvalidSetting(f"The tenant {source.tenant!r} is marked local: its KV is never published.")
         if len(source.tokens) < CHUNK_TOKENS:
             raise InvalidSetting(

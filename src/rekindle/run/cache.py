@@ -43,6 +43,7 @@ from rekindle.run.patience import Late, NoAnswer, Patience
 from rekindle.run.prefill import Asked, Filled, Prefill, TimedFeed
 from rekindle.run.room import Room
 from rekindle.run.shelves import Shelves
+from rekindle.run.streaming import streams_of
 from rekindle.settings import Settings
 from rekindle.store.purge import Run
 from rekindle.store.tiered import TieredStore
@@ -75,11 +76,11 @@ class PrefixCache:
         self._parked = ParkedContexts((sys.maxsize if crowded else memory // 2) if parks else 0)
         self._patience = Patience()
         self._slow: TimedFeed | None = None
-        self._room = Room(self.unpark)
-        self._flights = Flights()
+        self._room, self._flights = Room(self.unpark), Flights()
         self._told = False  # that the store does not answer: once is enough until it does again
         self.shelves = Shelves(engine, settings, adapters, self.cut.piece_tokens)
         self.costs = recall_costs(engine)
+        self.streams = streams_of(engine, settings)
         self._closed = False
 
     def lookup(
@@ -186,7 +187,8 @@ class PrefixCache:
         work = self._prefill(context, known, cancelled)
         if known.passages is not None:
             return self._with_passages(work, context, known, known.passages, plan)
-        return self._carry_out(work, context, known, plan)
+        streamed = None if self.streams is None else self.streams.fill(work, context, known, plan, self.costs.rates)
+        return streamed or self._carry_out(work, context, known, plan)
 
     def _with_passages(self, work: Prefill, context: Context, known: Known, passages: Passages, plan: Plan) -> Filled:
         """Fill a prompt whose passages may come from other prompts, and may be kept for others."""
@@ -306,13 +308,9 @@ class PrefixCache:
 
     def explainer(self, shelf: Shelf) -> Explainer:
         """What explains requests of that shelf. Only the session's own tenant may learn that others know a prompt."""
-        return Explainer(
-            self.store,
-            self._engine.tokenizer,
-            self.costs,
-            other_tenants=shelf.namespace.tenant == self._settings.tenant,
-            opaque=self._engine.capabilities.opaque,
-        )
+        engine, own = self._engine, shelf.namespace.tenant == self._settings.tenant
+        why = engine.capabilities.opaque
+        return Explainer(self.store, engine.tokenizer, self.costs, other_tenants=own, opaque=why)
 
     def keep_early(self, context: Context) -> None:
         """Keep a long new prompt while its reply is being written: nobody else should have to compute it again."""
@@ -389,6 +387,8 @@ class PrefixCache:
             return
         self._closed = True
         self._flights.land()
+        if self.streams is not None:
+            self.streams.close()
         remember_costs(self._engine, self.costs)
         idle = self.keeper is None or self.keeper.close(CLOSE_SECONDS)
         self._parked.clear()

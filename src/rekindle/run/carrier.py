@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rekindle.core.cells import Cell, Cells
 from rekindle.core.kv import LayerKv
 from rekindle.errors import Cancelled
-from rekindle.origin.client import Arrival, Found, Origin, decode_slice
-from rekindle.origin.client import Transfer as Coming
-from rekindle.reuse.latency import Transfer
+from rekindle.origin.client import Found, Origin, Transfer, decode_slice
 
 
 class OriginCarrier:
@@ -21,7 +19,7 @@ class OriginCarrier:
         self._origin, self._found, self._level = origin, found, level
         self._sizes = found.sizes(level)
         self._lock = threading.Lock()
-        self._coming: Coming | None = None
+        self._coming: Transfer | None = None
         self._cancelled = False
 
     @property
@@ -29,14 +27,9 @@ class OriginCarrier:
         """What it can bring."""
         return Cells(self._found.tokens, len(self._found.manifest.model.layout.layers))
 
-    def carry(self, cells: Sequence[Cell], told: Callable[[Transfer], None]) -> Iterator[tuple[Cell, LayerKv]]:
+    def carry(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, LayerKv]]:
         """The KV of these cells as it comes. Raises `OriginFailed`, and `Cancelled`."""
-
-        def heard(arrival: Arrival) -> None:
-            seconds = arrival.seconds + arrival.latency_seconds
-            told(Transfer(arrival.size_bytes, seconds, arrival.at))
-
-        coming = self._origin.fetch(self._found, cells, self._level, told=heard)
+        coming = self._origin.fetch(self._found, cells, self._level)
         with self._lock:
             if self._cancelled:
                 raise Cancelled("The transfer was cancelled.")

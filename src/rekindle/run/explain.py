@@ -14,7 +14,7 @@ import numpy as np
 from rekindle.core.identity import Identity
 from rekindle.core.keys import TOKEN_BYTES, Shelf, common_tokens, token_bytes
 from rekindle.core.kv import Span
-from rekindle.core.plan import Compute, Mend, Plan
+from rekindle.core.plan import Compute, Mend, Plan, Stream
 from rekindle.core.reply import ChunkReuse, Reuse
 from rekindle.core.request import Message
 from rekindle.core.visible import likeness, visible
@@ -38,7 +38,7 @@ class Part:
 
     start: int
     stop: int
-    source: str  # engine, memory, disk, mended, compute
+    source: str  # engine, memory, disk, mended, streamed, compute
     entry: str | None = None
 
 
@@ -273,6 +273,9 @@ def _parts(plan: Plan, match: Match | None) -> tuple[Part, ...]:
         if isinstance(step, Mend):
             parts += [Part(span.start, span.stop, "mended") for span in step.spans]
             continue
+        if isinstance(step, Stream):
+            parts.append(Part(step.span.start, step.span.stop, "streamed"))
+            continue
         if isinstance(step, Compute):
             parts.append(Part(step.span.start, step.span.stop, "compute"))
             continue
@@ -296,7 +299,11 @@ def _tell_passages(told: Explanation) -> list[str]:
     return lines
 
 
-_PLACES = {"compute": "computed", "mended": "from another prompt, mended"}
+_PLACES = {
+    "compute": "computed",
+    "mended": "from another prompt, mended",
+    "streamed": "streamed from the origin and computed at once",
+}
 _PASSAGES = {
     "exact": "exact",
     "mended": "from another prompt",

@@ -11,6 +11,7 @@ from rekindle.core.keys import Shelf
 from rekindle.core.kv import Span
 from rekindle.core.plan import Plan, Tier
 from rekindle.core.reply import ChunkReuse, Reuse
+from rekindle.origin.slices import RAW
 from rekindle.reuse.lookup import Matches
 from rekindle.reuse.mending import Mender, expected_anew
 from rekindle.reuse.planner import Cut
@@ -69,16 +70,20 @@ def spared(known: Known, plan: Plan, filled: Filled | None, miss: str | None, me
     mended = stayed + moved
     mends = plan.mend is not None
     near = known.near_tokens(plan) if filled is None else min(filled.context.near_tokens, plan.reused)
+    streamed = 0 if plan.stream is None else plan.stream.tokens
+    if plan.stream is not None and plan.stream.level != RAW:
+        near = streamed
     anew = len(filled.anew) if filled is not None else _expected(known, plan, mender)
     return Reuse(
         level="off" if known.off else "approximate" if mended else "near" if near else "exact",
-        computed=len(known.tokens) - plan.reused - moved + anew,
+        computed=len(known.tokens) - plan.reused - moved + anew - streamed,
         engine=tiers["engine"],
         memory=tiers["memory"],
         disk=tiers["disk"] + tiers["coded"],
         near=near,
         mended=mended,
         recomputed=anew,
+        streamed=streamed,
         load_seconds=0.0 if filled is None else filled.load_seconds,
         predicted_seconds=plan.predicted_seconds,
         cold_seconds=plan.cold_seconds,

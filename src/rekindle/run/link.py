@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -29,7 +29,7 @@ _STALLED_SECONDS, _STALLED = 0.25, 4.0  # so long, and so many times longer than
 class Carrier(Protocol):
     """Brings slices: one transfer after the other."""
 
-    def carry(self, cells: Sequence[Cell], told: Callable[[Transfer], None]) -> Iterator[tuple[Cell, LayerKv]]:
+    def carry(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, LayerKv]]:
         """The KV of these cells, in this order, as it comes. Raises a `RekindleError` if it does not."""
 
     def size_bytes(self, cell: Cell) -> int:
@@ -162,17 +162,15 @@ class Link:
             return self._flying
 
     def _bring(self, cells: Sequence[Cell]) -> None:
-        for cell, kv in self._carrier.carry(cells, self._note):
+        for cell, kv in self._carrier.carry(cells):
             with self._changed:
+                now, size = time.monotonic(), self._carrier.size_bytes(cell)
+                self._bandwidth.add(Transfer(size, now - self._since, now))  # with its decoding, and with being asked
+                self._since = now
                 self._arrived[cell] = kv
-                self._bytes += self._carrier.size_bytes(cell)
+                self._bytes += size
                 self._flying = self._flying[1:]
                 self._changed.notify_all()
-
-    def _note(self, transfer: Transfer) -> None:
-        with self._changed:
-            self._bandwidth.add(transfer)
-            self._since = time.monotonic()
 
     def _fail(self, reason: str) -> None:
         with self._changed:

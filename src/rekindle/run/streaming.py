@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -23,6 +23,10 @@ from rekindle.errors import Cancelled
 from rekindle.reuse.latency import LEAST_BANDWIDTH
 from rekindle.reuse.stream import StreamCosts, greedy, revise, speculate
 from rekindle.run.link import Link
+from rekindle.settings import Settings
+
+if TYPE_CHECKING:
+    from rekindle.run.streams import Streams
 
 _TINY = 1e-9  # seconds
 _LOOK_SECONDS = 0.02  # how often a wait for the link looks at the schedule again
@@ -218,3 +222,12 @@ class Streaming:
     def _check_cancelled(self) -> None:
         if self._cancelled is not None and self._cancelled():
             raise Cancelled("The request was cancelled.")
+
+
+def streams_of(engine: Engine, settings: Settings) -> Streams | None:
+    """What a session streams; None if it has no origin. Raises `InvalidSetting`."""
+    if settings.origin is None:
+        return None
+    from rekindle.run.streams import Streams  # what checks signatures is not always installed
+
+    return Streams(engine, settings)

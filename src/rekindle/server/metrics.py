@@ -59,6 +59,8 @@ class Metrics:
         self._requests.labels(tenant, reply.finish_reason).inc()
         for source in ("engine", "memory", "disk", "computed"):
             self._prompt.labels(tenant, source).inc(getattr(reuse, source))
+        if reuse.streamed:
+            self._prompt.labels(tenant, "streamed").inc(reuse.streamed)
         if reuse.mended:
             self._prompt.labels(tenant, "mended").inc(reuse.mended - reuse.recomputed)
         self._written.labels(tenant).inc(reply.usage.completion_tokens)

@@ -25,6 +25,8 @@ def plan_header(reuse: Reuse) -> dict[str, str]:
         parts["near"] = reuse.near
     if reuse.mended:
         parts["mended"] = reuse.mended
+    if reuse.streamed:
+        parts["streamed"] = reuse.streamed
     fields = {**parts, "computed": reuse.computed, "miss": reuse.miss or "none"}
     return {PLAN_HEADER: "; ".join(f"{name}={value}" for name, value in fields.items())}
 
@@ -67,7 +69,7 @@ def rekindle_of(reuse: Reuse, ignored: Sequence[str] = ()) -> dict[str, Any]:
         "near": reuse.near,
         "mended": reuse.mended,
         "recomputed": reuse.recomputed,
-        "streamed": 0,
+        "streamed": reuse.streamed,
         "computed": reuse.computed,
         "miss": reuse.miss,
         "load_ms": round(reuse.load_seconds * 1e3, 3),

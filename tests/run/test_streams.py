@@ -1,0 +1,199 @@
+"""Sessions with an origin: the reply is the one without it, it says what came from where, and nothing hangs on it."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rekindle import Session
+from rekindle.core.request import Request
+from rekindle.engine.fake import FakeEngine
+from rekindle.errors import InvalidSetting
+from rekindle.origin.publish import Publisher
+from rekindle.origin.serve import OriginServer, OriginSettings
+from rekindle.origin.signing import SigningKey, make_secret
+from rekindle.run import streams
+from rekindle.run.publishing import computed, levels_of
+from tests.parity.engines import make
+
+PROMPT = "The keeper lights the lamp at dusk and writes the hour into the book. " * 6
+LEVELS = "raw,q8"
+
+
+@dataclass(frozen=True)
+class Published:
+    folder: Path
+    key: SigningKey
+    secret: Path | None
+
+
+@pytest.fixture(scope="module", params=["plain", "encrypted"])
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Published:
+    folder = tmp_path_factory.mktemp("origin")
+    key, secret = SigningKey.new(), folder / "secret" if request.param == "encrypted" else None
+    made = None if secret is None else make_secret(secret)
+    with Session(FakeEngine(), cache="off") as session, computed(session, Request.of(PROMPT)) as source:
+        Publisher(folder / "files", key, secret=made).publish(source, levels_of(LEVELS, session))
+    return Published(folder / "files", key, secret)
+
+
+@pytest.fixture(autouse=True)
+def worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model of these tests computes in no time: as if that were worth streaming."""
+    monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(streams, "LEAST_PATIENCE_SECONDS", 10.0)
+    monkeypatch.setattr(streams, "MOST_PATIENCE_SECONDS", 10.0)
+    monkeypatch.setattr(streams, "_FLOP_PER_SECOND", 1e4)
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    with OriginServer(folder, OriginSettings(port=0)).running() as url:
+        yield url
+
+
+def opened(published: Published, url: str, cache: Path, **more: Any) -> Session:
+    secret = None if published.secret is None else str(published.secret)
+    own = {"origin": url, "origin_keys": published.key.public, "origin_secret": secret, **more}
+    return Session(FakeEngine(), cache=cache, **own)
+
+
+@pytest.fixture
+def alone() -> Any:
+    with Session(FakeEngine(), cache="off") as session:
+        return session.generate(PROMPT + "And then", max_tokens=8)
+
+
+@pytest.mark.parametrize("level", ["exact", "near"])
+def test_a_prompt_comes_partly_from_the_origin(published: Published, alone: Any, level: str, tmp_path: Path) -> None:
+    with serving(published.folder) as url, opened(published, url, tmp_path / "cache", reuse=level) as session:
+        reply = session.generate(PROMPT + "And then", max_tokens=8)
+        assert reply.reuse.streamed > 0
+        assert reply.reuse.reused + reply.reuse.computed == reply.usage.prompt_tokens
+        assert reply.reuse.level == level and (reply.reuse.near > 0) == (level == "near")
+        assert level == "near" or reply.tokens == alone.tokens
+        assert "streamed" in reply.summary()
+        session.flush()
+        again = session.generate(PROMPT + "And then", max_tokens=8)  # from here now
+        assert again.reuse.streamed == 0 and again.reuse.computed <= 1 and again.tokens == reply.tokens
+
+
+def test_what_does_not_begin_alike_is_computed(published: Published, tmp_path: Path) -> None:
+    with serving(published.folder) as url, opened(published, url, tmp_path / "cache") as session:
+        reply = session.generate("Something else. " * 30, max_tokens=2)
+        assert reply.reuse.streamed == 0
+
+
+@pytest.mark.parametrize("tenants", ["local", "a, local", "*"])
+def test_nothing_is_asked_for_tenants_that_are_local(published: Published, tenants: str, tmp_path: Path) -> None:
+    with serving(published.folder) as url:
+        with opened(published, url, tmp_path / "cache", local_tenants=tenants) as session:
+            assert session.generate(PROMPT, max_tokens=2).reuse.streamed == 0
+        with opened(published, url, tmp_path / "other", local_tenants="b") as session:
+            assert session.generate(PROMPT, max_tokens=2).reuse.streamed > 0
+
+
+@pytest.mark.parametrize(
+    "choice", [{"deterministic": True}, {"reuse": "off"}, {"origin_keys": SigningKey.new().public}], ids=str
+)
+def test_what_may_not_be_streamed_is_computed(
+    published: Published, alone: Any, choice: dict[str, Any], tmp_path: Path
+) -> None:
+    with serving(published.folder) as url, opened(published, url, tmp_path / "cache", **choice) as session:
+        reply = session.generate(PROMPT + "And then", max_tokens=8)
+        assert reply.reuse.streamed == 0 and reply.tokens == alone.tokens
+
+
+def test_an_origin_that_is_not_there_costs_no_answer(published: Published, alone: Any, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with opened(published, f"http://127.0.0.1:{port}", tmp_path / "cache") as session:
+        reply = session.generate(PROMPT + "And then", max_tokens=8)
+        assert reply.tokens == alone.tokens and reply.reuse.streamed == 0
+
+
+def test_an_origin_that_never_answers_is_left_alone(
+    published: Published, alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "LEAST_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(streams, "MOST_PATIENCE_SECONDS", 0.1)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with opened(published, url, tmp_path / "cache") as session:
+            assert session.generate(PROMPT + "And then", max_tokens=8).tokens == alone.tokens
+            silent.settimeout(5)
+            silent.accept()[0].close()
+            silent.settimeout(0.3)
+            assert session.generate(PROMPT * 2, max_tokens=2).reuse.streamed == 0
+            with pytest.raises(TimeoutError):  # nobody asked it again
+                silent.accept()
+
+
+def test_slices_that_are_damaged_are_computed(published: Published, alone: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    shutil.copytree(published.folder, folder)
+    for path in folder.glob("contexts/*/*.kv"):
+        path.write_bytes(bytes(path.stat().st_size))
+    with serving(folder) as url, opened(published, url, tmp_path / "cache") as session:
+        reply = session.generate(PROMPT + "And then", max_tokens=8)
+        assert reply.tokens == alone.tokens and reply.reuse.streamed == 0
+
+
+@pytest.mark.parametrize(
+    ("choice", "says"),
+    [
+        ({"origin_keys": None}, "public key"),
+        ({"origin_keys": "zz"}, "zz"),
+        ({"origin": "ftp://somewhere"}, "ftp"),
+        ({"origin_secret": "/nowhere"}, "nowhere"),
+        ({"origin_token": "/nowhere"}, "nowhere"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_used_are_refused(choice: dict[str, Any], says: str, tmp_path: Path) -> None:
+    own: dict[str, Any] = {"origin": "http://127.0.0.1:1", "origin_keys": SigningKey.new().public, **choice}
+    with pytest.raises(InvalidSetting, match=says):
+        Session(FakeEngine(), cache=tmp_path / "cache", **own)
+
+
+def test_several_requests_stream_at_once(published: Published, alone: Any, tmp_path: Path) -> None:
+    replies: list[Any] = []
+    with serving(published.folder) as url, opened(published, url, tmp_path / "cache", cache_salt="x") as session:
+        threads = [
+            threading.Thread(
+                target=lambda salt=f"s{number}": replies.append(
+                    session.generate(PROMPT + "And then", max_tokens=8, cache_salt=salt)
+                )
+            )
+            for number in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [reply.tokens for reply in replies] == [alone.tokens] * 3
+    assert any(reply.reuse.streamed for reply in replies)
+
+
+def test_a_model_of_layers_streams_too(tmp_path: Path) -> None:
+    key = SigningKey.new()
+    with closing(make("hf")) as engine:
+        with Session(engine, cache="off") as session, computed(session, Request.of(PROMPT)) as source:
+            Publisher(tmp_path / "files", key).publish(source, levels_of("raw", session))
+            expected = session.generate(PROMPT + "And then", max_tokens=8)
+        with serving(tmp_path / "files") as url:
+            own = {"origin": url, "origin_keys": key.public}
+            with Session(engine, cache=tmp_path / "cache", **own) as session:
+                reply = session.generate(PROMPT + "And then", max_tokens=8)
+                assert reply.reuse.streamed > 0 and reply.tokens == expected.tokens
