@@ -8,17 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rekindle.core.cells import Cell, Cells
-from rekindle.core.kv import Kv, LayerKv
+from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.engine.base import Engine, Logits, Row
+from rekindle.engine.device import place
+from rekindle.engine.fake import FakeEngine
+from rekindle.engine.hf import HfEngine
 from rekindle.errors import Cancelled, KvLost
 from rekindle.reuse.stream import StreamCosts
 from rekindle.run.link import Link
 from rekindle.run.streaming import Streaming
-from tests.parity.engines import make
+from tests.tiny import byte_tokenizer, tiny_engine, tiny_model
 
 CHUNK, CHUNKS, QUESTION = 16, 5, 7
 SLICE_BYTES = 1000
@@ -64,7 +68,7 @@ class Prompt:
         self.tokens = [3 + (7 * place) % 50 for place in range(self.cells.tokens + QUESTION)]
         sequence = engine.open(len(self.tokens), engine.regime(len(self.tokens)))
         self.logits = self._alone(sequence)
-        self.kv = sequence.export_all() if hasattr(sequence, "export_all") else sequence.export(_all(self.tokens))
+        self.kv = sequence.export(Span(0, len(self.tokens)))
         sequence.close()
 
     def _alone(self, sequence: Any) -> Logits:
@@ -83,12 +87,6 @@ class Prompt:
         )
 
 
-def _all(tokens: Sequence[int]) -> Any:
-    from rekindle.core.kv import Span
-
-    return Span(0, len(tokens))
-
-
 def run(prompt: Prompt, carrier: Carrier, costs: StreamCosts | None = None) -> tuple[Logits, Kv, Streaming]:
     engine, tokens = prompt.engine, prompt.tokens
     sequence = engine.open(len(tokens), engine.regime(len(tokens)))
@@ -97,21 +95,34 @@ def run(prompt: Prompt, carrier: Carrier, costs: StreamCosts | None = None) -> t
     try:
         logits = streaming.run()
         assert sequence.length == len(tokens)
-        return logits, sequence.export(_all(tokens)), streaming
+        return logits, sequence.export(Span(0, len(tokens))), streaming
     finally:
         link.close()
         sequence.close()
 
 
-@pytest.fixture(scope="module", params=["fake", "hf"])
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture(
+    scope="module", params=["fake", "llama", "mistral", "gemma3_text", "qwen3", pytest.param("cuda", marks=CUDA)]
+)
 def prompt(request: pytest.FixtureRequest) -> Iterator[Prompt]:
-    engine = make(request.param)
+    engine: Engine
+    if request.param == "fake":
+        engine = FakeEngine()
+    elif request.param == "cuda":
+        placement = place("cuda", "float32")
+        model = tiny_model("llama").to(placement.device, placement.dtype)
+        engine = HfEngine(model, byte_tokenizer(), name="llama", placement=placement)
+    else:
+        engine = tiny_engine(request.param)
     yield Prompt(engine)
     engine.close()
 
 
 def assert_same(prompt: Prompt, logits: Logits, kv: Kv) -> None:
-    tolerance = 0.0 if type(prompt.engine).__name__ == "FakeEngine" else 1e-4
+    tolerance = 0.0 if isinstance(prompt.engine, FakeEngine) else 1e-4
     np.testing.assert_allclose(logits, prompt.logits, rtol=0, atol=tolerance)
     for got, expected in zip(kv.layers, prompt.kv.layers, strict=True):
         np.testing.assert_allclose(got.keys, expected.keys, rtol=0, atol=tolerance)
@@ -167,7 +178,7 @@ def test_any_split_gives_the_logits_of_computing_alone(splits: list[int], order:
                 assert streaming._is_ready(chunk, depth)
                 streaming._step(chunk, depth)
         assert streaming._is_complete()
-        assert_same(prompt, streaming._question(), sequence.export(_all(tokens)))
+        assert_same(prompt, streaming._question(), sequence.export(Span(0, len(tokens))))
     finally:
         link.close()
         sequence.close()
@@ -177,7 +188,7 @@ _PROMPTS: dict[str, Prompt] = {}
 
 
 def _fake_prompt() -> Prompt:
-    return _PROMPTS.setdefault("fake", Prompt(make("fake")))
+    return _PROMPTS.setdefault("fake", Prompt(FakeEngine()))
 
 
 def test_it_can_be_cancelled_while_it_waits(prompt: Prompt) -> None:
