@@ -21,7 +21,9 @@ from rekindle.origin.publish import Publisher
 from rekindle.origin.serve import OriginServer, OriginSettings
 from rekindle.origin.signing import SigningKey, make_secret
 from rekindle.run import streams
+from rekindle.run.explain import Explanation
 from rekindle.run.publishing import computed, levels_of
+from rekindle.store import history
 from tests.parity.engines import make
 
 PROMPT = "The keeper lights the lamp at dusk and writes the hour into the book. " * 6
@@ -81,6 +83,13 @@ def test_a_prompt_comes_partly_from_the_origin(published: Published, alone: Any,
         assert reply.reuse.level == level and (reply.reuse.near > 0) == (level == "near")
         assert level == "near" or reply.tokens == alone.tokens
         assert "streamed" in reply.summary()
+        assert {event.lane for event in reply.reuse.timeline} == {"compute", "link"}
+        session.flush()
+        assert session.cache.store is not None
+        (noted,) = history.last(session.cache.store.disk, 1)
+        last = Explanation.from_dict(noted.record)
+        assert last.reused == reply.reuse.reused and last.timeline == reply.reuse.timeline
+        assert "  link " in str(last) and "streamed from the origin" in str(last)
         session.flush()
         again = session.generate(PROMPT + "And then", max_tokens=8)  # from here now
         assert again.reuse.streamed == 0 and again.reuse.computed <= 1 and again.tokens == reply.tokens

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,6 +115,21 @@ class Streamed:
         """The same order, less some of them."""
         gone = {cell.chunk * self.layers + cell.layer for cell in cells}
         return Streamed(self.layers, tuple(number for number in self.numbers if number not in gone))
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one of the lanes did, in seconds from the beginning: some layers of a chunk. For timelines.
+
+    The question that follows the context is a chunk, too, the one behind the last.
+    """
+
+    lane: Literal["compute", "link"]
+    chunk: int
+    first_layer: int
+    stop_layer: int
+    start: float
+    stop: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import html
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from rekindle.core.cells import Event
 from rekindle.core.request import ReuseLevel
 from rekindle.core.tools import ToolCall
 
@@ -109,6 +110,7 @@ class Reuse:
     mended              tokens of passages whose KV was computed in other prompts
     recomputed          so many of those were computed anew
     streamed            tokens whose KV came from an origin; of a token that came in some layers, its share of them
+    timeline            what was computed and what came when, if something was streamed
     computed            tokens that were computed, these included
     chunks              the passages, if mending was allowed
     mender, budget      how the tokens to compute anew were chosen, and how many, if passages were mended
@@ -131,6 +133,7 @@ class Reuse:
     mended: int = 0
     recomputed: int = 0
     streamed: int = 0
+    timeline: tuple[Event, ...] = ()
     load_seconds: float = 0.0
     predicted_seconds: float | None = None
     cold_seconds: float | None = None

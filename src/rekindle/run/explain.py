@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rekindle.core.cells import Event
 from rekindle.core.identity import Identity
 from rekindle.core.keys import TOKEN_BYTES, Shelf, common_tokens, token_bytes
 from rekindle.core.kv import Span
@@ -24,6 +25,7 @@ from rekindle.index.prefix import Match
 from rekindle.reuse.cost import Costs
 from rekindle.reuse.reason import Reason, Sight, common_content, content_of, differences, judge
 from rekindle.reuse.volatile import find_volatile
+from rekindle.run.timeline import tell_timeline
 from rekindle.store import history
 from rekindle.store.tiered import TieredStore
 
@@ -86,6 +88,8 @@ class Explanation:
     mender: str | None = None  # if they are mended
     budget: float | None = None
     calibrated: bool | None = None
+    streamed: int = 0  # tokens that came from an origin
+    timeline: tuple[Event, ...] = ()  # when, and what was computed meanwhile
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -100,6 +104,7 @@ class Explanation:
         fields["passages"] = tuple(
             ChunkReuse(**{**chunk, "anew": tuple(chunk["anew"])}) for chunk in fields.get("passages", ())
         )
+        fields["timeline"] = tuple(Event(**event) for event in fields.get("timeline", ()))
         if fields.get("difference"):
             fields["difference"] = Difference(**fields["difference"])
         if fields.get("change"):
@@ -109,7 +114,8 @@ class Explanation:
     @property
     def reused(self) -> int:
         """How many tokens are not computed."""
-        return sum(part.stop - part.start for part in self.parts if part.source != "compute") - self.recomputed
+        known = sum(part.stop - part.start for part in self.parts if part.source not in ("compute", "streamed"))
+        return known + self.streamed - self.recomputed
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -131,6 +137,7 @@ class Explanation:
             lines.append("  " + ", ".join(shown))
         lines.append(f"why: {self.reason.sentence}")
         lines += _tell_passages(self)
+        lines += tell_timeline(self.timeline)
         if self.opaque is not None:
             lines.append(f"reuse is by checkpoint, where messages end: {self.opaque}")
         if self.difference is not None:
@@ -200,6 +207,8 @@ class Explainer:
             mender=reuse.mender,
             budget=reuse.budget,
             calibrated=reuse.calibrated,
+            streamed=reuse.streamed,
+            timeline=reuse.timeline,
         )
 
     def _goes_on(self, prompt: Prompt, match: Match | None, reused: int) -> list[int] | None:

@@ -84,6 +84,7 @@ def spared(known: Known, plan: Plan, filled: Filled | None, miss: str | None, me
         mended=mended,
         recomputed=anew,
         streamed=streamed,
+        timeline=() if filled is None or filled.streamed is None else tuple(filled.streamed.events),
         load_seconds=0.0 if filled is None else filled.load_seconds,
         predicted_seconds=plan.predicted_seconds,
         cold_seconds=plan.cold_seconds,

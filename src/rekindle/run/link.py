@@ -53,6 +53,7 @@ class Link:
         self._since = 0.0  # when the link was asked, or brought something, last
         self._closed = False
         self._bytes = 0
+        self.arrivals: list[tuple[Cell, float, float]] = []  # what came, since when, and when (time.monotonic)
         self.failed: str | None = None
         self._thread = threading.Thread(target=self._run, name="rekindle-link", daemon=True)
         self._thread.start()
@@ -166,6 +167,7 @@ class Link:
             with self._changed:
                 now, size = time.monotonic(), self._carrier.size_bytes(cell)
                 self._bandwidth.add(Transfer(size, now - self._since, now))  # with its decoding, and with being asked
+                self.arrivals.append((cell, self._since, now))
                 self._since = now
                 self._arrived[cell] = kv
                 self._bytes += size

@@ -12,11 +12,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rekindle.core.cells import Cell, Cells, Progress, Schedule, steps
+from rekindle.core.cells import Cell, Cells, Event, Progress, Schedule, steps
 from rekindle.core.kv import LayerKv, Span
 from rekindle.engine.base import Engine, EngineSequence, KvFeed, Logits, Row, StayingFeed
 from rekindle.errors import Cancelled
@@ -31,17 +31,6 @@ if TYPE_CHECKING:
 _TINY = 1e-9  # seconds
 _LOOK_SECONDS = 0.02  # how often a wait for the link looks at the schedule again
 _TRUST = 0.5  # how much of what a step took compared to what was expected goes into what the next are expected to take
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What one of the lanes did, in seconds from the beginning: for timelines."""
-
-    lane: Literal["compute", "link"]
-    chunk: int
-    layers: range
-    start: float
-    stop: float
 
 
 @dataclass
@@ -91,7 +80,7 @@ class Streaming:
         self._cancelled = cancelled
         self._computed = [0] * cells.chunks
         self._pace = 1.0  # how long steps take, of what was expected
-        self._started = time.perf_counter()
+        self._started = time.monotonic()
         self.told = Streamed()
 
     def run(self) -> Logits:
@@ -162,14 +151,13 @@ class Streaming:
             replay=False,
             prefill=True,
         )
-        start = time.perf_counter()
+        start = time.monotonic()
         self._engine.step([row], self._cancelled)
-        stop = time.perf_counter()
+        took, expected = time.monotonic() - start, float(self._costs.depth_seconds[chunk, depth])
         self._computed[chunk] = depth
-        expected = float(self._costs.depth_seconds[chunk, depth])
         if expected > 0:
-            self._pace += _TRUST * ((stop - start) / expected - self._pace)
-        self._note("compute", chunk, range(depth), start, stop)
+            self._pace += _TRUST * (took / expected - self._pace)
+        self._note(chunk, depth, start)
 
     def _feeds(self, before: int, layers: int) -> tuple[KvFeed, ...]:
         """What the first layers of the chunks before one consist of: computed and still in the buffers, or arrived."""
@@ -203,21 +191,25 @@ class Streaming:
                 replay=False,
                 prefill=True,
             )
-            start = time.perf_counter()
+            start = time.monotonic()
             (logits,) = self._engine.step([row], self._cancelled)
-            self._note("compute", self._cells.chunks, range(self._cells.layers), start, time.perf_counter())
+            self._note(self._cells.chunks, self._cells.layers, start)
             if last:
                 return logits
             at, feeds = stop, ()
 
-    def _note(self, lane: Literal["compute", "link"], chunk: int, layers: range, start: float, stop: float) -> None:
-        self.told.events.append(Event(lane, chunk, layers, start - self._started, stop - self._started))
+    def _note(self, chunk: int, layers: int, start: float) -> None:
+        begun = self._started
+        self.told.events.append(Event("compute", chunk, 0, layers, start - begun, time.monotonic() - begun))
 
     def _tell(self) -> None:
         self.told.computed = tuple(self._computed)
         self.told.streamed_cells = sum(cell.layer >= self._computed[cell.chunk] for cell in self._link.arrived)
         self.told.streamed_bytes = self._link.size_bytes
         self.told.failed = self._link.failed
+        for cell, start, stop in self._link.arrivals:
+            times = (start - self._started, stop - self._started)
+            self.told.events.append(Event("link", cell.chunk, cell.layer, cell.layer + 1, *times))
 
     def _check_cancelled(self) -> None:
         if self._cancelled is not None and self._cancelled():
