@@ -41,6 +41,7 @@ class Measured:
     asked: list[Asked]
     lanes: list[Lane]
     storage: list[dict[str, Any]]  # how much KV is known, by room
+    near: list[dict[str, float]]  # of each question: how near was one foreseen, by source
 
     def told(self, name: str) -> list[Told]:
         """What came of them in one way."""
@@ -97,6 +98,7 @@ def tell(report: Report, found: Found) -> None:
         "scheduler": found.schedule,
         "scheduler_saved_share": None if found.schedule is None else found.schedule["raised"]["saved_share"],
         "storage": [{"set": one.set, "user": one.user, **row} for one in measured for row in one.storage],
+        "sources": _sources(measured),
         "guard": found.guard,
         "foresight": found.foresight,
     }
@@ -104,6 +106,22 @@ def tell(report: Report, found: Found) -> None:
         fields["rouge_l_reason"] = "rouge-score is not installed (rekindle[bench])"
     report.fields |= fields
     report.rows += _table(fields, by_name)
+
+
+def _sources(measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    """How many new questions had been foreseen, from each source alone and from all of them."""
+    pairs = [pair for one in measured for pair in zip(one.asked, one.near, strict=True)]
+    found = [near for asked, near in pairs if asked.kind == "first"]
+    names = [*sorted({name for near in found for name in near}), "all"]
+
+    def share(name: str, least: float) -> float:
+        nearest = [max(near.values(), default=0.0) if name == "all" else near.get(name, 0.0) for near in found]
+        return sum(cosine >= least for cosine in nearest) / max(1, len(nearest))
+
+    return [
+        {"source": name, "questions": len(found), "near85_share": share(name, 0.85), "near70_share": share(name, 0.7)}
+        for name in names
+    ]
 
 
 def _is_ours(name: str) -> bool:
@@ -175,6 +193,15 @@ def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[R
         Row("more answers known by foreseeing", f"{fields['prediction_gain_answers']:+.1%}", "", "", "> 0"),
     ]  # fmt: skip
     rows += [] if fields["scheduler"] is None else _schedule_rows(fields["scheduler"])
+    rows += [
+        Row(
+            f"questions foreseen from: {row['source']}",
+            f"{row['near85_share']:.0%} at 0.85, {row['near70_share']:.0%} at 0.7",
+            f"of {row['questions']} new ones",
+            "",
+        )
+        for row in fields["sources"]
+    ]
     rows += [
         Row(
             f"foreseen of {row['set']}, {row['stride']} a document",

@@ -39,6 +39,7 @@ STRIDE = 3  # questions foreseen at a time
 ABSTRACTS = 6  # documents that are summed up before the first question
 WARM_PASSAGES, QUICK_WARM_PASSAGES = 160, 4
 _LIMIT_BYTES = 40 << 30
+_MOST_FORESEEN = 1000
 
 
 def run(options: BenchOptions, advance: Advance) -> Report:
@@ -105,6 +106,7 @@ class _Person:
         self._engine, self._options, self._person, self._folder = engine, options, person, folder
         self._name, self._advance = name, advance
         self._seen = 0  # the last foreseen question that the other lanes know
+        self._near: list[dict[str, float]] = []  # how near foreseen questions were to each that was asked
 
     def measure(self) -> Measured:
         """All ways on the same questions, in turns."""
@@ -113,6 +115,7 @@ class _Person:
         lanes, idle = self._begin()
         try:
             for number, question in enumerate(asked):
+                self._near.append(self._nearest(lanes, question.text))
                 for lane in self._turn(lanes, number):
                     self._advance(f"{self._name}: question {number + 1} of {len(asked)}, {lane.way.name}")
                     lane.ask(question.text)
@@ -124,7 +127,18 @@ class _Person:
                 lane.close()
         questions = [question.text for question in self._person.questions]
         storage = answer_storage.measure(self._engine, self._folder / VERIFIED, questions)
-        return Measured(self._name, self._person.name, asked, lanes, storage)
+        return Measured(self._name, self._person.name, asked, lanes, storage, self._near)
+
+    @staticmethod
+    def _nearest(lanes: list[Lane], question: str) -> dict[str, float]:
+        """The cosine of the nearest question that was foreseen from each source, before it is asked."""
+        session = next(lane for lane in lanes if lane.way.name == VERIFIED).session
+        vector = session.knowledge.embedder().embed([question]).vectors[0]
+        nearest: dict[str, float] = {}
+        for near in session.answers.bank().nearest(vector, _MOST_FORESEEN):
+            if near.entry.asked is None:
+                nearest[near.entry.origin] = max(near.similarity, nearest.get(near.entry.origin, 0.0))
+        return nearest
 
     def _begin(self) -> tuple[list[Lane], Idle]:
         """Ingest, do the first idle work once, and give every way its folders."""
