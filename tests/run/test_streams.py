@@ -111,7 +111,9 @@ def test_nothing_is_asked_for_tenants_that_are_local(published: Published, tenan
 
 
 @pytest.mark.parametrize(
-    "choice", [{"deterministic": True}, {"reuse": "off"}, {"origin_keys": SigningKey.new().public}], ids=str
+    "choice",
+    [{"deterministic": True}, {"reuse": "off"}, {"origin_keys": SigningKey.new().public}],
+    ids=["deterministic", "off", "another key"],
 )
 def test_what_may_not_be_streamed_is_computed(
     published: Published, alone: Any, choice: dict[str, Any], tmp_path: Path
