@@ -14,7 +14,7 @@ from rekindle.bench.models import load
 from rekindle.bench.personal import Person, personal_sets
 from rekindle.engine.base import Engine
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

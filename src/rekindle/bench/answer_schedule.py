@@ -143,7 +143,9 @@ def _open(engine: Engine, folder: Path, stage: _Stage, way: str) -> Session:
 
 def _idle(session: Session, way: str) -> Idle:
     rule: Rule = "percache" if way == PUBLISHED else "rekindle"
-    return Idle(session, IdleOptions(stride=STRIDE, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, rule=rule))
+    return Idle(
+        session, IdleOptions(stride=STRIDE, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, top_k=TOP_K, rule=rule)
+    )
 
 
 def _ask(session: Session, question: str, told: _Told) -> None:
