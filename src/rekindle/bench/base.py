@@ -35,6 +35,7 @@ class BenchOptions:
     quality: float | None = None  # for this ROUGE-L to the full computation
     adapters: Path | None = None  # adapters: a folder of folders that PEFT saved
     pairs: Path | None = None  # answers: labelled pairs of questions
+    traces: Path | None = None  # stream: a folder of bandwidth over time
 
     def rounds(self, full: int, quick: int = 3) -> int:
         """How often a measurement is repeated."""

@@ -12,7 +12,7 @@ from rekindle.cli import app
 from rekindle.cli.options import AsJson
 from rekindle.errors import EngineMissing, InvalidSetting
 
-_NAMES = ("engine", "store", "prefix", "serve", "knowledge", "chunks", "adapters", "answers")
+_NAMES = ("engine", "store", "prefix", "serve", "knowledge", "chunks", "adapters", "answers", "stream")
 BENCHES = {name: f"rekindle.bench.{name}" for name in _NAMES}
 _WITHOUT_ENGINE = {"store", "knowledge"}
 
@@ -31,6 +31,9 @@ def bench(
     ] = None,
     pairs: Annotated[
         Path | None, typer.Option(help="answers: a .jsonl file of labelled pairs of questions (a, b, paraphrase).")
+    ] = None,
+    traces: Annotated[
+        Path | None, typer.Option(help="stream: a folder of .csv files of bandwidth over time (time_s,mbps).")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")] = None,
     seed: Annotated[int, typer.Option(help="For everything drawn at random.")] = 0,
@@ -63,10 +66,12 @@ def bench(
         raise InvalidSetting(f"--adapters is for the bench adapters: leave it out with {name}.")
     if name != "answers" and pairs is not None:
         raise InvalidSetting(f"--pairs is for the bench answers: leave it out with {name}.")
+    if name != "stream" and traces is not None:
+        raise InvalidSetting(f"--traces is for the bench stream: leave it out with {name}.")
     if name not in _WITHOUT_ENGINE:
         require(choose_engine(model, engine))
     options = BenchOptions(
-        model, engine, device, dtype, data, shape, limit, seed, quick, calibrate, quality, adapters, pairs
+        model, engine, device, dtype, data, shape, limit, seed, quick, calibrate, quality, adapters, pairs, traces
     )
     with notes.status(f"bench {name}") as status:
         report = import_module(BENCHES[name]).run(options, lambda part: status.update(f"bench {name}: {part}"))

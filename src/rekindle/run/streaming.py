@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rekindle.core.cells import Cell, Cells, Event, Progress, Schedule, steps
+from rekindle.core.cells import Streamed as Order
 from rekindle.core.kv import LayerKv, Span
 from rekindle.engine.base import Engine, EngineSequence, KvFeed, Logits, Row, StayingFeed
 from rekindle.errors import Cancelled
@@ -59,6 +60,22 @@ class _CellFeed:
         out.values[...] = self.kv[layer].values
 
 
+class Steering:
+    """Decides what is computed and what is streamed. Rivals, in benches, decide otherwise."""
+
+    def begin(self, costs: StreamCosts) -> Schedule:
+        """The schedule to begin with."""
+        return greedy(costs)
+
+    def revise(self, schedule: Schedule, progress: Progress, costs: StreamCosts) -> Schedule:
+        """The schedule to go on with, before each step and while the link is waited for."""
+        return revise(schedule, progress, costs)
+
+    def ahead(self, schedule: Schedule, progress: Progress) -> Order:
+        """What the link may bring when the schedule leaves it nothing to do."""
+        return speculate(schedule, progress)
+
+
 class Streaming:
     """One prompt on its way into an empty sequence. Used by one thread, beside that of the link."""
 
@@ -71,6 +88,7 @@ class Streaming:
         link: Link,
         costs: StreamCosts,
         cancelled: Callable[[], bool] | None = None,
+        steering: Steering | None = None,
     ) -> None:
         """`cells` are the beginning of `tokens` that `link` can bring; what follows it is computed at the end."""
         if not 0 < cells.tokens < len(tokens):
@@ -78,6 +96,7 @@ class Streaming:
         self._engine, self._sequence, self._tokens = engine, sequence, tokens
         self._cells, self._link, self._costs = cells, link, costs
         self._cancelled = cancelled
+        self._steering = steering or Steering()
         self._computed = [0] * cells.chunks
         self._pace = 1.0  # how long steps take, of what was expected
         self._started = time.monotonic()
@@ -85,12 +104,12 @@ class Streaming:
 
     def run(self) -> Logits:
         """Fill the sequence with the whole prompt; the logits of its last token. Raises `Cancelled`."""
-        schedule = greedy(self._now())
+        schedule = self._steering.begin(self._now())
         while True:
             self._check_cancelled()
             progress = self._progress()
             schedule = self._revised(schedule, progress)
-            self._link.want((*schedule.order, *speculate(schedule, progress)))
+            self._link.want((*schedule.order, *self._steering.ahead(schedule, progress)))
             todo = steps(schedule.split, progress)
             if todo and self._is_ready(*todo[0]):
                 self._step(*todo[0])
@@ -122,7 +141,7 @@ class Streaming:
         return Progress(tuple(self._computed), link.arrived_cells, link.flying, link_busy_seconds=link.busy_seconds)
 
     def _revised(self, schedule: Schedule, progress: Progress) -> Schedule:
-        revised = revise(schedule, progress, self._now())
+        revised = self._steering.revise(schedule, progress, self._now())
         self.told.revisions += revised.split != schedule.split
         return revised
 

@@ -1,0 +1,243 @@
+"""A context at an origin, behind a link of a chosen speed: where every way to get it is run and timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.bench.chunk_quality import FORCED_TOKENS, LogProbabilities, divergence
+from rekindle.bench.shaping import ShapedProxy
+from rekindle.bench.stream_costs import Measured
+from rekindle.bench.stream_modes import LEVEL, Given, Mode, steering_of
+from rekindle.bench.traces import Trace
+from rekindle.core.cells import Cell, Cells, Event
+from rekindle.core.kv import LayerKv
+from rekindle.engine.base import Engine, EngineSequence, Logits, Row
+from rekindle.errors import Cancelled
+from rekindle.origin.client import Found, Origin
+from rekindle.origin.failure import OriginFailed
+from rekindle.origin.line import OriginLimits
+from rekindle.origin.names import Model
+from rekindle.origin.publish import Publisher, Source
+from rekindle.origin.serve import OriginServer, OriginSettings
+from rekindle.origin.signing import SigningKey
+from rekindle.origin.slices import level_named
+from rekindle.reuse.stream import StreamCosts, all_compute
+from rekindle.run.carrier import OriginCarrier
+from rekindle.run.link import Carrier, Link
+from rekindle.run.streaming import Streaming
+from rekindle.run.streams import LEAST_PATIENCE_SECONDS, MOST_PATIENCE_SECONDS, PATIENCE
+
+# Nobody gives up because a trace is silent for a while: what is measured is who waits for what.
+_LIMITS = OriginLimits(silence_seconds=300.0, least_bytes_a_second=1.0)
+
+
+class _Nothing:
+    """A carrier for who streams nothing."""
+
+    def carry(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, LayerKv]]:  # noqa: ARG002
+        raise Cancelled("Nothing is streamed.")
+
+    def size_bytes(self, cell: Cell) -> int:  # noqa: ARG002
+        return 0
+
+    def cancel(self) -> None:
+        """There is nothing to end."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt in one way."""
+
+    mode: Mode
+    ttft_s: float
+    bytes: int
+    streamed_share: float
+    kl: float
+    top1: float
+    question_s: float
+    find_s: float
+    revisions: int = 0
+    failed: str | None = None
+    events: tuple[Event, ...] = ()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is asked: a context that is published, and a question behind it."""
+
+    engine: Engine
+    tokens: tuple[int, ...]
+    context_tokens: int
+
+    @property
+    def cells(self) -> Cells:
+        """Of the context."""
+        return Cells(self.context_tokens, len(self.engine.layout.layers))
+
+    def open(self) -> EngineSequence:
+        """A sequence for it, and for what is forced behind it."""
+        capacity = len(self.tokens) + FORCED_TOKENS + 1
+        return self.engine.open(capacity, self.engine.regime(capacity))
+
+    def compute(self, sequence: EngineSequence, stop: int, piece: int) -> Logits:
+        """Compute the prompt up to there, in pieces."""
+        logits = None
+        for start in range(0, stop, piece):
+            part = self.tokens[start : min(stop, start + piece)]
+            row = Row.following(sequence, part, logits="last" if start + piece >= stop else "none")
+            (logits,) = self.engine.step([replace(row, replay=False, prefill=True)])
+        assert logits is not None
+        return logits
+
+
+class Site:
+    """An origin that has the context, behind a shaped link. A context manager."""
+
+    def __init__(self, setting: Setting, folder: Path, levels: Sequence[str]) -> None:
+        """Computes the context and publishes it; then everything is ready to run."""
+        self._setting, self._engine = setting, setting.engine
+        self._stack = ExitStack()
+        identity = self._engine.identity(self._engine.regime(len(setting.tokens) + FORCED_TOKENS + 1)).digest
+        self._model = Model(identity, self._engine.layout)
+        self._key = SigningKey.new()
+        self._publish(folder, levels)
+        url = self._stack.enter_context(OriginServer(folder, OriginSettings(port=0)).running())
+        place = urlsplit(url)
+        any_trace = Trace("any", np.ones(1), np.full(1, 1e9))
+        self._proxy = self._stack.enter_context(ShapedProxy(str(place.hostname), int(place.port or 0), any_trace))
+        self._found = self._look(url)
+
+    def __enter__(self) -> Site:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def sizes(self, level: str) -> NDArray[np.float64]:
+        """[chunks, layers] the bytes of each slice."""
+        return self._found.sizes(level).astype(np.float64)
+
+    def learn(self, measured: Measured) -> None:
+        """What computing costs here: schedules are made from it."""
+        self._measured = measured
+
+    def costs(self, level: str) -> StreamCosts:
+        """What the cells cost at a level."""
+        question = len(self._setting.tokens) - self._setting.context_tokens
+        return self._measured.costs(self._setting.cells, self.sizes(level), question)
+
+    def run(self, mode: Mode, trace: Trace, local_seconds: float, window_seconds: float) -> Run:
+        """Get the prompt in one way, over a link that begins now."""
+        sequence = self._setting.open()
+        try:
+            self._proxy.begin(trace)
+            if mode.kind == "plain":
+                return self._plain(mode, sequence)
+            return self._streamed(mode, sequence, trace, local_seconds, window_seconds)
+        finally:
+            sequence.close()
+
+    def _publish(self, folder: Path, levels: Sequence[str]) -> None:
+        setting, layout = self._setting, self._engine.layout
+        with ExitStack() as stack:
+            sequence = setting.open()
+            stack.callback(sequence.close)
+            setting.compute(sequence, setting.context_tokens, self._setting.cells.chunk_tokens)
+            context = setting.tokens[: setting.context_tokens]
+            source = Source(self._model, context, sequence.export, "bench", self._engine.name)
+            Publisher(folder, self._key).publish(source, [level_named(name, layout) for name in levels])
+            rest = Row.following(sequence, setting.tokens[setting.context_tokens :])
+            (logits,) = self._engine.step([replace(rest, replay=False, prefill=True)])
+            self._reply: list[int] = [int(logits[-1].argmax())]
+            along = [logits[-1:]]
+            for _ in range(FORCED_TOKENS):
+                (logits,) = self._engine.step([Row.following(sequence, self._reply[-1:])])
+                along.append(logits[-1:])
+                self._reply.append(int(logits[-1].argmax()))
+            self._expected = _log_softmax(np.concatenate(along))  # [positions, vocabulary]
+
+    def _look(self, url: str, patience_seconds: float | None = None) -> Found:
+        origin = Origin(url, [self._key.public], limits=_LIMITS)
+        try:
+            return self._find(origin, patience_seconds)
+        finally:
+            origin.close()
+
+    def _find(self, origin: Origin, patience_seconds: float | None) -> Found:
+        known = self._setting.tokens[:-1]
+        model = self._model
+        found = origin.find(known, model.identity, model.layout, patience_seconds=patience_seconds)
+        if found is None or found.tokens != self._setting.context_tokens:
+            raise OriginFailed("The origin does not have what was published.")
+        return found
+
+    def _plain(self, mode: Mode, sequence: EngineSequence) -> Run:
+        started = time.perf_counter()
+        logits = self._setting.compute(sequence, len(self._setting.tokens), max(1, self._engine.prefill_tokens))
+        seconds = time.perf_counter() - started
+        return Run(mode, seconds, 0, 0.0, *self._near(sequence, logits), 0.0, 0.0)
+
+    def _streamed(
+        self, mode: Mode, sequence: EngineSequence, trace: Trace, local_seconds: float, window_seconds: float
+    ) -> Run:
+        setting, costs = self._setting, self.costs(mode.level or LEVEL)
+        with ExitStack() as stack:
+            started = time.perf_counter()
+            carrier, failed = self._carrier(mode, local_seconds, stack)
+            find_s = time.perf_counter() - started
+            link = Link(carrier)
+            stack.callback(link.close)
+            steering = steering_of(mode, costs, trace, window_seconds) if failed is None else Given(all_compute(costs))
+            streaming = Streaming(self._engine, sequence, setting.tokens, setting.cells, link, costs, steering=steering)
+            logits = streaming.run()
+            seconds, carried = time.perf_counter() - started, self._proxy.link.carried_bytes
+        told = streaming.told
+        asked = [event for event in told.events if event.chunk == setting.cells.chunks]
+        events = [replace(event, start=event.start + find_s, stop=event.stop + find_s) for event in told.events]
+        return Run(
+            mode,
+            seconds,
+            carried,
+            told.streamed_cells / (setting.cells.chunks * setting.cells.layers),
+            *self._near(sequence, logits),
+            sum(event.stop - event.start for event in asked),
+            find_s,
+            told.revisions,
+            failed or told.failed,
+            tuple(events),
+        )
+
+    def _carrier(self, mode: Mode, local_seconds: float, stack: ExitStack) -> tuple[Carrier, str | None]:
+        """What brings slices, and why it does not. Ours looks no longer than a session would; others wait."""
+        if mode.level is None:
+            return _Nothing(), None
+        origin = Origin(self._proxy.url, [self._key.public], limits=_LIMITS)
+        stack.callback(origin.close)
+        patience = min(max(PATIENCE * local_seconds, LEAST_PATIENCE_SECONDS), MOST_PATIENCE_SECONDS)
+        try:
+            found = self._find(origin, patience if mode.kind == "ours" else None)
+        except OriginFailed as failed:
+            return _Nothing(), str(failed)
+        return OriginCarrier(origin, found, mode.level), None
+
+    def _near(self, sequence: EngineSequence, logits: Logits) -> tuple[float, float]:
+        """KL and top-1 agreement with the full computation, along its own reply."""
+        forced = self._reply[:FORCED_TOKENS]
+        (found,) = self._engine.step([Row.following(sequence, forced, logits="all")])
+        return divergence(self._expected, _log_softmax(np.concatenate([logits[-1:], found])))
+
+
+def _log_softmax(logits: NDArray[np.floating]) -> LogProbabilities:
+    moved = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return np.asarray(moved - np.log(np.exp(moved).sum(axis=-1, keepdims=True)))
