@@ -84,11 +84,13 @@ def test_mending_comes_nearer_to_the_right_logits_than_reusing_as_it_is(session:
     try:
         for budget in (0.0, 0.3, 0.9):
             session.cache.chunks.mender = type(chosen)(**{**vars(chosen), "budget": budget})
-            session.cache.unpark()
-            done = prefill(session, about("Who lit the lamp, and for how long?", "Ferry", "Lighthouse", "Harbour"))
-            assert done.reuse.recomputed == round(budget * done.reuse.mended) and done.reuse.mended > 100
-            right = compute(session.engine, done.tokens)[0]
-            distances[budget] = divergence(right[-1], done.logits[-1])
+            distances[budget] = 0.0
+            for names in (("Ferry", "Lighthouse", "Harbour"), ("Bakery", "Harbour", "Lighthouse"), ("Bakery", "Ferry")):
+                session.cache.unpark()
+                done = prefill(session, about("Who lit the lamp, and for how long?", *names))
+                assert done.reuse.recomputed == round(budget * done.reuse.mended) and done.reuse.mended > 80
+                right = compute(session.engine, done.tokens)[0]
+                distances[budget] += divergence(right[-1], done.logits[-1])
     finally:
         session.cache.chunks.mender = chosen
     assert distances[0.9] < distances[0.0] and distances[0.3] < 2 * distances[0.0]

@@ -87,10 +87,8 @@ class EngineSequence(Protocol):
         """The rotary regime its keys are computed under."""
 
     def reserve(self, capacity: int) -> None:
-        """Make room for at least `capacity` positions; what is present stays. Raises `StepRefused` beyond the context.
-
-        Not while a step of the sequence runs.
-        """
+        """Make room for at least `capacity` positions, not while a step runs; what is present stays. Raises
+        `StepRefused` beyond the context."""
 
     def export(self, span: Span) -> Kv:
         """A copy of the KV of `span`, which must be present. Raises `StepRefused` if it is not.

@@ -8,6 +8,7 @@ on samples that it has not seen. A whole layer and the projections of a top one 
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -42,15 +43,17 @@ class Transfer:
 
 
 class Bandwidth:
-    """A window over the last transfers. Used by one thread."""
+    """A window over the last transfers, of any thread."""
 
     def __init__(self) -> None:
         self._transfers: deque[Transfer] = deque(maxlen=_TRANSFERS)
+        self._lock = threading.Lock()
 
     def add(self, transfer: Transfer) -> None:
         """A transfer has ended, well or not: what broke after some bytes says something too."""
         if transfer.seconds > 0 and transfer.size_bytes >= 0:
-            self._transfers.append(transfer)
+            with self._lock:
+                self._transfers.append(transfer)
 
     def bytes_per_second(self, underway: Transfer | None = None) -> float | None:
         """What the link brings while it is used; None until something was measured.
@@ -59,7 +62,8 @@ class Bandwidth:
         is left out: the next one tells whether it was a stall. `underway` is one that has not ended, as far as it is:
         it counts as soon as it is slower than the others say, so a link that dies has no bandwidth before long.
         """
-        window = list(self._transfers)
+        with self._lock:
+            window = list(self._transfers)
         rate = _rate(_without_stall(window)) if window else None
         if underway is not None and underway.seconds > 0:
             now = max(LEAST_BANDWIDTH, underway.size_bytes / underway.seconds)

@@ -53,7 +53,7 @@ class Link:
         self._since = 0.0  # when the link was asked, or brought something, last
         self._closed = False
         self._bytes = 0
-        self.arrivals: list[tuple[Cell, float, float]] = []  # what came, since when, and when (time.monotonic)
+        self._arrivals: list[tuple[Cell, float, float]] = []
         self.failed: str | None = None
         self._thread = threading.Thread(target=self._run, name="rekindle-link", daemon=True)
         self._thread.start()
@@ -68,6 +68,12 @@ class Link:
         """The cells that are here now."""
         with self._changed:
             return frozenset(self._arrived)
+
+    @property
+    def arrivals(self) -> tuple[tuple[Cell, float, float], ...]:
+        """What came by now, since when it was on its way, and when it was here (`time.monotonic`)."""
+        with self._changed:
+            return tuple(self._arrivals)
 
     @property
     def flying(self) -> tuple[Cell, ...]:
@@ -167,7 +173,7 @@ class Link:
             with self._changed:
                 now, size = time.monotonic(), self._carrier.size_bytes(cell)
                 self._bandwidth.add(Transfer(size, now - self._since, now))  # with its decoding, and with being asked
-                self.arrivals.append((cell, self._since, now))
+                self._arrivals.append((cell, self._since, now))
                 self._since = now
                 self._arrived[cell] = kv
                 self._bytes += size

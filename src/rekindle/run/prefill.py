@@ -17,7 +17,7 @@ from rekindle.index.prefix import Match
 from rekindle.reuse.cost import Costs
 from rekindle.run.context import Context
 from rekindle.run.patience import Deadline
-from rekindle.run.streaming import Streamed
+from rekindle.run.streaming import StreamReport
 from rekindle.store.feed import StoredFeed
 from rekindle.store.tiered import TieredStore
 
@@ -95,7 +95,7 @@ class Filled:
     lost: str | None = None
     anew: tuple[int, ...] = ()
     cells: int = 0  # so many token-layers of mended passages were computed
-    streamed: Streamed | None = None  # what came of streaming, if something was
+    streamed: StreamReport | None = None  # what came of streaming, if something was
 
 
 @dataclass(frozen=True)

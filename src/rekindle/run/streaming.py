@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rekindle.core.cells import Cell, Cells, Event, Progress, Schedule, steps
-from rekindle.core.cells import Streamed as Order
+from rekindle.core.cells import Cell, Cells, Event, Progress, Schedule, Streamed, steps
 from rekindle.core.kv import LayerKv, Span
 from rekindle.engine.base import Engine, EngineSequence, KvFeed, Logits, Row, StayingFeed
 from rekindle.errors import Cancelled
@@ -35,8 +34,8 @@ _TRUST = 0.5  # how much of what a step took compared to what was expected goes 
 
 
 @dataclass
-class Streamed:
-    """What came of it."""
+class StreamReport:
+    """What came of streaming a prompt."""
 
     computed: tuple[int, ...] = ()  # layers of each chunk
     streamed_cells: int = 0
@@ -71,7 +70,7 @@ class Steering:
         """The schedule to go on with, before each step and while the link is waited for."""
         return revise(schedule, progress, costs)
 
-    def ahead(self, schedule: Schedule, progress: Progress) -> Order:
+    def ahead(self, schedule: Schedule, progress: Progress) -> Streamed:
         """What the link may bring when the schedule leaves it nothing to do."""
         return speculate(schedule, progress)
 
@@ -100,7 +99,7 @@ class Streaming:
         self._computed = [0] * cells.chunks
         self._pace = 1.0  # how long steps take, of what was expected
         self._started = time.monotonic()
-        self.told = Streamed()
+        self.told = StreamReport()
 
     def run(self) -> Logits:
         """Fill the sequence with the whole prompt; the logits of its last token. Raises `Cancelled`."""
@@ -223,7 +222,7 @@ class Streaming:
 
     def _tell(self) -> None:
         self.told.computed = tuple(self._computed)
-        self.told.streamed_cells = sum(cell.layer >= self._computed[cell.chunk] for cell in self._link.arrived)
+        self.told.streamed_cells = sum(cell.layer >= self._computed[cell.chunk] for cell in self._link.arrived_cells)
         self.told.streamed_bytes = self._link.size_bytes
         self.told.failed = self._link.failed
         for cell, start, stop in self._link.arrivals:

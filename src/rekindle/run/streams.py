@@ -40,9 +40,7 @@ WORTH_SECONDS = 0.2  # what is computed sooner than that is computed
 PATIENCE = 0.05  # the share of computing that looking for it may take
 LEAST_PATIENCE_SECONDS, MOST_PATIENCE_SECONDS = 0.05, 1.0
 REST_SECONDS = 30.0  # that an origin is left alone after it failed
-# Until something was measured: operations a second, of two for each weight and token.
-_FLOP_PER_SECOND = 5e10
-_TOP_SHARE = 0.1  # of a layer: its keys and values alone
+_FLOP_PER_SECOND = 3e10  # until something was measured: what two slow cores do, two operations a weight and token
 
 
 def local_tenants(text: str) -> frozenset[str]:
@@ -67,6 +65,7 @@ class Streams:
         able = engine.capabilities.layer_feeds and engine.capabilities.spans
         self._able = able and not settings.deterministic
         self._bandwidth = Bandwidth()
+        self._top_share = _top_share(engine)
         self._resting_until = 0.0
 
     def fill(self, work: Prefill, context: Context, known: Known, plan: Plan, rates: Rates) -> Filled | None:
@@ -127,7 +126,7 @@ class Streams:
         streaming = Streaming(self._engine, context.sequence, known.tokens, cells, link, costs, work.cancelled)
         try:
             logits = streaming.run()
-        except (KvLost, StepRefused) as error:
+        except (KvLost, StepRefused, ValueError) as error:  # also costs that no schedule can be made of
             log.warning("computing instead: %s", error)
             context.truncate(0)
             return None
@@ -151,7 +150,7 @@ class Streams:
         question = self._seconds(Span(cells.tokens, tokens), rates) / layers
         return StreamCosts(
             compute,
-            compute * _TOP_SHARE,
+            compute * self._top_share,
             found.sizes(level).astype(np.float64),
             np.full(layers, question),
             bandwidth=1.0,
@@ -164,6 +163,13 @@ class Streams:
     def _rest(self, reason: str) -> None:
         log.warning("The origin is left alone for %.0f s: %s", REST_SECONDS, reason)
         self._resting_until = time.monotonic() + REST_SECONDS
+
+
+def _top_share(engine: Engine) -> float:
+    """How much of a layer's weights make its keys and values: all that the top layer of a step computes."""
+    layers = len(engine.layout.layers)
+    made = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in engine.layout.layers) / layers
+    return min(1.0, made * engine.attention / max(1, engine.parameters))  # an input is about as wide as a query
 
 
 def _token(path: str | None) -> str | None:

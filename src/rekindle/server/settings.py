@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, field
 
 from rekindle.errors import InvalidSetting
+from rekindle.listening import check_port, is_loopback
 from rekindle.run.idle import IdleOptions
 from rekindle.server.keys import Keys
 
@@ -51,8 +51,7 @@ class ServerSettings:
                 f"{self.host} can be reached by others, and there is no API key. Give one with --api-key, or let "
                 "everybody in with --allow-unauthenticated."
             )
-        if not 0 <= self.port < 1 << 16:
-            raise InvalidSetting(f"port={self.port} makes no sense. Use 1 to 65535; 0 takes one that is free.")
+        check_port(self.port)
         for name in ("body_bytes", "timeout_seconds", "idle_seconds"):
             if getattr(self, name) <= 0:
                 raise InvalidSetting(f"{name}={getattr(self, name)} makes no sense. Use more than 0.")
@@ -62,12 +61,7 @@ class ServerSettings:
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     @property
     def hosts(self) -> frozenset[str] | None:
