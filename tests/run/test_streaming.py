@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,16 +14,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle.core.cells import Cell, Cells
+from rekindle.bench.stream_modes import Given
+from rekindle.core.cells import Cell, Cells, Schedule, Split, Streamed
 from rekindle.core.kv import Kv, LayerKv, Span
-from rekindle.engine.base import Engine, Logits, Row
+from rekindle.engine.base import Engine, Logits, Row, StayingFeed
 from rekindle.engine.device import place
 from rekindle.engine.fake import FakeEngine
 from rekindle.engine.hf import HfEngine
-from rekindle.errors import Cancelled, KvLost
+from rekindle.errors import Cancelled, KvLost, StepRefused
 from rekindle.reuse.stream import StreamCosts
 from rekindle.run.link import Link
-from rekindle.run.streaming import Streaming
+from rekindle.run.streaming import Steering, Streaming
+from tests.engine.contract import Stored
 from tests.tiny import byte_tokenizer, tiny_engine, tiny_model
 
 CHUNK, CHUNKS, QUESTION = 16, 5, 7
@@ -31,8 +35,11 @@ SLICE_BYTES = 1000
 class Carrier:
     """Brings KV that was computed before, each slice after a while; or no more, from some slice on."""
 
-    def __init__(self, kv: Kv, cells: Cells, seconds: float = 0.0, most: int | None = None, hang: bool = False) -> None:
-        self._kv, self._cells, self._seconds, self._most, self._hang = kv, cells, seconds, most, hang
+    def __init__(
+        self, kv: Kv, cells: Cells, waits: Sequence[float] = (0.0,), most: int | None = None, hang: bool = False
+    ) -> None:
+        """`waits` are taken in turns."""
+        self._kv, self._cells, self._waits, self._most, self._hang = kv, cells, itertools.cycle(waits), most, hang
         self._cancelled = threading.Event()
         self.brought: list[Cell] = []
 
@@ -43,7 +50,7 @@ class Carrier:
                     self._cancelled.wait()
                     raise Cancelled("The transfer was cancelled.")
                 raise KvLost("The origin is gone.")
-            self._cancelled.wait(self._seconds)
+            self._cancelled.wait(next(self._waits))
             if self._cancelled.is_set():
                 raise Cancelled("The transfer was cancelled.")
             span, layer = self._cells.span(cell.chunk), self._kv.layers[cell.layer]
@@ -87,11 +94,20 @@ class Prompt:
         )
 
 
-def run(prompt: Prompt, carrier: Carrier, costs: StreamCosts | None = None) -> tuple[Logits, Kv, Streaming]:
+def run(
+    prompt: Prompt,
+    carrier: Carrier,
+    costs: StreamCosts | None = None,
+    steering: Steering | None = None,
+    here: int = 0,
+) -> tuple[Logits, Kv, Streaming]:
+    """Stream and compute it, its first chunks being `here`."""
     engine, tokens = prompt.engine, prompt.tokens
     sequence = engine.open(len(tokens), engine.regime(len(tokens)))
+    if here:
+        engine.step([Row.following(sequence, tokens[: here * CHUNK], logits="none")])
     link = Link(carrier)
-    streaming = Streaming(engine, sequence, tokens, prompt.cells, link, costs or prompt.costs())
+    streaming = Streaming(engine, sequence, tokens, prompt.cells, link, costs or prompt.costs(), steering=steering)
     try:
         logits = streaming.run()
         assert sequence.length == len(tokens)
@@ -138,7 +154,7 @@ def test_a_fast_link_brings_nearly_all(prompt: Prompt) -> None:
 
 
 def test_a_slow_link_is_not_waited_for(prompt: Prompt) -> None:
-    logits, kv, streaming = run(prompt, Carrier(prompt.kv, prompt.cells, seconds=30.0))
+    logits, kv, streaming = run(prompt, Carrier(prompt.kv, prompt.cells, waits=[30.0]))
     assert_same(prompt, logits, kv)
     assert streaming.told.computed == (prompt.layers,) * prompt.cells.chunks and not streaming.told.streamed_cells
 
@@ -165,22 +181,55 @@ def test_any_split_gives_the_logits_of_computing_alone(splits: list[int], order:
     computed = [min(layers, count) for count in splits]
     missing = [Cell(t, layer) for t in range(CHUNKS) for layer in range(computed[t], layers)]
     order.shuffle(missing)
-    engine, tokens = prompt.engine, prompt.tokens
-    sequence = engine.open(len(tokens), engine.regime(len(tokens)))
-    link = Link(Carrier(prompt.kv, prompt.cells))
-    try:
-        link.want(missing)
-        while len(link.arrived) < len(missing):
-            link.wait(1.0)
-        streaming = Streaming(engine, sequence, tokens, prompt.cells, link, prompt.costs())
-        for chunk, depth in enumerate(computed):
-            if depth:
-                assert streaming._is_ready(chunk, depth)
-                streaming._step(chunk, depth)
-        assert streaming._is_complete()
-        assert_same(prompt, streaming._question(), sequence.export(Span(0, len(tokens))))
-    finally:
-        link.close()
+    schedule = Schedule(Split(layers, tuple(computed)), Streamed.of(layers, missing), 0.0)
+    logits, kv, streaming = run(prompt, Carrier(prompt.kv, prompt.cells), steering=Given(schedule))
+    assert_same(prompt, logits, kv)
+    assert streaming.told.computed == tuple(computed) and streaming.told.streamed_cells == len(missing)
+
+
+@settings(max_examples=40)
+@given(waits=st.lists(st.sampled_from([0.0, 0.001, 0.004, 0.02]), min_size=1, max_size=8), here=st.integers(0, 3))
+def test_both_lanes_meet_whatever_the_link_does(waits: list[float], here: int) -> None:
+    """However fast each slice comes, every chunk is computed at most once, but for its lowest layer alone."""
+    prompt = _fake_prompt()
+    carrier = Carrier(prompt.kv, prompt.cells, waits=waits)
+    logits, kv, streaming = run(prompt, carrier, prompt.costs(compute=0.1, top=0.02), here=here)
+    assert_same(prompt, logits, kv)
+    told = streaming.told
+    assert told.computed[:here] == (prompt.layers,) * here
+    assert told.streamed_cells + sum(told.computed) == prompt.cells.chunks * prompt.layers
+    deep = [event.chunk for event in told.events if event.lane == "compute" and event.stop_layer > 1]
+    assert len(set(deep)) == len(deep) and min(deep) >= here
+
+
+def test_a_step_ends_at_the_layer_where_it_is_told(prompt: Prompt) -> None:
+    engine, tokens, span = prompt.engine, prompt.tokens, prompt.cells.span(0)
+    sequence, asked = engine.open(len(tokens), engine.regime(len(tokens))), []
+
+    def enough(layer: int) -> bool:
+        asked.append(layer)
+        return layer == 1
+
+    row = Row.following(sequence, tokens[: span.stop], logits="none")
+    engine.step([replace(row, until=prompt.layers, enough=enough)])
+    assert asked == [0, 1] and sequence.length == 0
+    rest = Stored(prompt.kv, span, range(2, prompt.layers))
+    at = np.arange(span.stop, len(tokens))
+    row = Row(sequence, tokens[span.stop :], at, feeds=(StayingFeed(span, range(2)), rest))
+    (logits,) = engine.step([row])
+    assert_same(prompt, logits, sequence.export(Span(0, len(tokens))))
+    with pytest.raises(StepRefused, match="may end sooner"):
+        engine.step([replace(Row.following(sequence, [1]), enough=enough)])
+    sequence.close()
+
+
+def test_chunks_that_are_here_must_be_whole() -> None:
+    prompt = _fake_prompt()
+    for length in (1, CHUNK + 1, prompt.cells.tokens):
+        sequence = prompt.engine.open(len(prompt.tokens), prompt.engine.regime(len(prompt.tokens)))
+        prompt.engine.step([Row.following(sequence, prompt.tokens[:length], logits="none")])
+        with pytest.raises(ValueError, match="not some of the first chunks"):
+            Streaming(prompt.engine, sequence, prompt.tokens, prompt.cells, None, prompt.costs())  # type: ignore[arg-type]
         sequence.close()
 
 

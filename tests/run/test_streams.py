@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from rekindle import Session
 from rekindle.core.request import Request
+from rekindle.engine.base import Logits, Row
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import InvalidSetting
 from rekindle.origin.publish import Publisher
@@ -49,11 +51,18 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(autouse=True)
 def worth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model of these tests computes in no time: as if that were worth streaming."""
+    """The model of these tests is small: as if its prompts were worth streaming."""
     monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(streams, "LEAST_PATIENCE_SECONDS", 10.0)
-    monkeypatch.setattr(streams, "MOST_PATIENCE_SECONDS", 10.0)
     monkeypatch.setattr(streams, "_FLOP_PER_SECOND", 1e4)
+
+
+class SlowEngine(FakeEngine):
+    """As slow as a larger model: there is time for something to come."""
+
+    def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        for row in rows:
+            time.sleep(2e-3 * len(row.tokens) * (1.0 if row.until is None else row.until / len(self.layout.layers)))
+        return super().step(rows, cancelled)
 
 
 @contextmanager
@@ -65,7 +74,7 @@ def serving(folder: Path) -> Iterator[str]:
 def opened(published: Published, url: str, cache: Path, **more: Any) -> Session:
     secret = None if published.secret is None else str(published.secret)
     own = {"origin": url, "origin_keys": published.key.public, "origin_secret": secret, **more}
-    return Session(FakeEngine(), cache=cache, **own)
+    return Session(SlowEngine(), cache=cache, **own)
 
 
 @pytest.fixture
@@ -93,6 +102,30 @@ def test_a_prompt_comes_partly_from_the_origin(published: Published, alone: Any,
         session.flush()
         again = session.generate(PROMPT + "And then", max_tokens=8)  # from here now
         assert again.reuse.streamed == 0 and again.reuse.computed <= 1 and again.tokens == reply.tokens
+
+
+@pytest.mark.parametrize("where", ["engine", "disk"])
+@pytest.mark.parametrize("known", [100, 130, 256])
+def test_what_is_known_here_does_not_come(
+    published: Published, alone: Any, where: str, known: int, tmp_path: Path
+) -> None:
+    """Tokens are bytes here: the beginning comes from here, the rest from the origin or by computing."""
+    with serving(published.folder) as url:
+        with opened(published, url, tmp_path / "cache", local_tenants="*") as session:
+            session.generate(PROMPT[:known], max_tokens=0)
+            session.flush()
+        with opened(published, url, tmp_path / "cache") as session:
+            if where == "engine":
+                session.cache.streams, streaming = None, session.cache.streams
+                session.generate(PROMPT[:known], max_tokens=0)
+                session.cache.streams = streaming
+            reply = session.generate(PROMPT + "And then", max_tokens=8)
+    assert reply.tokens == alone.tokens
+    here = reply.reuse.engine if where == "engine" else reply.reuse.disk
+    assert reply.reuse.streamed > 0 and here >= known - 32
+    assert reply.reuse.reused + reply.reuse.computed == reply.usage.prompt_tokens
+    first = min(event.chunk for event in reply.reuse.timeline if event.lane == "link")
+    assert first >= known // 128
 
 
 def test_what_does_not_begin_alike_is_computed(published: Published, tmp_path: Path) -> None:
@@ -135,8 +168,7 @@ def test_an_origin_that_is_not_there_costs_no_answer(published: Published, alone
 def test_an_origin_that_never_answers_is_left_alone(
     published: Published, alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "LEAST_PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(streams, "MOST_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(streams, "FIND_SECONDS", 0.1)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -32,9 +32,10 @@ from rekindle.origin.signing import SigningKey
 from rekindle.origin.slices import level_named
 from rekindle.reuse.stream import StreamCosts, all_compute
 from rekindle.run.carrier import OriginCarrier
-from rekindle.run.link import Carrier, Link
+from rekindle.run.coming import Coming, Offer
+from rekindle.run.link import Link
 from rekindle.run.streaming import Streaming
-from rekindle.run.streams import LEAST_PATIENCE_SECONDS, MOST_PATIENCE_SECONDS, PATIENCE
+from rekindle.run.streams import MOST_PATIENCE_SECONDS, PATIENCE
 
 # Nobody gives up because a trace is silent for a while: what is measured is who waits for what.
 _LIMITS = OriginLimits(silence_seconds=300.0, least_bytes_a_second=1.0)
@@ -167,17 +168,15 @@ class Site:
                 self._reply.append(int(logits[-1].argmax()))
             self._expected = _log_softmax(np.concatenate(along))  # [positions, vocabulary]
 
-    def _look(self, url: str, patience_seconds: float | None = None) -> Found:
+    def _look(self, url: str) -> Found:
         origin = Origin(url, [self._key.public], limits=_LIMITS)
         try:
-            return self._find(origin, patience_seconds)
+            return self._find(origin)
         finally:
             origin.close()
 
-    def _find(self, origin: Origin, patience_seconds: float | None) -> Found:
-        known = self._setting.tokens[:-1]
-        model = self._model
-        found = origin.find(known, model.identity, model.layout, patience_seconds=patience_seconds)
+    def _find(self, origin: Origin) -> Found:
+        found = origin.find(self._setting.tokens[:-1], self._model.identity, self._model.layout)
         if found is None or found.tokens != self._setting.context_tokens:
             raise OriginFailed("The origin does not have what was published.")
         return found
@@ -193,18 +192,18 @@ class Site:
     ) -> Run:
         setting, costs = self._setting, self.costs(mode.level or LEVEL)
         with ExitStack() as stack:
-            started = time.perf_counter()
-            carrier, failed = self._carrier(mode, local_seconds, stack)
+            started, since = time.perf_counter(), time.monotonic()
+            find = self._meanwhile if mode.kind == "ours" else self._first
+            link, failed = find(mode, sequence, local_seconds, stack)
             find_s = time.perf_counter() - started
-            link = Link(carrier)
             stack.callback(link.close)
             steering = steering_of(mode, costs, trace, window_seconds) if failed is None else Given(all_compute(costs))
             streaming = Streaming(self._engine, sequence, setting.tokens, setting.cells, link, costs, steering=steering)
+            streaming.since = since
             logits = streaming.run()
             seconds, carried = time.perf_counter() - started, self._proxy.link.carried_bytes
         told = streaming.told
         asked = [event for event in told.events if event.chunk == setting.cells.chunks]
-        events = [replace(event, start=event.start + find_s, stop=event.stop + find_s) for event in told.events]
         return Run(
             mode,
             seconds,
@@ -215,21 +214,46 @@ class Site:
             find_s,
             told.revisions,
             failed or told.failed,
-            tuple(events),
+            tuple(told.events),
         )
 
-    def _carrier(self, mode: Mode, local_seconds: float, stack: ExitStack) -> tuple[Carrier, str | None]:
-        """What brings slices, and why it does not. Ours looks no longer than a session would; others wait."""
+    def _first(
+        self, mode: Mode, _sequence: EngineSequence, _local_seconds: float, stack: ExitStack
+    ) -> tuple[Link, str | None]:
+        """What brings slices, and why it does not, once it was found."""
         if mode.level is None:
-            return _Nothing(), None
+            return Link(_Nothing()), None
+        try:
+            return self._offer(self._connected(stack), mode.level).link, None
+        except OriginFailed as failed:
+            return Link(_Nothing()), str(failed)
+
+    def _meanwhile(
+        self, mode: Mode, sequence: EngineSequence, local_seconds: float, stack: ExitStack
+    ) -> tuple[Link, str | None]:
+        """The same while the first chunks are computed, as a session does it."""
+        setting, origin, failed = self._setting, self._connected(stack), list[str]()
+        level = mode.level or LEVEL
+        coming = Coming(lambda _stop: self._offer(origin, level), 0, failed.append)
+        stack.callback(coming.close)
+        coming.wait(min(PATIENCE * local_seconds, MOST_PATIENCE_SECONDS))
+        for span in setting.cells.spans[:-1]:
+            if coming.over:
+                break
+            row = Row.following(sequence, setting.tokens[span.start : span.stop], logits="none")
+            self._engine.step([replace(row, replay=False, prefill=True)])
+        if coming.offer is None:
+            return Link(_Nothing()), failed[0] if failed else "The origin did not answer in time."
+        return coming.offer.link, None
+
+    def _connected(self, stack: ExitStack) -> Origin:
         origin = Origin(self._proxy.url, [self._key.public], limits=_LIMITS)
         stack.callback(origin.close)
-        patience = min(max(PATIENCE * local_seconds, LEAST_PATIENCE_SECONDS), MOST_PATIENCE_SECONDS)
-        try:
-            found = self._find(origin, patience if mode.kind == "ours" else None)
-        except OriginFailed as failed:
-            return _Nothing(), str(failed)
-        return OriginCarrier(origin, found, mode.level), None
+        return origin
+
+    def _offer(self, origin: Origin, level: str) -> Offer:
+        carrier = OriginCarrier(origin, self._find(origin), level)
+        return Offer(carrier, Link(carrier))
 
     def _near(self, sequence: EngineSequence, logits: Logits) -> tuple[float, float]:
         """KL and top-1 agreement with the full computation, along its own reply."""

@@ -169,11 +169,15 @@ class Schedule:
     Chunks are computed from the front, each in one step from layer 0 upwards. A chunk whose step is over, and whose
     split says more layers than it has computed, is computed a second time from layer 0: its hidden state is gone.
     What came from the origin stays, even where a step passes through its layer.
+
+    With `meeting` the split only says where both lanes are expected to meet: chunks are computed from the front, cells
+    come from the back, the top layer first, and both go on until nothing is missing.
     """
 
     split: Split
     order: Streamed
     seconds: float
+    meeting: bool = False
 
     def owners(self, progress: Progress | None = None) -> NDArray[np.int64]:
         """[chunks, layers] how often each cell is provided for: by the origin so far, by computing, by what it still

@@ -193,6 +193,7 @@ class FakeEngine:
         weights = self._weights_of(sequence)
         hidden = weights["embed"][row.tokens]  # [tokens, hidden]
         seen: list[Array] = []
+        until = _LAYERS if row.row.until is None else row.row.until
         for layer in range(_LAYERS):
             if cancelled is not None and cancelled():
                 raise Cancelled("The request was cancelled.")
@@ -203,7 +204,8 @@ class FakeEngine:
             for feed in row.row.feeds:
                 if layer in feed.layers:
                     _fill(feed, layer, sequence.buffer(layer, feed.span))
-            if row.row.until is None or layer < row.row.until:
+            if layer < until:
+                until = layer + 1 if row.row.enough is not None and row.row.enough(layer) else until
                 hidden = self._layer(layer, hidden, positions, row, sequence, seen)
         if row.row.gaze is not None:
             row.row.gaze.report(np.mean(seen, axis=0))

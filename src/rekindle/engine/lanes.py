@@ -134,10 +134,14 @@ class Pass(StepPass):
         """So many layers are computed, if the step only looks ahead."""
         return self._until
 
-    @property
-    def ends_with_kv(self) -> bool:
+    def ends_with_kv(self, layer: int) -> bool:
         """Whether the step ends with keys and values: a row that looks ahead, and nobody looks."""
-        return self._until is not None and self.lanes[0].checked.row.blind
+        row = self.lanes[0].checked.row
+        if self._until is None or not row.blind:
+            return False
+        if row.enough is not None and row.enough(layer):
+            self._until = layer + 1
+        return layer + 1 == self._until
 
     def check_cancelled(self) -> None:
         """Stop here if the caller asked to."""

@@ -36,9 +36,8 @@ class StepPass(ABC):
         """So many layers are computed, if not all."""
         return None
 
-    @property
-    def ends_with_kv(self) -> bool:
-        """Whether nothing but keys and values is wanted of the last layer that is computed."""
+    def ends_with_kv(self, layer: int) -> bool:  # noqa: ARG002  (all of a layer is wanted by default)
+        """Whether the step ends with this layer, and nothing but its keys and values is wanted."""
         return False
 
     def check_cancelled(self) -> None:  # noqa: B027  (nobody can cancel by default)
@@ -114,7 +113,7 @@ class LayerLoop(nn.Module):
             step.check_cancelled()
             hidden = step.select(index, hidden)
             step.fill(index)
-            if index == stop - 1 and step.ends_with_kv:
+            if step.ends_with_kv(index):
                 with step.writing_only():
                     self._run(index, hidden)
                 break

@@ -82,6 +82,8 @@ def _check_row(row: Row, layers: int, vocabulary_size: int) -> CheckedRow:
         raise StepRefused(f"A token id is outside the vocabulary of {vocabulary_size}.")
     if row.until is not None and (row.logits != "none" or not 0 < row.until <= layers):
         raise StepRefused(f"A row looks ahead through 1 to {layers} layers, without logits; not {row.until}.")
+    if row.enough is not None and (row.until is None or not row.blind):
+        raise StepRefused("Only a row that looks ahead, and at which nobody looks, may end sooner.")
     last = int(positions[-1])
     if last >= row.sequence.capacity:
         raise StepRefused(f"Position {last} is beyond the sequence's capacity of {row.sequence.capacity}.")

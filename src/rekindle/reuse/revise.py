@@ -1,8 +1,9 @@
 """A schedule of computing and streaming, changed while it runs: no link is what it was expected to be.
 
-Whoever runs a schedule asks after each step, and now and then while only the link works. Work moves when a lane is
-about to run dry, or would wait, not sooner: what is decided later is decided knowing more. A step that already waits,
-longer than it is worth, is given up by whoever runs it: then it counts as never begun.
+Whoever runs a schedule asks after each step, and now and then while only the link works. Lanes that meet go on towards
+each other. Otherwise work moves when a lane is about to run dry, or would wait, not sooner: what is decided later is
+decided knowing more. A step that already waits, longer than it is worth, is given up by whoever runs it: then it counts
+as never begun.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from rekindle.core.cells import Progress, Schedule, Streamed
+from rekindle.reuse.fronts import meet
 from rekindle.reuse.timeline import Depths, StreamCosts, Task, Timeline, simulate
 
 _WORTH = 0.98  # a revised schedule must take this share of the time of the one it replaces: no swinging to and fro
@@ -26,6 +28,8 @@ def revise(schedule: Schedule, progress: Progress, costs: StreamCosts, most_cell
     expected to be later than the schedule as it was; nearly as late is not worth a change.
     """
     task = Task.of(costs, progress)
+    if schedule.meeting:
+        return meet(task)
     wanted = np.maximum(np.asarray(schedule.split.computed, np.int64), task.done)
     depths = _trimmed(task, np.where(wanted > task.done, wanted, 0))
     numbers = _left(task, schedule, depths)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -47,6 +48,9 @@ from rekindle.run.streaming import streams_of
 from rekindle.settings import Settings
 from rekindle.store.purge import Run
 from rekindle.store.tiered import TieredStore
+
+if TYPE_CHECKING:
+    from rekindle.run.coming import Coming
 
 log = logging.getLogger("rekindle.cache")
 
@@ -158,15 +162,16 @@ class PrefixCache:
         """Carry out the plan. What cannot be loaded is computed. Raises `Cancelled` and what the engine raises."""
         self._room.enter()
         context: Context | None = None
+        coming = None if self.streams is None else self.streams.ask(known, plan, self.costs.rates)
         try:
             context = self._going_on(known, plan, capacity)
             if self._engine.capabilities.crowded:
                 self.unpark()
             if context is None:
                 if plan.in_engine:  # there is no room to go on from it
-                    plan = Plan.computing(self._spans(known), plan.cold_seconds)
+                    plan = Plan.computing(self._spans(known, plan.tokens), plan.cold_seconds)
                 context = self._room.take(lambda: self._new(known, capacity), cancelled)
-            return self._filled(context, known, plan, cancelled)
+            return self._filled(context, known, plan, cancelled, coming)
         except BaseException:
             if known.flight is not None:
                 known.flight.land()
@@ -174,12 +179,15 @@ class PrefixCache:
                 context.close()
             self._room.leave()
             raise
+        finally:
+            if coming is not None:
+                coming.close()
 
     def _new(self, known: Known, capacity: int) -> Context:
         regime = self._engine.regime(len(known.tokens))
         return Context(known.shelf, self._engine.open(capacity, regime, known.shelf.adapter))
 
-    def _filled(self, context: Context, known: Known, plan: Plan, cancelled: Asked) -> Filled:
+    def _filled(self, context: Context, known: Known, plan: Plan, cancelled: Asked, coming: Coming | None) -> Filled:
         context.passing, context.flight, context.guard = known.off, known.flight, known.guard
         context.prompt_tokens, context.asker = len(known.tokens), known.asker
         context.stored_tokens = max(known.stored_tokens, context.stored_tokens)
@@ -187,8 +195,10 @@ class PrefixCache:
         work = self._prefill(context, known, cancelled)
         if known.passages is not None:
             return self._with_passages(work, context, known, known.passages, plan)
-        streamed = None if self.streams is None else self.streams.fill(work, context, known, plan, self.costs.rates)
-        return streamed or self._carry_out(work, context, known, plan)
+        if self.streams is None or coming is None:
+            return self._carry_out(work, context, known, plan)
+        carry = lambda work, plan: self._carry_out(work, context, known, plan)  # noqa: E731
+        return self.streams.fill(coming, work, context, known, plan, self.costs.rates, carry)
 
     def _with_passages(self, work: Prefill, context: Context, known: Known, passages: Passages, plan: Plan) -> Filled:
         """Fill a prompt whose passages may come from other prompts, and may be kept for others."""
@@ -268,15 +278,16 @@ class PrefixCache:
         except (KvLost, NoAnswer) as error:
             log.info("computing instead: %s", error)
             context.stored_tokens = 0
-            return replace(work.run(context, Plan.computing(self._spans(known), plan.cold_seconds)), lost=str(error))
+            instead = Plan.computing(self._spans(known, plan.tokens), plan.cold_seconds)
+            return replace(work.run(context, instead), lost=str(error))
         context.near_tokens = known.near_tokens(plan)
         self._note_load(known, plan, filled)
         store.used(used, max(0.0, saved - filled.load_seconds) * 1e3, known.asker)
         return filled
 
-    def _spans(self, known: Known) -> list[Span]:
-        """The steps that compute all of a prompt."""
-        return self.cut.spans(0, len(known.tokens))
+    def _spans(self, known: Known, stop: int) -> list[Span]:  # noqa: ARG002  (for subclasses)
+        """The steps that compute the first tokens of a prompt."""
+        return self.cut.spans(0, stop)
 
     def _used(self, match: Match, tokens: int) -> Match:
         """The part of what was found that `tokens` tokens need."""

@@ -16,8 +16,8 @@ class OriginCarrier:
 
     def __init__(self, origin: Origin, found: Found, level: str) -> None:
         """Raises `ValueError` for a level that is not there."""
-        self._origin, self._found, self._level = origin, found, level
-        self._sizes = found.sizes(level)
+        self._origin, self._found, self.level = origin, found, level
+        self.sizes = found.sizes(level)  # [chunks, layers] bytes
         self._lock = threading.Lock()
         self._coming: Transfer | None = None
         self._cancelled = False
@@ -29,7 +29,7 @@ class OriginCarrier:
 
     def carry(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, LayerKv]]:
         """The KV of these cells as it comes. Raises `OriginFailed`, and `Cancelled`."""
-        coming = self._origin.fetch(self._found, cells, self._level)
+        coming = self._origin.fetch(self._found, cells, self.level)
         with self._lock:
             if self._cancelled:
                 raise Cancelled("The transfer was cancelled.")
@@ -39,7 +39,7 @@ class OriginCarrier:
 
     def size_bytes(self, cell: Cell) -> int:
         """How much of the link it takes."""
-        return int(self._sizes[cell])
+        return int(self.sizes[cell])
 
     def cancel(self) -> None:
         """End a transfer that is under way, and begin no other."""

@@ -56,8 +56,8 @@ class CheckpointCache(PrefixCache):
     def _places(self, known: Known) -> tuple[int, ...]:
         return places(known.tokens, self._stops, self.cut.piece_tokens)
 
-    def _spans(self, known: Known) -> list[Span]:
-        return self._cut(known).spans(0, len(known.tokens))
+    def _spans(self, known: Known, stop: int) -> list[Span]:
+        return self._cut(known).spans(0, stop)
 
     def keep_early(self, context: Context) -> None:
         """Keep the state of a long new prompt before its reply changes it."""

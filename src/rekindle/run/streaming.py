@@ -1,10 +1,12 @@
 """A prompt of which an origin has the beginning: computed and streamed at the same time, so that it is there sooner.
 
-    compute   [chunk 0][chunk 1][chunk 2, lower layers] ....... [question]
-    link      [chunk 5][chunk 4][chunk 3][chunk 2, upper layers]
+    compute   [chunks 0 and 1][chunk 2, from below][question]
+    link      [chunk 5][chunk 4][chunk 3][chunk 2, from above]
 
-`reuse/stream` decides which cell comes from where; here that is carried out, and looked at again after every step: by
-how fast the link was, and how fast the machine computes just now. Whatever the link does, the prompt is finished.
+Usually both lanes go towards each other until they meet, in the middle of a chunk: a step asks at every layer whether
+all that is above has come by now. `reuse/stream` says where that is expected, or what else is sooner; it is asked again
+after every step, by how fast the link was, and how fast the machine computes just now. Whatever the link does, the
+prompt is finished, and nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from rekindle.core.kv import LayerKv, Span
 from rekindle.engine.base import Engine, EngineSequence, KvFeed, Logits, Row, StayingFeed
 from rekindle.errors import Cancelled
 from rekindle.reuse.latency import LEAST_BANDWIDTH
-from rekindle.reuse.stream import StreamCosts, greedy, revise, speculate
+from rekindle.reuse.stream import StreamCosts, begin, revise, speculate
 from rekindle.run.link import Link
 from rekindle.settings import Settings
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 _TINY = 1e-9  # seconds
 _LOOK_SECONDS = 0.02  # how often a wait for the link looks at the schedule again
+_FAR = 0.75  # the share of the way to where both lanes are expected to meet that one step may go
 _TRUST = 0.5  # how much of what a step took compared to what was expected goes into what the next are expected to take
 
 
@@ -43,6 +46,20 @@ class StreamReport:
     revisions: int = 0
     failed: str | None = None  # why the link was given up
     events: list[Event] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Some chunks, through their first layers.
+
+    whole   all layers, and nothing before is missing: afterwards the sequence is longer
+    enough  whether it ends as soon as everything above has come
+    """
+
+    chunks: range
+    depth: int
+    whole: bool = False
+    enough: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +81,7 @@ class Steering:
 
     def begin(self, costs: StreamCosts) -> Schedule:
         """The schedule to begin with."""
-        return greedy(costs)
+        return begin(costs)
 
     def revise(self, schedule: Schedule, progress: Progress, costs: StreamCosts) -> Schedule:
         """The schedule to go on with, before each step and while the link is waited for."""
@@ -76,7 +93,8 @@ class Steering:
 
 
 class Streaming:
-    """One prompt on its way into an empty sequence. Used by one thread, beside that of the link."""
+    """One prompt on its way into a sequence that is empty, or has its first chunks. Used by one thread, beside that of
+    the link."""
 
     def __init__(
         self,
@@ -92,13 +110,16 @@ class Streaming:
         """`cells` are the beginning of `tokens` that `link` can bring; what follows it is computed at the end."""
         if not 0 < cells.tokens < len(tokens):
             raise ValueError(f"{cells.tokens} of {len(tokens)} tokens are streamed: the last must be computed")
+        if sequence.length % cells.chunk_tokens or sequence.length >= cells.tokens:
+            raise ValueError(f"{sequence.length} of {cells.tokens} tokens are here: not some of the first chunks")
         self._engine, self._sequence, self._tokens = engine, sequence, tokens
         self._cells, self._link, self._costs = cells, link, costs
         self._cancelled = cancelled
         self._steering = steering or Steering()
-        self._computed = [0] * cells.chunks
+        here = sequence.length // cells.chunk_tokens
+        self._computed = [cells.layers] * here + [0] * (cells.chunks - here)
         self._pace = 1.0  # how long steps take, of what was expected
-        self._started = time.monotonic()
+        self.since = time.monotonic()  # of the timeline
         self.told = StreamReport()
 
     def run(self) -> Logits:
@@ -109,13 +130,13 @@ class Streaming:
             progress = self._progress()
             schedule = self._revised(schedule, progress)
             self._link.want((*schedule.order, *self._steering.ahead(schedule, progress)))
-            todo = steps(schedule.split, progress)
-            if todo and self._is_ready(*todo[0]):
-                self._step(*todo[0])
-            elif not todo and self._is_complete():
+            if self._is_complete():
                 break
-            else:
+            step = self._towards(schedule, progress) if schedule.meeting else self._next(schedule, progress)
+            if step is None:
                 self._link.wait(_LOOK_SECONDS)
+            else:
+                self._compute(step)
         self._link.close()
         logits = self._question()
         self._tell()
@@ -144,38 +165,85 @@ class Streaming:
         self.told.revisions += revised.split != schedule.split
         return revised
 
-    def _is_ready(self, chunk: int, depth: int) -> bool:
-        """Whether all that a step attends to is here: every layer of the chunks before it but the step's last."""
-        return all(self._has(before, layer) for before in range(chunk) for layer in range(depth - 1))
+    def _next(self, schedule: Schedule, progress: Progress) -> _Step | None:
+        """The next step of a schedule; None while what it attends to is not here."""
+        todo, layers = steps(schedule.split, progress), self._cells.layers
+        if not todo:
+            return None
+        chunk, depth = todo[0]
+        if depth == layers and self._sequence.length == self._cells.span(chunk).start:
+            whole = [following == (chunk + n, layers) for n, following in enumerate(todo)]
+            count = min((*whole, False).index(False), self._most_chunks)
+            return _Step(range(chunk, chunk + count), depth, whole=True)
+        # Every layer of the chunks before it but the step's last.
+        ready = all(self._has(before, layer) for before in range(chunk) for layer in range(depth - 1))
+        return _Step(range(chunk, chunk + 1), depth) if ready else None
+
+    def _towards(self, schedule: Schedule, progress: Progress) -> _Step | None:
+        """The next step towards the link; None if what is missing is about to come."""
+        split, layers = schedule.split, self._cells.layers
+        low = [chunk for chunk, depth in steps(split, progress) if depth == 1]
+        if low:  # keys and values of the lowest layer attend to nothing: all of them at once
+            count = next((n for n, chunk in enumerate(low) if chunk != low[0] + n), len(low))
+            return _Step(range(low[0], low[0] + min(count, self._most_chunks)), 1)
+        front = next(chunk for chunk in range(split.chunks) if self._top(chunk))
+        depth = self._top(front)
+        flying = {cell.layer for cell in progress.flying if cell.chunk == front}
+        coming = all(layer in flying for layer in range(depth) if not self._has(front, layer))
+        if coming and progress.link_busy_seconds < self._costs.depth_seconds[front, depth] * self._pace:
+            return None
+        far = sum(count == layers for count in split.computed[front:])
+        untouched = [self._top(chunk) == layers for chunk in range(front, split.chunks)]
+        count = min(int(_FAR * far), (*untouched, False).index(False), self._most_chunks)
+        return _Step(range(front, front + max(1, count)), depth, enough=True)
+
+    @property
+    def _most_chunks(self) -> int:
+        return max(1, self._engine.prefill_tokens // self._cells.chunk_tokens)
+
+    def _top(self, chunk: int) -> int:
+        """How many layers of a chunk have to be computed if nothing more comes."""
+        layers = reversed(range(self._cells.layers))
+        return next((layer + 1 for layer in layers if not self._has(chunk, layer)), 0)
 
     def _is_complete(self) -> bool:
-        layers = self._cells.layers
-        return all(self._has(chunk, layer) for chunk in range(self._cells.chunks) for layer in range(layers))
+        return not any(map(self._top, range(self._cells.chunks)))
 
     def _has(self, chunk: int, layer: int) -> bool:
         return layer < self._computed[chunk] or Cell(chunk, layer) in self._link.arrived
 
-    def _step(self, chunk: int, depth: int) -> None:
-        """Compute the first layers of a chunk; all of them, if nothing before is missing, extend the sequence."""
-        span, layers = self._cells.span(chunk), self._cells.layers
-        whole = depth == layers and self._sequence.length == span.start
+    def _compute(self, step: _Step) -> None:
+        start, stop = self._cells.span(step.chunks[0]).start, self._cells.span(step.chunks[-1]).stop
+        ended = step.depth
+
+        def enough(layer: int) -> bool:
+            """Whether all that is above has come; remembered, because the step ends then."""
+            nonlocal ended
+            above = range(layer + 1, step.depth)
+            if not all(self._has(chunk, higher) for chunk in step.chunks for higher in above):
+                return False
+            ended = layer + 1
+            return True
+
         row = Row(
             self._sequence,
-            self._tokens[span.start : span.stop],
-            np.arange(span.start, span.stop, dtype=np.int64),
+            self._tokens[start:stop],
+            np.arange(start, stop, dtype=np.int64),
             logits="none",
-            feeds=() if whole else self._feeds(chunk, depth - 1),
-            until=None if whole else depth,
+            feeds=() if step.whole else self._feeds(step.chunks[0], step.depth - 1),
+            until=None if step.whole else step.depth,
+            enough=enough if step.enough else None,
             replay=False,
             prefill=True,
         )
-        start = time.monotonic()
+        begun = time.monotonic()
         self._engine.step([row], self._cancelled)
-        took, expected = time.monotonic() - start, float(self._costs.depth_seconds[chunk, depth])
-        self._computed[chunk] = depth
+        for chunk in step.chunks:
+            self._computed[chunk] = ended
+        expected = float(self._costs.depth_seconds[step.chunks, ended].sum())
         if expected > 0:
-            self._pace += _TRUST * (took / expected - self._pace)
-        self._note(chunk, depth, start)
+            self._pace += _TRUST * ((time.monotonic() - begun) / expected - self._pace)
+        self._note(step.chunks, ended, begun)
 
     def _feeds(self, before: int, layers: int) -> tuple[KvFeed, ...]:
         """What the first layers of the chunks before one consist of: computed and still in the buffers, or arrived."""
@@ -211,14 +279,16 @@ class Streaming:
             )
             start = time.monotonic()
             (logits,) = self._engine.step([row], self._cancelled)
-            self._note(self._cells.chunks, self._cells.layers, start)
+            self._note(range(self._cells.chunks, self._cells.chunks + 1), self._cells.layers, start)
             if last:
                 return logits
             at, feeds = stop, ()
 
-    def _note(self, chunk: int, layers: int, start: float) -> None:
-        begun = self._started
-        self.told.events.append(Event("compute", chunk, 0, layers, start - begun, time.monotonic() - begun))
+    def _note(self, chunks: range, layers: int, start: float) -> None:
+        """Remember a step for the timeline, each of its chunks with an equal share of the time."""
+        times = np.linspace(start, time.monotonic(), len(chunks) + 1) - self.since
+        for chunk, begun, over in zip(chunks, times[:-1].tolist(), times[1:].tolist(), strict=True):
+            self.told.events.append(Event("compute", chunk, 0, layers, begun, over))
 
     def _tell(self) -> None:
         self.told.computed = tuple(self._computed)
@@ -226,7 +296,7 @@ class Streaming:
         self.told.streamed_bytes = self._link.size_bytes
         self.told.failed = self._link.failed
         for cell, start, stop in self._link.arrivals:
-            times = (start - self._started, stop - self._started)
+            times = (start - self.since, stop - self.since)
             self.told.events.append(Event("link", cell.chunk, cell.layer, cell.layer + 1, *times))
 
     def _check_cancelled(self) -> None:

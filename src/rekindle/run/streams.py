@@ -1,31 +1,38 @@
 """What a session streams: prompts whose beginning its origin has, where that is sooner than computing all of it.
 
-An origin that does not answer in time, or fails, costs a twentieth of what computing takes, once: then it is left alone
-for a while. Nothing is asked for tenants that are marked local.
+    look      [ find ][ link: from the back ............................. ]
+    compute   [ loads, first chunks ][ the next, until both meet ][ question ]
+
+Nobody waits for the origin longer than a moment: while it is asked, what is known here is loaded, and the first chunks
+are computed. One that fails is left alone for a while.
+Nothing is asked for tenants that are marked local.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from rekindle.codec.coder import is_near
-from rekindle.core.cells import CHUNK_TOKENS, Cells
+from rekindle.core.cells import CHUNK_TOKENS, Event
 from rekindle.core.kv import Span
-from rekindle.core.plan import Compute, Plan, Stream
-from rekindle.engine.base import Engine
+from rekindle.core.plan import Compute, Load, Plan, Step, Stream
+from rekindle.engine.base import Engine, Logits
 from rekindle.errors import InvalidSetting, KvLost, StepRefused
 from rekindle.origin.client import Found, Origin
-from rekindle.origin.failure import OriginFailed
+from rekindle.origin.line import Stop
 from rekindle.origin.signing import read_public, read_secret
 from rekindle.origin.slices import RAW
 from rekindle.reuse.cost import Rates
 from rekindle.reuse.latency import Bandwidth
 from rekindle.reuse.stream import StreamCosts
 from rekindle.run.carrier import OriginCarrier
+from rekindle.run.coming import Coming, Offer
 from rekindle.run.context import Context
 from rekindle.run.known import Known
 from rekindle.run.link import Link
@@ -37,10 +44,12 @@ log = logging.getLogger("rekindle.origin")
 
 LEVELS = ("near", "q5", "q8", "q4", RAW, "q3", "q2")  # what is taken under near, the first that is there
 WORTH_SECONDS = 0.2  # what is computed sooner than that is computed
-PATIENCE = 0.05  # the share of computing that looking for it may take
-LEAST_PATIENCE_SECONDS, MOST_PATIENCE_SECONDS = 0.05, 1.0
+PATIENCE, MOST_PATIENCE_SECONDS = 0.03, 0.2  # the share of computing that is waited for it before anything is computed
+FIND_SECONDS = 10.0  # that an origin may take to say whether it has something
 REST_SECONDS = 30.0  # that an origin is left alone after it failed
 _FLOP_PER_SECOND = 3e10  # until something was measured: what two slow cores do, two operations a weight and token
+
+CarryOut = Callable[[Prefill, Plan], Filled]  # as if there were no origin
 
 
 def local_tenants(text: str) -> frozenset[str]:
@@ -68,47 +77,60 @@ class Streams:
         self._top_share = _top_share(engine)
         self._resting_until = 0.0
 
-    def fill(self, work: Prefill, context: Context, known: Known, plan: Plan, rates: Rates) -> Filled | None:
-        """Compute and stream a prompt of which nothing is known here; None: compute it. Raises `Cancelled`."""
-        if not self._may(context, known, plan):
+    def ask(self, known: Known, plan: Plan, rates: Rates) -> Coming | None:
+        """Begin to look for a prompt, if it is worth it and may be; None if not."""
+        if not self._may(known, plan):
             return None
-        cold = rates.compute_seconds(Span(0, plan.tokens))
-        if cold is not None and cold < WORTH_SECONDS:
+        left = rates.compute_seconds(Span(plan.reused, plan.tokens))
+        if left is not None and left < WORTH_SECONDS:
             return None
-        try:
-            found = self._find(known, cold)
-        except OriginFailed as failed:
-            self._rest(str(failed))
-            return None
-        level = None if found is None else self._level(found, known)
-        if found is None or level is None:
-            return None
-        return self._stream(work, context, known, plan, found, level, rates)
+        return Coming(lambda stop: self._find(known, stop), plan.reused, self._rest)
+
+    def fill(
+        self, coming: Coming, work: Prefill, context: Context, known: Known, plan: Plan, rates: Rates, carry: CarryOut
+    ) -> Filled:
+        """Fill a prompt with what is known here, what comes and what is computed. Raises `Cancelled`, and what the
+        engine raises."""
+        filling = _Filling(work, context, known, plan, carry)
+        left = rates.compute_seconds(Span(plan.reused, plan.tokens))
+        coming.wait(MOST_PATIENCE_SECONDS if left is None else min(PATIENCE * left, MOST_PATIENCE_SECONDS))
+        while not filling.is_ready(coming):
+            filling.go_on()
+        offer = coming.offer
+        if offer is None or offer.cells.tokens <= filling.at:
+            return filling.end()
+        return self._stream(filling, offer, rates) or filling.end()
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
         self._origin.close()
 
-    def _may(self, context: Context, known: Known, plan: Plan) -> bool:
+    def _may(self, known: Known, plan: Plan) -> bool:
         return (
             self._able
             and not known.off
             and known.passages is None
-            and not plan.loads
-            and context.sequence.length == 0
-            and plan.tokens > CHUNK_TOKENS
+            and plan.tokens - plan.reused > CHUNK_TOKENS
             and not self._local & {known.shelf.namespace.tenant, "*"}
             and time.monotonic() >= self._resting_until
         )
 
-    def _find(self, known: Known, cold_seconds: float | None) -> Found | None:
-        share = MOST_PATIENCE_SECONDS if cold_seconds is None else PATIENCE * cold_seconds
-        patience = min(max(share, LEAST_PATIENCE_SECONDS), MOST_PATIENCE_SECONDS)
+    def _find(self, known: Known, stop: Stop) -> Offer | None:
         shelf = known.shelf
         tokens = known.tokens[: len(known.tokens) - 1]  # the last one is computed
-        return self._origin.find(
-            tokens, shelf.namespace.identity, shelf.layout, shelf.adapter, patience_seconds=patience
+        found = self._origin.find(
+            tokens,
+            shelf.namespace.identity,
+            shelf.layout,
+            shelf.adapter,
+            patience_seconds=FIND_SECONDS,
+            stop=stop,
         )
+        level = None if found is None else self._level(found, known)
+        if found is None or level is None:
+            return None
+        carrier = OriginCarrier(self._origin, found, level)
+        return Offer(carrier, Link(carrier, self._bandwidth))
 
     @staticmethod
     def _level(found: Found, known: Known) -> str | None:
@@ -116,43 +138,37 @@ class Streams:
         allowed = LEVELS if is_near(known.shelf.codec) else (RAW,)
         return next((level for level in allowed if level in found.levels), None)
 
-    def _stream(
-        self, work: Prefill, context: Context, known: Known, plan: Plan, found: Found, level: str, rates: Rates
-    ) -> Filled | None:
-        carrier = OriginCarrier(self._origin, found, level)
-        cells = carrier.cells
-        link = Link(carrier, self._bandwidth)
-        costs = self._costs(cells, found, level, plan.tokens, rates)
-        streaming = Streaming(self._engine, context.sequence, known.tokens, cells, link, costs, work.cancelled)
+    def _stream(self, filling: _Filling, offer: Offer, rates: Rates) -> Filled | None:
+        """The rest of a prompt that is coming; None if it has to be computed after all."""
+        context, tokens, link = filling.context, filling.known.tokens, offer.link
         try:
+            costs = self._costs(offer, len(tokens), rates)
+            streaming = Streaming(
+                self._engine, context.sequence, tokens, offer.cells, link, costs, filling.work.cancelled
+            )
+            streaming.since = filling.begun
             logits = streaming.run()
         except (KvLost, StepRefused, ValueError) as error:  # also costs that no schedule can be made of
             log.warning("computing instead: %s", error)
-            context.truncate(0)
+            context.truncate(filling.at)
             return None
         finally:
             link.close()
         if link.failed is not None:
             self._rest(link.failed)
-        context.tokens = tuple(known.tokens)
-        span = Span(0, cells.tokens)
-        steps = (Stream(span, cells.layers, streaming.told.computed, level), Compute(Span(span.stop, plan.tokens)))
-        if level != RAW and streaming.told.streamed_cells:
-            context.near_tokens = span.stop
-        done = Plan(plan.tokens, steps, None, plan.cold_seconds)
-        return Filled(context, logits, done, lost=link.failed, streamed=streaming.told)
+        return filling.streamed(streaming, offer, logits)
 
-    def _costs(self, cells: Cells, found: Found, level: str, tokens: int, rates: Rates) -> StreamCosts:
+    def _costs(self, offer: Offer, tokens: int, rates: Rates) -> StreamCosts:
         """What every cell costs, as far as is known before it begins."""
-        layers = cells.layers
-        rows = [self._seconds(span, rates) / layers for span in cells.spans]
-        compute = np.repeat(np.array(rows)[:, None], layers, axis=1)
-        question = self._seconds(Span(cells.tokens, tokens), rates) / layers
+        cells = offer.cells
+        rows = [self._seconds(span, rates) / cells.layers for span in cells.spans]
+        compute = np.repeat(np.array(rows)[:, None], cells.layers, axis=1)
+        question = self._seconds(Span(cells.tokens, tokens), rates) / cells.layers
         return StreamCosts(
             compute,
             compute * self._top_share,
-            found.sizes(level).astype(np.float64),
-            np.full(layers, question),
+            offer.carrier.sizes.astype(np.float64),
+            np.full(cells.layers, question),
             bandwidth=1.0,
         )
 
@@ -163,6 +179,84 @@ class Streams:
     def _rest(self, reason: str) -> None:
         log.warning("The origin is left alone for %.0f s: %s", REST_SECONDS, reason)
         self._resting_until = time.monotonic() + REST_SECONDS
+
+
+class _Filling:
+    """One prompt, chunk by chunk while the origin is asked."""
+
+    def __init__(self, work: Prefill, context: Context, known: Known, plan: Plan, carry: CarryOut) -> None:
+        self.work, self.context, self.known, self.plan = work, context, known, plan
+        self._carry = carry
+        self.begun = time.monotonic()
+        self._events: list[Event] = []
+        self._first: Filled | None = None  # the piece that brought what is known here
+
+    @property
+    def at(self) -> int:
+        """So many tokens are here."""
+        return len(self.context.tokens)
+
+    @property
+    def _boundary(self) -> int:
+        """Where the next piece ends."""
+        return (max(self.at, self.plan.reused) // CHUNK_TOKENS + 1) * CHUNK_TOKENS
+
+    @property
+    def _loads(self) -> tuple[Load, ...]:
+        """What was really loaded, or stood in the engine."""
+        plan = self.plan if self._first is None else self._first.plan
+        return plan.loads if self._first is not None or plan.in_engine else ()
+
+    def is_ready(self, coming: Coming) -> bool:
+        """Whether to stream now, or to compute the rest: not within a chunk, nor while something is to be loaded."""
+        if self._boundary >= self.plan.tokens or (coming.over and coming.offer is None):
+            return True
+        return coming.offer is not None and self.at >= self.plan.reused and not self.at % CHUNK_TOKENS
+
+    def go_on(self) -> None:
+        """Load what is known here, and compute up to the end of a chunk."""
+        at, stop, begun = self.at, self._boundary, time.monotonic()
+        loads = (Load(Span(0, at), "engine"),) if at else self.plan.loads
+        plan = Plan(stop, (*loads, Compute(Span(max(at, self.plan.reused), stop))))
+        filled = self._carry(replace(self.work, tokens=self.known.tokens[:stop]), plan)
+        self._first = self._first or (filled if not self.plan.in_engine else replace(filled, plan=self.plan))
+        times = begun - self.begun, time.monotonic() - self.begun
+        layers = len(self.known.shelf.layout.layers)
+        self._events.append(Event("compute", stop // CHUNK_TOKENS - 1, 0, layers, *times))
+
+    def end(self) -> Filled:
+        """Compute what is left."""
+        first = self._first
+        if first is None:
+            return self._carry(self.work, self.plan)
+        spans = [Span(max(step.span.start, self.at), step.span.stop) for step in self.plan.computes]
+        rest = tuple(Compute(span) for span in spans if span.start < span.stop)
+        filled = self._carry(self.work, Plan(self.plan.tokens, (Load(Span(0, self.at), "engine"), *rest)))
+        loaded = self._loads[-1].span.stop if self._loads else 0
+        before = (Compute(Span(loaded, rest[0].span.start)),) if rest[0].span.start > loaded else ()
+        return replace(self._told(filled.logits, (*before, *rest)), lost=first.lost)
+
+    def streamed(self, streaming: Streaming, offer: Offer, logits: Logits) -> Filled:
+        """Everything is here, and some of it came."""
+        cells, told, level = offer.cells, streaming.told, offer.carrier.level
+        told.events[:0] = self._events
+        self.context.tokens = tuple(self.known.tokens)
+        if level != RAW and told.streamed_cells:
+            self.context.near_tokens = cells.tokens
+        loaded = self._loads[-1].span.stop if self._loads else 0
+        first = -(-loaded // CHUNK_TOKENS)
+        span = Span(first * CHUNK_TOKENS, cells.tokens)
+        before = (Compute(Span(loaded, span.start)),) if span.start > loaded else ()
+        stream = Stream(span, cells.layers, told.computed[first:], level)
+        filled = self._told(logits, (*before, stream, Compute(Span(span.stop, self.plan.tokens))))
+        return replace(filled, lost=filled.lost or told.failed, streamed=told)
+
+    def _told(self, logits: Logits, steps: tuple[Step, ...]) -> Filled:
+        first = self._first
+        plan = Plan(self.plan.tokens, (*self._loads, *steps), None, self.plan.cold_seconds)
+        if first is None:
+            return Filled(self.context, logits, plan)
+        return Filled(self.context, logits, plan, first.load_seconds, first.lost)
 
 
 def _top_share(engine: Engine) -> float:
