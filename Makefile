@@ -30,11 +30,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## the main job, as far as it exists, on the embedded model
 	@$(BIN)/python tools/demo.py
 
-test: setup lint  ## lint, types, layers, tests (those of llama.cpp where it is at hand)
+test: setup lint  ## lint, types, layers, tests (those of llama.cpp where it is at hand, but for its real models: test-llamacpp)
 	@if [ -n "$(LLAMA_WHEEL)" ]; then $(MAKE) --no-print-directory llamacpp; \
 	else echo "llama.cpp: its tests are not run, because it is not built here (make test-llamacpp builds it)"; fi
 	@$(MAKE) --no-print-directory clients || echo "LangChain and LlamaIndex do not install here: their examples are not run"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive and not long"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive and not long and not (llamacpp and (real or docs))"
 
 test-long: setup  ## what takes too long for every change: sweeps over every call that can fail, benches on the real model
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "exhaustive or long"

@@ -85,10 +85,14 @@ def test_mending_comes_nearer_to_the_right_logits_than_reusing_as_it_is(session:
         for budget in (0.0, 0.3, 0.9):
             session.cache.chunks.mender = type(chosen)(**{**vars(chosen), "budget": budget})
             distances[budget] = 0.0
-            for names in (("Ferry", "Lighthouse", "Harbour"), ("Bakery", "Harbour", "Lighthouse"), ("Bakery", "Ferry")):
+            for names in (
+                ("Ferry", "Lighthouse", "Harbour"),
+                ("Bakery", "Harbour", "Lighthouse"),
+                ("Bakery", "Ferry", "Harbour"),
+            ):
                 session.cache.unpark()
                 done = prefill(session, about("Who lit the lamp, and for how long?", *names))
-                assert done.reuse.recomputed == round(budget * done.reuse.mended) and done.reuse.mended > 80
+                assert done.reuse.recomputed == round(budget * done.reuse.mended) and done.reuse.mended > 40
                 right = compute(session.engine, done.tokens)[0]
                 distances[budget] += divergence(right[-1], done.logits[-1])
     finally:

@@ -51,6 +51,7 @@ from rekindle.store.tiered import TieredStore
 
 if TYPE_CHECKING:
     from rekindle.run.coming import Coming
+    from rekindle.run.streams import Prefetched
 
 log = logging.getLogger("rekindle.cache")
 
@@ -152,6 +153,14 @@ class PrefixCache:
         return plan_mending(
             exact, passages.outline, passages.picked, chunks.mender, self.costs.rates, chunks.most_tokens
         )
+
+    def prefetch(self, request: Request, tokens: Sequence[int]) -> Prefetched | None:
+        """Let a prompt that has to wait for its turn come from the origin meanwhile; None if it does not."""
+        if self.streams is None:
+            return None
+        known = self.look(request, tokens)
+        self.forget(known)
+        return self.streams.prefetch(replace(known, parked=None), self.plan(known), self.costs.rates)
 
     def forget(self, known: Known) -> None:
         """Give back what `lookup` took."""

@@ -60,6 +60,8 @@ from rekindle.settings import Settings, SettingsLike
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
+    from rekindle.run.streams import Prefetched
+
 Told = Callable[[Reuse], None]
 
 
@@ -286,6 +288,13 @@ class Session:
         Returns what each of them was spared.
         """
         return warm_knowledge(self, passages, progress, options)
+
+    def prefetch(self, request: Request) -> Prefetched | None:
+        """Let the prompt of a request that has to wait come from the origin meanwhile. `close` what is returned when
+        its turn has come, or never will."""
+        with self._alive.use(), self.adapters.use(request.adapter) as adapter:
+            settled = replace(request, adapter=adapter)
+            return self.cache.prefetch(settled, encode_prompt(self.engine, settled, self._written).tokens)
 
     def flush(self, timeout_seconds: float = 60.0) -> bool:
         """Wait until everything computed so far is on disk; False if that takes longer."""

@@ -22,7 +22,7 @@ from rekindle.core.cells import Cell, Cells, Event, Progress, Schedule, Streamed
 from rekindle.core.kv import LayerKv, Span
 from rekindle.engine.base import Engine, EngineSequence, KvFeed, Logits, Row, StayingFeed
 from rekindle.errors import Cancelled
-from rekindle.reuse.latency import LEAST_BANDWIDTH
+from rekindle.reuse.latency import LEAST_BANDWIDTH, Sample
 from rekindle.reuse.stream import StreamCosts, begin, revise, speculate
 from rekindle.run.link import Link
 from rekindle.settings import Settings
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _TINY = 1e-9  # seconds
 _LOOK_SECONDS = 0.02  # how often a wait for the link looks at the schedule again
 _FAR = 0.75  # the share of the way to where both lanes are expected to meet that one step may go
+_TELLING = 8  # layers of a step that tell how long one takes
 _TRUST = 0.5  # how much of what a step took compared to what was expected goes into what the next are expected to take
 
 
@@ -46,6 +47,7 @@ class StreamReport:
     revisions: int = 0
     failed: str | None = None  # why the link was given up
     events: list[Event] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)  # how long layers took
 
 
 @dataclass(frozen=True)
@@ -240,9 +242,11 @@ class Streaming:
         self._engine.step([row], self._cancelled)
         for chunk in step.chunks:
             self._computed[chunk] = ended
-        expected = float(self._costs.depth_seconds[step.chunks, ended].sum())
+        took, expected = time.monotonic() - begun, float(self._costs.depth_seconds[step.chunks, ended].sum())
         if expected > 0:
-            self._pace += _TRUST * ((time.monotonic() - begun) / expected - self._pace)
+            self._pace += _TRUST * (took / expected - self._pace)
+        if ended >= _TELLING:  # the last layer is keys and values only
+            self.told.samples.append(Sample(stop - start, start, took / (ended - 1)))
         self._note(step.chunks, ended, begun)
 
     def _feeds(self, before: int, layers: int) -> tuple[KvFeed, ...]:

@@ -11,15 +11,17 @@ Nothing is asked for tenants that are marked local.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from rekindle.codec.coder import is_near
 from rekindle.core.cells import CHUNK_TOKENS, Event
+from rekindle.core.keys import Shelf
 from rekindle.core.kv import Span
 from rekindle.core.plan import Compute, Load, Plan, Step, Stream
 from rekindle.engine.base import Engine, Logits
@@ -35,6 +37,7 @@ from rekindle.run.carrier import OriginCarrier
 from rekindle.run.coming import Coming, Offer
 from rekindle.run.context import Context
 from rekindle.run.known import Known
+from rekindle.run.layer_costs import LayerCosts
 from rekindle.run.link import Link
 from rekindle.run.prefill import Filled, Prefill
 from rekindle.run.streaming import Streaming
@@ -45,6 +48,7 @@ log = logging.getLogger("rekindle.origin")
 LEVELS = ("near", "q5", "q8", "q4", RAW, "q3", "q2")  # what is taken under near, the first that is there
 WORTH_SECONDS = 0.2  # what is computed sooner than that is computed
 PATIENCE, MOST_PATIENCE_SECONDS = 0.03, 0.2  # the share of computing that is waited for it before anything is computed
+MOST_AHEAD = 2  # prompts that come while they wait for their turn: they take memory
 FIND_SECONDS = 10.0  # that an origin may take to say whether it has something
 REST_SECONDS = 30.0  # that an origin is left alone after it failed
 _FLOP_PER_SECOND = 3e10  # until something was measured: what two slow cores do, two operations a weight and token
@@ -75,10 +79,38 @@ class Streams:
         self._able = able and not settings.deterministic
         self._bandwidth = Bandwidth()
         self._top_share = _top_share(engine)
+        self._layers = LayerCosts(engine)
+        self._lock = threading.Lock()
+        self._ahead: dict[tuple[Shelf, tuple[int, ...]], Coming] = {}
         self._resting_until = 0.0
 
     def ask(self, known: Known, plan: Plan, rates: Rates) -> Coming | None:
-        """Begin to look for a prompt, if it is worth it and may be; None if not."""
+        """Begin to look for a prompt, if it is worth it and may be; None if not. It may be on its way already."""
+        with self._lock:
+            ahead = self._ahead.pop((known.shelf, tuple(known.tokens)), None)
+        return ahead or self._ask(known, plan, rates)
+
+    def prefetch(self, known: Known, plan: Plan, rates: Rates) -> Prefetched | None:
+        """Begin with that for a prompt that has to wait for its turn; None if it is not worth it."""
+        name = known.shelf, tuple(known.tokens)
+        with self._lock:
+            if len(self._ahead) >= MOST_AHEAD or name in self._ahead:
+                return None
+        coming = self._ask(known, plan, rates)
+        if coming is None:
+            return None
+        with self._lock:
+            self._ahead[name] = coming
+        return Prefetched(self, name)
+
+    def drop(self, name: tuple[Shelf, tuple[int, ...]]) -> None:
+        """Nobody waits for it any more, unless its turn has come."""
+        with self._lock:
+            coming = self._ahead.pop(name, None)
+        if coming is not None:
+            coming.close()
+
+    def _ask(self, known: Known, plan: Plan, rates: Rates) -> Coming | None:
         if not self._may(known, plan):
             return None
         left = rates.compute_seconds(Span(plan.reused, plan.tokens))
@@ -102,8 +134,11 @@ class Streams:
         return self._stream(filling, offer, rates) or filling.end()
 
     def close(self) -> None:
-        """Close the connections. Idempotent."""
+        """Close the connections, and remember what layers cost. Idempotent."""
+        for name in list(self._ahead):
+            self.drop(name)
         self._origin.close()
+        self._layers.close()
 
     def _may(self, known: Known, plan: Plan) -> bool:
         return (
@@ -156,13 +191,16 @@ class Streams:
             link.close()
         if link.failed is not None:
             self._rest(link.failed)
+        self._layers.learn(streaming.told.samples)
         return filling.streamed(streaming, offer, logits)
 
     def _costs(self, offer: Offer, tokens: int, rates: Rates) -> StreamCosts:
         """What every cell costs, as far as is known before it begins."""
         cells = offer.cells
-        rows = [self._seconds(span, rates) / cells.layers for span in cells.spans]
-        compute = np.repeat(np.array(rows)[:, None], cells.layers, axis=1)
+        compute = self._layers.seconds(cells)
+        if compute is None:
+            rows = [self._seconds(span, rates) / cells.layers for span in cells.spans]
+            compute = np.repeat(np.array(rows)[:, None], cells.layers, axis=1)
         question = self._seconds(Span(cells.tokens, tokens), rates) / cells.layers
         return StreamCosts(
             compute,
@@ -179,6 +217,18 @@ class Streams:
     def _rest(self, reason: str) -> None:
         log.warning("The origin is left alone for %.0f s: %s", REST_SECONDS, reason)
         self._resting_until = time.monotonic() + REST_SECONDS
+
+
+@dataclass(frozen=True)
+class Prefetched:
+    """A prompt that waits for its turn, and is on its way meanwhile. `close` it when it has begun, or never will."""
+
+    _streams: Streams
+    _name: tuple[Shelf, tuple[int, ...]]
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._streams.drop(self._name)
 
 
 class _Filling:

@@ -63,7 +63,7 @@ class Line:
             self._shares.leave(turn.app)
 
     async def _stand(self, turn: Turn) -> None:
-        if self._is_free(turn):  # then whoever waits may not have this place
+        if self.is_free(turn):  # then whoever waits may not have this place
             self.running += 1
             return
         if len(self._waiting) >= self._most_waiting:
@@ -89,14 +89,15 @@ class Line:
                 self._call()
             raise
 
-    def _is_free(self, turn: Turn) -> bool:
+    def is_free(self, turn: Turn) -> bool:
+        """Whether there is a place at once."""
         reserved = 1 if turn.background and self.places > 1 else 0
         return self.running < self.places - reserved
 
     def _call(self) -> None:
         """Let in whoever is next, as long as there is a place."""
         for one in sorted(self._waiting, key=self._rank):
-            if not self._is_free(one.turn):
+            if not self.is_free(one.turn):
                 continue
             self._waiting.remove(one)
             if not one.called.done():

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rekindle.core.request import Request
 from rekindle.core.size import parse_duration
@@ -26,6 +27,9 @@ from rekindle.server.metrics import Metrics
 from rekindle.server.problem import Problem
 from rekindle.server.schema import Cached
 from rekindle.server.settings import DEFAULT_PARALLEL, ServerSettings
+
+if TYPE_CHECKING:
+    from rekindle.run.streams import Prefetched
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ class Service:
         self._asked[task] = owner
         if self.idler is not None:  # it stops before this one takes its place
             self.idler.arrive(request)
+        ahead = self._prefetch(request, turn)
         try:
             async with self.line.place(turn):
                 waited = time.perf_counter() - arrived
@@ -136,8 +141,16 @@ class Service:
             happened.put_nowait(error)
         finally:
             del self._asked[task]
+            if ahead is not None:
+                ahead.add_done_callback(_drop)
             if self.idler is not None:
                 self.idler.leave()
+
+    def _prefetch(self, request: Request, turn: Turn) -> asyncio.Future[Prefetched | None] | None:
+        """While a request stands in line, its prompt may come from the origin already."""
+        if self.session.cache.streams is None or self.line.is_free(turn):
+            return None
+        return asyncio.get_running_loop().run_in_executor(self.aside, self.session.prefetch, request)
 
     def kill(self, tenant: str, app: str) -> int:
         """Stop everything that an app asked, also what still stands in line; how many requests that were."""
@@ -178,3 +191,9 @@ def _too_late(limit: float) -> Problem:
     return Problem(
         504, f"The request took longer than {limit:g} s. Ask for less, or start the server with a longer --timeout."
     )
+
+
+def _drop(ahead: asyncio.Future[Prefetched | None]) -> None:
+    """Its request has begun, or was given up. Whatever went wrong, it was only ahead."""
+    if not ahead.cancelled() and ahead.exception() is None and (prefetched := ahead.result()) is not None:
+        prefetched.close()
