@@ -1,9 +1,10 @@
 """`rekindle bench stream`: a context that an origin has, computed, streamed or both, over links of many speeds.
 
-The context is published by an origin in this process and comes over a real socket, through a proxy that is as fast as a
-trace says (`shaping`). A ratio is how long streaming takes (at level q5), as a multiple of computing: traces are scaled
-to it. Every way (`stream_modes`) gets the same prompt over the same trace from the same moment on, in turns. The clock
-runs from the request, looking for the context at the origin included, to the logits of the last token of the prompt.
+The context is published by an origin in another process and comes over a real socket, through a proxy that is as fast
+as a trace says (`shaped_origin`). A ratio is how long streaming takes (at level q5), as a multiple of computing: traces
+are scaled to it. Every way (`stream_modes`) gets the same prompt over the same trace from the same moment on, in turns.
+The clock runs from the request, looking for the context at the origin included, to the logits of the last token of the
+prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rekindle.bench import stream_costs, stream_schedules
+from rekindle.bench import stream_costs, stream_schedules, stream_sensitivity
 from rekindle.bench.base import Advance, BenchOptions, Report
 from rekindle.bench.models import load
 from rekindle.bench.prompts import tokens_for
@@ -97,10 +98,16 @@ class _Bench:
             bandwidths = [size_bytes / (ratio * local_seconds) for ratio in RATIOS]
             schedules = stream_schedules.compare(site.costs(LEVEL), bandwidths, self.advance)
             sizes = {level: int(site.sizes(level).sum()) for level in levels}
+            sensitivity = (
+                []
+                if options.quick
+                else stream_sensitivity.measure(site, setting, self.folder, measured, local_seconds, self.advance)
+            )
         return Found(
             cases=tuple(cases),
             measured=measured,
             schedules=schedules,
+            sensitivity=tuple(sensitivity),
             local_seconds=local_seconds,
             sizes=sizes,
             context_tokens=setting.context_tokens,

@@ -75,6 +75,7 @@ class Found:
     cases: Sequence[Case]
     measured: Measured
     schedules: Mapping[str, Any]
+    sensitivity: Sequence[Mapping[str, Any]]  # none in a quick run
     local_seconds: float
     sizes: Mapping[str, int]
     context_tokens: int
@@ -113,6 +114,7 @@ def tell(report: Report, found: Found) -> None:
         "vs_bidirectional_worst": min(_known(case.against_ours("bidirectional") for case in cases), default=None),
         "vs_bidirectional_changing": _versus(changing, "bidirectional"),
         "worst_vs_best_single": min(_known(case.vs_best_single for case in cases), default=None),
+        "sensitivity": list(found.sensitivity) or None,
         **found.schedules,
         "predictor_error": whole.mlp_error,
         "roofline_error": whole.roofline_error,
@@ -131,7 +133,7 @@ def _reasons(found: Found, changing: bool) -> dict[str, str]:
     if not found.judged:
         reasons["kl_reason"] = "a model of random weights says nothing about quality"
     if found.quick:
-        reasons["vs_fixed_window_reason"] = "not in a quick run"
+        reasons["vs_fixed_window_reason"] = reasons["sensitivity_reason"] = "not in a quick run"
     if not changing:
         reasons["changing_reason"] = f"no trace changes by {CHANGING:.0%} while the context comes"
     return reasons
@@ -232,6 +234,10 @@ def _table(found: Found, fields: Mapping[str, Any]) -> list[Row]:
         Row("the same, keys and values alone", f"{fields['top_predictor_error']:.1%}",
             f"{fields['top_roofline_error']:.1%} (roofline)", f"used: {fields['top_predictor']}"),
     ]  # fmt: skip
+    for row in found.sensitivity:
+        told = f"{row['ours_s']:.2f} s, {row['streamed_share']:.0%} streamed"
+        took = f"{row['ours_s'] / row['local_s']:.2f}"
+        rows.append(Row(f"{row['what']}: {row['value']}", told, f"{row['local_s']:.2f} s (local)", took))
     return rows
 
 
@@ -241,8 +247,10 @@ def _number(value: float | None, unit: str = "") -> str:
 
 def draw(figure: Any, found: Found) -> None:
     """Time by ratio and way, both lanes of one run of ours, and how far predictions are off."""
-    figure.set_size_inches(16, 4.8)
-    by_ratio, lanes, errors = figure.subplots(1, 3)
+    figure.set_size_inches(21 if found.sensitivity else 16, 4.8)
+    by_ratio, lanes, errors, *more = figure.subplots(1, 4 if found.sensitivity else 3)
+    for axes in more:
+        _draw_sensitivity(axes, found)
     _draw_ratios(by_ratio, found)
     _draw_lanes(lanes, found)
     for samples, chosen, label in (
@@ -279,6 +287,15 @@ def _draw_ratios(axes: Any, found: Found) -> None:
     axes.set_ylabel("time to first token / computing")
     axes.set_ylim(bottom=0, top=2.5)
     axes.legend(fontsize=6)
+
+
+def _draw_sensitivity(axes: Any, found: Found) -> None:
+    """How many times sooner ours is, by what."""
+    names = [f"{told['what']}: {told['value']}" for told in found.sensitivity]
+    axes.barh(names[::-1], [told["gain"] for told in found.sensitivity][::-1], color="tab:blue")
+    axes.axvline(1.0, color="grey", linewidth=0.8)
+    axes.set_xlabel("computing / ours, the link as fast as computing")
+    axes.tick_params(labelsize=7)
 
 
 def _draw_lanes(axes: Any, found: Found) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import statistics
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.bench.chunk_quality import FORCED_TOKENS, LogProbabilities, divergence
-from rekindle.bench.shaping import ShapedProxy
+from rekindle.bench.shaped_origin import ShapedOrigin
 from rekindle.bench.stream_costs import Measured
 from rekindle.bench.stream_modes import LEVEL, Given, Mode, steering_of
 from rekindle.bench.traces import Trace
@@ -27,7 +30,6 @@ from rekindle.origin.failure import OriginFailed
 from rekindle.origin.line import OriginLimits
 from rekindle.origin.names import Model
 from rekindle.origin.publish import Publisher, Source
-from rekindle.origin.serve import OriginServer, OriginSettings
 from rekindle.origin.signing import SigningKey
 from rekindle.origin.slices import level_named
 from rekindle.reuse.stream import StreamCosts, all_compute
@@ -111,11 +113,8 @@ class Site:
         self._model = Model(identity, self._engine.layout)
         self._key = SigningKey.new()
         self._publish(folder, levels)
-        url = self._stack.enter_context(OriginServer(folder, OriginSettings(port=0)).running())
-        place = urlsplit(url)
-        any_trace = Trace("any", np.ones(1), np.full(1, 1e9))
-        self._proxy = self._stack.enter_context(ShapedProxy(str(place.hostname), int(place.port or 0), any_trace))
-        self._found = self._look(url)
+        self._remote = self._stack.enter_context(ShapedOrigin(folder))
+        self._found = self._look()
 
     def __enter__(self) -> Site:
         return self
@@ -142,12 +141,25 @@ class Site:
         """Get the prompt in one way, over a link that begins now."""
         sequence = self._setting.open()
         try:
-            self._proxy.begin(trace)
+            self._remote.begin(trace)
             if mode.kind == "plain":
                 return self._plain(mode, sequence)
             return self._streamed(mode, sequence, trace, local_seconds, window_seconds)
         finally:
             sequence.close()
+
+    def together(self, mode: Mode, count: int, trace: Trace, local_seconds: float) -> tuple[float, float]:
+        """So many at once over one link: how long each took, and which share came, on average. Nobody judges them."""
+        sequences = [self._setting.open() for _ in range(count)]
+        self._remote.begin(trace)
+        try:
+            with ThreadPoolExecutor(count) as threads:
+                run = functools.partial(self._streamed, mode, trace=trace, local_seconds=local_seconds, judged=False)
+                done = list(threads.map(lambda sequence: run(sequence, window_seconds=local_seconds), sequences))
+        finally:
+            for sequence in sequences:
+                sequence.close()
+        return statistics.fmean(one.ttft_s for one in done), statistics.fmean(one.streamed_share for one in done)
 
     def _publish(self, folder: Path, levels: Sequence[str]) -> None:
         setting, layout = self._setting, self._engine.layout
@@ -168,8 +180,8 @@ class Site:
                 self._reply.append(int(logits[-1].argmax()))
             self._expected = _log_softmax(np.concatenate(along))  # [positions, vocabulary]
 
-    def _look(self, url: str) -> Found:
-        origin = Origin(url, [self._key.public], limits=_LIMITS)
+    def _look(self) -> Found:
+        origin = Origin(self._remote.url, [self._key.public], limits=_LIMITS)
         try:
             return self._find(origin)
         finally:
@@ -188,7 +200,13 @@ class Site:
         return Run(mode, seconds, 0, 0.0, *self._near(sequence, logits), 0.0, 0.0)
 
     def _streamed(
-        self, mode: Mode, sequence: EngineSequence, trace: Trace, local_seconds: float, window_seconds: float
+        self,
+        mode: Mode,
+        sequence: EngineSequence,
+        trace: Trace,
+        local_seconds: float,
+        window_seconds: float,
+        judged: bool = True,
     ) -> Run:
         setting, costs = self._setting, self.costs(mode.level or LEVEL)
         with ExitStack() as stack:
@@ -201,7 +219,7 @@ class Site:
             streaming = Streaming(self._engine, sequence, setting.tokens, setting.cells, link, costs, steering=steering)
             streaming.since = since
             logits = streaming.run()
-            seconds, carried = time.perf_counter() - started, self._proxy.link.carried_bytes
+            seconds, carried = time.perf_counter() - started, self._remote.carried_bytes
         told = streaming.told
         asked = [event for event in told.events if event.chunk == setting.cells.chunks]
         return Run(
@@ -209,7 +227,7 @@ class Site:
             seconds,
             carried,
             told.streamed_cells / (setting.cells.chunks * setting.cells.layers),
-            *self._near(sequence, logits),
+            *(self._near(sequence, logits) if judged else (math.nan, math.nan)),
             sum(event.stop - event.start for event in asked),
             find_s,
             told.revisions,
@@ -247,7 +265,7 @@ class Site:
         return coming.offer.link, None
 
     def _connected(self, stack: ExitStack) -> Origin:
-        origin = Origin(self._proxy.url, [self._key.public], limits=_LIMITS)
+        origin = Origin(self._remote.url, [self._key.public], limits=_LIMITS)
         stack.callback(origin.close)
         return origin
 

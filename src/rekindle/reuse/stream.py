@@ -44,7 +44,11 @@ _STIFF = 0.93  # so much sooner must a schedule be that does not bend
 
 def begin(costs: StreamCosts) -> Schedule:
     """The schedule to begin with: both lanes meet, unless another shape is expected to be much sooner."""
-    meeting, best = meet(Task.of(costs, None)), greedy(costs)
+    task = Task.of(costs, None)
+    meeting = meet(task)
+    if Lanes.of(task, _edges(task)).least_seconds >= meeting.seconds * _STIFF:  # then none is
+        return meeting
+    best = greedy(costs)
     return best if best.seconds < meeting.seconds * _STIFF else meeting
 
 

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 AT_A_TIME_SECONDS = 0.2  # slices that come within so long are asked for together
 _MOST_CELLS = 64
+_PARTS = 8  # nor more than this part of what is wanted: the order may change
 _FIRST_CELLS = 2  # while the bandwidth is not known
 _STALLED_SECONDS, _STALLED = 0.25, 4.0  # so long, and so many times longer than expected, nothing came
 
@@ -159,12 +160,13 @@ class Link:
             speed = self._bandwidth.bytes_per_second()
             taken: list[Cell] = []
             room = speed * AT_A_TIME_SECONDS if speed is not None else 0.0
-            while self._wanted and len(taken) < _MOST_CELLS:
+            most = min(_MOST_CELLS, max(_FIRST_CELLS, len(self._wanted) // _PARTS))
+            while self._wanted and len(taken) < most:
                 room -= self._carrier.size_bytes(self._wanted[0])
                 if room < 0 and len(taken) >= _FIRST_CELLS:
                     break
                 taken.append(self._wanted.pop(0))
-            self._flying = tuple(taken)
+            self._flying = tuple(sorted(taken))  # as they stand in the file: so they are one range
             self._since = time.monotonic()
             return self._flying
 

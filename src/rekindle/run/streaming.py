@@ -185,9 +185,8 @@ class Streaming:
         """The next step towards the link; None if what is missing is about to come."""
         split, layers = schedule.split, self._cells.layers
         low = [chunk for chunk, depth in steps(split, progress) if depth == 1]
-        if low:  # keys and values of the lowest layer attend to nothing: all of them at once
-            count = next((n for n, chunk in enumerate(low) if chunk != low[0] + n), len(low))
-            return _Step(range(low[0], low[0] + min(count, self._most_chunks)), 1)
+        if low and not self.told.events:  # keys and values of the lowest layer attend to nothing: all of them at once
+            return _Step(range(max(low[0], split.chunks - self._most_chunks), split.chunks), 1)
         front = next(chunk for chunk in range(split.chunks) if self._top(chunk))
         depth = self._top(front)
         flying = {cell.layer for cell in progress.flying if cell.chunk == front}

@@ -103,6 +103,12 @@ class Streams:
             self._ahead[name] = coming
         return Prefetched(self, name)
 
+    @property
+    def ahead(self) -> tuple[Coming, ...]:
+        """What comes for prompts that wait for their turn."""
+        with self._lock:
+            return tuple(self._ahead.values())
+
     def drop(self, name: tuple[Shelf, tuple[int, ...]]) -> None:
         """Nobody waits for it any more, unless its turn has come."""
         with self._lock:
@@ -135,7 +141,9 @@ class Streams:
 
     def close(self) -> None:
         """Close the connections, and remember what layers cost. Idempotent."""
-        for name in list(self._ahead):
+        with self._lock:
+            waiting = list(self._ahead)
+        for name in waiting:
             self.drop(name)
         self._origin.close()
         self._layers.close()
