@@ -1,4 +1,4 @@
-"""What the gain depends on is measured on the engine, one row for each value. Speed is not asserted."""
+"""What the gain depends on, and what trouble costs, is measured on the engine, row by row. Speed is not asserted."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ pytest.importorskip("cryptography", reason="part of the crypto extra")
 from rekindle.bench import stream_costs, stream_sensitivity
 from rekindle.bench.stream_modes import LEVEL
 from rekindle.bench.stream_site import Setting, Site
+from rekindle.bench.stream_trouble import KINDS, Trouble
 from tests.tiny import tiny_engine
 
 
@@ -23,7 +24,10 @@ def test_one_row_for_each_value(tmp_path: Path) -> None:
     with Site(setting, tmp_path / "whole", (LEVEL,)) as site:
         site.learn(measured)
         rows = stream_sensitivity.measure(site, setting, tmp_path, measured, 0.05, said.append)
+        trouble = Trouble(setting, site, tmp_path, measured, 0.05, said.append).measure()
     engine.close()
+    assert [row["trouble"] for row in trouble] == list(KINDS)
+    assert all(row["vs_local"] == row["ours_s"] / row["local_s"] > 0 for row in trouble)
     kinds = [(row["what"], row["value"]) for row in rows]
     assert kinds[0] == ("context tokens", 384)
     assert kinds[-3:] == [("requests", count) for count in stream_sensitivity.REQUESTS]

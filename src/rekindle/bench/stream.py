@@ -15,14 +15,17 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rekindle.bench import stream_costs, stream_schedules, stream_sensitivity
 from rekindle.bench.base import Advance, BenchOptions, Report
 from rekindle.bench.models import load
 from rekindle.bench.prompts import tokens_for
+from rekindle.bench.stream_costs import Measured
 from rekindle.bench.stream_modes import LEVEL, LEVELS, MODES, QUICK_MODES, Mode
 from rekindle.bench.stream_report import Case, Found, draw, tell
 from rekindle.bench.stream_site import Setting, Site
+from rekindle.bench.stream_trouble import Trouble
 from rekindle.bench.traces import MADE, Trace, made_trace, read_traces
 from rekindle.core.cells import CHUNK_TOKENS
 from rekindle.engine.base import Engine
@@ -98,16 +101,13 @@ class _Bench:
             bandwidths = [size_bytes / (ratio * local_seconds) for ratio in RATIOS]
             schedules = stream_schedules.compare(site.costs(LEVEL), bandwidths, self.advance)
             sizes = {level: int(site.sizes(level).sum()) for level in levels}
-            sensitivity = (
-                []
-                if options.quick
-                else stream_sensitivity.measure(site, setting, self.folder, measured, local_seconds, self.advance)
-            )
+            sensitivity, trouble = self._more(site, setting, measured, local_seconds)
         return Found(
             cases=tuple(cases),
             measured=measured,
             schedules=schedules,
-            sensitivity=tuple(sensitivity),
+            sensitivity=sensitivity,
+            trouble=trouble,
             local_seconds=local_seconds,
             sizes=sizes,
             context_tokens=setting.context_tokens,
@@ -117,6 +117,15 @@ class _Bench:
             judged=options.shape is None,
             quick=options.quick,
         )
+
+    def _more(
+        self, site: Site, setting: Setting, measured: Measured, local_seconds: float
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """What the gain depends on, and what origins in trouble cost; not in a quick run."""
+        if self.options.quick:
+            return [], []
+        rows = stream_sensitivity.measure(site, setting, self.folder, measured, local_seconds, self.advance)
+        return rows, Trouble(setting, site, self.folder, measured, local_seconds, self.advance).measure()
 
     def _setting(self) -> Setting:
         """A text, and the text behind it as the question."""

@@ -16,7 +16,7 @@ from rekindle.bench.traces import Trace
 CHANGING = 0.3  # standard deviation of the bandwidth as a share of its mean: from here on it changes
 NEAR_RATIOS = (0.5, 2.0)  # between which both lanes matter
 BAR_OVERLAP, BAR_FIXED, BAR_BIDIRECTIONAL, BAR_CHANGING, BAR_SINGLE = 0.90, 1.3, 0.99, 1.05, 0.97
-BAR_EXACT, BAR_PREDICTOR = 1.05, 0.10
+BAR_EXACT, BAR_PREDICTOR, BAR_TROUBLE = 1.05, 0.10, 1.05
 # What ours is measured against where one lane works alone: nothing of lower quality than ours.
 SINGLE = ("local", "plain", *(f"stream {level}" for level in LEVELS[: LEVELS.index(LEVEL) + 1]))
 STREAM, OURS = f"stream {LEVEL}", "ours"
@@ -76,6 +76,7 @@ class Found:
     measured: Measured
     schedules: Mapping[str, Any]
     sensitivity: Sequence[Mapping[str, Any]]  # none in a quick run
+    trouble: Sequence[Mapping[str, Any]]  # nor this
     local_seconds: float
     sizes: Mapping[str, int]
     context_tokens: int
@@ -115,6 +116,8 @@ def tell(report: Report, found: Found) -> None:
         "vs_bidirectional_changing": _versus(changing, "bidirectional"),
         "worst_vs_best_single": min(_known(case.vs_best_single for case in cases), default=None),
         "sensitivity": list(found.sensitivity) or None,
+        "trouble": list(found.trouble) or None,
+        "trouble_worst": max((row["vs_local"] for row in found.trouble), default=None),
         **found.schedules,
         "predictor_error": whole.mlp_error,
         "roofline_error": whole.roofline_error,
@@ -133,7 +136,8 @@ def _reasons(found: Found, changing: bool) -> dict[str, str]:
     if not found.judged:
         reasons["kl_reason"] = "a model of random weights says nothing about quality"
     if found.quick:
-        reasons["vs_fixed_window_reason"] = reasons["sensitivity_reason"] = "not in a quick run"
+        names = ("vs_fixed_window", "sensitivity", "trouble")
+        reasons |= {f"{name}_reason": "not in a quick run" for name in names}
     if not changing:
         reasons["changing_reason"] = f"no trace changes by {CHANGING:.0%} while the context comes"
     return reasons
@@ -234,6 +238,15 @@ def _table(found: Found, fields: Mapping[str, Any]) -> list[Row]:
         Row("the same, keys and values alone", f"{fields['top_predictor_error']:.1%}",
             f"{fields['top_roofline_error']:.1%} (roofline)", f"used: {fields['top_predictor']}"),
     ]  # fmt: skip
+    return rows + _more_rows(found)
+
+
+def _more_rows(found: Found) -> list[Row]:
+    """What trouble costs, and what the gain depends on."""
+    rows = []
+    for row in found.trouble:
+        seconds, alone = f"{row['ours_s']:.2f} s", f"{row['local_s']:.2f} s (no origin)"
+        rows.append(Row(f"origin: {row['trouble']}", seconds, alone, f"{row['vs_local']:.3f}", f"<= {BAR_TROUBLE}"))
     for row in found.sensitivity:
         told = f"{row['ours_s']:.2f} s, {row['streamed_share']:.0%} streamed"
         took = f"{row['ours_s'] / row['local_s']:.2f}"

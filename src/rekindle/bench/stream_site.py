@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -114,6 +114,7 @@ class Site:
         self._key = SigningKey.new()
         self._publish(folder, levels)
         self._remote = self._stack.enter_context(ShapedOrigin(folder))
+        self._url = self._remote.url
         self._found = self._look()
 
     def __enter__(self) -> Site:
@@ -123,6 +124,15 @@ class Site:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+    @contextmanager
+    def elsewhere(self, url: str) -> Iterator[Site]:
+        """Itself, looking for its origin at another address."""
+        self._url, before = url, self._url
+        try:
+            yield self
+        finally:
+            self._url = before
 
     def sizes(self, level: str) -> NDArray[np.float64]:
         """[chunks, layers] the bytes of each slice."""
@@ -265,7 +275,7 @@ class Site:
         return coming.offer.link, None
 
     def _connected(self, stack: ExitStack) -> Origin:
-        origin = Origin(self._remote.url, [self._key.public], limits=_LIMITS)
+        origin = Origin(self._url, [self._key.public], limits=_LIMITS)
         stack.callback(origin.close)
         return origin
 

@@ -224,8 +224,7 @@ class Row:
     With `until` the row only looks ahead: the first so many layers are computed, for a probe or a gaze to see. It is
     alone in its step and has no logits. Nothing that it computed, or its feeds brought, is present afterwards, but rows
     that follow may take it up (`StayingFeed`). Where nobody looks (`blind`), keys and values are all that is wanted of
-    the last of these layers, and what stands before need not be fed there. Such a row may ask at every layer whether it
-    is the last (`enough`): whoever asked for it remembers what he said.
+    the last of these layers, and what stands before need not be fed there: such a row asks each if it is `enough`.
     """
 
     sequence: EngineSequence

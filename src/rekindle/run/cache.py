@@ -38,7 +38,7 @@ from rekindle.run.flight import Flights
 from rekindle.run.folder import open_store
 from rekindle.run.keep import Guard, Job, Keeper
 from rekindle.run.known import Known, refused_tiers, spared, why_missed
-from rekindle.run.mend import MendFeeds, Mending
+from rekindle.run.mend import Mending
 from rekindle.run.notes import Note, Stayed, WasAsked
 from rekindle.run.patience import Late, NoAnswer, Patience
 from rekindle.run.prefill import Asked, Filled, Prefill, TimedFeed
@@ -51,7 +51,6 @@ from rekindle.store.tiered import TieredStore
 
 if TYPE_CHECKING:
     from rekindle.run.coming import Coming
-    from rekindle.run.streams import Prefetched
 
 log = logging.getLogger("rekindle.cache")
 
@@ -154,14 +153,6 @@ class PrefixCache:
             exact, passages.outline, passages.picked, chunks.mender, self.costs.rates, chunks.most_tokens
         )
 
-    def prefetch(self, request: Request, tokens: Sequence[int]) -> Prefetched | None:
-        """Let a prompt that has to wait for its turn come from the origin meanwhile; None if it does not."""
-        if self.streams is None:
-            return None
-        known = self.look(request, tokens)
-        self.forget(known)
-        return self.streams.prefetch(replace(known, parked=None), self.plan(known), self.costs.rates)
-
     def forget(self, known: Known) -> None:
         """Give back what `lookup` took."""
         if known.parked is not None:
@@ -179,7 +170,9 @@ class PrefixCache:
             if context is None:
                 if plan.in_engine:  # there is no room to go on from it
                     plan = Plan.computing(self._spans(known, plan.tokens), plan.cold_seconds)
-                context = self._room.take(lambda: self._new(known, capacity), cancelled)
+                regime = self._engine.regime(len(known.tokens))
+                opened = partial(self._engine.open, capacity, regime, known.shelf.adapter)
+                context = Context(known.shelf, self._room.take(opened, cancelled))
             return self._filled(context, known, plan, cancelled, coming)
         except BaseException:
             if known.flight is not None:
@@ -191,10 +184,6 @@ class PrefixCache:
         finally:
             if coming is not None:
                 coming.close()
-
-    def _new(self, known: Known, capacity: int) -> Context:
-        regime = self._engine.regime(len(known.tokens))
-        return Context(known.shelf, self._engine.open(capacity, regime, known.shelf.adapter))
 
     def _filled(self, context: Context, known: Known, plan: Plan, cancelled: Asked, coming: Coming | None) -> Filled:
         context.passing, context.flight, context.guard = known.off, known.flight, known.guard
@@ -213,10 +202,8 @@ class PrefixCache:
         """Fill a prompt whose passages may come from other prompts, and may be kept for others."""
         scoring = self.chunks.scoring(passages, len(known.tokens))
         work = replace(work, probe=None if scoring is None else scoring.probe)
-        if plan.mend is not None:
-            filled = self._mend(work, context, known, passages, plan)
-        else:
-            filled = self._carry_out(work, context, known, plan)
+        mends = plan.mend is not None
+        filled = (self._mend if mends else self._carry_out)(work, context, known, plan)
         context.mended = passages.report(filled.plan, filled.anew, context.mended)
         context.watched = Watched(passages, filled.plan, scoring)
         return filled
@@ -226,27 +213,21 @@ class PrefixCache:
             return self._load(work, context, known, plan)
         return work.run(context, plan)
 
-    def _mend(self, work: Prefill, context: Context, known: Known, passages: Passages, plan: Plan) -> Filled:
-        assert self.store is not None
+    def _mend(self, work: Prefill, context: Context, known: Known, plan: Plan) -> Filled:
+        passages = known.passages
+        assert self.store is not None and passages is not None
         saved = self.costs.rates.compute_seconds(Span(0, plan.tokens)) or 0.0
         patience = min(max(LOAD_SECONDS, saved), MOST_LOAD_SECONDS)
         mending = Mending(work, passages.outline, passages.mended(plan), self.chunks.mender, self._patience)
-        feeds: MendFeeds | None = None
         try:
-            ask = partial(MendFeeds.open, self.store, known, plan, mending.chunks)
-            feeds = self._patience.ask(lambda: ask(patience), patience)
-            filled = mending.run(context, plan, feeds)
+            filled = mending.load(self.store, known, context, plan, patience, self._left_behind)
         except (KvLost, NoAnswer) as error:
             log.info("computing instead: %s", error)
             context.truncate(plan.reused if plan.in_engine else 0)
             instead = plan.without_mending(self.cut.spans(plan.reused, plan.tokens))
             return replace(self._carry_out(work, context, known, instead), lost=str(error))
-        finally:
-            if feeds is not None:
-                feeds.close()
-                self._slow = next((feed for feed in feeds.all if feed.filling), self._slow)
         passages.note_use(self.store, self.costs, filled, saved, known.asker)
-        if feeds.prefix and known.matches.match is not None:
+        if plan.loads and not plan.in_engine and known.matches.match is not None:
             context.near_tokens = known.near_tokens(plan)
             self.store.used(self._used(known.matches.match, plan.reused))
         return filled
@@ -267,8 +248,7 @@ class PrefixCache:
         return context
 
     def _prefill(self, context: Context, known: Known, cancelled: Asked) -> Prefill:  # noqa: ARG002  (for subclasses)
-        replay = not self._settings.deterministic
-        return Prefill(self._engine, self.costs, known.tokens, cancelled, replay)
+        return Prefill(self._engine, self.costs, known.tokens, cancelled, replay=not self._settings.deterministic)
 
     def _load(self, work: Prefill, context: Context, known: Known, plan: Plan) -> Filled:
         store, match = self.store, known.matches.match
@@ -282,17 +262,22 @@ class PrefixCache:
                 filled = self._run(work, context, plan, feed)
             finally:
                 feed.close()
-                if feed.filling:  # a read that hangs: it was left behind, and nothing is asked until it is through
-                    self._slow = feed
+                self._left_behind(feed)
         except (KvLost, NoAnswer) as error:
             log.info("computing instead: %s", error)
             context.stored_tokens = 0
             instead = Plan.computing(self._spans(known, plan.tokens), plan.cold_seconds)
             return replace(work.run(context, instead), lost=str(error))
         context.near_tokens = known.near_tokens(plan)
-        self._note_load(known, plan, filled)
+        tiers: set[Tier] = {load.tier for load in plan.loads}
+        if len(tiers) == 1:
+            self.costs.loaded(tiers.pop(), known.matches.load_bytes(plan.reused), filled.load_seconds)
         store.used(used, max(0.0, saved - filled.load_seconds) * 1e3, known.asker)
         return filled
+
+    def _left_behind(self, feed: TimedFeed) -> None:
+        if feed.filling:  # a read that hangs: nothing is asked until it is through
+            self._slow = feed
 
     def _spans(self, known: Known, stop: int) -> list[Span]:  # noqa: ARG002  (for subclasses)
         """The steps that compute the first tokens of a prompt."""
@@ -304,11 +289,6 @@ class PrefixCache:
 
     def _run(self, work: Prefill, context: Context, plan: Plan, feed: TimedFeed) -> Filled:
         return work.run(context, plan, feed)
-
-    def _note_load(self, known: Known, plan: Plan, filled: Filled) -> None:
-        tiers: set[Tier] = {load.tier for load in plan.loads}
-        if len(tiers) == 1:
-            self.costs.loaded(tiers.pop(), known.matches.load_bytes(plan.reused), filled.load_seconds)
 
     def reuse(self, known: Known, plan: Plan, filled: Filled | None = None) -> Reuse:
         """What a prompt is spared by a plan; once it is filled, what it was really spared."""

@@ -8,8 +8,9 @@ leading      chunk by chunk: its first tokens are computed, the KV of the others
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -95,6 +96,25 @@ class Mending:
     chunks: tuple[Picked, ...]
     mender: Mender
     patience: Patience
+
+    def load(
+        self,
+        store: TieredStore,
+        known: Known,
+        context: Context,
+        plan: Plan,
+        patience_seconds: float,
+        left: Callable[[TimedFeed], None],
+    ) -> Filled:
+        """The same with feeds of what is stored; those that may still be busy afterwards are told to `left`."""
+        ask = partial(MendFeeds.open, store, known, plan, self.chunks, patience_seconds)
+        feeds = self.patience.ask(ask, patience_seconds)
+        try:
+            return self.run(context, plan, feeds)
+        finally:
+            feeds.close()
+            for feed in feeds.all:
+                left(feed)
 
     def run(self, context: Context, plan: Plan, feeds: MendFeeds) -> Filled:
         """Carry out the plan; what it loads comes by the feeds, or is in the context already.

@@ -52,6 +52,7 @@ from rekindle.run.load import EngineOptions, load_engine
 from rekindle.run.prefill import Asked
 from rekindle.run.prompt import PromptTokens, WrittenReplies, encode_prompt
 from rekindle.run.stream import AsyncStream, Stream
+from rekindle.run.streaming import prefetch
 from rekindle.run.tools import call_grammar, style_of, with_calls
 from rekindle.run.turn import FairShare
 from rekindle.run.warm import warm, warm_knowledge
@@ -283,18 +284,14 @@ class Session:
     def warm_knowledge(
         self, passages: int = 8, *, progress: Callable[[int, int], None] | None = None, **options: Unpack[Options]
     ) -> list[Reuse]:
-        """The same for what questions begin with: the system prompt of `ask`, and the passages that came first most.
-
-        Returns what each of them was spared.
-        """
+        """The same for what questions begin with: the system prompt of `ask`, the passages that came first most."""
         return warm_knowledge(self, passages, progress, options)
 
     def prefetch(self, request: Request) -> Prefetched | None:
-        """Let the prompt of a request that has to wait come from the origin meanwhile. `close` what is returned when
-        its turn has come, or never will."""
+        """Let the prompt of a request that has to wait come from the origin meanwhile. `close` what is returned."""
         with self._alive.use(), self.adapters.use(request.adapter) as adapter:
             settled = replace(request, adapter=adapter)
-            return self.cache.prefetch(settled, encode_prompt(self.engine, settled, self._written).tokens)
+            return prefetch(self.cache, settled, encode_prompt(self.engine, settled, self._written).tokens)
 
     def flush(self, timeout_seconds: float = 60.0) -> bool:
         """Wait until everything computed so far is on disk; False if that takes longer."""

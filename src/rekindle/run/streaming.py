@@ -20,6 +20,7 @@ import numpy as np
 
 from rekindle.core.cells import Cell, Cells, Event, Progress, Schedule, Streamed, steps
 from rekindle.core.kv import LayerKv, Span
+from rekindle.core.request import Request
 from rekindle.engine.base import Engine, EngineSequence, KvFeed, Logits, Row, StayingFeed
 from rekindle.errors import Cancelled
 from rekindle.reuse.latency import LEAST_BANDWIDTH, Sample
@@ -28,7 +29,8 @@ from rekindle.run.link import Link
 from rekindle.settings import Settings
 
 if TYPE_CHECKING:
-    from rekindle.run.streams import Streams
+    from rekindle.run.cache import PrefixCache
+    from rekindle.run.streams import Prefetched, Streams
 
 _TINY = 1e-9  # seconds
 _LOOK_SECONDS = 0.02  # how often a wait for the link looks at the schedule again
@@ -305,6 +307,15 @@ class Streaming:
     def _check_cancelled(self) -> None:
         if self._cancelled is not None and self._cancelled():
             raise Cancelled("The request was cancelled.")
+
+
+def prefetch(cache: PrefixCache, request: Request, tokens: Sequence[int]) -> Prefetched | None:
+    """Let a prompt that has to wait for its turn come from the origin meanwhile; None if it does not."""
+    if cache.streams is None:
+        return None
+    known = cache.look(request, tokens)
+    cache.forget(known)
+    return cache.streams.prefetch(replace(known, parked=None), cache.plan(known), cache.costs.rates)
 
 
 def streams_of(engine: Engine, settings: Settings) -> Streams | None:
