@@ -189,15 +189,18 @@ class Streaming:
         low = [chunk for chunk, depth in steps(split, progress) if depth == 1]
         if low and not self.told.events:  # keys and values of the lowest layer attend to nothing: all of them at once
             return _Step(range(max(low[0], split.chunks - self._most_chunks), split.chunks), 1)
-        front = next(chunk for chunk in range(split.chunks) if self._top(chunk))
-        depth = self._top(front)
+        tops = [self._top(chunk) for chunk in range(split.chunks)]  # once: more comes meanwhile
+        front = next((chunk for chunk, top in enumerate(tops) if top), None)
+        if front is None:
+            return None
+        depth = tops[front]
         flying = {cell.layer for cell in progress.flying if cell.chunk == front}
         coming = all(layer in flying for layer in range(depth) if not self._has(front, layer))
         if coming and progress.link_busy_seconds < self._costs.depth_seconds[front, depth] * self._pace:
             return None
         far = sum(count == layers for count in split.computed[front:])
-        untouched = [self._top(chunk) == layers for chunk in range(front, split.chunks)]
-        count = min(int(_FAR * far), (*untouched, False).index(False), self._most_chunks)
+        untouched = (*(top == layers for top in tops[front:]), False).index(False)
+        count = min(int(_FAR * far), untouched, self._most_chunks)
         return _Step(range(front, front + max(1, count)), depth, enough=True)
 
     @property

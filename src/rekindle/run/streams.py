@@ -96,10 +96,9 @@ class Streams:
         with self._lock:
             if len(self._ahead) >= MOST_AHEAD or name in self._ahead:
                 return None
-        coming = self._ask(known, plan, rates)
-        if coming is None:
-            return None
-        with self._lock:
+            coming = self._ask(known, plan, rates)  # it only begins
+            if coming is None:
+                return None
             self._ahead[name] = coming
         return Prefetched(self, name)
 
@@ -130,8 +129,9 @@ class Streams:
         """Fill a prompt with what is known here, what comes and what is computed. Raises `Cancelled`, and what the
         engine raises."""
         filling = _Filling(work, context, known, plan, carry)
-        left = rates.compute_seconds(Span(plan.reused, plan.tokens))
-        coming.wait(MOST_PATIENCE_SECONDS if left is None else min(PATIENCE * left, MOST_PATIENCE_SECONDS))
+        if filling.is_between_chunks:  # else there is something to do first
+            left = rates.compute_seconds(Span(plan.reused, plan.tokens))
+            coming.wait(MOST_PATIENCE_SECONDS if left is None else min(PATIENCE * left, MOST_PATIENCE_SECONDS))
         while not filling.is_ready(coming):
             filling.go_on()
         offer = coming.offer
@@ -255,6 +255,11 @@ class _Filling:
         return len(self.context.tokens)
 
     @property
+    def is_between_chunks(self) -> bool:
+        """Whether a chunk could begin, with all that is known here before it."""
+        return self.at >= self.plan.reused and not self.at % CHUNK_TOKENS
+
+    @property
     def _boundary(self) -> int:
         """Where the next piece ends."""
         return (max(self.at, self.plan.reused) // CHUNK_TOKENS + 1) * CHUNK_TOKENS
@@ -269,7 +274,7 @@ class _Filling:
         """Whether to stream now, or to compute the rest: not within a chunk, nor while something is to be loaded."""
         if self._boundary >= self.plan.tokens or (coming.over and coming.offer is None):
             return True
-        return coming.offer is not None and self.at >= self.plan.reused and not self.at % CHUNK_TOKENS
+        return coming.offer is not None and self.is_between_chunks
 
     def go_on(self) -> None:
         """Load what is known here, and compute up to the end of a chunk."""
