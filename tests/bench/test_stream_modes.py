@@ -35,7 +35,7 @@ def test_who_meets_leaves_no_cell_out_and_takes_none_twice(computed: int, came: 
         (LAYERS,) * computed + (0,) * (CHUNKS - computed), frozenset(back[:came]), tuple(back[came : came + flying])
     )
     steering = Meeting(costs())
-    schedule = steering.revise(steering.begin(costs()), progress, costs())
+    schedule = steering.revise(steering.begin(costs(), Progress.start(CHUNKS)), progress, costs())
     assert (schedule.owners(progress) == 1).all()
     free = [chunk for chunk in range(computed, CHUNKS) if not any(c.chunk == chunk for c in back[: came + flying])]
     assert schedule.split.computed.count(LAYERS) == computed + bool(free)  # the next one, if the link has not begun it
@@ -45,7 +45,7 @@ def test_who_meets_leaves_no_cell_out_and_takes_none_twice(computed: int, came: 
 def test_a_given_schedule_is_changed_by_a_dead_link_alone() -> None:
     given_one = all_stream(costs())
     steering, start = Given(given_one), Progress.start(CHUNKS)
-    assert steering.begin(costs()) is given_one
+    assert steering.begin(costs(), Progress.start(CHUNKS)) is given_one
     assert steering.revise(given_one, start, costs(0.1 + LEAST_BANDWIDTH)) is given_one
     assert steering.revise(given_one, start, costs(LEAST_BANDWIDTH)).split.computed == (LAYERS,) * CHUNKS
     assert not len(steering.ahead(given_one, start))

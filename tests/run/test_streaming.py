@@ -187,6 +187,16 @@ def test_any_split_gives_the_logits_of_computing_alone(splits: list[int], order:
     assert streaming.told.computed == tuple(computed) and streaming.told.streamed_cells == len(missing)
 
 
+def test_what_stays_between_what_comes_is_not_overwritten(prompt: Prompt) -> None:
+    """On a device what comes for a layer may land in one copy, with what lies between."""
+    layers = prompt.layers
+    computed = (layers, 0, min(2, layers), 0, min(3, layers))
+    missing = [Cell(chunk, layer) for chunk, count in enumerate(computed) for layer in range(count, layers)]
+    schedule = Schedule(Split(layers, computed), Streamed.of(layers, missing), 0.0)
+    logits, kv, _ = run(prompt, Carrier(prompt.kv, prompt.cells), steering=Given(schedule))
+    assert_same(prompt, logits, kv)
+
+
 @settings(max_examples=40)
 @given(waits=st.lists(st.sampled_from([0.0, 0.001, 0.004, 0.02]), min_size=1, max_size=8), here=st.integers(0, 3))
 def test_both_lanes_meet_whatever_the_link_does(waits: list[float], here: int) -> None:

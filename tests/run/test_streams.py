@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from rekindle.errors import InvalidSetting
 from rekindle.origin.publish import Publisher
 from rekindle.origin.serve import OriginServer, OriginSettings
 from rekindle.origin.signing import SigningKey, make_secret
+from rekindle.reuse.lookup import Matches
 from rekindle.run import streams
 from rekindle.run.explain import Explanation
 from rekindle.run.publishing import computed, levels_of
@@ -183,6 +184,40 @@ def test_an_origin_that_never_answers_is_left_alone(
                 silent.accept()
 
 
+def test_an_origin_that_is_silent_to_the_end_is_not_waited_for(
+    published: Published, alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "FIND_SECONDS", 600.0)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with opened(published, f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path / "cache") as session:
+            reply = session.generate(PROMPT + "And then", max_tokens=8)
+            longer = session.generate(PROMPT * 3, max_tokens=2)
+    assert reply.tokens == alone.tokens and reply.reuse.streamed == longer.reuse.streamed == 0
+    assert reply.reuse.computed == reply.usage.prompt_tokens
+
+
+def test_what_became_known_meanwhile_does_not_come_as_well(published: Published, alone: Any, tmp_path: Path) -> None:
+    request = Request.of(PROMPT + "And then", max_tokens=8)
+    with serving(published.folder) as url, opened(published, url, tmp_path / "cache") as session:
+        own = session.cache.streams
+        session.cache.streams = None
+        session.generate(PROMPT + "And then", max_tokens=0)
+        session.flush()
+        session.cache.streams = own
+        assert own is not None
+        known = session.cache.look(request, tuple(PROMPT.encode() + b"And then"))
+        unknown = replace(known, parked=None, matches=Matches(len(known.tokens)))
+        session.cache.forget(known)
+        ahead = own.prefetch(unknown, session.cache.plan(unknown), session.cache.costs.rates)
+        assert ahead is not None and len(own.ahead) == 1
+        reply = session.generate(PROMPT + "And then", max_tokens=8)
+        assert reply.reuse.streamed == 0 and reply.reuse.computed <= 1 and not own.ahead
+        ahead.close()
+    assert reply.tokens == alone.tokens
+
+
 def test_slices_that_are_damaged_are_computed(published: Published, alone: Any, tmp_path: Path) -> None:
     folder = tmp_path / "files"
     shutil.copytree(published.folder, folder)
@@ -191,6 +226,21 @@ def test_slices_that_are_damaged_are_computed(published: Published, alone: Any, 
     with serving(folder) as url, opened(published, url, tmp_path / "cache") as session:
         reply = session.generate(PROMPT + "And then", max_tokens=8)
         assert reply.tokens == alone.tokens and reply.reuse.streamed == 0
+
+
+def test_what_is_near_here_is_said_though_nothing_comes(published: Published, tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    shutil.copytree(published.folder, folder)
+    for path in folder.glob("contexts/*/*.kv"):
+        path.write_bytes(bytes(path.stat().st_size))
+    with serving(folder) as url:
+        with opened(published, url, tmp_path / "cache", reuse="near", local_tenants="*") as session:
+            session.generate(PROMPT[:200], max_tokens=0)
+            session.flush()
+        with opened(published, url, tmp_path / "cache", reuse="near") as session:
+            reply = session.generate(PROMPT + "And then", max_tokens=2)
+    assert reply.reuse.disk > 0 and not reply.reuse.streamed
+    assert reply.reuse.level == "near" and 0 < reply.reuse.near <= reply.reuse.disk
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,6 +32,7 @@ class ShapedOrigin:
         """Raises `RekindleError` if it does not start."""
         command = [sys.executable, "-m", "rekindle.bench.shaped_origin", str(folder)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._lock = threading.Lock()
         self.url = str(self._answer()["url"])
 
     def begin(self, trace: Trace) -> None:
@@ -60,8 +62,9 @@ class ShapedOrigin:
 
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
-        print(json.dumps(command), file=self._process.stdin, flush=True)
-        return self._answer()
+        with self._lock:
+            print(json.dumps(command), file=self._process.stdin, flush=True)
+            return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

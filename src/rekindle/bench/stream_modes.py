@@ -59,7 +59,7 @@ class Given(Steering):
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
 
-    def begin(self, costs: StreamCosts) -> Schedule:  # noqa: ARG002
+    def begin(self, costs: StreamCosts, progress: Progress) -> Schedule:  # noqa: ARG002
         """As given."""
         return self._schedule
 

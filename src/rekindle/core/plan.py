@@ -62,6 +62,11 @@ class Stream:
     level: str
 
     @property
+    def brings(self) -> bool:
+        """Whether anything comes."""
+        return any(own < self.layers for own in self.computed)
+
+    @property
     def tokens(self) -> int:
         """How many tokens' worth of KV comes from the origin: of a token in some layers, its share of them."""
         chunks = Cells(len(self.span), self.layers).spans

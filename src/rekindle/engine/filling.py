@@ -39,8 +39,12 @@ class Filling:
         layers: int,
         device: torch.device,
         turner: Turner | None = None,
+        *,
+        between: bool = False,
     ) -> None:
-        """`turner` is for feeds that move: without it, none may have a shift."""
+        """`turner` is for feeds that move: without it, none may have a shift. `between` says that something that stays
+        may stand between feeds."""
+        self._between = between
         self._feeds: dict[TorchSequence, list[KvFeed]] = {}
         for sequence, feed in feeds:
             self._feeds.setdefault(sequence, []).append(feed)
@@ -176,7 +180,14 @@ class Filling:
         """
         apart = all(first.span.stop <= second.span.start for first, second in pairwise(feeds))
         together = self._stream is not None and apart and bool(feeds) and feeds[0].span.start >= sequence.length
-        return [list(feeds)] if together else [[feed] for feed in feeds]
+        groups: list[list[KvFeed]] = []
+        for feed in feeds:
+            follows = bool(groups) and groups[-1][-1].span.stop == feed.span.start
+            if together and groups and (follows or not self._between):  # what lies between them is overwritten
+                groups[-1].append(feed)
+            else:
+                groups.append([feed])
+        return groups
 
     def _landing(self, sequence: TorchSequence, layer: int, feeds: Sequence[KvFeed]) -> Landing | None:
         with self._changed:  # once stopped, the sequence may have other buffers, which are none of ours

@@ -107,7 +107,8 @@ class Pass(StepPass):
         given = [(lane.sequence, feed) for lane in self.lanes for feed in lane.checked.row.feeds]
         feeds = [(sequence, feed) for sequence, feed in given if not isinstance(feed, StayingFeed)]
         self._until = rows[0].row.until
-        self._filling = Filling(feeds, layers, device, turner) if feeds else None
+        stays = len(feeds) < len(given)
+        self._filling = Filling(feeds, layers, device, turner, between=stays) if feeds else None
         self.tokens = torch.from_numpy(np.concatenate([row.tokens for row in rows]))[None].to(device)
         self._pack()
 

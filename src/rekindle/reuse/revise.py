@@ -2,8 +2,7 @@
 
 Whoever runs a schedule asks after each step, and now and then while only the link works. Lanes that meet go on towards
 each other. Otherwise work moves when a lane is about to run dry, or would wait, not sooner: what is decided later is
-decided knowing more. A step that already waits, longer than it is worth, is given up by whoever runs it: then it counts
-as never begun.
+decided knowing more.
 """
 
 from __future__ import annotations

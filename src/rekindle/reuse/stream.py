@@ -42,13 +42,13 @@ _TINY = 1e-12  # seconds: less is nothing
 _STIFF = 0.93  # so much sooner must a schedule be that does not bend
 
 
-def begin(costs: StreamCosts) -> Schedule:
+def begin(costs: StreamCosts, progress: Progress | None = None) -> Schedule:
     """The schedule to begin with: both lanes meet, unless another shape is expected to be much sooner."""
-    task = Task.of(costs, None)
+    task = Task.of(costs, progress)
     meeting = meet(task)
     if Lanes.of(task, _edges(task)).least_seconds >= meeting.seconds * _STIFF:  # then none is
         return meeting
-    best = greedy(costs)
+    best = greedy(costs, progress)
     return best if best.seconds < meeting.seconds * _STIFF else meeting
 
 

@@ -161,9 +161,9 @@ class PrefixCache:
     def fill(self, known: Known, plan: Plan, capacity: int, cancelled: Asked) -> Filled:
         """Carry out the plan. What cannot be loaded is computed. Raises `Cancelled` and what the engine raises."""
         self._room.enter()
-        context: Context | None = None
-        coming = None if self.streams is None else self.streams.ask(known, plan, self.costs.rates)
+        context, coming = None, None
         try:
+            coming = None if self.streams is None else self.streams.ask(known, plan, self.costs.rates)
             context = self._going_on(known, plan, capacity)
             if self._engine.capabilities.crowded:
                 self.unpark()
@@ -202,8 +202,7 @@ class PrefixCache:
         """Fill a prompt whose passages may come from other prompts, and may be kept for others."""
         scoring = self.chunks.scoring(passages, len(known.tokens))
         work = replace(work, probe=None if scoring is None else scoring.probe)
-        mends = plan.mend is not None
-        filled = (self._mend if mends else self._carry_out)(work, context, known, plan)
+        filled = (self._carry_out if plan.mend is None else self._mend)(work, context, known, plan)
         context.mended = passages.report(filled.plan, filled.anew, context.mended)
         context.watched = Watched(passages, filled.plan, scoring)
         return filled
@@ -248,7 +247,8 @@ class PrefixCache:
         return context
 
     def _prefill(self, context: Context, known: Known, cancelled: Asked) -> Prefill:  # noqa: ARG002  (for subclasses)
-        return Prefill(self._engine, self.costs, known.tokens, cancelled, replay=not self._settings.deterministic)
+        replay, alone = not self._settings.deterministic, self._room.is_alone
+        return Prefill(self._engine, self.costs, known.tokens, cancelled, replay, alone=alone)
 
     def _load(self, work: Prefill, context: Context, known: Known, plan: Plan) -> Filled:
         store, match = self.store, known.matches.match
@@ -387,8 +387,6 @@ class PrefixCache:
             return
         self._closed = True
         self._flights.land()
-        if self.streams is not None:
-            self.streams.close()
         remember_costs(self._engine, self.costs)
         idle = self.keeper is None or self.keeper.close(CLOSE_SECONDS)
         self._parked.clear()
@@ -398,3 +396,5 @@ class PrefixCache:
             except NoAnswer as reason:
                 log.warning("The cache could not be closed: %s.", reason)
         self._patience.close()
+        if self.streams is not None:
+            self.streams.close()

@@ -70,12 +70,14 @@ def spared(known: Known, plan: Plan, filled: Filled | None, miss: str | None, me
     mended = stayed + moved
     mends = plan.mend is not None
     near = known.near_tokens(plan) if filled is None else min(filled.context.near_tokens, plan.reused)
+    is_near = near > 0
     streamed = 0 if plan.stream is None else plan.stream.tokens
     if plan.stream is not None and plan.stream.level != RAW:
-        near = streamed
+        near = known.near_tokens(plan) + streamed
+        is_near = near > 0 or plan.stream.brings  # also what is less than a token's worth
     anew = len(filled.anew) if filled is not None else _expected(known, plan, mender)
     return Reuse(
-        level="off" if known.off else "approximate" if mended else "near" if near else "exact",
+        level="off" if known.off else "approximate" if mended else "near" if is_near else "exact",
         computed=len(known.tokens) - plan.reused - moved + anew - streamed,
         engine=tiers["engine"],
         memory=tiers["memory"],

@@ -38,9 +38,9 @@ class LayerCosts:
     def learn(self, samples: Iterable[Sample]) -> None:
         """So long did layers take."""
         with self._lock:
-            for sample in samples:
-                self._samples.append(sample)
-                self._new += 1
+            told = [sample for sample in samples if sample.seconds > 0]
+            self._samples.extend(told)
+            self._new += len(told)
 
     def seconds(self, cells: Cells) -> Floats | None:
         """[chunks, layers] how long each cell takes; None while nobody knows."""

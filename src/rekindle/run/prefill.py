@@ -109,6 +109,7 @@ class Prefill:
     replay: bool = True  # see `Row`
     probe: Probe | None = None  # watches what is computed
     reached: Callable[[int], None] | None = None  # told how many tokens are computed, after each step but the last
+    alone: Asked = lambda: True  # whether no other request waits for its steps to end
 
     def run(self, context: Context, plan: Plan, feed: TimedFeed | None = None) -> Filled:
         """Carry out a plan whose loads come by `feed`, or are in the context already.

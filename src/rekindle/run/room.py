@@ -31,6 +31,11 @@ class Room:
         with self._changed:
             self._running += 1
 
+    def is_alone(self) -> bool:
+        """Whether at most one runs."""
+        with self._changed:
+            return self._running <= 1
+
     def take(self, get: Callable[[], T], cancelled: Callable[[], bool]) -> T:
         """What `get` gives, as soon as there is memory for it: what only waits makes way, then others must end.
 

@@ -291,7 +291,8 @@ class Session:
         """Let the prompt of a request that has to wait come from the origin meanwhile. `close` what is returned."""
         with self._alive.use(), self.adapters.use(request.adapter) as adapter:
             settled = replace(request, adapter=adapter)
-            return prefetch(self.cache, settled, encode_prompt(self.engine, settled, self._written).tokens)
+            prompt = encode_prompt(self.engine, settled, self._written)
+            return prefetch(self.cache, settled, prompt.tokens, prompt.outline)
 
     def flush(self, timeout_seconds: float = 60.0) -> bool:
         """Wait until everything computed so far is on disk; False if that takes longer."""

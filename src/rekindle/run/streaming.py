@@ -6,7 +6,7 @@
 Usually both lanes go towards each other until they meet, in the middle of a chunk: a step asks at every layer whether
 all that is above has come by now. `reuse/stream` says where that is expected, or what else is sooner; it is asked again
 after every step, by how fast the link was, and how fast the machine computes just now. Whatever the link does, the
-prompt is finished, and nothing is computed twice.
+prompt is finished, and nothing but the lowest layer is computed twice.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rekindle.core.cells import Cell, Cells, Event, Progress, Schedule, Streamed, steps
+from rekindle.core.chunk import Outline
 from rekindle.core.kv import LayerKv, Span
 from rekindle.core.request import Request
 from rekindle.engine.base import Engine, EngineSequence, KvFeed, Logits, Row, StayingFeed
@@ -83,9 +84,9 @@ class _CellFeed:
 class Steering:
     """Decides what is computed and what is streamed. Rivals, in benches, decide otherwise."""
 
-    def begin(self, costs: StreamCosts) -> Schedule:
+    def begin(self, costs: StreamCosts, progress: Progress) -> Schedule:
         """The schedule to begin with."""
-        return begin(costs)
+        return begin(costs, progress)
 
     def revise(self, schedule: Schedule, progress: Progress, costs: StreamCosts) -> Schedule:
         """The schedule to go on with, before each step and while the link is waited for."""
@@ -124,11 +125,12 @@ class Streaming:
         self._computed = [cells.layers] * here + [0] * (cells.chunks - here)
         self._pace = 1.0  # how long steps take, of what was expected
         self.since = time.monotonic()  # of the timeline
+        self.alone: Callable[[], bool] = lambda: True  # else steps are short: others wait for them
         self.told = StreamReport()
 
     def run(self) -> Logits:
         """Fill the sequence with the whole prompt; the logits of its last token. Raises `Cancelled`."""
-        schedule = self._steering.begin(self._now())
+        schedule = self._steering.begin(self._now(), self._progress())
         while True:
             self._check_cancelled()
             progress = self._progress()
@@ -205,7 +207,7 @@ class Streaming:
 
     @property
     def _most_chunks(self) -> int:
-        return max(1, self._engine.prefill_tokens // self._cells.chunk_tokens)
+        return max(1, self._engine.prefill_tokens // self._cells.chunk_tokens) if self.alone() else 1
 
     def _top(self, chunk: int) -> int:
         """How many layers of a chunk have to be computed if nothing more comes."""
@@ -247,7 +249,7 @@ class Streaming:
         for chunk in step.chunks:
             self._computed[chunk] = ended
         took, expected = time.monotonic() - begun, float(self._costs.depth_seconds[step.chunks, ended].sum())
-        if expected > 0:
+        if expected > 0 and ended > 1:  # the lowest layer alone is mostly something else
             self._pace += _TRUST * (took / expected - self._pace)
         if ended >= _TELLING:  # the last layer is keys and values only
             self.told.samples.append(Sample(stop - start, start, took / (ended - 1)))
@@ -312,11 +314,11 @@ class Streaming:
             raise Cancelled("The request was cancelled.")
 
 
-def prefetch(cache: PrefixCache, request: Request, tokens: Sequence[int]) -> Prefetched | None:
+def prefetch(cache: PrefixCache, request: Request, tokens: Sequence[int], outline: Outline | None) -> Prefetched | None:
     """Let a prompt that has to wait for its turn come from the origin meanwhile; None if it does not."""
-    if cache.streams is None:
+    if cache.streams is None or not cache.streams.able:
         return None
-    known = cache.look(request, tokens)
+    known = cache.look(request, tokens, outline)
     cache.forget(known)
     return cache.streams.prefetch(replace(known, parked=None), cache.plan(known), cache.costs.rates)
 

@@ -54,6 +54,7 @@ REST_SECONDS = 30.0  # that an origin is left alone after it failed
 _FLOP_PER_SECOND = 3e10  # until something was measured: what two slow cores do, two operations a weight and token
 
 CarryOut = Callable[[Prefill, Plan], Filled]  # as if there were no origin
+Name = tuple[Shelf, tuple[int, ...]]  # of a prompt
 
 
 def local_tenants(text: str) -> frozenset[str]:
@@ -76,31 +77,35 @@ class Streams:
         self._engine = engine
         self._local = local_tenants(settings.local_tenants)
         able = engine.capabilities.layer_feeds and engine.capabilities.spans
-        self._able = able and not settings.deterministic
+        self.able = able and not settings.deterministic  # to stream at all
         self._bandwidth = Bandwidth()
         self._top_share = _top_share(engine)
         self._layers = LayerCosts(engine)
         self._lock = threading.Lock()
-        self._ahead: dict[tuple[Shelf, tuple[int, ...]], Coming] = {}
+        self._ahead: dict[Name, Coming] = {}
+        self._closed = False
         self._resting_until = 0.0
 
     def ask(self, known: Known, plan: Plan, rates: Rates) -> Coming | None:
         """Begin to look for a prompt, if it is worth it and may be; None if not. It may be on its way already."""
         with self._lock:
             ahead = self._ahead.pop((known.shelf, tuple(known.tokens)), None)
+        if ahead is not None and not self._may(known, plan):  # it became known here meanwhile
+            ahead.close()
+            return None
         return ahead or self._ask(known, plan, rates)
 
     def prefetch(self, known: Known, plan: Plan, rates: Rates) -> Prefetched | None:
         """Begin with that for a prompt that has to wait for its turn; None if it is not worth it."""
         name = known.shelf, tuple(known.tokens)
         with self._lock:
-            if len(self._ahead) >= MOST_AHEAD or name in self._ahead:
+            if len(self._ahead) >= MOST_AHEAD or name in self._ahead or self._closed:
                 return None
             coming = self._ask(known, plan, rates)  # it only begins
             if coming is None:
                 return None
             self._ahead[name] = coming
-        return Prefetched(self, name)
+        return Prefetched(self, name, coming)
 
     @property
     def ahead(self) -> tuple[Coming, ...]:
@@ -108,12 +113,13 @@ class Streams:
         with self._lock:
             return tuple(self._ahead.values())
 
-    def drop(self, name: tuple[Shelf, tuple[int, ...]]) -> None:
+    def drop(self, name: Name, coming: Coming) -> None:
         """Nobody waits for it any more, unless its turn has come."""
         with self._lock:
-            coming = self._ahead.pop(name, None)
-        if coming is not None:
-            coming.close()
+            if self._ahead.get(name) is not coming:
+                return
+            del self._ahead[name]
+        coming.close()
 
     def _ask(self, known: Known, plan: Plan, rates: Rates) -> Coming | None:
         if not self._may(known, plan):
@@ -121,7 +127,11 @@ class Streams:
         left = rates.compute_seconds(Span(plan.reused, plan.tokens))
         if left is not None and left < WORTH_SECONDS:
             return None
-        return Coming(lambda stop: self._find(known, stop), plan.reused, self._rest)
+        try:
+            return Coming(lambda stop: self._find(known, stop), plan.reused, self._rest)
+        except RuntimeError as error:  # the system has no thread left
+            log.warning("The origin is not asked: %s.", error)
+            return None
 
     def fill(
         self, coming: Coming, work: Prefill, context: Context, known: Known, plan: Plan, rates: Rates, carry: CarryOut
@@ -135,22 +145,26 @@ class Streams:
         while not filling.is_ready(coming):
             filling.go_on()
         offer = coming.offer
-        if offer is None or offer.cells.tokens <= filling.at:
+        if offer is None or not filling.is_between_chunks or offer.cells.tokens <= filling.at:
             return filling.end()
         return self._stream(filling, offer, rates) or filling.end()
 
     def close(self) -> None:
         """Close the connections, and remember what layers cost. Idempotent."""
         with self._lock:
-            waiting = list(self._ahead)
-        for name in waiting:
-            self.drop(name)
+            self._closed = True
+            waiting = list(self._ahead.items())
+        for name, coming in waiting:
+            self.drop(name, coming)
         self._origin.close()
-        self._layers.close()
+        try:
+            self._layers.close()
+        except Exception:  # what it would have learned is not worth more
+            log.exception("What layers cost could not be learned.")
 
     def _may(self, known: Known, plan: Plan) -> bool:
         return (
-            self._able
+            self.able
             and not known.off
             and known.passages is None
             and plan.tokens - plan.reused > CHUNK_TOKENS
@@ -189,6 +203,7 @@ class Streams:
             streaming = Streaming(
                 self._engine, context.sequence, tokens, offer.cells, link, costs, filling.work.cancelled
             )
+            streaming.alone = filling.work.alone
             streaming.since = filling.begun
             logits = streaming.run()
         except (KvLost, StepRefused, ValueError) as error:  # also costs that no schedule can be made of
@@ -199,7 +214,8 @@ class Streams:
             link.close()
         if link.failed is not None:
             self._rest(link.failed)
-        self._layers.learn(streaming.told.samples)
+        if self._engine.device == "cpu":  # elsewhere a step is over before it is computed
+            self._layers.learn(streaming.told.samples)
         return filling.streamed(streaming, offer, logits)
 
     def _costs(self, offer: Offer, tokens: int, rates: Rates) -> StreamCosts:
@@ -232,11 +248,12 @@ class Prefetched:
     """A prompt that waits for its turn, and is on its way meanwhile. `close` it when it has begun, or never will."""
 
     _streams: Streams
-    _name: tuple[Shelf, tuple[int, ...]]
+    _name: Name
+    _coming: Coming
 
     def close(self) -> None:
         """Idempotent."""
-        self._streams.drop(self._name)
+        self._streams.drop(self._name, self._coming)
 
 
 class _Filling:
@@ -271,7 +288,7 @@ class _Filling:
         return plan.loads if self._first is not None or plan.in_engine else ()
 
     def is_ready(self, coming: Coming) -> bool:
-        """Whether to stream now, or to compute the rest: not within a chunk, nor while something is to be loaded."""
+        """Whether it is time to stream, or to compute the rest."""
         if self._boundary >= self.plan.tokens or (coming.over and coming.offer is None):
             return True
         return coming.offer is not None and self.is_between_chunks
@@ -292,8 +309,8 @@ class _Filling:
         first = self._first
         if first is None:
             return self._carry(self.work, self.plan)
-        spans = [Span(max(step.span.start, self.at), step.span.stop) for step in self.plan.computes]
-        rest = tuple(Compute(span) for span in spans if span.start < span.stop)
+        left = [step.span for step in self.plan.computes if step.span.stop > self.at]
+        rest = tuple(Compute(Span(max(span.start, self.at), span.stop)) for span in left)
         filled = self._carry(self.work, Plan(self.plan.tokens, (Load(Span(0, self.at), "engine"), *rest)))
         loaded = self._loads[-1].span.stop if self._loads else 0
         before = (Compute(Span(loaded, rest[0].span.start)),) if rest[0].span.start > loaded else ()
@@ -305,7 +322,7 @@ class _Filling:
         told.events[:0] = self._events
         self.context.tokens = tuple(self.known.tokens)
         if level != RAW and told.streamed_cells:
-            self.context.near_tokens = cells.tokens
+            self.context.near_tokens = cells.tokens  # as far as is known
         loaded = self._loads[-1].span.stop if self._loads else 0
         first = -(-loaded // CHUNK_TOKENS)
         span = Span(first * CHUNK_TOKENS, cells.tokens)

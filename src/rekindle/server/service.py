@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -121,9 +121,13 @@ class Service:
         self._asked[task] = owner
         if self.idler is not None:  # it stops before this one takes its place
             self.idler.arrive(request)
-        ahead = self._prefetch(request, turn)
+        ahead = None
         try:
+            ahead = self._prefetch(request, turn)
             async with self.line.place(turn):
+                if ahead is not None and not ahead.done():  # too late
+                    ahead.cancel()
+                    ahead.add_done_callback(_drop)
                 waited = time.perf_counter() - arrived
                 job = Job(self.session, request, turn)
                 self._jobs.add(job)
@@ -146,11 +150,11 @@ class Service:
             if self.idler is not None:
                 self.idler.leave()
 
-    def _prefetch(self, request: Request, turn: Turn) -> asyncio.Future[Prefetched | None] | None:
+    def _prefetch(self, request: Request, turn: Turn) -> Future[Prefetched | None] | None:
         """While a request stands in line, its prompt may come from the origin already."""
         if self.session.cache.streams is None or self.line.is_free(turn):
             return None
-        return asyncio.get_running_loop().run_in_executor(self.aside, self.session.prefetch, request)
+        return self.aside.submit(self.session.prefetch, request)
 
     def kill(self, tenant: str, app: str) -> int:
         """Stop everything that an app asked, also what still stands in line; how many requests that were."""
@@ -193,7 +197,7 @@ def _too_late(limit: float) -> Problem:
     )
 
 
-def _drop(ahead: asyncio.Future[Prefetched | None]) -> None:
+def _drop(ahead: Future[Prefetched | None]) -> None:
     """Its request has begun, or was given up. Whatever went wrong, it was only ahead."""
     if not ahead.cancelled() and ahead.exception() is None and (prefetched := ahead.result()) is not None:
         prefetched.close()
