@@ -9,12 +9,12 @@ found by edges: ways to compute more, the most rewarding first, until both lanes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.core.cells import Schedule
+from rekindle.core.cells import Schedule, Streamed
 from rekindle.reuse.timeline import Depths, Seconds, Task
 
 CLOSE = 2  # edges, or depths within one, looked at on either side of where both lanes end together
@@ -126,4 +126,7 @@ def meet(task: Task) -> Schedule:
     """Both lanes on their way to each other, maybe after the lowest layer of every chunk: it costs little."""
     tries = [np.zeros_like(task.done), task.most]
     tries += [depths for least in (0, 1) for depths in around(task, fronts(task, least), 1)]
-    return replace(task.schedule(best_of(task, np.stack(tries)).depths), meeting=True)
+    best = best_of(task, np.stack(tries))
+    left = np.flatnonzero(task.missing & (np.arange(task.costs.layers) >= best.depths[:, None]))
+    order = Streamed(task.costs.layers, tuple(left[::-1].tolist()))  # the top layer first: there the lanes meet
+    return Schedule(task.split(best.depths), order, best.seconds, meeting=True)

@@ -23,8 +23,18 @@ log = logging.getLogger(__name__)
 AT_A_TIME_SECONDS = 0.2  # slices that come within so long are asked for together
 _MOST_CELLS = 64
 _PARTS = 8  # nor more than this part of what is wanted: the order may change
+_BLOCK_SECONDS = 0.1  # slices that come within so long may come in the order of the file: fewer requests
 _FIRST_CELLS = 2  # while the bandwidth is not known
 _STALLED_SECONDS, _STALLED = 0.25, 4.0  # so long, and so many times longer than expected, nothing came
+
+
+def _in_blocks(cells: Sequence[Cell], count: float) -> tuple[Cell, ...]:
+    """The same cells, nearly in their order, but so many neighbours at a time as they stand in the file: one range."""
+    size = max(1, min(int(count), _MOST_CELLS))
+    blocks: dict[tuple[int, int], list[Cell]] = {}
+    for cell in cells:
+        blocks.setdefault((cell.chunk, cell.layer // size), []).append(cell)
+    return tuple(cell for block in blocks.values() for cell in sorted(block))
 
 
 class Carrier(Protocol):
@@ -166,9 +176,12 @@ class Link:
                 if room < 0 and len(taken) >= _FIRST_CELLS:
                     break
                 taken.append(self._wanted.pop(0))
-            self._flying = tuple(sorted(taken))  # as they stand in the file: so they are one range
+            self._flying = _in_blocks(taken, 1 if speed is None else speed * _BLOCK_SECONDS / self._mean_bytes(taken))
             self._since = time.monotonic()
             return self._flying
+
+    def _mean_bytes(self, cells: Sequence[Cell]) -> float:
+        return max(1.0, sum(map(self._carrier.size_bytes, cells)) / len(cells))
 
     def _bring(self, cells: Sequence[Cell]) -> None:
         for cell, kv in self._carrier.carry(cells):
