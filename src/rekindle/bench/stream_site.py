@@ -265,10 +265,12 @@ class Site:
         coming = Coming(lambda _stop: self._offer(origin, level), 0, failed.append)
         stack.callback(coming.close)
         coming.wait(min(PATIENCE * local_seconds, MOST_PATIENCE_SECONDS))
-        for span in setting.cells.spans[:-1]:
-            if coming.over:
-                break
-            row = Row.following(sequence, setting.tokens[span.start : span.stop], logits="none")
+        chunk, last = setting.cells.chunk_tokens, setting.cells.spans[-1].start
+        while not coming.over and sequence.length < last:
+            stop = min(
+                last, sequence.length + max(chunk, sequence.length), sequence.length + self._engine.prefill_tokens
+            )
+            row = Row.following(sequence, setting.tokens[sequence.length : stop // chunk * chunk], logits="none")
             self._engine.step([replace(row, replay=False, prefill=True)])
         if coming.offer is None:
             return Link(_Nothing()), failed[0] if failed else "The origin did not answer in time."

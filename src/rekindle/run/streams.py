@@ -47,7 +47,7 @@ log = logging.getLogger("rekindle.origin")
 
 LEVELS = ("near", "q5", "q8", "q4", RAW, "q3", "q2")  # what is taken under near, the first that is there
 WORTH_SECONDS = 0.2  # what is computed sooner than that is computed
-PATIENCE, MOST_PATIENCE_SECONDS = 0.03, 0.2  # the share of computing that is waited for it before anything is computed
+PATIENCE, MOST_PATIENCE_SECONDS = 0.015, 0.2  # the share of computing that is waited for it before anything is computed
 MOST_AHEAD = 2  # prompts that come while they wait for their turn: they take memory
 FIND_SECONDS = 10.0  # that an origin may take to say whether it has something
 REST_SECONDS = 30.0  # that an origin is left alone after it failed
@@ -264,6 +264,7 @@ class _Filling:
         self._carry = carry
         self.begun = time.monotonic()
         self._events: list[Event] = []
+        self._pieces = 0  # chunks that were computed here
         self._first: Filled | None = None  # the piece that brought what is known here
 
     @property
@@ -278,8 +279,13 @@ class _Filling:
 
     @property
     def _boundary(self) -> int:
-        """Where the next piece ends."""
-        return (max(self.at, self.plan.reused) // CHUNK_TOKENS + 1) * CHUNK_TOKENS
+        """Where the next piece ends: each is as long as all before, the origin being the slower to answer the longer it
+        takes, and long steps are faster; but short ones while others wait for them."""
+        at = max(self.at, self.plan.reused)
+        most = min(self._pieces, self.work.engine.prefill_tokens // CHUNK_TOKENS) if self.work.alone() else 1
+        last = (self.plan.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+        following = (at // CHUNK_TOKENS + 1) * CHUNK_TOKENS
+        return max(following, min(following + (max(1, most) - 1) * CHUNK_TOKENS, last))
 
     @property
     def _loads(self) -> tuple[Load, ...]:
@@ -296,6 +302,7 @@ class _Filling:
     def go_on(self) -> None:
         """Load what is known here, and compute up to the end of a chunk."""
         at, stop, begun = self.at, self._boundary, time.monotonic()
+        self._pieces += (stop - max(at, self.plan.reused)) // CHUNK_TOKENS
         loads = (Load(Span(0, at), "engine"),) if at else self.plan.loads
         plan = Plan(stop, (*loads, Compute(Span(max(at, self.plan.reused), stop))))
         filled = self._carry(replace(self.work, tokens=self.known.tokens[:stop]), plan)
