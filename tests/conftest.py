@@ -34,9 +34,13 @@ THOROUGH = frozenset(
 )
 
 
+THOROUGH_FOLDERS = frozenset({"cli", "faults", "integrate", "origin", "parity", "server"})
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if str(item.path.relative_to(Path(__file__).parent)) in THOROUGH:
+        place = item.path.relative_to(Path(__file__).parent)
+        if str(place) in THOROUGH or place.parts[0] in THOROUGH_FOLDERS:
             item.add_marker(pytest.mark.thorough)
     # The longest first: two workers that take a file each end at the same time.
     items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("real", "docs", "storm")))
