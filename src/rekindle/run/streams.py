@@ -279,8 +279,8 @@ class _Filling:
 
     @property
     def _boundary(self) -> int:
-        """Where the next piece ends: each is as long as all before, the origin being the slower to answer the longer it
-        takes, and long steps are faster; but short ones while others wait for them."""
+        """Where the next piece ends. Each is as long as all before: who has not answered by now may take as long again,
+        and long steps are faster. While others wait for them, they are short."""
         at = max(self.at, self.plan.reused)
         most = min(self._pieces, self.work.engine.prefill_tokens // CHUNK_TOKENS) if self.work.alone() else 1
         last = (self.plan.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
