@@ -13,7 +13,7 @@ LLAMA_WHEEL = $(firstword $(wildcard $(WHEELS)/llama_cpp_python-$(lastword $(sub
 LLAMA_FLAGS := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 LLAMA_STAMP := $(VENV)/.llamacpp
 
-.PHONY: help setup clients llamacpp test-llamacpp engines demo test test-long quick lint bench numbers reference soak soak-server clean
+.PHONY: help setup clients llamacpp test-llamacpp engines demo test test-docs test-long quick lint bench numbers reference soak soak-server clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -33,11 +33,14 @@ demo: setup  ## the main job, as far as it exists, on the embedded model
 test: setup lint  ## lint, types, layers, tests (those of llama.cpp where it is at hand, but for its real models: test-llamacpp)
 	@if [ -n "$(LLAMA_WHEEL)" ]; then $(MAKE) --no-print-directory llamacpp; \
 	else echo "llama.cpp: its tests are not run, because it is not built here (make test-llamacpp builds it)"; fi
-	@$(MAKE) --no-print-directory clients || echo "LangChain and LlamaIndex do not install here: their examples are not run"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive and not long and not (llamacpp and (real or docs))"
 
+test-docs: setup  ## every command and all code of README and guide; `make test` runs some pages
+	@$(MAKE) --no-print-directory clients || echo "LangChain and LlamaIndex do not install here: their examples are not run"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m docs
+
 test-long: setup  ## what takes too long for every change: sweeps over every call that can fail, benches on the real model
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "exhaustive or long"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "exhaustive or (long and not docs)"
 
 # LlamaIndex's OpenAI client does not go together with our transformers and openai: the clients have an environment of
 # their own, and talk to the server only. The frameworks themselves are in ours, for the adapters.

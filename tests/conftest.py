@@ -26,21 +26,30 @@ CHAT_TEMPLATE = (
 # What takes longest without real weights: processes, servers, thousands of faults. Left out of `make quick`.
 THOROUGH = frozenset(
     """
-    cli/test_bench_serve.py cli/test_commands.py cli/test_serve.py engine/llamacpp/test_checkpoints.py
-    engine/llamacpp/test_closed.py engine/llamacpp/test_files.py engine/test_constrain.py faults/test_catalog.py
-    faults/test_purge.py integrate/test_attach.py run/test_idle.py run/test_keep_alive.py server/test_admin.py
-    server/test_chat.py server/test_completions.py server/test_guard.py server/test_knowledge.py server/test_line.py
+    bench cli docs engine/llamacpp faults integrate origin parity real server tools
+    engine/test_calls.py engine/test_constrain.py engine/test_embedder.py engine/test_qkv.py engine/test_turn.py
+    knowledge/test_read.py knowledge/test_split.py knowledge/test_watch.py laws/test_plan_laws.py
+    laws/test_stream_laws.py reuse/test_latency.py run/test_adapters.py run/test_answers.py run/test_arrivals.py
+    run/test_ask.py run/test_draft.py run/test_flight.py run/test_forget.py run/test_idle.py run/test_keep_alive.py
+    run/test_layer_costs.py run/test_mend.py run/test_near.py run/test_streaming.py run/test_streams.py
+    store/test_evict_apps.py store/test_policy.py store/test_purge.py
     """.split()  # noqa: SIM905
 )
 
 
-THOROUGH_FOLDERS = frozenset({"cli", "faults", "integrate", "origin", "parity", "server"})
+def is_thorough(path: Path) -> bool:
+    place = path.relative_to(Path(__file__).parent)
+    return any(str(part) in THOROUGH for part in (place, *place.parents))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What is left out need not be imported either: half of the time of `make quick`."""
+    return True if "not thorough" in config.option.markexpr and is_thorough(collection_path) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        place = item.path.relative_to(Path(__file__).parent)
-        if str(place) in THOROUGH or place.parts[0] in THOROUGH_FOLDERS:
+        if is_thorough(item.path):
             item.add_marker(pytest.mark.thorough)
     # The longest first: two workers that take a file each end at the same time.
     items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("real", "docs", "storm")))

@@ -17,8 +17,8 @@ from rekindle.store.tiered import TieredStore
 from tests.kvs import load
 
 LIMIT_BYTES = 6_000_000
-KILLS = int(os.environ.get("SOAK_KILLS", "200"))
-STORM_SECONDS = float(os.environ.get("SOAK_SECONDS", "60"))
+KILLS = int(os.environ.get("SOAK_KILLS", "100"))
+STORM_SECONDS = float(os.environ.get("SOAK_SECONDS", "20"))
 ROOT = Path(__file__).resolve().parents[2]
 
 

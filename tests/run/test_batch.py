@@ -74,6 +74,13 @@ def together(engine: Watched, asking: Sequence[Asking]) -> None:
         assert not request.is_alive()
 
 
+@pytest.fixture
+def company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were in the last step are waited for, however slow this machine gives them a core."""
+    monkeypatch.setattr("rekindle.run.batch._DRAW_SECONDS", 1.0)
+    monkeypatch.setattr("rekindle.run.batch._COMPANY_SECONDS", 1.0)
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 250, length).tolist()
 
@@ -96,6 +103,7 @@ def test_requests_that_share_steps_say_what_each_says_alone(merges: bool) -> Non
         assert all(np.array_equal(a, b) for a, b in zip(request.logits, expected, strict=True))
 
 
+@pytest.mark.usefixtures("company")
 def test_replies_that_are_written_at_the_same_time_share_their_steps() -> None:
     inner = Watched()
     engine = BatchingEngine(inner)
@@ -112,6 +120,7 @@ def test_without_sharing_every_row_is_computed_alone_and_whole() -> None:
     assert sorted(step[0] for step in inner.steps) == [1] * 15 + [90] * 3
 
 
+@pytest.mark.usefixtures("company")
 def test_a_long_prompt_is_cut_so_that_replies_go_on_meanwhile() -> None:
     inner = Watched()
     engine = BatchingEngine(inner)

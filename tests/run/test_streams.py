@@ -40,10 +40,18 @@ class Published:
     secret: Path | None
 
 
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return publish(tmp_path_factory.mktemp("origin"), encrypted=False)
+
+
 @pytest.fixture(scope="module", params=["plain", "encrypted"])
-def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Published:
-    folder = tmp_path_factory.mktemp("origin")
-    key, secret = SigningKey.new(), folder / "secret" if request.param == "encrypted" else None
+def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return publish(tmp_path_factory.mktemp("origin"), encrypted=request.param == "encrypted")
+
+
+def publish(folder: Path, *, encrypted: bool) -> Published:
+    key, secret = SigningKey.new(), folder / "secret" if encrypted else None
     made = None if secret is None else make_secret(secret)
     with Session(FakeEngine(), cache="off") as session, computed(session, Request.of(PROMPT)) as source:
         Publisher(folder / "files", key, secret=made).publish(source, levels_of(LEVELS, session))
@@ -85,8 +93,8 @@ def alone() -> Any:
 
 
 @pytest.mark.parametrize("level", ["exact", "near"])
-def test_a_prompt_comes_partly_from_the_origin(published: Published, alone: Any, level: str, tmp_path: Path) -> None:
-    with serving(published.folder) as url, opened(published, url, tmp_path / "cache", reuse=level) as session:
+def test_a_prompt_comes_partly_from_the_origin(either: Published, alone: Any, level: str, tmp_path: Path) -> None:
+    with serving(either.folder) as url, opened(either, url, tmp_path / "cache", reuse=level) as session:
         reply = session.generate(PROMPT + "And then", max_tokens=8)
         assert reply.reuse.streamed > 0
         assert reply.reuse.reused + reply.reuse.computed == reply.usage.prompt_tokens
@@ -210,7 +218,7 @@ def test_what_became_known_meanwhile_does_not_come_as_well(published: Published,
         known = session.cache.look(request, tuple(PROMPT.encode() + b"And then"))
         unknown = replace(known, parked=None, matches=Matches(len(known.tokens)))
         session.cache.forget(known)
-        ahead = own.prefetch(unknown, session.cache.plan(unknown), session.cache.costs.rates)
+        ahead = own.prefetch(unknown, session.cache.plan(unknown), session.cache.costs.rates, session.cache.passages)
         assert ahead is not None and len(own.ahead) == 1
         reply = session.generate(PROMPT + "And then", max_tokens=8)
         assert reply.reuse.streamed == 0 and reply.reuse.computed <= 1 and not own.ahead
@@ -218,12 +226,12 @@ def test_what_became_known_meanwhile_does_not_come_as_well(published: Published,
     assert reply.tokens == alone.tokens
 
 
-def test_slices_that_are_damaged_are_computed(published: Published, alone: Any, tmp_path: Path) -> None:
+def test_slices_that_are_damaged_are_computed(either: Published, alone: Any, tmp_path: Path) -> None:
     folder = tmp_path / "files"
-    shutil.copytree(published.folder, folder)
+    shutil.copytree(either.folder, folder)
     for path in folder.glob("contexts/*/*.kv"):
         path.write_bytes(bytes(path.stat().st_size))
-    with serving(folder) as url, opened(published, url, tmp_path / "cache") as session:
+    with serving(folder) as url, opened(either, url, tmp_path / "cache") as session:
         reply = session.generate(PROMPT + "And then", max_tokens=8)
         assert reply.tokens == alone.tokens and reply.reuse.streamed == 0
 

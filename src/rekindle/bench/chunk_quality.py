@@ -113,7 +113,7 @@ def _greedy(engine: Engine, starts: Sequence[Start], tokens: int) -> tuple[list[
             reply.append(int(found[-1].argmax()))
     for one, length in zip(starts, lengths, strict=True):
         one.filled.context.sequence.truncate(length)
-    return replies, _log_softmax(np.stack(first[:POSITIONS]))
+    return replies, log_softmax(np.stack(first[:POSITIONS]))
 
 
 def _forced(engine: Engine, starts: Sequence[Start], reply: Sequence[int]) -> list[LogProbabilities]:
@@ -126,11 +126,11 @@ def _forced(engine: Engine, starts: Sequence[Start], reply: Sequence[int]) -> li
     for sequence, length in zip(sequences, lengths, strict=True):
         sequence.truncate(length)
     return [
-        _log_softmax(np.concatenate([one.filled.logits[-1:], found])) for one, found in zip(starts, logits, strict=True)
+        log_softmax(np.concatenate([one.filled.logits[-1:], found])) for one, found in zip(starts, logits, strict=True)
     ]
 
 
-def _log_softmax(logits: NDArray[np.floating]) -> LogProbabilities:
+def log_softmax(logits: NDArray[np.floating]) -> LogProbabilities:
     moved = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
     return np.asarray(moved - np.log(np.exp(moved).sum(axis=-1, keepdims=True)))
 

@@ -83,6 +83,7 @@ class ChunkReuse:
     disorder    how much of that stands in another order now (gamma)
     overhead    what the published method would compute anew, as a share (CFO)
     drift       how much of what stood before it was not exact, when its KV was computed
+    streamed    whether it came from an origin, for this prompt
     """
 
     number: int | None
@@ -96,6 +97,7 @@ class ChunkReuse:
     disorder: float | None = None
     overhead: float | None = None
     drift: float | None = None
+    streamed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,11 +221,12 @@ class Library:
             connection.executemany("UPDATE chunks SET retrieved=retrieved+1 WHERE id=?", [(id,) for id in ids])
             connection.executemany("UPDATE chunks SET first=first+1 WHERE id=?", [(id,) for id in ids[:1]])
 
-    def most_retrieved(self, count: int) -> list[Chunk]:
-        """The passages that were in most prompts, those that came first in them first."""
+    def most_retrieved(self, count: int, *, others: bool = False) -> list[Chunk]:
+        """The passages that were in most prompts, those that came first in them first; then `others`, if asked for."""
         with self.reading() as connection:
             rows = connection.execute(
-                f"{_CHUNK} WHERE c.retrieved > 0 ORDER BY c.first DESC, c.retrieved DESC, c.id LIMIT ?", (count,)
+                f"{_CHUNK} WHERE c.retrieved > ? ORDER BY c.first DESC, c.retrieved DESC, c.id LIMIT ?",
+                (-1 if others else 0, count),
             ).fetchall()
         return [_chunk(row) for row in rows]
 

@@ -26,10 +26,9 @@ from rekindle.engine.base import Engine
 from rekindle.errors import KvLost, OutOfMemory
 from rekindle.index.prefix import Match
 from rekindle.reuse.lookup import Matches, lookup
-from rekindle.reuse.mending import plan_mending
 from rekindle.reuse.planner import Cut, make_plan
 from rekindle.run.adapters import Adapters
-from rekindle.run.chunks import Chunks, Passages, Watched
+from rekindle.run.chunks import Chunks, Passages
 from rekindle.run.coders import near_coder
 from rekindle.run.context import Context, ParkedContexts
 from rekindle.run.costs import recall_costs, remember_costs
@@ -38,8 +37,8 @@ from rekindle.run.flight import Flights
 from rekindle.run.folder import open_store
 from rekindle.run.keep import Guard, Job, Keeper
 from rekindle.run.known import Known, refused_tiers, spared, why_missed
-from rekindle.run.mend import Mending
 from rekindle.run.notes import Note, Stayed, WasAsked
+from rekindle.run.passages import FillTimes, PassageFill
 from rekindle.run.patience import Late, NoAnswer, Patience
 from rekindle.run.prefill import Asked, Filled, Prefill, TimedFeed
 from rekindle.run.room import Room
@@ -50,7 +49,7 @@ from rekindle.store.purge import Run
 from rekindle.store.tiered import TieredStore
 
 if TYPE_CHECKING:
-    from rekindle.run.coming import Coming
+    from rekindle.run.streams import Sought
 
 log = logging.getLogger("rekindle.cache")
 
@@ -85,7 +84,13 @@ class PrefixCache:
         self.shelves = Shelves(engine, settings, adapters, self.cut.piece_tokens)
         self.costs = recall_costs(engine)
         self.streams = streams_of(engine, settings)
+        self.passages = None if self.store is None else self._filling_passages(self.store)
         self._closed = False
+
+    def _filling_passages(self, store: TieredStore) -> PassageFill:
+        ask, carry_out = self._patience, self._carry_out
+        times = FillTimes(lambda: LOOKUP_SECONDS, self._load_patience)
+        return PassageFill(store, self.chunks, self.costs, self.cut, ask, carry_out, self._left_behind, times)
 
     def lookup(
         self,
@@ -145,13 +150,9 @@ class PrefixCache:
 
     def plan(self, known: Known) -> Plan:
         """What to do about it."""
-        exact = make_plan(known.matches, self.costs.rates, self.cut)
-        if known.passages is None:
-            return exact
-        chunks, passages = self.chunks, known.passages
-        return plan_mending(
-            exact, passages.outline, passages.picked, chunks.mender, self.costs.rates, chunks.most_tokens
-        )
+        if known.passages is None or self.passages is None:
+            return make_plan(known.matches, self.costs.rates, self.cut)
+        return self.passages.plan(known)
 
     def forget(self, known: Known) -> None:
         """Give back what `lookup` took."""
@@ -163,7 +164,7 @@ class PrefixCache:
         self._room.enter()
         context, coming = None, None
         try:
-            coming = None if self.streams is None else self.streams.ask(known, plan, self.costs.rates)
+            coming = None if self.streams is None else self.streams.ask(known, plan, self.costs.rates, self.passages)
             context = self._going_on(known, plan, capacity)
             if self._engine.capabilities.crowded:
                 self.unpark()
@@ -185,51 +186,23 @@ class PrefixCache:
             if coming is not None:
                 coming.close()
 
-    def _filled(self, context: Context, known: Known, plan: Plan, cancelled: Asked, coming: Coming | None) -> Filled:
+    def _filled(self, context: Context, known: Known, plan: Plan, cancelled: Asked, coming: Sought | None) -> Filled:
         context.passing, context.flight, context.guard = known.off, known.flight, known.guard
         context.prompt_tokens, context.asker = len(known.tokens), known.asker
         context.stored_tokens = max(known.stored_tokens, context.stored_tokens)
         self.costs.refused(refused_tiers(known, plan, self.cut))
         work = self._prefill(context, known, cancelled)
-        if known.passages is not None:
-            return self._with_passages(work, context, known, known.passages, plan)
+        if known.passages is not None and self.passages is not None:
+            return self.passages.fill(work, context, known, plan, coming)
         if self.streams is None or coming is None:
             return self._carry_out(work, context, known, plan)
         carry = lambda work, plan: self._carry_out(work, context, known, plan)  # noqa: E731
         return self.streams.fill(coming, work, context, known, plan, self.costs.rates, carry)
 
-    def _with_passages(self, work: Prefill, context: Context, known: Known, passages: Passages, plan: Plan) -> Filled:
-        """Fill a prompt whose passages may come from other prompts, and may be kept for others."""
-        scoring = self.chunks.scoring(passages, len(known.tokens))
-        work = replace(work, probe=None if scoring is None else scoring.probe)
-        filled = (self._carry_out if plan.mend is None else self._mend)(work, context, known, plan)
-        context.mended = passages.report(filled.plan, filled.anew, context.mended)
-        context.watched = Watched(passages, filled.plan, scoring)
-        return filled
-
     def _carry_out(self, work: Prefill, context: Context, known: Known, plan: Plan) -> Filled:
         if plan.loads and not plan.in_engine:
             return self._load(work, context, known, plan)
         return work.run(context, plan)
-
-    def _mend(self, work: Prefill, context: Context, known: Known, plan: Plan) -> Filled:
-        passages = known.passages
-        assert self.store is not None and passages is not None
-        saved = self.costs.rates.compute_seconds(Span(0, plan.tokens)) or 0.0
-        patience = min(max(LOAD_SECONDS, saved), MOST_LOAD_SECONDS)
-        mending = Mending(work, passages.outline, passages.mended(plan), self.chunks.mender, self._patience)
-        try:
-            filled = mending.load(self.store, known, context, plan, patience, self._left_behind)
-        except (KvLost, NoAnswer) as error:
-            log.info("computing instead: %s", error)
-            context.truncate(plan.reused if plan.in_engine else 0)
-            instead = plan.without_mending(self.cut.spans(plan.reused, plan.tokens))
-            return replace(self._carry_out(work, context, known, instead), lost=str(error))
-        passages.note_use(self.store, self.costs, filled, saved, known.asker)
-        if plan.loads and not plan.in_engine and known.matches.match is not None:
-            context.near_tokens = known.near_tokens(plan)
-            self.store.used(self._used(known.matches.match, plan.reused))
-        return filled
 
     def _going_on(self, known: Known, plan: Plan, capacity: int) -> Context | None:
         """The context that the plan goes on from, cut to what it shares and with room for more; None for a new one."""
@@ -254,7 +227,7 @@ class PrefixCache:
         store, match = self.store, known.matches.match
         assert store is not None and match is not None
         saved = self.costs.rates.compute_seconds(Span(0, plan.reused)) or 0.0
-        patience = min(max(LOAD_SECONDS, saved), MOST_LOAD_SECONDS)
+        patience = self._load_patience(saved)
         used = self._used(match, plan.reused)
         try:
             feed = self._patience.ask(lambda: TimedFeed.open(store, known.source, used, patience), patience)
@@ -274,6 +247,10 @@ class PrefixCache:
             self.costs.loaded(tiers.pop(), known.matches.load_bytes(plan.reused), filled.load_seconds)
         store.used(used, max(0.0, saved - filled.load_seconds) * 1e3, known.asker)
         return filled
+
+    def _load_patience(self, saved_seconds: float) -> float:
+        """How long a load may take."""
+        return min(max(LOAD_SECONDS, saved_seconds), MOST_LOAD_SECONDS)
 
     def _left_behind(self, feed: TimedFeed) -> None:
         if feed.filling:  # a read that hangs: nothing is asked until it is through

@@ -248,8 +248,7 @@ class KeepLoose(_Guarded):
         self._shelf, self._tokens, self._kv, self._variant, self._asker = shelf, tokens, kv, variant, asker
 
     def _do(self, store: TieredStore) -> str:
-        store.variants.keep_loose(self._shelf, self._tokens, self._kv, self._variant, self._asker)
-        return "loose"
+        return store.variants.keep_loose(self._shelf, self._tokens, self._kv, self._variant, self._asker).outcome
 
     def detached_bytes(self) -> int:
         """The size of its copy."""

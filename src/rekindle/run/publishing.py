@@ -21,6 +21,9 @@ from rekindle.run.session import Session
 def computed(session: Session, request: Request) -> Iterator[Source]:
     """A prompt whose KV is in the engine, computed or loaded, exactly: never quantized, never mended.
 
+    One that quotes passages ends with the last of them: whatever is asked about them goes on from there, and a passage
+    that was published alone is found wherever it stands.
+
     Raises as `Session.generate` does, and `InvalidSetting` for an engine whose KV cannot be taken apart.
     """
     if (why := session.engine.capabilities.opaque) is not None:
@@ -28,7 +31,8 @@ def computed(session: Session, request: Request) -> Iterator[Source]:
     session.stay(None)  # until all of it was taken out
     with session.adapters.use(request.adapter) as adapter:
         exact = replace(request, adapter=adapter, reuse="off" if request.reuse == "off" else "exact", max_tokens=0)
-        tokens = encode_prompt(session.engine, exact).tokens
+        prompt = encode_prompt(session.engine, exact)
+        tokens = prompt.tokens if prompt.outline is None else prompt.tokens[: prompt.outline.question]
         cache = session.cache
         known = cache.lookup(exact, tokens, lambda: False)
         filled = cache.fill(known, cache.plan(known), len(tokens), lambda: False)
@@ -56,6 +60,8 @@ def levels_of(text: str, session: Session) -> list[Level]:
 
 
 def beginnings(session: Session, passages: int) -> list[Request]:
-    """What questions about documents begin with: the system prompt, and so many passages that came first most."""
-    quotes = [[], *([quote_of(chunk)] for chunk in session.knowledge.library(None, None).most_retrieved(passages))]
+    """What questions about documents begin with: the system prompt, and so many passages, each alone behind it; those
+    that came first most are the first, and then those that nobody asked for yet."""
+    chunks = session.knowledge.library(None, None).most_retrieved(passages, others=True)
+    quotes = [[], *([quote_of(chunk)] for chunk in chunks)]
     return [Request.of(asking(""), documents=some, max_tokens=0) for some in quotes]

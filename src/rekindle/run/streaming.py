@@ -316,11 +316,11 @@ class Streaming:
 
 def prefetch(cache: PrefixCache, request: Request, tokens: Sequence[int], outline: Outline | None) -> Prefetched | None:
     """Let a prompt that has to wait for its turn come from the origin meanwhile; None if it does not."""
-    if cache.streams is None or not cache.streams.able:
+    if cache.streams is None:
         return None
     known = cache.look(request, tokens, outline)
     cache.forget(known)
-    return cache.streams.prefetch(replace(known, parked=None), cache.plan(known), cache.costs.rates)
+    return cache.streams.prefetch(replace(known, parked=None), cache.plan(known), cache.costs.rates, cache.passages)
 
 
 def streams_of(engine: Engine, settings: Settings) -> Streams | None:

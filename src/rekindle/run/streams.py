@@ -13,32 +13,37 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from rekindle.codec.coder import is_near
-from rekindle.core.cells import CHUNK_TOKENS, Event
+from rekindle.core.cells import CHUNK_TOKENS
 from rekindle.core.keys import Shelf
 from rekindle.core.kv import Span
-from rekindle.core.plan import Compute, Load, Plan, Step, Stream
+from rekindle.core.plan import Compute, Plan, Stream
 from rekindle.engine.base import Engine, Logits
 from rekindle.errors import InvalidSetting, KvLost, StepRefused
 from rekindle.origin.client import Found, Origin
 from rekindle.origin.line import Stop
+from rekindle.origin.names import Model
 from rekindle.origin.signing import read_public, read_secret
 from rekindle.origin.slices import RAW
 from rekindle.reuse.cost import Rates
 from rekindle.reuse.latency import Bandwidth
 from rekindle.reuse.stream import StreamCosts
+from rekindle.run.arrivals import Arrivals, OriginPassages, unknown_passages
+from rekindle.run.beginning import Beginning, CarryOut
 from rekindle.run.carrier import OriginCarrier
+from rekindle.run.chunks import Passages
 from rekindle.run.coming import Coming, Offer
 from rekindle.run.context import Context
 from rekindle.run.known import Known
 from rekindle.run.layer_costs import LayerCosts
 from rekindle.run.link import Link
+from rekindle.run.passages import PassageFill
 from rekindle.run.prefill import Filled, Prefill
 from rekindle.run.streaming import Streaming
 from rekindle.settings import Settings
@@ -53,8 +58,8 @@ FIND_SECONDS = 10.0  # that an origin may take to say whether it has something
 REST_SECONDS = 30.0  # that an origin is left alone after it failed
 _FLOP_PER_SECOND = 3e10  # until something was measured: what two slow cores do, two operations a weight and token
 
-CarryOut = Callable[[Prefill, Plan], Filled]  # as if there were no origin
 Name = tuple[Shelf, tuple[int, ...]]  # of a prompt
+Sought = Coming | Arrivals  # what an origin is asked for: the beginning of a prompt, or its passages
 
 
 def local_tenants(text: str) -> frozenset[str]:
@@ -82,38 +87,40 @@ class Streams:
         self._top_share = _top_share(engine)
         self._layers = LayerCosts(engine)
         self._lock = threading.Lock()
-        self._ahead: dict[Name, Coming] = {}
+        self._ahead: dict[Name, Sought] = {}
         self._closed = False
         self._resting_until = 0.0
 
-    def ask(self, known: Known, plan: Plan, rates: Rates) -> Coming | None:
-        """Begin to look for a prompt, if it is worth it and may be; None if not. It may be on its way already."""
+    def ask(self, known: Known, plan: Plan, rates: Rates, passages: PassageFill | None) -> Sought | None:
+        """Begin to look for a prompt, if it is worth it and may be; None if not. It may be on its way already.
+
+        `passages` keeps those that come."""
         with self._lock:
             ahead = self._ahead.pop((known.shelf, tuple(known.tokens)), None)
         if ahead is not None and not self._may(known, plan):  # it became known here meanwhile
             ahead.close()
             return None
-        return ahead or self._ask(known, plan, rates)
+        return ahead or self._ask(known, plan, rates, passages)
 
-    def prefetch(self, known: Known, plan: Plan, rates: Rates) -> Prefetched | None:
+    def prefetch(self, known: Known, plan: Plan, rates: Rates, passages: PassageFill | None) -> Prefetched | None:
         """Begin with that for a prompt that has to wait for its turn; None if it is not worth it."""
         name = known.shelf, tuple(known.tokens)
         with self._lock:
             if len(self._ahead) >= MOST_AHEAD or name in self._ahead or self._closed:
                 return None
-            coming = self._ask(known, plan, rates)  # it only begins
+            coming = self._ask(known, plan, rates, passages)  # it only begins
             if coming is None:
                 return None
             self._ahead[name] = coming
         return Prefetched(self, name, coming)
 
     @property
-    def ahead(self) -> tuple[Coming, ...]:
+    def ahead(self) -> tuple[Sought, ...]:
         """What comes for prompts that wait for their turn."""
         with self._lock:
             return tuple(self._ahead.values())
 
-    def drop(self, name: Name, coming: Coming) -> None:
+    def drop(self, name: Name, coming: Sought) -> None:
         """Nobody waits for it any more, unless its turn has come."""
         with self._lock:
             if self._ahead.get(name) is not coming:
@@ -121,29 +128,47 @@ class Streams:
             del self._ahead[name]
         coming.close()
 
-    def _ask(self, known: Known, plan: Plan, rates: Rates) -> Coming | None:
+    def _ask(self, known: Known, plan: Plan, rates: Rates, passages: PassageFill | None) -> Sought | None:
         if not self._may(known, plan):
             return None
         left = rates.compute_seconds(Span(plan.reused, plan.tokens))
         if left is not None and left < WORTH_SECONDS:
             return None
         try:
+            if known.passages is not None:
+                return None if passages is None else self._ask_passages(known, known.passages, passages)
             return Coming(lambda stop: self._find(known, stop), plan.reused, self._rest)
         except RuntimeError as error:  # the system has no thread left
             log.warning("The origin is not asked: %s.", error)
             return None
 
+    def _ask_passages(self, known: Known, passages: Passages, kept: PassageFill) -> Arrivals | None:
+        """Begin to look for passages that are not known here. Raises `RuntimeError` where there is no thread left."""
+        shelf, here = known.shelf, [chunk.span for chunk in passages.picked if chunk.known is not None]
+        wanted = list(unknown_passages(passages.outline, known.tokens, here, known.matches.length))
+        if not passages.picked or sum(len(passage.span) for passage in wanted) < CHUNK_TOKENS:
+            return None
+        source = OriginPassages(
+            self._origin,
+            Model(shelf.namespace.identity, shelf.layout, shelf.adapter),
+            lambda found: self._level(found, known),
+            FIND_SECONDS,
+        )
+        keep = partial(kept.keep_arrived, known)
+        return Arrivals(wanted, source, keep, self._rest, self._bandwidth)
+
     def fill(
-        self, coming: Coming, work: Prefill, context: Context, known: Known, plan: Plan, rates: Rates, carry: CarryOut
+        self, coming: Sought, work: Prefill, context: Context, known: Known, plan: Plan, rates: Rates, carry: CarryOut
     ) -> Filled:
         """Fill a prompt with what is known here, what comes and what is computed. Raises `Cancelled`, and what the
         engine raises."""
+        assert isinstance(coming, Coming)  # prompts with passages are filled elsewhere
         filling = _Filling(work, context, known, plan, carry)
         if filling.is_between_chunks:  # else there is something to do first
             left = rates.compute_seconds(Span(plan.reused, plan.tokens))
             coming.wait(MOST_PATIENCE_SECONDS if left is None else min(PATIENCE * left, MOST_PATIENCE_SECONDS))
         while not filling.is_ready(coming):
-            filling.go_on()
+            filling.next_piece()
         offer = coming.offer
         if offer is None or not filling.is_between_chunks or offer.cells.tokens <= filling.at:
             return filling.end()
@@ -164,9 +189,8 @@ class Streams:
 
     def _may(self, known: Known, plan: Plan) -> bool:
         return (
-            self.able
+            (self.able if known.passages is None else self._engine.capabilities.spans)
             and not known.off
-            and known.passages is None
             and plan.tokens - plan.reused > CHUNK_TOKENS
             and not self._local & {known.shelf.namespace.tenant, "*"}
             and time.monotonic() >= self._resting_until
@@ -249,28 +273,15 @@ class Prefetched:
 
     _streams: Streams
     _name: Name
-    _coming: Coming
+    _coming: Sought
 
     def close(self) -> None:
         """Idempotent."""
         self._streams.drop(self._name, self._coming)
 
 
-class _Filling:
-    """One prompt, chunk by chunk while the origin is asked."""
-
-    def __init__(self, work: Prefill, context: Context, known: Known, plan: Plan, carry: CarryOut) -> None:
-        self.work, self.context, self.known, self.plan = work, context, known, plan
-        self._carry = carry
-        self.begun = time.monotonic()
-        self._events: list[Event] = []
-        self._pieces = 0  # chunks that were computed here
-        self._first: Filled | None = None  # the piece that brought what is known here
-
-    @property
-    def at(self) -> int:
-        """So many tokens are here."""
-        return len(self.context.tokens)
+class _Filling(Beginning):
+    """A prompt whose beginning may be published, chunk by chunk while the origin is asked."""
 
     @property
     def is_between_chunks(self) -> bool:
@@ -281,17 +292,12 @@ class _Filling:
     def _boundary(self) -> int:
         """Where the next piece ends. Each is as long as all before: who has not answered by now may take as long again,
         and long steps are faster. While others wait for them, they are short."""
-        at = max(self.at, self.plan.reused)
-        most = min(self._pieces, self.work.engine.prefill_tokens // CHUNK_TOKENS) if self.work.alone() else 1
+        at = self.following
+        pieces = sum(event.lane == "compute" for event in self.events)
+        most = min(pieces, self.work.engine.prefill_tokens // CHUNK_TOKENS) if self.work.alone() else 1
         last = (self.plan.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
         following = (at // CHUNK_TOKENS + 1) * CHUNK_TOKENS
         return max(following, min(following + (max(1, most) - 1) * CHUNK_TOKENS, last))
-
-    @property
-    def _loads(self) -> tuple[Load, ...]:
-        """What was really loaded, or stood in the engine."""
-        plan = self.plan if self._first is None else self._first.plan
-        return plan.loads if self._first is not None or plan.in_engine else ()
 
     def is_ready(self, coming: Coming) -> bool:
         """Whether it is time to stream, or to compute the rest."""
@@ -299,51 +305,25 @@ class _Filling:
             return True
         return coming.offer is not None and self.is_between_chunks
 
-    def go_on(self) -> None:
+    def next_piece(self) -> None:
         """Load what is known here, and compute up to the end of a chunk."""
-        at, stop, begun = self.at, self._boundary, time.monotonic()
-        self._pieces += (stop - max(at, self.plan.reused)) // CHUNK_TOKENS
-        loads = (Load(Span(0, at), "engine"),) if at else self.plan.loads
-        plan = Plan(stop, (*loads, Compute(Span(max(at, self.plan.reused), stop))))
-        filled = self._carry(replace(self.work, tokens=self.known.tokens[:stop]), plan)
-        self._first = self._first or (filled if not self.plan.in_engine else replace(filled, plan=self.plan))
-        times = begun - self.begun, time.monotonic() - self.begun
-        layers = len(self.known.shelf.layout.layers)
-        self._events.append(Event("compute", stop // CHUNK_TOKENS - 1, 0, layers, *times))
-
-    def end(self) -> Filled:
-        """Compute what is left."""
-        first = self._first
-        if first is None:
-            return self._carry(self.work, self.plan)
-        left = [step.span for step in self.plan.computes if step.span.stop > self.at]
-        rest = tuple(Compute(Span(max(span.start, self.at), span.stop)) for span in left)
-        filled = self._carry(self.work, Plan(self.plan.tokens, (Load(Span(0, self.at), "engine"), *rest)))
-        loaded = self._loads[-1].span.stop if self._loads else 0
-        before = (Compute(Span(loaded, rest[0].span.start)),) if rest[0].span.start > loaded else ()
-        return replace(self._told(filled.logits, (*before, *rest)), lost=first.lost)
+        stop = self._boundary
+        chunks = range(self.following // CHUNK_TOKENS, stop // CHUNK_TOKENS)
+        self.go_on(stop, [(chunk, Span(chunk * CHUNK_TOKENS, (chunk + 1) * CHUNK_TOKENS)) for chunk in chunks])
 
     def streamed(self, streaming: Streaming, offer: Offer, logits: Logits) -> Filled:
         """Everything is here, and some of it came."""
         cells, told, level = offer.cells, streaming.told, offer.carrier.level
-        told.events[:0] = self._events
+        told.events[:0] = self.events
         self.context.tokens = tuple(self.known.tokens)
         if level != RAW and told.streamed_cells:
             self.context.near_tokens = cells.tokens  # as far as is known
-        loaded = self._loads[-1].span.stop if self._loads else 0
-        first = -(-loaded // CHUNK_TOKENS)
+        first = -(-self.loaded // CHUNK_TOKENS)
         span = Span(first * CHUNK_TOKENS, cells.tokens)
-        before = (Compute(Span(loaded, span.start)),) if span.start > loaded else ()
         stream = Stream(span, cells.layers, told.computed[first:], level)
-        filled = self._told(logits, (*before, stream, Compute(Span(span.stop, self.plan.tokens))))
+        last = Compute(Span(span.stop, self.plan.tokens))
+        filled = self.told(logits, (*self.computed_before(span.start), stream, last))
         return replace(filled, lost=filled.lost or told.failed, streamed=told)
-
-    def _told(self, logits: Logits, steps: tuple[Step, ...]) -> Filled:
-        first = self._first
-        plan = Plan(self.plan.tokens, (*self._loads, *steps), None, self.plan.cold_seconds)
-        if first is None:
-            return Filled(self.context, logits, plan)
-        return Filled(self.context, logits, plan, first.load_seconds, first.lost)
 
 
 def _top_share(engine: Engine) -> float:
