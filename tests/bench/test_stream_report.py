@@ -45,7 +45,7 @@ def found(*cases: Case, quick: bool = False) -> Found:
     samples = tuple(Sample(n, c, 1e-3 + 1e-5 * n + 1e-8 * n * c) for n in (16, 64, 128) for c in (0, 256, 512))
     measured = Measured(samples, samples, best_model(samples), best_model(samples))
     schedules = compare(costs(), [1e5], lambda _: None)
-    return Found(cases, measured, schedules, (), (), 10.0, {"q5": 100}, 640, 24, True, True, True, quick)
+    return Found(cases, measured, schedules, (), (), (), 10.0, {"q5": 100}, 640, 24, True, True, True, quick)
 
 
 def test_the_ideal_is_both_lanes_at_full_speed_until_the_question() -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rekindle import Session
 from rekindle.core.chunk import Outline
@@ -24,7 +26,8 @@ from rekindle.origin.line import Stop
 from rekindle.origin.publish import Publisher
 from rekindle.origin.serve import OriginServer, OriginSettings
 from rekindle.origin.signing import SigningKey
-from rekindle.reuse.latency import Bandwidth
+from rekindle.reuse.fronts import meet_whole
+from rekindle.reuse.latency import Bandwidth, Transfer
 from rekindle.run import streams
 from rekindle.run.arrivals import Arrivals, WantedPassage, unknown_passages
 from rekindle.run.prompt import encode_prompt
@@ -294,7 +297,7 @@ class Source:
 
 
 class Offered:
-    size_bytes = 1000
+    left_bytes = 1000
 
     def __init__(self, source: Source, number: int) -> None:
         self._source, self._number = source, number
@@ -308,7 +311,9 @@ class Offered:
         self._source.gates[self._number].set()
 
 
-def starting(source: Source, keeps: bool = True) -> tuple[Arrivals, list[int], list[str]]:
+def starting(
+    source: Source, keeps: bool = True, bandwidth: Bandwidth | None = None
+) -> tuple[Arrivals, list[int], list[str]]:
     kept: list[int] = []
     failed: list[str] = []
 
@@ -316,7 +321,7 @@ def starting(source: Source, keeps: bool = True) -> tuple[Arrivals, list[int], l
         kept.append(passage.number)
         return keeps
 
-    return Arrivals(wanted(), source, keep, failed.append, Bandwidth()), kept, failed
+    return Arrivals(wanted(), source, keep, failed.append, bandwidth or Bandwidth()), kept, failed
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -385,14 +390,21 @@ def test_closing_ends_a_transfer_and_nobody_is_told() -> None:
 
 
 def test_how_long_the_rest_takes_is_known_once_something_came() -> None:
-    source = Source()
-    arrivals, kept, _ = starting(source)
-    assert arrivals.expected_seconds() is None
-    source.gates[4].set()
-    until(lambda: kept == [4] and len(source.asked) == 3)
-    until(lambda: arrivals.expected_seconds() is not None)
-    whole = arrivals.expected_seconds()
+    source, bandwidth = Source(), Bandwidth()
+    arrivals, _, _ = starting(source, bandwidth=bandwidth)
+    until(lambda: len(source.asked) == 3)
+    assert arrivals.expected() is None
+    bandwidth.add(Transfer(500, 1.0, 1.0))
+    assert arrivals.expected() == {2: 2.0, 3: 2.0, 4: 2.0}
     arrivals.skip(70)
-    half = arrivals.expected_seconds()
-    assert whole is not None and half is not None and whole == pytest.approx(2 * half)
+    assert arrivals.expected() == {3: 2.0, 4: 2.0}
     arrivals.close()
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=8))
+def test_lanes_that_meet_between_passages(costs: list[tuple[float, float]]) -> None:
+    computing, streaming = [a for a, _ in costs], [b for _, b in costs]
+    count = meet_whole(computing, streaming)
+    assert 0 <= count <= len(costs)
+    assert count == len(costs) or sum(streaming[count:]) <= sum(computing[:count]) + 1e-9
+    assert count == 0 or sum(streaming[count - 1 :]) > sum(computing[: count - 1]) - 1e-9

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle.bench.chunk_quality import log_softmax
 from rekindle.codec.bits import FEWEST_BITS, MOST_BITS, BitPlan
 from rekindle.codec.coder import Coder, decode
 from rekindle.core.adapter import Lora
@@ -121,7 +122,7 @@ def quality(exact: Logits, other: Logits) -> Nearness:
 
 def divergences(exact: Logits, other: Logits) -> NDArray[np.float64]:
     """The KL of each position, in nats."""
-    right, found = _log_softmax(exact), _log_softmax(other)
+    right, found = log_softmax(exact), log_softmax(other)
     kl: NDArray[np.float64] = (np.exp(right) * (right - found)).sum(axis=-1)
     return np.maximum(kl, 0.0)  # rounding alone makes it negative
 
@@ -201,8 +202,3 @@ def plain_of(trial: Trial, bits: float) -> Coder:
 def _decode(blobs: Sequence[bytes], anchor: Layers | None, dtype: KvType) -> list[LayerKv]:
     anchors = [None] * len(blobs) if anchor is None else anchor
     return [decode(blob, dtype, one) for blob, one in zip(blobs, anchors, strict=True)]
-
-
-def _log_softmax(logits: Logits) -> NDArray[np.float64]:
-    moved = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    return np.asarray(moved - np.log(np.exp(moved).sum(axis=-1, keepdims=True)))

@@ -131,6 +131,7 @@ def _forced(engine: Engine, starts: Sequence[Start], reply: Sequence[int]) -> li
 
 
 def log_softmax(logits: NDArray[np.floating]) -> LogProbabilities:
+    """Logits `[positions, vocabulary]` as log-probabilities."""
     moved = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
     return np.asarray(moved - np.log(np.exp(moved).sum(axis=-1, keepdims=True)))
 

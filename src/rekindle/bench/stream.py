@@ -23,6 +23,7 @@ from rekindle.bench.models import load
 from rekindle.bench.prompts import tokens_for
 from rekindle.bench.stream_costs import Measured
 from rekindle.bench.stream_modes import LEVEL, LEVELS, MODES, QUICK_MODES, Mode
+from rekindle.bench.stream_passages import PASSAGES, Passages
 from rekindle.bench.stream_report import Case, Found, draw, tell
 from rekindle.bench.stream_site import Setting, Site
 from rekindle.bench.stream_trouble import Trouble
@@ -33,7 +34,7 @@ from rekindle.errors import InvalidSetting
 
 RATIOS, QUICK_RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0), (1.0,)
 CONTEXT_TOKENS, QUICK_CONTEXT_TOKENS, CUDA_CONTEXT_TOKENS = 768, 640, 8192
-QUESTION_TOKENS = 24
+QUESTION_TOKENS, PASSAGE_TOKENS = 24, 200
 TRACES, QUICK_TRACES = 5, 2
 QUICK_MADE = ("constant", "step down")
 MOST_TIMES = 4.5  # of computing: a baseline that would stream for longer is not waited for
@@ -102,12 +103,14 @@ class _Bench:
             schedules = stream_schedules.compare(site.costs(LEVEL), bandwidths, self.advance)
             sizes = {level: int(site.sizes(level).sum()) for level in levels}
             sensitivity, trouble = self._more(site, setting, measured, local_seconds)
+        passages = self._passages()
         return Found(
             cases=tuple(cases),
             measured=measured,
             schedules=schedules,
             sensitivity=sensitivity,
             trouble=trouble,
+            passages=passages,
             local_seconds=local_seconds,
             sizes=sizes,
             context_tokens=setting.context_tokens,
@@ -126,6 +129,13 @@ class _Bench:
             return [], []
         rows = stream_sensitivity.measure(site, setting, self.folder, measured, local_seconds, self.advance)
         return rows, Trouble(setting, site, self.folder, measured, local_seconds, self.advance).measure()
+
+    def _passages(self) -> list[dict[str, Any]]:
+        """Several contexts in one prompt; not in a quick run, nor with a model that says nothing."""
+        if self.options.quick or self.options.shape is not None or self.engine.capabilities.mends == "none":
+            return []
+        tokens = tokens_for(self.engine, self.options, PASSAGES * PASSAGE_TOKENS)
+        return Passages(self.engine, tokens, self.folder / "several", self.advance).measure()
 
     def _setting(self) -> Setting:
         """A text, and the text behind it as the question."""

@@ -77,6 +77,7 @@ class Found:
     schedules: Mapping[str, Any]
     sensitivity: Sequence[Mapping[str, Any]]  # none in a quick run
     trouble: Sequence[Mapping[str, Any]]  # nor this
+    passages: Sequence[Mapping[str, Any]]  # nor this
     local_seconds: float
     sizes: Mapping[str, int]
     context_tokens: int
@@ -117,6 +118,7 @@ def tell(report: Report, found: Found) -> None:
         "worst_vs_best_single": min(_known(case.vs_best_single for case in cases), default=None),
         "sensitivity": list(found.sensitivity) or None,
         "trouble": list(found.trouble) or None,
+        "passages": list(found.passages) or None,
         "trouble_worst": max((row["vs_local"] for row in found.trouble), default=None),
         **found.schedules,
         "predictor_error": whole.mlp_error,
@@ -136,7 +138,7 @@ def _reasons(found: Found, changing: bool) -> dict[str, str]:
     if not found.judged:
         reasons["kl_reason"] = "a model of random weights says nothing about quality"
     if found.quick:
-        names = ("vs_fixed_window", "sensitivity", "trouble")
+        names = ("vs_fixed_window", "sensitivity", "trouble", "passages")
         reasons |= {f"{name}_reason": "not in a quick run" for name in names}
     if not changing:
         reasons["changing_reason"] = f"no trace changes by {CHANGING:.0%} while the context comes"
@@ -242,8 +244,14 @@ def _table(found: Found, fields: Mapping[str, Any]) -> list[Row]:
 
 
 def _more_rows(found: Found) -> list[Row]:
-    """What trouble costs, and what the gain depends on."""
+    """Several contexts in one prompt, what trouble costs, and what the gain depends on."""
     rows = []
+    for row in found.passages:
+        share, rouge = row["streamed_tokens"], _number(row["rouge_l"])
+        told = f"{row['ours_s']:.2f} s, {share} tokens streamed, KL {row['kl']:.4f}, ROUGE-L {rouge}"
+        others = f"{row['computed_s']:.2f} s (computed), {row['fetched_s']:.2f} s (fetched, then mended)"
+        title = f"{row['passages']} passages, ratio {row['ratio']:g}"
+        rows.append(Row(title, told, others, f"{row['ours_s'] / row['computed_s']:.2f}"))
     for row in found.trouble:
         seconds, alone = f"{row['ours_s']:.2f} s", f"{row['local_s']:.2f} s (no origin)"
         rows.append(Row(f"origin: {row['trouble']}", seconds, alone, f"{row['vs_local']:.3f}", f"<= {BAR_TROUBLE}"))

@@ -16,7 +16,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.bench.chunk_quality import FORCED_TOKENS, LogProbabilities, divergence
+from rekindle.bench.chunk_quality import FORCED_TOKENS, divergence, log_softmax
 from rekindle.bench.shaped_origin import ShapedOrigin
 from rekindle.bench.stream_costs import Measured
 from rekindle.bench.stream_modes import LEVEL, Given, Mode, steering_of
@@ -188,7 +188,7 @@ class Site:
                 (logits,) = self._engine.step([Row.following(sequence, self._reply[-1:])])
                 along.append(logits[-1:])
                 self._reply.append(int(logits[-1].argmax()))
-            self._expected = _log_softmax(np.concatenate(along))  # [positions, vocabulary]
+            self._expected = log_softmax(np.concatenate(along))  # [positions, vocabulary]
 
     def _look(self) -> Found:
         origin = Origin(self._remote.url, [self._key.public], limits=_LIMITS)
@@ -289,9 +289,4 @@ class Site:
         """KL and top-1 agreement with the full computation, along its own reply."""
         forced = self._reply[:FORCED_TOKENS]
         (found,) = self._engine.step([Row.following(sequence, forced, logits="all")])
-        return divergence(self._expected, _log_softmax(np.concatenate([logits[-1:], found])))
-
-
-def _log_softmax(logits: NDArray[np.floating]) -> LogProbabilities:
-    moved = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    return np.asarray(moved - np.log(np.exp(moved).sum(axis=-1, keepdims=True)))
+        return divergence(self._expected, log_softmax(np.concatenate([logits[-1:], found])))

@@ -9,6 +9,7 @@ found by edges: ways to compute more, the most rewarding first, until both lanes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,19 @@ from rekindle.reuse.timeline import Depths, Seconds, Task
 CLOSE = 2  # edges, or depths within one, looked at on either side of where both lanes end together
 _TINY = 1e-12  # seconds: less is nothing
 _EVEN = 1e-9  # times that differ by this share are equal
+
+
+def meet_whole(computing: Sequence[float], streaming: Sequence[float]) -> int:
+    """How many of some pieces are computed, from the front, by the time all others have come, from the back.
+
+    Both are seconds; none is computed or streamed in part. What is here already takes no streaming.
+    """
+    left, worked = sum(streaming), 0.0
+    for count, (work, link) in enumerate(zip(computing, streaming, strict=True)):
+        if left <= worked:
+            return count
+        worked, left = worked + work, left - link
+    return len(computing)
 
 
 @dataclass(frozen=True, eq=False)

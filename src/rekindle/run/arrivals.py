@@ -74,8 +74,8 @@ class PassageOffer(Protocol):
     """A passage that can be fetched."""
 
     @property
-    def size_bytes(self) -> int:
-        """How much of the link it takes."""
+    def left_bytes(self) -> int:
+        """How much of the link it still takes."""
 
     def fetch(self) -> Kv:
         """Its KV, as it was computed at its place. Raises `OriginFailed`, and `Cancelled`."""
@@ -98,13 +98,15 @@ class Arrivals:
         failed: Callable[[str], None],
         bandwidth: Bandwidth,
     ) -> None:
-        """Begin to look. `failed` is told if the origin is not what it should be. Raises `RuntimeError` where the
-        system has no thread left."""
+        """Begin to look. `failed` is told if the origin is not what it should be, `bandwidth` is that of its link.
+
+        Raises `RuntimeError` where the system has no thread left."""
         self._source, self._keep, self._failed, self._bandwidth = source, keep, failed, bandwidth
         self._changed = threading.Condition()
         self._open = {passage.number: passage for passage in wanted}  # neither here nor known not to come
         self._tokens = {passage.number: len(passage.span) for passage in wanted}
-        self._sizes: dict[int, int] = {}  # of those that were found
+        self._offers: dict[int, PassageOffer] = {}  # those that were found
+        self._sizes: dict[int, int] = {}
         self._here: set[int] = set()
         self._stop = Stop()
         self._fetching: PassageOffer | None = None
@@ -124,15 +126,19 @@ class Arrivals:
         with self._changed:
             return tuple(sorted(self._open.values(), key=lambda passage: passage.number))
 
-    def expected_seconds(self) -> float | None:
-        """How long until all that is left has come; None while nobody knows."""
+    def expected(self) -> dict[int, float] | None:
+        """How many seconds of the link each that is left still takes; None while nobody knows."""
         speed = self._bandwidth.bytes_per_second()
         with self._changed:
-            left = list(self._open.values())
-            found, tokens = sum(self._sizes.values()), sum(self._tokens[number] for number in self._sizes)
-        if speed is None or not tokens:
+            left, offers = list(self._open.values()), dict(self._offers)
+        if speed is None or not offers:
             return None
-        return sum(self._sizes.get(one.number, len(one.span) * found / tokens) for one in left) / speed
+        token_bytes = sum(self._sizes[number] for number in offers) / sum(self._tokens[number] for number in offers)
+        bytes_left = {
+            one.number: offers[one.number].left_bytes if one.number in offers else len(one.span) * token_bytes
+            for one in left
+        }
+        return {number: size / speed for number, size in bytes_left.items()}
 
     def wait(self, seconds: float) -> None:
         """Until one has come, or will not, or so long."""
@@ -191,7 +197,7 @@ class Arrivals:
                     self._end(passage, here=False)
                     continue
                 with self._changed:
-                    self._sizes[passage.number] = offer.size_bytes
+                    self._offers[passage.number], self._sizes[passage.number] = offer, offer.left_bytes
                 self._found.put((passage, offer))
         except Cancelled:
             self._give_up(None)
@@ -215,10 +221,8 @@ class Arrivals:
                     return
                 begun = time.monotonic()
                 kv = offer.fetch()
-                ended = time.monotonic()
-                self._bandwidth.add(latency.Transfer(offer.size_bytes, ended - begun, ended))
                 with self._changed:
-                    self._events.append((passage.number, begun, ended))
+                    self._events.append((passage.number, begun, time.monotonic()))
                 self._end(passage, here=self._keep(passage, kv))
             except Cancelled:
                 return
@@ -242,10 +246,12 @@ class OriginPassages:
         origin: Origin,
         model: Model,
         level: Callable[[Found], str | None],
+        bandwidth: Bandwidth,
         patience_seconds: float,
     ) -> None:
+        """`bandwidth` learns from what comes."""
         self._origin, self._model, self._level = origin, model, level
-        self._patience_seconds = patience_seconds
+        self._bandwidth, self._patience_seconds = bandwidth, patience_seconds
 
     def find(self, passage: WantedPassage, stop: Stop) -> PassageOffer | None:
         """See `PassageSource`. Only one that is there as a whole is taken."""
@@ -256,25 +262,31 @@ class OriginPassages:
         level = None if found is None or found.tokens < len(passage.tokens) else self._level(found)
         if found is None or level is None:
             return None
-        return _OriginOffer(self._origin, found, level, Span(passage.start, len(passage.tokens)))
+        span = Span(passage.start, len(passage.tokens))
+        return _OriginOffer(self._origin, found, level, span, self._bandwidth)
 
 
 class _OriginOffer:
     """The slices of a published context that hold some of its tokens."""
 
-    def __init__(self, origin: Origin, found: Found, level: str, span: Span) -> None:
-        self._found, self._span = found, span
+    def __init__(self, origin: Origin, found: Found, level: str, span: Span, bandwidth: Bandwidth) -> None:
+        self._found, self._span, self._bandwidth = found, span, bandwidth
         spans = found.manifest.cells.spans
         self._chunks = [n for n, one in enumerate(spans) if one.start < span.stop and one.stop > span.start]
         self._layers = range(len(found.manifest.model.layout.layers))
         cells = [Cell(chunk, layer) for chunk in self._chunks for layer in self._layers]
-        self.size_bytes = int(found.sizes(level)[self._chunks].sum())
+        self._sizes = found.sizes(level)
+        self.left_bytes = int(self._sizes[self._chunks].sum())
         self._transfer: Transfer = origin.fetch(found, cells, level)
 
     def fetch(self) -> Kv:
         """See `PassageOffer`."""
         layers: list[list[LayerKv]] = [[] for _ in self._layers]
+        since = time.monotonic()
         for piece in self._transfer:
+            now, size = time.monotonic(), int(self._sizes[piece.cell])
+            self._bandwidth.add(latency.Transfer(size, now - since, now))
+            self.left_bytes, since = self.left_bytes - size, now
             part = self._cut(decode_slice(self._found, *piece.cell, piece.data), self._found.span(piece.cell.chunk))
             layers[piece.cell.layer].append(part)
         return Kv(self._span, self._found.manifest.model.layout, tuple(map(_joined, layers)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,7 +21,8 @@ from rekindle.core.chunk import Outline
 from rekindle.core.kv import Kv, Span
 from rekindle.core.plan import Load, Plan
 from rekindle.errors import KvLost
-from rekindle.reuse.cost import Costs
+from rekindle.reuse.cost import Costs, Rates
+from rekindle.reuse.fronts import meet_whole
 from rekindle.reuse.lookup import Matches
 from rekindle.reuse.mending import plan_mending
 from rekindle.reuse.planner import Cut, make_plan
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rekindle.cache")
 
+_FAR = 0.75  # the share of the way to where both lanes are expected to meet that one step may go
 _LOOK_SECONDS = 0.05  # how often a wait for what comes looks whether it is still worth it
 
 CarryOut = Callable[[Prefill, Context, Known, Plan], Filled]  # a plan that mends nothing
@@ -126,14 +128,15 @@ class PassageFill:
 
     def _meet(self, work: Prefill, context: Context, known: Known, outline: Outline, arrivals: Arrivals) -> _Meeting:
         """Compute passages from the front until all others have come, or will not."""
-        rates = self.costs.rates
-        exact = make_plan(known.matches, rates, self.cut)
+        exact = make_plan(known.matches, self.costs.rates, self.cut)
         carry = lambda work, plan: self.carry_out(work, context, known, plan)  # noqa: E731
-        meeting = _Meeting(work, context, known, exact, carry, outline)
+        meeting = _Meeting(work, context, known, exact, carry, outline, self.costs.rates)
         spared = 1.0 - min(1.0, self.chunks.mender.budget)
-        while (stop := meeting.next_stop) is not None and arrivals.left():
-            patience = spared * (rates.compute_seconds(Span(meeting.following, stop)) or 0.0)
+        while (spans := meeting.next_passages(arrivals.expected())) and arrivals.left():
+            stop, patience = spans[-1].stop, spared * meeting.seconds(spans[:1])
             if _come_within(arrivals, patience, work.cancelled):
+                break
+            if stop == outline.question:  # nothing comes in time: the rest is computed as without an origin
                 break
             arrivals.skip(stop)
             meeting.compute(stop)
@@ -166,8 +169,8 @@ def _come_within(arrivals: Arrivals, seconds: float, cancelled: Callable[[], boo
     """Wait so long for what is left, as long as it is expected to come by then; whether it did."""
     deadline = time.monotonic() + seconds
     while arrivals.left() and not cancelled():
-        expected, left = arrivals.expected_seconds(), deadline - time.monotonic()
-        if expected is None or expected >= left:
+        expected, left = arrivals.expected(), deadline - time.monotonic()
+        if expected is None or sum(expected.values()) >= left:
             return False
         arrivals.wait(min(left, _LOOK_SECONDS))
     return True
@@ -184,19 +187,27 @@ class _Meeting(Beginning):
         plan: Plan,
         carry: Callable[[Prefill, Plan], Filled],
         outline: Outline,
+        rates: Rates,
     ) -> None:
         super().__init__(work, context, known, plan, carry)
-        self._outline = outline
+        self._outline, self._rates = outline, rates
 
-    @property
-    def next_stop(self) -> int | None:
-        """Where the next piece ends, with a passage; None behind the last. Each piece has as many passages as all
-        before, but no more than half of what is left: what comes shall not be computed in vain."""
-        left = [span for span in self._outline.chunks if span.stop > self.following]
-        if not left:
-            return None
-        most = min(len(self.events), len(left) // 2) if self.work.alone() else 1
-        return left[max(1, most) - 1].stop
+    def next_passages(self, expected: Mapping[int, float] | None) -> list[Span]:
+        """What to compute next: most of what is computed before the others have come, if it is known how long each of
+        them takes. While it is not, as many as were computed before, but no more than half of what is left."""
+        left = [(number, span) for number, span in enumerate(self._outline.chunks, 1) if span.stop > self.following]
+        spans = [span for _, span in left]
+        if not self.work.alone():
+            return spans[:1]
+        if expected is None:
+            return spans[: max(1, min(len(self.events), len(spans) // 2))]
+        own = [self.seconds([span]) for span in spans]
+        count = meet_whole(own, [expected.get(number, 0.0) for number, _ in left])
+        return spans[: len(spans) if count == len(spans) else max(1, int(_FAR * count))]
+
+    def seconds(self, spans: Sequence[Span]) -> float:
+        """How long it takes to compute passages; nothing while nobody knows."""
+        return sum(self._rates.compute_seconds(span) or 0.0 for span in spans)
 
     def compute(self, stop: int) -> None:
         """Load what is known here, and compute up to the end of a passage."""

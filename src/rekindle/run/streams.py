@@ -152,6 +152,7 @@ class Streams:
             self._origin,
             Model(shelf.namespace.identity, shelf.layout, shelf.adapter),
             lambda found: self._level(found, known),
+            self._bandwidth,
             FIND_SECONDS,
         )
         keep = partial(kept.keep_arrived, known)
