@@ -30,8 +30,10 @@ from rekindle.reuse.fronts import meet_whole
 from rekindle.reuse.latency import Bandwidth, Transfer
 from rekindle.run import streams
 from rekindle.run.arrivals import Arrivals, WantedPassage, unknown_passages
+from rekindle.run.explain import Explanation
 from rekindle.run.prompt import encode_prompt
 from rekindle.run.publishing import computed, levels_of
+from rekindle.store import history
 from tests.parity.engines import make
 from tests.run.mending import asked, compute, same_kv
 
@@ -109,6 +111,9 @@ def test_passages_come_and_are_mended(origin: Path, key: SigningKey, tmp_path: P
         assert reply.reuse.reused + reply.reuse.computed == reply.usage.prompt_tokens
         assert {event.lane for event in reply.reuse.timeline} == {"compute", "link"}
         assert {event.chunk for event in reply.reuse.timeline if event.lane == "link"} >= set(came(reply))
+        assert session.flush() and session.cache.store is not None
+        (noted,) = history.last(session.cache.store.disk, 1)
+        assert "come from the origin" in str(Explanation.from_dict(noted.record))
         assert reply.reuse.engine == 0  # what was computed a moment ago is not called known
     # They are known here now, wherever they stand.
     with Session(FakeEngine(), cache=tmp_path / "cache", **MENDS) as session:

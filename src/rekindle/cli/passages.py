@@ -44,7 +44,9 @@ def show_reuse(session: Session, request: Request, reuse: Reuse) -> None:
         notes.print(f"mended by {reuse.mender}, budget {reuse.budget:.2f}, {known}; ", Text("computed anew", _ANEW))
     tokens = encode_prompt(session.engine, request).tokens
     for chunk in reuse.chunks:
-        notes.print(f"[{chunk.number or '-'}] {_SOURCES[chunk.source]}{_scores(chunk)}", markup=False, soft_wrap=True)
+        came = ", from the origin" if chunk.streamed else ""
+        told = f"[{chunk.number or '-'}] {_SOURCES[chunk.source]}{came}{_scores(chunk)}"
+        notes.print(told, markup=False, soft_wrap=True)
         if chunk.source == "mended":
             notes.print(_coloured(session, tokens, chunk), soft_wrap=True)
 

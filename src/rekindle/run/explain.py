@@ -323,7 +323,8 @@ _PASSAGES = {
 def _tell_scores(chunk: ChunkReuse) -> str:
     if chunk.source != "mended" or chunk.impact is None:
         return ""
-    anew = f", {chunk.recomputed} of {chunk.stop - chunk.start} tokens computed anew" if chunk.anew else ""
+    came = ", come from the origin" if chunk.streamed else ""
+    anew = f"{came}, {chunk.recomputed} of {chunk.stop - chunk.start} tokens computed anew" if chunk.anew else came
     here, order = 1.0 if chunk.overlap is None else chunk.overlap, chunk.disorder or 0.0
     return (
         f"{anew}; context impact {chunk.impact:.2f}, {here:.0%} of what it looked at stands before it now"

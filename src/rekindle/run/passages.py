@@ -91,12 +91,12 @@ class PassageFill:
             meeting = self._meet(work, context, known, passages.outline, arrivals)
             known = self._look_again(known, passages, meeting)
             plan = self.plan(known)
-            context.truncate(plan.reused)
+            context.truncate(min(plan.reused, meeting.at))
             filled = meeting.told_with(self._fill(work, context, known, plan), arrivals)
             passages = known.passages or passages
         reported = passages.report(filled.plan, filled.anew, context.mended)
-        came = frozenset() if arrivals is None else arrivals.here
-        context.mended = tuple(replace(one, streamed=one.source == "mended" and one.number in came) for one in reported)
+        came = {passages.outline.chunks[number - 1].start for number in arrivals.here} if arrivals is not None else ()
+        context.mended = tuple(replace(one, streamed=one.source == "mended" and one.start in came) for one in reported)
         context.watched = Watched(passages, filled.plan, scoring)
         return filled
 
@@ -221,12 +221,10 @@ class _Meeting(Beginning):
         """The same prompt, as it really became."""
         layers, ended = len(self.known.shelf.layout.layers), time.monotonic() - self.begun
         mended = max((event.stop for event in self.events), default=0.0)
-        events = [
-            *self.events,
-            Event("compute", len(self._outline.chunks) + 1, 0, layers, mended, ended),
-            *arrivals.events(self.begun, layers),
-        ]
-        filled = replace(filled, streamed=StreamReport(events=events))
+        if arrivals.here:
+            question = Event("compute", len(self._outline.chunks) + 1, 0, layers, mended, ended)
+            events = [*self.events, question, *arrivals.events(self.begun, layers)]
+            filled = replace(filled, streamed=StreamReport(events=events))
         if not self.events:
             return filled
         rest = tuple(step for step in filled.plan.steps if not isinstance(step, Load))
