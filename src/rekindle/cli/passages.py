@@ -45,8 +45,8 @@ def show_reuse(session: Session, request: Request, reuse: Reuse) -> None:
     tokens = encode_prompt(session.engine, request).tokens
     for chunk in reuse.chunks:
         came = ", from the origin" if chunk.streamed else ""
-        told = f"[{chunk.number or '-'}] {_SOURCES[chunk.source]}{came}{_scores(chunk)}"
-        notes.print(told, markup=False, soft_wrap=True)
+        line = f"[{chunk.number or '-'}] {_SOURCES[chunk.source]}{came}{_scores(chunk)}"
+        notes.print(line, markup=False, soft_wrap=True)
         if chunk.source == "mended":
             notes.print(_coloured(session, tokens, chunk), soft_wrap=True)
 
