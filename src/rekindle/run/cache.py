@@ -84,13 +84,16 @@ class PrefixCache:
         self.shelves = Shelves(engine, settings, adapters, self.cut.piece_tokens)
         self.costs = recall_costs(engine)
         self.streams = streams_of(engine, settings)
-        self.passages = None if self.store is None else self._filling_passages(self.store)
         self._closed = False
 
-    def _filling_passages(self, store: TieredStore) -> PassageFill:
+    @property
+    def passages(self) -> PassageFill | None:
+        """What fills prompts that quote passages; None where nothing is stored."""
+        if self.store is None:
+            return None
         ask, carry_out = self._patience, self._carry_out
         times = FillTimes(lambda: LOOKUP_SECONDS, self._load_patience)
-        return PassageFill(store, self.chunks, self.costs, self.cut, ask, carry_out, self._left_behind, times)
+        return PassageFill(self.store, self.chunks, self.costs, self.cut, ask, carry_out, self._left_behind, times)
 
     def lookup(
         self,
@@ -150,9 +153,10 @@ class PrefixCache:
 
     def plan(self, known: Known) -> Plan:
         """What to do about it."""
-        if known.passages is None or self.passages is None:
+        passages = None if known.passages is None else self.passages
+        if passages is None:
             return make_plan(known.matches, self.costs.rates, self.cut)
-        return self.passages.plan(known)
+        return passages.plan(known)
 
     def forget(self, known: Known) -> None:
         """Give back what `lookup` took."""
@@ -192,8 +196,9 @@ class PrefixCache:
         context.stored_tokens = max(known.stored_tokens, context.stored_tokens)
         self.costs.refused(refused_tiers(known, plan, self.cut))
         work = self._prefill(context, known, cancelled)
-        if known.passages is not None and self.passages is not None:
-            return self.passages.fill(work, context, known, plan, coming)
+        passages = None if known.passages is None else self.passages
+        if passages is not None:
+            return passages.fill(work, context, known, plan, coming)
         if self.streams is None or coming is None:
             return self._carry_out(work, context, known, plan)
         carry = lambda work, plan: self._carry_out(work, context, known, plan)  # noqa: E731
