@@ -32,10 +32,11 @@ from rekindle.run import streams
 from rekindle.run.arrivals import Arrivals, WantedPassage, unknown_passages
 from rekindle.run.explain import Explanation
 from rekindle.run.prompt import encode_prompt
-from rekindle.run.publishing import computed, levels_of
+from rekindle.run.publishing import beginnings, computed, levels_of
 from rekindle.store import history
 from tests.parity.engines import make
 from tests.run.mending import asked, compute, same_kv
+from tests.server.soak import tiny_embedder
 
 PASSAGES = [
     f"{name} keeps the log of the {place}. " + f"In the evening {name} writes down the wind, the tide and the oil. " * 2
@@ -218,6 +219,9 @@ def test_what_a_guard_forbids_is_not_kept(origin: Path, key: SigningKey, tmp_pat
     class Forbids:
         allows = False
 
+        def note(self) -> None:
+            """It stays forbidden."""
+
         def kept(self, store: Any) -> None:
             raise AssertionError("nothing was to be kept")
 
@@ -232,6 +236,35 @@ def test_what_a_guard_forbids_is_not_kept(origin: Path, key: SigningKey, tmp_pat
         again = cache.look(request, prompt.tokens, prompt.outline)
         assert again.passages is not None and all(chunk.known is None for chunk in again.passages.picked)
         cache.forget(again)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_passages_of_a_library_come_and_are_forgotten_with_it(key: SigningKey, tmp_path: Path, ahead: bool) -> None:
+    embedder = tiny_embedder(tmp_path / "embedder")
+    documents = [{"text": text, "source": f"{number}.txt", "title": "Log"} for number, text in enumerate(PASSAGES)]
+    with Session(FakeEngine(), cache=tmp_path / "there", embedder=embedder) as session:
+        session.ingest(documents=documents)
+        for request in beginnings(session, 10)[1:]:
+            with computed(session, request) as source:
+                Publisher(tmp_path / "files", key).publish(source, levels_of("raw", session))
+    with (
+        serving(tmp_path / "files") as url,
+        opened(url, key, tmp_path / "here", embedder=embedder) as session,
+    ):
+        session.ingest(documents=documents)
+        prepared = session.prepare(QUESTION, max_tokens=4)
+        assert session.cache.streams is not None and session.cache.store is not None
+        waits = session.prefetch(prepared.request) if ahead else None
+        for coming in session.cache.streams.ahead:
+            while isinstance(coming, Arrivals) and coming.left():
+                coming.wait(0.1)
+        reply = session.answer(prepared.request).reply
+        if waits is not None:
+            waits.close()
+        assert came(reply) and session.flush()
+        assert session.cache.store.variants.stats().variants > 0
+        session.forget(*(document["source"] for document in documents))
+        assert session.cache.store.variants.stats().variants == 0
 
 
 def test_they_come_while_the_request_waits(origin: Path, key: SigningKey, tmp_path: Path) -> None:

@@ -142,10 +142,14 @@ class Evidence:
 
     def do(self, store: TieredStore) -> str:  # noqa: ARG002  (a job gets it)
         """Note the tokens, and count that the passages were used."""
-        self.allows = self._library.note_tokens(self._tokenizer, self._tokens)
+        self.note()
         if self.allows and self._counts:
             self._library.note_retrieved(list(self._tokens))
         return "noted"
+
+    def note(self) -> None:
+        """Note the tokens: KV of them may be kept then, unless one of the passages is gone."""
+        self.allows = self._library.note_tokens(self._tokenizer, self._tokens)
 
     def kept(self, store: TieredStore) -> None:
         """Something of it was kept: remove it again if a passage is gone."""

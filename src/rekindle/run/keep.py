@@ -40,6 +40,9 @@ class Guard(Protocol):
     def allows(self) -> bool:
         """Whether it may be kept, as things are now."""
 
+    def note(self) -> None:
+        """Note what will be kept, so that it is found when it must go; from then on it may be allowed."""
+
     def kept(self, store: TieredStore) -> None:
         """It was kept: look again, and remove it if it may not stay."""
 

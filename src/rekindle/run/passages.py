@@ -102,6 +102,8 @@ class PassageFill:
 
     def keep_arrived(self, known: Known, passage: WantedPassage, kv: Kv) -> bool:
         """Put a passage that came into the chunk cache; False if it does not take it."""
+        if known.guard is not None:
+            known.guard.note()
         job = KeepLoose(known.shelf, passage.body, kv, passage.variant, known.guard, known.asker)
         return job.do(self.store) in ("kept", "known")
 

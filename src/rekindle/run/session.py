@@ -292,7 +292,7 @@ class Session:
         with self._alive.use(), self.adapters.use(request.adapter) as adapter:
             settled = replace(request, adapter=adapter)
             prompt = encode_prompt(self.engine, settled, self._written)
-            return prefetch(self.cache, settled, prompt.tokens, prompt.outline)
+            return prefetch(self.cache, settled, prompt, self._evidence(settled, prompt))
 
     def flush(self, timeout_seconds: float = 60.0) -> bool:
         """Wait until everything computed so far is on disk; False if that takes longer."""

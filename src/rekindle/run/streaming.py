@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rekindle.core.cells import Cell, Cells, Event, Progress, Schedule, Streamed, steps
-from rekindle.core.chunk import Outline
 from rekindle.core.kv import LayerKv, Span
 from rekindle.core.request import Request
 from rekindle.engine.base import Engine, EngineSequence, KvFeed, Logits, Row, StayingFeed
@@ -31,6 +30,8 @@ from rekindle.settings import Settings
 
 if TYPE_CHECKING:
     from rekindle.run.cache import PrefixCache
+    from rekindle.run.keep import Guard
+    from rekindle.run.prompt import PromptTokens
     from rekindle.run.streams import Prefetched, Streams
 
 _TINY = 1e-9  # seconds
@@ -314,13 +315,17 @@ class Streaming:
             raise Cancelled("The request was cancelled.")
 
 
-def prefetch(cache: PrefixCache, request: Request, tokens: Sequence[int], outline: Outline | None) -> Prefetched | None:
-    """Let a prompt that has to wait for its turn come from the origin meanwhile; None if it does not."""
+def prefetch(cache: PrefixCache, request: Request, prompt: PromptTokens, guard: Guard | None) -> Prefetched | None:
+    """Let a prompt that has to wait for its turn come from the origin meanwhile; None if it does not.
+
+    `guard` decides whether passages of it may be kept.
+    """
     if cache.streams is None:
         return None
-    known = cache.look(request, tokens, outline)
+    known = cache.look(request, prompt.tokens, prompt.outline)
     cache.forget(known)
-    return cache.streams.prefetch(replace(known, parked=None), cache.plan(known), cache.costs.rates, cache.passages)
+    known = replace(known, parked=None, guard=guard, asker=request.asker(known.shelf.namespace.tenant))
+    return cache.streams.prefetch(known, cache.plan(known), cache.costs.rates, cache.passages)
 
 
 def streams_of(engine: Engine, settings: Settings) -> Streams | None:
