@@ -283,6 +283,19 @@ def test_they_come_while_the_request_waits(origin: Path, key: SigningKey, tmp_pa
         assert sources[1] == sources[3] == sources[4] == "mended"
 
 
+@pytest.mark.parametrize("first", ["exact", "approximate"])
+def test_the_same_prompt_under_another_level_does_not_take_what_waits(
+    origin: Path, key: SigningKey, tmp_path: Path, first: str
+) -> None:
+    second = {"exact": "approximate", "approximate": "exact"}[first]
+    with serving(origin) as url, opened(url, key, tmp_path / "cache") as session:
+        ahead = session.prefetch(asked(PASSAGES, QUESTION, max_tokens=4, reuse=first))
+        assert ahead is not None
+        reply = ask(session, reuse=second)
+        ahead.close()
+        assert second == "approximate" or reply.tokens == without_origin().tokens
+
+
 def test_a_model_of_layers_takes_passages_too(key: SigningKey, tmp_path: Path) -> None:
     with closing(make("hf")) as engine:
         publish(engine, tmp_path / "files", key, PASSAGES, levels="raw")

@@ -113,7 +113,8 @@ class Arrivals:
         self._found: queue.SimpleQueue[tuple[WantedPassage, PassageOffer] | None] = queue.SimpleQueue()
         self._events: list[tuple[int, float, float]] = []
         for target in (self._look, self._bring):
-            threading.Thread(target=target, name=f"rekindle-arrivals{target.__name__}", daemon=True).start()
+            name = f"rekindle-arrivals{target.__name__}"
+            threading.Thread(target=self._run, args=(target,), name=name, daemon=True).start()
 
     @property
     def here(self) -> frozenset[int]:
@@ -181,9 +182,20 @@ class Arrivals:
                 self._here.add(passage.number)
             self._changed.notify_all()
 
-    def _give_up(self, reason: str | None) -> None:
-        """Nothing more comes."""
-        if reason is not None and not self._stop.asked:
+    def _run(self, work: Callable[[], None]) -> None:
+        """Whatever happens, the passages that do not come are computed."""
+        try:
+            work()
+        except Cancelled:
+            self.close()
+        except OriginFailed as error:
+            self._give_up(str(error))
+        except Exception as error:
+            log.exception("Passages from the origin could not be used.")
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def _give_up(self, reason: str) -> None:
+        if not self._stop.asked:
             self._failed(reason)
         self.close()
 
@@ -199,43 +211,23 @@ class Arrivals:
                 with self._changed:
                     self._offers[passage.number], self._sizes[passage.number] = offer, offer.left_bytes
                 self._found.put((passage, offer))
-        except Cancelled:
-            self._give_up(None)
-        except OriginFailed as error:
-            self._give_up(str(error))
-        except Exception as error:  # whatever it is: the passages are computed
-            log.exception("Looking for passages at the origin failed.")
-            self._give_up(f"{type(error).__name__}: {error}")
         finally:
             self._found.put(None)
 
     def _bring(self) -> None:
         while (found := self._found.get()) is not None:
             passage, offer = found
-            if not self._wants(passage):
-                continue
             with self._changed:
                 self._fetching = offer
-            try:
-                if self._stop.asked:
-                    return
-                begun = time.monotonic()
-                kv = offer.fetch()
-                with self._changed:
-                    self._events.append((passage.number, begun, time.monotonic()))
-                self._end(passage, here=self._keep(passage, kv))
-            except Cancelled:
-                return
-            except OriginFailed as error:
-                self._give_up(str(error))
-                return
-            except Exception as error:  # whatever it is: the passages are computed
-                log.exception("A passage from the origin could not be used.")
-                self._give_up(f"{type(error).__name__}: {error}")
-                return
-            finally:
-                with self._changed:
-                    self._fetching = None
+            if not self._wants(passage):
+                continue
+            begun = time.monotonic()
+            kv = offer.fetch()
+            if not self._wants(passage):  # it was computed, or nobody waits and the cache may be closed
+                continue
+            with self._changed:
+                self._events.append((passage.number, begun, time.monotonic()))
+            self._end(passage, here=self._keep(passage, kv))
 
 
 class OriginPassages:

@@ -58,7 +58,7 @@ FIND_SECONDS = 10.0  # that an origin may take to say whether it has something
 REST_SECONDS = 30.0  # that an origin is left alone after it failed
 _FLOP_PER_SECOND = 3e10  # until something was measured: what two slow cores do, two operations a weight and token
 
-Name = tuple[Shelf, tuple[int, ...]]  # of a prompt
+Name = tuple[Shelf, tuple[int, ...], bool]  # of a prompt; whether it is mended
 Sought = Coming | Arrivals  # what an origin is asked for: the beginning of a prompt, or its passages
 
 
@@ -96,7 +96,7 @@ class Streams:
 
         `passages` keeps those that come."""
         with self._lock:
-            ahead = self._ahead.pop((known.shelf, tuple(known.tokens)), None)
+            ahead = self._ahead.pop(_name(known), None)
         if ahead is not None and not self._may(known, plan):  # it became known here meanwhile
             ahead.close()
             return None
@@ -104,7 +104,7 @@ class Streams:
 
     def prefetch(self, known: Known, plan: Plan, rates: Rates, passages: PassageFill | None) -> Prefetched | None:
         """Begin with that for a prompt that has to wait for its turn; None if it is not worth it."""
-        name = known.shelf, tuple(known.tokens)
+        name = _name(known)
         with self._lock:
             if len(self._ahead) >= MOST_AHEAD or name in self._ahead or self._closed:
                 return None
@@ -325,6 +325,11 @@ class _Filling(Beginning):
         last = Compute(Span(span.stop, self.plan.tokens))
         filled = self.told(logits, (*self.computed_before(span.start), stream, last))
         return replace(filled, lost=filled.lost or told.failed, streamed=told)
+
+
+def _name(known: Known) -> Name:
+    """Under `exact` the same prompt comes otherwise than where its passages are mended."""
+    return known.shelf, tuple(known.tokens), known.passages is not None
 
 
 def _top_share(engine: Engine) -> float:
