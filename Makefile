@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Compiled once, not in each of the thousand processes that tests start.
+export PYTHONDONTWRITEBYTECODE :=
 EXTRAS := hf,knowledge,langchain,llamaindex,bench,dev
 
 # llama-cpp-python comes as source only: it is built once, outside the tree, for the processor of this machine.
@@ -13,7 +15,7 @@ LLAMA_WHEEL = $(firstword $(wildcard $(WHEELS)/llama_cpp_python-$(lastword $(sub
 LLAMA_FLAGS := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 LLAMA_STAMP := $(VENV)/.llamacpp
 
-.PHONY: help setup clients llamacpp test-llamacpp engines demo test test-docs test-long quick lint bench numbers reference soak soak-server clean
+.PHONY: help setup clients llamacpp test-llamacpp engines demo test test-docs test-long quick lint bench ledger numbers reference soak soak-server clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -28,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup  ## the main job, as far as it exists, on the embedded model
-	@$(BIN)/python tools/demo.py
+	@$(BIN)/python -m tools.demo
 
 test: setup lint  ## lint, types, layers, tests (those of llama.cpp where it is at hand, but for its real models: test-llamacpp)
 	@if [ -n "$(LLAMA_WHEEL)" ]; then $(MAKE) --no-print-directory llamacpp; \
@@ -65,33 +67,37 @@ $(LLAMA_STAMP): $(STAMP) constraints.txt
 test-llamacpp: setup llamacpp  ## the tests of the llama.cpp engine, and every law of the cache on every engine
 	@$(BIN)/python -m pytest -m llamacpp
 
-quick: $(STAMP)  ## the fast inner loop: tiny models only, under two minutes
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not real and not docs and not storm and not exhaustive and not thorough and not long"
+quick: $(STAMP)  ## the fast inner loop: tiny models only, under 90 seconds
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:schemathesis -n 2 --dist loadfile -m "not real and not docs and not storm and not exhaustive and not thorough and not long"
 
-soak: $(STAMP)  ## 10,000 kills and a ten-minute storm in one cache folder
+soak: $(STAMP)  ## 10,000 kills and a ten-minute storm in one cache folder; a million hostile files (FUZZ_SEED: others)
 	@SOAK_KILLS=10000 SOAK_SECONDS=600 $(BIN)/python -m pytest -q -s -m storm tests/faults/test_crash.py
+	@FUZZ_COUNT=$${FUZZ_COUNT:-125000} FUZZ_SEED=$${FUZZ_SEED:-soak} $(BIN)/python -m pytest -q -s tests/fuzz/test_fuzz.py
 
 soak-server: $(STAMP)  ## half an hour of random requests, and clients that leave: nothing may be left behind (SOAK_MODEL=smollm2)
 	@SOAK_SECONDS=$${SOAK_SECONDS:-1800} $(BIN)/python -m pytest -q -s tests/server/test_soak.py
 
 lint: $(STAMP)  ## ruff, mypy --strict, import layers
-	@$(BIN)/ruff check --quiet src tests tools
-	@$(BIN)/ruff format --quiet --check src tests tools
+	@$(BIN)/ruff check --quiet src tests tools benchmarks
+	@$(BIN)/ruff format --quiet --check src tests tools benchmarks
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports > .import-linter.log || (cat .import-linter.log; exit 1)
 
-bench: setup  ## every bench, for people
-	@$(BIN)/python tools/write_numbers.py --show
+bench: setup  ## one benchmark: make bench NAME=prefix ARGS="--quick --json"
+	@$(BIN)/python -m benchmarks $(NAME) $(ARGS)
+
+ledger: setup  ## headline ratios of five quick benches (ten minutes); BEFORE=CHECKOUT prints those of another beside them
+	@$(BIN)/python tools/ledger.py $(if $(BEFORE),--before $(BEFORE)) $(ARGS)
 
 numbers: setup  ## run every bench and rewrite docs/numbers.md
-	@$(BIN)/python tools/write_numbers.py
+	@$(BIN)/python -m tools.write_numbers
 
 engines: setup llamacpp  ## compare the engines, for the guide
-	@$(BIN)/python tools/compare_engines.py --write
+	@$(BIN)/python -m tools.compare_engines --write
 
 reference: $(STAMP)  ## rewrite docs/reference from the code
 	@$(BIN)/python tools/write_reference.py
 
 clean:  ## remove .venv and everything generated; pulled models stay (rekindle rm removes them)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .import-linter.log dist build
-	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

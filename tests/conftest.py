@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
+from functools import cache
+from itertools import count
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 settings.register_profile("shared machine", deadline=None)  # how long an example takes says nothing here
-settings.load_profile("shared machine")
+settings.register_profile("quick", deadline=None, max_examples=25)
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>{% endfor %}"
@@ -23,28 +26,34 @@ CHAT_TEMPLATE = (
 )
 
 
-# What takes longest without real weights: processes, servers, thousands of faults. Left out of `make quick`.
-THOROUGH = frozenset(
-    """
-    bench cli docs engine/llamacpp faults integrate origin parity real server tools
-    engine/test_calls.py engine/test_constrain.py engine/test_embedder.py engine/test_qkv.py engine/test_turn.py
-    knowledge/test_read.py knowledge/test_split.py knowledge/test_watch.py laws/test_plan_laws.py
-    laws/test_stream_laws.py reuse/test_latency.py run/test_adapters.py run/test_answers.py run/test_arrivals.py
-    run/test_ask.py run/test_draft.py run/test_flight.py run/test_forget.py run/test_idle.py run/test_keep_alive.py
-    run/test_layer_costs.py run/test_mend.py run/test_near.py run/test_streaming.py run/test_streams.py
-    store/test_evict_apps.py store/test_policy.py store/test_purge.py
-    """.split()  # noqa: SIM905
-)
+SAYS_THOROUGH = re.compile(r"^(pytestmark = \[?pytest\.mark\.thorough|THOROUGH = True)", re.MULTILINE)
 
 
+@cache
 def is_thorough(path: Path) -> bool:
-    place = path.relative_to(Path(__file__).parent)
-    return any(str(part) in THOROUGH for part in (place, *place.parents))
+    """Whether a test file has the mark `thorough`, or a folder it lies in says so in its `__init__.py`.
+
+    Read from the text, because what is left out is not imported.
+    """
+    if path == Path(__file__).parent:
+        return False
+    file = path if path.suffix == ".py" else path / "__init__.py"
+    own = file.exists() and SAYS_THOROUGH.search(file.read_text("utf-8"))
+    return bool(own) or is_thorough(path.parent)
+
+
+def is_quick(config: pytest.Config) -> bool:
+    """Whether this is `make quick`, or a run like it."""
+    return "not thorough" in config.option.markexpr
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("quick" if is_quick(config) else "shared machine")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """What is left out need not be imported either: half of the time of `make quick`."""
-    return True if "not thorough" in config.option.markexpr and is_thorough(collection_path) else None
+    return True if is_quick(config) and is_thorough(collection_path) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,26 +69,34 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shared") / "cache"
 
 
+@pytest.fixture(scope="session")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folders that do not exist yet, for tests that have none of their own: making one takes longer than most tests."""
+    folder = tmp_path_factory.mktemp("homes")
+    return (folder / str(number) for number in count())
+
+
 @pytest.fixture(autouse=True)
 def own_home(
-    request: pytest.FixtureRequest, tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, homes: Iterator[Path], shared_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    own = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else next(homes)
     for name in [n for n in os.environ if n.startswith("REKINDLE_") and n != "REKINDLE_HOME"]:
         monkeypatch.delenv(name)
     if any(request.node.get_closest_marker(name) for name in ("real", "docs")):
         monkeypatch.setenv("REKINDLE_CACHE", str(shared_cache))
     else:
-        monkeypatch.setenv("REKINDLE_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("REKINDLE_HOME", str(own / "home"))
         for name in ("OLLAMA_MODELS", "HF_HOME"):  # what other tools have here is none of a test's business
-            monkeypatch.setenv(name, str(tmp_path / "others" / name))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+            monkeypatch.setenv(name, str(own / "others" / name))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(own / "config"))
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared machine may be slow: only tests of deadlines have any."""
-    monkeypatch.setattr("rekindle.run.cache.LOOKUP_SECONDS", 120.0)
-    monkeypatch.setattr("rekindle.run.cache.LOAD_SECONDS", 120.0)
+    monkeypatch.setattr("rekindle.session.prefix_cache.LOOKUP_SECONDS", 120.0)
+    monkeypatch.setattr("rekindle.session.prefix_cache.LOAD_SECONDS", 120.0)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from rekindle.cli.options import loading_options, takes
-from rekindle.config import config_folder
+from rekindle.cli.options import loading_options, server_options, serving_options, takes
 from rekindle.errors import InvalidSetting
-from rekindle.settings import Settings, SettingsLike, doc_of, variable_of
+from rekindle.settings import GROUPS, SETTINGS, ServerSettings, Settings
+from rekindle.settings.file import SettingsFile, trust
+from rekindle.settings.folders import config_folder
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "settings.md"
-NAMES = [setting.name for setting in fields(Settings)]
+NAMES = list(Settings.__annotations__)
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +37,12 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
+
+
+def write_trusted(folder: Path, content: str) -> None:
+    """A rekindle.toml in this folder, which the user trusts."""
+    (folder / "rekindle.toml").write_bytes(content.encode())
+    trust(SettingsFile.read(folder / "rekindle.toml"))
 
 
 def refusal(load: Callable[[], object]) -> str:
@@ -53,37 +61,37 @@ def test_without_any_source_the_defaults_hold() -> None:
 def test_a_flag_beats_the_environment_and_the_environment_beats_the_file(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (own_folder / "rekindle.toml").write_text('tenant = "file"\npolicy = "file"\ndevice = "file"\n')
+    write_trusted(own_folder, 'tenant = "file"\npolicy = "file"\ndevice = "file"\n')
     monkeypatch.setenv("REKINDLE_TENANT", "environment")
     monkeypatch.setenv("REKINDLE_POLICY", "environment")
     assert Settings.load({"tenant": "flag"}) == Settings(tenant="flag", policy="environment", device="file")
 
 
 def test_none_and_empty_variables_count_as_not_given(own_folder: Path) -> None:
-    (own_folder / "rekindle.toml").write_text('cache = "off"\ntenant = "file"\n')
+    write_trusted(own_folder, 'cache = "off"\ntenant = "file"\n')
     settings = Settings.load({"cache": None}, environment={"REKINDLE_TENANT": "", "REKINDLE_UNHEARD_OF": ""})
     assert settings == Settings(cache="off", tenant="file")
 
 
 def test_the_word_none_overrules_a_weaker_source(own_folder: Path) -> None:
-    (own_folder / "rekindle.toml").write_text('cache = "off"\nttl = "7d"\ncontext = 9\n')
+    write_trusted(own_folder, 'cache = "off"\nttl = "7d"\ncontext = 9\n')
     settings = Settings.load({"cache": "none"}, environment={"REKINDLE_TTL": "None"})
     assert settings == Settings(context=9)
 
 
-def test_the_file_is_the_named_one_else_the_one_here_else_the_users_own(
+def test_the_file_is_the_named_one_else_the_one_here_over_the_users_own(
     own_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     users = Path(os.environ["XDG_CONFIG_HOME"]) / "rekindle" / "rekindle.toml"
     named, argument = tmp_path / "named.toml", tmp_path / "argument.toml"
     users.parent.mkdir(parents=True)
-    users.write_text("context = 1")
-    assert Settings.load().context == 1
+    users.write_text('context = 1\ntenant = "me"')
+    assert Settings.load() == Settings(context=1, tenant="me")
     (own_folder / "rekindle.toml").write_text("context = 2")
-    assert Settings.load().context == 2
+    assert Settings.load() == Settings(context=2, tenant="me")
     named.write_text("context = 3")
     monkeypatch.setenv("REKINDLE_CONFIG", str(named))
-    assert Settings.load().context == 3
+    assert Settings.load() == Settings(context=3)
     argument.write_text("context = 4")
     assert Settings.load(file=argument).context == 4
 
@@ -150,7 +158,7 @@ def test_a_value_is_read_as_the_type_of_its_setting(own_folder: Path) -> None:
         assert Settings.load(environment={"REKINDLE_DETERMINISTIC": word}).deterministic is value
     assert Settings.load(environment={"REKINDLE_CONTEXT": "4096"}).context == 4096
     assert Settings.load(environment={"REKINDLE_REUSE": "off"}).reuse == "off"
-    (own_folder / "rekindle.toml").write_bytes(b"\xef\xbb\xbfdeterministic = true\r\nmemory_limit = 1000\r\n")
+    write_trusted(own_folder, "\ufeffdeterministic = true\r\nmemory_limit = 1000\r\n")
     assert Settings.load() == Settings(deterministic=True, memory_limit="1000")
     numbers = Settings.load({"disk_limit": 5, "write_budget": 6, "ttl": 7})
     assert (numbers.disk_limit, numbers.write_budget, numbers.ttl) == ("5", "6", "7")
@@ -168,8 +176,8 @@ def test_a_value_is_read_as_the_type_of_its_setting(own_folder: Path) -> None:
         ("cache", "", "the path of a folder, or off, or none"),
         ("cache", "~nobody-of-this-name/kv", "the path of a folder, or off, or none"),
         ("key_file", 7, "the path of a file, or none"),
-        ("reuse", "some", "exact, near, approximate or off"),
-        ("reuse", False, "exact, near, approximate or off"),
+        ("reuse", "some", "exact, quantized, approximate or off"),
+        ("reuse", False, "exact, quantized, approximate or off"),
         ("admission", "never", "always or second-use"),
         ("memory_limit", True, "a size (512MB, 10%)"),
         ("write_budget", 1.5, "a size (10GB), or none"),
@@ -182,13 +190,14 @@ def test_a_wrong_value_is_refused_in_words_that_name_its_source(
     name: str, value: Any, right: str, own_folder: Path
 ) -> None:
     assert refusal(lambda: Settings.load({name: value})) == f"The argument {name} is {value!r}. Use {right}."
-    (own_folder / "rekindle.toml").write_text(f"{name} = {json.dumps(value)}")
+    write_trusted(own_folder, f"{name} = {json.dumps(value)}")
     stated = refusal(Settings.load)
     assert stated == f"{name} in rekindle.toml is {value!r}. Use {right}."
     (own_folder / "rekindle.toml").unlink()
+    variable = SETTINGS[name].variable
     if isinstance(value, str) and value:
-        said = refusal(lambda: Settings.load(environment={variable_of(name): value}))
-        assert said == f"The variable {variable_of(name)} is {value!r}. Use {right}."
+        said = refusal(lambda: Settings.load(environment={variable: value}))
+        assert said == f"The variable {variable} is {value!r}. Use {right}."
 
 
 def test_a_wrong_value_is_refused_even_where_it_is_overruled(own_folder: Path) -> None:
@@ -209,6 +218,33 @@ def test_a_file_that_cannot_be_read_is_named(own_folder: Path, tmp_path: Path) -
     file.unlink()
     file.mkdir()
     assert "rekindle.toml cannot be read" in refusal(Settings.load)
+
+
+# --- the server's
+
+
+def test_the_server_has_the_same_sources(own_folder: Path) -> None:
+    write_trusted(own_folder, 'port = 1\ntimeout = 90\ncors_origin = ["http://a", "http://b"]\ncontext = 7\n')
+    environment = {"REKINDLE_PORT": "2", "REKINDLE_ALLOWED_HOSTS": "one.example, two.example", "REKINDLE_TENANT": "me"}
+    found = ServerSettings.load({"queue": 3}, environment=environment)
+    assert found == ServerSettings(
+        port=2,
+        queue=3,
+        timeout="90",
+        cors_origin=("http://a", "http://b"),
+        allowed_hosts=("one.example", "two.example"),
+    )
+    assert Settings.load(environment=environment) == Settings(context=7, tenant="me")
+
+
+def test_each_takes_only_its_own_arguments_and_refuses_wrong_values_of_both() -> None:
+    assert refusal(lambda: Settings.load({"port": 1})).startswith("Unknown argument 'port'.")
+    assert refusal(lambda: ServerSettings.load({"context": 1})).startswith("Unknown argument 'context'.")
+    for load in (Settings.load, ServerSettings.load):
+        said = refusal(lambda load=load: load(environment={"REKINDLE_PORT": "http"}))
+        assert said == "The variable REKINDLE_PORT is 'http'. Use a whole number."
+    assert ServerSettings.load({"allowed_hosts": ["a,b", "c"]}).allowed_hosts == ("a", "b", "c")
+    assert refusal(lambda: ServerSettings.load({"cors_origin": [1]})).endswith("Use texts, with commas between.")
 
 
 # --- paths
@@ -237,7 +273,7 @@ def test_a_tilde_is_the_home_everywhere(own_folder: Path, tmp_path: Path, monkey
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     expected = Settings(cache=str(tmp_path / "kv"))
     assert Settings.load({"cache": "~/kv"}) == Settings.load(environment={"REKINDLE_CACHE": "~/kv"}) == expected
-    (own_folder / "rekindle.toml").write_text('cache = "~/kv"')
+    write_trusted(own_folder, 'cache = "~/kv"')
     assert Settings.load() == expected
 
 
@@ -281,7 +317,9 @@ ANY = st.builds(
 def test_any_settings_come_back_from_arguments_and_from_the_environment(settings: Settings) -> None:
     values = {name: getattr(settings, name) for name in NAMES}
     assert Settings.load(values, environment={}) == settings
-    assert Settings.load(environment={variable_of(name): str(value) for name, value in values.items()}) == settings
+    assert (
+        Settings.load(environment={SETTINGS[name].variable: str(value) for name, value in values.items()}) == settings
+    )
 
 
 @given(ANY)
@@ -299,20 +337,17 @@ def test_any_settings_come_back_from_a_file(settings: Settings) -> None:
 
 def test_every_setting_is_documented() -> None:
     page = PAGE.read_text("utf-8")
-    for name in NAMES:
-        assert doc_of(name).endswith("."), name
+    for name, setting in SETTINGS.items():
+        assert setting.doc.endswith("."), name
         row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
-        assert f"`{variable_of(name)}`" in row and doc_of(name) in row
+        assert f"`{setting.variable}`" in row and setting.doc in row
+    assert {setting.group for setting in SETTINGS.values()} == set(GROUPS)
 
 
 def test_the_example_of_the_reference_is_right(own_folder: Path) -> None:
     (example,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    (own_folder / "rekindle.toml").write_text(example)
+    write_trusted(own_folder, example)
     assert Settings.load().cache == str(own_folder / "kv")
-
-
-def test_the_keyword_arguments_are_the_settings() -> None:
-    assert sorted(SettingsLike.__annotations__) == sorted(NAMES)
 
 
 def test_flags_give_only_what_was_said() -> None:
@@ -335,19 +370,21 @@ def test_flags_give_only_what_was_said() -> None:
         "deterministic": False,
         "keep_reply_tokens": True,
     }
-    texts = [n for n in loading_options.__annotations__ if isinstance(getattr(Settings, n, None), str) or n == "cache"]
+    texts = [n for n in signature(loading_options).parameters if SETTINGS[n].type is str]
     for name in texts:
         assert said(f"--{name.replace('_', '-')}", "x") == {name: "x"}
-    assert len(texts) == 15
+    assert len(texts) > 16
 
 
-def test_every_flag_is_a_setting_and_its_help_says_the_same() -> None:
-    app = typer.Typer()
-    app.command()(takes(loading=loading_options)(lambda loading: None))
-    options = {option.name: option.help for option in typer.main.get_command(app).params}  # type: ignore[attr-defined]
-    flags = [name for name in options if name in NAMES]
-    assert len(flags) == 31
-    assert all(options[name] == doc_of(name) for name in flags)
+def test_every_setting_is_a_flag_and_its_help_says_the_same() -> None:
+    app = typer.Typer(rich_markup_mode=None)
+    groups = {"loading": loading_options, "serving": serving_options, "server": server_options}
+    app.command()(takes(**groups)(lambda loading, serving, server: None))
+    options = {option.name: option for option in typer.main.get_command(app).params}  # type: ignore[attr-defined]
+    for name, setting in SETTINGS.items():
+        assert options[name].help == setting.doc and setting.flag in options[name].opts
+    told = CliRunner().invoke(app, ["--help"]).output
+    assert "exact|quantized|approximate|off" in told and "default: (8377)" in told
 
 
 def test_reading_settings_loads_nothing_heavy() -> None:

@@ -10,9 +10,9 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rekindle.engine.device import place
-from rekindle.engine.hf import HfEngine
-from rekindle.engine.tokenizer import TextTokenizer
+from rekindle.engine.hf.device import choose_placement
+from rekindle.engine.hf.engine import HfEngine
+from rekindle.text.tokenizer import HfTokenizer
 
 VOCABULARY = 320  # 256 bytes, control tokens, room
 WINDOW = 16
@@ -88,17 +88,17 @@ def byte_backend() -> tokenizers.Tokenizer:
     return backend
 
 
-def byte_tokenizer(vocabulary_size: int = VOCABULARY) -> TextTokenizer:
+def byte_tokenizer(vocabulary_size: int = VOCABULARY) -> HfTokenizer:
     """The byte-level tokenizer with a small chat template."""
 
     def render(messages: list[dict[str, Any]]) -> str:
         turns = "".join(f"<|start|>{m['role']}\n{m['content']}<|end|>" for m in messages)
         return turns + "<|start|>assistant\n"
 
-    return TextTokenizer(byte_backend(), render=render, stop_ids=frozenset({256, 258}), vocabulary_size=vocabulary_size)
+    return HfTokenizer(byte_backend(), render=render, stop_ids=frozenset({256, 258}), vocabulary_size=vocabulary_size)
 
 
 def tiny_engine(family: str = "llama", **changes: Any) -> HfEngine:
     """An engine over a tiny model."""
     model = tiny_model(family, **changes)
-    return HfEngine(model, byte_tokenizer(), name=f"tiny-{family}", placement=place("cpu", "float32"))
+    return HfEngine(model, byte_tokenizer(), name=f"tiny-{family}", placement=choose_placement("cpu", "float32"))

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 from tokenizers import pre_tokenizers
 
-from rekindle.core.model import ModelFiles
+from rekindle.models.files import ModelFiles
 
 VOCABULARY = 320
 LAYERS, HEADS, KV_HEADS, DIM, INNER = 4, 2, 1, 32, 64

@@ -59,8 +59,8 @@ def measure(engine: Any, folder: str, part: str) -> dict[str, Any]:
     """What one process finds."""
     import psutil
 
+    from benchmarks.data import texts
     from rekindle import Session
-    from rekindle.bench.data import texts
 
     started = time.perf_counter()
     with Session("smollm2", engine=engine, cache=folder, context=2048) as session:
@@ -86,9 +86,9 @@ def measure(engine: Any, folder: str, part: str) -> dict[str, Any]:
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
     """Medians, as Markdown."""
-    from rekindle.bench.base import machine
+    from rekindle.machine import describe_machine
 
-    here = machine()
+    here = describe_machine()
     rows = {
         f"first token of {TOKENS} new tokens": ("cold_ms", "{:,.0f} ms"),
         "the same document again": ("warm_ms", "{:,.0f} ms"),

@@ -14,16 +14,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.personal import personal_sets
 from rekindle import Reply, Session
-from rekindle.bench.base import machine
-from rekindle.bench.personal import personal_sets
+from rekindle.machine import describe_machine
+from rekindle.session.calibrate.prompts import sample_text
 
 NEW_TOKENS = 16
 RULES_WORDS = 260
@@ -31,7 +31,7 @@ QUESTIONS = ("Who brought the lamp?", "What is this text about?", "Name one obje
 ASKED = 3
 ANSWER_TOKENS = 48
 ADAPTERS = ("list", "json", "pirate")
-LEVELS = ("exact", "near")
+LEVELS = ("exact", "quantized")
 CHANGED = ("Where does it happen?", "How many people are in it?")
 
 
@@ -74,7 +74,7 @@ def main() -> None:
         json.dump(part(json.load(sys.stdin)), sys.stdout)
         return
     console = Console(highlight=False)
-    about = machine()
+    about = describe_machine()
     console.print(f"[bold]Rekindle[/bold] on {about['processor']}, {about['cores']} cores")
     with tempfile.TemporaryDirectory(prefix="rekindle-demo-") as folder:
         size, lines = measure(console, Path(folder) / "cache")
@@ -94,7 +94,7 @@ def main() -> None:
         "         .venv/bin/rekindle ingest docs; .venv/bin/rekindle ask 'How do I limit the cache?'\n"
         "         .venv/bin/rekindle chat smollm2 --adapter pirate\n"
         "         .venv/bin/rekindle explain --last       why the last request was not faster\n"
-        "         .venv/bin/rekindle bench prefix --quick\n"
+        "         .venv/bin/rekindle bench smollm2        cold, warm and restarted, here\n"
         "Remove:  .venv/bin/rekindle cache clear; .venv/bin/rekindle rm smollm2 minilm; make clean"
     )
     if not all(all(line.same) for line in [*lines, *answers, *adapted[:2]]):  # the last may differ, and says so
@@ -214,7 +214,7 @@ def measure_adapters(console: Console, folder: Path) -> tuple[str, list[Line]]:
     told = (
         f"[bold]Adapters[/bold]: the KV of one prompt under the model and {len(ADAPTERS)} adapters takes "
         f"{raw / 1e6:.0f} MB raw, {taken[0] / 1e6:.0f} MB\nas kept without loss, {taken[1] / 1e6:.1f} MB under "
-        "reuse='near',\nwhere the numbers are nearly the same, and a text may take another turn."
+        "reuse='quantized',\nwhere the numbers are nearly the same, and a text may take another turn."
     )
     return told, lines
 
@@ -234,7 +234,7 @@ def adapted_again(task: dict[str, Any]) -> list[dict[str, Any]]:
 
 def sample(words: int) -> str:
     """The first words of a text that comes with the package."""
-    return " ".join(resources.files("rekindle.bench").joinpath("sample.txt").read_text("utf-8").split()[:words])
+    return " ".join(sample_text().split()[:words])
 
 
 def answer(session: Session, question: str, **options: Any) -> dict[str, Any]:
@@ -335,7 +335,7 @@ def theirs(task: dict[str, Any]) -> list[dict[str, Any]]:
     import torch
 
     from rekindle.core.request import parse_prompt
-    from rekindle.engine.hf import HfEngine
+    from rekindle.engine.hf.engine import HfEngine
 
     class Clock:
         def __init__(self) -> None:
@@ -371,7 +371,7 @@ def theirs(task: dict[str, Any]) -> list[dict[str, Any]]:
 
 def run_part(name: str, task: dict[str, Any]) -> list[dict[str, Any]]:
     """A part of the demo in an interpreter of its own."""
-    command = [sys.executable, __file__, name]
+    command = [sys.executable, "-m", "tools.demo", name]
     done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"the part {name!r} of the demo failed:\n{done.stderr}")

@@ -1,7 +1,7 @@
 """`make numbers`: run every bench and rewrite docs/numbers.md.
 
 What was measured is kept as JSON in docs/numbers/, one file a bench and machine; the page is drawn from these files.
-`--add FILE.json` takes what `rekindle bench NAME --json` printed on another machine, `--show` only prints.
+`--add FILE.json` takes what `python -m benchmarks NAME --json` printed on another machine, `--show` only prints.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rekindle.cli.bench import BENCHES
+from benchmarks.__main__ import BENCHES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "numbers.md"
@@ -43,7 +43,7 @@ def main() -> None:
     KEPT.mkdir(exist_ok=True)
     if chosen.show:
         for name in chosen.names:
-            subprocess.run([sys.executable, "-m", "rekindle", "bench", *words(name), *more], check=True)
+            subprocess.run([sys.executable, "-m", "benchmarks", *words(name), *more], check=True)
         return
     if chosen.add is not None:
         keep(json.loads(chosen.add.read_text("utf-8")))
@@ -64,7 +64,7 @@ def words(name: str) -> list[str]:
 def measure(name: str, more: list[str]) -> dict[str, Any]:
     """Run a bench here; its plot is written beside the page."""
     plot = f"{name.replace(':', '-')}-{platform.machine()}.png"
-    command = [sys.executable, "-m", "rekindle", "bench", *words(name), *more, "--json", "--plot", plot]
+    command = [sys.executable, "-m", "benchmarks", *words(name), *more, "--json", "--plot", plot]
     done = subprocess.run(command, cwd=KEPT, check=True, stdout=subprocess.PIPE)
     result: dict[str, Any] = json.loads(done.stdout)
     return result

@@ -16,44 +16,46 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOME_OF = {
-    "Answer": "rekindle.core.answer",
-    "AnswerStream": "rekindle.run.ask",
-    "AsyncStream": "rekindle.run.stream",
+    "Answer": "rekindle.core.reply",
+    "AnswerStream": "rekindle.session.ask",
+    "AsyncReplyStream": "rekindle.session.reply_stream",
     "Grammar": "rekindle.core.grammar",
     "Message": "rekindle.core.request",
     "RekindleError": "rekindle.errors",
     "Reply": "rekindle.core.reply",
-    "Session": "rekindle.run.session",
+    "Session": "rekindle.session.session",
     "Settings": "rekindle.settings",
-    "Stream": "rekindle.run.stream",
-    "attach": "rekindle.integrate.transformers",
+    "ReplyStream": "rekindle.session.reply_stream",
+    "attach": "rekindle.attach.transformers",
+    "calibrate": "rekindle.session.calibrate.calibration",
 }
 
 __all__ = [
     "Answer",
     "AnswerStream",
-    "AsyncStream",
+    "AsyncReplyStream",
     "Grammar",
     "Message",
     "RekindleError",
     "Reply",
+    "ReplyStream",
     "Session",
     "Settings",
-    "Stream",
     "__version__",
     "attach",
+    "calibrate",
 ]
 
 if TYPE_CHECKING:
-    from rekindle.core.answer import Answer
+    from rekindle.attach.transformers import attach
     from rekindle.core.grammar import Grammar
-    from rekindle.core.reply import Reply
+    from rekindle.core.reply import Answer, Reply
     from rekindle.core.request import Message
     from rekindle.errors import RekindleError
-    from rekindle.integrate.transformers import attach
-    from rekindle.run.ask import AnswerStream
-    from rekindle.run.session import Session
-    from rekindle.run.stream import AsyncStream, Stream
+    from rekindle.session.ask import AnswerStream
+    from rekindle.session.calibrate.calibration import calibrate
+    from rekindle.session.reply_stream import AsyncReplyStream, ReplyStream
+    from rekindle.session.session import Session
     from rekindle.settings import Settings
 
 

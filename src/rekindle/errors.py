@@ -16,11 +16,14 @@ RekindleError
 |   |-- CacheUnusable       the folder or its catalog cannot be opened
 |   |-- KvLost              KV that was found could not be read: compute it instead
 |   |-- EntryNotFound       no entry of that name
+|   |-- PinRefused          what is pinned would take more of the limit than it may
 |   `-- BrokenArchive       an archive that is damaged, incomplete or something else
 |-- KnowledgeError          documents cannot be read, kept or found
 |   |-- UnreadableDocument  a file that holds no text that can be read: damaged, encrypted, too large, or no document
 |   |-- DocumentNotFound    no document of that name
 |   |-- NothingKnown        nothing was ingested yet
+|   |-- LibraryFull         the libraries have reached `library_limit`
+|   |-- BrokenBackup        a backup of a library that is damaged, incomplete or something else
 |   `-- KnowledgeUnusable   the library cannot be opened or written
 |-- ExtraMissing            the extra that brings a parser or an adapter is not installed
 |-- EngineMissing           the extra that brings the engine is not installed
@@ -105,6 +108,10 @@ class EntryNotFound(CacheError):
     """The cache has no entry of that name."""
 
 
+class PinRefused(CacheError):
+    """What is pinned would take more of the cache's limit than it may."""
+
+
 class BrokenArchive(CacheError):
     """An archive of a cache that is damaged, incomplete or something else."""
 
@@ -123,6 +130,14 @@ class DocumentNotFound(KnowledgeError):
 
 class NothingKnown(KnowledgeError):
     """Nothing was ingested yet."""
+
+
+class LibraryFull(KnowledgeError):
+    """The libraries have reached `library_limit`."""
+
+
+class BrokenBackup(KnowledgeError):
+    """A backup of a library that is damaged, incomplete or something else."""
 
 
 class KnowledgeUnusable(KnowledgeError):
@@ -160,10 +175,10 @@ class InvalidGrammar(RequestError):
 class ContextOverflow(RequestError):
     """The prompt is longer than the model's context."""
 
-    def __init__(self, prompt_tokens: int, context_tokens: int, advice: str) -> None:
-        super().__init__(
-            f"The prompt has {prompt_tokens:,} tokens, the model's context holds {context_tokens:,}. {advice}"
-        )
+    def __init__(self, prompt_tokens: int, context_tokens: int, advice: str, *, counted: bool = True) -> None:
+        """`counted`: whether the tokens were counted; else `prompt_tokens` is a lower bound, from the length."""
+        number = f"{prompt_tokens:,}" if counted else f"at least {prompt_tokens:,}"
+        super().__init__(f"The prompt has {number} tokens, the model's context holds {context_tokens:,}. {advice}")
         self.prompt_tokens = prompt_tokens
         self.context_tokens = context_tokens
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from rekindle.cli import app
-from rekindle.core.app import Asker
+from rekindle.cli.main import app
+from rekindle.core.scope import Asker
 from rekindle.errors import CacheUnusable, InvalidSetting
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
     with TieredStore(tmp_path / "c", ROOMY) as store:
         for name, tokens in (("mail", list(range(320))), ("notes", [*range(160), *range(900, 1060)])):
             keep(store, tokens, app=Asker("local", name))
-            store.asked(SHELF, tokens, Asker("local", name))
+            store.record_request(SHELF, tokens, Asker("local", name))
     return tmp_path / "c"
 
 

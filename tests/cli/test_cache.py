@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from rekindle.cli import app
+from rekindle.cli.main import app
 from rekindle.errors import BrokenArchive, CacheUnusable, EntryNotFound, InvalidSetting, RekindleError
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     with TieredStore(tmp_path / "c", ROOMY) as store:
         for tokens in PROMPTS:
             keep(store, tokens)
-        store.used(store.lookup(SHELF, PROMPTS[2]), saved_ms=1500)
+        store.record_use(store.lookup(SHELF, PROMPTS[2]), saved_ms=1500)
     return tmp_path / "c"
 
 
@@ -103,7 +103,7 @@ def test_clear_asks(folder: Path) -> None:
 
 
 def test_gc_removes_strays_and_nothing_else(folder: Path) -> None:
-    (folder / "extents" / "0000.kv").write_bytes(b"stray")
+    (folder / "extents" / "0123456789abcdef.kv").write_bytes(b"stray")
     assert "1 stray" in cache(folder, "gc").stdout
     assert len(entries(folder)) == 3 == len(list((folder / "extents").iterdir()))
 
@@ -141,6 +141,7 @@ def test_a_locked_catalog_is_a_sentence_not_a_traceback(folder: Path) -> None:
 def test_keyed_caches_are_looked_at_with_their_key(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_bytes(b" 16 bytes or more\n")
+    key.chmod(0o600)
     with TieredStore(tmp_path / "c", StoreSettings(disk_limit="50MB", key=key.read_bytes())) as store:
         keep(store, PROMPTS[0])
     assert "all good" in cache(tmp_path / "c", "check", "--key-file", str(key)).stdout
@@ -150,7 +151,7 @@ def test_keyed_caches_are_looked_at_with_their_key(tmp_path: Path) -> None:
 
 def test_no_command_of_the_cache_needs_torch(folder: Path) -> None:
     script = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom rekindle.cli import app\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom rekindle.cli.main import app\n"
         "for command in ('ls', 'stats', 'check', 'gc'):\n"
         "    assert CliRunner().invoke(app, ['cache', command, '-C', sys.argv[1]]).exit_code == 0\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"

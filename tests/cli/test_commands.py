@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rekindle import Session, __version__
-from rekindle.cli import app
+from rekindle.cli.main import app
 
 SCRIPT = str(Path(sys.executable).with_name("rekindle"))
 
@@ -97,7 +97,6 @@ def test_errors_are_one_sentence_and_status_1(tiny_folder: Path, tmp_path: Path)
         ("run", str(tiny_folder), "hi", "--device", "tpu"): "device='tpu' is unknown",
         ("run", str(tiny_folder), "hi", "--engine", "magic"): "engine is 'magic'. Use auto, hf or llamacpp",
         ("run", str(tiny_folder), "x" * 600): "The prompt has 618 tokens, the model's context holds 512. Shorten it.",
-        ("bench", "nosuch"): "no bench 'nosuch'",
         ("rm", "nosuch"): "No model 'nosuch' was pulled",
     }
     for arguments, words in cases.items():
@@ -178,7 +177,6 @@ def test_doctor_and_run_say_how_to_get_an_engine(tiny_folder: Path, tmp_path: Pa
     for arguments, words in {
         ("doctor",): b"pip install 'rekindle[hf]'",
         ("run", str(tiny_folder), "hi"): b"pip install 'rekindle[hf]'",
-        ("bench", "engine"): b"pip install 'rekindle[hf]'",
     }.items():
         done = spawn(*arguments, PYTHONPATH=str(tmp_path))
         assert done.returncode == 1 and words in done.stderr and b"Traceback" not in done.stderr, arguments
@@ -189,7 +187,7 @@ def test_doctor_and_run_say_how_to_get_an_engine(tiny_folder: Path, tmp_path: Pa
 
 def test_version_and_help() -> None:
     assert rekindle("--version").stdout == f"rekindle {__version__}\n"
-    for command in ("run", "chat", "pull", "list", "rm", "doctor", "bench"):
+    for command in ("run", "chat", "pull", "list", "rm", "doctor"):
         assert command in rekindle("--help").stdout
         assert rekindle(command, "--help").exit_code == 0
 
@@ -211,34 +209,6 @@ def test_importing_loads_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "numpy", "typer", "rich", "httpx", "tokenizers")
     code = f"import sys, rekindle; print([m for m in {heavy!r} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
-    code = f"import sys, rekindle.cli; print([m for m in {heavy!r} if m in sys.modules and m not in ('typer', 'rich')])"
+    heavy = tuple(name for name in heavy if name not in ("typer", "rich"))
+    code = f"import sys, rekindle.cli.main; print([m for m in {heavy!r} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
-
-
-@pytest.mark.long
-def test_bench_engine_prints_its_fields(tiny_folder: Path, tmp_path: Path) -> None:
-    """On a model too small to say anything about speed: the fields, the plot, the data, nothing else on stdout."""
-    from tests.tiny import tiny_model
-
-    folder = tmp_path / "long"
-    folder.mkdir()
-    for path in tiny_folder.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    tiny_model("llama", max_position_embeddings=2048).save_pretrained(folder)
-    data = tmp_path / "data"
-    data.mkdir()
-    (data / "corpus.jsonl").write_text(json.dumps({"text": "Some words. " * 30}) + "\n")
-    plot = tmp_path / "plot.png"
-    done = spawn(
-        "bench", "engine", "--model", str(folder), "--quick", "--limit", "1", "--data", str(data), "--plot", str(plot),
-        "--json", "--device", "cpu",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr.decode()
-    fields = json.loads(done.stdout)
-    for name in ("prefill_vs_model", "decode_vs_generate", "batch4_speedup", "scattered30_vs_full"):
-        assert fields[name] > 0, name
-    assert fields["import_seconds"] >= 0 and fields["help_seconds"] > 0
-    assert fields["greedy_equal"] is True
-    assert fields["suffix_long_ms"] is None and "CUDA" in fields["long_reason"]
-    assert fields["machine"]["cores"] and fields["versions"]["rekindle"] == __version__
-    assert plot.read_bytes().startswith(b"\x89PNG")

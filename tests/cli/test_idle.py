@@ -12,9 +12,10 @@ import pytest
 
 from rekindle import Session
 from rekindle.errors import InvalidSetting, NothingKnown
-from rekindle.run.idle import Idle
-from rekindle.run.work import Did
-from rekindle.server.settings import ServerSettings
+from rekindle.idle.idle import Idle
+from rekindle.idle.log import IdleAction
+from rekindle.server.auth import ApiKeys
+from rekindle.settings import ServerSettings
 from tests.cli.test_commands import rekindle
 from tests.knowledge.conftest import embedder_folder
 
@@ -65,7 +66,7 @@ def test_a_budget_and_what_is_in_the_way_are_heeded(settings: list[str]) -> None
 def test_watching_goes_on_until_it_is_interrupted(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[bool] = []
 
-    def run(self: Idle, stop: threading.Event | None = None) -> list[Did]:
+    def run(self: Idle, stop: threading.Event | None = None) -> list[IdleAction]:
         assert stop is not None
         runs.append(stop.is_set())
         if len(runs) == 3:
@@ -82,7 +83,7 @@ def test_watching_goes_on_until_it_is_interrupted(settings: list[str], monkeypat
 def test_a_server_works_ahead_only_if_it_is_told_to(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ServerSettings] = []
 
-    def refuse(session: Session, settings: ServerSettings) -> None:
+    def refuse(session: Session, settings: ServerSettings, keys: ApiKeys) -> None:
         seen.append(settings)
         session.close()
         raise InvalidSetting("That is enough.")
@@ -91,8 +92,7 @@ def test_a_server_works_ahead_only_if_it_is_told_to(tiny_folder: Path, monkeypat
     for flags in ((), ("--idle", "--quiet", "5s", "--on-battery")):
         assert isinstance(rekindle("serve", str(tiny_folder), *flags).exception, InvalidSetting)
     without, with_it = seen
-    assert without.ahead is None and with_it.ahead is not None and with_it.quiet_seconds == 5.0
-    assert with_it.ahead.conditions is not None and with_it.ahead.conditions.on_battery
+    assert not without.idle and with_it.idle and with_it.quiet == "5s" and with_it.on_battery
 
 
 def test_what_makes_no_sense_is_refused(settings: list[str], tmp_path: Path) -> None:

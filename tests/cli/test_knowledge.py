@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from rekindle.cli import app
-from rekindle.errors import DocumentNotFound, InvalidSetting, NothingKnown, RekindleError
-from rekindle.knowledge import watch
+from rekindle.cli.main import app
+from rekindle.errors import DocumentNotFound, InvalidSetting, LibraryFull, NothingKnown, RekindleError
+from rekindle.knowledge import paths as watch
 from tests.knowledge.conftest import embedder_folder
 
 __all__ = ["embedder_folder"]  # a fixture
@@ -110,9 +110,9 @@ def test_ls_and_show_tell_what_there_is(run: Run, files: Path) -> None:
 def test_search_finds_passages_with_their_ranks(run: Run, files: Path, retrieval: str) -> None:
     run("ingest", files)
     hits = parsed(run("knowledge", "search", "walrus", "--retrieval", retrieval, "--top-k", "1", "--json"))
-    assert len(hits) == 1 and set(hits[0]) == {"chunk", "score", "word_rank", "meaning_rank"}
+    assert len(hits) == 1 and set(hits[0]) == {"chunk", "score", "bm25_rank", "embedding_rank"}
     if retrieval == "bm25":
-        assert hits[0]["chunk"]["title"] == "Tusks" and (hits[0]["word_rank"], hits[0]["meaning_rank"]) == (1, None)
+        assert hits[0]["chunk"]["title"] == "Tusks" and (hits[0]["bm25_rank"], hits[0]["embedding_rank"]) == (1, None)
         assert "| The walrus has tusks." in run("knowledge", "search", "walrus").stdout
 
 
@@ -125,7 +125,7 @@ def test_search_in_an_empty_library_and_by_unknown_ways_says_what_to_do(run: Run
 def test_stats_sum_up(run: Run, files: Path, tmp_path: Path) -> None:
     run("ingest", files)
     found = parsed(run("knowledge", "stats", "--json"))
-    assert (found["documents"], found["chunks"], found["embedded"], found["most_retrieved"]) == (2, 2, 2, [])
+    assert (found["documents"], found["chunks"], found["embedded"], found["top_retrieved"]) == (2, 2, 2, [])
     assert found["file_bytes"] > 0 and found["folder"] == str(tmp_path / "knowledge")
     assert "2 documents, 2 passages (2 with a vector)" in run("knowledge", "stats").stdout
 
@@ -202,6 +202,92 @@ def test_watch_ingests_everything_first_and_then_what_is_told(
         yield [str(files / "new.txt")]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(watch, "changes", told)
+    monkeypatch.setattr(watch, "watch_changes", told)
     result = run("ingest", files, "--watch")
     assert result.exit_code == 0 and "2 documents added" in result.stdout and "1 documents added" in result.stdout
+
+
+# -- damage, backups, the limit
+
+
+def wreck(tmp_path: Path) -> Path:
+    """Zero the first page of the library."""
+    (path,) = (tmp_path / "knowledge").glob("*.sqlite")
+    with path.open("r+b") as file:
+        file.write(bytes(4096))
+    return path
+
+
+def test_every_command_tells_a_loss_until_it_is_acknowledged(
+    run: Run, files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run("ingest", files)
+    damaged = wreck(tmp_path)
+    commands = [
+        ("knowledge", "ls"), ("knowledge", "stats"), ("knowledge", "search", "walrus", "--retrieval", "bm25"),
+        ("knowledge", "show", files / "walrus.md"), ("ingest", files), ("forget", files / "penguin.txt"),
+        ("knowledge", "export", tmp_path / "backup"), ("knowledge", "import", tmp_path / "backup"),
+    ]  # fmt: skip
+
+    def told(some: int) -> list[bool]:
+        said = []
+        for command in commands[:some]:
+            caplog.clear()
+            assert run(*command).exit_code == 0, command
+            said.append("The library was damaged" in caplog.text and str(damaged) in caplog.text)
+        return said
+
+    assert told(len(commands)) == [True] * len(commands)
+    found = parsed(run("knowledge", "check", "--json"))
+    assert found["damage"] is None and found["damaged_files"] == [str(damaged)] and len(found["lost"]) == 1
+    assert parsed(run("knowledge", "check", "--acknowledge", "--json"))["lost"] == []
+    assert told(3) == [False] * 3
+    assert damaged.exists()
+
+
+def test_check_only_looks_and_fix_saves(run: Run, files: Path, tmp_path: Path) -> None:
+    run("ingest", files)
+    assert "sound" in run("knowledge", "check").stdout
+    damaged = wreck(tmp_path)
+    looked = run("knowledge", "check")
+    assert looked.exit_code == 1 and "--fix" in looked.stdout
+    assert [path.name for path in (tmp_path / "knowledge").glob("*.sqlite")] == [damaged.name]
+    fixed = run("knowledge", "check", "--fix")
+    assert fixed.exit_code == 0 and "2 documents with 2 passages were saved" in fixed.stdout
+    assert set(listed(run)) == {"walrus.md", "penguin.txt"}
+
+
+def test_forget_names_damaged_files_and_only_an_order_removes_them(run: Run, files: Path, tmp_path: Path) -> None:
+    run("ingest", files)
+    damaged = wreck(tmp_path)
+    gone = parsed(run("forget", "--all", "--json"))
+    assert gone["damaged_files"] == [str(damaged)] and len(gone["documents"]) == 2
+    assert damaged.exists()
+    assert run("knowledge", "check", "--remove-damaged", stdin="n\n").exit_code == 1 and damaged.exists()
+    assert "1 damaged files removed" in run("knowledge", "check", "--remove-damaged", "--yes").stdout
+    left = b"".join(path.read_bytes() for path in (tmp_path / "knowledge").iterdir())
+    assert not damaged.exists() and b"walrus" not in left and listed(run) == {}
+
+
+def test_a_backup_goes_out_and_comes_back(run: Run, files: Path, tmp_path: Path) -> None:
+    run("ingest", files)
+    before = {name: {**entry, "id": 0} for name, entry in listed(run).items()}
+    exported = run("knowledge", "export", tmp_path / "backup")
+    assert "2 documents with 2 passages exported" in exported.stdout
+    run("forget", "--all", "--yes")
+    assert "2 documents with 2 passages added, 0 were there" in run("knowledge", "import", tmp_path / "backup").stdout
+    assert "0 documents with 0 passages added, 2 were there" in run("knowledge", "import", tmp_path / "backup").stdout
+    assert {name: {**entry, "id": 0} for name, entry in listed(run).items()} == before
+    assert "2 documents, 2 passages (2 with a vector)" in run("knowledge", "stats").stdout
+    assert "0 documents added, 0 changed" in run("ingest", files).stdout
+    assert isinstance(run("knowledge", "import", files / "walrus.md").exception, RekindleError)
+
+
+def test_a_full_library_refuses_more_and_stats_tell_the_limit(run: Run, files: Path) -> None:
+    run("ingest", files)
+    refused = run("ingest", files.parent / "files" / "walrus.md", "--size", "50", "--library-limit", "1MB")
+    assert isinstance(refused.exception, LibraryFull) and set(listed(run)) == {"walrus.md", "penguin.txt"}
+    told = parsed(run("knowledge", "stats", "--json", "--library-limit", "1MB"))
+    assert told["limit_bytes"] == 10**6 and told["folder_bytes"] >= told["file_bytes"] > 0
+    assert "library_limit 1.0 MB" in run("knowledge", "stats", "--library-limit", "1MB").stdout
+    assert "no limit" in run("knowledge", "stats", "--library-limit", "none").stdout

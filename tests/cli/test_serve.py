@@ -20,11 +20,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rekindle import Session
-from rekindle.cli import app
-from rekindle.cli.remote import ServerError
+from rekindle.cli.main import app
+from rekindle.cli.server_client import ServerError
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import InvalidSetting
-from rekindle.server.keys import Keys
+from rekindle.server.auth import ApiKeys
 from rekindle.server.serve import servers_folder
 from tests.server.serving import ALICE, BOB, Served, fake_session, serving
 
@@ -140,7 +140,7 @@ def test_a_server_that_is_not_there_is_one_sentence() -> None:
 
 
 def test_a_server_with_keys_wants_one(tmp_path: Path) -> None:
-    with serving(fake_session(tmp_path / "cache"), keys=Keys([ALICE, BOB])) as served:
+    with serving(fake_session(tmp_path / "cache"), keys=ApiKeys([ALICE, BOB])) as served:
         refused = rekindle("chat", "--server", served.url, stdin="Hello\n")
         assert isinstance(refused.exception, ServerError) and "API key" in str(refused.exception)
         let_in = rekindle("chat", "--server", served.url, "--api-key", ALICE, "-n", "3", "--json", stdin="Hello\n")
@@ -168,10 +168,12 @@ def test_ps_forgets_servers_that_are_dead() -> None:
     folder.mkdir(parents=True)
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
-    (folder / "1.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "pid": gone.pid, "model": "m"}))
+    about = json.dumps({"url": "http://127.0.0.1:1", "pid": gone.pid, "model": "m"})
+    (folder / f"{gone.pid}.json").write_text(about)
     (folder / "2.json").write_text("not json")
+    (folder / "somebodys.json").write_text(about)
     assert json.loads(rekindle("ps", "--json").stdout) == []
-    assert [path.name for path in folder.iterdir()] == ["2.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["2.json", "somebodys.json"]
 
 
 @pytest.mark.parametrize(
@@ -200,6 +202,7 @@ def test_a_server_ends_well_when_it_is_told_to(tiny_folder: Path, tmp_path: Path
     pytest.importorskip("torch")
     keys = tmp_path / "keys"
     keys.write_text(f"# whose they are\nalice={ALICE}\n\n", "utf-8")
+    keys.chmod(0o600)
     cache = tmp_path / "cache"
     with started(
         str(tiny_folder), "--cache", str(cache), "--api-key-file", str(keys), REKINDLE_API_KEYS=f"bob={BOB}"

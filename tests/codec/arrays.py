@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from rekindle.codec.numbers import carrier, narrow
-from rekindle.core.kv import KvType, LayerKv, LayerShape
+from rekindle.codec import coder, delta, quantized
+from rekindle.codec.dtypes import carrier, narrow
+from rekindle.core.kv import KvType, LayerKv, LayerShape, LayerSpec, Span
 
 SHAPES = st.builds(LayerShape, st.integers(1, 3), st.integers(1, 9), st.integers(1, 9))
 TOKENS = st.integers(0, 300)
@@ -42,3 +45,20 @@ def same_bits(one: LayerKv, other: LayerKv) -> bool:
     """Whether both have the same type, shape and bit patterns."""
     pairs = ((one.keys, other.keys), (one.values, other.values))
     return all(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes() for a, b in pairs)
+
+
+def self_described(data: bytes, dtype: KvType, anchor: LayerKv | None = None) -> LayerSpec:
+    """What coded bytes say of themselves: for readers that do not know what to expect. No reader of the package is."""
+    if data[:4] == quantized.MAGIC:
+        coded = quantized.describe(data)
+        return LayerSpec(coded.dtype, coded.shape, coded.tokens)
+    if data[:4] == delta.MAGIC and len(data) >= 23:
+        _, _, heads, tokens, key_dim, value_dim, _ = struct.unpack_from("<4sBHIIII", data)
+        return LayerSpec(dtype, LayerShape(heads, key_dim, value_dim), tokens)
+    shape = (1, 1, 1) if anchor is None else (*anchor.keys.shape[::2], anchor.values.shape[2])
+    return LayerSpec(dtype, LayerShape(*shape), 0 if anchor is None else anchor.keys.shape[1])
+
+
+def decode(data: bytes, dtype: KvType, anchor: LayerKv | None, span: Span | None = None) -> LayerKv:
+    """A coded layer that is believed to be what it says."""
+    return coder.decode(data, self_described(data, dtype, anchor), anchor, span)

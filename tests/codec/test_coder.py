@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.codec.bits import BitPlan, LayerBits
-from rekindle.codec.coder import EXACT, Coder, decode, is_near
-from rekindle.codec.numbers import widen
+from rekindle.codec.coder import EXACT, Coder, is_quantized
+from rekindle.codec.dtypes import widen
 from rekindle.core.kv import KvType, LayerKv, LayerShape, Span
-from tests.codec.arrays import SEEDS, SHAPES, SOME, TOKENS, any_bits, same_bits, smooth
+from tests.codec.arrays import SEEDS, SHAPES, SOME, TOKENS, any_bits, decode, same_bits, smooth
 from tests.codec.test_delta import TYPES, cut, distance, near
 
 SHAPE = LayerShape(2, 8, 4)
 PLAN = BitPlan((LayerBits(8, 8), LayerBits(8, 4), LayerBits(0, 2)))
 QUANTIZED = Coder(PLAN, PLAN)
-CODERS = {"exact": EXACT, "quantized": QUANTIZED, "mobilora": Coder(None, "mobilora")}
+CODERS = {"exact": EXACT, "quantized": QUANTIZED}
 
 
 def blobs() -> dict[str, tuple[bytes, LayerKv | None]]:
@@ -64,9 +64,8 @@ def test_some_tokens_are_decoded_as_they_are_among_all(
 def test_a_near_difference_is_closer_than_the_anchor_and_whole_kv_closer_with_more_bits(dtype: KvType) -> None:
     anchor = smooth(SHAPE, 200, dtype)
     kv = near(anchor, dtype)
-    for name in ("quantized", "mobilora"):
-        back = decode(CODERS[name].encode(0, kv, anchor, dtype), dtype, anchor)
-        assert distance(back, kv, dtype) < 0.1 * distance(anchor, kv, dtype)
+    back = decode(QUANTIZED.encode(0, kv, anchor, dtype), dtype, anchor)
+    assert distance(back, kv, dtype) < 0.1 * distance(anchor, kv, dtype)
     eight, four = (decode(Coder(BitPlan.uniform(1, bits)).encode(0, kv, None, dtype), dtype, None) for bits in (8, 4))
     assert 0 < distance(eight, kv, dtype) < 0.1 * distance(four, kv, dtype)
 
@@ -191,7 +190,7 @@ PLANS = st.none() | st.lists(st.builds(LayerBits, *[st.just(0.0) | st.floats(1, 
 )
 
 
-@given(PLANS, PLANS | st.sampled_from(["exact", "mobilora"]))
+@given(PLANS, PLANS | st.just("exact"))
 def test_a_way_of_coding_is_a_text_and_back(whole: BitPlan | None, delta: BitPlan | str | None) -> None:
     coder = Coder(whole, delta)  # type: ignore[arg-type]
     assert Coder.from_json(coder.to_json()) == coder
@@ -235,5 +234,5 @@ def test_no_text_gives_anything_but_a_way_of_coding_or_a_value_error(text: str) 
 
 
 def test_the_codec_of_a_shelf_says_whether_something_may_be_lost() -> None:
-    assert is_near("near") and is_near("near/q8")
-    assert not is_near("raw") and not is_near("nearly")
+    assert is_quantized("quantized") and is_quantized("quantized/q8")
+    assert not is_quantized("raw") and not is_quantized("nearly")

@@ -1,4 +1,4 @@
-"""Differences from an anchor: exact ones, near ones, and those of the source."""
+"""Differences from an anchor: exact ones and near ones."""
 
 from __future__ import annotations
 
@@ -9,17 +9,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.codec import mobilora
 from rekindle.codec.bits import LayerBits
-from rekindle.codec.delta import decode_exact, decode_near, encode_exact, encode_near
-from rekindle.codec.numbers import FLOAT_TYPES, carrier, narrow, widen
-from rekindle.codec.quantized import decode, encode
+from rekindle.codec.delta import encode_exact, encode_quantized
+from rekindle.codec.dtypes import FLOAT_TYPES, carrier, narrow, widen
+from rekindle.codec.quantized import encode
 from rekindle.core.kv import KvType, LayerKv, LayerShape, Span
+from tests.codec import arrays
 from tests.codec.arrays import SEEDS, SHAPES, SOME, TOKENS, any_bits, same_bits, smooth
 
 SHAPE = LayerShape(3, 16, 8)
 TYPES = st.sampled_from(["float32", "float16", "bfloat16", "uint8"])
 FLOATS = st.sampled_from(FLOAT_TYPES)
+
+
+def decode_any(data: bytes, anchor: LayerKv, dtype: KvType, span: Span | None = None) -> LayerKv:
+    return arrays.decode(data, dtype, anchor, span)
+
+
+def decode_quantized(data: bytes, anchor: LayerKv) -> LayerKv:
+    return arrays.decode(data, "float32", anchor)
+
+
+def decode(data: bytes) -> LayerKv:
+    return arrays.decode(data, "float32", None)
 
 
 def near(anchor: LayerKv, dtype: KvType, share: float = 0.1, seed: int = 9) -> LayerKv:
@@ -48,7 +60,7 @@ def distance(one: LayerKv, other: LayerKv, dtype: KvType) -> float:
 @given(SHAPES, TOKENS, TYPES, SEEDS)
 def test_an_exact_difference_gives_back_any_bits(shape: LayerShape, tokens: int, dtype: KvType, seed: int) -> None:
     kv, anchor = any_bits(shape, tokens, dtype, seed), any_bits(shape, tokens, dtype, seed + 1)
-    assert same_bits(decode_exact(encode_exact(kv, anchor, dtype), anchor, dtype), kv)
+    assert same_bits(decode_any(encode_exact(kv, anchor, dtype), anchor, dtype), kv)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
@@ -58,7 +70,7 @@ def test_minus_zero_infinity_and_every_nan_come_back_bit_by_bit(dtype: KvType) -
     patterns = [0, top, top - 1, 2 * top - 1, 1, top + 1, top >> 1]
     array = np.array(patterns, f"u{width}").view(carrier(dtype)).reshape(1, -1, 1)
     kv, anchor = LayerKv(array, array[:, ::-1]), LayerKv(array[:, ::-1], array)
-    assert same_bits(decode_exact(encode_exact(kv, anchor, dtype), anchor, dtype), kv)
+    assert same_bits(decode_any(encode_exact(kv, anchor, dtype), anchor, dtype), kv)
 
 
 @SOME
@@ -67,7 +79,7 @@ def test_some_tokens_can_be_decoded_alone(data: st.DataObject, dtype: KvType, se
     tokens = data.draw(st.integers(1, 300))
     span = Span(*sorted(data.draw(st.tuples(*[st.integers(0, tokens)] * 2))))
     kv, anchor = any_bits(SHAPE, tokens, dtype, seed), any_bits(SHAPE, tokens, dtype, seed + 1)
-    part = decode_exact(encode_exact(kv, anchor, dtype), cut(anchor, span), dtype, span)
+    part = decode_any(encode_exact(kv, anchor, dtype), cut(anchor, span), dtype, span)
     assert same_bits(part, cut(kv, span))
 
 
@@ -80,17 +92,9 @@ def test_a_layer_equal_to_its_anchor_costs_next_to_nothing(dtype: KvType) -> Non
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 def test_a_layer_equal_to_its_anchor_costs_next_to_nothing_when_quantized_too(dtype: KvType) -> None:
     kv = smooth(LayerShape(3, 64, 64), 512, dtype)
-    data = encode_near(kv, kv, dtype, LayerBits(3, 3))
+    data = encode_quantized(kv, kv, dtype, LayerBits(3, 3))
     assert len(data) * 8 < 0.02 * (kv.keys.size + kv.values.size)
-    assert same_bits(decode_near(data, kv), kv)
-
-
-def test_integer_kv_is_differenced_without_loss_in_the_published_way_too() -> None:
-    anchor = any_bits(SHAPE, 200, "uint8", 1)
-    kv = LayerKv(anchor.keys + np.uint8(1), anchor.values - np.uint8(1))
-    data = mobilora.encode(kv, anchor, "uint8")
-    assert same_bits(mobilora.decode(data, anchor, "uint8"), kv)
-    assert len(data) < 0.05 * (kv.keys.size + kv.values.size)
+    assert same_bits(decode_quantized(data, kv), kv)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
@@ -108,7 +112,7 @@ def test_a_near_difference_is_never_further_than_the_difference_itself_needs(
 ) -> None:
     anchor = smooth(shape, tokens, dtype, seed)
     kv = near(anchor, dtype, share, seed)
-    back = decode_near(encode_near(kv, anchor, dtype, LayerBits(bits, bits)), anchor)
+    back = decode_quantized(encode_quantized(kv, anchor, dtype, LayerBits(bits, bits)), anchor)
     assert (back.keys.dtype, back.keys.shape, back.values.shape) == (kv.keys.dtype, kv.keys.shape, kv.values.shape)
     for mine, theirs, got in ((kv.keys, anchor.keys, back.keys), (kv.values, anchor.values, back.values)):
         if mine.size:
@@ -120,18 +124,18 @@ def test_a_near_difference_is_never_further_than_the_difference_itself_needs(
 def test_a_near_difference_is_far_closer_than_whole_kv_of_the_same_size() -> None:
     anchor = smooth(LayerShape(3, 64, 64), 256, "float32")
     kv, bits = near(anchor, "float32"), LayerBits(3, 3)
-    difference, whole = encode_near(kv, anchor, "float32", bits), encode(kv, "float32", bits)
+    difference, whole = encode_quantized(kv, anchor, "float32", bits), encode(kv, "float32", bits)
     assert len(difference) < 1.1 * len(whole)
-    assert 5 * distance(decode_near(difference, anchor), kv, "float32") < distance(decode(whole), kv, "float32")
+    assert 5 * distance(decode_quantized(difference, anchor), kv, "float32") < distance(decode(whole), kv, "float32")
 
 
 def test_an_anchor_that_was_quantized_itself_adds_no_error() -> None:
     exact = smooth(LayerShape(3, 64, 64), 256, "float32")
     coarse = decode(encode(exact, "float32", LayerBits(4, 4)))
     kv, bits = near(exact, "float32"), LayerBits(6, 6)
-    from_exact = decode_near(encode_near(kv, exact, "float32", bits), exact)
-    from_coarse = decode_near(encode_near(kv, coarse, "float32", bits), coarse)
-    crossed = decode_near(encode_near(kv, exact, "float32", bits), coarse)
+    from_exact = decode_quantized(encode_quantized(kv, exact, "float32", bits), exact)
+    from_coarse = decode_quantized(encode_quantized(kv, coarse, "float32", bits), coarse)
+    crossed = decode_quantized(encode_quantized(kv, exact, "float32", bits), coarse)
     right = distance(from_exact, kv, "float32")
     assert distance(from_coarse, kv, "float32") < 4 * right < distance(crossed, kv, "float32")
 
@@ -139,7 +143,7 @@ def test_an_anchor_that_was_quantized_itself_adds_no_error() -> None:
 def test_no_bits_mean_the_anchor_itself() -> None:
     anchor = smooth(SHAPE, 200, "float16")
     kv = near(anchor, "float16")
-    back = decode_near(encode_near(kv, anchor, "float16", LayerBits(0, 0)), anchor)
+    back = decode_quantized(encode_quantized(kv, anchor, "float16", LayerBits(0, 0)), anchor)
     assert same_bits(back, anchor)
 
 
@@ -149,56 +153,25 @@ def test_numbers_that_cannot_be_quantized_are_refused(bad: float) -> None:
     keys = anchor.keys.copy()
     keys[1, 2, 3] = bad
     with pytest.raises(ValueError, match="keep it raw"):
-        encode_near(replace(anchor, keys=keys), anchor, "float32", LayerBits(3, 3))
-    if bad != 1e31:
-        with pytest.raises(ValueError, match="keep it raw"):
-            mobilora.encode(replace(anchor, keys=keys), anchor, "float32")
+        encode_quantized(replace(anchor, keys=keys), anchor, "float32", LayerBits(3, 3))
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 def test_another_anchor_is_refused(dtype: KvType) -> None:
     kv = smooth(SHAPE, 40, dtype)
-    exact, close = encode_exact(kv, kv, dtype), encode_near(kv, kv, dtype, LayerBits(3, 3))
-    published = mobilora.encode(kv, kv, dtype)
+    exact, close = encode_exact(kv, kv, dtype), encode_quantized(kv, kv, dtype, LayerBits(3, 3))
     other = "float16" if dtype == "float32" else "float32"
     for anchor in (smooth(SHAPE, 39, dtype), smooth(LayerShape(2, 16, 8), 40, dtype), smooth(SHAPE, 40, other)):
         with pytest.raises(ValueError):
-            decode_exact(exact, anchor, dtype)
+            decode_any(exact, anchor, dtype)
         with pytest.raises(ValueError):
-            decode_near(close, anchor)
-        with pytest.raises(ValueError):
-            mobilora.decode(published, anchor, dtype)
+            decode_quantized(close, anchor)
         with pytest.raises(ValueError):
             encode_exact(kv, anchor, dtype)
 
 
 @SOME
-@given(SHAPES, TOKENS, FLOATS, SEEDS, st.floats(1e-3, 3))
-def test_the_published_error_bound_holds(
-    shape: LayerShape, tokens: int, dtype: KvType, seed: int, share: float
-) -> None:
-    anchor = smooth(shape, tokens, dtype, seed)
-    kv = near(anchor, dtype, share, seed)
-    back = mobilora.decode(mobilora.encode(kv, anchor, dtype), anchor, dtype)
-    for mine, got in ((kv.keys, back.keys), (kv.values, back.values)):
-        wide = widen(mine, dtype)
-        spare = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype] * (np.abs(wide) + 1)
-        assert (np.abs(wide - widen(got, dtype)) <= np.log1p(1e-2) * 1.001 + spare).all()
-
-
-def test_the_published_bound_follows_the_similarity_of_a_token() -> None:
-    anchor = LayerKv(np.ones((1, 3, 64), np.float32), np.ones((1, 3, 64), np.float32))
-    noise = np.random.default_rng(0).normal(0, 1, (1, 3, 64)) * np.array([0.05, 0.4, 2.0])[:, None]
-    kv = LayerKv((anchor.keys + noise).astype(np.float32), anchor.values)
-    back = mobilora.decode(mobilora.encode(kv, anchor, "float32"), anchor, "float32")
-    errors = np.abs(back.keys - kv.keys).max((0, 2))
-    for error, bound in zip(errors, mobilora.BOUNDS, strict=True):
-        assert bound / 2 < error <= np.log1p(bound) * 1.01
-    assert np.array_equal(back.values, kv.values)
-
-
-@SOME
-@given(st.data(), SEEDS, st.sampled_from(["exact", "near", "mobilora"]))
+@given(st.data(), SEEDS, st.sampled_from(["exact", "quantized"]))
 def test_damaged_bytes_are_refused_or_decoded_but_nothing_else_happens(
     data: st.DataObject, seed: int, codec: str
 ) -> None:
@@ -206,8 +179,7 @@ def test_damaged_bytes_are_refused_or_decoded_but_nothing_else_happens(
     kv = near(anchor, "float16")
     encoded = {
         "exact": lambda: encode_exact(kv, anchor, "float16"),
-        "near": lambda: encode_near(kv, anchor, "float16", LayerBits(3, 2)),
-        "mobilora": lambda: mobilora.encode(kv, anchor, "float16"),
+        "quantized": lambda: encode_quantized(kv, anchor, "float16", LayerBits(3, 2)),
     }[codec]()
     damaged = bytearray(encoded[: data.draw(st.integers(0, len(encoded)))])
     head = st.integers(0, min(64, len(damaged) - 1)) if damaged else st.nothing()
@@ -216,9 +188,8 @@ def test_damaged_bytes_are_refused_or_decoded_but_nothing_else_happens(
         damaged[place] = data.draw(st.integers(0, 255))
     try:
         back = {
-            "exact": lambda: decode_exact(bytes(damaged), anchor, "float16"),
-            "near": lambda: decode_near(bytes(damaged), anchor),
-            "mobilora": lambda: mobilora.decode(bytes(damaged), anchor, "float16"),
+            "exact": lambda: decode_any(bytes(damaged), anchor, "float16"),
+            "quantized": lambda: decode_quantized(bytes(damaged), anchor),
         }[codec]()
     except ValueError:
         return

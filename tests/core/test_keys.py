@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.core.keys import BLOCK_TOKENS, Namespace, Shelf, chain, token_bytes
+from rekindle.core.keys import BLOCK_TOKENS, KvSpace, Namespace, chain, token_bytes
 from rekindle.core.kv import KvLayout, LayerShape
 from rekindle.errors import InvalidPrompt
 
@@ -33,18 +33,18 @@ def test_namespaces_share_no_key() -> None:
 
 def test_shelves_differ_in_everything_that_makes_kv_different_and_in_nothing_else() -> None:
     layout = KvLayout("float32", (LayerShape(1, 2, 2),))
-    base = Shelf(Namespace("m"), layout)
+    base = KvSpace(Namespace("m"), layout)
     others = [
-        Shelf(Namespace("m2"), layout),
-        Shelf(Namespace("m", "tenant"), layout),
-        Shelf(Namespace("m", salt="salt"), layout),
-        Shelf(Namespace("m"), KvLayout("float16", layout.layers)),
-        Shelf(Namespace("m"), KvLayout("float32", (LayerShape(2, 1, 1),))),
-        Shelf(Namespace("m"), layout, adapter="base"),
-        Shelf(Namespace("m"), layout, codec="q8"),
+        KvSpace(Namespace("m2"), layout),
+        KvSpace(Namespace("m", "tenant"), layout),
+        KvSpace(Namespace("m", salt="salt"), layout),
+        KvSpace(Namespace("m"), KvLayout("float16", layout.layers)),
+        KvSpace(Namespace("m"), KvLayout("float32", (LayerShape(2, 1, 1),))),
+        KvSpace(Namespace("m"), layout, adapter="base"),
+        KvSpace(Namespace("m"), layout, codec="q8"),
     ]
-    assert len({shelf.digest for shelf in [base, *others]}) == len(others) + 1
-    assert Shelf(Namespace("m"), layout, model="a name for people").digest == base.digest
+    assert len({kv_space.digest for kv_space in [base, *others]}) == len(others) + 1
+    assert KvSpace(Namespace("m"), layout, model="a name for people").digest == base.digest
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rekindle.core.tools import MOST_TOOLS, Tool, ToolCall, ToolChoice, parse_tools
+from rekindle.core.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, parse_tools
 from rekindle.errors import InvalidPrompt
 
 
@@ -71,9 +71,9 @@ def test_what_is_no_tool_is_refused_with_a_sentence(item: object, sentence: str)
 def test_a_list_of_tools_is_checked_as_a_whole() -> None:
     assert parse_tools(None) == () == parse_tools([])
     assert [tool.name for tool in parse_tools([form("a"), form("b")])] == ["a", "b"]
-    assert len(parse_tools([form(f"t{i}") for i in range(MOST_TOOLS)])) == MOST_TOOLS
-    with pytest.raises(InvalidPrompt, match=f"at most {MOST_TOOLS}"):
-        parse_tools([form(f"t{i}") for i in range(MOST_TOOLS + 1)])
+    assert len(parse_tools([form(f"t{i}") for i in range(MAX_TOOLS)])) == MAX_TOOLS
+    with pytest.raises(InvalidPrompt, match=f"at most {MAX_TOOLS}"):
+        parse_tools([form(f"t{i}") for i in range(MAX_TOOLS + 1)])
     with pytest.raises(InvalidPrompt, match="Two tools are named 'a'"):
         parse_tools([form("a"), form("b"), form("a")])
     for wrong in (form("a"), "a", 3):

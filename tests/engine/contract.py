@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rekindle.core.kv import Kv, LayerKv, Span
-from rekindle.engine.watch import Positions
+from rekindle.engine.hooks import Positions
 
 
 class Stored:

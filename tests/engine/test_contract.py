@@ -18,7 +18,7 @@ import pytest
 from rekindle.core.kv import Kv, Span
 from rekindle.engine.base import Engine, MovedFeed, Row
 from rekindle.engine.fake import FakeEngine
-from rekindle.engine.watch import Gaze, Probe, Reading
+from rekindle.engine.hooks import AttentionMap, Probe, Reading
 from rekindle.errors import Cancelled, Closed, KvLost, OutOfMemory, StepRefused
 from tests.engine.contract import Choosing, Failing, Garbage, Stored
 from tests.faults.folders import REPOSITORY
@@ -187,7 +187,7 @@ def test_several_feeds_may_cover_the_layers_together(engine: Engine, reference: 
     (got,) = engine.step([Row(sequence, TOKENS[-1:], [COUNT - 1], feeds=halves)])
     assert_same(engine, got, logits[-1:])
     sequence.close()
-    if engine.capabilities.selects:
+    if engine.capabilities.recompute == "scattered":
         dropping = Choosing(lambda layer, p: p[-1:].tolist())
         (got,) = engine.step([Row(opened(engine), TOKENS, range(COUNT), feeds=halves, selector=dropping)])
         assert_same(engine, got, logits[-1:])
@@ -744,7 +744,7 @@ def test_a_gaze_weighs_what_the_probe_reads_by_what_the_values_carry(engine: Eng
     with_both = engine.open(32, engine.regime(32))
     probe = Probe(report=readings.append, queries=asked)
     row = Row.following(with_both, tokens, logits="all")
-    engine.step([replace(row, probe=probe, gaze=Gaze(asked, seen.append))])
+    engine.step([replace(row, probe=probe, gaze=AttentionMap(asked, seen.append))])
     (gaze,) = seen
     assert gaze.shape == (24,) and np.isfinite(gaze).all() and (gaze >= 0).all()
     kv = with_both.export(Span(0, 24))
@@ -759,7 +759,7 @@ def test_a_gaze_weighs_what_the_probe_reads_by_what_the_values_carry(engine: Eng
     assert (gaze >= low * 0.98 - 1e-6).all() and (gaze <= high * 1.02 + 1e-6).all()
     plain = engine.open(32, engine.regime(32))
     (alone,) = engine.step([Row.following(plain, tokens, logits="all")])
-    (again,) = engine.step([replace(Row(plain, tokens, range(24), "all"), gaze=Gaze(asked, seen.append))])
+    (again,) = engine.step([replace(Row(plain, tokens, range(24), "all"), gaze=AttentionMap(asked, seen.append))])
     assert np.allclose(alone, again, atol=1e-4)
     with_both.close()
     plain.close()

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
-from rekindle.core.keys import Shelf
+from rekindle.core.keys import KvSpace
 from rekindle.errors import KvLost
-from rekindle.store.check import Problem, check
+from rekindle.store.admin.check import CacheProblem, check
+from rekindle.store.folder import CATALOG, FORMAT, MARKER
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.kvs import SHELF, keep, load
@@ -37,6 +40,15 @@ def fill(folder: Path, prompts: Sequence[Sequence[int]], settings: StoreSettings
             assert keep(store, tokens).outcome == "kept"
 
 
+def make_older(folder: Path) -> None:
+    """Make a cache one of format 1: its marker, its catalog of then, which has other tables, and its extents."""
+    text = (folder / MARKER).read_text()
+    (folder / MARKER).write_text(text.replace(f"format {FORMAT}", "format 1"))
+    with closing(sqlite3.connect(folder / CATALOG)) as connection, connection:
+        connection.execute("ALTER TABLE delta_bases RENAME TO anchors")
+        connection.execute("PRAGMA user_version=8")
+
+
 def copy(folder: Path, name: str) -> Path:
     """A copy of a folder beside it; an older copy of that name goes."""
     target = folder.with_name(name)
@@ -44,10 +56,12 @@ def copy(folder: Path, name: str) -> Path:
     return Path(shutil.copytree(folder, target))
 
 
-def extent_of(folder: Path, tokens: Sequence[int], settings: StoreSettings = NO_MEMORY, shelf: Shelf = SHELF) -> Path:
+def extent_of(
+    folder: Path, tokens: Sequence[int], settings: StoreSettings = NO_MEMORY, kv_space: KvSpace = SHELF
+) -> Path:
     """The file that the beginning of a prompt is in."""
     with TieredStore(folder, settings) as store:
-        match = store.lookup(shelf, tokens)
+        match = store.lookup(kv_space, tokens)
         (row,) = [row for row in store.disk.entries() if row.id == match.pieces[0].extent]
         return store.disk.extents.path(row.name)
 
@@ -61,10 +75,10 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
         file.write(bytes([byte ^ 1 << bit]))
 
 
-def load_or_lose(store: TieredStore, tokens: Sequence[int], shelf: Shelf = SHELF) -> int | None:
+def load_or_lose(store: TieredStore, tokens: Sequence[int], kv_space: KvSpace = SHELF) -> int | None:
     """How many tokens were served, every number right; None if they were found but lost."""
     try:
-        return load(store, tokens, shelf)
+        return load(store, tokens, kv_space)
     except KvLost:
         return None
 
@@ -81,7 +95,7 @@ def heals(store: TieredStore, tokens: Sequence[int]) -> bool:
     return served is None
 
 
-def problems(folder: Path, settings: StoreSettings = NO_MEMORY, *, fix: bool = False) -> tuple[Problem, ...]:
+def problems(folder: Path, settings: StoreSettings = NO_MEMORY, *, fix: bool = False) -> tuple[CacheProblem, ...]:
     """What a check of the folder finds."""
     with TieredStore(folder, settings) as store:
         return check(store.disk, fix=fix).problems

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from rekindle import Session
-from rekindle.answers.bank import Bank
+from rekindle.answers.bank import AnswerBank
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import AdapterNotFound, KnowledgeUnusable, ModelNotFound
 from rekindle.knowledge.library import Library
-from tests.run.test_answers import BOATS, BREAD, FERRY, HOW, LAMPS, ask, documents, embedder, open_session, way
+from tests.session.test_answers import BOATS, BREAD, FERRY, HOW, LAMPS, ask, documents, embedder, open_session, way
 
 __all__ = ["embedder", "open_session"]  # fixtures
 
@@ -51,7 +51,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("where", ["look", "entries"])
+@pytest.mark.parametrize("where", ["lookup", "entries"])
 def test_whatever_fails_in_a_bank_the_model_answers(
     session: Session, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,7 +60,7 @@ def test_whatever_fails_in_a_bank_the_model_answers(
     def fails(*_: object, **__: object) -> object:
         raise error
 
-    monkeypatch.setattr(Bank, where, fails)
+    monkeypatch.setattr(AnswerBank, where, fails)
     for answers in ("direct", "verified"):
         answer = ask(session, answers=answers)
         assert answer.text == right and way(answer) != "direct" and answer.sources
@@ -68,12 +68,12 @@ def test_whatever_fails_in_a_bank_the_model_answers(
     assert way(ask(session)) == "direct"
 
 
-@pytest.mark.parametrize("where", ["keep", "served"])
+@pytest.mark.parametrize("where", ["keep", "record_use"])
 def test_what_cannot_be_kept_fails_no_question(session: Session, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> object:
         raise KnowledgeUnusable("The library cannot be used: disk full")
 
-    monkeypatch.setattr(Bank, where, fails)
+    monkeypatch.setattr(AnswerBank, where, fails)
     assert way(ask(session)) == "direct"
     assert ask(session, "Who is the baker?").text
 
@@ -172,7 +172,7 @@ def test_another_embedder_neither_breaks_the_bank_nor_is_broken_by_it(
     import torch
     from transformers import AutoConfig, AutoModel
 
-    from tests.engine.test_embedder import SIZES, word_tokenizer
+    from tests.engine.embedding.test_embedder import SIZES, word_tokenizer
 
     torch.manual_seed(1)
     wider = {**SIZES, "hidden_size": 2 * SIZES["hidden_size"]}

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.core.app import Asker
-from rekindle.store import app_rows
-from rekindle.store.check import check
+from rekindle.core.scope import Asker, Scope
+from rekindle.store.admin.check import check
+from rekindle.store.catalog import app_rows
 from rekindle.store.disk import Machine
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
@@ -28,13 +28,13 @@ MINE, SHARED, YOURS = prompt(1, 700), [*SYSTEM, *prompt(2, 500)], [*SYSTEM, *pro
 
 def ask(store: TieredStore, tokens: list[int], asker: Asker) -> None:
     keep(store, tokens, app=asker)
-    store.asked(SHELF, tokens, asker)
+    store.record_request(SHELF, tokens, asker)
     store.tend()
 
 
 def kill_mail(store: TieredStore) -> None:
     with store.disk.database.writing() as connection:
-        app_rows.set_state(connection, "local", "mail", "killed", 0.0, store.disk.room.allows)
+        app_rows.set_state(connection, Scope("local"), "mail", "killed", 0.0, store.disk.room.allows)
 
 
 @pytest.fixture(scope="module")
@@ -120,19 +120,19 @@ def test_a_use_that_no_catalog_can_be_told_is_in_nobodys_way(filled: Path) -> No
         for name in ("half \ud800", 2**70):
             nobody = Asker("local", "mail")
             object.__setattr__(nobody, "name", name)  # past the check of names
-            store.used_by(nobody, (), requests=1)
+            store.record_use_by(nobody, (), requests=1)
         ask(store, prompt(4, 400), NOTES)
         assert keep(store, prompt(5)).outcome == "kept"
         with store.disk.database.reading() as connection:
-            row = app_rows.app(connection, "local", "notes")
+            row = app_rows.app(connection, Scope("local"), "notes")
         assert row is not None and row.requests == 2 and store.counts.write_failures == 0
 
 
 def test_rows_about_apps_that_make_no_sense_stop_nobody(filled: Path) -> None:
     damages = (
-        "UPDATE users SET last=-5",
-        "UPDATE OR REPLACE users SET app=999",
-        "INSERT INTO users VALUES (12345, 1, 2, 3.0)",
+        "UPDATE app_uses SET last=-5",
+        "UPDATE OR REPLACE app_uses SET app=999",
+        "INSERT INTO app_uses VALUES (12345, 1, 2, 3.0)",
         "UPDATE apps SET since='soon', seen='never'",
     )
     for damage in damages:

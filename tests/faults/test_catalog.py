@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from rekindle.errors import CacheUnusable, KvLost
-from rekindle.store.check import check
-from rekindle.store.database import Database
+from rekindle.store.admin.check import check
+from rekindle.store.catalog.database import Database
+from rekindle.store.catalog.schema import APPLICATION_ID, MIGRATIONS
 from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.files import Files
-from rekindle.store.schema import APPLICATION_ID, MIGRATIONS
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import (
@@ -162,7 +162,7 @@ def test_a_byte_changed_anywhere_in_the_catalog_never_serves_wrong_numbers_and_n
         "UPDATE blocks SET place=-place",
         "UPDATE blocks SET extent='none' WHERE extent=1",
         "UPDATE blocks SET extent=1+extent%5",
-        "UPDATE blocks SET shelf=shelf+1",
+        "UPDATE blocks SET kv_space=kv_space+1",
         "UPDATE extents SET name=CAST(name AS BLOB)",
         "UPDATE extents SET name='../../etc/' || name",
         "UPDATE extents SET bytes='many'",
@@ -181,8 +181,8 @@ def test_a_byte_changed_anywhere_in_the_catalog_never_serves_wrong_numbers_and_n
         "DELETE FROM totals",
         "UPDATE totals SET bytes='many'",
         "UPDATE totals SET bytes=-1000000000",
-        "DELETE FROM shelves",
-        "UPDATE shelves SET digest=CAST(digest AS BLOB)",
+        "DELETE FROM kv_spaces",
+        "UPDATE kv_spaces SET digest=CAST(digest AS BLOB)",
         "DROP TABLE blocks",
         "DROP INDEX blocks_key",
         "DROP TABLE totals",
@@ -204,7 +204,7 @@ def test_a_byte_changed_anywhere_in_the_catalog_is_mended_by_a_check_that_fixes(
     chance = random.Random(12)
     raised: dict[int, str] = {}
     for offset in chance.sample(range(size), 150):
-        folder = copy(sound, "mended")
+        folder = copy(sound, "reused")
         _change(folder / CATALOG, offset, chance.randrange(1, 256))
         try:
             _expect_as_new(folder)
@@ -271,7 +271,7 @@ def test_while_another_holds_the_catalog_lookups_are_right_and_keeps_fail_softly
         with closing(sqlite3.connect(folder / CATALOG, isolation_level=None)) as holder:
             holder.execute("BEGIN EXCLUSIVE")
             assert load_or_lose(store, PROMPTS[0]) in (None, 0, len(PROMPTS[0]))
-            store.used(store.lookup(SHELF, PROMPTS[0]), 5.0)
+            store.record_use(store.lookup(SHELF, PROMPTS[0]), 5.0)
             assert keep(store, prompt(9)).outcome == "failed"
             store.tend()
             assert store.counts.write_failures >= 1
@@ -307,15 +307,19 @@ def test_a_catalog_locked_between_reserving_and_publishing_leaves_no_room_taken(
     with closing(sqlite3.connect(folder / CATALOG, isolation_level=None, check_same_thread=False)) as holder:
 
         class Locking(Files):
+            locks = True
+
             def sync(self, handle):
                 super().sync(handle)
-                holder.execute("BEGIN IMMEDIATE")
+                if self.locks:
+                    holder.execute("BEGIN IMMEDIATE")
 
         machine = Machine(files=Locking(), write_timeout_seconds=0.05)
         with TieredStore(folder, NO_MEMORY, machine) as store:
             assert keep(store, prompt(9)).outcome == "failed"
             assert load(store, PROMPTS[1]) == len(PROMPTS[1])
             holder.execute("ROLLBACK")
+            machine.files.locks = False
             with store.disk.database.reading() as connection:
                 assert connection.execute("SELECT count(*) FROM extents WHERE state='writing'").fetchone() == (1,)
             store.tend()
@@ -357,7 +361,8 @@ def test_a_catalog_that_becomes_newer_while_it_is_used_is_a_miss(sound: Path) ->
 
 def test_a_foreign_database_is_refused_with_a_sentence_and_left_as_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
-    folder.mkdir()
+    fill(folder, [])
+    (folder / CATALOG).unlink()
     with closing(sqlite3.connect(folder / CATALOG)) as connection:
         connection.execute("CREATE TABLE recipes (name TEXT)")
         connection.execute("INSERT INTO recipes VALUES ('soup')")
@@ -372,15 +377,18 @@ def test_a_foreign_database_is_refused_with_a_sentence_and_left_as_it_is(tmp_pat
 
 def test_an_empty_catalog_file_is_made_a_catalog(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
-    folder.mkdir()
+    fill(folder, [])
+    (folder / CATALOG).unlink()
     (folder / CATALOG).touch()
     fill(folder, PROMPTS)
     assert problems(folder) == ()
 
 
 def test_a_folder_in_place_of_the_catalog_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "cache" / CATALOG).mkdir(parents=True)
-    with pytest.raises(CacheUnusable, match=r"\.$"):
+    fill(tmp_path / "cache", [])
+    (tmp_path / "cache" / CATALOG).unlink()
+    (tmp_path / "cache" / CATALOG).mkdir()
+    with pytest.raises(CacheUnusable, match=r"no regular file\. .*\.$"):
         TieredStore(tmp_path / "cache", NO_MEMORY)
 
 
@@ -410,7 +418,7 @@ folder = Path(arguments[0])
 for settings in (NO_MEMORY, WITH_MEMORY):
     with TieredStore(folder, settings) as store:
         answer["served"] = [load(store, prompt(1, 150)), load(store, prompt(3, 200))]
-        store.used(store.lookup(SHELF, prompt(3, 200)), 1.0)
+        store.record_use(store.lookup(SHELF, prompt(3, 200)), 1.0)
         answer["kept"] = keep(store, prompt(9)).outcome
         store.tend()
         store.tend()
@@ -522,10 +530,10 @@ def test_a_catalog_made_anew_by_another_never_mixes_up_what_memory_holds(tmp_pat
         assert match.length == 80
         try:
             with store.load(adapted, match) as feed:
-                shelves = {source.header.plan.shelf for source in feed._sources}
+                kv_spaces = {source.header.plan.kv_space for source in feed._sources}
         except KvLost:
-            shelves = set()
-        assert shelves <= {store.disk.shelf_digest(adapted)}, "KV of the base model was served for the adapter"
+            kv_spaces = set()
+        assert kv_spaces <= {store.disk.kv_space_digest(adapted)}, "KV of the base model was served for the adapter"
         assert row.state == "live"
 
 
@@ -547,10 +555,10 @@ def test_a_row_that_leads_to_another_shelf_is_not_served_from_memory(tmp_path: P
     with TieredStore(folder, WITH_MEMORY) as store:
         assert keep(store, prompt(1)).outcome == "kept"
         assert keep(store, prompt(1), adapted).outcome == "kept"
-        with store.disk.database.writing() as connection:  # each shelf's blocks now lead to the other's extent
+        with store.disk.database.writing() as connection:  # each KV space's blocks now lead to the other's extent
             connection.execute("UPDATE blocks SET extent=extent+10")
             connection.execute("UPDATE blocks SET extent=CASE extent WHEN 11 THEN 2 ELSE 1 END")
-        for shelf in (SHELF, adapted):
+        for kv_space in (SHELF, adapted):
             with pytest.raises(KvLost):
-                store.load(shelf, store.lookup(shelf, prompt(1))).close()
-            assert store.lookup(shelf, prompt(1)).length == 0
+                store.load(kv_space, store.lookup(kv_space, prompt(1))).close()
+            assert store.lookup(kv_space, prompt(1)).length == 0

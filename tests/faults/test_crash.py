@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.bench.storm import PROMPTS, disk_bytes, prompt, storm
-from rekindle.store.check import check
+from benchmarks.storm import PROMPTS, disk_bytes, prompt, storm
+from rekindle.store.admin.check import check
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.kvs import load
 
 LIMIT_BYTES = 6_000_000
-KILLS = int(os.environ.get("SOAK_KILLS", "100"))
-STORM_SECONDS = float(os.environ.get("SOAK_SECONDS", "20"))
+KILLS = int(os.environ.get("SOAK_KILLS", "60"))
+STORM_SECONDS = float(os.environ.get("SOAK_SECONDS", "10"))
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -17,7 +17,7 @@ from rekindle.codec.extent import ExtentHeader, digest_layer, header_length, par
 from rekindle.core.keys import BLOCK_TOKENS
 from rekindle.core.kv import LayerKv, Span
 from rekindle.errors import KvLost
-from rekindle.store.check import check
+from rekindle.store.admin.check import check
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import (
@@ -57,7 +57,7 @@ def header(sound: Path) -> ExtentHeader:
 
 def _header_bytes(path: Path) -> bytes:
     data = path.read_bytes()
-    return data[: header_length(data)]
+    return data[: header_length(data, len(data))]
 
 
 def _expect_healing(sound: Path, damage: Damage, settings: StoreSettings = NO_MEMORY) -> None:
@@ -173,7 +173,9 @@ def test_every_flipped_bit_of_a_header_is_noticed(sound: Path, header: ExtentHea
     folder = copy(sound, "header")
     path = extent_of(folder, VICTIM)
     text = _header_bytes(path)
-    fields = [text.index(word) for word in (b'"tokens":"', b'"digests":"', b'"parent":"', b'"layout":"', b'"shelf":"')]
+    fields = [
+        text.index(word) for word in (b'"tokens":"', b'"digests":"', b'"parent":"', b'"layout":"', b'"kv_space":"')
+    ]
     places = sorted({*range(8), *range(8, len(text), 11), *(start + 14 for start in fields), len(text) - 1})
     assert len(text) == header.plan.header_bytes
     rows = sqlite3.connect(folder / "catalog.sqlite")
@@ -300,24 +302,36 @@ def test_a_file_removed_after_it_was_opened_is_still_served(sound: Path) -> None
                 assert np.array_equal(out.values, right.layers[layer].values)
 
 
-@pytest.mark.parametrize("name", ["junk", "junk.txt", ".hidden", "0123456789abcdef.kv", "0123456789abcdef.kv.part"])
-def test_a_foreign_file_among_the_extents_is_reported_and_fixed(sound: Path, name: str) -> None:
-    folder = copy(sound, "foreign")
-    (folder / "extents" / name).write_bytes(b"junk")
-    assert [(problem.kind, problem.entry) for problem in problems(folder)] == [("stray", name)]
+def test_a_file_of_ours_that_no_entry_names_is_reported_and_fixed(sound: Path) -> None:
+    folder = copy(sound, "stray")
+    (folder / "extents" / "0123456789abcdef.kv").write_bytes(b"junk")
+    assert [(problem.kind, problem.entry) for problem in problems(folder)] == [("stray", "0123456789abcdef.kv")]
     problems(folder, fix=True)
     assert problems(folder) == ()
     with TieredStore(folder, NO_MEMORY) as store:
         assert load(store, LONGER) == len(LONGER)
 
 
-def test_a_foreign_folder_among_the_extents_is_reported_and_does_not_stop_the_fixing(sound: Path) -> None:
+@pytest.mark.parametrize("name", ["junk", "junk.txt", ".hidden", "0123456789abcdef.kv.part", "0123456789ABCDEF.kv"])
+def test_a_foreign_file_among_the_extents_is_told_and_left(sound: Path, name: str) -> None:
+    folder = copy(sound, "foreign")
+    (folder / "extents" / name).write_bytes(b"junk")
+    with TieredStore(folder, NO_MEMORY) as store:
+        for _ in range(2):
+            checked = check(store.disk, fix=True)
+            assert (checked.problems, checked.foreign) == ((), (name,))
+        store.disk.collect()
+        assert load(store, LONGER) == len(LONGER)
+    assert (folder / "extents" / name).read_bytes() == b"junk"
+
+
+def test_a_foreign_folder_among_the_extents_is_left_and_does_not_stop_the_fixing(sound: Path) -> None:
     folder = copy(sound, "foreign")
     (folder / "extents" / "0123456789abcdef.kv").mkdir()
     _flip_last(extent_of(folder, OTHER))
-    assert {problem.kind for problem in problems(folder)} == {"stray", "damaged"}
-    problems(folder, fix=True)
-    assert "damaged" not in {problem.kind for problem in problems(folder)}
+    assert {problem.kind for problem in problems(folder, fix=True)} == {"damaged"}
+    assert problems(folder) == ()
+    assert (folder / "extents" / "0123456789abcdef.kv").is_dir()
 
 
 def test_files_that_others_may_read_are_reported_and_fixed(sound: Path) -> None:

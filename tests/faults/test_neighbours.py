@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.bench.storm import disk_bytes
+from benchmarks.storm import disk_bytes
 from rekindle.core.kv import Span
-from rekindle.store import catalog
-from rekindle.store.check import check
+from rekindle.store.admin.check import check
+from rekindle.store.catalog import catalog
 from rekindle.store.disk import CATALOG, DiskStore, Machine
 from rekindle.store.files import Files, Handle
 from rekindle.store.settings import StoreSettings
@@ -134,7 +134,12 @@ def test_a_number_of_a_lost_catalog_is_nobody_elses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    ["UPDATE extents SET blocks=0", "UPDATE extents SET shelf=77", "DELETE FROM shelves", "UPDATE extents SET live=-5"],
+    [
+        "UPDATE extents SET blocks=0",
+        "UPDATE extents SET kv_space=77",
+        "DELETE FROM kv_spaces",
+        "UPDATE extents SET live=-5",
+    ],
 )
 def test_rows_that_make_no_sense_never_raise_out_of_the_store(tmp_path: Path, damage: str) -> None:
     with TieredStore(tmp_path / "c", StoreSettings(disk_limit=LIMIT, memory_limit="1MB")) as store:

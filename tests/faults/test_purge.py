@@ -18,16 +18,16 @@ from rekindle.core.identity import Identity
 from rekindle.core.keys import token_bytes
 from rekindle.core.kv import LayerKv
 from rekindle.errors import CacheUnusable, KvLost
-from rekindle.store import catalog
-from rekindle.store.check import check
+from rekindle.store.admin.check import check
+from rekindle.store.catalog import catalog
 from rekindle.store.disk import DiskStore, Machine
 from rekindle.store.files import Files
-from rekindle.store.purge import Run, purge
+from rekindle.store.purge.purge import TokenRun, purge
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import NO_MEMORY, copy, flip, load_or_lose, problems
 from tests.faults.test_injected import METHODS, BrokenFiles, Connections, FailingFiles, SharingFiles
 from tests.kvs import SHELF, keep, load, make_kv
-from tests.store.test_purge import kv_traces, numbers, traces
+from tests.store.purge.test_purge import kv_traces, numbers, traces
 
 SECRET, HEAD = numbers(0, 70), numbers(1, 70)
 ASKED = [*HEAD, *SECRET, *numbers(2, 60)]
@@ -35,7 +35,7 @@ WENT_ON = [*ASKED, *numbers(3, 100)]
 EVICTED = [*numbers(4, 100), *SECRET]
 ELSE = numbers(5, 100)
 IDENTITY = Identity("weights", "config", "words", "template", "float16", "rope")
-RUNS = [Run("words", token_bytes(SECRET))]
+RUNS = [TokenRun("words", token_bytes(SECRET))]
 KILLED = 77
 
 
@@ -146,7 +146,10 @@ def test_a_purge_killed_before_a_commit_or_a_cleaning_can_be_finished(filled: Pa
         expect_purged(folder)
 
 
-@pytest.mark.parametrize("method", ["create", "open", "write_some", "read_some", "sync", "close", "remove"])
+@pytest.mark.parametrize(
+    "method",
+    ["create", "open", "write_some", "read_some", "sync", "close", "remove", "sync_folder", "sync_file"],
+)
 def test_a_purge_killed_at_any_call_of_the_system_can_be_finished(filled: Path, method: str) -> None:
     calls = count(filled)[method]
     assert calls
@@ -229,7 +232,7 @@ def test_a_file_that_lost_blocks_and_is_damaged_goes_as_a_whole(filled: Path, wh
     with TieredStore(folder, NO_MEMORY) as store:
         (row,) = [row for row in store.disk.entries() if row.live == 3]
         path = store.disk.extents.path(row.name)
-        flip(path, 100 if where == "header" else header_length(path.read_bytes()[:8]))
+        flip(path, 100 if where == "header" else header_length(path.read_bytes()[:8], path.stat().st_size))
         store.purge("local", "", RUNS)
         assert not path.exists() and load(store, EVICTED) == 0
     expect_gone(folder)

@@ -25,14 +25,14 @@ from typing import Any
 import pytest
 
 from rekindle import Session
+from rekindle.cache.cost import Costs
 from rekindle.core.reply import Reply
 from rekindle.core.request import Request
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import CacheUnusable, KvLost
-from rekindle.index.prefix import Match
-from rekindle.reuse.cost import Costs
-from rekindle.store.check import check
+from rekindle.store.admin.check import check
 from rekindle.store.feed import StoredFeed
+from rekindle.store.prefix_index import Match
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import NOBODY, REPOSITORY, flip, open_to_all
 from tests.parity.engines import KINDS, PRINCIPAL, WITH_SPANS, each, params, reused
@@ -57,8 +57,8 @@ hanging = each("hf", "llamacpp", "llamacpp-opaque")  # each law takes seconds: t
 @pytest.fixture(autouse=True)
 def deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than on a machine of one's own, far shorter than the hangs."""
-    monkeypatch.setattr("rekindle.run.cache.LOOKUP_SECONDS", 2.0)
-    monkeypatch.setattr("rekindle.run.cache.LOAD_SECONDS", 2.0)
+    monkeypatch.setattr("rekindle.session.prefix_cache.LOOKUP_SECONDS", 2.0)
+    monkeypatch.setattr("rekindle.session.prefix_cache.LOAD_SECONDS", 2.0)
 
 
 class Hang:
@@ -96,7 +96,7 @@ def hang() -> Iterator[Hang]:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing waits a second for what is to be kept."""
-    monkeypatch.setattr("rekindle.run.cache.CLOSE_SECONDS", 1.0)
+    monkeypatch.setattr("rekindle.session.prefix_cache.CLOSE_SECONDS", 1.0)
 
 
 @pytest.fixture(params=params(*PRINCIPAL))
@@ -214,7 +214,7 @@ def test_a_lookup_that_hangs_delays_one_request_and_only_for_a_moment(
 ) -> None:
     with warmed(kind, folder) as session:
         store = store_of(session)
-        keeping = session.cache.keeper
+        keeping = session.cache.writer
         assert keeping is not None
         keeping.offer = lambda job: False  # type: ignore[method-assign]  # only requests ask the store here
         with pytest.MonkeyPatch.context() as patch:
@@ -275,7 +275,7 @@ def test_while_a_lookup_hangs_what_is_in_the_engine_is_still_reused(kind: str, f
 def test_a_hang_that_is_over_leaves_no_thread_behind(folder: Path) -> None:
     """Twenty hangs, each of them over before the next."""
     with warmed("fake", folder) as session, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rekindle.run.cache.LOOKUP_SECONDS", 0.01)
+        patch.setattr("rekindle.session.prefix_cache.LOOKUP_SECONDS", 0.01)
         real = store_of(session).lookup
         before = threading.active_count()
         for number in range(20):
@@ -472,7 +472,7 @@ def test_a_feed_that_hangs_in_the_middle_of_a_layer_is_left_alone(
 
 @each("hf", "llamacpp")
 def test_several_threads_survive_a_feed_that_hangs(kind: str, folder: Path, hang: Hang, monkeypatch: Any) -> None:
-    monkeypatch.setattr("rekindle.run.cache.LOAD_SECONDS", 1.0)
+    monkeypatch.setattr("rekindle.session.prefix_cache.LOAD_SECONDS", 1.0)
     prompts = [[*PROMPT[:90], *tokens_of(10, seed=number)] for number in range(6)]
     with warmed(kind, folder) as session, pytest.MonkeyPatch.context() as patch:
         files = store_of(session).disk.files
@@ -498,7 +498,7 @@ def test_several_threads_survive_a_feed_that_hangs(kind: str, folder: Path, hang
 
 @hanging
 def test_cancelling_does_not_wait_for_a_feed_that_hangs(kind: str, folder: Path, hang: Hang, monkeypatch: Any) -> None:
-    monkeypatch.setattr("rekindle.run.cache.LOAD_SECONDS", 20.0)
+    monkeypatch.setattr("rekindle.session.prefix_cache.LOAD_SECONDS", 20.0)
     with warmed(kind, folder) as session, pytest.MonkeyPatch.context() as patch:
         files = store_of(session).disk.files
         patch.setattr(files, "read_at", HangingReads(files, 3, hang))
@@ -543,7 +543,7 @@ def test_a_load_that_is_given_up_leaves_no_file_open(kind: str, how: str, folder
                 patch.setattr(files, "read_at", real_read)
             else:  # the files are opened when nobody waits for them any more
                 hang = Hang()
-                patch.setattr("rekindle.run.cache.LOAD_SECONDS", 0.05)
+                patch.setattr("rekindle.session.prefix_cache.LOAD_SECONDS", 0.05)
                 patch.setattr(files, "open", hang.wrap(real_open))
                 missed = stream.reply.reuse.miss
                 hits += missed == "lost"
@@ -720,9 +720,9 @@ def test_a_job_that_raises_anything_does_not_strand_those_behind_it(folder: Path
 
     with opened("fake", folder, **NO_MEMORY) as session, pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "excepthook", lambda *_: None)
-        keeper = session.cache.keeper
-        assert keeper is not None
-        assert keeper.offer(Failing())
+        writer = session.cache.writer
+        assert writer is not None
+        assert writer.offer(Failing())
         assert_right("fake", ask_in_time(session))
         hang.over.set()
         assert session.flush(BOUND_SECONDS)
@@ -758,9 +758,9 @@ def test_a_keeper_that_hangs_forever_takes_a_bounded_number_of_jobs(folder: Path
         patch.setattr(store_of(session), "gap", hang.wrap(store_of(session).gap))
         for number in range(120):
             ask(session, [number, 5, 6, 7], 1)
-        keeper = session.cache.keeper
-        assert keeper is not None
-        assert keeper.backlog <= 65 and keeper.outcomes["backlog"] > 0
+        writer = session.cache.writer
+        assert writer is not None
+        assert writer.backlog <= 65 and writer.outcomes["backlog"] > 0
         hang.over.set()
         assert session.flush(HANG_SECONDS)
         patch.undo()
@@ -927,9 +927,9 @@ def test_closing_does_not_wait_for_a_lookup_that_hangs(folder: Path, hang: Hang)
     session = warmed("fake", folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store_of(session).disk, "view", hanging_inside(store_of(session).disk.view, hang))
-        keeper = session.cache.keeper
-        assert keeper is not None
-        patch.setattr(keeper, "offer", lambda job: False)  # the keeper is idle: it does not hang as well
+        writer = session.cache.writer
+        assert writer is not None
+        patch.setattr(writer, "offer", lambda job: False)  # the keeper is idle: it does not hang as well
         assert_right("fake", ask_in_time(session))
         closes_in_time(session)
         hang.over.set()

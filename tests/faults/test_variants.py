@@ -19,12 +19,11 @@ from rekindle.core.chunk import chunk_digest
 from rekindle.core.keys import BLOCK_TOKENS, token_bytes
 from rekindle.core.kv import Span
 from rekindle.errors import KvLost
-from rekindle.store import catalog
-from rekindle.store.check import check
+from rekindle.store.admin.check import check
+from rekindle.store.catalog import catalog
 from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.files import Files
-from rekindle.store.loose import loose, named
-from rekindle.store.schema import MIGRATIONS
+from rekindle.store.nonprefix_kv import chain_tokens, nonprefix
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from rekindle.store.variants import VariantCounts
@@ -47,7 +46,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with TieredStore(folder, NO_MEMORY) as store:
         keep(store, PROMPT)
         store.variants.keep(SHELF, PROMPT, [variant(PROMPT, SPAN, 0.25)])
-        store.variants.keep_loose(SHELF, LOOSE, make_kv(OTHER, LOOSE_SPAN), variant(OTHER, LOOSE_SPAN, 0.5))
+        store.variants.keep_nonprefix(SHELF, LOOSE, make_kv(OTHER, LOOSE_SPAN), variant(OTHER, LOOSE_SPAN, 0.5))
         assert store.variants.stats() == VariantCounts(2, 2, 1)
     return folder
 
@@ -107,7 +106,7 @@ def test_every_flipped_bit_of_a_row_makes_it_unknown_and_its_row_go(sound: Path)
             assert load(store, PROMPT) == len(PROMPT)
             assert store.variants.keep(SHELF, PROMPT, [variant(PROMPT, SPAN)]) in (0, 1)
             kv, given = make_kv(OTHER, LOOSE_SPAN), variant(OTHER, LOOSE_SPAN, 0.5)
-            assert store.variants.keep_loose(SHELF, LOOSE, kv, given).outcome == "kept"
+            assert store.variants.keep_nonprefix(SHELF, LOOSE, kv, given).outcome == "kept"
             assert served(store) == [True, True], column
             assert check(store.disk).problems == ()
 
@@ -157,7 +156,7 @@ def test_killed_between_keeping_blocks_and_listing_variants_leaves_a_sound_folde
     script = f"""
 import os, signal
 from tests.faults.test_variants import *
-from rekindle.store import variant_rows
+from rekindle.store.catalog import variant_rows
 step = {step!r}
 add = variant_rows.add
 def dying(*given):
@@ -168,7 +167,7 @@ store = TieredStore({str(folder)!r}, NO_MEMORY)
 keep(store, PROMPT)
 variant_rows.add = dying
 if step == "loose":
-    store.variants.keep_loose(SHELF, LOOSE, make_kv(OTHER, LOOSE_SPAN), variant(OTHER, LOOSE_SPAN, 0.5))
+    store.variants.keep_nonprefix(SHELF, LOOSE, make_kv(OTHER, LOOSE_SPAN), variant(OTHER, LOOSE_SPAN, 0.5))
 store.variants.keep(SHELF, PROMPT, [variant(PROMPT, SPAN)])
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, check=False)
@@ -179,7 +178,7 @@ store.variants.keep(SHELF, PROMPT, [variant(PROMPT, SPAN)])
         assert check(store.disk).problems == ()
         assert store.variants.keep(SHELF, PROMPT, [variant(PROMPT, SPAN)]) == 1
         kv, given = make_kv(OTHER, LOOSE_SPAN), variant(OTHER, LOOSE_SPAN, 0.5)
-        assert store.variants.keep_loose(SHELF, LOOSE, kv, given).outcome == "kept"
+        assert store.variants.keep_nonprefix(SHELF, LOOSE, kv, given).outcome == "kept"
         assert served(store) == [True, True]
 
 
@@ -196,7 +195,7 @@ with TieredStore({str(folder)!r}, NO_MEMORY) as store:
         keep(store, tokens)
         store.variants.keep(SHELF, tokens, [variant(tokens, span)])
         own = [*prompt(100 + number, 30), *LOOSE]
-        store.variants.keep_loose(SHELF, LOOSE, make_kv(own, Span(30, 103)), variant(own, Span(30, 103), number))
+        store.variants.keep_nonprefix(SHELF, LOOSE, make_kv(own, Span(30, 103)), variant(own, Span(30, 103), number))
         for known in find(store, CHUNK):
             start = known.variant.span.start
             try:
@@ -242,7 +241,7 @@ def test_eviction_under_a_variant_never_gives_wrong_numbers_nor_exceeds_the_limi
                 assert_loads(store, known[0], tokens)
             if number % 3 == 0:
                 chunk = tokens[span.start : span.stop]
-                store.variants.keep_loose(SHELF, chunk, make_kv(tokens, span), variant(tokens, span, 0.5))
+                store.variants.keep_nonprefix(SHELF, chunk, make_kv(tokens, span), variant(tokens, span, 0.5))
             total = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file())
             assert total <= limit
         assert known_once > 30
@@ -276,38 +275,19 @@ def test_a_store_in_trouble_knows_nothing_and_raises_nothing_but_kv_lost(sound: 
         with pytest.raises(KvLost):
             store.variants.load(SHELF, known)
         other = prompt(3, 50)
-        kept = store.variants.keep_loose(SHELF, other, make_kv(other, Span(0, 50)), variant(other, Span(0, 50)))
+        kept = store.variants.keep_nonprefix(SHELF, other, make_kv(other, Span(0, 50)), variant(other, Span(0, 50)))
         assert kept.outcome == "failed" and find(store, other) == []
         files.on = False
         assert served(store) == [True, True]
         with closing(sqlite3.connect(folder / CATALOG, isolation_level=None)) as holder:
             holder.execute("BEGIN IMMEDIATE")
             assert store.variants.keep(SHELF, PROMPT, [variant(PROMPT, Span(0, 9))]) == 0
-            store.variants.used(known, 0.5)
+            store.variants.record_use(known, 0.5)
             store.tend()
             assert served(store) == [True, True]
             holder.execute("ROLLBACK")
         store.tend()
         assert find(store, CHUNK)[0].frequency == 2.0
-
-
-def test_a_catalog_of_version_2_is_migrated_and_then_lists_variants(sound: Path) -> None:
-    folder = copy(sound, "older")
-    with closing(sqlite3.connect(folder / CATALOG)) as connection, connection:
-        for trigger in ("extents_unused", "extents_unanchored"):
-            connection.execute(f"DROP TRIGGER {trigger}")
-        for table in ("variants", "users", "apps", "anchors"):
-            connection.execute(f"DROP TABLE {table}")
-        connection.execute("ALTER TABLE extents DROP COLUMN coding")
-        connection.execute("PRAGMA user_version=2")
-    with TieredStore(folder, NO_MEMORY) as store:
-        assert load(store, PROMPT) == len(PROMPT)
-        assert served(store) == [False, False]
-        assert store.variants.keep(SHELF, PROMPT, [variant(PROMPT, SPAN)]) == 1
-        assert served(store) == [True, False]
-        with store.disk.database.reading() as connection:
-            assert connection.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
-        assert check(store.disk).problems == ()
 
 
 def test_kv_in_the_place_of_another_is_not_served(sound: Path) -> None:
@@ -342,7 +322,7 @@ def test_a_folder_that_can_only_be_read_serves_variants_and_lists_none(sound: Pa
         assert store.disk.database.read_only
         assert served(store) == [True, True]
         assert store.variants.keep(SHELF, PROMPT, [variant(PROMPT, Span(0, 9))]) == 0
-        kept = store.variants.keep_loose(SHELF, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
+        kept = store.variants.keep_nonprefix(SHELF, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
         assert kept.outcome == "failed"
         store.tend()
         assert find(store, PROMPT[:9]) == []
@@ -367,11 +347,11 @@ def test_an_extent_that_is_said_to_stand_elsewhere_makes_its_variants_unknown(so
 
 def test_loose_kv_of_two_computations_is_not_taken_for_one(sound: Path) -> None:
     with TieredStore(copy(sound, "mixed"), NO_MEMORY) as store:
-        chain = np.frombuffer(named(chunk_digest(LOOSE), token_bytes(LOOSE)), "<u4").tolist()
-        match = store.lookup(loose(SHELF), chain)
+        chain = np.frombuffer(chain_tokens(chunk_digest(LOOSE), token_bytes(LOOSE)), "<u4").tolist()
+        match = store.lookup(nonprefix(SHELF), chain)
         assert match.length == len(chain)
         with store.disk.database.writing() as connection:
             catalog.cut(connection, match.pieces[0].extent, 1)
-        assert keep(store, chain, loose(SHELF)).outcome == "kept"  # as an import of old could
-        assert store.lookup(loose(SHELF), chain).length == len(chain)
+        assert keep(store, chain, nonprefix(SHELF)).outcome == "kept"  # as an import of old could
+        assert store.lookup(nonprefix(SHELF), chain).length == len(chain)
         assert find(store, LOOSE) == []

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from rekindle.bench.storm import work
+from benchmarks.storm import work
 
 
 def nursery(folder: Path, limit_bytes: int, seed: int) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from rekindle.core.document import Document, Passage, Section
-from rekindle.core.model import ModelFiles
-from rekindle.engine.embedder import Embedded, Embedder
+from rekindle.engine.embedding.embedder import Embedder, Embeddings
 from rekindle.knowledge.library import Library
-from rekindle.knowledge.rows import Cut
-from rekindle.knowledge.vectors import Floats, stored
+from rekindle.knowledge.rows import SplitDocument
+from rekindle.knowledge.vectors import Floats, to_stored
+from rekindle.models.files import ModelFiles
 
 DIMENSIONS = 8
 
@@ -40,7 +40,7 @@ class Counting(Embedder):
         self.texts: list[str] = []
         self.breaks_after = breaks_after
 
-    def embed(self, texts: Sequence[str], **more: object) -> Embedded:  # type: ignore[override]
+    def embed(self, texts: Sequence[str], **more: object) -> Embeddings:  # type: ignore[override]
         if self.breaks_after is not None and len(self.texts) + len(texts) > self.breaks_after:
             raise KeyboardInterrupt
         self.texts += texts
@@ -61,9 +61,9 @@ def vector(seed: int) -> Floats:
 
 def cut(
     source: str, *texts: str, title: str = "", seed: int = 0, app: str | None = None, file: str | None = None
-) -> Cut:
+) -> SplitDocument:
     """A document of these passages, with vectors of these seeds: seed, seed + 1, ..."""
     passages = [Passage(text) for text in texts]
-    vectors = stored(np.array([vector(seed + at) for at in range(len(texts))]))
+    vectors = to_stored(np.array([vector(seed + at) for at in range(len(texts))]))
     document = Document(source, title or source, tuple(Section(text) for text in texts))
-    return Cut(document, passages, vectors, "as given", file, app)
+    return SplitDocument(document, passages, vectors, "as given", file, app)

@@ -19,8 +19,8 @@ from rekindle.core.document import Document, Passage, Section
 from rekindle.errors import DocumentNotFound, KnowledgeUnusable
 from rekindle.knowledge.library import Library
 from rekindle.knowledge.retrieve import Retriever
-from rekindle.knowledge.rows import Cut, passage_digest
-from rekindle.knowledge.vectors import Vectors, stored
+from rekindle.knowledge.rows import SplitDocument, passage_digest
+from rekindle.knowledge.vectors import VectorIndex, to_stored
 from tests.knowledge.conftest import DIMENSIONS, cut, library, vector
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 def found(known: Library, words: str) -> set[str]:
     """The sources of the passages that have one of the words."""
-    ids = Retriever(known, _no_embedder).by_words(words, 1000)
+    ids = Retriever(known, _no_embedder).search_bm25(words, 1000)
     return {chunk.source for chunk in known.chunks(list(ids)).values()}
 
 
@@ -69,7 +69,7 @@ def test_what_was_put_is_found_by_id_name_source_words_and_meaning(tmp_path: Pat
     assert known.find(entry.name) == [entry] and [e.source for e in known.entries()] == ["b", "a"]
     assert [chunk.passage.text for chunk in known.chunks_of(entry.id)] == ["the quick fox", "jumps over"]
     assert found(known, "quick") == {"a"} and found(known, "dogs") == {"b"}
-    near = Vectors(known, DIMENSIONS).snapshot("e").nearest(vector(2), 1)
+    near = VectorIndex(known, DIMENSIONS).snapshot("e").nearest(vector(2), 1)
     assert known.chunks([near[0].id])[near[0].id].passage.text == "jumps over"
     check_words(known)
 
@@ -81,7 +81,7 @@ def test_a_document_of_the_same_source_replaces_the_old_one_wholly(tmp_path: Pat
     known.put([cut("a", "penguin", title="beaks")], "e")
     assert found(known, "walrus tusks") == set() and found(known, "penguin") == {"a"} == found(known, "beaks")
     assert known.counts()["documents"] == known.counts()["chunks"] == 1
-    assert known.chunks(old) == {} and not known.present(old)
+    assert known.chunks(old) == {} and not known.has_passages(old)
     check_words(known)
 
 
@@ -106,8 +106,8 @@ def test_after_remove_nothing_finds_it_and_its_texts_and_tokens_are_leaving(tmp_
             known.find(name)
     assert found(known, "walrus tusks one two") == {"stays"}
     assert known.chunks([first, second]) == {} and known.chunks_of(entry.id) == []
-    assert not {first, second} & set(Vectors(known, DIMENSIONS).snapshot("e").ids.tolist())
-    leaving = {(row.text, row.tokenizer, row.tokens) for row in known.leaving()}
+    assert not {first, second} & set(VectorIndex(known, DIMENSIONS).snapshot("e").ids.tolist())
+    leaving = {(row.text, row.tokenizer, row.tokens) for row in known.removed_passages()}
     assert leaving == {("walrus one", "t", b"\1\0\2\0"), ("walrus one", "u", b"\3\0"), ("walrus two", None, None)}
     check_words(known)
 
@@ -117,10 +117,10 @@ def test_what_leaves_after_the_list_was_read_stays_on_it(tmp_path: Path) -> None
     known = library(tmp_path)
     known.put([cut("a", "first to go"), cut("b", "second to go")], "e")
     known.remove([id_of(known, "a")])
-    leaving = known.leaving()
+    leaving = known.removed_passages()
     known.remove([id_of(known, "b")])
-    known.cleared(leaving)
-    assert [row.text for row in known.leaving()] == ["second to go"]
+    known.purge_removed(leaving)
+    assert [row.text for row in known.removed_passages()] == ["second to go"]
 
 
 def test_a_removed_file_is_read_again_when_it_is_ingested_again(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_tokens_of_passages_that_are_gone_are_refused(tmp_path: Path) -> None:
     assert known.note_tokens("t", {ids[0]: b"\1"})
     known.remove([id_of(known, "a")])
     assert not known.note_tokens("t", {ids[0]: b"\1"}) and not known.note_tokens("t", {ids[1]: b"\2"})
-    assert len(known.leaving()) == 2
+    assert len(known.removed_passages()) == 2
 
 
 def test_tokens_of_a_passage_that_goes_in_this_very_moment_are_refused(
@@ -181,7 +181,7 @@ def test_tokens_of_a_passage_that_goes_in_this_very_moment_are_refused(
 def test_counting_no_passages_is_no_error(tmp_path: Path) -> None:
     known = library(tmp_path)
     known.note_retrieved([])
-    assert known.most_retrieved(5) == []
+    assert known.top_retrieved(5) == []
 
 
 def test_most_retrieved_are_those_that_came_first(tmp_path: Path) -> None:
@@ -190,13 +190,14 @@ def test_most_retrieved_are_those_that_came_first(tmp_path: Path) -> None:
     one, two, three = (chunk.id for chunk in known.chunks_of(id_of(known, "a")))
     for ids in ([three, one], [three, one], [two, one]):
         known.note_retrieved(ids)
-    assert [chunk.id for chunk in known.most_retrieved(9)] == [three, two, one]
-    assert [chunk.id for chunk in known.most_retrieved(1)] == [three]
+    assert [chunk.id for chunk in known.top_retrieved(9)] == [three, two, one]
+    assert [chunk.id for chunk in known.top_retrieved(1)] == [three]
 
 
 # -- forgetting
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [0, 3])  # 3: a page keeps a copy of a row that moved
 def test_after_cleared_no_byte_of_it_is_in_any_file_and_the_rest_is_whole(tmp_path: Path, seed: int) -> None:
     """Rows of many sizes, put and removed in turns: pages are split, merged and moved. Some go through `replace`."""
@@ -234,7 +235,7 @@ def test_after_cleared_no_byte_of_it_is_in_any_file_and_the_rest_is_whole(tmp_pa
             else:
                 known.remove([entry.id])
     alive = b" ".join(text.encode() for some in texts.values() for text in some)
-    known.cleared(known.leaving())
+    known.purge_removed(known.removed_passages())
     everything = bytes_in(tmp_path)
     traces = [trace for trace in dead if trace in everything and trace not in alive]
     assert len(dead) > 300 and traces == []
@@ -250,9 +251,9 @@ def test_after_cleared_no_byte_of_it_is_in_any_file_and_the_rest_is_whole(tmp_pa
 def test_words_that_came_and_went_in_one_transaction_leave_no_stem(tmp_path: Path, staying: int) -> None:
     known = library(tmp_path)
     known.put([cut(f"s{number}", "others") for number in range(staying)], "e")
-    known.cleared([])
+    known.purge_removed([])
     known.put([cut("a", "zanzibarish"), cut("a", "plain")], "e")
-    known.cleared(known.leaving())
+    known.purge_removed(known.removed_passages())
     assert b"zanzibar" not in bytes_in(tmp_path) and found(known, "plain") == {"a"}
 
 
@@ -260,7 +261,7 @@ def test_forgetting_everything_leaves_an_empty_library_that_works(tmp_path: Path
     known = library(tmp_path)
     known.put([cut("a", "walrus")], "e")
     known.remove([entry.id for entry in known.entries()])
-    known.cleared(known.leaving())
+    known.purge_removed(known.removed_passages())
     assert b"walrus" not in bytes_in(tmp_path)
     assert known.counts()["documents"] == 0 and found(known, "walrus") == set()
     known.put([cut("a", "penguin")], "e")
@@ -274,15 +275,15 @@ def test_forgetting_everything_leaves_an_empty_library_that_works(tmp_path: Path
 def test_two_tenants_and_two_salts_see_nothing_of_each_other(tmp_path: Path, tenant: str, salt: str) -> None:
     one, two = library(tmp_path), library(tmp_path, tenant, salt)
     one.put([cut("a", "walrus tusk", "walrus"), cut("b", "something else")], "e")
-    before = Retriever(one, _no_embedder).by_words("walrus tusk", 10)
+    before = Retriever(one, _no_embedder).search_bm25("walrus tusk", 10)
     two.put([cut("c", *(["walrus walrus"] * 50), seed=50), cut("d", "penguin")], "e")
-    assert Retriever(one, _no_embedder).by_words("walrus tusk", 10) == before
+    assert Retriever(one, _no_embedder).search_bm25("walrus tusk", 10) == before
     assert found(one, "penguin walrus") == {"a"} and found(two, "tusk") == set()
     with pytest.raises(DocumentNotFound):
         one.find("d")
-    assert one.counts()["chunks"] == 3 == len(Vectors(one, DIMENSIONS).snapshot("e").ids)
+    assert one.counts()["chunks"] == 3 == len(VectorIndex(one, DIMENSIONS).snapshot("e").ids)
     two.remove([entry.id for entry in two.entries()])
-    assert one.counts()["chunks"] == 3 and one.leaving() == []
+    assert one.counts()["chunks"] == 3 and one.removed_passages() == []
 
 
 # -- embedders
@@ -290,7 +291,7 @@ def test_two_tenants_and_two_salts_see_nothing_of_each_other(tmp_path: Path, ten
 
 def test_vectors_of_another_embedder_are_never_compared(tmp_path: Path) -> None:
     known = library(tmp_path)
-    vectors = Vectors(known, DIMENSIONS)
+    vectors = VectorIndex(known, DIMENSIONS)
     known.put([cut("a", "walrus", seed=1)], "one")
     assert len(vectors.snapshot("one").ids) == 1 and len(vectors.snapshot("two").ids) == 0
     known.put([cut("b", "penguin", seed=2)], "two")
@@ -299,7 +300,7 @@ def test_vectors_of_another_embedder_are_never_compared(tmp_path: Path) -> None:
     assert found(known, "walrus") == {"a"}
     (missing,) = known.without_vector("two", 9)
     assert missing.source == "a"
-    known.set_vectors({missing.id: stored(vector(7)[None])[0]}, "two")
+    known.set_vectors({missing.id: to_stored(vector(7)[None])[0]}, "two")
     assert len(vectors.snapshot("two").ids) == 2 and known.without_vector("two", 9) == []
 
 
@@ -309,11 +310,11 @@ def test_vectors_that_come_after_another_embedder_took_over_are_not_taken(tmp_pa
     known.put([cut("a", "walrus", seed=1)], "one")
     (late,) = known.without_vector("two", 9)  # they are the second one's now
     digest = passage_digest("a", Passage("walrus"))
-    known.set_vectors({late.id: stored(vector(1)[None])[0]}, "one")
-    assert len(Vectors(known, DIMENSIONS).snapshot("two").ids) == 0
-    known.set_vectors({late.id: stored(vector(2)[None])[0]}, "two")
+    known.set_vectors({late.id: to_stored(vector(1)[None])[0]}, "one")
+    assert len(VectorIndex(known, DIMENSIONS).snapshot("two").ids) == 0
+    known.set_vectors({late.id: to_stored(vector(2)[None])[0]}, "two")
     assert known.vectors_of([digest], "one") == {}
-    assert known.vectors_of([digest], "two") == {digest: stored(vector(2)[None])[0]}
+    assert known.vectors_of([digest], "two") == {digest: to_stored(vector(2)[None])[0]}
 
 
 # -- bad moments
@@ -321,7 +322,7 @@ def test_vectors_that_come_after_another_embedder_took_over_are_not_taken(tmp_pa
 
 def test_a_library_whose_folder_is_deleted_begins_anew_and_its_vectors_with_it(tmp_path: Path) -> None:
     known = library(tmp_path)
-    vectors = Vectors(known, DIMENSIONS)
+    vectors = VectorIndex(known, DIMENSIONS)
     known.put([cut("a", "walrus", seed=1)], "e")
     assert vectors.snapshot("e").nearest(vector(1), 1)[0].score > 0.99
     shutil.rmtree(tmp_path / "library")
@@ -354,7 +355,7 @@ def test_a_file_that_is_no_library_is_refused_with_a_reason(tmp_path: Path) -> N
 
 def put_and_read(known: Library, name: str, turns: int, wrong: list[str]) -> None:
     """Put, replace and remove documents; whatever is read in between must be whole."""
-    vectors = Vectors(known, DIMENSIONS)
+    vectors = VectorIndex(known, DIMENSIONS)
     for turn in range(turns):
         source = f"{name}-{turn % 3}"
         words = [f"{name}word{turn}{part}" for part in "abc"]
@@ -369,7 +370,7 @@ def put_and_read(known: Library, name: str, turns: int, wrong: list[str]) -> Non
             wrong.append(f"{source} has no vectors")
         if turn % 5 == 4:
             known.remove([id_of(known, source)])
-            known.cleared(known.leaving())
+            known.purge_removed(known.removed_passages())
     known.close()
 
 
@@ -383,6 +384,7 @@ sys.exit("\\n".join(wrong) or 0)
 """
 
 
+@pytest.mark.thorough
 def test_threads_and_processes_write_and_read_at_the_same_time(tmp_path: Path) -> None:
     """Two of the threads share a library; one that is done closes it under the other's hands."""
     wrong: list[str] = []
@@ -427,13 +429,14 @@ known.put([cut("old", "puffin"), cut("new", *["puffin " * 500] * 200), cut("last
 """
 
 
+@pytest.mark.thorough
 def test_killed_amid_a_put_leaves_nothing_of_it(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     known = library(tmp_path)
-    assert {entry.source for entry in known.entries()} == {"stays", "old"} and known.leaving() == []
+    assert {entry.source for entry in known.entries()} == {"stays", "old"} and known.removed_passages() == []
     assert found(known, "puffin gull") == set() and found(known, "penguin") == {"old"}
     check_words(known)
     known.put([cut("old", "puffin"), cut("last", "gull")], "e")
@@ -443,10 +446,10 @@ def test_killed_amid_a_put_leaves_nothing_of_it(tmp_path: Path) -> None:
 def test_what_fails_amid_a_put_leaves_nothing_of_it(tmp_path: Path) -> None:
     known = library(tmp_path)
     known.put([cut("old", "penguin")], "e")
-    bad = Cut(Document("bad", "bad", (Section("x"),)), [Passage("x")], [], "as given")
+    bad = SplitDocument(Document("bad", "bad", (Section("x"),)), [Passage("x")], [], "as given")
     with pytest.raises(ValueError, match="zip"):
         known.put([cut("old", "puffin"), bad], "e")
-    assert found(known, "penguin") == {"old"} and found(known, "puffin") == set() and known.leaving() == []
+    assert found(known, "penguin") == {"old"} and found(known, "puffin") == set() and known.removed_passages() == []
 
 
 # -- vectors in memory
@@ -463,17 +466,22 @@ def brute_force(known: Library, query: np.ndarray, most: int) -> list[int]:  # t
 def test_a_snapshot_follows_adds_and_removals_exactly(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     known = library(tmp_path)
-    vectors = Vectors(known, DIMENSIONS)
+    vectors = VectorIndex(known, DIMENSIONS)
     acts: list[Callable[[], object]] = [
         lambda: known.put([cut(f"s{rng.randrange(30)}", *"xyz"[: rng.randrange(1, 4)], seed=rng.randrange(999))], "e"),
         lambda: known.remove([entry.id for entry in rng.sample(known.entries(), len(known.entries()) // 3)]),
         lambda: known.set_vectors(
-            {chunk.id: stored(vector(chunk.id)[None])[0] for chunk in known.without_vector("e", rng.randrange(1, 9))},
+            {
+                chunk.id: to_stored(vector(chunk.id)[None])[0]
+                for chunk in known.without_vector("e", rng.randrange(1, 9))
+            },
             "e",
         ),
         lambda: known.put([late], "e"),
     ]
-    late = Cut(Document("late", "late", (Section("x"),)), [Passage("x"), Passage("y")], [None, None], "as given")
+    late = SplitDocument(
+        Document("late", "late", (Section("x"),)), [Passage("x"), Passage("y")], [None, None], "as given"
+    )
     for _ in range(40):
         rng.choice(acts)()
         snapshot = vectors.snapshot("e")
@@ -485,9 +493,9 @@ def test_a_snapshot_follows_adds_and_removals_exactly(tmp_path: Path, seed: int)
 @pytest.mark.parametrize("count", [1, 7, 64, 1000])
 def test_equal_scores_keep_the_order_they_came_in_wherever_it_is_cut(tmp_path: Path, count: int) -> None:
     known = library(tmp_path)
-    same = stored(np.repeat(np.eye(DIMENSIONS, dtype=np.float32)[:1], count, axis=0))
-    known.put([Cut(Document("a", "a", (Section("x"),)), [Passage("x")] * count, same, "as given")], "e")
-    snapshot = Vectors(known, DIMENSIONS).snapshot("e")
+    same = to_stored(np.repeat(np.eye(DIMENSIONS, dtype=np.float32)[:1], count, axis=0))
+    known.put([SplitDocument(Document("a", "a", (Section("x"),)), [Passage("x")] * count, same, "as given")], "e")
+    snapshot = VectorIndex(known, DIMENSIONS).snapshot("e")
     everything = [near.id for near in snapshot.nearest(np.eye(DIMENSIONS, dtype=np.float32)[0], count)]
     assert everything == sorted(everything) and len(everything) == count
     for most in {1, 2, 5, count // 2, count - 1, count + 1} - {0}:
@@ -496,7 +504,7 @@ def test_equal_scores_keep_the_order_they_came_in_wherever_it_is_cut(tmp_path: P
 
 
 def test_an_empty_library_has_no_vectors(tmp_path: Path) -> None:
-    snapshot = Vectors(library(tmp_path), DIMENSIONS).snapshot("e")
+    snapshot = VectorIndex(library(tmp_path), DIMENSIONS).snapshot("e")
     assert snapshot.nearest(vector(1), 5) == [] and snapshot.matrix.shape == (0, DIMENSIONS)
 
 

@@ -22,9 +22,14 @@ import pytest
 
 from rekindle.core.document import Document
 from rekindle.errors import ExtraMissing, UnreadableDocument
-from rekindle.knowledge.read import records, text, word
-from rekindle.knowledge.read.file import KINDS, Problem, kind_of, read_bytes, read_file
+from rekindle.knowledge.read import common as text
+from rekindle.knowledge.read import docx as word
+from rekindle.knowledge.read import records
+from rekindle.knowledge.read.common import ReadProblem
+from rekindle.knowledge.read.file import KINDS, kind_of, read_bytes, read_file
 from tests.knowledge import files
+
+pytestmark = pytest.mark.thorough
 
 
 def one(name: str, data: bytes | str) -> Document:
@@ -94,7 +99,7 @@ def test_a_file_over_the_limit_is_refused_and_told_what_to_do(tmp_path: Path, su
     path = tmp_path / f"a{suffix}"
     path.write_bytes(b"x" * 2001)
     with pytest.raises(UnreadableDocument, match="larger than .* cut it into smaller files"):
-        list(read_file(path, most_bytes=2000))
+        list(read_file(path, max_bytes=2000))
 
 
 def test_a_missing_file_a_folder_and_a_pipe_are_refused(tmp_path: Path) -> None:
@@ -109,7 +114,7 @@ def test_a_missing_file_a_folder_and_a_pipe_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_document_with_too_much_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(text, "MAX_CHARACTERS", 1000)
     assert "characters of text" in refusal("a.txt", "word " * 300)
     assert "characters of text" in refusal("a.csv", "name\n" + "word\n" * 150)
 
@@ -315,7 +320,7 @@ def test_a_damaged_page_is_left_out_and_told() -> None:
     whole = files.pdf([["one"], ["two"]])
     found = list(read_bytes("a.pdf", whole.replace(b"[5 0 R 7 0 R]", b"[5 0 R 1 0 R]")))
     assert told(found[0]) == "one"
-    assert found[1] == Problem("a.pdf", "a.pdf has damaged pages, which were left out: 2.")
+    assert found[1] == ReadProblem("a.pdf", "a.pdf has damaged pages, which were left out: 2.")
 
 
 def test_pdfs_are_read_by_many_threads() -> None:
@@ -414,7 +419,7 @@ def test_a_broken_message_is_a_problem_and_the_next_is_read() -> None:
     nested = "".join(f"Content-Type: multipart/mixed; boundary=b{level}\n\n--b{level}\n" for level in range(3000))
     first = b"From a@b Mon Jan  1 10:00:00 2024\n" + nested.encode() + b"\n\n"
     found = list(read_bytes("a.mbox", first + MAILBOX))
-    assert isinstance(found[0], Problem) and found[0].source == "a.mbox#1"
+    assert isinstance(found[0], ReadProblem) and found[0].source == "a.mbox#1"
     assert [document.title for document in found[1:]] == ["one", "two", "three"]
 
 
@@ -422,7 +427,7 @@ def test_a_mailbox_is_read_message_by_message(tmp_path: Path) -> None:
     path = tmp_path / "a.mbox"
     path.write_bytes(b"".join(MAILBOX.replace(b"m1@x", b"m%d@x" % at) + b"\n" for at in range(20_000)))
     tracemalloc.start()
-    found = list(islice(read_file(path, most_bytes=1000), 3))
+    found = list(islice(read_file(path, max_bytes=1000), 3))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(found) == 3 and peak < 1_000_000
@@ -449,7 +454,7 @@ def test_a_word_file_gives_headings_lists_and_rows() -> None:
 
 def test_a_zip_bomb_is_refused_before_it_is_unpacked() -> None:
     package = word_file(lambda document: document.add_paragraph("x"))
-    bomb = files.repacked(package, "word/document.xml", b" " * (word.MOST_UNPACKED_BYTES + 1))
+    bomb = files.repacked(package, "word/document.xml", b" " * (word.MAX_UNPACKED_BYTES + 1))
     tracemalloc.start()
     assert "zip bomb" in refusal("a.docx", bomb)
     peak = tracemalloc.get_traced_memory()[1]
@@ -536,21 +541,21 @@ def test_json_may_escape_what_is_no_character() -> None:
 def test_a_broken_line_is_a_problem_and_the_others_are_read() -> None:
     found = list(read_bytes("a.jsonl", b'{"text": "one"}\n\n{broken\n{"text": ""}\n{"text": "two", "_id": "t"}'))
     assert [item.source for item in found] == ["a.jsonl#1", "a.jsonl#3", "a.jsonl#4", "a.jsonl#t"]
-    assert [type(item) for item in found] == [Document, Problem, Problem, Document]
+    assert [type(item) for item in found] == [Document, ReadProblem, ReadProblem, Document]
     assert found[1].reason.startswith("a.jsonl#3 is not JSON: ")
 
 
 def test_many_broken_lines_are_counted_and_no_json_lines_are_refused() -> None:
     found = list(read_bytes("a.jsonl", b'{"text": "one"}\n' + b"{\n" * 500))
-    assert len(found) == 1 + records.MOST_PROBLEMS + 1
+    assert len(found) == 1 + records.MAX_PROBLEMS + 1
     assert "400 more" in found[-1].reason
     assert "is not JSON lines" in refusal("a.jsonl", "some\ntext\n" * 50)
 
 
 def test_a_line_too_long_is_a_problem_and_the_next_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MOST_LINE_BYTES", 1000)
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 1000)
     found = list(read_bytes("a.jsonl", b'{"text": "' + b"x" * 5000 + b'"}\n{"text": "two"}\n'))
-    assert isinstance(found[0], Problem) and found[0].source == "a.jsonl#1"
+    assert isinstance(found[0], ReadProblem) and found[0].source == "a.jsonl#1"
     assert told(found[1]) == "two"
 
 
@@ -558,7 +563,7 @@ def test_json_lines_are_read_line_by_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "some words of text"}\n' * 200_000)
     tracemalloc.start()
-    found = list(islice(read_file(path, most_bytes=1000), 3))
+    found = list(islice(read_file(path, max_bytes=1000), 3))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(found) == 3 and peak < 1_000_000
@@ -637,5 +642,5 @@ def test_a_missing_parser_is_told_with_the_command_that_brings_it(name: str, dat
 def test_one_mail_in_html_does_not_stop_a_mailbox() -> None:
     first = b"From a@b Mon Jan  1 10:00:00 2024\n" + HTML + b"\n"
     found = list(read_bytes("a.mbox", first + MAILBOX))
-    assert isinstance(found[0], Problem) and "pip install" in found[0].reason
+    assert isinstance(found[0], ReadProblem) and "pip install" in found[0].reason
     assert len(found) == 4

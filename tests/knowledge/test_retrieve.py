@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from rekindle.core.document import Document, Section
-from rekindle.engine.embedder import Embedder
+from rekindle.engine.embedding.embedder import Embedder
 from rekindle.errors import InvalidPrompt, InvalidSetting, NothingKnown
 from rekindle.knowledge import retrieve as module
 from rekindle.knowledge.ingest import Ingester
 from rekindle.knowledge.library import Library
-from rekindle.knowledge.retrieve import MOST_PASSAGES, Retrieval, Retriever
+from rekindle.knowledge.retrieve import MAX_PASSAGES, Retrieval, Retriever
 from tests.knowledge.conftest import Counting, cut, library
 
 WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "inlet", "jetty", "knoll", "ledge"]
@@ -104,9 +104,9 @@ def test_orders_are_those_of_a_straightforward_implementation(
     words = list(bm25(question, bodies, 1))
     if retrieval == "fused":  # what it says of its ranks is what it counted
         for hit in found.hits:
-            parts = [1 / (5 + rank) for rank in (hit.word_rank, hit.meaning_rank) if rank is not None]
+            parts = [1 / (5 + rank) for rank in (hit.bm25_rank, hit.embedding_rank) if rank is not None]
             assert sum(parts) < hit.score <= sum(parts) + 2 / 6
-            assert (hit.word_rank is None) == (hit.chunk.id not in words)
+            assert (hit.bm25_rank is None) == (hit.chunk.id not in words)
 
 
 def test_the_best_passages_are_those_with_the_best_scores(known: Library, embedder: Embedder) -> None:
@@ -130,8 +130,8 @@ def test_equal_passages_count_once_and_others_take_their_places(tmp_path: Path, 
 def test_top_k_bounds(known: Library, embedder: Embedder) -> None:
     retriever = Retriever(known, lambda: embedder)
     assert len(retriever.retrieve("amber", 1).hits) == 1
-    assert len(retriever.retrieve("amber", MOST_PASSAGES).hits) == len(passages(known))
-    for wrong in (0, -1, MOST_PASSAGES + 1, True, 2.5, "5"):
+    assert len(retriever.retrieve("amber", MAX_PASSAGES).hits) == len(passages(known))
+    for wrong in (0, -1, MAX_PASSAGES + 1, True, 2.5, "5"):
         with pytest.raises(InvalidSetting, match="top_k"):
             retriever.retrieve("amber", wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidSetting, match="fused"):
@@ -158,11 +158,11 @@ SYNTAX = [
 @pytest.mark.parametrize("question", SYNTAX)
 def test_no_question_is_syntax(known: Library, embedder: Embedder, question: str) -> None:
     hits = Retriever(known, lambda: embedder).retrieve(question, 40).hits
-    by_words = {hit.chunk.id for hit in hits if hit.word_rank}
+    search_bm25 = {hit.chunk.id for hit in hits if hit.bm25_rank}
     if "amber" in question:
-        assert {id for id, text in passages(known).items() if "amber" in text} <= by_words
+        assert {id for id, text in passages(known).items() if "amber" in text} <= search_bm25
     else:
-        assert not by_words
+        assert not search_bm25
 
 
 def test_a_question_of_100_kb_or_of_nothing_but_signs_is_answered(known: Library, embedder: Embedder) -> None:
@@ -198,13 +198,13 @@ def test_common_words_are_left_out_where_they_cost_too_much_and_the_rare_one_is_
     known = library(tmp_path)
     known.put([cut("a", *(f"common number{n}" for n in range(50)), "common rare")], "e")
     retriever = Retriever(known, lambda: embedder)
-    assert len(retriever.by_words("common rare", 100)) == 51
-    monkeypatch.setattr(module, "_MOST_POSTINGS", 10)
-    found = known.chunks(list(retriever.by_words("common rare", 100)))
+    assert len(retriever.search_bm25("common rare", 100)) == 51
+    monkeypatch.setattr(module, "_MAX_POSTINGS", 10)
+    found = known.chunks(list(retriever.search_bm25("common rare", 100)))
     assert [chunk.passage.text for chunk in found.values()] == ["common rare"]
-    assert len(retriever.by_words("common", 100)) == 51
+    assert len(retriever.search_bm25("common", 100)) == 51
     # A word that stands nowhere is no reason to leave out the only one that does.
-    assert len(retriever.by_words("unheard common", 100)) == 51
+    assert len(retriever.search_bm25("unheard common", 100)) == 51
 
 
 @pytest.mark.parametrize("retrieval", ["fused", "weighted", "bm25", "embedding"])
@@ -241,7 +241,7 @@ def test_with_another_embedder_words_work_and_meaning_waits_for_the_next_ingest(
     retriever = Retriever(known, lambda: other)
     assert retriever.retrieve("amber", 5, "embedding").hits == ()
     hits = retriever.retrieve("amber", 5).hits
-    assert hits and all("amber" in hit.chunk.passage.text and hit.meaning_rank is None for hit in hits)
+    assert hits and all("amber" in hit.chunk.passage.text and hit.embedding_rank is None for hit in hits)
     Ingester(known, other).ingest_documents([])
     assert sorted(other.texts[2:]) == sorted(f"t\n{text}" for text in passages(known).values())
     assert len(retriever.retrieve("amber", 5, "embedding").hits) == 5

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.engine.embedder import Embedder
+from rekindle.engine.embedding.embedder import Embedder
 from rekindle.knowledge.ingest import Ingester
-from rekindle.knowledge.watch import changes
+from rekindle.knowledge.paths import watch_changes
 from tests.knowledge.conftest import library
+
+pytestmark = pytest.mark.thorough
 
 pytest.importorskip("watchfiles")
 
@@ -33,7 +35,7 @@ class Watched:
         assert self.next() == self.paths  # everything, once it is watched
 
     def _follow(self) -> None:
-        for some in changes(self.paths, self.stop):
+        for some in watch_changes(self.paths, self.stop):
             self.told.put(some)
 
     def next(self) -> list[str]:
@@ -123,4 +125,4 @@ def test_a_named_file_and_a_pattern_are_followed_and_their_neighbours_are_not(tm
 
 def test_where_there_is_nothing_to_watch_it_ends(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "none" / "none.txt")
-    assert list(changes([nowhere])) == [[nowhere]]
+    assert list(watch_changes([nowhere])) == [[nowhere]]

@@ -10,17 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.core.chunk import ChunkDigest, ChunkScores, Earlier, Outline, Variant
+from benchmarks.baselines.recompute_policies import RECOMPUTE_POLICIES, mender_of, only_the_set
+from rekindle.cache.cost import Rates
+from rekindle.cache.matches import Found, Matches
+from rekindle.cache.planner import PrefillSteps, make_plan
+from rekindle.chunks.match import match_chunks
+from rekindle.chunks.prefill import plan_chunk_reuse
+from rekindle.chunks.select import RecomputePolicy
+from rekindle.core.chunk import ChunkDigest, ChunkScores, EarlierChunk, PromptLayout, Variant
+from rekindle.core.chunk_match import ChunkMatch
 from rekindle.core.kv import Span
-from rekindle.core.plan import Compute, Load, Mend, Plan
+from rekindle.core.plan import Compute, Load, Plan, ReuseChunks
 from rekindle.errors import InvalidSetting
-from rekindle.reuse.cost import Rates
-from rekindle.reuse.lookup import Found, Matches
-from rekindle.reuse.mending import MENDERS, Mender, Picked, mender_of, pick, plan_mending
-from rekindle.reuse.planner import Cut, make_plan
 from tests.laws.test_plan_laws import TOKEN_BYTES, known_rates, some_rates
 
-CUT = Cut(128)
+CUT = PrefillSteps(128)
 _TIERS: tuple[Literal["memory", "disk"], ...] = ("memory", "disk")
 tiers = st.sampled_from(_TIERS)
 
@@ -40,13 +44,13 @@ class Prompt:
     """A prompt with chunks, what is known of its beginning, and of its chunks."""
 
     matches: Matches
-    outline: Outline
-    chunks: tuple[Picked, ...]
+    prompt_layout: PromptLayout
+    chunks: tuple[ChunkMatch, ...]
 
 
 def a_variant(draw: st.DrawFn, number: int, count: int) -> Variant:
     outside = np.full(count, draw(st.floats(0.0, 1.0, width=16)), dtype=np.float16)
-    earlier = (Earlier(ChunkDigest(bytes(16)), 4, draw(st.floats(0.0, 100.0))),)
+    earlier = (EarlierChunk(ChunkDigest(bytes(16)), 4, draw(st.floats(0.0, 100.0))),)
     scores = ChunkScores(outside, outside, draw(st.floats(0.0, 100.0)), earlier)
     return Variant(ChunkDigest(bytes([number] * 16)), Span(8, 8 + count), scores)
 
@@ -66,100 +70,108 @@ def prompts(draw: st.DrawFn) -> Prompt:
         if draw(st.booleans()):
             variant = a_variant(draw, number, len(span))
             known = Stored(draw(st.integers(1, 99)), variant, draw(tiers), len(span) * TOKEN_BYTES)
-            picked.append(Picked(span, digest, known, overhead=draw(st.floats(0.0, 1.5))))
+            picked.append(ChunkMatch(span, digest, known, overhead=draw(st.floats(0.0, 1.5))))
         else:
-            picked.append(Picked(span, digest))
+            picked.append(ChunkMatch(span, digest))
     stored = draw(st.integers(0, tokens))
     edge = draw(st.integers(0, stored))
     runs = [Span(a, b) for a, b in ((0, edge), (edge, stored)) if b > a]
     found = tuple(Found(span, draw(tiers), len(span) * TOKEN_BYTES) for span in runs)
     in_engine = draw(st.one_of(st.just(0), st.integers(0, tokens)))
-    return Prompt(Matches(tokens, in_engine, found), Outline(head, tuple(spans)), tuple(picked))
+    return Prompt(Matches(tokens, in_engine, found), PromptLayout(head, tuple(spans)), tuple(picked))
 
 
 @st.composite
-def menders(draw: st.DrawFn) -> Mender:
-    name = draw(st.sampled_from([*MENDERS, "deviation", "outside*lead"]))
+def recompute_policies(draw: st.DrawFn) -> RecomputePolicy:
+    name = draw(st.sampled_from([*RECOMPUTE_POLICIES, "deviation", "outside*lead"]))
     return mender_of(name, draw(st.one_of(st.none(), st.floats(0.0, 1.0))))
 
 
-def plans(prompt: Prompt, mender: Mender, rates: Rates, most_tokens: int = 10_000) -> tuple[Plan, Plan]:
+def plans(
+    prompt: Prompt, recompute_policy: RecomputePolicy, rates: Rates, token_limit: int = 10_000
+) -> tuple[Plan, Plan]:
     """The exact plan, and the one that may mend."""
     exact = make_plan(prompt.matches, rates, CUT)
-    return exact, plan_mending(exact, prompt.outline, prompt.chunks, mender, rates, most_tokens)
+    return exact, plan_chunk_reuse(exact, prompt.prompt_layout, prompt.chunks, recompute_policy, rates, token_limit)
 
 
 def spans_of(plan: Plan) -> list[Span]:
-    return [span for step in plan.steps for span in (step.spans if isinstance(step, Mend) else (step.span,))]
+    return [span for step in plan.steps for span in (step.spans if isinstance(step, ReuseChunks) else (step.span,))]
 
 
-@given(prompts(), menders(), some_rates)
+@given(prompts(), recompute_policies(), some_rates)
 def test_a_plan_that_mends_has_every_token_once_and_computes_the_last(
-    prompt: Prompt, mender: Mender, rates: Rates
+    prompt: Prompt, recompute_policy: RecomputePolicy, rates: Rates
 ) -> None:
-    _, plan = plans(prompt, mender, rates)
+    _, plan = plans(prompt, recompute_policy, rates)
     places = [place for span in spans_of(plan) for place in range(span.start, span.stop)]
     assert sorted(places) == list(range(prompt.matches.tokens))
     last = plan.steps[-1]
     assert isinstance(last, Compute) and last.span.stop == prompt.matches.tokens
 
 
-@given(prompts(), menders(), some_rates)
+@given(prompts(), recompute_policies(), some_rates)
 def test_only_whole_chunks_that_are_known_are_mended_each_from_its_own_variant(
-    prompt: Prompt, mender: Mender, rates: Rates
+    prompt: Prompt, recompute_policy: RecomputePolicy, rates: Rates
 ) -> None:
-    _, plan = plans(prompt, mender, rates)
+    _, plan = plans(prompt, recompute_policy, rates)
     known = {chunk.span: chunk.known.id for chunk in prompt.chunks if chunk.known is not None}
-    mend = plan.mend or Mend((), (), mender.name, mender.budget)
+    mend = plan.reuse_chunks or ReuseChunks((), (), recompute_policy.name, recompute_policy.budget)
     assert [known.get(span) for span in mend.spans] == list(mend.variants)
     assert list(mend.spans) == sorted(mend.spans, key=lambda span: span.start)
-    assert (mend.mender, mend.budget) == (mender.name, mender.budget)
+    assert (mend.recompute_policy, mend.budget) == (recompute_policy.name, recompute_policy.budget)
 
 
-@given(prompts(), menders(), some_rates)
-def test_what_is_loaded_exactly_was_loaded_by_the_exact_plan(prompt: Prompt, mender: Mender, rates: Rates) -> None:
-    exact, plan = plans(prompt, mender, rates)
+@given(prompts(), recompute_policies(), some_rates)
+def test_what_is_loaded_exactly_was_loaded_by_the_exact_plan(
+    prompt: Prompt, recompute_policy: RecomputePolicy, rates: Rates
+) -> None:
+    exact, plan = plans(prompt, recompute_policy, rates)
     assert plan.reused <= exact.reused
     assert all(isinstance(step, Load) for step in plan.steps[: len(plan.loads)])
     places = {place: load.tier for load in exact.loads for place in range(load.span.start, load.span.stop)}
     assert all(places[at] == load.tier for load in plan.loads for at in range(load.span.start, load.span.stop))
-    if plan.mend is not None:  # nothing that was known exactly is thrown away but the beginning of a chunk
-        assert plan.reused == min(exact.reused, plan.mend.spans[0].start)
-        assert all(span.stop > exact.reused for span in plan.mend.spans)
+    if plan.reuse_chunks is not None:  # nothing that was known exactly is thrown away but the beginning of a chunk
+        assert plan.reused == min(exact.reused, plan.reuse_chunks.spans[0].start)
+        assert all(span.stop > exact.reused for span in plan.reuse_chunks.spans)
 
 
-@given(prompts(), menders(), known_rates)
+@given(prompts(), recompute_policies(), known_rates)
 def test_a_plan_that_mends_is_never_expected_to_be_slower_than_one_that_does_not(
-    prompt: Prompt, mender: Mender, rates: Rates
+    prompt: Prompt, recompute_policy: RecomputePolicy, rates: Rates
 ) -> None:
-    exact, plan = plans(prompt, mender, rates)
+    exact, plan = plans(prompt, recompute_policy, rates)
     assert plan.predicted_seconds is not None and exact.predicted_seconds is not None
     assert plan.predicted_seconds <= exact.predicted_seconds
     assert plan is exact or plan.predicted_seconds < exact.predicted_seconds
 
 
-@given(prompts(), menders(), some_rates, st.integers(1, 400))
-def test_no_pass_has_more_tokens_than_it_may(prompt: Prompt, mender: Mender, rates: Rates, most: int) -> None:
-    exact, plan = plans(prompt, mender, rates, most)
+@given(prompts(), recompute_policies(), some_rates, st.integers(1, 400))
+def test_no_pass_has_more_tokens_than_it_may(
+    prompt: Prompt, recompute_policy: RecomputePolicy, rates: Rates, most: int
+) -> None:
+    exact, plan = plans(prompt, recompute_policy, rates, most)
     assert plan is exact or sum(len(step.span) for step in plan.computes) <= most
 
 
-@given(prompts(), menders(), some_rates)
-def test_the_same_arguments_give_the_same_plan(prompt: Prompt, mender: Mender, rates: Rates) -> None:
-    assert plans(prompt, mender, rates) == plans(prompt, mender, rates)
+@given(prompts(), recompute_policies(), some_rates)
+def test_the_same_arguments_give_the_same_plan(prompt: Prompt, recompute_policy: RecomputePolicy, rates: Rates) -> None:
+    assert plans(prompt, recompute_policy, rates) == plans(prompt, recompute_policy, rates)
 
 
 @given(prompts(), some_rates, st.sampled_from(["rekindle", "leading", "random", "h2o"]))
 def test_where_all_would_be_computed_anew_nothing_is_mended(prompt: Prompt, rates: Rates, name: str) -> None:
     exact, plan = plans(prompt, mender_of(name, 1.0), rates)
-    assert plan is exact and plan.mend is None
+    assert plan is exact and plan.reuse_chunks is None
 
 
-@given(prompts(), menders(), some_rates)
-def test_without_mending_the_same_is_loaded_and_the_rest_computed(prompt: Prompt, mender: Mender, rates: Rates) -> None:
-    _, plan = plans(prompt, mender, rates)
-    instead = plan.without_mending(CUT.spans(plan.reused, plan.tokens))
-    assert instead.loads == plan.loads and instead.mend is None
+@given(prompts(), recompute_policies(), some_rates)
+def test_without_mending_the_same_is_loaded_and_the_rest_computed(
+    prompt: Prompt, recompute_policy: RecomputePolicy, rates: Rates
+) -> None:
+    _, plan = plans(prompt, recompute_policy, rates)
+    instead = plan.without_chunk_reuse(CUT.spans(plan.reused, plan.tokens))
+    assert instead.loads == plan.loads and instead.reuse_chunks is None
     assert [place for span in spans_of(instead) for place in range(span.start, span.stop)] == list(range(plan.tokens))
 
 
@@ -169,12 +181,12 @@ def test_a_plan_of_unknown_costs_gives_way_to_none_that_is_known_to_be_slower_th
     variant = Variant(
         ChunkDigest(bytes(16)), span, ChunkScores(np.zeros(100, np.float16), np.zeros(100, np.float16), 1.0, ())
     )
-    chunk = Picked(span, variant.digest, Stored(1, variant, "memory", 100 * TOKEN_BYTES), overhead=0.1)
+    chunk = ChunkMatch(span, variant.digest, Stored(1, variant, "memory", 100 * TOKEN_BYTES), overhead=0.1)
     rates = Rates(compute=(0.0, 1e-3, 0.0), load={"memory": (1e3, 0.0)})
     found = (Found(Span(0, 45), "memory", 45 * TOKEN_BYTES), Found(Span(45, 60), "disk", 15 * TOKEN_BYTES))
     exact = make_plan(Matches(150, 0, found), rates, CUT)
     assert exact.predicted_seconds is None and exact.cold_seconds is not None
-    assert plan_mending(exact, Outline(36, (span,)), [chunk], mender_of("leading"), rates, 10_000) is exact
+    assert plan_chunk_reuse(exact, PromptLayout(36, (span,)), [chunk], mender_of("leading"), rates, 10_000) is exact
 
 
 def test_the_published_way_is_charged_for_what_it_computes_and_no_more() -> None:
@@ -182,19 +194,21 @@ def test_the_published_way_is_charged_for_what_it_computes_and_no_more() -> None
     variant = Variant(
         ChunkDigest(bytes(16)), span, ChunkScores(np.zeros(100, np.float16), np.zeros(100, np.float16), 1.0, ())
     )
-    chunk = Picked(span, variant.digest, Stored(1, variant, "memory", 100 * TOKEN_BYTES), overhead=0.1)
+    chunk = ChunkMatch(span, variant.digest, Stored(1, variant, "memory", 100 * TOKEN_BYTES), overhead=0.1)
     rates = Rates(compute=(0.0, 1.0, 0.0), load={"memory": (0.0, 0.0)})
     exact = make_plan(Matches(130), rates, CUT)
-    plan = plan_mending(exact, Outline(16, (span,)), [chunk], mender_of("cache-craft"), rates, 10_000)
-    assert plan.mend is not None and plan.predicted_seconds == 30 + 10 + 10  # the head is new: the question goes twice
+    plan = plan_chunk_reuse(exact, PromptLayout(16, (span,)), [chunk], mender_of("cache-craft"), rates, 10_000)
+    assert (
+        plan.reuse_chunks is not None and plan.predicted_seconds == 30 + 10 + 10
+    )  # the head is new: the question goes twice
 
 
-@given(prompts(), st.sampled_from(MENDERS))
+@given(prompts(), st.sampled_from(RECOMPUTE_POLICIES))
 def test_picking_keeps_order_and_takes_the_variant_with_the_least_overhead(prompt: Prompt, name: str) -> None:
     digests = (ChunkDigest(b"head" * 4), *(chunk.digest for chunk in prompt.chunks))
     found = {chunk.digest: [chunk.known] for chunk in prompt.chunks if chunk.known is not None}
-    picked = pick(prompt.outline, digests, found, mender_of(name))
-    assert [one.span for one in picked] == list(prompt.outline.chunks)
+    picked = match_chunks(prompt.prompt_layout, digests, only_the_set(digests, found) if name == "set-cache" else found)
+    assert [one.span for one in picked] == list(prompt.prompt_layout.chunks)
     for one, chunk in zip(picked, prompt.chunks, strict=True):
         assert one.known is None or one.known is chunk.known
         if name != "set-cache":
@@ -203,7 +217,7 @@ def test_picking_keeps_order_and_takes_the_variant_with_the_least_overhead(promp
 
 @pytest.mark.parametrize("budget", [-0.1, 1.1, float("inf")])
 def test_a_budget_that_is_no_share_is_refused(budget: float) -> None:
-    with pytest.raises(InvalidSetting, match="mend_budget"):
+    with pytest.raises(InvalidSetting, match="recompute_budget"):
         mender_of("rekindle", budget)
 
 

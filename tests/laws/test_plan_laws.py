@@ -12,11 +12,13 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
+from rekindle.cache.cost import Costs, Rates, fit
+from rekindle.cache.matches import Found, Matches
+from rekindle.cache.planner import PrefillSteps, make_plan
 from rekindle.core.kv import Span
 from rekindle.core.plan import Compute, Load, Plan
-from rekindle.reuse.cost import Costs, Rates, fit
-from rekindle.reuse.lookup import Found, Matches
-from rekindle.reuse.planner import Cut, make_plan
+
+pytestmark = pytest.mark.thorough
 
 UNKNOWN = Rates()
 TOKEN_BYTES = 64  # of the KV in these tests
@@ -46,8 +48,10 @@ known_rates = st.builds(
     compute=st.tuples(seconds, seconds, st.floats(0.0, 1.0)),
     load=st.fixed_dictionaries({tier: st.tuples(seconds, st.floats(0.0, 1.0)) for tier in ("memory", "disk")}),
 )
-some_cuts = st.builds(Cut, most_tokens=st.integers(1, 600), piece_tokens=st.one_of(st.none(), st.integers(1, 300)))
-plain_cuts = st.builds(Cut, most_tokens=st.integers(1, 600))
+some_cuts = st.builds(
+    PrefillSteps, token_limit=st.integers(1, 600), piece_tokens=st.one_of(st.none(), st.integers(1, 300))
+)
+plain_cuts = st.builds(PrefillSteps, token_limit=st.integers(1, 600))
 
 
 def cost(plan: Plan, rates: Rates) -> float:
@@ -72,7 +76,9 @@ def compute_spans(plan: Plan) -> list[Span]:
 
 
 @given(some_matches(), some_rates, some_cuts)
-def test_a_plan_covers_every_token_exactly_once_and_computes_the_last(matches: Matches, rates: Rates, cut: Cut) -> None:
+def test_a_plan_covers_every_token_exactly_once_and_computes_the_last(
+    matches: Matches, rates: Rates, cut: PrefillSteps
+) -> None:
     plan = make_plan(matches, rates, cut)
     cells = [cell for step in plan.steps for cell in range(step.span.start, step.span.stop)]
     assert cells == list(range(matches.tokens))
@@ -85,7 +91,7 @@ def test_a_plan_covers_every_token_exactly_once_and_computes_the_last(matches: M
 
 
 @given(some_matches(), some_rates, some_cuts)
-def test_a_plan_loads_only_what_is_known_from_where_it_is(matches: Matches, rates: Rates, cut: Cut) -> None:
+def test_a_plan_loads_only_what_is_known_from_where_it_is(matches: Matches, rates: Rates, cut: PrefillSteps) -> None:
     for load in make_plan(matches, rates, cut).loads:
         if load.tier == "engine":
             assert load.span.start == 0 and load.span.stop <= matches.in_engine
@@ -95,14 +101,14 @@ def test_a_plan_loads_only_what_is_known_from_where_it_is(matches: Matches, rate
 
 
 @given(some_matches(), some_rates, some_cuts)
-def test_no_step_is_longer_than_the_engine_takes(matches: Matches, rates: Rates, cut: Cut) -> None:
-    most = cut.piece_tokens or cut.most_tokens
+def test_no_step_is_longer_than_the_engine_takes(matches: Matches, rates: Rates, cut: PrefillSteps) -> None:
+    most = cut.piece_tokens or cut.token_limit
     assert all(0 < len(span) <= most for span in compute_spans(make_plan(matches, rates, cut)))
 
 
 @given(some_matches(), some_rates, some_cuts)
 def test_a_plan_is_never_expected_to_be_slower_than_computing_everything(
-    matches: Matches, rates: Rates, cut: Cut
+    matches: Matches, rates: Rates, cut: PrefillSteps
 ) -> None:
     plan = make_plan(matches, rates, cut)
     if rates.compute:
@@ -115,7 +121,7 @@ def test_a_plan_is_never_expected_to_be_slower_than_computing_everything(
 
 
 @given(some_matches(), known_rates, some_cuts)
-def test_what_a_plan_predicts_is_the_sum_of_its_steps(matches: Matches, rates: Rates, cut: Cut) -> None:
+def test_what_a_plan_predicts_is_the_sum_of_its_steps(matches: Matches, rates: Rates, cut: PrefillSteps) -> None:
     plan = make_plan(matches, rates, cut)
     assert plan.predicted_seconds is not None and plan.cold_seconds is not None
     # Cutting the rest at other places may cost more fixed parts than it saves; what is free is reused all the same.
@@ -126,7 +132,7 @@ def test_what_a_plan_predicts_is_the_sum_of_its_steps(matches: Matches, rates: R
 def test_a_deterministic_plan_reuses_whole_pieces_and_cuts_where_the_cold_one_does(
     matches: Matches, piece: int, rates: Rates
 ) -> None:
-    cut = Cut(256, piece)
+    cut = PrefillSteps(256, piece)
     plan = make_plan(matches, rates, cut)
     cold = make_plan(Matches(matches.tokens), rates, cut)
     assert plan.reused % piece == 0
@@ -137,18 +143,18 @@ def test_a_deterministic_plan_reuses_whole_pieces_and_cuts_where_the_cold_one_do
 
 @given(some_matches(), some_rates, st.integers(1, 300))
 def test_pieces_do_not_depend_on_how_much_the_engine_takes(matches: Matches, rates: Rates, piece: int) -> None:
-    assert make_plan(matches, rates, Cut(1, piece)) == make_plan(matches, rates, Cut(10_000, piece))
+    assert make_plan(matches, rates, PrefillSteps(1, piece)) == make_plan(matches, rates, PrefillSteps(10_000, piece))
 
 
 @given(some_matches(), some_rates, some_cuts)
-def test_the_same_arguments_give_the_same_plan(matches: Matches, rates: Rates, cut: Cut) -> None:
+def test_the_same_arguments_give_the_same_plan(matches: Matches, rates: Rates, cut: PrefillSteps) -> None:
     again = Matches(matches.tokens, matches.in_engine, tuple(matches.stored), matches.match)
     other = Rates(tuple(rates.compute), dict(reversed(list(rates.load.items()))))
     assert make_plan(matches, rates, cut) == make_plan(again, other, cut)
 
 
 @given(some_matches(), some_cuts)
-def test_while_costs_are_unknown_everything_known_is_reused(matches: Matches, cut: Cut) -> None:
+def test_while_costs_are_unknown_everything_known_is_reused(matches: Matches, cut: PrefillSteps) -> None:
     plan = make_plan(matches, UNKNOWN, cut)
     assert plan.reused == cut.reusable(min(matches.length, matches.tokens - 1))
     assert plan.predicted_seconds is None
@@ -156,7 +162,9 @@ def test_while_costs_are_unknown_everything_known_is_reused(matches: Matches, cu
 
 @settings(suppress_health_check=[HealthCheck.filter_too_much])  # many have nothing in the engine
 @given(some_matches(), some_rates, plain_cuts)
-def test_what_is_in_the_engine_is_reused_whatever_the_estimates_say(matches: Matches, rates: Rates, cut: Cut) -> None:
+def test_what_is_in_the_engine_is_reused_whatever_the_estimates_say(
+    matches: Matches, rates: Rates, cut: PrefillSteps
+) -> None:
     stored = matches.stored[-1].span.stop if matches.stored else 0
     assume(matches.in_engine >= stored > 0 or (matches.in_engine > 0 and not stored))
     plan = make_plan(matches, rates, cut)
@@ -166,7 +174,7 @@ def test_what_is_in_the_engine_is_reused_whatever_the_estimates_say(matches: Mat
 
 @given(some_matches(), some_cuts, tiers, st.floats(1e-3, 10))
 def test_nothing_is_loaded_where_loading_is_slower_than_computing(
-    matches: Matches, cut: Cut, tier: str, slower: float
+    matches: Matches, cut: PrefillSteps, tier: str, slower: float
 ) -> None:
     only_stored = Matches(
         matches.tokens, 0, tuple(Found(found.span, tier, found.size_bytes) for found in matches.stored)
@@ -179,7 +187,7 @@ def test_nothing_is_loaded_where_loading_is_slower_than_computing(
 
 
 @given(some_matches(), plain_cuts)
-def test_everything_known_is_loaded_where_loading_is_faster_than_computing(matches: Matches, cut: Cut) -> None:
+def test_everything_known_is_loaded_where_loading_is_faster_than_computing(matches: Matches, cut: PrefillSteps) -> None:
     only_stored = Matches(matches.tokens, 0, matches.stored)
     rates = Rates((0.0, 1e-3, 0.0), dict.fromkeys(("memory", "disk"), (0.0, 1e-4 / TOKEN_BYTES)))
     assert make_plan(only_stored, rates, cut).reused == min(only_stored.length, matches.tokens - 1)
@@ -188,15 +196,19 @@ def test_everything_known_is_loaded_where_loading_is_faster_than_computing(match
 def test_what_is_fast_is_loaded_and_what_hangs_on_a_slow_tier_is_computed() -> None:
     stored = (Found(Span(0, 300), "memory", 300 * TOKEN_BYTES), Found(Span(300, 600), "disk", 300 * TOKEN_BYTES))
     rates = Rates((0.0, 1e-3, 0.0), {"memory": (0.0, 1e-6), "disk": (0.0, 1.0)})
-    plan = make_plan(Matches(700, 0, stored), rates, Cut(2048))
+    plan = make_plan(Matches(700, 0, stored), rates, PrefillSteps(2048))
     assert plan.loads == (Load(Span(0, 300), "memory"),)
 
 
 @given(some_matches(), known_rates, some_cuts)
 @example(
-    Matches(100, 90, (Found(Span(0, 96), "disk", 96 * TOKEN_BYTES),)), Rates((0, 1, 0), {"disk": (1e3, 0)}), Cut(256)
+    Matches(100, 90, (Found(Span(0, 96), "disk", 96 * TOKEN_BYTES),)),
+    Rates((0, 1, 0), {"disk": (1e3, 0)}),
+    PrefillSteps(256),
 )
-def test_no_other_way_to_reuse_what_is_known_is_expected_to_be_faster(matches: Matches, rates: Rates, cut: Cut) -> None:
+def test_no_other_way_to_reuse_what_is_known_is_expected_to_be_faster(
+    matches: Matches, rates: Rates, cut: PrefillSteps
+) -> None:
     """Including what is in the engine, where the store knows some tokens more that take long to load."""
     plan = make_plan(matches, rates, cut)
     others: list[tuple[Load, ...]] = []
@@ -218,7 +230,7 @@ def test_no_other_way_to_reuse_what_is_known_is_expected_to_be_faster(matches: M
 
 @given(some_matches(), known_rates)
 def test_knowing_more_never_makes_a_plan_slower(matches: Matches, rates: Rates) -> None:
-    cut = Cut(10_000)
+    cut = PrefillSteps(10_000)
     without = make_plan(Matches(matches.tokens, 0, matches.stored[:-1]), rates, cut)
     more = make_plan(Matches(matches.tokens, 0, matches.stored), rates, cut)
     assert more.predicted_seconds is not None and without.predicted_seconds is not None
@@ -398,11 +410,11 @@ KNOWN = Matches(100, 0, (Found(Span(0, 40), "memory", 40 * TOKEN_BYTES), Found(S
 def test_rubbish_among_the_remembered_costs_never_spoils_a_plan(known: Any) -> None:
     """The file is anybody's: damaged, of another version, or written by hand."""
     costs = Costs(json.loads(json.dumps(known)))
-    plan = make_plan(KNOWN, costs.rates, Cut(256))
+    plan = make_plan(KNOWN, costs.rates, PrefillSteps(256))
     assert plan.steps[-1].span.stop == 100
     assert all(c >= 0 and math.isfinite(c) for c in costs.rates.compute)
     costs.computed(Span(0, 100), 0.5)
     predicted = costs.rates.compute_seconds(Span(0, 100))
     assert predicted is not None and predicted >= 0
-    make_plan(KNOWN, costs.rates, Cut(256))
+    make_plan(KNOWN, costs.rates, PrefillSteps(256))
     json.dumps(costs.as_json())

@@ -10,18 +10,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rekindle.core.app import APP_STATES, AppState, Asker
-from rekindle.core.keys import BLOCK_TOKENS, Namespace, Shelf
+from rekindle.core.keys import BLOCK_TOKENS, KvSpace, Namespace
 from rekindle.core.kv import Span
+from rekindle.core.scope import APP_STATES, AppState, Asker, Scope
 from rekindle.core.size import human_bytes, parse_limit
-from rekindle.store import app_rows
-from rekindle.store.check import check
-from rekindle.store.policy import POLICIES
+from rekindle.store.admin.check import check
+from rekindle.store.catalog import app_rows
+from rekindle.store.evict.policy import POLICIES
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.kvs import SHELF, SMALL, keep, load
 
-OTHER = Shelf(Namespace("test-model", tenant="somebody else"), SMALL)
+OTHER = KvSpace(Namespace("test-model", tenant="somebody else"), SMALL)
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -44,8 +44,8 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="rekindle-laws-"))
-        self.kept: dict[Shelf, list[list[int]]] = {SHELF: [], OTHER: []}
-        self.ever: dict[Shelf, list[list[int]]] = {SHELF: [], OTHER: []}
+        self.kept: dict[KvSpace, list[list[int]]] = {SHELF: [], OTHER: []}
+        self.ever: dict[KvSpace, list[list[int]]] = {SHELF: [], OTHER: []}
         self.pinned: list[list[int]] = []
         self.limit = 0
         self.now = 1_000_000.0
@@ -61,9 +61,9 @@ class StoreMachine(RuleBasedStateMachine):
         settings = StoreSettings(disk_limit=self.limit, memory_limit=self.memory, policy=self.policy)
         return TieredStore(self.folder / "cache", settings)
 
-    def _prompt(self, data: st.DataObject, shelf: Shelf) -> list[int]:
+    def _prompt(self, data: st.DataObject, kv_space: KvSpace) -> list[int]:
         """A prompt that begins like an older one, for some tokens."""
-        older = self.ever[shelf]
+        older = self.ever[kv_space]
         head: list[int] = []
         if older and data.draw(st.booleans(), "begins like an older one"):
             head = data.draw(st.sampled_from(older))
@@ -72,35 +72,36 @@ class StoreMachine(RuleBasedStateMachine):
         seed = data.draw(st.integers(0, 3), "tail")
         return head + [seed + place % 3 for place in range(tail)]
 
-    def _known(self, shelf: Shelf, tokens: list[int], among: dict[Shelf, list[list[int]]]) -> int:
-        return max((common(tokens, other) for other in among[shelf]), default=0)
+    def _known(self, kv_space: KvSpace, tokens: list[int], among: dict[KvSpace, list[list[int]]]) -> int:
+        return max((common(tokens, other) for other in among[kv_space]), default=0)
 
-    @rule(data=st.data(), shelf=st.sampled_from([SHELF, OTHER]), app=st.sampled_from([None, "mail", "notes"]))
-    def keep(self, data: st.DataObject, shelf: Shelf, app: str | None) -> None:
-        tokens = self._prompt(data, shelf)
-        asker = None if app is None else Asker(shelf.namespace.tenant, app)
-        outcome = keep(self.store, tokens, shelf, asker).outcome
-        self.store.asked(shelf, tokens, asker)
+    @rule(data=st.data(), kv_space=st.sampled_from([SHELF, OTHER]), app=st.sampled_from([None, "mail", "notes"]))
+    def keep(self, data: st.DataObject, kv_space: KvSpace, app: str | None) -> None:
+        tokens = self._prompt(data, kv_space)
+        asker = None if app is None else Asker(kv_space.namespace.tenant, app)
+        outcome = keep(self.store, tokens, kv_space, asker).outcome
+        self.store.record_request(kv_space, tokens, asker)
         assert outcome in ("kept", "known")
         if tokens:
-            self.kept[shelf].append(tokens)
-            self.ever[shelf].append(tokens)
+            self.kept[kv_space].append(tokens)
+            self.ever[kv_space].append(tokens)
 
-    @rule(data=st.data(), shelf=st.sampled_from([SHELF, OTHER]))
-    def look_up_and_load(self, data: st.DataObject, shelf: Shelf) -> None:
-        tokens = self._prompt(data, shelf)
-        found = load(self.store, tokens, shelf)  # compares every number
-        assert found <= self._known(shelf, tokens, self.ever)
-        assert found >= self._known(shelf, tokens, self.kept)
-        gap = self.store.gap(shelf, tokens)
+    @rule(data=st.data(), kv_space=st.sampled_from([SHELF, OTHER]))
+    def look_up_and_load(self, data: st.DataObject, kv_space: KvSpace) -> None:
+        tokens = self._prompt(data, kv_space)
+        found = load(self.store, tokens, kv_space)  # compares every number
+        assert found <= self._known(kv_space, tokens, self.ever)
+        assert found >= self._known(kv_space, tokens, self.kept)
+        gap = self.store.gap(kv_space, tokens)
         whole = found // BLOCK_TOKENS * BLOCK_TOKENS
         assert gap == (None if found == len(tokens) else Span(whole, len(tokens)))
-        self.store.used(self.store.lookup(shelf, tokens), saved_ms=2.0)
+        self.store.record_use(self.store.lookup(kv_space, tokens), saved_ms=2.0)
 
     @rule(app=st.sampled_from(["mail", "notes"]), state=st.sampled_from(APP_STATES))
     def say_of_an_app(self, app: str, state: AppState) -> None:
-        with self.store.disk.database.writing() as connection:
-            app_rows.set_state(connection, "local", app, state, self.store.disk.clock(), self.store.disk.room.allows)
+        disk = self.store.disk
+        with disk.database.writing() as connection:
+            app_rows.set_state(connection, Scope("local"), app, state, disk.clock(), disk.room.allows)
 
     @rule()
     def tend(self) -> None:
@@ -129,12 +130,12 @@ class StoreMachine(RuleBasedStateMachine):
         before = sum(row.size_bytes for row in self.store.disk.entries())
         catalog = self.store.disk.database.size_bytes()
         self.store.disk.room.prune(catalog + int(before * share))
-        for shelf, prompts in self.kept.items():
+        for kv_space, prompts in self.kept.items():
             survivors = []
             for tokens in prompts:
-                found = load(self.store, tokens, shelf)
+                found = load(self.store, tokens, kv_space)
                 survivors.append(tokens[:found])
-            self.kept[shelf] = [tokens for tokens in survivors if tokens]
+            self.kept[kv_space] = [tokens for tokens in survivors if tokens]
         for tokens in self.pinned:
             assert self.store.lookup(SHELF, tokens).length == len(tokens)
 

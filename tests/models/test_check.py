@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.errors import BrokenModel, ModelNotFound, NotAModel
-from rekindle.models.check import check_folder
+from rekindle.models.hf_folder import check_folder
 
 
 @pytest.fixture

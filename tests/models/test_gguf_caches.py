@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from rekindle.cli import app
-from rekindle.core.model import ModelFiles, part_names
+from rekindle.cli.main import app
 from rekindle.errors import BrokenModel, ModelNotFound, NotAModel
 from rekindle.models import registry
-from rekindle.models.inplace import found
+from rekindle.models.files import ModelFiles, part_names
+from rekindle.models.hub_names import choose_file, model_names, spec_for
+from rekindle.models.other_tools import hub_cache, list_in_place, studio_folders
 from rekindle.models.pull import obtain, pull
-from rekindle.models.quant import choose, model_names, words_for
-from rekindle.models.shelves import hub_cache, studio_folders
 from rekindle.models.sources import GgufModel, HubModel, find, gguf_files, parse
 from tests.models.ggufs import ELSEWHERE, REVISION, Hub, cached, folder_form, stranger, write_gguf
 
@@ -59,7 +58,7 @@ def test_lm_studio_is_where_its_settings_say(home: Path) -> None:
     settings.write_text(json.dumps({"downloadsFolder": "a\0b"}))
     with pytest.raises(ModelNotFound):
         find("org/name")
-    assert found() == []
+    assert list_in_place() == []
 
 
 # In the hub's cache.
@@ -125,34 +124,34 @@ NAMES = ["m-Q4_K_M.gguf", "m-Q4_0.gguf", "m-Q4_K_S.gguf", "m-IQ4_XS.gguf", "m-BF
 
 
 def test_the_default_is_q4_k_m_then_q4_0_then_the_only_one() -> None:
-    assert choose("o/n", NAMES, None) == "m-Q4_K_M.gguf"
-    assert choose("o/n", NAMES[1:], None) == "m-Q4_0.gguf"
-    assert choose("o/n", NAMES[4:5], None) == "m-BF16.gguf"
-    assert choose("o/n", [], None) is None
+    assert choose_file("o/n", NAMES, None) == "m-Q4_K_M.gguf"
+    assert choose_file("o/n", NAMES[1:], None) == "m-Q4_0.gguf"
+    assert choose_file("o/n", NAMES[4:5], None) == "m-BF16.gguf"
+    assert choose_file("o/n", [], None) is None
     with pytest.raises(NotAModel) as caught:
-        choose("o/n", NAMES[2:], None)
+        choose_file("o/n", NAMES[2:], None)
     assert str(caught.value) == (
         "o/n is not one model but 4 GGUF files. Name one: o/n:Q4_K_S, o/n:IQ4_XS, o/n:BF16, o/n:F16"
     )
 
 
 def test_a_quantization_is_matched_whole() -> None:
-    assert choose("o/n", NAMES, "f16") == "m-F16.gguf"
-    assert choose("o/n", NAMES, "Q4_K") is None and choose("o/n", NAMES, "Q4_XS") is None
-    assert choose("o/n", ["x.q5_k_m.gguf", "tiny_Q5_0.gguf", "x.i1-Q6_K.gguf"], "Q5_0") == "tiny_Q5_0.gguf"
-    assert choose("o/n", ["x.q5_k_m.gguf", "x.i1-Q6_K.gguf"], "Q6_K") == "x.i1-Q6_K.gguf"
-    assert choose("o/n", NAMES, ".*") is None
+    assert choose_file("o/n", NAMES, "f16") == "m-F16.gguf"
+    assert choose_file("o/n", NAMES, "Q4_K") is None and choose_file("o/n", NAMES, "Q4_XS") is None
+    assert choose_file("o/n", ["x.q5_k_m.gguf", "tiny_Q5_0.gguf", "x.i1-Q6_K.gguf"], "Q5_0") == "tiny_Q5_0.gguf"
+    assert choose_file("o/n", ["x.q5_k_m.gguf", "x.i1-Q6_K.gguf"], "Q6_K") == "x.i1-Q6_K.gguf"
+    assert choose_file("o/n", NAMES, ".*") is None
     with pytest.raises(
         NotAModel, match="o/n:Q8_0 is not one model but 2 GGUF files. Name one: o/n/a-Q8_0.gguf, o/n/b-"
     ):
-        choose("o/n", ["a-Q8_0.gguf", "b-Q8_0.gguf"], "Q8_0")
+        choose_file("o/n", ["a-Q8_0.gguf", "b-Q8_0.gguf"], "Q8_0")
 
 
 def test_a_file_is_named_exactly_or_by_its_last_name() -> None:
-    assert choose("o/n", ["a/x.gguf", "x.gguf"], "x.gguf") == "x.gguf"
-    assert choose("o/n", ["a/y.gguf", "x.gguf"], "y.gguf") == "a/y.gguf"
-    assert choose("o/n", ["x.gguf"], "../x.gguf") is None
-    assert choose("o/n", ["x-00001-of-00002.gguf"], "x-00002-of-00002.gguf") == "x-00001-of-00002.gguf"
+    assert choose_file("o/n", ["a/x.gguf", "x.gguf"], "x.gguf") == "x.gguf"
+    assert choose_file("o/n", ["a/y.gguf", "x.gguf"], "y.gguf") == "a/y.gguf"
+    assert choose_file("o/n", ["x.gguf"], "../x.gguf") is None
+    assert choose_file("o/n", ["x-00001-of-00002.gguf"], "x-00002-of-00002.gguf") == "x-00001-of-00002.gguf"
 
 
 def test_projectors_and_matrices_are_never_the_model() -> None:
@@ -176,9 +175,9 @@ words = st.lists(
 def test_what_is_said_to_type_means_that_file_and_no_other(files: list[str]) -> None:
     names = model_names(files)
     for name in names:
-        source = parse(words_for("org/name", name, names))
+        source = parse(spec_for("org/name", name, names))
         assert isinstance(source, HubModel) and source.repository == "org/name"
-        assert choose("org/name", names, source.wanted) == name
+        assert choose_file("org/name", names, source.wanted) == name
 
 
 def test_an_unclear_name_is_not_fetched_again(hub: Hub) -> None:
@@ -249,7 +248,7 @@ def test_a_missing_part_in_a_cache_is_named() -> None:
             BrokenModel, match=f"org/name:Q4_0 lacks {path.name}, one of its 3 parts. Get it with: rekin"
         ):
             find("org/name")
-        assert found() == []
+        assert list_in_place() == []
 
 
 def test_a_whole_one_is_preferred_to_an_incomplete_one(home: Path) -> None:
@@ -257,7 +256,7 @@ def test_a_whole_one_is_preferred_to_an_incomplete_one(home: Path) -> None:
     first.with_name("big-Q4_0-00002-of-00002.gguf").unlink()
     studio = write_gguf(home / ".lmstudio" / "models" / "org" / "name" / "big-Q4_0.gguf", parts=2)
     assert find("org/name").gguf == studio
-    assert [(other.name, other.gguf) for other in found()] == [("org/name:Q4_0", studio)]
+    assert [(other.name, other.gguf) for other in list_in_place()] == [("org/name:Q4_0", studio)]
 
 
 def test_a_link_with_another_name_leads_to_all_parts(tmp_path: Path) -> None:
@@ -357,7 +356,9 @@ def test_an_unreadable_folder_never_breaks_the_list(monkeypatch: pytest.MonkeyPa
             mode = closed.stat().st_mode
             closed.chmod(0)
             with stranger():
-                assert [other.name for other in found()] == (["org/name:Q8_0"] if closed == path.resolve() else [])
+                assert [other.name for other in list_in_place()] == (
+                    ["org/name:Q8_0"] if closed == path.resolve() else []
+                )
             closed.chmod(mode)
         path.resolve().chmod(0)
         with stranger(), pytest.raises(ModelNotFound, match="may not be read by this user. Change its permissions"):

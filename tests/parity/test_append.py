@@ -30,7 +30,7 @@ appending = pytest.mark.parametrize("kind", params("llamacpp", "llamacpp-f32", "
 @pytest.fixture(scope="module")
 def engine(kind: str) -> Iterator[Any]:
     made: Any = make(kind)
-    assert made.capabilities.mends == "leading"
+    assert made.capabilities.recompute == "leading"
     yield made
     made.close()
 

@@ -531,8 +531,8 @@ def test_threads_that_share_prefixes_get_the_right_text_and_leak_nothing(
 
 
 FILLERS = {  # where the thread of a feed ends
-    "hf": "rekindle.engine.filling.Filling._fill_all",
-    "llamacpp": "rekindle.engine.llamacpp.feeding._Work._do",
+    "hf": "rekindle.engine.hf.layer_loader.LayerLoader._fill_all",
+    "llamacpp": "rekindle.engine.llamacpp.state._ThreadedJob._do",
 }
 
 
@@ -589,7 +589,7 @@ def test_a_load_that_waited_for_the_engine_is_not_called_late(
     """Others compute first: that is no fault of the cache, and computing everything would only take longer."""
     with opened(kind, tmp_path / "cache") as session:
         session.warm([PROMPT])
-    monkeypatch.setattr("rekindle.run.cache.LOAD_SECONDS", 0.7)
+    monkeypatch.setattr("rekindle.session.prefix_cache.LOAD_SECONDS", 0.7)
     real = StoredFeed.fill
     monkeypatch.setattr(StoredFeed, "fill", lambda *args: (time.sleep(0.02), real(*args))[1])
     with opened(kind, tmp_path / "cache") as session, busy(session.engine, 1.5):
@@ -661,8 +661,8 @@ def test_parked_contexts_and_held_kv_never_exceed_the_memory_limit(kind: str, li
 def test_the_memory_tier_keeps_no_more_from_being_freed_than_it_counts(kind: str, tmp_path: Path) -> None:
     """Also of KV that was copied in a hurry and of which only a part is admitted."""
     session = opened(kind, tmp_path / "cache", admission="second-use", memory_limit="64MB")
-    store, keeper = session.cache.store, session.cache.keeper
-    assert store is not None and keeper is not None
+    store, writer = session.cache.store, session.cache.writer
+    assert store is not None and writer is not None
     session.warm([PROMPT])  # met once
     session.cache.unpark()
     gate, real = threading.Event(), store.gap

@@ -13,7 +13,7 @@ from peft import PeftModel
 
 from rekindle import Session
 from rekindle.engine.base import Row
-from rekindle.models.adapters import lookup
+from rekindle.models.adapter_registry import lookup
 
 pytestmark = pytest.mark.real
 

@@ -53,10 +53,13 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         yield session
 
 
-def test_checked_answers_are_those_of_the_model_alone(session: Session) -> None:
+@pytest.mark.parametrize(
+    "asked", [QUESTIONS[:2], pytest.param(QUESTIONS[2:], marks=pytest.mark.long)], ids=["two", "all"]
+)
+def test_checked_answers_are_those_of_the_model_alone(session: Session, asked: list[tuple[str, str]]) -> None:
     """Each question, then the same in other words: the second has the first one's answer as its draft."""
     drafted = 0
-    for question, other in QUESTIONS:
+    for question, other in asked:
         for text in (question, other):
             alone = session.ask(text, **HOW, answers="off")
             checked = session.ask(text, **HOW, answers="verified")

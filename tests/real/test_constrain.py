@@ -14,7 +14,7 @@ from rekindle import Session
 from rekindle.core.grammar import Grammar
 from rekindle.core.request import parse_prompt
 from rekindle.engine.base import Engine, Row
-from rekindle.engine.constrain import Constrainer
+from rekindle.text.constraint import GrammarBackend
 
 pytestmark = pytest.mark.real
 
@@ -44,7 +44,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 def greedy(engine: Engine, grammar: Grammar, asked: str, *, most: int = 200) -> str:
     tokens = engine.tokenizer.encode_chat(parse_prompt([{"role": "user", "content": asked}]))
-    constraint = Constrainer(engine.tokenizer).start(grammar)
+    constraint = GrammarBackend(engine.tokenizer).start(grammar)
     room = len(tokens) + most
     sequence = engine.open(room, engine.regime(room))
     reply: list[int] = []

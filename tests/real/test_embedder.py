@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rekindle.core.model import ModelFiles
-from rekindle.engine.embedder import Embedder
+from rekindle.engine.embedding.embedder import Embedder
+from rekindle.models.files import ModelFiles
 from rekindle.models.pull import pull
 
 pytestmark = pytest.mark.real
@@ -41,7 +41,7 @@ def test_vectors_are_those_of_transformers_in_one_padded_batch(minilm: Embedder,
 
     tokenizer = AutoTokenizer.from_pretrained(files.folder)
     model = AutoModel.from_pretrained(files.folder, dtype=torch.float32).eval()
-    batch = tokenizer(TEXTS, padding=True, truncation=True, max_length=minilm.most_tokens, return_tensors="pt")
+    batch = tokenizer(TEXTS, padding=True, truncation=True, max_length=minilm.token_limit, return_tensors="pt")
     with torch.inference_mode():
         states = model(**batch).last_hidden_state
     mask = batch["attention_mask"][..., None].float()
@@ -52,7 +52,7 @@ def test_vectors_are_those_of_transformers_in_one_padded_batch(minilm: Embedder,
 
 
 def test_the_model_is_what_it_says(minilm: Embedder) -> None:
-    assert (minilm.name, minilm.dimensions, minilm.most_tokens) == ("minilm", 384, 512)
+    assert (minilm.name, minilm.dimensions, minilm.token_limit) == ("minilm", 384, 512)
     assert len(minilm.digest) == 32
 
 

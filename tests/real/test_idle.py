@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rekindle import Session
-from rekindle.predict.populate import Budget
-from rekindle.run.idle import Idle, IdleOptions
+from rekindle.idle.budget import Budget
+from rekindle.idle.idle import Idle, IdleOptions
 
 pytestmark = pytest.mark.real
 
@@ -46,7 +46,7 @@ def test_a_foreseen_question_is_checked_instead_of_written_and_says_the_same(tmp
         session.flush()
         known = session.answers.bank().entries(where="origin!='user' AND state='fresh'")
         assert known and session.answers.bank().history(10) == []
-        for entry in known[:3]:
+        for entry in known[:1]:
             answer = session.ask(entry.question, max_tokens=24)
             plain = session.ask(entry.question, max_tokens=24, answers="off", reuse="off")
             assert answer.usage.drafted_tokens > 0 and answer.text == plain.text

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.personal import personal_sets
 from rekindle import Session
-from rekindle.bench.personal import personal_sets
 from rekindle.core.document import Document, Quote, Section
 from rekindle.core.request import Request
-from rekindle.run.prompt import encode_prompt
-from tests.run.asking import forms_of_text, forms_of_tokens, traces
+from rekindle.session.prompt import encode_prompt
+from tests.session.asking import forms_of_text, forms_of_tokens, traces
 
 pytestmark = pytest.mark.real
 

@@ -22,6 +22,7 @@ pytest.importorskip("llama_cpp")
 import llama_cpp
 
 from rekindle import Session
+from rekindle.cache.cost import Costs, Rates
 from rekindle.core.kv import Span
 from rekindle.core.reply import Reply
 from rekindle.core.request import Message, parse_prompt
@@ -29,7 +30,6 @@ from rekindle.engine.base import Row
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.llamacpp.options import LlamaOptions
 from rekindle.models.sources import find
-from rekindle.reuse.cost import Costs, Rates
 from tests.engine.contract import Stored
 from tests.engine.llamacpp.texts import CHATS, TEXTS
 
@@ -39,7 +39,7 @@ STORY = (
     "The lighthouse stood at the end of the long pier, and every evening the old keeper climbed its stairs to light "
     "the lamp. From up there he saw the fishing boats come home, one after the other, and counted them. "
 )
-NEAR = 0.1  # of the largest logit: so near are two tokens that are about as likely
+QUANTIZED = 0.1  # of the largest logit: so near are two tokens that are about as likely
 ASKED = [
     [{"role": "user", "content": "Name three colours."}],
     [{"role": "system", "content": "You are a pirate."}, {"role": "user", "content": "Where is the treasure?"}],
@@ -114,7 +114,7 @@ def assert_same(session: Session, prompt: Any, got: Sequence[int], expected: Seq
     (logits,) = engine.step([Row.following(sequence, context)])
     sequence.close()
     largest = logits[0].max()
-    assert min(logits[0, got[at]], logits[0, expected[at]]) > largest - NEAR * np.abs(logits[0]).max()
+    assert min(logits[0, got[at]], logits[0, expected[at]]) > largest - QUANTIZED * np.abs(logits[0]).max()
 
 
 @pytest.mark.parametrize("name", ["plain", "flash", "q8_0"])
@@ -210,7 +210,7 @@ def test_kv_that_another_process_kept_is_reused(
 
 
 def test_kv_of_flash_attention_and_without_is_one_value(start: Callable[..., Session]) -> None:
-    """It lies differently in memory; on the shelf it is the same."""
+    """It lies differently in memory; on the KV space it is the same."""
     prompt = STORY * 4 + "One night"
     session = start(flash_attention="on")
     expected = ask(session, prompt)
@@ -244,7 +244,7 @@ def test_several_sequences_in_one_batch_write_what_each_writes_alone(
 
 
 def assert_near(got: np.ndarray, expected: np.ndarray) -> None:
-    assert np.abs(got - expected).max() <= NEAR * np.abs(expected).max()
+    assert np.abs(got - expected).max() <= QUANTIZED * np.abs(expected).max()
     assert (got.argmax(axis=1) == expected.argmax(axis=1)).mean() > 0.95
 
 

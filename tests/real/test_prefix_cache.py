@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ from rekindle import Session
 from rekindle.core.reply import Reply
 from rekindle.core.request import parse_prompt
 from rekindle.engine.base import Engine
+from rekindle.session.calibrate.prompts import sample_text
 from tests.parity.engines import common
 from tests.parity.sessions import assert_bit_equal, opened, record
 
 pytestmark = pytest.mark.real
 
 REPLY_TOKENS = 10
-PARAGRAPHS = [
-    text for text in files("rekindle.bench").joinpath("sample.txt").read_text("utf-8").split("\n\n") if len(text) > 200
-]
+PARAGRAPHS = [text for text in sample_text().split("\n\n") if len(text) > 200]
 
 CODE = '''def longest_common_prefix(words: list[str]) -> str:
     """The longest text that all words begin with."""
@@ -95,6 +93,9 @@ PROMPTS: dict[str, Any] = {
 }
 
 
+EVERY_TIME = ("oil", "names", "code", "log", "emoji", "spaces")  # one of each kind; all of them in `make test-long`
+
+
 class Lent:
     """An engine that several sessions share: closing one of them leaves it as it is."""
 
@@ -112,7 +113,7 @@ class Lent:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
         # What these sessions measure is not what this machine's own sessions should remember.
-        patch.setattr("rekindle.run.costs.home_folder", lambda: tmp_path_factory.mktemp("home"))
+        patch.setattr("rekindle.cache.cost.home_folder", lambda: tmp_path_factory.mktemp("home"))
         with Session("smollm2", dtype="float32", device="cpu", cache="off") as session:
             yield session.engine
 
@@ -144,7 +145,9 @@ def test_the_prompts_are_many_and_of_real_length(engine: Engine) -> None:
     assert all(40 <= length <= 300 for length in lengths.values()), lengths
 
 
-@pytest.mark.parametrize("name", list(PROMPTS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in EVERY_TIME else pytest.mark.long) for name in PROMPTS]
+)
 def test_the_text_is_the_same_cold_warm_and_after_a_restart(
     name: str, engine: Engine, shared: tuple[Session, Path]
 ) -> None:
@@ -177,17 +180,13 @@ def test_another_question_about_a_passage_computes_only_the_question(engine: Eng
             assert reply.tokens == ask(session, chat, reuse="off").tokens
 
 
-def test_a_chat_of_ten_turns_is_the_same_and_each_turn_reuses_the_last(engine: Engine, tmp_path: Path) -> None:
+def test_a_chat_of_six_turns_is_the_same_and_each_turn_reuses_the_last(engine: Engine, tmp_path: Path) -> None:
     questions = [
         "Hello! I keep a lighthouse.",
         "What should I write down every day?",
         "And when there is fog?",
-        "How long is a nautical mile?",
-        "Name a ship.",
         "Who built the first lighthouse?",
         "Shorter, please.",
-        "Is the sea deeper than the tower is high?",
-        "Tell me a joke about gulls.",
         "Thank you. Good night!",
     ]
     messages: list[dict[str, str]] = [{"role": "system", "content": "You are brief."}]
@@ -198,7 +197,7 @@ def test_a_chat_of_ten_turns_is_the_same_and_each_turn_reuses_the_last(engine: E
     for turn, question in enumerate(questions):
         messages.append({"role": "user", "content": question})
         tokens = tokens_of(engine, messages)
-        if turn == 5:  # and it goes on after a restart
+        if turn == 3:  # and it goes on after a restart
             session.close()
             session = opened(lent(engine), folder)
         reply = session.chat(messages, max_tokens=8)
@@ -212,7 +211,9 @@ def test_a_chat_of_ten_turns_is_the_same_and_each_turn_reuses_the_last(engine: E
     session.close()
 
 
-@pytest.mark.parametrize("split", [256, 400, 512])
+@pytest.mark.parametrize(
+    "split", [pytest.param(256, marks=pytest.mark.long), 400, pytest.param(512, marks=pytest.mark.long)]
+)
 def test_deterministic_logits_are_bit_equal_cold_and_warm(split: int, engine: Engine, tmp_path: Path) -> None:
     tokens = engine.tokenizer.encode("\n\n".join(PARAGRAPHS))[:560]
     seen: dict[str, list[np.ndarray]] = {}
@@ -228,11 +229,11 @@ def test_deterministic_logits_are_bit_equal_cold_and_warm(split: int, engine: En
     assert_bit_equal(seen["warm"], seen["cold"])
 
 
-def test_with_keep_reply_tokens_the_next_turn_begins_behind_the_whole_reply(tmp_path: Path) -> None:
+def test_with_keep_reply_tokens_the_next_turn_begins_behind_the_whole_reply(engine: Engine, tmp_path: Path) -> None:
     """A sampled reply is often not what the tokenizer would make of its text."""
     reused = {}
     for keeps in (False, True):
-        with Session("smollm2", cache=str(tmp_path / str(keeps)), keep_reply_tokens=keeps) as session:
+        with Session(lent(engine), cache=str(tmp_path / str(keeps)), keep_reply_tokens=keeps) as session:
             chat = [{"role": "user", "content": "Write zzzqx 12345 67 in words"}]
             for seed in range(20):
                 reply = session.chat(chat, max_tokens=40, temperature=1.5, seed=seed)
@@ -248,9 +249,9 @@ def test_with_keep_reply_tokens_the_next_turn_begins_behind_the_whole_reply(tmp_
     assert reused[True] > reused[False] > 0
 
 
-def test_explain_names_the_differing_text_and_what_changes(tmp_path: Path) -> None:
+def test_explain_names_the_differing_text_and_what_changes(engine: Engine, tmp_path: Path) -> None:
     rules = "You are a careful assistant of a lighthouse. " * 12
-    with Session("smollm2", cache=str(tmp_path / "explained")) as session:
+    with Session(lent(engine), cache=str(tmp_path / "explained")) as session:
         for day in ("Monday", "Tuesday", "Friday"):
             session.generate(f"Today is {day}. {rules}", max_tokens=1)
             session.flush()

@@ -108,7 +108,15 @@ def test_a_chat_is_what_the_session_says_cold_and_warm_whole_and_streamed(served
         assert reply.usage.completion_tokens == expected.usage.completion_tokens
 
 
-@pytest.mark.parametrize("form", ["text", "texts", "ids", "lists of ids"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "text",
+        pytest.param("texts", marks=pytest.mark.long),
+        pytest.param("ids", marks=pytest.mark.long),
+        "lists of ids",
+    ],
+)
 def test_a_completion_is_what_the_session_says(served: Served, form: str) -> None:
     texts = ["The sea was calm, and", "def fibonacci(n):\n"]
     ids = [served.post("/tokenize", content=text).json()["tokens"] for text in texts]
@@ -141,7 +149,7 @@ def test_seeds_logprobs_and_choices_are_as_the_client_reads_them(served: Served)
     assert all(len(top) == 2 for top in legacy.choices[0].logprobs.top_logprobs)
 
 
-@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("temperature", [pytest.param(0, marks=pytest.mark.long), 1.5])
 def test_a_json_object_is_one(served: Served, temperature: float) -> None:
     asked = [{"role": "user", "content": "Describe a cat as a small JSON object with name and age."}]
     reply = served.openai().chat.completions.create(
@@ -158,11 +166,18 @@ def test_a_json_object_is_one(served: Served, temperature: float) -> None:
         assert reply.choices[0].message.content.lstrip().startswith("{")
 
 
-@pytest.mark.parametrize("temperature", [0, 1.5])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("temperature", "stream"),
+    [
+        (0, False),
+        (1.5, True),
+        pytest.param(0, True, marks=pytest.mark.long),
+        pytest.param(1.5, False, marks=pytest.mark.long),
+    ],
+)
 def test_a_json_schema_is_obeyed(served: Served, temperature: float, stream: bool) -> None:
     jsonschema = pytest.importorskip("jsonschema_rs")
-    form = {"type": "json_schema", "json_schema": {"name": "keeper", "schema": SCHEMA, "strict": True}}
+    form = {"type": "json_schema", "json_schema": {"name": "writer", "schema": SCHEMA, "strict": True}}
     body = {"messages": CHAT, "response_format": form, "temperature": temperature, "seed": 5, "max_tokens": 300}
     with served.http() as client:
         if stream:

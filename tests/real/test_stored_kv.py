@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rekindle import Session
-from rekindle.core.keys import Namespace, Shelf
+from rekindle.core.keys import KvSpace, Namespace
 from rekindle.core.kv import Span
 from rekindle.engine.base import Row
 from rekindle.store.settings import StoreSettings
@@ -25,17 +25,17 @@ SUFFIX = 20
 SECOND = """
 import sys
 import numpy as np
-from tests.real.test_stored_kv import SUFFIX, opened, prompt_of, shelf_of
+from tests.real.test_stored_kv import SUFFIX, opened, prompt_of, kv_space_of
 from rekindle import Session
 from rekindle.engine.base import Row
 
 session = Session("smollm2", dtype="float32", device="cpu")
 engine, tokens = session.engine, prompt_of(session)
 with opened(sys.argv[1]) as store:
-    match = store.lookup(shelf_of(engine), tokens[:-SUFFIX])
+    match = store.lookup(kv_space_of(engine), tokens[:-SUFFIX])
     assert match.length == len(tokens) - SUFFIX, match.length
     with engine.open(len(tokens), engine.regime(len(tokens))) as sequence:
-        feed = store.load(shelf_of(engine), match)
+        feed = store.load(kv_space_of(engine), match)
         row = Row(sequence, tokens[-SUFFIX:], range(match.length, len(tokens)), feeds=(feed,))
         (logits,) = engine.step([row])
 np.save(sys.argv[2], logits)
@@ -50,8 +50,8 @@ def prompt_of(session: Session) -> list[int]:
     return session.engine.tokenizer.encode(TEXT)
 
 
-def shelf_of(engine) -> Shelf:  # type: ignore[no-untyped-def]
-    return Shelf(Namespace(engine.identity(engine.regime(1)).digest), engine.layout, model=engine.name)
+def kv_space_of(engine) -> KvSpace:  # type: ignore[no-untyped-def]
+    return KvSpace(Namespace(engine.identity(engine.regime(1)).digest), engine.layout, model=engine.name)
 
 
 def test_kv_that_another_process_reads_back_gives_the_same_logits(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_kv_that_another_process_reads_back_gives_the_same_logits(tmp_path: Path
             engine.step([Row.following(sequence, tokens[:-SUFFIX], logits="none")])
             kv = sequence.export(Span(0, len(tokens) - SUFFIX))
             with opened(tmp_path / "cache") as store:
-                assert store.keep(shelf_of(engine), tokens, kv).outcome == "kept"
+                assert store.keep(kv_space_of(engine), tokens, kv).outcome == "kept"
             (expected,) = engine.step([Row.following(sequence, tokens[-SUFFIX:])])
     out = tmp_path / "logits.npy"
     subprocess.run([sys.executable, "-c", SECOND, str(tmp_path / "cache"), str(out)], check=True)

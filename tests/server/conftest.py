@@ -11,8 +11,8 @@ import pytest
 
 from rekindle import Session
 from rekindle.engine.fake import FakeEngine
-from rekindle.server.keys import Keys
-from tests.server.serving import ADMIN, ALICE, BOB, Gated, Served, fake_session, serving
+from rekindle.server.auth import ApiKeys
+from tests.server.serving import ADMIN, ALICE, BOB, Gated, Served, fake_session, serving, stops_soon  # noqa: F401
 
 Serve = Callable[..., Served]
 
@@ -42,7 +42,7 @@ def served(serve: Serve) -> Served:
 @pytest.fixture
 def keyed(serve: Serve) -> Served:
     """A server with two tenants and an operator."""
-    return serve(keys=Keys([f"alice={ALICE}", f"bob={BOB}"], [ADMIN]))
+    return serve(keys=ApiKeys([f"alice={ALICE}", f"bob={BOB}"], [ADMIN]))
 
 
 @pytest.fixture

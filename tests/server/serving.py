@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -15,14 +16,17 @@ from urllib.parse import urlsplit
 
 import httpx
 import openai
+import pytest
 
 from rekindle import Session
 from rekindle.engine.base import Logits, Row
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import Cancelled
+from rekindle.idle.idle import IdleOptions
+from rekindle.server.auth import ApiKeys
 from rekindle.server.serve import Server
 from rekindle.server.service import Service
-from rekindle.server.settings import ServerSettings
+from rekindle.settings import ServerSettings
 
 PATIENCE_SECONDS = 60.0  # after which a test has failed; nothing is measured with it
 ALICE, BOB, ADMIN = "sk-alice-0000", "sk-bob-00000", "sk-admin-0000"
@@ -81,7 +85,10 @@ class Served:
         return self.session.engine.inner  # type: ignore[attr-defined, no-any-return]
 
     def openai(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_SECONDS)
+        client = openai.DefaultHttpxClient(verify=False)  # see `http`
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_SECONDS, http_client=client
+        )
 
     def http(self, key: str | None = None, **headers: str) -> httpx.Client:
         given = {"Authorization": f"Bearer {key}", **headers} if key else headers
@@ -108,11 +115,31 @@ class Served:
 
 
 @contextmanager
-def serving(session: Session, **settings: Any) -> Iterator[Served]:
+def serving(
+    session: Session, keys: ApiKeys | None = None, ahead: IdleOptions | None = None, **settings: Any
+) -> Iterator[Served]:
     """Serve a session on a free port."""
-    server = Server(session, ServerSettings(port=0, **settings))
+    server = Server(session, ServerSettings(port=0, **settings), keys, ahead)
     with server.running() as url:
         yield Served(url, server, session)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stops_soon() -> Iterator[None]:
+    """uvicorn looks every 0.1 s whether it shall stop, and waits as long again: most of the time of most tests."""
+
+    class Hasty:
+        """asyncio, but with short naps."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(asyncio, name)
+
+        async def sleep(self, seconds: float) -> None:
+            await asyncio.sleep(min(seconds, 0.01))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("uvicorn.server.asyncio", Hasty())
+        yield
 
 
 def eventually(holds: Callable[[], object]) -> None:

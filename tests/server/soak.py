@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rekindle.run.session import Session
+from rekindle.session.session import Session
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 KEYS = ("sk-alice-0000", "sk-bob-000000", "sk-admin-0000")
@@ -35,7 +35,7 @@ def tiny_embedder(folder: Path) -> str:
     import torch
     from transformers import AutoConfig, AutoModel
 
-    from tests.engine.test_embedder import SIZES, word_tokenizer
+    from tests.engine.embedding.test_embedder import SIZES, word_tokenizer
 
     torch.manual_seed(0)
     AutoModel.from_config(AutoConfig.for_model("bert", **SIZES)).save_pretrained(folder)
@@ -71,7 +71,7 @@ def known_replies(session: Session, count: int, words: int, rng: random.Random) 
         prompt: Any = text if rng.random() < 0.5 else [{"role": "user", "content": text}]
         tokens = rng.randrange(1, 24)
         reply = session.stream(prompt, max_tokens=tokens, logprobs=2).reply
-        if all(one.likeliest[0].logprob - one.likeliest[1].logprob > _CLEAR for one in reply.drawn):
+        if all(one.top[0].logprob - one.top[1].logprob > _CLEAR for one in reply.logprobs):
             found.append(Known(prompt, tokens, reply.text))
     return found
 

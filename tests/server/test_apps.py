@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rekindle.apps.known import Apps, listed
+from rekindle.apps.registry import Apps, list_apps
+from rekindle.core.scope import Scope
 from tests.server.conftest import Serve
 from tests.server.serving import ALICE, BOB, Served, eventually
 
@@ -48,10 +49,10 @@ def test_what_another_process_says_of_an_app_is_seen(served: Served) -> None:
     apps(served)
     store = served.session.cache.store
     assert store is not None
-    Apps(store.disk, served.session.settings.tenant).set("calendar", "background")
+    Apps(store.disk, Scope("local")).set("calendar", "background")
     eventually(lambda: apps(served)["mail"]["requests"] == 1)
-    tenant = next(app.tenant for app in listed(store.disk) if app.name == "mail")
-    Apps(store.disk, tenant).set("mail", "killed")
+    tenant = next(app.tenant for app in list_apps(store.disk) if app.name == "mail")
+    Apps(store.disk, Scope(tenant)).set("mail", "killed")
     assert apps(served)["mail"]["state"] == "killed"
     served.chat(LONG, app_id="mail")
     assert apps(served)["mail"]["state"] == "foreground"
@@ -62,7 +63,7 @@ def test_an_app_that_is_killed_before_its_request_is_noted_stays_killed(served: 
     assert put(served, "mail", "killed").json()["state"] == "killed"
     assert apps(served)["mail"]["state"] == "killed"
     store = served.session.cache.store
-    assert store is not None and [(app.state, app.requests) for app in listed(store.disk)] == [("killed", 1)]
+    assert store is not None and [(app.state, app.requests) for app in list_apps(store.disk)] == [("killed", 1)]
 
 
 def test_sessions_and_users_are_no_apps_of_the_cache(served: Served) -> None:
@@ -70,7 +71,7 @@ def test_sessions_and_users_are_no_apps_of_the_cache(served: Served) -> None:
     served.chat(LONG, session_id="chat", user="somebody")
     assert set(apps(served)) == {"chat"}
     store = served.session.cache.store
-    assert store is not None and listed(store.disk) == []
+    assert store is not None and list_apps(store.disk) == []
 
 
 def test_apps_of_the_same_name_of_two_tenants_are_two(keyed: Served) -> None:

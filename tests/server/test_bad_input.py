@@ -16,11 +16,11 @@ import jsonschema_rs
 import pytest
 
 from rekindle.engine.fake import FakeEngine
-from rekindle.run.session import Session
-from rekindle.server.openapi import document
+from rekindle.server.openapi import openapi_document
 from rekindle.server.routes import ENDPOINTS, Endpoint
 from rekindle.server.serve import Server
-from rekindle.server.settings import ServerSettings
+from rekindle.session.session import Session
+from rekindle.settings import ServerSettings
 from tests.server.hostile import (
     GOOD,
     PATIENCE_SECONDS,
@@ -57,7 +57,7 @@ def url(home: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     embedder = tiny_embedder(tmp_path_factory.mktemp("embedder"))
     session = Session(FakeEngine(), cache=tmp_path_factory.mktemp("cache"), parallel=4, embedder=embedder)
     session.ingest(documents=["hello"])
-    with Server(session, ServerSettings(port=0, most_tokens=8)).running() as url:
+    with Server(session, ServerSettings(port=0, max_reply=8)).running() as url:
         yield url
 
 
@@ -65,7 +65,7 @@ def url(home: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def impatient(home: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server that waits for nobody, and takes little."""
     session = Session(FakeEngine(), cache=tmp_path_factory.mktemp("cache"), parallel=2)
-    settings = ServerSettings(port=0, most_tokens=8, idle_seconds=1.0, body_bytes=100_000)
+    settings = ServerSettings(port=0, max_reply=8, client_timeout="1s", max_body="100000")
     with Server(session, settings).running() as url:
         yield url
 
@@ -163,14 +163,14 @@ BODIES = [endpoint for endpoint in ENDPOINTS if endpoint.body is not None]
 
 def _fields(endpoint: Endpoint) -> dict[str, Any]:
     assert endpoint.body is not None
-    schema = document(ENDPOINTS)["components"]["schemas"][endpoint.body.__name__]
+    schema = openapi_document(ENDPOINTS)["components"]["schemas"][endpoint.body.__name__]
     fields: dict[str, Any] = schema["properties"]
     return fields
 
 
 @pytest.mark.parametrize("endpoint", BODIES, ids=lambda endpoint: endpoint.path)
 def test_a_value_that_the_schema_does_not_allow_is_refused_and_the_field_named(url: str, endpoint: Endpoint) -> None:
-    components, path = document(ENDPOINTS)["components"], endpoint.path.replace("{id}", "an-app")
+    components, path = openapi_document(ENDPOINTS)["components"], endpoint.path.replace("{id}", "an-app")
     with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as client:
         for number, (name, schema) in enumerate(_fields(endpoint).items()):
             valid = jsonschema_rs.validator_for({**schema, "components": components})
@@ -708,7 +708,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         else:
             patch.setenv("REKINDLE_HOME", HOME)
         session = Session("smollm2", cache=tmp_path_factory.mktemp("cache"), parallel=4)
-        with Server(session, ServerSettings(port=0, most_tokens=4)).running() as url:
+        with Server(session, ServerSettings(port=0, max_reply=4)).running() as url:
             yield url
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import openai
 import pytest
 
+from rekindle.core.scope import Scope
 from rekindle.errors import InvalidSetting
-from rekindle.server.keys import Keys
-from rekindle.server.routes import ENDPOINTS
-from rekindle.server.settings import ServerSettings
+from rekindle.server.auth import ApiKeys, answered_hosts, check_settings
+from rekindle.server.routes import ENDPOINTS, Endpoint
+from rekindle.settings import ServerSettings
 from tests.server.conftest import Serve
+from tests.server.hostile import head, raw
 from tests.server.serving import ADMIN, ALICE, BOB, Served
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -58,24 +60,26 @@ def test_without_keys_any_key_will_do(served: Served) -> None:
 )
 def test_keys_that_protect_nothing_are_refused(keys: list[str], admin: list[str]) -> None:
     with pytest.raises(InvalidSetting):
-        Keys(keys, admin)
+        ApiKeys(keys, admin)
 
 
 def test_a_single_key_is_the_operators_and_several_are_not() -> None:
-    (alone,) = {Keys([ALICE]).identify(f"Bearer {ALICE}")}
+    (alone,) = {ApiKeys([ALICE]).identify(f"Bearer {ALICE}")}
     assert alone is not None and alone.operator
-    several = Keys([ALICE, BOB], [ADMIN])
+    several = ApiKeys([ALICE, BOB], [ADMIN])
     assert [several.identify(f"Bearer {key}").operator for key in (ALICE, BOB, ADMIN)] == [False, False, True]
 
 
 def test_others_are_let_in_without_a_key_only_on_demand() -> None:
     for host in ("0.0.0.0", "192.168.1.5", "example.org", "::"):
         with pytest.raises(InvalidSetting, match="--allow-unauthenticated"):
-            ServerSettings(host=host)
-        assert ServerSettings(host=host, allow_unauthenticated=True).hosts is None
-        assert ServerSettings(host=host, keys=Keys([ALICE]))
+            check_settings(ServerSettings(host=host), ApiKeys())
+        let_in = ServerSettings(host=host, allow_unauthenticated=True)
+        check_settings(let_in, ApiKeys())
+        assert answered_hosts(let_in) is None
+        check_settings(ServerSettings(host=host), ApiKeys([ALICE]))
     for host in ("127.0.0.1", "localhost", "::1", "127.8.8.8"):
-        assert ServerSettings(host=host).is_local
+        check_settings(ServerSettings(host=host), ApiKeys())
 
 
 @pytest.mark.parametrize(
@@ -100,17 +104,99 @@ def test_allowed_hosts_are_answered_and_no_others(serve: Serve) -> None:
     assert serve(allowed_hosts=("*",)).get("/health", Host="anything").status_code == 200
 
 
+EVIL = "https://evil.example"
+_BY_OTHERS = {
+    "another origin": ["Origin: https://evil.example"],
+    "another port": ["Origin: http://localhost:1", "Sec-Fetch-Site: same-site"],
+    "another scheme": ["Origin: https://localhost"],
+    "no origin at all": ["Origin: null"],
+    "an image of another site": ["Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: no-cors", "Sec-Fetch-Dest: image"],
+    "an image of another port": ["Sec-Fetch-Site: same-site", "Sec-Fetch-Mode: no-cors", "Sec-Fetch-Dest: image"],
+    "a frame of another site": ["Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate", "Sec-Fetch-Dest: iframe"],
+    "its own origin, of another site": ["Origin: http://localhost", "Sec-Fetch-Site: cross-site"],
+}
+
+
+def _asked(endpoint: Endpoint, *lines: str) -> bytes:
+    path = endpoint.path.replace(":path", "").replace("{", "").replace("}", "")
+    if endpoint.body is None:
+        return head(endpoint.method, path, *lines, "Connection: close")
+    # The body never comes: whoever waits for it waits for ever.
+    return head(endpoint.method, path, *lines, "Content-Type: text/plain", "Content-Length: 1000", "Connection: close")
+
+
+@pytest.mark.parametrize("headers", _BY_OTHERS.values(), ids=list(_BY_OTHERS))
+@pytest.mark.parametrize("key", [None, ADMIN])
+def test_no_endpoint_does_anything_for_a_page_of_another_origin(serve: Serve, headers: list[str], key: str) -> None:
+    served = serve(keys=ApiKeys([], [key])) if key else serve()
+    sent = [*headers, f"Authorization: Bearer {key}"] if key else headers
+    for endpoint in ENDPOINTS:
+        (answer,) = raw(served.url, _asked(endpoint, *sent))
+        assert answer.status == 403 and answer.json()["error"]["code"] == "foreign_origin", endpoint
+        assert ("--cors-origin" in answer.json()["error"]["message"]) == (headers != ["Origin: null"])
+    assert served.engine.steps == 0 and served.service.apps.merge_catalog(Scope("local"), []) == []
+    assert not served.session.knowledge.holds("local", None)
+
+
+def test_a_page_of_another_origin_is_told_nothing_by_what_needs_no_key(served: Served) -> None:
+    for path in ("/docs", "/openapi.json", "/nothing"):
+        assert served.get(path, Origin=EVIL).status_code == 403
+        assert served.get(path, **{"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}).status_code == 403
+
+
+def test_a_page_that_was_given_our_address_under_its_own_name_is_not_answered(served: Served) -> None:
+    name = "evil.example:8377"
+    given = {"Host": name, "Origin": f"http://{name}", "Sec-Fetch-Site": "same-origin"}
+    answer = served.get("/v1/models", **given)
+    assert answer.status_code == 403 and answer.json()["error"]["code"] == "bad_host"
+
+
+def test_links_lead_to_the_documents_and_to_nothing_else(served: Served) -> None:
+    followed = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    assert served.get("/docs", **followed).status_code == served.get("/openapi.json", **followed).status_code == 200
+    assert served.get("/v1/models", **followed).status_code == served.get("/metrics", **followed).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate"},
+        {"Origin": "http://LOCALHOST:8377", "Host": "localhost:8377", "Sec-Fetch-Site": "same-origin"},
+    ],
+)
+def test_programs_and_the_servers_own_pages_are_answered(served: Served, headers: dict[str, str]) -> None:
+    with served.http(**headers) as client:
+        body = b'{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}'
+        form = {"Content-Type": "application/x-www-form-urlencoded"}  # as `curl -d` has it
+        assert client.post("/v1/chat/completions", content=body, headers=form).status_code == 200
+
+
+def test_every_page_may_ask_where_all_are_allowed(serve: Serve) -> None:
+    served = serve(cors_origin=("*",))
+    for origin in (EVIL, "null"):
+        answer = served.get("/v1/models", Origin=origin, **{"Sec-Fetch-Site": "cross-site"})
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "*"
+
+
+def test_the_origin_that_any_page_can_send_is_never_advised_nor_allowed(served: Served) -> None:
+    told = served.get("/v1/models", Origin="null").json()["error"]["message"]
+    assert "--cors-origin" not in told
+    with pytest.raises(InvalidSetting, match="null"):
+        check_settings(ServerSettings(cors_origin=("null",)), ApiKeys())
+
+
 def test_by_default_no_other_page_may_read_replies(served: Served) -> None:
     answer = served.get("/v1/models", Origin=ORIGIN)
     assert not [name for name in answer.headers if name.lower().startswith("access-control")]
     with served.http() as client:
         asked = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
         before = client.options("/v1/chat/completions", headers=asked)
-    assert before.status_code == 405 and "access-control-allow-origin" not in before.headers
+    assert before.status_code == 403 and "access-control-allow-origin" not in before.headers
 
 
 def test_pages_of_an_allowed_origin_may_and_others_not(serve: Serve) -> None:
-    served = serve(origins=(ORIGIN,))
+    served = serve(cors_origin=(ORIGIN,))
     assert served.get("/v1/models", Origin=ORIGIN).headers["access-control-allow-origin"] == ORIGIN
     assert "access-control-allow-origin" not in served.get("/v1/models", Origin="https://evil.example").headers
     with served.http() as client:
@@ -122,7 +208,7 @@ def test_pages_of_an_allowed_origin_may_and_others_not(serve: Serve) -> None:
 
 
 def test_a_page_that_may_read_replies_may_read_the_plan(serve: Serve) -> None:
-    served = serve(origins=(ORIGIN,))
+    served = serve(cors_origin=(ORIGIN,))
     with served.http(Origin=ORIGIN) as client:
         answer = client.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 1})
     assert "x-rekindle-plan" in answer.headers["access-control-expose-headers"].lower()

@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("torch")  # makes the tiny embedder
 
 from rekindle.core.request import Request
-from rekindle.predict.populate import Conditions
-from rekindle.run.idle import IdleOptions
-from rekindle.run.work import last_work
-from rekindle.server.keys import Keys
+from rekindle.idle.budget import IdleConditions
+from rekindle.idle.idle import IdleOptions
+from rekindle.idle.log import recent_actions
+from rekindle.server.auth import ApiKeys
 from tests.server.conftest import Serve
 from tests.server.serving import ALICE, BOB, Asking, Gated, Served, eventually
 from tests.server.soak import tiny_embedder
@@ -30,9 +30,9 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def start(serve: Serve, embedder: str) -> Any:
     def started(ahead: IdleOptions | None = AHEAD, quiet: float = 0.0) -> Served:
-        keys = Keys([f"alice={ALICE}", f"bob={BOB}"])
+        keys = ApiKeys([f"alice={ALICE}", f"bob={BOB}"])
         session = {"embedder": embedder, "answers": "verified"}
-        served = serve(Gated(), session, keys=keys, ahead=ahead, quiet_seconds=quiet)
+        served = serve(Gated(), session, keys=keys, ahead=ahead, quiet=f"{quiet}s")
         for key in (ALICE, BOB):
             assert served.post(f"{OWN}/documents", key, documents=[{"text": TEXT}]).status_code == 200
         return served
@@ -54,14 +54,19 @@ def test_after_a_request_it_works_ahead_for_whoever_asked(start: Any) -> None:
 
 def test_without_the_flag_nothing_is_done(start: Any) -> None:
     served = start(None)
-    assert served.service.idler is None
+    assert served.service.idle_thread is None
     served.chat("hello", ALICE)
     assert work(served, "alice") == 0
 
 
+def test_the_settings_say_whether_it_works_and_on_battery(serve: Serve) -> None:
+    idler = serve(idle=True, on_battery=True, quiet="1h").service.idle_thread
+    assert idler is not None and idler._options.conditions == IdleConditions(on_battery=True)
+
+
 def test_a_request_stops_it_before_it_takes_its_place_and_is_answered(start: Any) -> None:
     served = start()
-    engine, idler = served.engine, served.service.idler
+    engine, idler = served.engine, served.service.idle_thread
     assert idler is not None
     engine.entered.clear()
     engine.go.clear()
@@ -72,7 +77,7 @@ def test_a_request_stops_it_before_it_takes_its_place_and_is_answered(start: Any
     steps = engine.steps
     asking = Asking(lambda: served.chat("hello", ALICE))
     eventually(lambda: work(served, "alice") == 1)  # it stopped, and says so
-    (stopped,) = last_work(served.session.knowledge.library("alice"), 1)
+    (stopped,) = recent_actions(served.session.knowledge.library("alice"), 1)
     assert stopped.tokens == 0 and stopped.tflop is None
     assert engine.steps == steps  # not one was finished
     engine.go.set()
@@ -87,9 +92,9 @@ def test_nothing_is_done_before_it_was_quiet_for_long_enough(start: Any) -> None
 
 
 def test_a_hindrance_is_heeded(start: Any) -> None:
-    served = start(IdleOptions(settle_seconds=0.0, conditions=Conditions(most_load=0.0, on_battery=True)))
+    served = start(IdleOptions(settle_seconds=0.0, conditions=IdleConditions(max_load=0.0, on_battery=True)))
     served.chat("hello", ALICE)
-    idler = served.service.idler
+    idler = served.service.idle_thread
     assert idler is not None
-    eventually(lambda: all(idle.hindered for idle in idler._whose.values()))
+    eventually(lambda: all(idle.blocked_by for idle in idler._whose.values()))
     assert work(served, "alice") == 0

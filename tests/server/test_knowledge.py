@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("torch")  # makes the tiny embedder
 
 from rekindle.engine.base import Logits, Row
-from rekindle.engine.embedder import Embedded, Embedder
-from rekindle.server.keys import Keys
+from rekindle.engine.embedding.embedder import Embedder, Embeddings
+from rekindle.server.auth import ApiKeys
 from tests.server.conftest import Serve
 from tests.server.serving import ALICE, BOB, Asking, Gated, Served, connected, eventually, streamed
 from tests.server.soak import tiny_embedder
@@ -53,7 +53,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def learned(serve: Serve, embedder: str) -> Served:
     """A server of two tenants that knows nothing yet."""
-    return serve(Recording(), {"embedder": embedder}, keys=Keys([f"alice={ALICE}", f"bob={BOB}"]))
+    return serve(Recording(), {"embedder": embedder}, keys=ApiKeys([f"alice={ALICE}", f"bob={BOB}"]))
 
 
 class Held:
@@ -63,7 +63,7 @@ class Held:
         self.go, self.entered = threading.Event(), threading.Event()
         self._embed = inner.embed
 
-    def __call__(self, texts: Sequence[str], **options: Any) -> Embedded:
+    def __call__(self, texts: Sequence[str], **options: Any) -> Embeddings:
         self.entered.set()
         self.go.wait()
         return self._embed(texts, **options)
@@ -125,7 +125,7 @@ def test_an_answer_has_its_sources_and_says_what_was_reused(learned: Served) -> 
     assert source["text"] == LAMP and source["document"] == told["data"][0]["name"] and not source["cut"]
     assert reply["object"] == "rekindle.answer" and reply["question"] == "When is the lamp lit?"
     about = reply["rekindle"]
-    assert about["retrieval"]["how"] == "bm25" and about["retrieval"]["left_out"] == 0 and about["ignored"] == []
+    assert about["retrieval"]["method"] == "bm25" and about["retrieval"]["left_out"] == 0 and about["ignored"] == []
     again = learned.post(ASK, ALICE, question="When is the lamp lit?", max_tokens=4, retrieval="bm25")
     assert again.json()["answer"] == reply["answer"], "greedy unless it is told otherwise"
     assert cached(again.json()) == reply["usage"]["prompt_tokens"] - 1
@@ -141,7 +141,7 @@ def test_a_stream_begins_with_the_sources_and_is_the_same_answer(learned: Served
     assert "".join(chunk["delta"] for chunk in (first, *middle, last)) == whole["answer"]
     assert all("sources" not in chunk and chunk["finish_reason"] is None for chunk in middle)
     assert last["finish_reason"] == whole["finish_reason"] and last["usage"]["prompt_tokens"] > 0
-    assert last["rekindle"]["ignored"] == ["hm"] and last["rekindle"]["retrieval"]["how"] == "fused"
+    assert last["rekindle"]["ignored"] == ["hm"] and last["rekindle"]["retrieval"]["method"] == "fused"
     assert last["timings"]["predicted_n"] == 4
 
 
@@ -271,7 +271,7 @@ def test_a_chat_may_look_into_the_library(learned: Served) -> None:
     ]
     reply = learned.chat(chat, ALICE, rekindle={"knowledge": {"top_k": 1, "retrieval": "bm25"}})
     assert [source["text"] for source in reply["rekindle"]["sources"]] == [LAMP]
-    assert reply["rekindle"]["retrieval"]["how"] == "bm25"
+    assert reply["rekindle"]["retrieval"]["method"] == "bm25"
     assert f"{LAMP}\n\nHello." in computed(learned), "before what the user said first"
 
 
@@ -384,7 +384,7 @@ def test_a_client_that_leaves_while_its_question_is_embedded_asks_no_model(
     monkeypatch.setattr(inner, "embed", held)
     with connected(served, ASK, question="When?", max_tokens=2, stream=stream):
         assert held.entered.wait(60)
-    eventually(lambda: 'outcome="gone"' in served.get("/metrics").text)
+    eventually(lambda: 'outcome="disconnected"' in served.get("/metrics").text)
     held.go.set()
     assert served.chat("Hello.")["usage"]["completion_tokens"] > 0
     assert served.engine.prompts == ["user\nHello.assistant\n"], "only the next one was asked"
@@ -400,7 +400,7 @@ def test_whoever_leaves_stops_what_is_embedded_and_keeps_what_was_put(
     many = [f"Note {number} on lamps." for number in range(200)]
     with connected(served, DOCUMENTS, documents=many):
         assert held.entered.wait(60)
-    eventually(lambda: 'outcome="gone"' in served.get("/metrics").text)
+    eventually(lambda: 'outcome="disconnected"' in served.get("/metrics").text)
     held.go.set()
     served.service.ingesting.submit(lambda: None).result(60)  # what was under way has ended
     total = served.get(DOCUMENTS).json()["total"]
@@ -419,3 +419,53 @@ def test_questions_go_past_documents_that_are_being_embedded(learned: Served, he
     assert learned.get(DOCUMENTS, ALICE).json()["total"] == 1
     held.go.set()
     assert sum(one.result()["added"] for one in waiting) >= 1
+
+
+# -- damage and the limit
+
+
+def test_every_reply_tells_a_loss_until_whose_library_it_is_acknowledges_it(learned: Served) -> None:
+    told = ingest(learned, ALICE, {"text": LAMP, "source": "lamp"}, {"text": TEA, "source": "tea"})
+    ingest(learned, BOB, {"text": TEA, "source": "tea"})
+    path = learned.session.knowledge.library("alice").path
+    learned.session.knowledge.close()
+    with path.open("r+b") as file:
+        file.write(bytes(4096))
+    name = told["data"][0]["name"]
+    chat = {"messages": [{"role": "user", "content": "lamp"}], "max_tokens": 2, "rekindle": {"knowledge": {"top_k": 1}}}
+
+    def warnings(key: str) -> list[list[str]]:
+        replies = [
+            learned.post(SEARCH, key, query="lamp").json()["rekindle"],
+            learned.get(DOCUMENTS, key).json(),
+            learned.post(DOCUMENTS, key, documents=[{"text": TEA, "source": "tea"}]).json()["rekindle"],
+            ask(learned, key)["rekindle"]["retrieval"],
+            learned.post(CHAT, key, **chat).json()["rekindle"]["retrieval"],
+        ]
+        return [reply.get("warnings", []) for reply in replies]
+
+    for one in warnings(ALICE):
+        assert (
+            len(one) == 1 and "was damaged" in one[0] and str(path.parent) not in one[0] and "/library/check" in one[0]
+        )
+    assert learned.get(f"{DOCUMENTS}/{name}", ALICE).json()["warnings"]
+    assert warnings(BOB) == [[]] * 5
+    library = learned.get(f"{OWN}/library", ALICE).json()
+    assert library["documents"] == 2 and library["limit_bytes"] == 10**10 and "folder" not in library
+    assert [set(loss) for loss in library["lost"]] == [{"at", "documents", "passages", "names"}]
+    assert learned.post(f"{OWN}/library/check", BOB, acknowledge=True).json()["lost"] == []
+    assert all(warnings(ALICE)), "another tenant cannot acknowledge it"
+    with learned.http(ALICE) as client:
+        gone = client.delete(f"{DOCUMENTS}/{name}").json()
+    assert gone["damaged_files"] == 1 and gone["warnings"]
+    checked = learned.post(f"{OWN}/library/check", ALICE, acknowledge=True).json()
+    assert checked["sound"] and checked["lost"] == [] and checked["damaged_files"] == 1
+    ingest(learned, ALICE, {"text": LAMP, "source": "lamp"})
+    assert warnings(ALICE) == [[]] * 5 and path.exists()
+
+
+def test_a_full_library_is_507_and_the_rest_goes_on(serve: Serve, embedder: str) -> None:
+    served = serve(Recording(), {"embedder": embedder, "library_limit": "1MB"})
+    answer = served.post(DOCUMENTS, documents=[LAMP])
+    assert answer.status_code == 507 and answer.json()["error"]["code"] == "library_full"
+    assert served.get(DOCUMENTS).json()["data"] == []

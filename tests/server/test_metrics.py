@@ -13,14 +13,14 @@ LONG = "The keeper of the lighthouse wrote down the wind every morning, and the 
 
 
 def samples(served: Served, key: str | None = None) -> dict[tuple[str, ...], float]:
-    """Every value, by name and labels; those of the tenant are not told."""
+    """Every value, by name and labels; whose it is, is not told."""
     answer = served.get("/metrics", key)
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain; version=")
     found: dict[tuple[str, ...], float] = {}
     for family in text_string_to_metric_families(answer.text):
         assert family.documentation and family.name.startswith("rekindle_")
         for sample in family.samples:
-            labels = [value for name, value in sorted(sample.labels.items()) if name != "tenant"]
+            labels = [value for name, value in sorted(sample.labels.items()) if name not in ("tenant", "salted")]
             found[(sample.name, *labels)] = sample.value
     return found
 
@@ -57,7 +57,7 @@ def test_clients_that_went_away_are_counted(served: Served) -> None:
                 served.engine.permits.release(4)
                 eventually(lambda: served.engine.steps >= 4)
         eventually(lambda: served.service.line.running == 0)
-    eventually(lambda: samples(served).get(("rekindle_requests_total", "gone")) == 2)
+    eventually(lambda: samples(served).get(("rekindle_requests_total", "disconnected")) == 2)
 
 
 def test_a_stream_that_fails_on_its_way_is_counted(served: Served) -> None:
@@ -116,7 +116,7 @@ def test_tiers_are_told_with_their_limits(served: Served) -> None:
         assert 0 < told["rekindle_cache_bytes", tier] == stats[tier]["bytes"]
         assert told["rekindle_cache_limit_bytes", tier] == stats[tier]["limit_bytes"]
     assert told["rekindle_cache_limit_bytes", "disk"] == 200_000_000
-    assert told["rekindle_keep_backlog",] == 0 and told["rekindle_model_loaded",] == 1
+    assert told["rekindle_write_backlog",] == 0 and told["rekindle_model_loaded",] == 1
     assert told["rekindle_quarantined_total",] == told["rekindle_cache_failures_total", "read"] == 0
 
 

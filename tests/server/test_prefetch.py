@@ -12,16 +12,16 @@ from rekindle import Session
 from rekindle.core.cells import CHUNK_TOKENS
 from rekindle.core.request import Request
 from rekindle.engine.fake import FakeEngine
-from rekindle.run import streams
+from rekindle.remote import remote_kv as streams
 from tests.server.conftest import Serve
 from tests.server.serving import Asking, Gated, Served, connected, eventually
 
 pytest.importorskip("cryptography", reason="part of the crypto extra")
 
-from rekindle.origin.publish import Publisher
-from rekindle.origin.serve import OriginServer, OriginSettings
-from rekindle.origin.signing import SigningKey
-from rekindle.run.publishing import computed, levels_of
+from rekindle.remote.publish.publisher import Publisher
+from rekindle.remote.publish.serve import OriginServer, OriginSettings
+from rekindle.remote.signing import SigningKey
+from rekindle.session.publish import computed, levels_of
 
 PATH = "/v1/completions"
 PROMPT = "The keeper lights the lamp at dusk and writes the hour into the book. " * 6
@@ -87,7 +87,7 @@ def test_few_prompts_come_ahead(served: Served) -> None:
     eventually(lambda: served.service.line.waiting == 4)
     eventually(lambda: ahead(served) > 0)
     assert served.session.cache.streams is not None
-    assert len(served.session.cache.streams.ahead) <= streams.MOST_AHEAD
+    assert len(served.session.cache.streams.ahead) <= streams.MAX_AHEAD
     served.engine.go.set()
     assert [asked.result().status_code for asked in (first, *others)] == [200] * 5
     assert not served.session.cache.streams.ahead

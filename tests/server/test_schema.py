@@ -10,16 +10,16 @@ from hypothesis import HealthCheck, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from rekindle.engine.fake import FakeEngine
-from rekindle.run.session import Session
-from rekindle.server.openapi import document
+from rekindle.server.openapi import openapi_document
 from rekindle.server.routes import ENDPOINTS
 from rekindle.server.serve import Server
-from rekindle.server.settings import ServerSettings
+from rekindle.session.session import Session
+from rekindle.settings import ServerSettings
 from tests.server.soak import tiny_embedder
 
 pytestmark = pytest.mark.exhaustive
 
-schema = schemathesis.openapi.from_dict(document(ENDPOINTS))
+schema = schemathesis.openapi.from_dict(openapi_document(ENDPOINTS))
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         embedder = tiny_embedder(tmp_path_factory.mktemp("embedder"))
         session = Session(FakeEngine(), cache=tmp_path_factory.mktemp("cache"), parallel=4, embedder=embedder)
         session.ingest(documents=["A lamp is lit at dusk.", {"text": "Tea is brewed at five.", "source": "tea"}])
-        with Server(session, ServerSettings(port=0, most_tokens=2)).running() as url:
+        with Server(session, ServerSettings(port=0, max_reply=2)).running() as url:
             yield url
 
 

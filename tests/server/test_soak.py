@@ -26,13 +26,12 @@ import psutil
 import pytest
 
 from rekindle.engine.base import Engine, EngineSequence
-from rekindle.run.load import EngineOptions, load_engine
-from rekindle.run.session import Session
-from rekindle.server.keys import Keys
+from rekindle.engine.load import EngineOptions, load_engine
+from rekindle.server.auth import ApiKeys
 from rekindle.server.serve import Server
-from rekindle.server.settings import ServerSettings
-from rekindle.settings import Settings
-from rekindle.store.check import check
+from rekindle.session.session import Session
+from rekindle.settings import ServerSettings, Settings
+from rekindle.store.admin.check import check
 from tests.server.soak import KEYS, Soak, known_replies, tiny_embedder
 from tests.tiny import tiny_engine
 
@@ -47,7 +46,7 @@ GROWTH_BYTES = (64 if MODEL or SECONDS < 300 else 12) << 20
 MEMORY_LIMIT, DISK_LIMIT = SCALE * 8 << 20, SCALE * 32 << 20
 PARALLEL = 4
 # So many of a kind there may be, started when they are needed; of all others no more than before.
-THREADS = {"rekindle-answer": PARALLEL, "rekindle-aside": 2, "rekindle-ask": PARALLEL + 2, "rekindle-read": 1}
+THREADS = {"rekindle-answer": PARALLEL, "rekindle-side": 2, "rekindle-ask": PARALLEL + 2, "rekindle-read": 1}
 
 
 class Counted:
@@ -121,9 +120,9 @@ class Rig:
         """No request, place, job, flight or sequence but those that wait for their next request."""
         service, cache, engine = self.server.app.state.service, self.session.cache, self.session.engine
         assert (service.line.running, service.line.waiting) == (0, 0)
-        assert not service._jobs and not service._asked
+        assert not service._jobs and not service._tasks
         assert not self.session.shares._here
-        assert not cache._flights._flying
+        assert not cache._inflight._flying
         assert cache._room._running == cache._room._waiting == 0
         assert not engine._waiting and not engine._leading  # type: ignore[attr-defined]
         parked = cache._parked._parked
@@ -164,8 +163,8 @@ def rig(tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch) -> It
         disk_limit=DISK_LIMIT,
         embedder=tiny_embedder(tmp_path / "embedder"),
     )
-    settings = ServerSettings(port=0, keys=Keys(KEYS[:2], KEYS[2:]), queue=16, idle_seconds=5.0)
-    server = Server(session, settings)
+    settings = ServerSettings(port=0, queue=16, client_timeout="5s")
+    server = Server(session, settings, ApiKeys(KEYS[:2], KEYS[2:]))
     with server.running() as url:
         yield Rig(server, session, counted, Soak(url, known, embeds=True, seed=seed))
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rekindle.core.chunk import ChunkScores, Earlier, Variant, chunk_digest
-from rekindle.core.keys import Shelf, token_bytes
+from rekindle.core.chunk import ChunkScores, EarlierChunk, Variant, chunk_digest
+from rekindle.core.keys import KvSpace, token_bytes
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.store.tiered import TieredStore
 from rekindle.store.variants import KnownVariant
@@ -19,7 +19,7 @@ def variant(prompt: Sequence[int], span: Span, drift: float = 0.0) -> Variant:
     tokens = prompt[span.start : span.stop]
     rng = np.random.default_rng([*prompt[: span.stop]])
     head = prompt[: span.start]
-    earlier = (Earlier(chunk_digest(head), len(head), float(rng.random())),) if head else ()
+    earlier = (EarlierChunk(chunk_digest(head), len(head), float(rng.random())),) if head else ()
     outside, received = (rng.random(len(span)).astype(np.float16) for _ in range(2))
     return Variant(chunk_digest(tokens), span, ChunkScores(outside, received, float(rng.random()), earlier), drift)
 
@@ -34,24 +34,24 @@ def is_same(one: Variant, other: Variant) -> bool:
     )
 
 
-def find(store: TieredStore, chunk: Sequence[int], shelf: Shelf = SHELF) -> list[KnownVariant]:
+def find(store: TieredStore, chunk: Sequence[int], kv_space: KvSpace = SHELF) -> list[KnownVariant]:
     """The variants of one chunk."""
     digest = chunk_digest(chunk)
-    return store.variants.find(shelf, {digest: token_bytes(chunk)}).get(digest, [])
+    return store.variants.find(kv_space, {digest: token_bytes(chunk)}).get(digest, [])
 
 
-def assert_loads(store: TieredStore, known: KnownVariant, prompt: Sequence[int], shelf: Shelf = SHELF) -> None:
+def assert_loads(store: TieredStore, known: KnownVariant, prompt: Sequence[int], kv_space: KvSpace = SHELF) -> None:
     """Load a variant and compare every number with what was kept for that prompt. Raises `KvLost`."""
-    assert_gives(store, known, make_kv(prompt, known.variant.span, shelf), shelf)
+    assert_gives(store, known, make_kv(prompt, known.variant.span, kv_space), kv_space)
 
 
-def assert_gives(store: TieredStore, known: KnownVariant, right: Kv, shelf: Shelf = SHELF) -> None:
+def assert_gives(store: TieredStore, known: KnownVariant, right: Kv, kv_space: KvSpace = SHELF) -> None:
     """Load a variant into buffers with room around it, and compare every number. Raises `KvLost`."""
     count = len(known.variant.span)
-    with store.variants.load(shelf, known) as feed:
+    with store.variants.load(kv_space, known) as feed:
         assert feed.span == known.variant.span
         for layer in feed.layers:
-            shape, dtype = shelf.layout.layers[layer], shelf.layout.numpy_dtype
+            shape, dtype = kv_space.layout.layers[layer], kv_space.layout.numpy_dtype
             keys = np.zeros((shape.kv_heads, count + 8, shape.key_dim), dtype)
             values = np.zeros((shape.kv_heads, count + 8, shape.value_dim), dtype)
             feed.fill(layer, LayerKv(keys[:, 3 : 3 + count], values[:, 3 : 3 + count]))

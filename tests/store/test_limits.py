@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rekindle.bench.storm import disk_bytes
+from benchmarks.storm import disk_bytes
+from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
+from rekindle.core.scope import Scope
 from rekindle.core.size import Limit, parse_duration, parse_limit
-from rekindle.errors import InvalidSetting
-from rekindle.store.catalog import Tail
-from rekindle.store.check import check
+from rekindle.errors import InvalidSetting, PinRefused
+from rekindle.store.admin import report
+from rekindle.store.admin.check import check
+from rekindle.store.catalog.catalog import Tail
 from rekindle.store.disk import Machine
-from rekindle.store.policy import POLICIES, WEIGHTED_LRU, Scene, rank
+from rekindle.store.evict.policy import POLICIES, Scene, chance, rank
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.kvs import SHELF, keep, load, make_kv
@@ -26,7 +30,7 @@ class Clock:
     """A clock that a test moves."""
 
     def __init__(self) -> None:
-        self.now = 1_000_000.0
+        self.now = 1_900_000_000.0
 
     def __call__(self) -> float:
         return self.now
@@ -46,14 +50,14 @@ def known(store: TieredStore, count: int) -> list[int]:
     return [n for n in range(count) if store.lookup(SHELF, prompt(n)).length == 640]
 
 
-@pytest.mark.parametrize("policy", ["utility", "weighted-lru", "lru", "mobilora"])
+@pytest.mark.parametrize("policy", ["utility", "lru"])
 def test_what_was_not_used_for_longest_goes_first(tmp_path: Path, clock: Clock, policy: str) -> None:
     settings = StoreSettings(disk_limit="50MB", memory_limit=0, policy=policy)
     with TieredStore(tmp_path / "c", settings, Machine(clock=clock)) as store:
         for number in range(5):
             keep(store, prompt(number))
             clock.now += 3600
-        store.used(store.lookup(SHELF, prompt(0)))
+        store.record_use(store.lookup(SHELF, prompt(0)))
         store.tend()
         size = store.disk.entries()[0].size_bytes
         total = 5 * size + store.disk.database.size_bytes()
@@ -61,31 +65,14 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path, clock: Clock, 
         assert known(store, 5) == [0, 2, 3, 4]
 
 
-def test_lfu_keeps_what_is_used_often_and_lru_what_was_used_last(tmp_path: Path, clock: Clock) -> None:
-    left = {}
-    for policy in ("lfu", "lru"):
-        settings = StoreSettings(disk_limit="50MB", memory_limit=0, policy=policy)
-        with TieredStore(tmp_path / policy, settings, Machine(clock=clock)) as store:
-            for number in range(2):
-                keep(store, prompt(number))
-            for number in (0, 0, 0, 1):
-                clock.now += 10
-                store.used(store.lookup(SHELF, prompt(number)))
-            store.tend()
-            size = store.disk.entries()[0].size_bytes
-            store.disk.room.prune(2 * size + store.disk.database.size_bytes() - 1)
-            left[policy] = known(store, 2)
-    assert left == {"lfu": [0], "lru": [1]}
-
-
-def test_weighted_lru_falls_with_age_and_rises_with_hits() -> None:
+def test_the_chance_of_reuse_falls_with_age_and_rises_with_hits() -> None:
     young, old, busy = (
-        WEIGHTED_LRU.score(1, 0.0, most_hits=10),
-        WEIGHTED_LRU.score(1, 86_400.0, most_hits=10),
-        WEIGHTED_LRU.score(10, 86_400.0, most_hits=10),
+        chance(1, 0.0, most_hits=10),
+        chance(1, 86_400.0, most_hits=10),
+        chance(10, 86_400.0, most_hits=10),
     )
     assert old < young < busy
-    assert WEIGHTED_LRU.score(1, -500.0, most_hits=10) == young  # a clock that went back
+    assert chance(1, -500.0, most_hits=10) == young  # a clock that went back
 
 
 def test_ranking_needs_no_more_than_it_gives() -> None:
@@ -114,7 +101,7 @@ def test_a_cold_tail_goes_and_its_hot_head_stays(tmp_path: Path, clock: Clock) -
         keep(store, system + prompt(1, 2000))
         for _ in range(5):
             clock.now += 60
-            store.used(store.lookup(SHELF, system))
+            store.record_use(store.lookup(SHELF, system))
         store.tend()
         (before,) = store.disk.entries()
         store.disk.room.prune(before.size_bytes + store.disk.database.size_bytes() - 1)
@@ -150,6 +137,54 @@ def test_a_keep_that_cannot_fit_evicts_nothing(tmp_path: Path) -> None:
         refused = [keep(store, prompt(number, 5_000)) for number in range(10, 14)]
         assert "refused" in {kept.outcome for kept in refused}
         assert known(store, 4) == [0, 1, 2, 3]
+
+
+def of_tenant(tenant: str) -> KvSpace:
+    return replace(SHELF, namespace=replace(SHELF.namespace, tenant=tenant))
+
+
+def pin_all_that_may_be(store: TieredStore, tenant: str | None) -> int:
+    """Pin one entry after the other until that is refused; how many bytes that are."""
+    for entry in report.entries(store.disk, scope=None if tenant is None else Scope(tenant)):
+        pinned = sum(row.size_bytes for row in store.disk.entries() if row.pinned)
+        try:
+            store.disk.pin([entry.extent], tenant=tenant)
+        except PinRefused as refusal:
+            assert "Unpin" in str(refusal)
+            assert sum(row.size_bytes for row in store.disk.entries() if row.pinned) == pinned, "nothing changed"
+            return pinned
+    raise AssertionError("everything could be pinned")
+
+
+@pytest.mark.parametrize("limit", [LOG_BYTES + 1_000_000, LOG_BYTES + 2_000_000])
+def test_whatever_is_pinned_others_find_room(tmp_path: Path, limit: int) -> None:
+    """A tenant pins a quarter, all tenants together half; then another one's KV is kept, again and again."""
+    greedy, third, last = (of_tenant(name) for name in ("greedy", "third", "last"))
+    with TieredStore(tmp_path / "c", StoreSettings(disk_limit=limit, memory_limit=0)) as store:
+        for number in range(limit // 20_000):
+            assert keep(store, prompt(number), greedy if number % 2 else third).outcome == "kept"
+        assert 0 < pin_all_that_may_be(store, "greedy") <= limit / 4
+        assert 0 < pin_all_that_may_be(store, None) <= limit / 2
+        for number in range(20):
+            assert keep(store, prompt(number), last).outcome == "kept"
+            assert load(store, prompt(number), last) == 640
+        assert disk_bytes(tmp_path / "c") <= limit
+        assert check(store.disk).problems == ()
+
+
+def test_what_is_pinned_may_be_pinned_again_and_unpinned_above_the_bound(tmp_path: Path) -> None:
+    with TieredStore(tmp_path / "c", ROOMY) as store:
+        for number in range(4):
+            keep(store, prompt(number))
+        store.disk.pin(store.disk.entries()[:3])
+    small = StoreSettings(disk_limit=LOG_BYTES + 300_000, memory_limit=0)  # the limit was lowered since
+    with TieredStore(tmp_path / "c", small) as store:
+        rows = store.disk.entries()
+        store.disk.pin(rows[:1])
+        with pytest.raises(PinRefused):
+            store.disk.pin(rows[3:])
+        store.disk.pin(rows, pinned=False)
+        assert not any(row.pinned for row in store.disk.entries())
 
 
 def test_a_limit_that_was_lowered_holds_after_the_next_tending(tmp_path: Path) -> None:
@@ -234,7 +269,7 @@ def test_uses_are_counted_and_ranked(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ROOMY) as store:
         keep(store, prompt(0))
         for _ in range(3):
-            store.used(store.lookup(SHELF, prompt(0)[:40]), saved_ms=5.0)
+            store.record_use(store.lookup(SHELF, prompt(0)[:40]), saved_ms=5.0)
         store.tend()
         (row,) = store.disk.entries()
         assert (row.hits, row.saved_ms) == (3, 15.0)

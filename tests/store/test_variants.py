@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 
 from rekindle.codec.digest import PlainDigester
 from rekindle.core.chunk import ChunkScores, Variant, chunk_digest
-from rekindle.core.keys import Namespace, Shelf, token_bytes
+from rekindle.core.keys import KvSpace, Namespace, token_bytes
 from rekindle.core.kv import Span
 from rekindle.errors import Closed, InvalidSetting
-from rekindle.store import catalog
-from rekindle.store.archive import export, import_
-from rekindle.store.check import check
+from rekindle.store.admin.archive import export, import_
+from rekindle.store.admin.check import check
+from rekindle.store.catalog import catalog
+from rekindle.store.catalog.variant_rows import listing
 from rekindle.store.disk import Machine
-from rekindle.store.loose import loose
-from rekindle.store.purge import Run
+from rekindle.store.nonprefix_kv import nonprefix
+from rekindle.store.purge.purge import TokenRun
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
-from rekindle.store.variant_rows import listing
 from rekindle.store.variants import VariantCounts
 from tests.kvs import SHELF, SMALL, keep, load, make_kv
+from tests.store.purge.test_purge import numbers, traces
 from tests.store.scored import assert_gives, assert_loads, find, is_same, variant
-from tests.store.test_purge import numbers, traces
 
 ON_DISK = StoreSettings(disk_limit="50MB", memory_limit=0)
 IN_MEMORY = StoreSettings(disk_limit="50MB", memory_limit="10MB")
@@ -37,11 +37,11 @@ SPAN = Span(40, 100)
 CHUNK = PROMPT[SPAN.start : SPAN.stop]
 
 
-def listed(store: TieredStore, prompt: list[int] = PROMPT, span: Span = SPAN, shelf: Shelf = SHELF) -> Variant:
+def listed(store: TieredStore, prompt: list[int] = PROMPT, span: Span = SPAN, kv_space: KvSpace = SHELF) -> Variant:
     """Keep a prompt, and list a variant of a span of it."""
-    keep(store, prompt, shelf)
+    keep(store, prompt, kv_space)
     given = variant(prompt, span)
-    assert store.variants.keep(shelf, prompt, [given]) == 1
+    assert store.variants.keep(kv_space, prompt, [given]) == 1
     return given
 
 
@@ -122,7 +122,7 @@ def test_one_chunk_in_several_prompts_has_a_variant_of_each(tmp_path: Path) -> N
         assert sorted(found) == [17, 34, 51]
         for prompt in prompts:
             assert_loads(store, found[len(prompt) - 61], prompt)
-        assert store.variants.stats(SHELF) == VariantCounts(chunks=1, variants=3, loose=0)
+        assert store.variants.stats(SHELF) == VariantCounts(chunks=1, variants=3, nonprefix=0)
 
 
 def test_the_same_place_twice_is_one_row(tmp_path: Path) -> None:
@@ -162,15 +162,15 @@ def test_what_is_no_variant_of_the_tokens_is_refused_with_a_sentence(tmp_path: P
 
 def test_no_other_tenant_salt_adapter_codec_or_key_sees_a_variant(tmp_path: Path) -> None:
     others = [
-        Shelf(Namespace("synthetic", tenant="somebody else"), SMALL),
-        Shelf(Namespace("synthetic", salt="pepper"), SMALL),
-        Shelf(Namespace("another model"), SMALL),
+        KvSpace(Namespace("synthetic", tenant="somebody else"), SMALL),
+        KvSpace(Namespace("synthetic", salt="pepper"), SMALL),
+        KvSpace(Namespace("another model"), SMALL),
         replace(SHELF, adapter="a" * 32),
         replace(SHELF, codec="raw/1"),
     ]
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         listed(store)
-        store.variants.keep_loose(SHELF, CHUNK, make_kv(CHUNK, Span(0, 60)), variant(PROMPT, SPAN, 0.5))
+        store.variants.keep_nonprefix(SHELF, CHUNK, make_kv(CHUNK, Span(0, 60)), variant(PROMPT, SPAN, 0.5))
         for other in others:
             assert find(store, CHUNK, other) == [] and store.variants.stats(other) == VariantCounts()
             keep(store, PROMPT, other)
@@ -207,7 +207,7 @@ def test_a_variant_whose_chain_comes_back_is_known_again(tmp_path: Path) -> None
 
 
 def test_an_expired_variant_is_unknown(tmp_path: Path) -> None:
-    now = [1_000_000.0]
+    now = [1_900_000_000.0]
     with TieredStore(tmp_path / "c", replace(ON_DISK, ttl_seconds=60), Machine(clock=lambda: now[0])) as store:
         listed(store)
         assert len(find(store, CHUNK)) == 1
@@ -229,11 +229,11 @@ def test_removing_entries_removes_their_variants(tmp_path: Path) -> None:
 
 
 def test_what_is_used_least_goes_first_and_the_new_one_stays(tmp_path: Path) -> None:
-    bounded = replace(ON_DISK, most_a_chunk=2, most_variants=3)
+    bounded = replace(ON_DISK, max_a_chunk=2, max_variants=3)
     with TieredStore(tmp_path / "c", bounded) as store:
         prompts = [[number, *CHUNK] for number in range(4)]
         listed(store, prompts[0], Span(1, 61))
-        store.variants.used(find(store, CHUNK)[0], cfo=0.5, saved_ms=1.0)
+        store.variants.record_use(find(store, CHUNK)[0], cfo=0.5, saved_ms=1.0)
         store.tend()
         for prompt in prompts[1:]:
             listed(store, prompt, Span(1, 61))
@@ -251,7 +251,7 @@ def test_a_use_counts_more_the_less_it_was_mended_and_never_without_bound(tmp_pa
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         listed(store)
         for cfo in (0.5, 4.0, 0.0, 0.001):
-            store.variants.used(find(store, CHUNK)[0], cfo, saved_ms=3.0)
+            store.variants.record_use(find(store, CHUNK)[0], cfo, saved_ms=3.0)
         assert find(store, CHUNK)[0].frequency == 0
         store.tend()
         assert find(store, CHUNK)[0].frequency == pytest.approx(2 + 0.25 + 10 + 10)
@@ -267,26 +267,26 @@ def test_loose_kv_comes_back_to_the_bit_and_no_exact_lookup_finds_it(tmp_path: P
     for number, tiers in enumerate((ON_DISK, IN_MEMORY)):
         with TieredStore(tmp_path / str(number), tiers) as store:
             given_variant = variant(PROMPT, SPAN, drift=0.4)
-            assert store.variants.keep_loose(SHELF, CHUNK, right, given_variant).outcome == "kept"
+            assert store.variants.keep_nonprefix(SHELF, CHUNK, right, given_variant).outcome == "kept"
             (known,) = find(store, CHUNK)
-            assert known.loose and is_same(known.variant, given_variant)
+            assert known.nonprefix and is_same(known.variant, given_variant)
             assert_gives(store, known, right)
             assert store.lookup(SHELF, CHUNK).length == 0 and store.lookup(SHELF, PROMPT).length == 0
-            assert find(store, CHUNK, loose(SHELF)) == []
-            assert store.variants.stats() == VariantCounts(chunks=1, variants=1, loose=1)
+            assert find(store, CHUNK, nonprefix(SHELF)) == []
+            assert store.variants.stats() == VariantCounts(chunks=1, variants=1, nonprefix=1)
             assert check(store.disk).problems == ()
 
 
 def test_one_loose_variant_a_chunk_the_first_that_is_whole(tmp_path: Path) -> None:
     first, second = make_kv(PROMPT, SPAN), make_kv([*range(40, 80), *CHUNK], SPAN)
     with TieredStore(tmp_path / "c", ON_DISK) as store:
-        assert store.variants.keep_loose(SHELF, CHUNK, first, variant(PROMPT, SPAN)).outcome == "kept"
+        assert store.variants.keep_nonprefix(SHELF, CHUNK, first, variant(PROMPT, SPAN)).outcome == "kept"
         again = variant([*range(40, 80), *CHUNK], SPAN)
-        assert store.variants.keep_loose(SHELF, CHUNK, second, again).outcome == "known"
+        assert store.variants.keep_nonprefix(SHELF, CHUNK, second, again).outcome == "known"
         with store.disk.database.writing() as connection:
             catalog.cut(connection, store.disk.entries()[0].id, 1)  # its head is left
         assert find(store, CHUNK) == []
-        assert store.variants.keep_loose(SHELF, CHUNK, second, again).outcome == "kept"
+        assert store.variants.keep_nonprefix(SHELF, CHUNK, second, again).outcome == "kept"
         (known,) = find(store, CHUNK)
         assert is_same(known.variant, again)
         assert_gives(store, known, second)
@@ -297,7 +297,7 @@ def test_loose_chunks_that_begin_alike_share_nothing(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         for number, span in enumerate(spans):
             kv = make_kv([number] * 40 + PROMPT[40:], span)
-            kept = store.variants.keep_loose(SHELF, PROMPT[40 : span.stop], kv, variant(PROMPT, span))
+            kept = store.variants.keep_nonprefix(SHELF, PROMPT[40 : span.stop], kv, variant(PROMPT, span))
             assert kept.outcome == "kept"
         for number, span in enumerate(spans):
             (known,) = find(store, PROMPT[40 : span.stop])
@@ -306,7 +306,7 @@ def test_loose_chunks_that_begin_alike_share_nothing(tmp_path: Path) -> None:
 
 def test_what_is_left_of_loose_kv_that_lost_its_end_goes(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ON_DISK) as store:
-        store.variants.keep_loose(SHELF, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
+        store.variants.keep_nonprefix(SHELF, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
         with store.disk.database.writing() as connection:
             catalog.cut(connection, store.disk.entries()[0].id, 1)
         store.tend()
@@ -314,11 +314,11 @@ def test_what_is_left_of_loose_kv_that_lost_its_end_goes(tmp_path: Path) -> None
 
 
 def test_loose_kv_goes_with_its_row(tmp_path: Path) -> None:
-    with TieredStore(tmp_path / "c", replace(ON_DISK, most_variants=2)) as store:
+    with TieredStore(tmp_path / "c", replace(ON_DISK, max_variants=2)) as store:
         for start in (0, 30, 60):
             span = Span(start, start + 40)
             chunk = PROMPT[span.start : span.stop]
-            store.variants.keep_loose(SHELF, chunk, make_kv(PROMPT, span), variant(PROMPT, span))
+            store.variants.keep_nonprefix(SHELF, chunk, make_kv(PROMPT, span), variant(PROMPT, span))
         assert rows(store) == 2 and len(store.disk.entries()) == 2
         assert find(store, PROMPT[:40]) == []
 
@@ -326,10 +326,10 @@ def test_loose_kv_goes_with_its_row(tmp_path: Path) -> None:
 def test_loose_kv_obeys_limit_and_admission_like_any_other(tmp_path: Path) -> None:
     kv, given_variant = make_kv(PROMPT, SPAN), variant(PROMPT, SPAN)
     with TieredStore(tmp_path / "a", replace(ON_DISK, admission="second-use")) as store:
-        assert store.variants.keep_loose(SHELF, CHUNK, kv, given_variant).outcome == "refused"
-        assert store.variants.keep_loose(SHELF, CHUNK, kv, given_variant).outcome == "kept"
+        assert store.variants.keep_nonprefix(SHELF, CHUNK, kv, given_variant).outcome == "refused"
+        assert store.variants.keep_nonprefix(SHELF, CHUNK, kv, given_variant).outcome == "kept"
     with TieredStore(tmp_path / "b", replace(ON_DISK, disk_limit=100_000)) as store:
-        kept = store.variants.keep_loose(SHELF, CHUNK, kv, given_variant)
+        kept = store.variants.keep_nonprefix(SHELF, CHUNK, kv, given_variant)
         assert kept.outcome == "refused" and "limit" in kept.reason
         assert find(store, CHUNK) == []
 
@@ -347,10 +347,10 @@ def test_after_a_purge_no_trace_of_the_tokens_is_left_in_rows_nor_in_loose_kv(tm
         store.variants.keep(SHELF, prompt, [variant(prompt, span) for span in spans])
         for span in spans:
             chunk = prompt[span.start : span.stop]
-            store.variants.keep_loose(SHELF, chunk, make_kv(prompt, span), variant(prompt, span, 0.1))
-        assert store.variants.stats(SHELF) == VariantCounts(chunks=3, variants=6, loose=3)
+            store.variants.keep_nonprefix(SHELF, chunk, make_kv(prompt, span), variant(prompt, span, 0.1))
+        assert store.variants.stats(SHELF) == VariantCounts(chunks=3, variants=6, nonprefix=3)
         assert traces(folder, secret)
-        store.purge("local", "", [Run("words", token_bytes(secret))])
+        store.purge("local", "", [TokenRun("words", token_bytes(secret))])
         assert traces(folder, secret) == []
         assert [len(find(store, prompt[span.start : span.stop])) for span in spans] == [0, 0, 0]
         assert rows(store) == 0 and load(store, prompt) == 32
@@ -362,13 +362,13 @@ def test_after_a_purge_no_trace_of_the_tokens_is_left_in_rows_nor_in_loose_kv(tm
 
 
 def test_a_purge_leaves_the_variants_of_others_and_those_before_the_run(tmp_path: Path) -> None:
-    other = Shelf(Namespace("synthetic", tenant="somebody else"), SMALL)
+    other = KvSpace(Namespace("synthetic", tenant="somebody else"), SMALL)
     with TieredStore(tmp_path / "c", ON_DISK) as store:
-        for shelf in (SHELF, other):
-            listed(store, PROMPT, SPAN, shelf)
-            listed(store, PROMPT, Span(3, 60), shelf)
-            store.variants.keep_loose(shelf, CHUNK, make_kv(PROMPT, SPAN, shelf), variant(PROMPT, SPAN))
-        store.purge("local", "", [Run("words", token_bytes(PROMPT[64:90]))])
+        for kv_space in (SHELF, other):
+            listed(store, PROMPT, SPAN, kv_space)
+            listed(store, PROMPT, Span(3, 60), kv_space)
+            store.variants.keep_nonprefix(kv_space, CHUNK, make_kv(PROMPT, SPAN, kv_space), variant(PROMPT, SPAN))
+        store.purge("local", "", [TokenRun("words", token_bytes(PROMPT[64:90]))])
         assert find(store, CHUNK) == []
         assert_loads(store, find(store, PROMPT[3:60])[0], PROMPT)
         assert len(find(store, CHUNK, other)) == 2 and len(find(store, PROMPT[3:60], other)) == 1
@@ -377,18 +377,18 @@ def test_a_purge_leaves_the_variants_of_others_and_those_before_the_run(tmp_path
 def test_a_check_finds_nothing_wrong_with_rows_whose_blocks_went(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         listed(store)
-        store.variants.keep_loose(SHELF, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
+        store.variants.keep_nonprefix(SHELF, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
         with store.disk.database.writing() as connection:
             catalog.cut(connection, store.disk.entries()[0].id, 1)
         assert check(store.disk, fix=True).problems == ()
         (known,) = find(store, CHUNK)
-        assert known.loose and rows(store) == 1
+        assert known.nonprefix and rows(store) == 1
 
 
 def test_an_archive_carries_exact_kv_alone(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         listed(store)
-        store.variants.keep_loose(SHELF, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
+        store.variants.keep_nonprefix(SHELF, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
         done = export(store.disk, tmp_path / "archive")
         assert (done.entries, done.left_out) == (1, 0)
     imported = import_(lambda: TieredStore(tmp_path / "d", ON_DISK), tmp_path / "archive", evict=False)
@@ -407,7 +407,7 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
         lambda: find(store, CHUNK),
         lambda: store.variants.load(SHELF, known),
         lambda: store.variants.keep(SHELF, PROMPT, [known.variant]),
-        lambda: store.variants.keep_loose(SHELF, CHUNK, make_kv(PROMPT, SPAN), known.variant),
+        lambda: store.variants.keep_nonprefix(SHELF, CHUNK, make_kv(PROMPT, SPAN), known.variant),
     ):
         with pytest.raises(Closed):
             ask()
@@ -440,7 +440,7 @@ def test_a_row_that_was_sealed_without_the_key_is_not_believed(tmp_path: Path) -
         given_variant = listed(store)
         (known,) = find(store, CHUNK)
         assert_loads(store, known, PROMPT)
-        forged = listing(PlainDigester(), known.shelf, known.seat, replace(given_variant, drift=0.75))
+        forged = listing(PlainDigester(), known.kv_space, known.location, replace(given_variant, drift=0.75))
         with store.disk.database.writing() as connection:
             connection.execute("UPDATE variants SET drift=0.75, seal=?", (forged.seal,))
         assert find(store, CHUNK) == []
@@ -450,10 +450,10 @@ def test_loose_and_exact_kv_of_one_chunk_are_never_taken_for_each_other(tmp_path
     """Keeping the chunk itself, exactly, beside its loose KV: neither is taken for the other."""
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         approximate = make_kv([9] * 40 + PROMPT[40:], SPAN)
-        store.variants.keep_loose(SHELF, CHUNK, approximate, variant(PROMPT, SPAN, 0.5))
+        store.variants.keep_nonprefix(SHELF, CHUNK, approximate, variant(PROMPT, SPAN, 0.5))
         assert load(store, CHUNK) == 0
         listed(store, CHUNK, Span(0, 60))
         assert load(store, CHUNK) == 60
-        exact, inexact = sorted(find(store, CHUNK), key=lambda known: known.loose)
+        exact, inexact = sorted(find(store, CHUNK), key=lambda known: known.nonprefix)
         assert_loads(store, exact, CHUNK)
         assert_gives(store, inexact, approximate)

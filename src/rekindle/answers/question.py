@@ -1,4 +1,4 @@
-"""A question as the guard sees it: what kind of answer it wants, and the words that say about what.
+"""A question taken apart for the guard: the kind of answer it wants, and its content words.
 
 When did Anna buy her second car in May 2021?
 kind when     words Anna (a name), buy, car     figures 2, 2021     dates may
@@ -24,10 +24,10 @@ from rekindle.answers.words import (
     SCALES,
     UNITS,
     UNSURE_MONTHS,
-    listed,
     stem,
+    word_set,
 )
-from rekindle.knowledge.stopwords import STOPWORDS
+from rekindle.knowledge.segment import STOPWORDS
 
 _BREAKS = frozenset(',.;:?!()…–—"“”')
 _CURRENCIES = frozenset("$€£¥₹%")
@@ -40,37 +40,37 @@ _SHORT = re.compile(r"(?:n['’`]t|['’`](?:s|re|m|ll|d|ve))$", re.IGNORECASE)
 _LONG = {"s": "is", "re": "are", "m": "am", "ll": "will", "d": "would", "ve": "have"}
 _ACCENT = re.compile("([A-Za-z])[\u0300-\u036f]+")
 _FIGURE = re.compile(r"\d+(?:[.,:]\d+)*")
-_MOST_DIGITS = 12  # what is longer is no amount, but the number of something
+_MAX_DIGITS = 12  # what is longer is no amount, but the number of something
 _AFTER_FIGURE = frozenset(["", "st", "nd", "rd", "th", *SCALES, *UNITS])
 
-_HELPERS = listed("is are was were am be do does did has have had can could will would should shall may might must")
-_ACTING = listed("do does did will would can could should")  # the one who acts comes next
-_BEING = listed("is are was were been be")
+_HELPERS = word_set("is are was were am be do does did has have had can could will would should shall may might must")
+_ACTING = word_set("do does did will would can could should")  # the one who acts comes next
+_BEING = word_set("is are was were been be")
 _SIDES = frozenset(["and", "or", "vs", "versus"])  # what stands on either side may change places
 _PARTICLES = frozenset(after for _, after in PHRASES)
 _NEVER_NAMES = LIGHT - {"us", "may"}
 
-_ASKING = listed("what which who whom whose when where why how")
-_OPENINGS = listed("know tell me remind explain say so and guess recall")
-_BEFORE_ASKING = listed("in on at for with to by from since after until about")
+_ASKING = word_set("what which who whom whose when where why how")
+_OPENINGS = word_set("know tell me remind explain say so and guess recall")
+_BEFORE_ASKING = word_set("in on at for with to by from since after until about")
 _KINDS = {
-    **dict.fromkeys(listed("time date day year month week weekend weekday hour season decade century"), "when"),
-    **dict.fromkeys(listed("place location city country town state street address village venue continent"), "where"),
+    **dict.fromkeys(word_set("time date day year month week weekend weekday hour season decade century"), "when"),
+    **dict.fromkeys(word_set("place location city country town state street address village venue continent"), "where"),
     **dict.fromkeys(("number", "amount"), "how many"),
     **dict.fromkeys(("way", "method"), "how"),
     "person": "who",
     "reason": "why",
     "purpose": "why",
 }
-_VAGUE = listed("time date place location person number amount reason purpose way method")
-_LINKS = listed("the a an is was are were best easiest main exact only")
-_AFTER_NOUN = listed("of for that why behind to when where")
-_LENGTHS = listed("second minute hour day week month year")
+_VAGUE = word_set("time date place location person number amount reason purpose way method")
+_LINKS = word_set("the a an is was are were best easiest main exact only")
+_AFTER_NOUN = word_set("of for that why behind to when where")
+_LENGTHS = word_set("second minute hour day week month year")
 
 
 @dataclass(frozen=True)
 class Word:
-    """A word that says something: as it was written (in small letters), its stem, and whether it is a name."""
+    """A content word: in lower case, its stem, and whether it is a name."""
 
     text: str
     stem: str
@@ -78,33 +78,33 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """The kind of answer that is asked for, and how exactly (the year, the city) where the question says so."""
+class QuestionKind:
+    """The kind of answer that is asked for, and its granularity (year, city) where the question says so."""
 
     name: str  # when, where, who, why, how, how many, how much, how long, how often, what, which, yes or no
     grain: str | None = None
-    used: frozenset[int] = frozenset()  # the places of the words that said so
+    used: frozenset[int] = frozenset()  # the positions of the words that say so
 
 
 @dataclass(frozen=True)
-class Question:
-    """What can be compared of a question."""
+class ParsedQuestion:
+    """The parts of a question that can be compared."""
 
-    kind: Kind
-    denials: int
+    kind: QuestionKind
+    negations: int
     figures: frozenset[str]
     dates: frozenset[str]
     units: frozenset[str]
     words: tuple[Word, ...]
-    plain: tuple[str, ...]  # every word, in small letters
+    plain: tuple[str, ...]  # every word, in lower case
     stems: frozenset[str]  # of every word
-    turns: frozenset[tuple[str, str]]  # a word that directs ("to"), with the stem of a neighbour
-    deeds: tuple[str, ...]  # who does what to whom: stems in their order; empty where the order says nothing
+    directions: frozenset[tuple[str, str]]  # a preposition of direction ("to"), with the stem of a neighbour
+    roles: tuple[str, ...]  # who does what to whom: stems in order; empty where the order means nothing
 
 
 @lru_cache(maxsize=256)  # a new question is compared with several
-def read(text: str) -> Question:
-    """Take a question apart. Never raises."""
+def parse_question(text: str) -> ParsedQuestion:
+    """Parse a question. Never raises."""
     tokens = _merged(_tokens(text))
     plain = [token.lower() for token in tokens]
     kind = _kind(plain)
@@ -115,22 +115,22 @@ def read(text: str) -> Question:
     spoken = kind.used | dates.keys() | figures.keys() | units.keys()
     words = (Word(word, stem(word), names[at]) for at, word in enumerate(plain) if at not in spoken)
     everything = tuple(word for word in plain if word not in _BREAKS)
-    return Question(
+    return ParsedQuestion(
         kind,
-        _denials(everything),
+        _negations(everything),
         frozenset(figures.values()),
         frozenset(dates.values()),
         frozenset(units.values()),
         tuple(word for word in words if word.name or _says(word.text)),
         everything,
         frozenset(map(stem, everything)),
-        _turns(everything),
-        _deeds(everything),
+        _directions(everything),
+        _roles(everything),
     )
 
 
 def _tokens(text: str) -> list[str]:
-    """Words, figures and breaks, in order. "isn't" is two words, and so is "what's"; an owner's 's is none."""
+    """Words, figures and breaks, in order. "isn't" and "what's" are two words each; a possessive 's is dropped."""
     found: list[str] = []
     for token in _TOKEN.findall(_folded(text)):
         short = _SHORT.search(token)
@@ -149,13 +149,13 @@ def _tokens(text: str) -> list[str]:
 
 
 def _folded(text: str) -> str:
-    """Without accents on Latin letters, which people leave out."""
+    """Without accents on Latin letters, which people leave out when typing."""
     text = unicodedata.normalize("NFKC", text)
     return text if text.isascii() else _ACCENT.sub(r"\1", unicodedata.normalize("NFD", text))
 
 
 def _merged(tokens: Sequence[str]) -> list[str]:
-    """The same with phrases said in one word: "signed up" as "join"."""
+    """The tokens with phrasal verbs replaced by one word: "signed up" by "join"."""
     found: list[str] = []
     at = 0
     while at < len(tokens):
@@ -167,9 +167,9 @@ def _merged(tokens: Sequence[str]) -> list[str]:
 
 
 def _names(tokens: Sequence[str]) -> list[bool]:
-    """Which words are names: capitals, but not where a sentence begins; and what stands in quotes.
+    """Which words are names: capitalized but not at the start of a sentence, or in quotes.
 
-    In a text all of capitals they say nothing.
+    In a text all in capitals, capitals mean nothing.
     """
     letters = [token for token in tokens if token[0].isalpha()]
     shouted = len(letters) > 1 and all(token.isupper() for token in letters)
@@ -191,8 +191,8 @@ def _says(word: str) -> bool:
     return not (word in _BREAKS or word in LIGHT or word in NEGATIONS or word in _HELPERS)
 
 
-def _denials(plain: Sequence[str]) -> int:
-    """How often something is denied. "or not" denies nothing."""
+def _negations(plain: Sequence[str]) -> int:
+    """The number of negations. "or not" is none."""
     return sum(word in NEGATIONS and plain[max(at - 1, 0)] != "or" for at, word in enumerate(plain))
 
 
@@ -209,7 +209,7 @@ def _date(plain: Sequence[str], at: int, name: bool) -> str | None:
 
 
 def _figures(plain: Sequence[str]) -> dict[int, str]:
-    """Numbers, place -> value: as figures, as words ("twenty five"), and in order ("second", "2nd")."""
+    """Numbers, position -> value: as digits, as words ("twenty five"), and as ordinals ("second", "2nd")."""
     found: dict[int, str] = {}
     at = 0
     while at < len(plain):
@@ -221,14 +221,14 @@ def _figures(plain: Sequence[str]) -> dict[int, str]:
 
 
 def _number(plain: Sequence[str], at: int) -> tuple[str | None, int]:
-    """The number that begins at a place, and where it ends."""
+    """The number that begins at a position, and where it ends."""
     word = plain[at]
     if word in ORDINALS:  # "the first" is more than a number: the others count on
         return "first" if word == "first" else str(ORDINALS[word]), at + 1
     figure = _FIGURE.match(word)
     if figure is not None:
         rest, text = word[figure.end() :], figure.group().replace(",", "")
-        if rest not in _AFTER_FIGURE or ":" in text or text.count(".") > 1 or len(text) > _MOST_DIGITS:
+        if rest not in _AFTER_FIGURE or ":" in text or text.count(".") > 1 or len(text) > _MAX_DIGITS:
             return word, at + 1
         return _scaled(plain, at + 1, float(text) * SCALES.get(rest, 1))
     after = plain[at + 1] if at + 1 < len(plain) else ""
@@ -247,12 +247,12 @@ def _scaled(plain: Sequence[str], at: int, value: float) -> tuple[str, int]:
 
 
 def _counted(plain: Sequence[str], at: int, figures: Mapping[int, str]) -> bool:
-    """Whether a unit stands beside its number."""
+    """Whether a unit is next to a number."""
     return at - 1 in figures or (at not in figures and at + 1 in figures) or plain[at] in _CURRENCIES
 
 
-def _turns(plain: Sequence[str]) -> frozenset[tuple[str, str]]:
-    """The words that direct, each with the next words before and behind it that say something."""
+def _directions(plain: Sequence[str]) -> frozenset[tuple[str, str]]:
+    """Prepositions of direction, each with the nearest content words before and after it."""
     found: set[tuple[str, str]] = set()
     before: str | None = None
     waiting: set[str] = set()
@@ -267,8 +267,8 @@ def _turns(plain: Sequence[str]) -> frozenset[tuple[str, str]]:
     return frozenset(found)
 
 
-def _deeds(plain: Sequence[str]) -> tuple[str, ...]:
-    """What stands after the help verb: the one who acts, the act, and to whom.
+def _roles(plain: Sequence[str]) -> tuple[str, ...]:
+    """What follows the auxiliary verb: who acts, the action, and on whom.
 
     After "is" or "was" the order is free ("was written by"), except in a comparison.
     """
@@ -288,25 +288,25 @@ def _deeds(plain: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _kind(plain: Sequence[str]) -> Kind:
+def _kind(plain: Sequence[str]) -> QuestionKind:
     at = _asking(plain)
     if at is None:
-        return Kind("yes or no") if plain and plain[0] in _HELPERS else _noun(plain, 0, "what")
+        return QuestionKind("yes or no") if plain and plain[0] in _HELPERS else _noun(plain, 0, "what")
     word = plain[at]
     after = plain[at + 1] if at + 1 < len(plain) else ""
     if word == "how":
         return _how(plain, at, after)
     if word in {"what", "which"}:
         if after in {"made", "makes"}:
-            return Kind("why", None, frozenset([at + 1]))
+            return QuestionKind("why", None, frozenset([at + 1]))
         if "reason" in plain[at:] or "reasons" in plain[at:]:
-            return Kind("why")
+            return QuestionKind("why")
         return _noun(plain, at + 1, "what" if after in _HELPERS else "which")
-    return Kind({"whom": "who", "whose": "who"}.get(word, word))
+    return QuestionKind({"whom": "who", "whose": "who"}.get(word, word))
 
 
 def _asking(plain: Sequence[str]) -> int | None:
-    """The place of the word that asks. "When he was ill, who helped?" asks who; "Is he there when it rains?" none."""
+    """The position of the question word. "When he was ill, who helped?" asks who; "Is he there when it rains?" none."""
     found = [at for at, word in enumerate(plain) if word in _ASKING]
     heads = [at for at in found if _begins(plain, at)]
     if not found or (plain[0] in _HELPERS and not heads):
@@ -318,7 +318,7 @@ def _asking(plain: Sequence[str]) -> int | None:
 
 
 def _begins(plain: Sequence[str], at: int) -> bool:
-    """Whether a word begins what is asked: after a break, a preposition or a polite opening."""
+    """Whether a word begins the actual question: after a break, a preposition or a polite opening."""
     if at == 0 or plain[at - 1] in _BREAKS:
         return True
     if plain[at - 1] in _BEFORE_ASKING:
@@ -327,19 +327,19 @@ def _begins(plain: Sequence[str], at: int) -> bool:
     return polite and plain[at - 1] in _OPENINGS
 
 
-def _how(plain: Sequence[str], at: int, after: str) -> Kind:
+def _how(plain: Sequence[str], at: int, after: str) -> QuestionKind:
     counted = UNITS.get(plain[at + 2], "") if at + 2 < len(plain) else ""
     if after == "many" and counted in _LENGTHS:
-        return Kind("how long", counted, frozenset([at + 2]))
+        return QuestionKind("how long", counted, frozenset([at + 2]))
     if after in {"many", "much", "long", "often"}:
-        return Kind(f"how {after}", None, frozenset([at + 1]))
+        return QuestionKind(f"how {after}", None, frozenset([at + 1]))
     if after in {"frequently", "regularly"}:
-        return Kind("how often", None, frozenset([at + 1]))
-    return Kind("why") if after == "come" else Kind("how")
+        return QuestionKind("how often", None, frozenset([at + 1]))
+    return QuestionKind("why") if after == "come" else QuestionKind("how")
 
 
-def _noun(plain: Sequence[str], start: int, otherwise: str) -> Kind:
-    """The kind that a noun tells: "what year", "which city", "what is the best way to", "date of"."""
+def _noun(plain: Sequence[str], start: int, otherwise: str) -> QuestionKind:
+    """The kind that a noun implies: "what year", "which city", "what is the best way to", "date of"."""
     at = start
     while at < len(plain) and at < start + 4 and plain[at] in _LINKS:
         at += 1
@@ -347,8 +347,8 @@ def _noun(plain: Sequence[str], start: int, otherwise: str) -> Kind:
     after = plain[at + 1] if at + 1 < len(plain) else ""
     if noun in _KINDS and ((at == start and start > 0) or after in _AFTER_NOUN):
         grain = None if noun in _VAGUE else "city" if noun == "town" else noun
-        return Kind(_KINDS[noun], grain, frozenset(range(start, at + 1)))
-    return Kind(otherwise)
+        return QuestionKind(_KINDS[noun], grain, frozenset(range(start, at + 1)))
+    return QuestionKind(otherwise)
 
 
 def _singular(word: str) -> str:

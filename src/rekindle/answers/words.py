@@ -1,30 +1,29 @@
-"""What English words have in common: endings, irregular forms, other words for the same, and opposites.
+"""English word lists for the guard: stems, irregular forms, synonyms, opposites, numbers and units.
 
-Lists of everyday words, short on purpose: a word that is not in them is compared by its stem. A slash stands between
-words that belong together.
+Everyday words, short on purpose: a word that is not listed is compared by its stem. A slash separates words of one
+group.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-from rekindle.knowledge.stopwords import STOPWORDS
+from rekindle.knowledge.segment import STOPWORDS
 
 
 def _groups(text: str) -> dict[str, str]:
-    """Words that count as one: each word -> the first of its group."""
+    """Each word -> the first word of its group."""
     groups = [group.split("/") for group in text.split()]
     return {word: group[0] for group in groups for word in group}
 
 
-def listed(text: str) -> frozenset[str]:
-    """The words of a list."""
+def word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-NEGATIONS = listed("not no non never none nobody nothing nowhere neither nor cannot without unable lack except")
+NEGATIONS = word_set("not no non never none nobody nothing nowhere neither nor cannot without unable lack except")
 
-# What a question can do without: politeness, help verbs, and what only carries the sentence.
+# Words that carry no content: politeness, auxiliary verbs, fillers.
 _CARRYING = """
 please tell explain describe remind know list say said says mention mentioned according think thinks thought opinion
 opinions view views attitude ever really very actually exactly roughly approximately currently nowadays now still
@@ -40,7 +39,7 @@ himself herself itself themselves ourselves yourselves along back likely probabl
 people point time times item items topic topics subject subjects mean means meaning become becomes became find finds
 found part parts bit lot lots idea ideas able stuff involve involves involved believe believes believed us
 """
-LIGHT = (STOPWORDS | listed(_CARRYING)) - NEGATIONS
+LIGHT = (STOPWORDS | word_set(_CARRYING)) - NEGATIONS
 
 _IRREGULAR = _groups("""
 go/goes/went/gone/going be/is/am/are/was/were/been/being have/has/had/having do/does/did/done/doing
@@ -132,7 +131,7 @@ supply/demand profit/loss asset/liability domestic/foreign wholesale/retail atta
 guest/host buyer/seller borrower/lender landlord/tenant
 """
 
-# A verb and what follows it, said in one word.
+# Phrasal verbs, and the one word they stand for.
 _PHRASES = """
 sign/up/join give/away/donate get/back/return come/back/return go/back/return get/home/return pass/away/die
 find/out/learn set/up/organize take/up/begin begin/off/begin kick/off/begin work/out/exercise wind/down/relax
@@ -147,7 +146,7 @@ MONTHS = _groups(
     "january/jan february/feb march april/apr may june/jun july/jul august/aug september/sep/sept october/oct "
     "november/nov december/dec"
 )
-UNSURE_MONTHS = frozenset(["may", "march"])  # also a help verb, and a way to walk
+UNSURE_MONTHS = frozenset(["may", "march"])  # also an auxiliary verb, and a way to walk
 DAYS = _groups(
     "monday tuesday/tue/tues wednesday thursday/thu/thurs friday/fri saturday sunday weekend weekday today yesterday "
     "tomorrow tonight midnight noon"
@@ -198,14 +197,14 @@ DIRECTIONS = {
 }
 PEOPLE = _groups("he/him/his/himself she/her/hers/herself")
 OWNERS = _groups("my/mine/our/ours your/yours")
-# Verbs that carry a sentence alone. They may be left out, but not change.
+# Verbs without content of their own: they may be missing in one question, but must not differ.
 ACTIONS = _groups("""
 go/goes/went/gone/going/come/comes/came/coming/attend/attends/attended/attending make/makes/made/making
 take/takes/took/taken/taking find/finds/found use/uses/used/using become/becomes/became
 """)
 
 _VOWELS = frozenset("aeiouy")
-_SHORTEST = 3  # letters that an ending leaves
+_SHORTEST = 3  # letters that must be left without the ending
 
 
 def _cut(word: str) -> str:
@@ -236,7 +235,7 @@ def _bare(word: str) -> str:
 
 @lru_cache(maxsize=8192)
 def stem(word: str) -> str:
-    """What the forms of a word have in common; words for the same thing have the same stem."""
+    """The common stem of a word's forms; synonyms share one stem."""
     base = _IRREGULAR.get(word, word)
     if base == word and base not in _SAME:
         cut = _cut(word)

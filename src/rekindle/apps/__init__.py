@@ -1,1 +1,1 @@
-"""The apps that ask: their states, and the processes they are."""
+"""The apps that send requests: their states and processes."""

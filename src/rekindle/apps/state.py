@@ -1,6 +1,6 @@
-"""The state of an app, by whatever name its system has for it.
+"""The state of an app, by whatever name its platform has for it.
 
-Three states are enough to know what KV is worth: somebody looks at the app, it may be looked at again, it is gone.
+Three states are enough to know what its KV is worth: foreground (in use), background (may return), killed (gone).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rekindle.core.app import APP_STATES, AppState
+from rekindle.core.scope import APP_STATES, AppState
 from rekindle.errors import InvalidSetting, nearest
 
 __all__ = ["APP_STATES", "LIFECYCLE", "AppState", "Lifecycle", "Platform", "state_of"]
@@ -18,7 +18,7 @@ Platform = Literal["ios", "android", "web"]
 
 @dataclass(frozen=True)
 class Lifecycle:
-    """What one system calls a state. `also` are other names of it, such as the callback that tells of it."""
+    """A platform's name for a state. `also` are other names, such as the callback that announces it."""
 
     platform: Platform
     name: str
@@ -30,14 +30,14 @@ LIFECYCLE = (
     Lifecycle("ios", "active", "foreground", ("sceneDidBecomeActive", "applicationDidBecomeActive")),
     Lifecycle("ios", "inactive", "foreground", ("sceneWillResignActive", "sceneWillEnterForeground")),
     Lifecycle("ios", "background", "background", ("sceneDidEnterBackground", "applicationDidEnterBackground")),
-    # The source counts a suspended app as killed. But it is in memory, and a tap away: its KV is worth keeping.
+    # As published, a suspended app counts as killed. But it is in memory, and a tap away: its KV is worth keeping.
     Lifecycle("ios", "suspended", "background"),
     Lifecycle("ios", "unattached", "killed", ("sceneDidDisconnect",)),
     Lifecycle("ios", "not running", "killed", ("applicationWillTerminate", "terminated")),
     Lifecycle("android", "resumed", "foreground", ("onResume",)),
     Lifecycle("android", "started", "foreground", ("onStart",)),
     Lifecycle("android", "created", "background", ("onCreate",)),
-    Lifecycle("android", "paused", "foreground", ("onPause",)),  # in part on screen, or about to leave it
+    Lifecycle("android", "paused", "foreground", ("onPause",)),  # partly visible, or about to be hidden
     Lifecycle("android", "stopped", "background", ("onStop",)),
     Lifecycle("android", "destroyed", "killed", ("onDestroy",)),
     Lifecycle("android", "IMPORTANCE_FOREGROUND", "foreground"),
@@ -49,7 +49,7 @@ LIFECYCLE = (
     Lifecycle("android", "IMPORTANCE_CANT_SAVE_STATE", "background"),
     Lifecycle("android", "IMPORTANCE_CACHED", "background"),
     Lifecycle("android", "IMPORTANCE_GONE", "killed"),
-    # onTrimMemory: what it says of the app itself, not how short memory is.
+    # onTrimMemory: what it implies for the app itself, not how scarce memory is.
     Lifecycle("android", "TRIM_MEMORY_RUNNING_MODERATE", "foreground"),
     Lifecycle("android", "TRIM_MEMORY_RUNNING_LOW", "foreground"),
     Lifecycle("android", "TRIM_MEMORY_RUNNING_CRITICAL", "foreground"),
@@ -76,7 +76,7 @@ _STATES: dict[str, AppState] = {
 
 
 def state_of(name: str) -> AppState:
-    """The state that a name means: one of the three, or of `LIFECYCLE`. Case, spaces and lines do not matter.
+    """The state of a name: one of the three, or of `LIFECYCLE`. Case, spaces and underscores do not matter.
 
     Raises `InvalidSetting` with the nearest name.
     """

@@ -1,4 +1,4 @@
-"""`rekindle adapters`: LoRA adapters that are known by name."""
+"""`rekindle adapters`: register LoRA adapters by name."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from rekindle.cli import app
+from rekindle.cli.app import app
 from rekindle.cli.options import AsJson
 
-adapters = typer.Typer(help="LoRA adapters that are known by name, for --adapter NAME.", no_args_is_help=True)
+adapters = typer.Typer(help="Register LoRA adapters by name, for --adapter NAME.", no_args_is_help=True)
 app.add_typer(adapters, name="adapters")
 
 
 @adapters.command("ls")
 def list_adapters(json: AsJson = False) -> None:
-    """List the adapters that this machine knows."""
+    """List the registered adapters."""
     from rekindle.cli.console import print_json, print_table
     from rekindle.core.size import human_bytes
-    from rekindle.models.adapters import entries
+    from rekindle.models.adapter_registry import entries
 
     found = [{**_about(entry.name, entry.path, entry.scale), "packaged": entry.packaged} for entry in entries()]
     if json:
@@ -41,16 +41,16 @@ def list_adapters(json: AsJson = False) -> None:
 
 @adapters.command("add")
 def add_adapter(
-    name: Annotated[str, typer.Argument(help="What it shall be called.")],
-    path: Annotated[Path, typer.Argument(help="The folder that PEFT saved.")],
-    scale: Annotated[float, typer.Option(help="Times its own effect.")] = 1.0,
+    name: Annotated[str, typer.Argument(help="The name to register.")],
+    path: Annotated[Path, typer.Argument(help="A folder saved by PEFT.")],
+    scale: Annotated[float, typer.Option(help="Scaling factor of its effect.")] = 1.0,
     json: AsJson = False,
 ) -> None:
-    """Make an adapter known by a name. It is read first, and stays where it is."""
+    """Register an adapter under a name. It is validated, and stays where it is."""
     from rekindle.cli.console import print_json
     from rekindle.core.size import human_bytes
-    from rekindle.engine.adapters import read_adapter
-    from rekindle.models.adapters import add, check_name
+    from rekindle.engine.lora_files import read_adapter
+    from rekindle.models.adapter_registry import add, check_name
 
     check_name(name)
     lora = read_adapter(path, scale)
@@ -62,16 +62,16 @@ def add_adapter(
 
 
 @adapters.command("rm")
-def remove_adapter(name: Annotated[str, typer.Argument(help="What it is called.")]) -> None:
-    """Forget an adapter. Its files stay, and so does what was computed with it."""
-    from rekindle.models.adapters import remove
+def remove_adapter(name: Annotated[str, typer.Argument(help="Its name.")]) -> None:
+    """Unregister an adapter. Its files and the KV computed with it stay."""
+    from rekindle.models.adapter_registry import remove
 
     remove(name)
     typer.echo(f"{name}: forgotten")
 
 
 def _about(name: str, path: str, scale: float) -> dict[str, Any]:
-    from rekindle.engine.adapters import read_adapter
+    from rekindle.engine.lora_files import read_adapter
     from rekindle.errors import ModelError
 
     about: dict[str, Any] = {"name": name, "path": path, "scale": scale, "problem": None}

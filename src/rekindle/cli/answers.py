@@ -1,4 +1,4 @@
-"""`rekindle answers`: the questions that were asked or foreseen, and their stored answers."""
+"""`rekindle answers`: stored questions, asked or predicted, and their answers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli import app
-from rekindle.cli.knowledge import Yes, opened
+from rekindle.cli.app import app
+from rekindle.cli.knowledge import Yes, open_knowledge
 from rekindle.cli.options import AsJson, library_options, takes
-from rekindle.core.visible import printable
 from rekindle.errors import InvalidSetting
+from rekindle.text.visible import printable
 
 if TYPE_CHECKING:
-    from rekindle.answers.bank import Bank
+    from rekindle.answers.bank import AnswerBank
 
 answers = typer.Typer(
     help="Look at stored questions and answers (see the setting `answers`), and remove them.",
@@ -32,14 +32,14 @@ _SHOWN = 60
 @takes(settings=library_options)
 def list_answers(
     settings: dict[str, Any],
-    most: Annotated[int, typer.Option("--most", "-n", min=1, help="So many, those used last first.")] = 50,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="How many, the most recently used first.")] = 50,
     json: AsJson = False,
 ) -> None:
-    """List questions: who asked them, whether their answer is up to date, how often it was used, what it saved."""
+    """List questions: their origin, whether their answer is up to date, how often it was used, the time it saved."""
     from rekindle.cli.console import print_json, print_table
 
     with _bank(settings) as bank:
-        found = bank.entries(where="1 ORDER BY used DESC, id DESC", most=most)
+        found = bank.entries(where="1 ORDER BY used DESC, id DESC", most=limit)
     if json:
         print_json([asdict(entry) for entry in found])
         return
@@ -61,7 +61,7 @@ def list_answers(
 @answers.command("show")
 @takes(settings=library_options)
 def show_answer(
-    number: Annotated[int, typer.Argument(metavar="ID", help="As `rekindle answers ls` tells it.")],
+    number: Annotated[int, typer.Argument(metavar="ID", help="From `rekindle answers ls`.")],
     settings: dict[str, Any],
     json: AsJson = False,
 ) -> None:
@@ -90,7 +90,7 @@ def show_answer(
 @answers.command("stats")
 @takes(settings=library_options)
 def show_stats(settings: dict[str, Any], json: AsJson = False) -> None:
-    """How many questions are stored, how much room they take, and what they saved."""
+    """Show the number of stored questions, their size, and the time they saved."""
     from rekindle.cli.console import print_json
     from rekindle.core.size import human_bytes
 
@@ -124,9 +124,10 @@ def remove_answers(
 
 
 @contextmanager
-def _bank(settings: dict[str, Any]) -> Iterator[Bank]:
-    """The bank of the settings' tenant; what is only looked at needs no vectors."""
-    from rekindle.answers.bank import Bank
+def _bank(settings: dict[str, Any]) -> Iterator[AnswerBank]:
+    """The bank of the settings' tenant; administration needs no vectors."""
+    from rekindle.answers.bank import AnswerBank
 
-    with opened(settings) as known:
-        yield Bank(known.library(), "", 1)
+    with open_knowledge(settings) as known:
+        known.warn()
+        yield AnswerBank(known.library(), "", 1)

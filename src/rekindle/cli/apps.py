@@ -1,52 +1,63 @@
-"""`rekindle apps`: the apps that ask, and the states they are in. Needs no model and no engine."""
+"""`rekindle apps`: the apps that send requests, and their states. Needs no model and no engine."""
 
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rekindle.cli import app
-from rekindle.cli.cache import Folder, KeyFile, opened
+from rekindle.cli.app import app
+from rekindle.cli.cache import Folder, KeyFile, open_cache
 from rekindle.cli.options import AsJson
 
+if TYPE_CHECKING:
+    from rekindle.core.scope import Scope
+
 apps = typer.Typer(
-    help="Look at the apps that ask, say in what state they are, watch their processes.",
+    help="List the apps that send requests, set their states, watch their processes.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 app.add_typer(apps, name="apps")
 
-Tenant = Annotated[str | None, typer.Option(help="Whose apps; without it, the tenant of the settings.")]
+Tenant = Annotated[str | None, typer.Option(help="The tenant of the apps; default: that of the settings.")]
+Salt = Annotated[str | None, typer.Option(help="The salt of the apps; default: that of the settings.")]
 
 
 @apps.command("ls")
 def list_apps(
-    every: Annotated[bool, typer.Option("--all", help="Of all tenants.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Of all tenants and salts.")] = False,
     tenant: Tenant = None,
+    cache_salt: Salt = None,
     folder: Folder = None,
     key_file: KeyFile = None,
     json: AsJson = False,
 ) -> None:
-    """List the apps that asked: state, requests, and how much KV is kept for them, alone and with others."""
-    from rekindle.apps.known import listed
-    from rekindle.apps.watch import mark_ended
+    """List apps: state, requests, and the KV kept for them, shared and private."""
+    from rekindle.apps.registry import list_apps, mark_ended
     from rekindle.cli.console import print_json, print_table
     from rekindle.core.size import human_bytes
 
-    with opened(folder, key_file) as store:
+    with open_cache(folder, key_file) as store:
         mark_ended(store)
-        found = listed(store, None if every else _tenant(tenant))
+        found = list_apps(store, None if every else _scope(tenant, cache_salt))
     if json:
         print_json([one.as_dict() for one in found])
         return
     now = time.time()
     print_table(
-        ["app", "tenant", "state", "since", "requests", "KV", "alone", "process"],
+        ["app", "tenant", "salt", "state", "since", "requests", "KV", "alone", "process"],
         [
             [
-                *(one.name, one.tenant, one.state, f"{max(0.0, now - one.since):,.0f} s", str(one.requests)),
+                *(
+                    one.name,
+                    one.tenant,
+                    one.salt_digest[:8],
+                    one.state,
+                    f"{max(0.0, now - one.since):,.0f} s",
+                    str(one.requests),
+                ),
                 *(human_bytes(one.size_bytes), human_bytes(one.private_bytes)),
                 "" if one.process is None else str(one.process),
             ]
@@ -57,45 +68,49 @@ def list_apps(
 
 @apps.command("set")
 def set_app(
-    name: Annotated[str, typer.Argument(metavar="APP", help="The app, as it calls itself in app_id.")],
-    state: Annotated[str, typer.Argument(help="foreground, background, killed, or as iOS and Android call it.")],
+    name: Annotated[str, typer.Argument(metavar="APP", help="The app's app_id.")],
+    state: Annotated[str, typer.Argument(help="foreground, background, killed, or a name of iOS or Android.")],
     tenant: Tenant = None,
+    cache_salt: Salt = None,
     folder: Folder = None,
     key_file: KeyFile = None,
 ) -> None:
-    """Say in what state an app is. What a killed app alone has used goes soon; what others use too stays."""
-    from rekindle.apps.known import Apps
+    """Set the state of an app. KV that only a killed app used is evicted soon; what others use stays."""
+    from rekindle.apps.registry import Apps
     from rekindle.settings import Settings
 
-    with opened(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
-        now = Apps(store, _tenant(tenant)).set(name, state)
+    with open_cache(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
+        now = Apps(store, _scope(tenant, cache_salt)).set(name, state)
     typer.echo(f"{now.name} is {now.state}")
 
 
 @apps.command("watch")
 def watch_app(
     process: Annotated[int, typer.Argument(metavar="PID", help="The id of the app's process.")],
-    name: Annotated[str | None, typer.Option("--app", help="The app; without it, the name of the process.")] = None,
+    name: Annotated[str | None, typer.Option("--app", help="The app; default: the name of the process.")] = None,
     wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Stay until it ends; else whoever uses the cache looks after it.")
+        bool,
+        typer.Option("--wait/--no-wait", help="Wait until it ends; else the next process that uses the cache notices."),
     ] = True,
     tenant: Tenant = None,
+    cache_salt: Salt = None,
     folder: Folder = None,
     key_file: KeyFile = None,
 ) -> None:
     """Mark an app killed when its process ends."""
-    from rekindle.apps.watch import process_name, wait_for_end, watch
+    from rekindle.apps.registry import process_name, wait_for_end, watch_process
     from rekindle.settings import Settings
 
     own = name or process_name(process)
-    with opened(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
-        watch(store, _tenant(tenant), own, process)
+    with open_cache(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
+        watch_process(store, _scope(tenant, cache_salt), own, process)
         typer.echo(f"{own} lives as long as process {process}")
-        if wait and wait_for_end(store, _tenant(tenant), own):
+        if wait and wait_for_end(store, _scope(tenant, cache_salt), own):
             typer.echo(f"{own} is killed")
 
 
-def _tenant(given: str | None) -> str:
+def _scope(tenant: str | None, cache_salt: str | None) -> Scope:
+    from rekindle.core.scope import scope_of
     from rekindle.settings import Settings
 
-    return Settings.load().tenant if given is None else given
+    return scope_of(Settings.load(), tenant, cache_salt)

@@ -1,94 +1,227 @@
-"""`rekindle bench`: measure, against the rivals, on this machine."""
+"""`rekindle bench`: your model on your machine, cold, warm and after a restart.
+
+A prompt is a prefix that is known, and an ending that was never asked. What is measured is the time to the first token.
+"""
 
 from __future__ import annotations
 
-from importlib import import_module
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli import app
-from rekindle.cli.options import AsJson
-from rekindle.errors import EngineMissing, InvalidSetting
+from rekindle.cli.app import app
+from rekindle.cli.options import AsJson, Model, engine_options, takes
+from rekindle.errors import EngineMissing, InvalidSetting, RekindleError
 
-_NAMES = ("engine", "store", "prefix", "serve", "knowledge", "chunks", "adapters", "answers", "stream")
-BENCHES = {name: f"rekindle.bench.{name}" for name in _NAMES}
-_WITHOUT_ENGINE = {"store", "knowledge"}
+if TYPE_CHECKING:
+    from rekindle.session.session import Session
+
+SECONDS = 60.0
+_SIZES = (256, 512, 1024, 2048, 4096)  # tokens of a prefix: the largest that computes within its share of the time
+_COLD_SHARE = 1 / 15  # of the time, for one cold start
+_RESTART_SHARE = 1 / 4  # of the time, for all starts in the new process
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 30
+_PROBE_TOKENS = 128
+_TITLES = {
+    "cold": "cold",
+    "engine": "warm in the engine",
+    "memory": "warm from memory",
+    "restart": "restarted, from disk",
+}
+_IN_RESTARTED = "from rekindle.cli.bench import restarted; restarted()"
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """A prefix, and endings that differ from their first token on."""
+
+    prefix: list[int]
+    ending: list[int]
+    firsts: Iterator[int]
+
+    @classmethod
+    def of(cls, session: Session, size: int) -> _Prompts:
+        from rekindle.session.calibrate.prompts import sample_text
+
+        tokens = session.engine.tokenizer.encode(sample_text())
+        repeated = list(itertools.islice(itertools.cycle(tokens), size))
+        return cls(repeated, tokens[:15], iter(range(session.engine.tokenizer.vocabulary_size)))
+
+    def next(self) -> list[int]:
+        return [*self.prefix, next(self.firsts), *self.ending]
 
 
 @app.command()
+@takes(loading=engine_options)
 def bench(
-    name: Annotated[str, typer.Argument(help=f"Which bench: {', '.join(BENCHES)}.")],
-    model: Annotated[str, typer.Option(help="The model to measure with.")] = "smollm2",
-    engine: Annotated[str, typer.Option(help="The engine: hf, llamacpp.")] = "hf",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
-    shape: Annotated[str | None, typer.Option(help="Random weights of this shape: for time only.")] = None,
-    data: Annotated[Path | None, typer.Option(help="A folder of .jsonl texts, or of a trace for serve.")] = None,
-    adapters: Annotated[
-        Path | None, typer.Option(help="adapters: a folder of folders that PEFT saved; else those of the package.")
-    ] = None,
-    pairs: Annotated[
-        Path | None, typer.Option(help="answers: a .jsonl file of labelled pairs of questions (a, b, paraphrase).")
-    ] = None,
-    traces: Annotated[
-        Path | None, typer.Option(help="stream: a folder of .csv files of bandwidth over time (time_s,mbps).")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")] = None,
-    seed: Annotated[int, typer.Option(help="For everything drawn at random.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: under three minutes.")] = False,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate",
-            help="chunks: find how much to mend with this model, and keep that; adapters: how many bits its KV gets.",
-        ),
-    ] = False,
-    quality: Annotated[
-        float | None, typer.Option(help="chunks: calibrate for this ROUGE-L to the full computation, up to 1.")
-    ] = None,
+    model: Model,
+    loading: dict[str, Any],
+    seconds: Annotated[float, typer.Option(min=1, help="About how long to measure; loading comes on top.")] = SECONDS,
     plot: Annotated[Path | None, typer.Option(help="Draw the result into this .png file.")] = None,
     json: AsJson = False,
 ) -> None:
-    """Run a bench: every baseline in the same process, interleaved, as medians and ratios."""
-    from rekindle.bench.base import BenchOptions
-    from rekindle.cli.console import notes, print_json, print_table
-    from rekindle.run.load import choose_engine, require
+    """Measure the time to the first token with your model on this machine: cold, warm, and after a restart."""
+    from rekindle.cli.console import notes, print_json, print_table, progress
+    from rekindle.session.session import Session
 
-    if name not in BENCHES:
-        raise InvalidSetting(f"There is no bench {name!r}. Use {', '.join(BENCHES)}.")
-    if (calibrate and name not in ("chunks", "adapters")) or (quality is not None and name != "chunks"):
-        raise InvalidSetting(
-            f"--calibrate is for the benches chunks and adapters, --quality for chunks: leave them out with {name}."
-        )
-    if name != "adapters" and adapters is not None:
-        raise InvalidSetting(f"--adapters is for the bench adapters: leave it out with {name}.")
-    if name != "answers" and pairs is not None:
-        raise InvalidSetting(f"--pairs is for the bench answers: leave it out with {name}.")
-    if name != "stream" and traces is not None:
-        raise InvalidSetting(f"--traces is for the bench stream: leave it out with {name}.")
-    if name not in _WITHOUT_ENGINE:
-        require(choose_engine(model, engine))
-    options = BenchOptions(
-        model, engine, device, dtype, data, shape, limit, seed, quick, calibrate, quality, adapters, pairs, traces
-    )
-    with notes.status(f"bench {name}") as status:
-        report = import_module(BENCHES[name]).run(options, lambda part: status.update(f"bench {name}: {part}"))
-    if plot is not None:
-        _draw(report, plot)
+    figure: Any = None if plot is None else _figure()
+    with tempfile.TemporaryDirectory(prefix="rekindle-") as folder:
+        kept: dict[str, Any] = {
+            "cache": folder,
+            "reuse": "exact",
+            "disk_limit": "90%",
+            "deterministic": False,
+            "origin": "none",
+        }
+        with progress(model) as report, Session(model, **loading, **kept, progress=report) as session:
+            with notes.status("bench: cold and warm"):
+                prompts = _Prompts.of(session, _size(session, seconds))
+                times, reused = _measure(session, prompts, seconds)
+            about = {
+                "model": session.engine.name,
+                "engine": session.engine_kind,
+                "device": session.engine.device,
+                "dtype": session.engine.identity(session.engine.regime(1)).dtype,
+                "tokens": len(prompts.next()),
+            }
+        with notes.status("bench: a new process"):
+            task = {"model": model, "settings": {**loading, **kept, "memory_limit": 0}, "prompts": vars(prompts)}
+            times["restart"], reused["restart"] = _restart({**task, "seconds": seconds * _RESTART_SHARE})
+    told = {name: _told(name, times, reused) for name in _TITLES}
+    if figure is not None:
+        _draw(figure, told, about)
+        figure.savefig(plot, dpi=120)
     if json:
-        print_json(report.as_json())
+        from rekindle.machine import describe_machine
+
+        print_json({**about, "machine": describe_machine(), "restart": "a new process", "first_token": told})
         return
-    columns = ["measure", "ours", "baseline", "ratio", "bar"]
-    print_table(columns, [[getattr(row, column) for column in columns] for row in report.rows], title=f"bench {name}")
+    rows = [
+        [_TITLES[name], _shown(one), f"{one['speedup']:.1f}x", str(one["rounds"]), str(one["reused_tokens"])]
+        for name, one in told.items()
+    ]
+    title = f"first token of {about['tokens']} tokens, {about['model']} on {about['device']} ({about['dtype']})"
+    print_table(["start", "median (from-to)", "against cold", "rounds", "reused"], rows, title=title)
 
 
-def _draw(report: Any, path: Path) -> None:
+def _size(session: Session, seconds: float) -> int:
+    """How long a prefix may be: computing it once takes about a fifteenth of the time."""
+    probe = session.engine.tokenizer.encode("A word about speed. " * _PROBE_TOKENS)[:_PROBE_TOKENS]
+    session.generate(probe, max_tokens=1, reuse="off")  # the first of its kind is always slower
+    rate = len(probe) / session.generate(probe, max_tokens=1, reuse="off").timings.first_token_seconds
+    room = session.engine.context_tokens - 32
+    fitting = [size for size in _SIZES if size <= room] or [max(1, room)]
+    return max([size for size in fitting if size / rate <= seconds * _COLD_SHARE], default=fitting[0])
+
+
+def _measure(
+    session: Session, prompts: _Prompts, seconds: float
+) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
+    """Cold, from the engine and from memory, in turns until the time is up."""
+
+    def ask(**options: Any) -> Any:
+        reply = session.generate(prompts.next(), max_tokens=1, **options)
+        session.flush()
+        return reply
+
+    def from_memory() -> Any:
+        session.cache.unpark()
+        return ask()
+
+    jobs: dict[str, Callable[[], Any]] = {"cold": lambda: ask(reuse="off"), "engine": ask, "memory": from_memory}
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    reused: dict[str, list[int]] = {name: [] for name in jobs}
+    session.warm(prompts.prefix)
+    ask()  # what comes first is always slower
+    from_memory()
+    until = time.perf_counter() + seconds * (1 - _RESTART_SHARE)
+    while _goes_on(times["memory"], until):
+        for name, job in jobs.items():  # memory comes last and leaves the prefix in the engine
+            reply = job()
+            times[name].append(reply.timings.first_token_seconds)
+            reused[name].append(reply.reuse.reused)
+    return times, reused
+
+
+def _goes_on(done: list[float], until: float) -> bool:
+    return len(done) < _MIN_ROUNDS or (len(done) < _MAX_ROUNDS and time.perf_counter() < until)
+
+
+def _restart(task: dict[str, Any]) -> tuple[list[float], list[int]]:
+    """The same prefix in a process of its own, which loads the model and finds the KV on disk."""
+    task["prompts"] = {**task["prompts"], "firsts": list(itertools.islice(task["prompts"]["firsts"], _MAX_ROUNDS + 2))}
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_RESTARTED], input=json.dumps(task), capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise InvalidSetting(f"The new process failed: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
+    found = json.loads(done.stdout)
+    return found["times"], found["reused"]
+
+
+def restarted() -> None:
+    """What the new process does: a task as JSON on standard input, what it measured on standard output."""
+    from rekindle.session.session import Session
+
+    task = json.load(sys.stdin)
+    try:
+        with Session(task["model"], **task["settings"]) as session:
+            given = task["prompts"]
+            prompts = _Prompts(given["prefix"], given["ending"], iter(given["firsts"]))
+            session.generate(prompts.ending, max_tokens=1, reuse="off")  # the first of its kind is always slower
+            times: list[float] = []
+            reused: list[int] = []
+            until = time.perf_counter() + task["seconds"]
+            while _goes_on(times, until):
+                reply = session.generate(prompts.next(), max_tokens=1)
+                times.append(reply.timings.first_token_seconds)
+                reused.append(reply.reuse.disk)
+                session.flush()
+                session.cache.unpark()
+    except RekindleError as error:
+        sys.exit(f"error: {error}")
+    json.dump({"times": times, "reused": reused}, sys.stdout)
+
+
+def _told(name: str, times: dict[str, list[float]], reused: dict[str, list[int]]) -> dict[str, Any]:
+    own = times[name]
+    return {
+        "median_s": statistics.median(own),
+        "min_s": min(own),
+        "max_s": max(own),
+        "speedup": statistics.median(times["cold"]) / statistics.median(own),
+        "rounds": len(own),
+        "reused_tokens": min(reused[name]),
+    }
+
+
+def _shown(one: dict[str, Any]) -> str:
+    return f"{one['median_s'] * 1e3:,.0f} ms ({one['min_s'] * 1e3:,.0f}-{one['max_s'] * 1e3:,.0f})"
+
+
+def _figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise EngineMissing("Plots need matplotlib: pip install 'rekindle[bench]'") from error
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    report.plot(figure)
-    figure.savefig(path, dpi=120)
+    return Figure(figsize=(8, 3), layout="constrained")
+
+
+def _draw(figure: Any, told: dict[str, dict[str, Any]], about: dict[str, Any]) -> None:
+    axes = figure.subplots()
+    rows = list(told.values())
+    spread = [[one["median_s"] - one["min_s"] for one in rows], [one["max_s"] - one["median_s"] for one in rows]]
+    axes.barh([_TITLES[name] for name in told], [one["median_s"] for one in rows], xerr=spread)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel(f"seconds to the first token of {about['tokens']}, {about['model']}")

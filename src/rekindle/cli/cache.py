@@ -1,4 +1,4 @@
-"""`rekindle cache`: look at a cache folder, check it, prune it, move it. Needs no model and no engine."""
+"""`rekindle cache`: list, check, prune, export a cache folder. Needs no model and no engine."""
 
 from __future__ import annotations
 
@@ -12,34 +12,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli import app
+from rekindle.cli.app import app
 from rekindle.cli.options import AsJson
 from rekindle.errors import CacheUnusable, EntryNotFound, InvalidSetting
+from rekindle.safe_read import read_secret_file
 
 if TYPE_CHECKING:
     from rekindle.store.disk import DiskStore
 
-cache = typer.Typer(
-    help="Look at what is kept, check it, prune it, move it.", no_args_is_help=True, rich_markup_mode=None
-)
+cache = typer.Typer(help="List, check, prune, export the cache.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(cache, name="cache")
 
-Folder = Annotated[
-    Path | None, typer.Option("--folder", "-C", help="The cache folder; without it, the one of this user.")
-]
-KeyFile = Annotated[Path | None, typer.Option(help="A file with the key of a cache whose digests are keyed.")]
-Entries = Annotated[list[str], typer.Argument(metavar="ENTRY...", help="Entries, by the beginning of their name.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Folder = Annotated[Path | None, typer.Option("--folder", "-C", help="The cache folder; default: the user's own.")]
+KeyFile = Annotated[Path | None, typer.Option(help="The key file of a cache with keyed digests.")]
+Entries = Annotated[list[str], typer.Argument(metavar="ENTRY...", help="Entries, by a prefix of their names.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
 @cache.command("ls")
 def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False) -> None:
-    """List the entries: what is kept of which model, how large, how often used."""
+    """List the entries: model, tokens, size, hits."""
     from rekindle.cli.console import print_json, print_table
     from rekindle.core.size import human_bytes
-    from rekindle.store import report
+    from rekindle.store.admin import report
 
-    with opened(folder, key_file) as store:
+    with open_cache(folder, key_file) as store:
         entries = report.entries(store)
     if json:
         print_json([entry.as_dict() for entry in entries])
@@ -48,7 +45,7 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
     lines = [
         [
             row.name[:8],
-            shelf.title,
+            kv_space.title,
             f"{row.depth * 32}+{row.tokens}",
             human_bytes(row.size_bytes),
             row.coding,
@@ -57,19 +54,19 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
             _age(now - row.used),
             "pinned" if row.pinned else "",
         ]
-        for row, shelf in ((entry.extent, entry.shelf) for entry in entries)
+        for row, kv_space in ((entry.extent, entry.kv_space) for entry in entries)
     ]
     print_table(["entry", "model", "tokens", "size", "coding", "hits", "saved", "used", ""], lines)
 
 
 @cache.command()
 def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False) -> None:
-    """Sum it up: bytes, tokens, hits, time saved; by model with the room left, and the entries that saved most."""
+    """Show totals: bytes, tokens, hits, time saved; by model with the room left; and the entries that saved most."""
     from rekindle.cli.console import print_json
     from rekindle.settings import Settings
-    from rekindle.store import report
+    from rekindle.store.admin import report
 
-    with opened(folder, key_file) as store:
+    with open_cache(folder, key_file) as store:
         room_bytes = _room_bytes(store)
         found: dict[str, Any] = {
             "folder": str(store.folder),
@@ -78,7 +75,7 @@ def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False)
             **report.summary(store),
             "catalog_bytes": store.database.size_bytes(),
         }
-        models = report.by_shelf(store)
+        models = report.by_kv_space(store)
         entries = report.entries(store)
     for model in models:
         model["room_tokens"] = room_bytes // model.pop("token_bytes")
@@ -122,17 +119,17 @@ def _print_stats(found: dict[str, Any], models: list[dict[str, Any]], best: list
 
 @cache.command()
 def check(
-    fix: Annotated[bool, typer.Option("--fix", help="Remove what is wrong; it is computed again.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Remove damaged entries; they are computed again.")] = False,
     folder: Folder = None,
     key_file: KeyFile = None,
     json: AsJson = False,
 ) -> None:
-    """Verify the catalog and every byte of every entry. Exit status 1 if something is wrong and was left."""
+    """Verify the catalog and every byte of every entry. Exit status 1 if problems remain."""
     from rekindle.cli.console import counting, print_json
     from rekindle.core.size import human_bytes
-    from rekindle.store.check import check as verify
+    from rekindle.store.admin.check import check as verify
 
-    with opened(folder, key_file) as store, counting("check") as progress:
+    with open_cache(folder, key_file) as store, counting("check") as progress:
         found = verify(store, fix=fix, progress=progress)
     if json:
         print_json(asdict(found))
@@ -142,6 +139,8 @@ def check(
         done = "fixed" if fix else "`rekindle cache check --fix` removes them"
         verdict = f"{len(found.problems)} problems; {done}" if found.problems else "all good"
         typer.echo(f"{_entries(found.entries)}, {human_bytes(found.size_bytes)}: {verdict}")
+        if found.foreign:
+            typer.echo(f"not of this cache, and left alone: {', '.join(found.foreign)}")
         if found.under_other_keys:
             typer.echo(f"{found.under_other_keys} entries are under another key: their files were not read")
     if found.problems and not fix:
@@ -150,8 +149,8 @@ def check(
 
 @cache.command()
 def rm(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> None:
-    """Remove entries, and what hangs on them."""
-    with opened(folder, key_file, write=True) as store:
+    """Remove entries, and those that depend on them."""
+    with open_cache(folder, key_file, write=True) as store:
         gone = store.remove(store.entries(entries))
     typer.echo(f"{gone} removed")
 
@@ -159,28 +158,30 @@ def rm(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> Non
 @cache.command()
 def prune(
     to: Annotated[str | None, typer.Option(help="Evict until the cache takes at most this: 2GB, 5%.")] = None,
-    unused: Annotated[str | None, typer.Option(help="Remove what was not used for so long: 12h, 7d.")] = None,
+    unused: Annotated[
+        str | None, typer.Option(help="Remove entries that were not used for this long: 12h, 7d.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Remove everything of this model.")] = None,
     folder: Folder = None,
     key_file: KeyFile = None,
 ) -> None:
     """Make the cache smaller: to a size, by age, or by model. Pinned entries stay."""
     from rekindle.core.size import parse_duration, parse_limit
-    from rekindle.store import report
+    from rekindle.store.admin import report
 
     if to is None and unused is None and model is None:
         raise InvalidSetting("Say what to prune: --to 2GB, --unused 7d or --model NAME.")
-    with opened(folder, key_file, write=True) as store:
+    with open_cache(folder, key_file, write=True) as store:
         before = len(store.entries())
-        models = report.shelves(store)
+        models = report.kv_spaces(store)
         if unused is not None:
             oldest = store.clock() - parse_duration(unused)
             store.evict(lambda row: row.used < oldest)
         if model is not None:
-            if not any(model in (shelf.model, shelf.identity) for shelf in models.values()):
-                known = ", ".join(sorted({shelf.model or shelf.identity for shelf in models.values()}))
+            if not any(model in (kv_space.model, kv_space.identity) for kv_space in models.values()):
+                known = ", ".join(sorted({kv_space.model or kv_space.identity for kv_space in models.values()}))
                 raise EntryNotFound(f"Nothing of a model {model!r} is kept. Kept: {known or 'nothing'}.")
-            store.evict(lambda row: model in (models[row.shelf].model, models[row.shelf].identity))
+            store.evict(lambda row: model in (models[row.kv_space].model, models[row.kv_space].identity))
         if to is not None:
             used = sum(row.size_bytes for row in store.entries()) + store.database.size_bytes()
             store.room.prune(parse_limit(to).resolve(store.files.free_bytes(store.folder) + used))
@@ -191,26 +192,23 @@ def prune(
 
 @cache.command()
 def clear(yes: Yes = False, folder: Folder = None, key_file: KeyFile = None) -> None:
-    """Remove everything, pinned entries and what is remembered of requests and apps too."""
-    from rekindle.store import app_rows
-    from rekindle.store.history import forget_all
+    """Remove everything, pinned entries too, and all traces: requests, apps, tenants, salts."""
+    from rekindle.store.purge import traces
 
-    with opened(folder, key_file, write=True) as store:
+    with open_cache(folder, key_file, write=True) as store:
         rows = store.entries()
         if not yes and rows:
             typer.confirm(f"Remove all {len(rows)} entries of {store.folder}?", abort=True)
-        store.remove(rows)
-        forget_all(store)
-        with store.database.writing() as connection:
-            app_rows.forget_all(connection)
-        store.collect()
-    typer.echo(f"{len(rows)} removed")
+        removed = traces.clear(store)
+    typer.echo(f"{removed} removed")
 
 
 @cache.command()
 def pin(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> None:
-    """Never evict these entries, nor what they hang on."""
-    with opened(folder, key_file, write=True) as store:
+    """Never evict these entries, nor those they depend on. Pinned entries take at most half of the disk limit."""
+    from rekindle.settings import Settings
+
+    with open_cache(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
         store.pin(store.entries(entries))
     typer.echo(f"{len(entries)} pinned")
 
@@ -218,15 +216,15 @@ def pin(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> No
 @cache.command()
 def unpin(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> None:
     """Allow these entries to be evicted again."""
-    with opened(folder, key_file, write=True) as store:
+    with open_cache(folder, key_file, write=True) as store:
         store.pin(store.entries(entries), pinned=False)
     typer.echo(f"{len(entries)} unpinned")
 
 
 @cache.command()
 def gc(folder: Folder = None, key_file: KeyFile = None) -> None:
-    """Remove leftovers, rewrite sparse entries, shrink the catalog. Nothing that can be used is lost."""
-    with opened(folder, key_file, write=True) as store:
+    """Remove leftovers, rewrite sparse entries, shrink the catalog. No usable entry is lost."""
+    with open_cache(folder, key_file, write=True) as store:
         removed = store.collect()
     typer.echo(f"{removed} stray files removed")
 
@@ -234,17 +232,17 @@ def gc(folder: Folder = None, key_file: KeyFile = None) -> None:
 @cache.command("export")
 def export_entries(
     file: Annotated[Path, typer.Argument(help="The archive to write.")],
-    entries: Annotated[list[str] | None, typer.Argument(metavar="ENTRY...", help="Entries; without any, all.")] = None,
+    entries: Annotated[list[str] | None, typer.Argument(metavar="ENTRY...", help="Entries; default: all.")] = None,
     folder: Folder = None,
     key_file: KeyFile = None,
 ) -> None:
-    """Write entries, and what they hang on, into one archive with digests."""
+    """Write entries, and those they depend on, into one archive with digests."""
     from rekindle.cli.console import counting
-    from rekindle.store.archive import export
+    from rekindle.store.admin.archive import export
 
     if not file.absolute().parent.is_dir():
         raise InvalidSetting(f"{file.absolute().parent} is no folder: the archive cannot be written there.")
-    with opened(folder, key_file) as store, counting("export") as progress:
+    with open_cache(folder, key_file) as store, counting("export") as progress:
         done = export(store, file, entries or (), progress)
     typer.echo(f"{_entries(done.entries)} exported to {file}")
     if done.left_out:
@@ -256,15 +254,15 @@ def import_entries(
     file: Annotated[Path, typer.Argument(help="An archive that `rekindle cache export` wrote.")],
     disk_limit: Annotated[
         str | None,
-        typer.Option(help="Evict others for it within this limit (10GB, 10%); without it, nothing is evicted."),
+        typer.Option(help="Evict other entries to stay within this limit (10GB, 10%); default: evict nothing."),
     ] = None,
     folder: Folder = None,
     key_file: KeyFile = None,
     json: AsJson = False,
 ) -> None:
-    """Verify an archive, all of it, then keep what is new."""
+    """Verify a whole archive, then keep what is new."""
     from rekindle.cli.console import counting, print_json
-    from rekindle.store.archive import import_
+    from rekindle.store.admin.archive import import_
     from rekindle.store.settings import StoreSettings
     from rekindle.store.tiered import TieredStore
 
@@ -283,17 +281,18 @@ def import_entries(
 
 
 @contextmanager
-def opened(
+def open_cache(
     folder: Path | None, key_file: Path | None, *, write: bool = False, limit: str = "100%"
 ) -> Iterator[DiskStore]:
-    """The cache of a folder that exists: looking at one must not make it."""
-    from rekindle.store.disk import CATALOG, DiskStore
+    """Open the cache of an existing folder: looking at a cache must not create one."""
+    from rekindle.store.disk import DiskStore
+    from rekindle.store.folder import may_hold_cache
     from rekindle.store.settings import StoreSettings
 
     place = folder or chosen_folder()
-    if not (place / CATALOG).is_file():
+    if not may_hold_cache(place):
         raise CacheUnusable(f"There is no cache in {place}. Ask something first, or name another folder.")
-    # Whoever runs the cache knows its limit; looking at it here must not evict anything.
+    # The limit belongs to the process that uses the cache; looking at it here must not evict anything.
     store = DiskStore(place, StoreSettings(disk_limit=limit, killed_ttl_seconds=None, key=_key(key_file)))
     try:
         if write and store.database.read_only:
@@ -306,28 +305,23 @@ def opened(
 
 
 def chosen_folder() -> Path:
-    """The folder of the settings, else the user's own."""
-    from rekindle.config import cache_folder
+    """The cache folder of the settings, else the user's own."""
     from rekindle.settings import Settings
+    from rekindle.settings.folders import cache_folder
 
     chosen = Settings.load().cache
     return cache_folder() if chosen is None or chosen == "off" else Path(chosen)
 
 
 def _key(path: Path | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidSetting(f"The key file {path} cannot be read: {error}.") from error
+    return None if path is None else read_secret_file(path, "The key file")
 
 
 def _room_bytes(store: DiskStore) -> int:
-    """What may still be kept without evicting anything, under the limit of the settings."""
+    """Bytes that may still be kept without evicting, under the limit of the settings."""
     from rekindle.core.size import parse_limit
     from rekindle.settings import Settings
-    from rekindle.store import report
+    from rekindle.store.admin import report
 
     used = report.used_bytes(store)
     limit = parse_limit(Settings.load().disk_limit).resolve(store.files.free_bytes(store.folder) + used)

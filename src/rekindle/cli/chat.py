@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rekindle.cli import app
+from rekindle.cli.app import app
 from rekindle.cli.options import AsJson, OptionalModel, System, loading_options, sampling_options, takes
 from rekindle.errors import Cancelled, InvalidSetting, RequestError
 
@@ -21,18 +21,18 @@ def chat(
     loading: dict[str, Any],
     model: OptionalModel = None,
     system: System = None,
-    server: Annotated[str | None, typer.Option(help="Talk to a running server at this address instead.")] = None,
+    server: Annotated[str | None, typer.Option(help="Use the running server at this address.")] = None,
     api_key: Annotated[str | None, typer.Option(help="The key to send to the server.")] = None,
     json: AsJson = False,
 ) -> None:
-    """Talk to a model. When the chat outgrows the context, its oldest messages go; the system message stays."""
+    """Talk to a model. When the chat outgrows the context, its oldest messages are dropped, not the system message."""
     from rekindle.cli.console import progress
-    from rekindle.run.session import Session
+    from rekindle.session.session import Session
 
     if server is not None:
         if loading:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in loading)
-            raise InvalidSetting(f"{names}: that is for the server to know. Give it to `rekindle serve`.")
+            raise InvalidSetting(f"{names}: these options belong to the server. Give them to `rekindle serve`.")
         _talk_to_server(server, api_key, model, sampling, system, as_json=json)
         return
     if model is None:
@@ -46,9 +46,9 @@ def chat(
 def _talk_to_server(
     url: str, api_key: str | None, model: str | None, sampling: dict[str, Any], system: str | None, *, as_json: bool
 ) -> None:
-    from rekindle.cli.remote import RemoteSession
+    from rekindle.cli.server_client import ServerSession
 
-    session = RemoteSession(url, api_key, model)
+    session = ServerSession(url, api_key, model)
     try:
         _Conversation(session, sampling, system, as_json=as_json).talk()
     finally:
@@ -56,7 +56,7 @@ def _talk_to_server(
 
 
 class _Conversation:
-    """The messages so far, and what to do with the next line."""
+    """The messages so far, and the commands."""
 
     def __init__(self, session: Any, options: dict[str, Any], system: str | None, *, as_json: bool) -> None:
         self._session = session
@@ -66,7 +66,7 @@ class _Conversation:
         self._turns: list[dict[str, str]] = []
 
     def talk(self) -> None:
-        """Until the input ends or says so."""
+        """Read and answer lines until the input ends or /bye."""
         terminal = sys.stdin.isatty()
         if terminal:
             typer.echo(_HELP, err=True)

@@ -1,4 +1,4 @@
-"""What people see: progress on standard error, results on standard output."""
+"""Terminal output: progress on standard error, results on standard output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ notes = Console(stderr=True, highlight=False)
 
 _STAGES = {
     "convert": "convert the GGUF for this engine (once, about half a minute)",
-    "digest": "read the weights (once: their digest says whose KV it is)",
+    "digest": "read the weights (once: their digest identifies the KV)",
     "load": "load the model",
 }
 
@@ -51,7 +51,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
 
 @contextmanager
 def counting(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar that counts things, for as long as the block runs; shown on a terminal only."""
+    """A progress bar that counts items while the block runs; shown on a terminal only."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
         task = bar.add_task(what, total=None)
@@ -60,7 +60,7 @@ def counting(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def progress(what: str) -> Iterator[Report]:
-    """Progress bars for as long as the block runs; shown on a terminal only."""
+    """Progress bars for downloading and loading while the block runs; shown on a terminal only."""
     spinner = SpinnerColumn()
     columns = (spinner, TextColumn("{task.description}"), BarColumn(), DownloadColumn(), SpeedColumn())
     downloads = Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal)

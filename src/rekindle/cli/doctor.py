@@ -1,4 +1,4 @@
-"""`rekindle doctor`: what is installed, what this machine has, and what Rekindle makes of it."""
+"""`rekindle doctor`: what is installed, what this machine has, and what Rekindle chooses."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import typer
 
 from rekindle import __version__
-from rekindle.cli import app
+from rekindle.cli.app import app
 from rekindle.cli.options import AsJson
-from rekindle.config import cache_folder, home_folder, models_folder
 from rekindle.errors import EngineMissing
+from rekindle.settings.folders import cache_folder, home_folder, models_folder
 
 _PACKAGES = (
     "torch",
@@ -48,13 +48,13 @@ def doctor(json: AsJson = False) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Everything worth knowing about this machine, as plain values."""
+    """Facts about this machine, as plain values."""
     import psutil
 
-    from rekindle.bench.base import machine
+    from rekindle.machine import describe_machine
     from rekindle.models.registry import entries
 
-    here = machine()
+    here = describe_machine()
     home = home_folder()
     existing = next(path for path in (home, *home.parents) if path.exists())
     engines, choices = _engines()
@@ -79,26 +79,26 @@ def examine() -> dict[str, Any]:
 
 def _engines() -> tuple[dict[str, str], dict[str, str]]:
     """Which engines work, and how they would run a model."""
-    from rekindle.run.load import ENGINES, require
+    from rekindle.engine.load import ENGINES, require_packages
 
     engines: dict[str, str] = {}
     choices: dict[str, str] = {}
     for name in ENGINES:
         try:
-            require(name)
+            require_packages(name)
             choices |= _hf_choices() if name == "hf" else _llamacpp_choices()
             engines[name] = "ready"
-        except (EngineMissing, OSError, RuntimeError) as trouble:  # the latter: a shared library that does not load
+        except (EngineMissing, OSError, RuntimeError) as trouble:  # RuntimeError: a shared library that does not load
             engines[name] = str(trouble)
     return engines, choices
 
 
 def _hf_choices() -> dict[str, str]:
-    from rekindle.engine.device import DTYPES, cpu_computes_bfloat16, place
+    from rekindle.engine.hf.device import DTYPES, choose_placement, cpu_computes_bfloat16
 
     choices = {}
     for name, stored in DTYPES.items():
-        placement = place(stored=stored)
+        placement = choose_placement(stored=stored)
         choices[f"hf: {name} weights"] = f"{placement.dtype_name} on {placement.device} ({placement.reason})"
     choices["hf: bfloat16 arithmetic on this CPU"] = "yes" if cpu_computes_bfloat16() else "no"
     return choices

@@ -1,4 +1,4 @@
-"""`rekindle idle`: work ahead while nobody asks, and what came of it."""
+"""`rekindle idle`: idle work for your library, and its log."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli import app
-from rekindle.cli.options import AsJson, loading_options, takes
-from rekindle.cli.warm import ModelOption
+from rekindle.cli.app import app
+from rekindle.cli.options import AsJson, ModelOption, loading_options, takes
 from rekindle.core.request import DEFAULT_MAX_TOKENS
-from rekindle.core.visible import printable
 from rekindle.errors import NothingKnown
+from rekindle.text.visible import printable
 
 if TYPE_CHECKING:
-    from rekindle.run.idle import Idle
-    from rekindle.run.work import Did
+    from rekindle.idle.idle import Idle
+    from rekindle.idle.log import IdleAction
 
 _SOURCES = "abstract,history,passage"
 
@@ -30,31 +29,35 @@ _SOURCES = "abstract,history,passage"
 def idle(
     loading: dict[str, Any],
     model: ModelOption = "smollm2",
-    watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C, whenever nothing is in the way.")] = False,
-    every: Annotated[str, typer.Option(help="With --watch: look so often for something to do.")] = "60s",
-    log: Annotated[bool, typer.Option("--log", help="Tell what was done by now, and what it saved since.")] = False,
-    last: Annotated[int, typer.Option(min=0, help="With --log: show so many single actions, too.")] = 0,
-    stride: Annotated[int, typer.Option(min=1, help="Foresee so many questions at a time.")] = 5,
-    rounds: Annotated[int, typer.Option(min=0, help="So often, from each source.")] = 1,
-    sources: Annotated[str, typer.Option(help="What questions are foreseen from.")] = _SOURCES,
-    settle: Annotated[str, typer.Option(help="Sum up documents once none came for so long.")] = "60s",
-    passages: Annotated[int | None, typer.Option(min=0, help="Compute so many passages ahead; all that fit.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, as it is asked for.")] = (
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Continue until Ctrl-C, whenever load and battery allow.")
+    ] = False,
+    every: Annotated[str, typer.Option(help="With --watch: the pause between two runs.")] = "60s",
+    log: Annotated[bool, typer.Option("--log", help="Show what was done so far, and the time it saved since.")] = False,
+    last: Annotated[int, typer.Option(min=0, help="With --log: number of single actions to show.")] = 0,
+    stride: Annotated[int, typer.Option(min=1, help="Questions predicted at a time.")] = 5,
+    rounds: Annotated[int, typer.Option(min=0, help="How often, from each source.")] = 1,
+    sources: Annotated[str, typer.Option(help="What questions are predicted from.")] = _SOURCES,
+    settle: Annotated[str, typer.Option(help="Summarize documents once none was added for this long.")] = "60s",
+    passages: Annotated[int | None, typer.Option(min=0, help="Passages to prefill; default: all that fit.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, as users ask for it.")] = (
         DEFAULT_MAX_TOKENS
     ),
-    seconds: Annotated[str | None, typer.Option(help="Compute no longer than this altogether: 90s, 10m.")] = None,
-    tflop: Annotated[float | None, typer.Option(min=0, help="Take so many trillions of operations at most.")] = None,
-    joules: Annotated[float | None, typer.Option(min=0, help="Take so much energy, where it can be measured.")] = None,
-    load: Annotated[float, typer.Option(min=0, help="Stop while others keep this share of the cores busy.")] = 0.5,
-    on_battery: Annotated[bool, typer.Option("--on-battery", help="Also without mains.")] = False,
+    seconds: Annotated[str | None, typer.Option(help="Budget of compute time: 90s, 10m.")] = None,
+    tflop: Annotated[float | None, typer.Option(min=0, help="Budget of operations, in trillions.")] = None,
+    joules: Annotated[float | None, typer.Option(min=0, help="Budget of energy, where it can be measured.")] = None,
+    load: Annotated[
+        float, typer.Option(min=0, help="Stop while other processes keep this share of the cores busy.")
+    ] = 0.5,
+    on_battery: Annotated[bool, typer.Option("--on-battery", help="Also without mains power.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Work ahead: refresh answers, foresee questions, compute what they begin with. Ctrl-C stops within a token."""
+    """Do idle work: refresh answers, predict questions, prefill what they begin with. Ctrl-C stops within a token."""
     from rekindle.cli.console import notes, print_json, progress
     from rekindle.core.size import parse_duration
-    from rekindle.predict.populate import Budget, Conditions
-    from rekindle.run.idle import Idle, IdleOptions
-    from rekindle.run.session import Session
+    from rekindle.idle.budget import Budget, IdleConditions
+    from rekindle.idle.idle import Idle, IdleOptions
+    from rekindle.session.session import Session
 
     if log:
         _show_log(loading, last, json)
@@ -67,46 +70,48 @@ def idle(
         warm_passages=passages,
         budget=Budget(None if seconds is None else parse_duration(seconds), tflop, joules),
         max_tokens=max_tokens,
-        conditions=Conditions(load, on_battery),
+        conditions=IdleConditions(load, on_battery),
     )
     pause = parse_duration(every)
     with progress(model) as report, Session(model, **loading, progress=report) as session, _stopping() as stop:
         if not session.knowledge.holds():
             raise NothingKnown("Nothing was ingested yet. Do that first: rekindle ingest FOLDER")
         if session.settings.answers == "off":
-            notes.print("answers is off: no question is foreseen, passages are computed ahead")
-        own = Idle(session, options, report=None if json else _tell)
+            notes.print("answers is off: no question is predicted, passages are prefilled")
+        own = Idle(session, options, report=None if json else _print_action)
         done = own.run(stop)
         while watch and not stop.wait(pause):
             done += own.run(stop)
     if json:
-        print_json([asdict(did) for did in done])
+        print_json([asdict(action) for action in done])
         return
     _sum_up(own, done)
 
 
-def _tell(did: Did) -> None:
-    ended = "" if did.finished else " (stopped)"
-    typer.echo(f"{did.action:<14} {did.seconds:6.1f} s {did.tokens:6} tokens  {printable(did.what)}{ended}")
+def _print_action(action: IdleAction) -> None:
+    ended = "" if action.finished else " (stopped)"
+    typer.echo(f"{action.action:<14} {action.seconds:6.1f} s {action.tokens:6} tokens  {printable(action.what)}{ended}")
 
 
-def _sum_up(own: Idle, done: list[Did]) -> None:
+def _sum_up(own: Idle, done: list[IdleAction]) -> None:
     energy = "" if own.spent.joules is None else f", {own.spent.joules:.0f} J"
     typer.echo(f"{len(done)} things in {own.spent.seconds:.1f} s, {own.spent.flop / 1e12:.2f} TFLOP{energy}")
-    if own.hindered is not None:
-        typer.echo(f"Stopped: {own.hindered}.", err=True)
+    if own.blocked_by is not None:
+        typer.echo(f"Stopped: {own.blocked_by}.", err=True)
 
 
 def _show_log(loading: dict[str, Any], last: int, json: bool) -> None:
-    """What was done; no model is needed for that."""
+    """Print the log; needs no model."""
     from rekindle.cli.console import print_json, print_table
-    from rekindle.cli.knowledge import opened
-    from rekindle.run.work import last_work, worked
+    from rekindle.cli.knowledge import open_knowledge
+    from rekindle.idle.log import recent_actions, summarize_actions
 
     names = ("cache", "library", "embedder", "tenant", "cache_salt")
-    with opened({name: value for name, value in loading.items() if name in names and value is not None}) as known:
+    with open_knowledge(
+        {name: value for name, value in loading.items() if name in names and value is not None}
+    ) as known:
         library = known.library()
-        ways, entries = worked(library), last_work(library, last)
+        ways, entries = summarize_actions(library), recent_actions(library, last)
     if json:
         print_json({"actions": [asdict(way) for way in ways], "last": [asdict(entry) for entry in entries]})
         return

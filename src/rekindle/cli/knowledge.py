@@ -1,4 +1,4 @@
-"""`rekindle ingest`, `rekindle knowledge` and `rekindle forget`: documents into the library, and out of it."""
+"""`rekindle ingest`, `rekindle knowledge` and `rekindle forget`: put documents into the library, list, remove them."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli import app
+from rekindle.cli.app import app
 from rekindle.cli.ask import Retrieval, TopK
 from rekindle.cli.options import AsJson, library_options, takes
-from rekindle.core.visible import printable
 from rekindle.errors import ExtraMissing, InvalidSetting
+from rekindle.text.visible import printable
 
 if TYPE_CHECKING:
-    from rekindle.knowledge.ingest import Ingested, Step
-    from rekindle.run.knowledge import Knowledge
+    from rekindle.knowledge.ingest import IngestProgress, IngestResult
+    from rekindle.knowledge.library_file import LibraryCheck
+    from rekindle.session.library import Knowledge
 
 knowledge = typer.Typer(
-    help="Look at the documents that were ingested, and search them.", no_args_is_help=True, rich_markup_mode=None
+    help="List and search the documents that were ingested.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(knowledge, name="knowledge")
 
 Names = Annotated[list[str], typer.Argument(metavar="DOCUMENT...", help="Documents: by name, path or source.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
 @app.command()
@@ -34,24 +36,24 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 def ingest(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Files, folders, or patterns in quotes.")],
     settings: dict[str, Any],
-    watch: Annotated[bool, typer.Option("--watch", help="Go on, and follow what changes.")] = False,
-    size: Annotated[int, typer.Option(min=10, help="About how long a passage is.")] = 100,
-    by: Annotated[str, typer.Option(help="In what passages are measured: words, or tokens of the embedder.")] = "words",
+    watch: Annotated[bool, typer.Option("--watch", help="Continue, and follow changes.")] = False,
+    size: Annotated[int, typer.Option(min=10, help="About the length of a passage.")] = 100,
+    by: Annotated[str, typer.Option(help="The unit of length: words, or tokens of the embedder.")] = "words",
     overlap: Annotated[int, typer.Option(min=0, help="How much of a passage the next one repeats.")] = 0,
-    owner: Annotated[str | None, typer.Option("--app", help="Whose documents they are, for `forget --app`.")] = None,
+    owner: Annotated[str | None, typer.Option("--app", help="The app they belong to, for `forget --app`.")] = None,
     json: AsJson = False,
 ) -> None:
     """Read documents into the library: txt, md, html, pdf, eml, mbox, docx, json, jsonl, csv.
 
-    What did not change is not read again; what is gone from a folder is removed.
+    Unchanged files are not read again; documents whose files vanished from a folder are removed.
     """
     from rekindle.cli.console import print_json
     from rekindle.knowledge.split import Splitting
 
     splitting = Splitting(size, by, overlap)  # type: ignore[arg-type]
-    with opened(settings) as known:
+    with open_knowledge(settings) as known:
 
-        def once(some: list[str]) -> Ingested:
+        def once(some: list[str]) -> IngestResult:
             with _progress() as report:
                 done = known.ingest(some, splitting=splitting, app=owner, report=report)
             if json:
@@ -74,7 +76,8 @@ def list_documents(settings: dict[str, Any], json: AsJson = False) -> None:
     """List the documents, the newest first."""
     from rekindle.cli.console import print_json, print_table
 
-    with opened(settings) as known:
+    with open_knowledge(settings) as known:
+        known.warn()
         entries = known.library().entries()
     if json:
         print_json([asdict(entry) for entry in entries])
@@ -90,10 +93,11 @@ def list_documents(settings: dict[str, Any], json: AsJson = False) -> None:
 @knowledge.command("show")
 @takes(settings=library_options)
 def show_document(names: Names, settings: dict[str, Any], json: AsJson = False) -> None:
-    """Show the passages of documents as they are retrieved."""
+    """Show the passages of documents."""
     from rekindle.cli.console import print_json
 
-    with opened(settings) as known:
+    with open_knowledge(settings) as known:
+        known.warn()
         library = known.library()
         found = [(entry, library.chunks_of(entry.id)) for name in names for entry in library.find(name)]
     if json:
@@ -116,16 +120,16 @@ def search(
     retrieval: Retrieval = "fused",
     json: AsJson = False,
 ) -> None:
-    """Find passages, without asking a model."""
+    """Find passages, without a model."""
     from rekindle.cli.console import notes, print_json
 
-    with opened(settings) as known:
+    with open_knowledge(settings) as known:
         found = known.search(question, top_k, retrieval)  # type: ignore[arg-type]
     if json:
         print_json([asdict(hit) for hit in found.hits])
         return
     for number, hit in enumerate(found.hits, start=1):
-        ranks = f"words {hit.word_rank or '-'}, meaning {hit.meaning_rank or '-'}"
+        ranks = f"bm25 {hit.bm25_rank or '-'}, embedding {hit.embedding_rank or '-'}"
         typer.echo(printable(f"[{number}] {hit.chunk.title}  ({hit.chunk.source}, {hit.chunk.name})  {ranks}"))
         for line in printable(hit.chunk.passage.shown).splitlines():
             typer.echo(f"    | {line}")
@@ -139,23 +143,102 @@ def search(
 @knowledge.command("stats")
 @takes(settings=library_options)
 def show_stats(settings: dict[str, Any], json: AsJson = False) -> None:
-    """How much there is, and what is retrieved most."""
+    """Show the size of the library, and the passages retrieved most."""
     from rekindle.cli.console import print_json, print_table
     from rekindle.core.size import human_bytes
 
-    with opened(settings) as known:
+    with open_knowledge(settings) as known:
+        known.warn()
         library = known.library()
-        counts, most = library.counts(), library.most_retrieved(10)
+        counts, top = library.counts(), library.top_retrieved(10)
+        used, limit = known.limit.used_bytes(), known.limit.limit_bytes
     if json:
-        print_json({**counts, "folder": str(known.folder), "most_retrieved": [asdict(chunk) for chunk in most]})
+        space = {"folder": str(known.folder), "folder_bytes": used, "limit_bytes": limit}
+        print_json({**counts, **space, "top_retrieved": [asdict(chunk) for chunk in top]})
         return
     typer.echo(
         f"{counts['documents']:,} documents, {counts['chunks']:,} passages ({counts['embedded']:,} with a vector), "
         f"{counts['characters']:,} characters, {human_bytes(counts['file_bytes'])} in {known.folder}"
     )
-    if most:
-        rows = [[chunk.name, printable(chunk.title)[:40], printable(chunk.passage.text)[:60]] for chunk in most]
+    allowed = "no limit" if limit is None else f"library_limit {human_bytes(limit)}"
+    typer.echo(f"{human_bytes(used)} with those of other tenants and salts ({allowed})")
+    if top:
+        rows = [[chunk.name, printable(chunk.title)[:40], printable(chunk.passage.text)[:60]] for chunk in top]
         print_table(["document", "title", "passage"], rows, title="retrieved most")
+
+
+@knowledge.command("check")
+@takes(settings=library_options)
+def check(
+    settings: dict[str, Any],
+    fix: Annotated[bool, typer.Option("--fix", help="Salvage a damaged library.")] = False,
+    acknowledge: Annotated[bool, typer.Option("--acknowledge", help="Stop reporting what was lost.")] = False,
+    remove_damaged: Annotated[
+        bool, typer.Option("--remove-damaged", help="Remove damaged files that were salvaged; nothing else does.")
+    ] = False,
+    yes: Yes = False,
+    json: AsJson = False,
+) -> None:
+    """Check the whole file of the library. A damaged file is never written to: it stays beside the new one.
+
+    A library that is found damaged in use is salvaged at once; this also finds damage that was not met yet.
+    """
+    from rekindle.cli.console import print_json
+    from rekindle.session.library import ADVICE
+
+    if remove_damaged and not yes and not json:
+        typer.confirm("Remove damaged files of the library? What was not saved from them is lost.", abort=True)
+    with open_knowledge(settings) as known:
+        found = known.check(fix=fix)
+        sound = found.damage is None or found.salvaged is not None
+        if acknowledge and sound:
+            known.acknowledge()
+        lost = known.losses() if sound else []
+        removed = known.remove_damaged() if remove_damaged and sound else ()
+    left = [str(path) for path in found.damaged_files if path not in removed]
+    if json:
+        saved = None if found.salvaged is None else asdict(found.salvaged)
+        print_json(
+            {"damage": found.damage, "salvaged": saved, "lost": [asdict(loss) for loss in lost], "damaged_files": left}
+        )
+    else:
+        _show_check(found, [loss.sentence(ADVICE) for loss in lost], left, len(removed))
+    if not sound:
+        raise typer.Exit(1)
+
+
+@knowledge.command("export")
+@takes(settings=library_options)
+def export_library(
+    file: Annotated[Path, typer.Argument(help="The backup to write.")], settings: dict[str, Any], json: AsJson = False
+) -> None:
+    """Write all documents with their passages to a backup file, one JSON value per line."""
+    from rekindle.cli.console import print_json
+
+    with open_knowledge(settings) as known:
+        done = known.export(file)
+    if json:
+        print_json(asdict(done))
+    else:
+        typer.echo(f"{done.documents} documents with {done.passages} passages exported to {file}")
+
+
+@knowledge.command("import")
+@takes(settings=library_options)
+def import_library(
+    file: Annotated[Path, typer.Argument(help="A backup that `rekindle knowledge export` wrote.")],
+    settings: dict[str, Any],
+    json: AsJson = False,
+) -> None:
+    """Verify a whole backup, then add the documents that the library lacks or has incompletely."""
+    from rekindle.cli.console import notes, print_json
+
+    with open_knowledge(settings) as known, notes.status("importing"):
+        done = known.import_(file)
+    if json:
+        print_json(asdict(done))
+    else:
+        typer.echo(f"{done.documents} documents with {done.passages} passages added, {done.known} were there")
 
 
 @knowledge.command("rm")
@@ -174,13 +257,13 @@ def forget(
     ] = None,
     owner: Annotated[str | None, typer.Option("--app", help="The documents of this app.")] = None,
     before: Annotated[
-        str | None, typer.Option(help="Those ingested before: 2026-01-31, 2026-01-31T12:00, or 30d ago.")
+        str | None, typer.Option(help="Documents ingested before: 2026-01-31, 2026-01-31T12:00, or 30d ago.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All documents.")] = False,
     yes: Yes = False,
     json: AsJson = False,
 ) -> None:
-    """Forget documents: their text, vectors and words, and all KV that was computed from them, to the last byte."""
+    """Forget documents: their text, vectors and words, and all KV computed from them, to the last byte."""
     if everything and not yes and not json:
         typer.confirm("Forget all documents?", abort=True)
     _forget(settings, json, *(names or ()), app=owner, before=_moment(before), everything=everything)
@@ -189,20 +272,36 @@ def forget(
 def _forget(settings: dict[str, Any], json: bool, *names: str, **choice: Any) -> None:
     from rekindle.cli.console import notes, print_json
 
-    with opened(settings) as known, notes.status("forgetting"):
+    with open_knowledge(settings) as known, notes.status("forgetting"):
         gone = known.forget(*names, **choice)
     if json:
-        print_json({"documents": [asdict(entry) for entry in gone.documents], "passages": gone.passages})
+        damaged = [str(path) for path in gone.damaged_files]
+        documents = [asdict(entry) for entry in gone.documents]
+        print_json({"documents": documents, "passages": gone.passages, "damaged_files": damaged})
         return
     for entry in gone.documents:
         typer.echo(printable(f"forgot {entry.name}  {entry.title}  ({entry.source})"))
     typer.echo(f"{len(gone.documents)} documents with {gone.passages} passages")
 
 
+def _show_check(found: LibraryCheck, lost: list[str], left: list[str], removed: int) -> None:
+    if found.salvaged is not None:
+        saved = found.salvaged
+        typer.echo(f"damaged ({found.damage}): {saved.documents} documents with {saved.passages} passages were saved")
+    else:
+        typer.echo("sound" if found.damage is None else f"damaged: {found.damage}. Save what can be read with --fix.")
+    for sentence in lost:
+        typer.echo(printable(sentence))
+    for path in left:
+        typer.echo(f"damaged file: {path}")
+    if removed:
+        typer.echo(f"{removed} damaged files removed")
+
+
 @contextmanager
-def opened(settings: dict[str, Any]) -> Iterator[Knowledge]:
-    """The libraries that the settings name; no model that writes is loaded."""
-    from rekindle.run.knowledge import Knowledge, purging
+def open_knowledge(settings: dict[str, Any]) -> Iterator[Knowledge]:
+    """The libraries of the settings, without a language model."""
+    from rekindle.session.library import Knowledge, purging
     from rekindle.settings import Settings
 
     chosen = Settings.load(settings)
@@ -214,7 +313,7 @@ def opened(settings: dict[str, Any]) -> Iterator[Knowledge]:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Step], None]]:
+def _progress() -> Iterator[Callable[[IngestProgress], None]]:
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -224,14 +323,14 @@ def _progress() -> Iterator[Callable[[Step], None]]:
     with Progress(*columns, TimeElapsedColumn(), console=notes, transient=True, disable=not notes.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
-        def report(step: Step) -> None:
+        def report(step: IngestProgress) -> None:
             words = f"{step.documents:,} documents, {step.passages:,} passages  {escape(printable(step.name)[:40])}"
             bar.update(task, completed=step.files_done, total=step.files, description=words)
 
         yield report
 
 
-def _show(done: Ingested) -> None:
+def _show(done: IngestResult) -> None:
     from rekindle.cli.console import print_table
 
     if done.problems:
@@ -245,14 +344,14 @@ def _show(done: Ingested) -> None:
     )
 
 
-def _watch(paths: list[str], once: Callable[[list[str]], Ingested]) -> None:
-    """Ingest everything, then what changes, until somebody stops it."""
+def _watch(paths: list[str], once: Callable[[list[str]], IngestResult]) -> None:
+    """Ingest everything, then what changes, until Ctrl-C."""
     from rekindle.cli.console import notes
-    from rekindle.knowledge.watch import changes
+    from rekindle.knowledge.paths import watch_changes
 
     notes.print("watching; stop with Ctrl-C", style="dim")
     try:
-        for some in changes(paths):
+        for some in watch_changes(paths):
             once(some)
     except ImportError as error:
         raise ExtraMissing('--watch needs: pip install "rekindle[knowledge]"') from error

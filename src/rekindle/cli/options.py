@@ -1,4 +1,4 @@
-"""Options that several commands share, declared once.
+"""Options that several commands share, declared once; and prompts read from files.
 
     @takes(loading=loading_options, sampling=sampling_options)
     def run(prompt: str, loading: dict[str, Any], sampling: dict[str, Any]) -> None: ...
@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Container
+import json
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rekindle.core.request import DEFAULT_MAX_TOKENS
+from rekindle.core.request import DEFAULT_MAX_TOKENS, PromptLike
 from rekindle.errors import InvalidPrompt
-from rekindle.settings import doc_of
+from rekindle.settings import SETTINGS, names_in
+from rekindle.settings.setting import Setting
 
 Group = Callable[..., dict[str, Any]]
 
@@ -40,80 +42,60 @@ Model = Annotated[
         autocompletion=complete_model,
     ),
 ]
+ModelOption = Annotated[
+    str,
+    typer.Option("--model", "-m", help="A name, a folder, a .gguf file, or ORG/NAME.", autocompletion=complete_model),
+]
 OptionalModel = Annotated[str | None, Model.__metadata__[0]]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 System = Annotated[str | None, typer.Option(help="The system message.")]
 
 
-def loading_options(
-    engine: Annotated[str | None, typer.Option(help=doc_of("engine"))] = None,
-    device: Annotated[str | None, typer.Option(help=doc_of("device"))] = None,
-    dtype: Annotated[str | None, typer.Option(help=doc_of("dtype"))] = None,
-    context: Annotated[int | None, typer.Option(help=doc_of("context"))] = None,
-    threads: Annotated[int | None, typer.Option(help=doc_of("threads"))] = None,
-    gpu_layers: Annotated[int | None, typer.Option(help=doc_of("gpu_layers"))] = None,
-    flash_attention: Annotated[str | None, typer.Option(help=doc_of("flash_attention"))] = None,
-    kv_type: Annotated[str | None, typer.Option(help=doc_of("kv_type"))] = None,
-    kv_tokens: Annotated[int | None, typer.Option(help=doc_of("kv_tokens"))] = None,
-    batch_tokens: Annotated[int | None, typer.Option(help=doc_of("batch_tokens"))] = None,
-    micro_batch_tokens: Annotated[int | None, typer.Option(help=doc_of("micro_batch_tokens"))] = None,
-    cache: Annotated[str | None, typer.Option(help=doc_of("cache"))] = None,
-    library: Annotated[str | None, typer.Option(help=doc_of("library"))] = None,
-    embedder: Annotated[str | None, typer.Option(help=doc_of("embedder"))] = None,
-    reuse: Annotated[str | None, typer.Option(help=doc_of("reuse"))] = None,
-    codec: Annotated[str | None, typer.Option(help=doc_of("codec"))] = None,
-    answers: Annotated[str | None, typer.Option(help=doc_of("answers"))] = None,
-    similarity_threshold: Annotated[float | None, typer.Option(help=doc_of("similarity_threshold"))] = None,
-    origin: Annotated[str | None, typer.Option(help=doc_of("origin"))] = None,
-    origin_keys: Annotated[str | None, typer.Option(help=doc_of("origin_keys"))] = None,
-    origin_token: Annotated[str | None, typer.Option(help=doc_of("origin_token"))] = None,
-    origin_secret: Annotated[str | None, typer.Option(help=doc_of("origin_secret"))] = None,
-    mender: Annotated[str | None, typer.Option(help=doc_of("mender"))] = None,
-    mend_budget: Annotated[float | None, typer.Option(help=doc_of("mend_budget"))] = None,
-    memory_limit: Annotated[str | None, typer.Option(help=doc_of("memory_limit"))] = None,
-    disk_limit: Annotated[str | None, typer.Option(help=doc_of("disk_limit"))] = None,
-    adapter: Annotated[str | None, typer.Option(help=doc_of("adapter"))] = None,
-    tenant: Annotated[str | None, typer.Option(help=doc_of("tenant"))] = None,
-    cache_salt: Annotated[str | None, typer.Option(help=doc_of("cache_salt"))] = None,
-    deterministic: Annotated[
-        bool | None, typer.Option("--deterministic/--no-deterministic", help=doc_of("deterministic"))
-    ] = None,
-    keep_reply_tokens: Annotated[
-        bool | None, typer.Option("--keep-reply-tokens/--no-keep-reply-tokens", help=doc_of("keep_reply_tokens"))
-    ] = None,
-) -> dict[str, Any]:
-    """The settings that were given as flags; the others come from the environment, the file and the defaults."""
-    given = dict(locals())  # the parameters: nothing else is local yet
-    return {name: value for name, value in given.items() if value is not None}
+def settings_options(names: Iterable[str]) -> Group:
+    """A group with the options of these settings. The command receives those that were given, by name; the others come
+    from the environment, the file and the defaults.
+    """
+
+    def given(**values: Any) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if value is not None}
+
+    parameters = [_parameter(SETTINGS[name]) for name in names]
+    given.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return given
 
 
-def library_options(
-    cache: Annotated[str | None, typer.Option(help=doc_of("cache"))] = None,
-    library: Annotated[str | None, typer.Option(help=doc_of("library"))] = None,
-    embedder: Annotated[str | None, typer.Option(help=doc_of("embedder"))] = None,
-    key_file: Annotated[str | None, typer.Option(help=doc_of("key_file"))] = None,
-    tenant: Annotated[str | None, typer.Option(help=doc_of("tenant"))] = None,
-    cache_salt: Annotated[str | None, typer.Option(help=doc_of("cache_salt"))] = None,
-) -> dict[str, Any]:
-    """The settings of what needs no model to write, as far as they were given."""
-    given = dict(locals())  # the parameters: nothing else is local yet
-    return {name: value for name, value in given.items() if value is not None}
+def _parameter(setting: Setting) -> inspect.Parameter:
+    """A setting as a typer option. Choices are only shown here; the settings model checks them."""
+    flags = f"{setting.flag}/--no-{setting.flag[2:]}" if setting.type is bool else setting.flag
+    default = str(setting.default) if setting.default else False
+    option = typer.Option(flags, help=setting.doc, metavar="|".join(setting.choices) or None, show_default=default)
+    kind = list[str] if setting.type is list else setting.type
+    return inspect.Parameter(
+        setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+_OF_A_REQUEST = ("adapter", "deterministic", "keep_reply_tokens")
+engine_options = settings_options([name for name in names_in("model") if name not in _OF_A_REQUEST])
+loading_options = settings_options(names_in("model", "cache", "chunks", "library", "answers", "remote"))
+serving_options = settings_options(names_in("retention", "serving"))
+server_options = settings_options(names_in("server"))
+library_options = settings_options(["cache", *names_in("library"), "key_file", "tenant", "cache_salt"])
 
 
 def sampling_options(
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", help="Stop after so many tokens.")
+        int, typer.Option("--max-tokens", "-n", help="The longest reply, in tokens.")
     ] = DEFAULT_MAX_TOKENS,
-    min_tokens: Annotated[int, typer.Option(help="Do not let the model end its reply before.")] = 0,
+    min_tokens: Annotated[int, typer.Option(help="The shortest reply, in tokens.")] = 0,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens.")] = None,
-    top_p: Annotated[float, typer.Option(help="Only the likeliest tokens that hold this share.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Only the likeliest tokens with this share of the probability.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Only tokens this share as likely as the likeliest.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 avoids repetition.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text (may be given more than once).")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text. Repeatable.")] = None,
 ) -> dict[str, Any]:
-    """How a reply is drawn."""
     return {
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,
@@ -128,9 +110,9 @@ def sampling_options(
 
 
 def takes(without: Container[str] = (), **groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of these groups, in place of its parameters of the same names.
+    """Give a command the options of these groups, instead of its parameters of the same names.
 
-    Those named in `without` are left out, and keep their defaults.
+    Options named in `without` are left out and keep their defaults.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -160,7 +142,7 @@ def takes(without: Container[str] = (), **groups: Group) -> Callable[[Callable[.
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; raises `InvalidPrompt` if it is none."""
+    """The text of a file. Raises `InvalidPrompt` if it is not UTF-8 or cannot be read."""
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError as error:
@@ -170,3 +152,40 @@ def read_text(path: Path) -> str:
         ) from None
     except OSError as error:
         raise InvalidPrompt(f"{path} cannot be read ({error.strerror}).") from None
+
+
+def read_prompts(path: Path, *, raw: bool, as_system: bool) -> list[PromptLike]:
+    """The prompts of a file.
+
+    .json    one prompt: a list of messages, `{"messages": [...]}`, or `{"prompt": "text"}`
+    .jsonl   one such prompt per line
+    others   a text: a user message, a system message, or as it is (`raw`)
+    """
+    text = read_text(path)
+    if path.suffix == ".json":
+        return [_parse(text, str(path))]
+    if path.suffix == ".jsonl":
+        return list(_parse_lines(text, path))
+    if raw:
+        return [text]
+    return [[{"role": "system" if as_system else "user", "content": text}]]
+
+
+def _parse_lines(text: str, path: Path) -> Iterator[PromptLike]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            yield _parse(line, f"{path}, line {number}")
+
+
+def _parse(text: str, where: str) -> PromptLike:
+    try:
+        value: Any = json.loads(text)
+    except ValueError as error:
+        raise InvalidPrompt(f"{where} is not JSON ({error}).") from None
+    if isinstance(value, dict):
+        value = value.get("messages", value.get("prompt"))
+    if not isinstance(value, (list, str)) or not value:
+        raise InvalidPrompt(
+            f'{where} is no prompt. Write a list of messages, {{"messages": ...}} or {{"prompt": ...}}.'
+        )
+    return value

@@ -1,4 +1,4 @@
-"""`rekindle origin`: publish KV as signed files, look at them, remove them, serve them."""
+"""`rekindle origin`: publish KV as signed files, list, remove and serve them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli import app
+from rekindle.cli.app import app
 from rekindle.cli.options import AsJson, Model, loading_options, takes
 from rekindle.cli.warm import AsSystem, Raw
 from rekindle.errors import InvalidPrompt, InvalidSetting
+from rekindle.safe_read import read_secret_file
 
 if TYPE_CHECKING:
     from rekindle.core.kv import KvLayout
-    from rekindle.origin.folder import Listed
-    from rekindle.origin.publish import Published
+    from rekindle.remote.publish.folder import PublishedContext
+    from rekindle.remote.publish.publisher import PublishResult
 
 origin = typer.Typer(
     help="Publish KV for other machines: plain files, signed, encrypted if you want.",
@@ -34,11 +35,11 @@ SecretFile = Annotated[
 
 @origin.command()
 def key(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make. Never an existing one.")],
-    secret: Annotated[bool, typer.Option("--secret", help="A secret to encrypt with, in place of a key.")] = False,
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="The file to create. Never an existing one.")],
+    secret: Annotated[bool, typer.Option("--secret", help="A secret to encrypt with, instead of a key.")] = False,
 ) -> None:
-    """Make a key to sign with, and FILE.pub for those who shall trust it; or a secret to encrypt with."""
-    from rekindle.origin.signing import make_secret, make_signing_key
+    """Make a signing key and FILE.pub, which clients trust; or a secret to encrypt with."""
+    from rekindle.remote.signing import make_secret, make_signing_key
 
     if secret:
         make_secret(path)
@@ -49,43 +50,43 @@ def key(
 
 
 @origin.command()
-@takes(without={"reuse", "answers", "similarity_threshold", "mender", "mend_budget"}, loading=loading_options)
+@takes(without={"reuse", "answers", "similarity_threshold", "recompute_budget"}, loading=loading_options)
 def publish(
     model: Model,
     loading: dict[str, Any],
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The folder of the origin; made if need be.")],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The folder of the origin; created if needed.")],
     sign: Annotated[Path, typer.Option("--key", help="The key to sign with: rekindle origin key FILE")],
     prompt: Annotated[str | None, typer.Argument(help="A prompt.")] = None,
     file: Annotated[
-        list[Path] | None, typer.Option("--file", "-f", help="Texts, .json or .jsonl with messages. Several times.")
+        list[Path] | None, typer.Option("--file", "-f", help="Texts, .json or .jsonl with messages. Repeatable.")
     ] = None,
     knowledge: Annotated[
-        bool, typer.Option("--knowledge", help="What questions begin with: the system prompt, passages often used.")
+        bool, typer.Option("--knowledge", help="What questions begin with: the system prompt, frequent passages.")
     ] = False,
-    passages: Annotated[int, typer.Option(min=0, max=1000, help="With --knowledge: so many passages.")] = 8,
+    passages: Annotated[int, typer.Option(min=0, max=1000, help="With --knowledge: number of passages.")] = 8,
     raw: Raw = False,
     as_system: AsSystem = False,
     levels: Annotated[
-        str, typer.Option(help="How good, side by side: near (as the setting codec says), raw, q8, q5, q4, q3, q2.")
-    ] = "near",
+        str, typer.Option(help="Quality levels to publish: quantized (as codec says), raw, q8, q5, q4, q3, q2.")
+    ] = "quantized",
     secret: SecretFile = None,
     json: AsJson = False,
 ) -> None:
-    """Publish the KV of prompts: computed, or taken from the cache. What is published already costs nothing."""
+    """Publish the KV of prompts, computed or from the cache. What is already published costs nothing."""
     from rekindle.cli.console import counting, print_json, progress
     from rekindle.core.cells import CHUNK_TOKENS
     from rekindle.core.request import Request
-    from rekindle.origin.publish import Publisher
-    from rekindle.origin.signing import SigningKey, read_secret
-    from rekindle.run.publishing import beginnings, computed, levels_of
-    from rekindle.run.session import Session
-    from rekindle.run.streams import local_tenants
+    from rekindle.remote.publish.publisher import Publisher
+    from rekindle.remote.remote_kv import local_tenants
+    from rekindle.remote.signing import SigningKey, read_secret
+    from rekindle.session.publish import beginnings, computed, levels_of
+    from rekindle.session.session import Session
 
     prompts = _prompts(prompt, file or (), raw=raw, as_system=as_system)
     if not prompts and not knowledge:
         raise InvalidSetting("Give a prompt, name files with --file, or say --knowledge.")
     signing, secrets = SigningKey.read(sign), None if secret is None else read_secret(secret)
-    done: list[tuple[Published, KvLayout]] = []
+    done: list[tuple[PublishResult, KvLayout]] = []
     short = 0
     with progress(model) as report, Session(model, **loading, progress=report) as session:
         publisher = Publisher(to, signing, secret=secrets, local_only=local_tenants(session.settings.local_tenants))
@@ -111,11 +112,11 @@ def publish(
 
 @origin.command("ls")
 def list_contexts(folder: Folder, secret: SecretFile = None, json: AsJson = False) -> None:
-    """List the contexts in a folder. Without their secret, encrypted ones tell no more than their size."""
+    """List the contexts in a folder. Without the secret, encrypted ones only show their size."""
     from rekindle.cli.console import print_json, print_table
     from rekindle.core.size import human_bytes
-    from rekindle.origin.folder import OriginFolder
-    from rekindle.origin.signing import read_secret
+    from rekindle.remote.publish.folder import OriginFolder
+    from rekindle.remote.signing import read_secret
 
     secrets = None if secret is None else read_secret(secret)
     found = [_about(listed, secrets) for listed in OriginFolder(folder).contexts()]
@@ -140,10 +141,10 @@ def list_contexts(folder: Folder, secret: SecretFile = None, json: AsJson = Fals
 @origin.command("rm")
 def remove(
     folder: Folder,
-    contexts: Annotated[list[str], typer.Argument(metavar="CONTEXT...", help="By the beginning of their names.")],
+    contexts: Annotated[list[str], typer.Argument(metavar="CONTEXT...", help="By a prefix of their names.")],
 ) -> None:
-    """Remove contexts: from the index, then their files. What clients or a CDN have fetched, they still have."""
-    from rekindle.origin.folder import OriginFolder
+    """Remove contexts from the index, then their files. Clients and CDNs keep what they fetched."""
+    from rekindle.remote.publish.folder import OriginFolder
 
     place = OriginFolder(folder)
     for name in contexts:
@@ -156,25 +157,24 @@ def serve(
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.")] = 8378,
     token_file: Annotated[
-        Path | None, typer.Option(help="A file with tokens, one a line; a client must send one of them.")
+        Path | None, typer.Option(help="A file with tokens, one per line; a client must send one of them.")
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="A file with the certificate, and those above it.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="A file with the certificate chain.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="A file with the certificate's key.")] = None,
     public: Annotated[bool, typer.Option("--public", help="Let others read without a token.")] = False,
 ) -> None:
     """Serve a folder over HTTP, as any web server could. Needs no model and no keys."""
     from rekindle.cli.console import notes
-    from rekindle.origin.app import Tokens
-    from rekindle.origin.serve import OriginServer, OriginSettings
+    from rekindle.remote.publish.serve import AccessTokens, OriginServer, OriginSettings
 
-    settings = OriginSettings(host, port, Tokens(_read_tokens(token_file)), tls_cert, tls_key, public)
+    settings = OriginSettings(host, port, AccessTokens(_read_tokens(token_file)), tls_cert, tls_key, public)
     server = OriginServer(folder, settings)
     notes.print(f"{folder} at {server.url}", soft_wrap=True)
     server.run()
 
 
 def _prompts(prompt: str | None, files: Sequence[Path], *, raw: bool, as_system: bool) -> list[Any]:
-    from rekindle.cli.prompts import read_prompts
+    from rekindle.cli.options import read_prompts
 
     found = [one for path in files for one in read_prompts(path, raw=raw, as_system=as_system)]
     if prompt is not None:
@@ -184,7 +184,7 @@ def _prompts(prompt: str | None, files: Sequence[Path], *, raw: bool, as_system:
     return found
 
 
-def _fields(published: Published, layout: KvLayout) -> dict[str, Any]:
+def _fields(published: PublishResult, layout: KvLayout) -> dict[str, Any]:
     numbers = published.tokens * layout.token_bytes // layout.numpy_dtype.itemsize
     return {
         "context": published.context,
@@ -202,7 +202,7 @@ def _fields(published: Published, layout: KvLayout) -> dict[str, Any]:
     }
 
 
-def _lines(published: Published, layout: KvLayout) -> Iterator[str]:
+def _lines(published: PublishResult, layout: KvLayout) -> Iterator[str]:
     from rekindle.core.size import human_bytes
 
     for level in _fields(published, layout)["levels"]:
@@ -210,8 +210,8 @@ def _lines(published: Published, layout: KvLayout) -> Iterator[str]:
         yield f"{level['name']:5} {human_bytes(level['size_bytes'])}, {level['bits']:.2f} bits a number{known}"
 
 
-def _about(listed: Listed, secret: Any) -> dict[str, Any]:
-    """What can be told of a context. Nothing of it is believed: that is for clients."""
+def _about(listed: PublishedContext, secret: Any) -> dict[str, Any]:
+    """What a context says of itself, unverified: clients verify it."""
     header, manifest = listed.header, None
     state = "damaged" if listed.manifest is None else "encrypted"
     if listed.manifest is not None:
@@ -236,10 +236,7 @@ def _about(listed: Listed, secret: Any) -> dict[str, Any]:
 def _read_tokens(path: Path | None) -> list[str]:
     if path is None:
         return []
-    try:
-        lines = [line.strip() for line in path.expanduser().read_text("utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSetting(f"The token file {path} cannot be read: {error}.") from None
+    lines = [line.strip() for line in read_secret_file(path, "The token file").decode("utf-8", "replace").splitlines()]
     found = [line for line in lines if line and not line.startswith("#")]
     if not found:
         raise InvalidSetting(f"The token file {path} holds no token.")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rekindle.cli import app
+from rekindle.cli.app import app
 from rekindle.cli.options import AsJson, Model, System, loading_options, read_text, sampling_options, takes
 from rekindle.core.request import PromptLike
 from rekindle.errors import InvalidPrompt
@@ -29,7 +29,7 @@ def run(
     """Ask a model once. The reply streams to standard output, sizes and times go to standard error."""
     from rekindle.cli.console import notes, print_json, progress
     from rekindle.core.request import as_messages
-    from rekindle.run.session import Session
+    from rekindle.session.session import Session
 
     text = _read_prompt(prompt, file)
     if raw and system is not None:

@@ -1,4 +1,4 @@
-"""`rekindle serve`: an OpenAI-compatible server; `rekindle ps`: those that run."""
+"""`rekindle serve`: an OpenAI-compatible server; `rekindle ps`: running servers."""
 
 from __future__ import annotations
 
@@ -9,89 +9,46 @@ from typing import Annotated, Any
 
 import typer
 
-from rekindle.cli import app
-from rekindle.cli.options import AsJson, Model, loading_options, takes
+from rekindle.cli.app import app
+from rekindle.cli.options import AsJson, Model, loading_options, server_options, serving_options, takes
 from rekindle.errors import InvalidSetting
-from rekindle.settings import doc_of
-
-KEYS_VARIABLE = "REKINDLE_API_KEYS"
-_DEFAULT_PORT = 8377
+from rekindle.safe_read import read_secret_file
+from rekindle.settings import API_KEYS_VARIABLE, ServerSettings, Settings
 
 
 @app.command()
-@takes(without={"adapter"}, loading=loading_options)
+@takes(without={"adapter"}, server=server_options, serving=serving_options, loading=loading_options)
 def serve(
     model: Model,
     loading: dict[str, Any],
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.")] = _DEFAULT_PORT,
+    serving: dict[str, Any],
+    server: dict[str, Any],
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help="A key that clients must send, or NAME=KEY; each is a tenant. May be given several times."),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help=f"A file with such keys, one a line. Also the variable {KEYS_VARIABLE}.")
+        typer.Option(help="A key that clients must send, or NAME=KEY; each is a tenant. Repeatable."),
     ] = None,
     admin_key: Annotated[list[str] | None, typer.Option(help="A key that may see and do everything.")] = None,
-    allow_unauthenticated: Annotated[
-        bool, typer.Option("--allow-unauthenticated", help="Let others in without a key.")
-    ] = False,
-    allowed_hosts: Annotated[
-        list[str] | None, typer.Option(help="Answer to this name in the Host header; * to any. Several times.")
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(help="Let web pages of this origin read replies. Several times.")
-    ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
             "--adapter",
             "--lora-modules",
             help="Serve this LoRA adapter as a model too: NAME=PATH, NAME=PATH,scale=0.5, or a name known from "
-            "`rekindle adapters`. Several times.",
+            "`rekindle adapters`. Repeatable.",
         ),
     ] = None,
-    parallel: Annotated[int | None, typer.Option(help=doc_of("parallel"))] = None,
-    queue: Annotated[int, typer.Option(help="How many requests may wait; more are refused with 429.")] = 64,
-    max_body: Annotated[str, typer.Option(help="The largest body that is read.")] = "8MB",
-    max_reply: Annotated[int | None, typer.Option(help="The longest reply, in tokens.")] = None,
-    timeout: Annotated[str, typer.Option(help="The longest a request may take, waiting included.")] = "10m",
-    stop_timeout: Annotated[str, typer.Option(help="How long replies may go on after a signal to stop.")] = "15s",
-    keep_alive: Annotated[str | None, typer.Option(help=doc_of("keep_alive"))] = None,
-    idle: Annotated[
-        bool, typer.Option("--idle", help="Work ahead while nobody asks, as `rekindle idle` does.")
-    ] = False,
-    quiet: Annotated[str, typer.Option(help="With --idle: begin when nobody asked for so long.")] = "30s",
-    on_battery: Annotated[bool, typer.Option("--on-battery", help="With --idle: also without mains.")] = False,
 ) -> None:
-    """Serve a model to OpenAI's clients, with its cache. Ctrl-C or SIGTERM stops it and loses nothing."""
+    """Serve a model with its cache to OpenAI clients. Ctrl-C or SIGTERM stops it and loses nothing."""
     from rekindle.cli.console import notes, progress
-    from rekindle.core.size import parse_duration, parse_limit
-    from rekindle.predict.populate import Conditions
-    from rekindle.run.idle import IdleOptions
-    from rekindle.run.session import Session
-    from rekindle.server.keys import Keys
+    from rekindle.server.auth import ApiKeys, check_settings
     from rekindle.server.serve import Server
-    from rekindle.server.settings import DEFAULT_PARALLEL, ServerSettings
-    from rekindle.settings import Settings
+    from rekindle.server.service import DEFAULT_PARALLEL
+    from rekindle.session.session import Session
 
-    loading = {**loading, "parallel": parallel, "keep_alive": keep_alive}
-    known = Settings.load(loading)
-    settings = ServerSettings(
-        host=host,
-        port=port,
-        keys=Keys([*(api_key or ()), *_read_keys(api_key_file)], admin_key or (), tenant=known.tenant),
-        allow_unauthenticated=allow_unauthenticated,
-        allowed_hosts=tuple(allowed_hosts or ()),
-        origins=tuple(cors_origin or ()),
-        queue=queue,
-        body_bytes=parse_limit(max_body).resolve(0),
-        most_tokens=max_reply,
-        timeout_seconds=parse_duration(timeout),
-        stop_seconds=parse_duration(stop_timeout),
-        ahead=IdleOptions(conditions=Conditions(on_battery=on_battery)) if idle else None,
-        quiet_seconds=parse_duration(quiet),
-    )
+    loading |= serving
+    known, settings = Settings.load(loading), ServerSettings.load(server)
+    keys = ApiKeys([*(api_key or ()), *_read_keys(settings.api_key_file)], admin_key or (), tenant=known.tenant)
+    check_settings(settings, keys)  # before the model is loaded
     if known.parallel is None:
         loading["parallel"] = DEFAULT_PARALLEL
     with progress(model) as report:
@@ -99,18 +56,18 @@ def serve(
     for text in adapter or ():
         if session.adapters.load_text(text).name == session.engine.name:
             raise InvalidSetting(f"--adapter {text}: that is the name of the model itself. Use another.")
-    server = Server(session, settings)
-    notes.print(f"{session.engine.name} at {server.url}/v1 ({server.url}/docs tells more)", soft_wrap=True)
-    server.run()
+    running = Server(session, settings, keys)
+    notes.print(f"{session.engine.name} at {running.url}/v1 ({running.url}/docs tells more)", soft_wrap=True)
+    running.run()
 
 
-def _read_keys(path: Path | None) -> list[str]:
-    texts = [os.environ.get(KEYS_VARIABLE, "")]
+def _read_keys(path: str | None) -> list[str]:
+    texts = [os.environ.get(API_KEYS_VARIABLE, "")]
     if path is not None:
         try:
-            texts.append(path.expanduser().read_text("utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidSetting(f"The key file {path} cannot be read: {error}.") from None
+            texts.append(read_secret_file(Path(path), "The key file").decode())
+        except UnicodeDecodeError as error:
+            raise InvalidSetting(f"The key file {path} cannot be read: {error.reason}.") from None
     lines = [line.strip() for text in texts for line in text.splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
 
@@ -118,10 +75,10 @@ def _read_keys(path: Path | None) -> list[str]:
 @app.command()
 def ps(
     server: Annotated[str | None, typer.Option(help="Ask this server only.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="The key to send, for servers that want one.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The key to send, for servers that need one.")] = None,
     json: AsJson = False,
 ) -> None:
-    """List the servers of this user that run: address, model, what they are doing."""
+    """List this user's running servers: address, model, load."""
     from rekindle.cli.console import print_json, print_table
 
     found = [_ask(url, api_key) for url in ([server] if server else _known_servers())]
@@ -151,10 +108,12 @@ def _known_servers() -> list[str]:
     for path in sorted(servers_folder().glob("*.json")):
         try:
             about = json_.loads(path.read_text("utf-8"))
-            alive = psutil.pid_exists(int(about["pid"]))
-            urls += [str(about["url"])] if alive else []
+            url, process = str(about["url"]), int(about["pid"])
+            ours = path.name == f"{process}.json" and not path.is_symlink()
+            alive = psutil.pid_exists(process) or not ours
+            urls += [url] if ours and alive else []
         except (OSError, ValueError, KeyError, TypeError):
-            alive = True  # being written, or not ours to judge
+            alive = True  # being written, or not ours
         if not alive:
             path.unlink(missing_ok=True)
     return urls
@@ -163,15 +122,21 @@ def _known_servers() -> list[str]:
 def _ask(url: str, api_key: str | None) -> dict[str, Any]:
     import httpx
 
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    from rekindle.cli.server_client import make_client
+
+    # A server that listens on all addresses is asked on the loopback one.
+    here = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/v1/rekindle/server", headers=headers, timeout=5.0)
+        with make_client(here.rstrip("/"), api_key, httpx.Timeout(5.0)) as client:
+            answer = client.get("/v1/rekindle/server")
         if answer.status_code in (401, 403):
-            return {"url": url, "state": "wants a key: --api-key"}
+            return {"url": url, "state": "needs a key: --api-key"}
         about: dict[str, Any] = answer.raise_for_status().json()
+    except InvalidSetting as error:
+        return {"url": url, "state": str(error)}
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         return {"url": url, "state": f"does not answer ({type(error).__name__})"}
-    return {"url": url, "state": "loaded" if about.get("loaded") else "resting", **about}
+    return {"url": url, "state": "loaded" if about.get("loaded") else "unloaded", **about}
 
 
 def _duration(seconds: float | None) -> str:

@@ -1,4 +1,4 @@
-"""`rekindle warm` and `rekindle explain`: prepare prompts, and ask why one is fast or slow."""
+"""`rekindle warm` and `rekindle explain`: prefill prompts in advance, and explain why one is fast or slow."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from rekindle.cli import app
-from rekindle.cli.options import AsJson, System, complete_model, loading_options, takes
+from rekindle.cli.app import app
+from rekindle.cli.options import AsJson, ModelOption, System, loading_options, takes
 from rekindle.errors import CacheUnusable, InvalidSetting
 
-ModelOption = Annotated[
-    str,
-    typer.Option("--model", "-m", help="A name, a folder, a .gguf file, or ORG/NAME.", autocompletion=complete_model),
-]
 Raw = Annotated[bool, typer.Option("--raw", help="A text is continued as it is, without the chat template.")]
 AsSystem = Annotated[bool, typer.Option("--as-system", help="A text is the system message, not the user's.")]
 
@@ -28,18 +24,18 @@ def warm(
         list[Path] | None, typer.Argument(metavar="[FILE]...", help="Texts, .json or .jsonl with messages.")
     ] = None,
     knowledge: Annotated[
-        bool, typer.Option("--knowledge", help="What questions begin with: the system prompt, passages often used.")
+        bool, typer.Option("--knowledge", help="What questions begin with: the system prompt, frequent passages.")
     ] = False,
-    passages: Annotated[int, typer.Option(min=0, max=1000, help="With --knowledge: so many passages.")] = 8,
+    passages: Annotated[int, typer.Option(min=0, max=1000, help="With --knowledge: number of passages.")] = 8,
     model: ModelOption = "smollm2",
     raw: Raw = False,
     as_system: AsSystem = False,
     json: AsJson = False,
 ) -> None:
-    """Compute prompts now and keep their KV: what begins like them then starts at once, also after a restart."""
+    """Prefill prompts now and keep their KV: prompts that begin like them start at once, also after a restart."""
     from rekindle.cli.console import counting, print_json, progress
-    from rekindle.cli.prompts import read_prompts
-    from rekindle.run.session import Session
+    from rekindle.cli.options import read_prompts
+    from rekindle.session.session import Session
 
     if not files and not knowledge:
         raise InvalidSetting("Name files with prompts, or say --knowledge.")
@@ -57,7 +53,7 @@ def warm(
             named += [(name, "") for name in names]
             done += known
         seconds = time.perf_counter() - started
-        outcomes = dict(session.cache.keeper.outcomes) if session.cache.keeper else {}
+        outcomes = dict(session.cache.writer.outcomes) if session.cache.writer else {}
     computed, reused = sum(reuse.computed for reuse in done), sum(reuse.reused for reuse in done)
     if json:
         print_json({"prompts": len(done), "computed_tokens": computed, "known_tokens": reused, "seconds": seconds})
@@ -74,50 +70,50 @@ def warm(
 def explain(
     loading: dict[str, Any],
     file: Annotated[Path | None, typer.Argument(help="A prompt: a text, or .json with messages.")] = None,
-    question: Annotated[str | None, typer.Option(help="In place of a prompt: a question about your documents.")] = None,
+    question: Annotated[str | None, typer.Option(help="Instead of a prompt: a question about your documents.")] = None,
     last: Annotated[bool, typer.Option("--last", help="Explain the last request that was answered.")] = False,
-    number: Annotated[int, typer.Option("--number", "-n", min=1, help="With --last: the last so many.")] = 1,
+    number: Annotated[int, typer.Option("--number", "-n", min=1, help="With --last: number of requests.")] = 1,
     model: ModelOption = "smollm2",
     raw: Raw = False,
     system: System = None,
     json: AsJson = False,
 ) -> None:
-    """Say which spans of a prompt come from where, why the others do not, and what would help."""
+    """Show where each span of a prompt comes from, why the others are computed, and what would help."""
     from rekindle.cli.console import print_json, progress
-    from rekindle.cli.prompts import read_prompts
-    from rekindle.run.session import Session
+    from rekindle.cli.options import read_prompts
+    from rekindle.session.session import Session
 
     if [last, file is not None, question is not None].count(True) != 1:
         raise InvalidSetting("Name a file with a prompt, give a --question, or say --last.")
     if last:
-        told = _last(loading, number)
+        explanations = _last(loading, number)
     elif question is not None:
         with progress(model) as report, Session(model, **loading, progress=report) as session:
-            told = [session.explain_request(session.prepare(question).request)]
+            explanations = [session.explain_request(session.prepare(question).request)]
     else:
         assert file is not None
         (prompt, *_) = read_prompts(file, raw=raw, as_system=False)
         if system is not None and isinstance(prompt, list):
             prompt = [{"role": "system", "content": system}, *prompt]
         with progress(model) as report, Session(model, **loading, progress=report) as session:
-            told = [session.explain(prompt)]
+            explanations = [session.explain(prompt)]
     if json:
-        print_json([one.as_dict() for one in told] if last else told[0].as_dict())
+        print_json([one.as_dict() for one in explanations] if last else explanations[0].as_dict())
         return
-    for one in told:
+    for one in explanations:
         if one.at is not None:
             typer.echo(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.at)))
         typer.echo(str(one))
 
 
 def _last(loading: dict[str, Any], number: int) -> list[Any]:
-    """What was noted about the last requests; no model is needed for that."""
-    from rekindle.cli.cache import opened
-    from rekindle.run.explain import Explanation
+    """What was recorded about the last requests; needs no model."""
+    from rekindle.cache.explain import Explanation
+    from rekindle.cli.cache import open_cache
     from rekindle.store import history
 
     named = loading.get("cache")
-    with opened(Path(named) if named else None, None) as disk:
+    with open_cache(Path(named) if named else None, None) as disk:
         found = history.last(disk, number)
         if not found:
             raise CacheUnusable(f"Nothing was asked yet with the cache in {disk.folder}.")

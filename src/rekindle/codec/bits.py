@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FEWEST_BITS, MOST_BITS = 1.0, 8.0
+from rekindle.safe_read import parse_untrusted_json
+
+FEWEST_BITS, MAX_BITS = 1.0, 8.0
 _UNITS = 8  # a bit
 
 
@@ -28,8 +30,8 @@ class LayerBits:
 
     def __post_init__(self) -> None:
         for bits in (self.keys, self.values):
-            if bits != 0 and not FEWEST_BITS <= bits <= MOST_BITS:
-                raise ValueError(f"a number gets 0 bits or {FEWEST_BITS:g} to {MOST_BITS:g}, not {bits}")
+            if bits != 0 and not FEWEST_BITS <= bits <= MAX_BITS:
+                raise ValueError(f"a number gets 0 bits or {FEWEST_BITS:g} to {MAX_BITS:g}, not {bits}")
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,7 @@ class BitPlan:
     @classmethod
     def from_json(cls, text: str) -> BitPlan:
         """The plan of such a text. Raises `ValueError` for any other text."""
-        try:
-            rows = json.loads(text)
-        except RecursionError as error:
-            raise ValueError("not a bit plan: nested too deep") from error
+        rows = parse_untrusted_json(text)
         if not isinstance(rows, list) or not all(_is_pair(row) for row in rows):
             raise ValueError("not a bit plan: it is a list of [keys, values] a layer")
         try:
@@ -90,7 +89,7 @@ def allocate(effect: NDArray[Any], levels: Sequence[float], mean_bits: float) ->
 
 
 def _cheapest(parts: NDArray[np.float64], costs: NDArray[np.int_], units: int) -> NDArray[np.int_]:
-    """The level of each part with the least summed harm for at most so many units.
+    """The level of each part with the least summed harm for at most `units` units.
 
     Every budget is solved for the first part alone, then with the second, and so on: exact, and a matter of
     milliseconds for a few hundred parts.

@@ -20,7 +20,7 @@ except ImportError as error:  # pragma: no cover  (where the extra is not instal
 
 SECRET_BYTES = 32
 SALT_BYTES = 32
-TAG_BYTES = 16  # so much longer is what was encrypted
+TAG_BYTES = 16  # added by encryption
 _NONCE_BYTES = 12
 
 
@@ -36,7 +36,6 @@ class Secret:
 
     @classmethod
     def new(cls) -> Secret:
-        """A fresh one."""
         return cls(secrets.token_bytes(SECRET_BYTES))
 
     def derive(self, purpose: bytes, salt: bytes = b"") -> bytes:

@@ -1,9 +1,9 @@
-"""KV of an adapter as its difference from an anchor: KV of the same tokens under the base model or another adapter.
+"""KV of an adapter as its delta from a base: KV of the same tokens under the base model or another adapter.
 
 Two adapters of one model see nearly the same KV. The exact difference is one of bit patterns, ordered as the numbers
 they stand for are: it is undone bit by bit, whatever the patterns mean. The near difference is quantized like whole KV
 (`codec/quantized`), but its steps follow the difference, which is several times smaller: at the same size it is much
-closer. Both are differences from the anchor as it will be read back, so an anchor that was quantized itself adds no
+closer. Both are differences from the base as it will be read back, so a base that was quantized itself adds no
 error.
 """
 
@@ -16,91 +16,91 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.codec.bits import LayerBits
-from rekindle.codec.numbers import carrier, widen
-from rekindle.codec.planes import Planes, fold, read, unfold, write
-from rekindle.codec.quantized import Numbers, assemble, decode_numbers, describe, encode_numbers
-from rekindle.core.kv import KvType, LayerKv, LayerShape, Span
+from rekindle.codec.dtypes import carrier, widen
+from rekindle.codec.planes import Planes, PlanesSpec, fold, read, unfold, write
+from rekindle.codec.quantized import FloatKv, assemble, decode_floats, encode_floats
+from rekindle.core.kv import KvType, LayerKv, LayerSpec, Span
 
 MAGIC = b"RKx1"
 
 
-def encode_exact(kv: LayerKv, anchor: LayerKv, dtype: KvType) -> bytes:
-    """The difference from the anchor, without loss, for any bit patterns (NaN and -0.0 too) and for quantized bytes.
+def encode_exact(kv: LayerKv, base: LayerKv, dtype: KvType) -> bytes:
+    """The difference from the base, without loss, for any bit patterns (NaN and -0.0 too) and for quantized bytes.
 
     Raises `ValueError` if the two do not have the same shape or are not of that type.
     """
-    check_alike(kv, anchor, dtype)
+    check_alike(kv, base, dtype)
     keys, values = (
         fold(_ordered(mine, dtype) - _ordered(theirs, dtype))
-        for mine, theirs in ((kv.keys, anchor.keys), (kv.values, anchor.values))
+        for mine, theirs in ((kv.keys, base.keys), (kv.values, base.values))
     )
     return write(MAGIC, Planes(keys, values))
 
 
-def decode_exact(data: bytes, anchor: LayerKv, dtype: KvType, span: Span | None = None) -> LayerKv:
-    """What was encoded, bit by bit: of the tokens `span`, to which the anchor has been cut. All tokens by default.
+def decode_exact(data: bytes, base: LayerKv, spec: LayerSpec, span: Span | None = None) -> LayerKv:
+    """What was encoded, bit by bit: of the tokens `span`, to which the base has been cut. All tokens by default.
 
-    Raises `ValueError` for damaged bytes and for an anchor of another shape, type or number of tokens.
+    Raises `ValueError` for damaged bytes and for a base of another shape, type or number of tokens.
     """
-    check_alike(anchor, anchor, dtype)
-    folded = read(MAGIC, data, shape_of(anchor), np.dtype(f"u{carrier(dtype).itemsize}"), span)
-    if folded.keys.shape[1] != anchor.keys.shape[1]:
-        raise ValueError(f"the anchor has {anchor.keys.shape[1]} tokens, the difference {folded.keys.shape[1]}")
+    check_base(base, spec, span)
+    dtype = spec.dtype
+    folded = read(data, PlanesSpec(MAGIC, np.dtype(f"u{carrier(dtype).itemsize}"), spec.shape, spec.tokens), span)
     keys, values = (
         _pattern(_ordered(theirs, dtype) + unfold(mine), dtype)
-        for mine, theirs in ((folded.keys, anchor.keys), (folded.values, anchor.values))
+        for mine, theirs in ((folded.keys, base.keys), (folded.values, base.values))
     )
     return LayerKv(keys, values)
 
 
-def encode_near(kv: LayerKv, anchor: LayerKv, dtype: KvType, bits: LayerBits) -> bytes:
-    """The difference from the anchor with about so many bits a number; 0 bits: the anchor stands in for it.
+def encode_quantized(kv: LayerKv, base: LayerKv, dtype: KvType, bits: LayerBits) -> bytes:
+    """The delta from the base with about `bits` bits a number; with 0 bits the base is used instead.
 
     Raises `ValueError` as `encode_exact` does, and for numbers that are not finite.
     """
-    check_alike(kv, anchor, dtype)
+    check_alike(kv, base, dtype)
     with np.errstate(invalid="ignore", over="ignore"):  # refused below, as numbers that are not finite
-        keys = widen(kv.keys, dtype) - widen(anchor.keys, dtype)
-        values = widen(kv.values, dtype) - widen(anchor.values, dtype)
-    return encode_numbers(Numbers(keys, values), dtype, "difference", bits)
+        keys = widen(kv.keys, dtype) - widen(base.keys, dtype)
+        values = widen(kv.values, dtype) - widen(base.values, dtype)
+    return encode_floats(FloatKv(keys, values), dtype, "difference", bits)
 
 
-def decode_near(data: bytes, anchor: LayerKv, span: Span | None = None) -> LayerKv:
-    """KV of the tokens `span`, to which the anchor has been cut, in the anchor's type. All tokens by default.
+def decode_quantized(data: bytes, base: LayerKv, spec: LayerSpec, span: Span | None = None) -> LayerKv:
+    """KV of the tokens `span`, to which the base has been cut, in the base's type. All tokens by default.
 
-    Raises `ValueError` for damaged bytes and for an anchor of another shape, type or number of tokens.
+    Raises `ValueError` for damaged bytes and for a base of another shape, type or number of tokens.
     """
-    coded = describe(data)
-    check_alike(anchor, anchor, coded.dtype)
-    tokens = coded.tokens if span is None else len(span)
-    if shape_of(anchor) != coded.shape or anchor.keys.shape[1] != tokens:
-        raise ValueError("the anchor has another shape or another number of tokens than the difference")
-    return assemble(coded, tokens, _added(decode_numbers(data, "difference", span), anchor, coded.dtype))
+    check_base(base, spec, span)
+    parts = _added(decode_floats(data, "difference", spec, span), base, spec.dtype)
+    return assemble(spec, base.keys.shape[1], parts)
 
 
-def check_alike(kv: LayerKv, anchor: LayerKv, dtype: KvType) -> None:
+def check_alike(kv: LayerKv, base: LayerKv, dtype: KvType) -> None:
     """Raises `ValueError` unless both are of that type and of one shape."""
-    arrays = (kv.keys, kv.values, anchor.keys, anchor.values)
+    arrays = (kv.keys, kv.values, base.keys, base.values)
     if any(array.dtype != carrier(dtype) for array in arrays):
         raise ValueError(f"{dtype} KV is carried as {carrier(dtype)}, not as {sorted({str(a.dtype) for a in arrays})}")
-    if kv.keys.shape != anchor.keys.shape or kv.values.shape != anchor.values.shape:
-        raise ValueError("KV and its anchor must have the same heads, tokens and dims")
+    if kv.keys.shape != base.keys.shape or kv.values.shape != base.values.shape:
+        raise ValueError("KV and its base must have the same heads, tokens and dims")
     if kv.keys.ndim != 3 or kv.values.ndim != 3 or kv.keys.shape[:2] != kv.values.shape[:2]:
         raise ValueError("keys and values of a layer have the same heads and tokens: [kv_heads, tokens, dim]")
 
 
-def shape_of(kv: LayerKv) -> LayerShape:
-    """The shape of one token of these."""
-    return LayerShape(kv.keys.shape[0], kv.keys.shape[2], kv.values.shape[2])
+def check_base(base: LayerKv, spec: LayerSpec, span: Span | None) -> None:
+    """Raises `ValueError` unless the base is KV of the tokens `span`, all by default, of such a layer."""
+    check_alike(base, base, spec.dtype)
+    tokens, shape = spec.tokens if span is None else len(span), spec.shape
+    wanted = (shape.kv_heads, tokens, shape.key_dim), (shape.kv_heads, tokens, shape.value_dim)
+    if (base.keys.shape, base.values.shape) != wanted:
+        raise ValueError("the base has another shape or another number of tokens than the difference")
 
 
-def _added(parts: Iterator[tuple[Span, Numbers]], anchor: LayerKv, dtype: KvType) -> Iterator[tuple[Span, Numbers]]:
-    """Each part of a difference on top of its part of the anchor."""
+def _added(parts: Iterator[tuple[Span, FloatKv]], base: LayerKv, dtype: KvType) -> Iterator[tuple[Span, FloatKv]]:
+    """Each part of a difference on top of its part of the base."""
     for at, difference in parts:
         keys, values = difference.keys, difference.values
-        keys += widen(anchor.keys[:, at.start : at.stop], dtype)
-        values += widen(anchor.values[:, at.start : at.stop], dtype)
-        yield at, Numbers(keys, values)
+        keys += widen(base.keys[:, at.start : at.stop], dtype)
+        values += widen(base.values[:, at.start : at.stop], dtype)
+        yield at, FloatKv(keys, values)
 
 
 def _ordered(array: NDArray[Any], dtype: KvType) -> NDArray[Any]:

@@ -48,7 +48,6 @@ class PlainDigester:
     width = 8
 
     def data(self) -> State:
-        """A digest of KV."""
         return xxhash.xxh3_64()
 
     def header(self, data: Buffer) -> bytes:
@@ -69,11 +68,10 @@ class KeyedDigester:
 
     @property
     def name(self) -> str:
-        """Names the key too, without telling it, so that another key means another shelf rather than damage."""
+        """Names the key too, without telling it, so that another key means another KV space rather than damage."""
         return f"blake2b-128-keyed:{self._state(b'name').hexdigest()[:16]}"
 
     def data(self) -> State:
-        """A digest of KV."""
         return self._state(b"data")
 
     def header(self, data: Buffer) -> bytes:

@@ -11,7 +11,7 @@ and the values of a layer as a whole, because the common read, all of it, is che
 The header is safetensors', so other tools can open the file: tensors `layer.N.keys` and `layer.N.values`.
 
 Coded KV (`codec/coder`) stands as one run of bytes a layer, `layer.N.coded`, each with a digest; where nothing is lost,
-the keys and the values that come of it have theirs as well, so that a wrong anchor is found out.
+the keys and the values that come of it have theirs as well, so that a wrong base is found out.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from numpy.typing import NDArray
 from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import Coder
 from rekindle.codec.digest import Digester
-from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, NodeKey, layout_text, parse_layout
+from rekindle.core.keys import BLOCK_TOKENS, NODE_KEY_BYTES, TOKEN_BYTES, NodeKey, layout_text, parse_layout
 from rekindle.core.kv import KvLayout, LayerKv, Span
+from rekindle.safe_read import parse_untrusted_json
 
-FORMAT = "rekindle-extent/1"
-CODED_FORMAT = "rekindle-extent/2"
+FORMAT = "rekindle-extent/3"
 _ALIGN_BYTES = 64
 _SAFETENSORS_TYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
-_LARGEST_HEADER_BYTES = 256 << 20
+# A header takes some ten times its bytes while it is read: together less than the file and 64 MB. Half a million tokens
+# fit into the first number; beyond that, KV is a hundred times as long as what a header says of it.
+_LARGEST_HEADER_BYTES = 4 << 20
+_HEADER_SHARE = 16
 _LARGEST_LAYER_BYTES = 1 << 40
 
 Half = Literal["keys", "values"]
@@ -44,34 +47,34 @@ HALVES: tuple[Half, Half] = ("keys", "values")
 
 @dataclass(frozen=True)
 class Coding:
-    """How an extent is coded, the shelf of what it is a difference from, if it is one, and the bytes of each layer."""
+    """How an extent is coded, the KV space of its delta base, if it is a delta, and the bytes of each layer."""
 
     coder: Coder
-    anchor: str | None
+    base_kv_space: str | None
     sizes: tuple[int, ...]
 
     @cached_property
     def exact(self) -> bool:
         """Whether the KV comes back bit by bit."""
-        return self.coder.delta == "exact" if self.anchor is not None else self.coder.whole is None
+        return self.coder.delta == "exact" if self.base_kv_space is not None else self.coder.whole is None
 
     def as_json(self) -> dict[str, Any]:
         """As it stands in a header."""
-        return {"coder": self.coder.to_json(), "anchor": self.anchor, "sizes": list(self.sizes)}
+        return {"coder": self.coder.to_json(), "base": self.base_kv_space, "sizes": list(self.sizes)}
 
     @classmethod
     def from_json(cls, fields: Any, layers: int) -> Coding:
         """From a header. Raises `ValueError`, `KeyError` or `TypeError` if it is none."""
-        sizes, anchor = tuple(fields["sizes"]), fields["anchor"]
+        sizes, base_kv_space = tuple(fields["sizes"]), fields["base"]
         if len(sizes) != layers or not all(type(size) is int and 0 <= size < _LARGEST_LAYER_BYTES for size in sizes):
             raise ValueError("the sizes of coded layers are none")
-        if anchor is not None and not isinstance(anchor, str):
-            raise ValueError("the anchor of coded layers is none")
+        if base_kv_space is not None and not isinstance(base_kv_space, str):
+            raise ValueError("the base of coded layers is none")
         coder = Coder.from_json(fields["coder"])
-        used = coder.whole if anchor is None else coder.delta
+        used = coder.whole if base_kv_space is None else coder.delta
         if used is None or (isinstance(used, BitPlan) and len(used.layers) < layers):
             raise ValueError("no coder codes like that")
-        return cls(coder, anchor, sizes)
+        return cls(coder, base_kv_space, sizes)
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class ExtentPlan:
     """What an extent holds and where in the file it stands. Pure arithmetic over layout, tokens and coded sizes."""
 
     name: str
-    shelf: str
+    kv_space: str
     parent: NodeKey
     layout: KvLayout
     tokens: bytes
@@ -90,7 +93,7 @@ class ExtentPlan:
     @property
     def coded_as(self) -> str:
         """One word for how: raw, exact (coded, but nothing is lost), near."""
-        return "raw" if self.coding is None else "exact" if self.coding.exact else "near"
+        return "raw" if self.coding is None else "exact" if self.coding.exact else "quantized"
 
     @property
     def token_count(self) -> int:
@@ -137,24 +140,26 @@ class ExtentPlan:
         return Span(self._starts[layer], self._starts[layer + 1])
 
     def row_bytes(self, layer: int, half: Half, tokens: int) -> int:
-        """Bytes of so many tokens of one head."""
+        """Bytes of `tokens` tokens of one head."""
         shape = self.layout.layers[layer]
         return tokens * (shape.key_dim if half == "keys" else shape.value_dim) * self.layout.numpy_dtype.itemsize
 
     def empty(self, layer: int, tokens: int) -> LayerKv:
-        """Arrays for so many tokens of a layer."""
-        shape, dtype = self.layout.layers[layer], self.layout.numpy_dtype
-        return LayerKv(
-            np.empty((shape.kv_heads, tokens, shape.key_dim), dtype),
-            np.empty((shape.kv_heads, tokens, shape.value_dim), dtype),
-        )
+        """Uninitialised arrays for `tokens` tokens of a layer."""
+        keys, values = self.layer_shapes(layer, tokens)
+        return LayerKv(np.empty(keys, self.layout.numpy_dtype), np.empty(values, self.layout.numpy_dtype))
+
+    def layer_shapes(self, layer: int, tokens: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """The shapes of keys and values of `tokens` tokens of a layer."""
+        shape = self.layout.layers[layer]
+        return (shape.kv_heads, tokens, shape.key_dim), (shape.kv_heads, tokens, shape.value_dim)
 
     def header(self, digests: bytes) -> bytes:
         """The header as it stands in the file; its length does not depend on the digests."""
         about: dict[str, Any] = {
-            "format": FORMAT if self.coding is None else CODED_FORMAT,
+            "format": FORMAT,
             "extent": self.name,
-            "shelf": self.shelf,
+            "kv_space": self.kv_space,
             "parent": self.parent.hex(),
             "layout": layout_text(self.layout),
             "tokens": self.tokens.hex(),
@@ -226,36 +231,43 @@ class ExtentHeader:
 def parse_header(data: bytes) -> ExtentHeader:
     """Read a header, length field included. Raises `ValueError` if it is not one of ours, whole and consistent."""
     try:
-        about = json.loads(data[8:])["__metadata__"]
-        if about["format"] not in (FORMAT, CODED_FORMAT):
-            raise ValueError(f"unknown format {about['format']!r}")
+        about = parse_untrusted_json(data[8:])["__metadata__"]
+        if about["format"] != FORMAT:
+            raise ValueError("unknown format")
+        if not all(isinstance(about[name], str) for name in ("extent", "kv_space", "digest")):
+            raise ValueError("a name that is no text")
         layout = parse_layout(about["layout"])
-        coded = about["format"] == CODED_FORMAT
-        coding = Coding.from_json(json.loads(about["coding"]), len(layout.layers)) if coded else None
+        coded = about.get("coding")
+        coding = None if coded is None else Coding.from_json(parse_untrusted_json(coded), len(layout.layers))
         tokens, digests = bytes.fromhex(about["tokens"]), bytes.fromhex(about["digests"])
         parent = NodeKey(bytes.fromhex(about["parent"]))
+        if len(parent) != NODE_KEY_BYTES or not tokens or len(tokens) % TOKEN_BYTES:
+            raise ValueError("no tokens, or no key above them")
         blocks = -(-len(tokens) // (TOKEN_BYTES * BLOCK_TOKENS))
         width, rest = divmod(len(digests), digests_a_layer(blocks, coding) * len(layout.layers))
-        plan = ExtentPlan(about["extent"], about["shelf"], parent, layout, tokens, about["digest"], width, coding)
+        plan = ExtentPlan(about["extent"], about["kv_space"], parent, layout, tokens, about["digest"], width, coding)
         exact = not rest and plan.header(digests) == data
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"not an extent header: {error}") from error
     if not exact:
         raise ValueError("not an extent header: its fields contradict each other")
+    vars(plan)["header_bytes"] = len(data)  # what the cached property would write the whole header again for
     return ExtentHeader(plan, digests)
 
 
 def digests_a_layer(blocks: int, coding: Coding | None) -> int:
-    """How many digests a layer of so many blocks has."""
+    """How many digests a layer of `blocks` blocks has."""
     return 2 + blocks if coding is None else 3 if coding.exact else 1
 
 
-def header_length(first_bytes: bytes) -> int:
-    """Bytes of the header with its length field, from the first eight bytes of a file. Raises `ValueError`."""
-    length = int.from_bytes(first_bytes[:8], "little")
-    if len(first_bytes) < 8 or not 2 <= length <= _LARGEST_HEADER_BYTES:
+def header_length(first_bytes: bytes, file_bytes: int) -> int:
+    """Bytes of the header with its length field, from the first eight bytes of a file. Raises
+    `ValueError`."""
+    length = int.from_bytes(first_bytes[:8], "little") + 8
+    most = min(file_bytes, _LARGEST_HEADER_BYTES + file_bytes // _HEADER_SHARE)
+    if len(first_bytes) < 8 or not 10 <= length <= most:
         raise ValueError("not an extent: its first bytes are no header length")
-    return length + 8
+    return length
 
 
 def rows_of(array: NDArray[Any]) -> list[memoryview]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.codec.codes import expand, squeeze
+from rekindle.codec.packing import expand, squeeze
 from rekindle.core.keys import BLOCK_TOKENS
 from rekindle.core.kv import LayerShape, Span
 
@@ -40,7 +40,6 @@ def fold(differences: NDArray[Any]) -> NDArray[Any]:
 
 
 def unfold(folded: NDArray[Any]) -> NDArray[Any]:
-    """What was folded."""
     one = folded.dtype.type(1)
     signed: NDArray[Any] = ((folded >> one) ^ (~(folded & one) + one)).view(f"i{folded.dtype.itemsize}")
     return signed
@@ -63,16 +62,28 @@ def write(magic: bytes, planes: Planes) -> bytes:
     return b"".join([header, planes.extra, sizes.tobytes(), *frames])
 
 
-def read(magic: bytes, data: bytes, shape: LayerShape, dtype: np.dtype[Any], span: Span | None = None) -> Planes:
+@dataclass(frozen=True)
+class PlanesSpec:
+    """The byte planes that a reader expects: nothing else is decompressed."""
+
+    magic: bytes
+    dtype: np.dtype[Any]
+    shape: LayerShape
+    tokens: int
+
+
+def read(data: bytes, spec: PlanesSpec, span: Span | None = None) -> Planes:
     """The integers of the tokens `span`, all by default; the extra bytes always whole.
 
-    Raises `ValueError` for damaged bytes and for those of another shape, type or magic.
+    Raises `ValueError` for damaged bytes and for those of another spec, before memory is taken for what they say.
     """
+    dtype = spec.dtype
     if len(data) < _HEADER.size:
         raise ValueError("not byte planes: too short")
-    told, itemsize, heads, tokens, key_dim, value_dim, extra = _HEADER.unpack_from(data)
-    if told != magic or itemsize != dtype.itemsize or LayerShape(heads, key_dim, value_dim) != shape:
-        raise ValueError("these byte planes are not of this kind, type and shape")
+    reported, itemsize, heads, tokens, key_dim, value_dim, extra = _HEADER.unpack_from(data)
+    same = (reported, itemsize, tokens) == (spec.magic, dtype.itemsize, spec.tokens)
+    if not same or LayerShape(heads, key_dim, value_dim) != spec.shape:
+        raise ValueError("these byte planes are not of this kind, type, shape and number of tokens")
     wanted = Span(0, tokens) if span is None else span
     groups = -(-tokens // GROUP_TOKENS)
     start = _HEADER.size + extra + groups * 2 * itemsize * _SIZE.itemsize

@@ -11,7 +11,6 @@ Each layer is coded on its own, so that loading can go layer by layer.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,11 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.codec.bits import LayerBits
-from rekindle.codec.codes import DENSEST, Packed, codes_of, expand, pack, squeeze, symbols_of
-from rekindle.codec.lattice import Lattice, keys_of, nothing, snap_keys, snap_values, values_of
-from rekindle.codec.numbers import FLOAT_TYPES, carrier, narrow, widen
+from rekindle.codec.dtypes import FLOAT_TYPES, carrier, narrow, widen
+from rekindle.codec.packing import DENSEST, Packed, expand, pack, squeeze, unpack
+from rekindle.codec.quantizer import (
+    QuantizedTensor,
+    dequantize_keys,
+    dequantize_values,
+    quantize_keys,
+    quantize_values,
+    zeros,
+)
 from rekindle.core.keys import BLOCK_TOKENS
-from rekindle.core.kv import KvType, LayerKv, LayerShape, Span
+from rekindle.core.kv import KvType, LayerKv, LayerShape, LayerSpec, Span
 
 GROUP_TOKENS = 4 * BLOCK_TOKENS
 PRESETS = {"q8": 8.0, "q5": 5.0, "q4": 4.0, "q3": 3.0, "q2": 2.0}
@@ -50,13 +56,11 @@ class Coded:
     group_tokens: int
 
     def group(self, number: int) -> Span:
-        """The tokens of a group."""
         start = number * self.group_tokens
         return Span(start, min(start + self.group_tokens, self.tokens))
 
     @property
     def groups(self) -> int:
-        """How many there are."""
         return -(-self.tokens // self.group_tokens)
 
     def groups_of(self, span: Span | None) -> range:
@@ -72,7 +76,7 @@ class Coded:
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class CodedLayout:
     """Where the parts of some layers stand that are coded alike, nothing decompressed.
 
     The side is one frame a layer: low bytes of all its numbers, then high bytes. Of a group they are: exponents and
@@ -88,7 +92,7 @@ class Places:
 
 
 @dataclass(frozen=True, eq=False)
-class Numbers:
+class FloatKv:
     """Keys and values of some tokens as float32."""
 
     keys: NDArray[np.float32]  # [kv_heads, tokens, key_dim]
@@ -96,60 +100,47 @@ class Numbers:
 
 
 @dataclass(frozen=True, eq=False)
-class OpenHalf:
-    """Keys or values of a group, decompressed: symbols become codes, codes a lattice, and that numbers."""
-
-    shape: tuple[int, int, int]  # heads, tokens, dim
-    per_byte: int
-    symbols: NDArray[np.uint8]
-    strays: NDArray[np.int16]
-    exponents: NDArray[np.int16]
-    centres: NDArray[np.int16]
-    centre_exponent: int
-
-    def lattice(self) -> Lattice:
-        """The integers. Raises `ValueError` if the symbols are damaged."""
-        codes = codes_of(self.symbols, self.per_byte, self.strays, math.prod(self.shape)).reshape(self.shape)
-        return Lattice(codes, self.exponents, self.centres, self.centre_exponent)
-
-
-@dataclass(frozen=True, eq=False)
 class OpenGroup:
-    """A group, decompressed, and which of its tokens are wanted."""
+    """The integers of a group, and which of its tokens are wanted."""
 
     tokens: Span
     wanted: Span
-    keys: OpenHalf
-    values: OpenHalf
+    keys: QuantizedTensor
+    values: QuantizedTensor
 
 
 def encode(kv: LayerKv, dtype: KvType, bits: LayerBits) -> bytes:
-    """The KV of one layer with about so many bits a number.
+    """The KV of one layer with about `bits` bits a number.
 
     Raises `ValueError` for numbers that are not finite, for KV that is no float, and for a layer without numbers.
     """
-    return encode_numbers(Numbers(widen(kv.keys, dtype), widen(kv.values, dtype)), dtype, "whole", bits)
+    return encode_floats(FloatKv(widen(kv.keys, dtype), widen(kv.values, dtype)), dtype, "whole", bits)
 
 
-def decode(data: bytes, span: Span | None = None) -> LayerKv:
-    """The KV of the tokens `span`, all by default, in the type it had. Raises `ValueError` for damaged bytes."""
-    coded = describe(data)
-    return assemble(coded, coded.tokens if span is None else len(span), decode_numbers(data, "whole", span))
+def decode(data: bytes, spec: LayerSpec, span: Span | None = None) -> LayerKv:
+    """The KV of the tokens `span`, all by default, in the type it had.
+
+    Raises `ValueError` for bytes that are damaged or hold anything but what `spec` says.
+    """
+    return assemble(spec, spec.tokens if span is None else len(span), decode_floats(data, "whole", spec, span))
 
 
 def describe(data: bytes) -> Coded:
-    """What the bytes hold, from their header alone. Raises `ValueError` if it is none."""
+    """What the bytes say that they hold, from their header alone: nothing to take memory for.
+
+    Raises `ValueError` if it is none.
+    """
     if len(data) < _HEADER.size:
         raise ValueError("not quantized KV: too short")
     magic, kind, dtype, heads, tokens, key_dim, value_dim, group_tokens, _ = _HEADER.unpack_from(data)
-    if magic != MAGIC or kind >= len(_KINDS) or dtype >= len(FLOAT_TYPES) or group_tokens == 0:
+    if magic != MAGIC or kind >= len(_KINDS) or dtype >= len(FLOAT_TYPES) or group_tokens != GROUP_TOKENS:
         raise ValueError("not quantized KV: its header is unknown")
     if 0 in (heads, key_dim, value_dim):
         raise ValueError("not quantized KV: it has no numbers")
     return Coded(_KINDS[kind], FLOAT_TYPES[dtype], LayerShape(heads, key_dim, value_dim), tokens, group_tokens)
 
 
-def encode_numbers(numbers: Numbers, dtype: KvType, kind: Kind, bits: LayerBits) -> bytes:
+def encode_floats(numbers: FloatKv, dtype: KvType, kind: Kind, bits: LayerBits) -> bytes:
     """`encode` for numbers that are float32 already; `dtype` is the type they had."""
     shape = _shape_of(numbers)
     coded = Coded(kind, dtype, shape, numbers.keys.shape[1], GROUP_TOKENS)
@@ -160,8 +151,8 @@ def encode_numbers(numbers: Numbers, dtype: KvType, kind: Kind, bits: LayerBits)
         at = slice(coded.group(number).start, coded.group(number).stop)
         keys, values = numbers.keys[:, at], numbers.values[:, at]
         snapped = (
-            snap_keys(keys, bits.keys) if bits.keys else nothing(keys.shape, token_steps=False),
-            snap_values(values, bits.values) if bits.values else nothing(values.shape, token_steps=True),
+            quantize_keys(keys, bits.keys) if bits.keys else zeros(keys.shape, token_steps=False),
+            quantize_values(values, bits.values) if bits.values else zeros(values.shape, token_steps=True),
         )
         packed = [pack(lattice.codes) for lattice in snapped]
         sizes[number] = (
@@ -187,39 +178,39 @@ def encode_numbers(numbers: Numbers, dtype: KvType, kind: Kind, bits: LayerBits)
     return b"".join([header, sizes.tobytes(), aside, *frames])
 
 
-def decode_numbers(data: bytes, kind: Kind, span: Span | None = None) -> Iterator[tuple[Span, Numbers]]:
+def decode_floats(data: bytes, kind: Kind, spec: LayerSpec, span: Span | None = None) -> Iterator[tuple[Span, FloatKv]]:
     """The numbers of `span`, all by default, group by group, each with its place counted from the start of `span`.
 
     Group by group, because what fits into the processor's cache is restored twice as fast. The arrays are the
-    caller's. Raises `ValueError` for damaged bytes and for those of the other kind.
+    caller's. Raises `ValueError` for damaged bytes and for those of the other kind or another spec.
     """
     first = 0 if span is None else span.start
-    for group in open_groups(data, kind, span):
+    for group in open_groups(data, kind, spec, span):
         at = slice(group.wanted.start - group.tokens.start, group.wanted.stop - group.tokens.start)
-        numbers = Numbers(keys_of(group.keys.lattice())[:, at], values_of(group.values.lattice())[:, at])
+        numbers = FloatKv(dequantize_keys(group.keys)[:, at], dequantize_values(group.values)[:, at])
         yield Span(group.wanted.start - first, group.wanted.stop - first), numbers
 
 
-def assemble(coded: Coded, tokens: int, parts: Iterator[tuple[Span, Numbers]]) -> LayerKv:
-    """So many tokens of KV in the coded type, from their parts and the places of these."""
-    shape, numpy_type = coded.shape, carrier(coded.dtype)
-    first = next(parts, None)  # memory is taken only when a part has shown that the header's dims are true
+def assemble(spec: LayerSpec, tokens: int, parts: Iterator[tuple[Span, FloatKv]]) -> LayerKv:
+    """So many tokens of KV in the type of `spec`, from their parts and the places of these."""
+    shape, numpy_type = spec.shape, carrier(spec.dtype)
+    first = next(parts, None)  # memory is taken only when a part has shown that the bytes are what they should be
     count = 0 if first is None else tokens
     keys = np.empty((shape.kv_heads, count, shape.key_dim), numpy_type)
     values = np.empty((shape.kv_heads, count, shape.value_dim), numpy_type)
     for at, part in chain([] if first is None else [first], parts):
-        keys[:, at.start : at.stop] = narrow(part.keys, coded.dtype)
-        values[:, at.start : at.stop] = narrow(part.values, coded.dtype)
+        keys[:, at.start : at.stop] = narrow(part.keys, spec.dtype)
+        values[:, at.start : at.stop] = narrow(part.values, spec.dtype)
     return LayerKv(keys, values)
 
 
-def open_groups(data: bytes, kind: Kind, span: Span | None = None) -> Iterator[OpenGroup]:
-    """The groups that hold a token of `span`, decompressed only: for who restores the numbers elsewhere.
+def open_groups(data: bytes, kind: Kind, spec: LayerSpec, span: Span | None = None) -> Iterator[OpenGroup]:
+    """The groups that hold a token of `span`, decompressed.
 
-    Raises `ValueError` for damaged bytes and for those of the other kind.
+    Raises `ValueError` for damaged bytes and for those of the other kind or another spec.
     """
-    coded, view = describe(data), memoryview(data)
-    places = places_of([data], kind, span)
+    places, view = locate_parts([data], kind, spec, span), memoryview(data)
+    coded = places.coded
     start, size = places.sides[0].tolist()
     starts = places.side_starts[0].tolist()
     side = _unplane(expand(view[start : start + size], 2 * starts[-1]))
@@ -229,14 +220,17 @@ def open_groups(data: bytes, kind: Kind, span: Span | None = None) -> Iterator[O
         yield OpenGroup(tokens, part, *_open(places, number, side[starts[number] :], view))
 
 
-def places_of(layers: Sequence[bytes], kind: Kind, span: Span | None = None) -> Places:
+def locate_parts(layers: Sequence[bytes], kind: Kind, spec: LayerSpec, span: Span | None = None) -> CodedLayout:
     """Where everything stands in layers whose headers say the same; `span` is what will be asked for.
 
-    Raises `ValueError` for bytes that are damaged, as far as that shows, and for those of the other kind.
+    Raises `ValueError` for bytes that are damaged, as far as that shows, and for those of the other kind or another
+    spec: before memory is taken for what they say.
     """
     coded = describe(layers[0])
     if coded.kind != kind or (span is not None and span.stop > coded.tokens):
         raise ValueError(f"this is a {coded.kind} of the KV of {coded.tokens} tokens")
+    if (coded.dtype, coded.shape, coded.tokens) != (spec.dtype, spec.shape, spec.tokens):
+        raise ValueError("quantized KV of another shape, type or number of tokens")
     start = _HEADER.size + coded.groups * _SIZES.itemsize
     total = np.array([len(data) for data in layers])
     sides = np.array([[start, _HEADER.unpack_from(data)[-1]] for data in layers])
@@ -250,13 +244,23 @@ def places_of(layers: Sequence[bytes], kind: Kind, span: Span | None = None) -> 
     per_byte = sizes["per_byte"].astype(np.int64)
     if coded.groups and not 1 <= per_byte.min() <= per_byte.max() <= DENSEST:
         raise ValueError("quantized KV is damaged: codes cannot stand so many to a byte")
+    if (strays > _numbers_of_groups(coded)).any():  # each takes memory
+        raise ValueError("quantized KV is damaged: more strays than numbers")
     counts = strays.sum(2) + np.array([coded.side_numbers(number) for number in range(coded.groups)], np.int64)
     side_starts = np.concatenate([np.zeros((len(layers), 1), np.int64), np.cumsum(counts, axis=1)], axis=1)
     frames = np.stack([stops.reshape(lengths.shape) - lengths, lengths], axis=-1)
-    return Places(coded, frames, per_byte, strays, sides, side_starts)
+    return CodedLayout(coded, frames, per_byte, strays, sides, side_starts)
 
 
-def _open(places: Places, number: int, side: NDArray[np.int16], data: memoryview) -> tuple[OpenHalf, OpenHalf]:
+def _numbers_of_groups(coded: Coded) -> NDArray[np.int64]:
+    """How many keys and how many values each group has, `[groups, 2]`."""
+    tokens = np.array([len(coded.group(number)) for number in range(coded.groups)], np.int64)
+    return tokens[:, None] * coded.shape.kv_heads * np.array([coded.shape.key_dim, coded.shape.value_dim], np.int64)
+
+
+def _open(
+    places: CodedLayout, number: int, side: NDArray[np.int16], data: memoryview
+) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Keys and values of a group, whose side numbers come first in `side`."""
     shape, tokens = places.coded.shape, len(places.coded.group(number))
     heads, keys_count, values_count = shape.kv_heads, shape.kv_heads * shape.key_dim, shape.kv_heads * shape.value_dim
@@ -266,16 +270,13 @@ def _open(places: Places, number: int, side: NDArray[np.int16], data: memoryview
     for half, dim in enumerate((shape.key_dim, shape.value_dim)):
         start, size = places.frames[0, number, half].tolist()
         packed = Packed(int(places.per_byte[0, number, half]), bytes(data[start : start + size]), parts[5 + half])
-        symbols = symbols_of(packed, heads * tokens * dim)
+        codes = unpack(packed, heads * tokens * dim).reshape(heads, tokens, dim)
         exponents, centres = parts[2 * half].reshape(heads, -1), parts[2 * half + 1].reshape(heads, dim)
-        exponent = int(parts[4][0]) if half else 0
-        halves.append(
-            OpenHalf((heads, tokens, dim), packed.per_byte, symbols, packed.strays, exponents, centres, exponent)
-        )
+        halves.append(QuantizedTensor(codes, exponents, centres, int(parts[4][0]) if half else 0))
     return halves[0], halves[1]
 
 
-def _shape_of(numbers: Numbers) -> LayerShape:
+def _shape_of(numbers: FloatKv) -> LayerShape:
     if numbers.keys.ndim != 3 or numbers.values.ndim != 3 or numbers.keys.shape[:2] != numbers.values.shape[:2]:
         raise ValueError("keys and values of a layer have the same heads and tokens: [kv_heads, tokens, dim]")
     shape = LayerShape(numbers.keys.shape[0], numbers.keys.shape[2], numbers.values.shape[2])
@@ -292,4 +293,4 @@ def _planes(numbers: NDArray[np.int16]) -> bytes:
 
 def _unplane(data: bytes) -> NDArray[np.int16]:
     planes = np.frombuffer(data, np.uint8).reshape(2, -1)
-    return np.ascontiguousarray(planes.T).view(_SIDE_TYPE).reshape(-1).astype(np.int16)
+    return np.ascontiguousarray(planes.T).view(_SIDE_TYPE).reshape(-1).astype(np.int16, copy=False)

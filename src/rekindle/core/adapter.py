@@ -1,4 +1,4 @@
-"""An adapter: small matrices that change what a model does, beside its weights (LoRA)."""
+"""LoRA adapters: small matrices applied beside a model's weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Matrix = NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class LoraPair:
-    """What is added to one linear layer of a model: `scale * up @ down @ x`."""
+    """The addition to one linear layer of a model: `scale * up @ down @ x`."""
 
     down: Matrix  # [rank, inputs]
     up: Matrix  # [outputs, rank]
@@ -25,7 +25,6 @@ class LoraPair:
 
     @property
     def rank(self) -> int:
-        """How many numbers go from one to the other."""
         return int(self.down.shape[0])
 
 
@@ -33,21 +32,21 @@ class LoraPair:
 class Lora:
     """An adapter as it was read, or a file of one.
 
-    `pairs` are by the name of the layer in the model: `model.layers.0.self_attn.q_proj`. `base` is what its files call
-    the model it was made for; `targets` tell which layers it should have pairs for, as far as its files say.
+    `pairs` are by layer name: `model.layers.0.self_attn.q_proj`. `base` is the model it was made for, by its files;
+    `targets` are the layers it should have pairs for, as far as its files say.
     """
 
     pairs: Mapping[str, LoraPair]
     base: str = ""
     source: str = ""
-    targets: tuple[str, ...] = ()  # patterns that names of layers match wholly
+    targets: tuple[str, ...] = ()  # patterns that match whole layer names
     file: Path | None = None  # a GGUF file that llama.cpp reads itself; then there are no pairs
     file_scale: float = 1.0
-    copies: Mapping[str, Matrix] = field(default_factory=dict)  # weights of the model itself, which PEFT saves of heads
+    copies: Mapping[str, Matrix] = field(default_factory=dict)  # base weights that PEFT saves, of heads
 
     @cached_property
     def digest(self) -> str:
-        """Of what it does: equal for equal numbers and scale, whatever it is called and wherever it lies."""
+        """Equal for equal matrices and scale, whatever its name and place."""
         if self.file is not None:
             return digest_of_fields("rekindle/adapter/gguf/1", self.file.read_bytes(), float(self.file_scale).hex())
         fields: list[str | bytes] = []
@@ -59,7 +58,7 @@ class Lora:
 
     @property
     def size_bytes(self) -> int:
-        """What its numbers take, four bytes each; of a GGUF file, its size."""
+        """Bytes of its matrices as float32; of a GGUF file, its size."""
         if self.file is not None:
             return self.file.stat().st_size
         return sum(pair.down.nbytes + pair.up.nbytes for pair in self.pairs.values())
@@ -74,7 +73,7 @@ class Lora:
 class Adapter:
     """An adapter that is loaded under a name.
 
-    `same_layers`: so many of the model's first layers have the same KV as without it.
+    same_layers   number of first layers whose KV is the same as without it
     """
 
     name: str

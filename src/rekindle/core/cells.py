@@ -10,8 +10,8 @@ layer 0   computed computed computed computed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -30,8 +30,8 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
-    """How a context of so many tokens is cut."""
+class CellGrid:
+    """How a context is cut into chunks and layers."""
 
     tokens: int
     layers: int
@@ -43,7 +43,7 @@ class Cells:
 
     @property
     def chunks(self) -> int:
-        """How many chunks there are."""
+        """Number of chunks."""
         return -(-self.tokens // self.chunk_tokens)
 
     def span(self, chunk: int) -> Span:
@@ -60,7 +60,7 @@ class Cells:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How many layers of each chunk are computed here: `[0, computed[chunk])`. The others are streamed."""
+    """The layers of each chunk that are computed here: `[0, computed[chunk])`. The others are streamed."""
 
     layers: int
     computed: tuple[int, ...]
@@ -69,29 +69,15 @@ class Split:
         if not self.computed or any(not 0 <= count <= self.layers for count in self.computed):
             raise ValueError(f"not a split of {self.layers} layers: {self.computed}")
 
-    @classmethod
-    def alike(cls, chunks: int, layers: int, computed: int) -> Split:
-        """The same for every chunk."""
-        return cls(layers, (computed,) * chunks)
-
     @property
     def chunks(self) -> int:
-        """How many chunks there are."""
+        """Number of chunks."""
         return len(self.computed)
-
-    def computes(self, cell: Cell) -> bool:
-        """Whether a cell is computed here."""
-        return cell.layer < self.computed[cell.chunk]
-
-    @property
-    def mask(self) -> NDArray[np.bool_]:
-        """[chunks, layers] the same for all cells."""
-        return np.arange(self.layers) < np.asarray(self.computed)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
-class Streamed:
-    """Cells in the order in which the link carries them, none twice. `numbers` are `chunk * layers + layer`."""
+class TransferOrder:
+    """Cells in transfer order, each once. `numbers` are `chunk * layers + layer`."""
 
     layers: int
     numbers: tuple[int, ...]
@@ -100,28 +86,15 @@ class Streamed:
         if len(set(self.numbers)) != len(self.numbers) or min(self.numbers, default=0) < 0:
             raise ValueError("a cell is streamed twice, or is none")
 
-    @classmethod
-    def of(cls, layers: int, cells: Iterable[Cell]) -> Streamed:
-        """An order of cells."""
-        return cls(layers, tuple(cell.chunk * layers + cell.layer for cell in cells))
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
     def __iter__(self) -> Iterator[Cell]:
         return (Cell(*divmod(number, self.layers)) for number in self.numbers)
 
-    def without(self, cells: Iterable[Cell]) -> Streamed:
-        """The same order, less some of them."""
-        gone = {cell.chunk * self.layers + cell.layer for cell in cells}
-        return Streamed(self.layers, tuple(number for number in self.numbers if number not in gone))
-
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """What one of the lanes did, in seconds from the beginning: some layers of a chunk. For timelines.
+class TimelineEvent:
+    """What a lane did with some layers of a chunk, in seconds from the start. For timelines.
 
-    The question that follows the context is a chunk, too, the one behind the last.
+    The question after the context counts as one more chunk.
     """
 
     lane: Literal["compute", "link"]
@@ -134,12 +107,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a prefill has come, seen between two steps of the compute lane.
+    """The progress of a prefill between two steps of the compute lane.
 
-    computed        for each chunk how many layers its step has computed, 0 while it had none. A step that runs counts
-                    as done: its end is not changed any more, it only keeps the lane busy
+    computed        number of layers computed of each chunk. A running step counts as done: it only keeps the lane busy
     arrived         cells that came from the origin
-    flying          cells that are on the link, until it is free again. Who has given one up leaves it out
+    flying          cells in transfer, without abandoned ones
     *_busy_seconds  how long each lane still works on what it has begun
     """
 
@@ -149,47 +121,41 @@ class Progress:
     compute_busy_seconds: float = 0.0
     link_busy_seconds: float = 0.0
 
-    @classmethod
-    def start(cls, chunks: int) -> Progress:
-        """Nothing has begun."""
-        return cls((0,) * chunks)
-
     def brought(self, layers: int) -> NDArray[np.bool_]:
-        """[chunks, layers] what came, or is coming, from the origin."""
+        """[chunks, layers] whether a cell came, or is coming, from the origin."""
         mask = np.zeros((len(self.computed), layers), bool)
         for cell in (*self.arrived, *self.flying):
             mask[cell] = True
         return mask
 
 
+@dataclass
+class RemoteReport:
+    """The outcome of streaming a prompt."""
+
+    computed: tuple[int, ...] = ()  # layers of each chunk
+    streamed_cells: int = 0
+    failed: str | None = None  # why streaming was abandoned
+    events: list[TimelineEvent] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What is computed, what is streamed and in which order, and how long that takes from now on.
+    """What is computed, what is streamed in which order, and how long that takes from now on.
 
     Chunks are computed from the front, each in one step from layer 0 upwards. A chunk whose step is over, and whose
     split says more layers than it has computed, is computed a second time from layer 0: its hidden state is gone.
     What came from the origin stays, even where a step passes through its layer.
 
-    With `meeting` the split only says where both lanes are expected to meet: chunks are computed from the front, cells
-    come from the back, the top layer first, and both go on until nothing is missing.
+    The split says where both lanes are expected to meet; both go on until nothing is missing.
     """
 
     split: Split
-    order: Streamed
+    order: TransferOrder
     seconds: float
-    meeting: bool = False
-
-    def owners(self, progress: Progress | None = None) -> NDArray[np.int64]:
-        """[chunks, layers] how often each cell is provided for: by the origin so far, by computing, by what it still
-        sends. One everywhere, or the schedule is wrong."""
-        progress = progress or Progress.start(self.split.chunks)
-        brought = progress.brought(self.split.layers)
-        again = np.zeros(brought.size, np.int64)
-        np.add.at(again, np.asarray(self.order.numbers, np.int64), 1)
-        return brought.astype(np.int64) + (self.split.mask & ~brought) + again.reshape(brought.shape)
 
 
 def steps(split: Split, progress: Progress) -> Sequence[tuple[int, int]]:
-    """The steps that are left, in their order: a chunk, and how many layers of it."""
+    """The remaining steps in order: a chunk, and its number of layers."""
     pairs = zip(split.computed, progress.computed, strict=True)
     return [(chunk, count) for chunk, (count, done) in enumerate(pairs) if count > done]

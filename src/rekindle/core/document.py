@@ -1,4 +1,4 @@
-"""Documents as they are read, passages as they are retrieved, quotes as they stand in prompts."""
+"""Documents as read, passages as retrieved, quotes as placed in prompts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ CUT_SHORT = " ..."  # how a title ends that is the beginning of a longer text
 
 
 def title_above(title: str, text: str) -> str:
-    """The title that a text needs above it: none where it begins with it anyway."""
+    """The title to put above a text; empty if the text begins with it."""
     return "" if text.startswith(title.removesuffix(CUT_SHORT)) else title
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A run of text and the headings it stands under, the outermost first."""
+    """A run of text and its headings, the outermost first."""
 
     text: str
     headings: tuple[str, ...] = ()
@@ -22,13 +22,12 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What was read from one source: a file, a record of a file, or what somebody gave.
+    """A document read from one source: a file, a record of a file, or text that was passed in.
 
     source    where it is: an absolute path, path#record for one of several in a file, or any name
-    title     for people, one line; a passage is found by it too
-    sections  its text in order; rows of a table and turns of a talk stand on lines of their own
-    headers   what belongs to every part of it, a line each: the From, To, Date and Subject of an e-mail, the names
-              of the columns of a table
+    title     one line; passages are also found by it
+    sections  its text in order; each row of a table and each turn of a dialogue is a line
+    headers   lines that belong to every part: From, To, Date and Subject of an e-mail, the column names of a table
     """
 
     source: str
@@ -39,7 +38,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """A passage that stands in a prompt. `chunk` is its number in the library; None: it came with the request."""
+    """A passage in a prompt. `chunk` is its number in the library; None: it came with the request."""
 
     text: str
     title: str = ""
@@ -47,18 +46,18 @@ class Quote:
 
     @property
     def shown(self) -> str:
-        """What a model reads, with what parts it from the next one."""
+        """What the model reads, with the separator to the next one."""
         return f"{self.title}\n{self.text}\n\n" if self.title else f"{self.text}\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A part of a document that is retrieved as a whole: its text, and what stands above it."""
+    """A part of a document that is retrieved as a whole: its text, and the lines above it."""
 
     text: str
-    heading: str = ""  # headers of the document and headings of the section, a line each
+    heading: str = ""  # the document's headers and the section's headings, a line each
 
     @property
     def shown(self) -> str:
-        """What a model reads."""
+        """What the model reads."""
         return f"{self.heading}\n{self.text}" if self.heading else self.text

@@ -1,4 +1,4 @@
-"""What the text of a reply has to look like, as a value: it is checked and followed elsewhere."""
+"""Grammars that constrain a reply, as values: `text/constraint` compiles and applies them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rekindle.errors import InvalidGrammar
 
 GrammarKind = Literal["json", "regex", "lark", "gbnf"]
 
-# A grammar is compiled before the reply begins, and nothing can stop that. Some take a time that grows with the square
-# of their length, and these bounds keep it to some seconds: a long pattern, many optional properties, a remainder.
+# A grammar is compiled before the reply begins, in a process that is killed if that takes too long. What is known to
+# take quadratic time is refused before, with a better error: long patterns, many optional properties, remainders.
 _LARGEST_BYTES = 256_000
 _LARGEST_RULES_BYTES: dict[GrammarKind, int] = {"json": 0, "regex": 8_000, "lark": 24_000, "gbnf": 16_000}
-_MOST_PROPERTIES = 1_000  # of one object
+_MAX_PROPERTIES = 1_000  # of one object
 _LARGEST_DIVISOR = 100_000  # of all `multipleOf` together: they may have to be obeyed at once
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
-_OPTIONS = "x-guidance"  # with which a schema would change how it is read
+_OPTIONS = "x-guidance"  # llguidance's options in a schema
 
 
 @dataclass(frozen=True, slots=True)
-class Schema:
-    """A JSON schema that stands in the text `[start, stop)` of a grammar."""
+class EmbeddedSchema:
+    """A JSON schema at `[start, stop)` of a grammar's text."""
 
     value: Any
     start: int
@@ -35,15 +35,14 @@ class Schema:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A language that a reply shall belong to. Equal ones are equal, and can be keys.
+    """The language of a reply. Hashable.
 
     json    a JSON schema, as text
     regex   a regular expression for the whole reply, in the syntax of Rust's `regex`: no look-around, no references
     lark    a context-free grammar in llguidance's variant of Lark's syntax; its first rule is `start`
     gbnf    a context-free grammar as llama.cpp has it; its first rule is `root`
 
-    Raises `InvalidGrammar` for one that is too large, or no text at all. Whether it makes sense is found out when a
-    reply begins.
+    Raises `InvalidGrammar` if it is too large or not text. It is compiled only when a reply begins.
     """
 
     kind: GrammarKind
@@ -66,8 +65,8 @@ class Grammar:
             raise _too_large(rules_bytes, _LARGEST_RULES_BYTES[self.kind])
         _check_cost([schema.value for schema in schemas])
 
-    def schemas(self) -> tuple[Schema, ...]:
-        """The JSON schemas in it, in order: it may be one, and rules in Lark's syntax may hold some (`%json {...}`)."""
+    def schemas(self) -> tuple[EmbeddedSchema, ...]:
+        """The JSON schemas in it, in order: itself, or those in Lark rules (`%json {...}`)."""
         return _schemas(self.kind, self.text)
 
     @classmethod
@@ -77,7 +76,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool) -> Grammar:
-        """JSON that the schema allows; properties come in the order in which it names them."""
+        """JSON that the schema allows, with properties in the schema's order."""
         if not isinstance(schema, Mapping | bool):
             raise InvalidGrammar(f"A JSON schema is an object, not {type(schema).__name__}.")
         try:
@@ -91,17 +90,17 @@ class Grammar:
 
     @classmethod
     def regex(cls, text: str) -> Grammar:
-        """Text that the regular expression matches from its beginning to its end."""
+        """Text that the regular expression matches as a whole."""
         return cls("regex", text)
 
     @classmethod
     def lark(cls, text: str) -> Grammar:
-        """Text of the rule `start` of a grammar in Lark's syntax."""
+        """Text of the rule `start` of a Lark grammar."""
         return cls("lark", text)
 
     @classmethod
     def gbnf(cls, text: str) -> Grammar:
-        """Text of the rule `root` of a grammar of llama.cpp."""
+        """Text of the rule `root` of a llama.cpp grammar."""
         return cls("gbnf", text)
 
 
@@ -109,7 +108,7 @@ def _too_large(size_bytes: int, most: int) -> InvalidGrammar:
     return InvalidGrammar(f"A grammar of {size_bytes:,} bytes is too large: {most:,} are allowed. Shorten it.")
 
 
-def _schemas(kind: GrammarKind, text: str) -> tuple[Schema, ...]:
+def _schemas(kind: GrammarKind, text: str) -> tuple[EmbeddedSchema, ...]:
     if kind == "json":
         schema = _read_schema(text, 0)
         if schema.stop != len(text):
@@ -122,14 +121,14 @@ def _schemas(kind: GrammarKind, text: str) -> tuple[Schema, ...]:
     return ()
 
 
-def _read_schema(text: str, start: int) -> Schema:
+def _read_schema(text: str, start: int) -> EmbeddedSchema:
     try:
         value, stop = json.JSONDecoder().raw_decode(text, start)
     except ValueError as error:
         raise InvalidGrammar(f"The JSON schema is no JSON: {error}.") from None
     except RecursionError:
         raise InvalidGrammar("The JSON schema is nested too deeply. Flatten it with $defs.") from None
-    return Schema(value, start, stop)
+    return EmbeddedSchema(value, start, stop)
 
 
 def _check_cost(schemas: list[Any]) -> None:
@@ -138,22 +137,22 @@ def _check_cost(schemas: list[Any]) -> None:
     for part in _objects(schemas):
         for keyword in ("properties", "patternProperties", "required"):
             named = part.get(keyword)
-            if isinstance(named, dict | list) and len(named) > _MOST_PROPERTIES:
+            if isinstance(named, dict | list) and len(named) > _MAX_PROPERTIES:
                 raise InvalidGrammar(
-                    f"An object of the JSON schema has {len(named):,} {keyword}. Use {_MOST_PROPERTIES:,} at most."
+                    f"An object of the JSON schema has {len(named):,} {keyword}. Use {_MAX_PROPERTIES:,} at most."
                 )
         divisor = part.get("multipleOf")
         if isinstance(divisor, int | float) and math.isfinite(divisor):
             divisors.append(abs(Decimal(str(divisor + 0)).normalize()))
-    if not _handy(divisors):
+    if not _divisors_fit(divisors):
         raise InvalidGrammar(
             "The JSON schema's multipleOf are too large, or do not fit together: what is a multiple of all of them, "
             f"written without a point, may be {_LARGEST_DIVISOR:,} at most. Use rounder ones, or leave them out."
         )
 
 
-def _handy(divisors: list[Decimal]) -> bool:
-    """Whether the remainders of numbers divided by them are few enough to be counted one by one."""
+def _divisors_fit(divisors: list[Decimal]) -> bool:
+    """Whether there are few enough remainders to have one state each."""
     points = max((-int(divisor.as_tuple().exponent) for divisor in divisors), default=0)
     if any(divisor.adjusted() + points > len(str(_LARGEST_DIVISOR)) for divisor in divisors):
         return False
@@ -162,7 +161,7 @@ def _handy(divisors: list[Decimal]) -> bool:
 
 
 def _objects(parts: list[object]) -> Iterator[dict[str, Any]]:
-    """Every object inside, however deep: without recursion."""
+    """Every object inside, at any depth, without recursion."""
     waiting = list(parts)
     while waiting:
         part = waiting.pop()

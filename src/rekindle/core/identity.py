@@ -1,14 +1,14 @@
-"""Identity: everything that makes KV of two models interchangeable."""
+"""Identity: everything on which a model's KV depends."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
-# What a tool wrote about itself, not about the model: a re-saved folder is the same model. The type of the numbers
-# in the files is left out because the weights digest covers it and the type computed with is a field of its own.
+# Fields about the tool that wrote the config, not about the model: a re-saved folder is the same model. The dtype of
+# the files is left out because the weights digest covers it; the dtype computed with is a field of its own.
 _CONFIG_NOISE = frozenset(
     {"transformers_version", "_name_or_path", "_model_name_or_path", "torch_dtype", "dtype", "use_cache"}
 )
@@ -18,8 +18,8 @@ _CONFIG_NOISE = frozenset(
 class Identity:
     """Two sequences may share KV only if their identities are equal.
 
-    `rope` is the regime of the rotary embedding: a length-dependent one (longrope) rotates keys differently past
-    its original length, so the same tokens have other KV there.
+    `rope` is the regime of the rotary embedding: longrope rotates keys differently past its original length, so the
+    same tokens have other KV there.
     """
 
     weights: str
@@ -31,12 +31,8 @@ class Identity:
 
     @property
     def digest(self) -> str:
-        """One name for all of it, 32 hexadecimal digits."""
+        """32 hexadecimal digits."""
         return digest_of_fields("rekindle/identity/2", *asdict(self).values())
-
-    def with_rope(self, regime: str) -> Identity:
-        """The same model under another rotary regime."""
-        return replace(self, rope=regime)
 
 
 def digest_of_fields(*fields: str | bytes) -> str:

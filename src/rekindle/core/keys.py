@@ -1,9 +1,9 @@
-"""Keys: where a block of KV stands, as a hash of everything before it.
+"""Keys of KV blocks: a hash of everything up to the block.
 
     root(namespace) --tokens 0..31--> node --tokens 32..63--> node --...--> node of the last, maybe partial, block
 
-A node's key covers its namespace and all tokens up to it, so equal keys mean equal context. Keys only find things:
-every hit is checked against the stored tokens as well.
+A node's key covers its namespace and all tokens up to it, so equal keys mean equal context. Every hit is also checked
+against the stored tokens.
 """
 
 from __future__ import annotations
@@ -19,37 +19,45 @@ import numpy as np
 
 from rekindle.core.identity import digest_of_fields
 from rekindle.core.kv import KvLayout, KvType, LayerShape
+from rekindle.core.scope import Scope
 from rekindle.errors import InvalidPrompt
+from rekindle.safe_read import parse_untrusted_json
 
 BLOCK_TOKENS = 32
 TOKEN_BYTES = 4
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES  # of token ids, not of KV
 
-NodeKey = NewType("NodeKey", bytes)  # 16 bytes
+NodeKey = NewType("NodeKey", bytes)
+NODE_KEY_BYTES = 16
 
-_NODE = hashlib.blake2b(b"rekindle/node/1", digest_size=16)
+_LARGEST_DIM = 1 << 31
+_NODE = hashlib.blake2b(b"rekindle/node/1", digest_size=NODE_KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Who may share KV: one model identity, one tenant, one salt. Namespaces never see each other's KV."""
+    """One model identity, tenant and salt. Namespaces never see each other's KV."""
 
     identity: str
     tenant: str = "local"
     salt: str = ""
 
     @property
+    def scope(self) -> Scope:
+        return Scope(self.tenant, self.salt)
+
+    @property
     def root(self) -> NodeKey:
-        """The key above every first block of this namespace."""
+        """The parent key of every first block."""
         return NodeKey(bytes.fromhex(digest_of_fields("rekindle/root/1", self.identity, self.tenant, self.salt)))
 
 
 @dataclass(frozen=True)
-class Shelf:
+class KvSpace:
     """What must be equal for KV at the same node to be interchangeable.
 
-    `adapter` is the digest of a LoRA's weights and scale, None the base model; `model` is a name for people and
-    does not count.
+    `adapter` is the digest of a LoRA's weights and scale, None for the base model; `model` is a display name and does
+    not count.
     """
 
     namespace: Namespace
@@ -60,28 +68,37 @@ class Shelf:
 
     @cached_property
     def digest(self) -> str:
-        """One name for all of it, 32 hexadecimal digits."""
+        """32 hexadecimal digits."""
         adapter = "base" if self.adapter is None else f"adapter:{self.adapter}"
         root = self.namespace.root
-        return digest_of_fields("rekindle/shelf/1", root, adapter, self.codec, layout_text(self.layout))
+        return digest_of_fields("rekindle/kv-space/1", root, adapter, self.codec, layout_text(self.layout))
 
 
 def layout_text(layout: KvLayout) -> str:
-    """A layout as JSON, always the same text for the same layout."""
+    """A layout as canonical JSON."""
     layers = [[shape.kv_heads, shape.key_dim, shape.value_dim] for shape in layout.layers]
     return json.dumps({"dtype": layout.dtype, "layers": layers}, separators=(",", ":"))
 
 
 def parse_layout(text: str) -> KvLayout:
-    """The layout of such a text. Raises `ValueError` or `KeyError` for any other text."""
-    fields = json.loads(text)
-    if fields["dtype"] not in get_args(KvType):
-        raise ValueError(f"not a KV type: {fields['dtype']!r}")
-    return KvLayout(fields["dtype"], tuple(LayerShape(*map(int, shape)) for shape in fields["layers"]))
+    """The layout of such JSON. Raises `ValueError` for anything else."""
+    fields = parse_untrusted_json(text)
+    if not isinstance(fields, dict) or fields.get("dtype") not in get_args(KvType):
+        raise ValueError("not a layout of KV: its numbers are of no known type")
+    layers = fields.get("layers")
+    if not isinstance(layers, list) or not all(_is_shape(shape) for shape in layers):
+        raise ValueError("not a layout of KV: a layer is [kv_heads, key_dim, value_dim]")
+    return KvLayout(fields["dtype"], tuple(LayerShape(*shape) for shape in layers))
+
+
+def _is_shape(shape: object) -> bool:
+    if not isinstance(shape, list) or len(shape) != 3:
+        return False
+    return all(type(number) is int and 0 <= number < _LARGEST_DIM for number in shape)
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Token ids as bytes, four each. Raises `InvalidPrompt` for an id that no vocabulary has."""
+    """Token ids as bytes, four each. Raises `InvalidPrompt` for an invalid id."""
     try:
         given = np.asarray(tokens)
         narrow = given.astype("<u4")
@@ -94,16 +111,16 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def token_ids(data: bytes) -> tuple[int, ...]:
-    """The other way round."""
+    """The inverse of `token_bytes`."""
     return tuple(np.frombuffer(data, "<u4").tolist())
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
-    """How many first tokens two prompts share."""
+    """Length of the common prefix of two prompts, in tokens."""
     shorter = min(len(a), len(b))
     if a[:shorter] == b[:shorter]:
         return shorter // TOKEN_BYTES
-    low, high = 0, shorter  # the first differing byte by bisection: slices compare faster than bytes one by one
+    low, high = 0, shorter  # bisection: comparing slices is faster than comparing bytes one by one
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle)
@@ -123,7 +140,7 @@ def chain(root: NodeKey, tokens: bytes) -> list[NodeKey]:
         part = tokens[start : start + BLOCK_BYTES]
         length = full if len(part) == BLOCK_BYTES else len(part).to_bytes(8, "little")
         state = _NODE.copy()
-        # The parent has a fixed length, so one length field keeps the two apart.
+        # The parent has a fixed length, so one length field suffices.
         state.update(parent + length + part)
         parent = NodeKey(state.digest())
         keys.append(parent)

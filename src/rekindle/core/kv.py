@@ -1,8 +1,8 @@
-"""The KV value: what a model computed for a span of tokens, layer by layer.
+"""KV: the keys and values that a model computed for a span of tokens, layer by layer.
 
-Shapes are `[kv_heads, tokens, head_dim]`, keys rotated at their positions. 16-bit brain floats have no numpy type;
-outside `engine/` they are carried raw, as `uint16`. What an engine has quantized is carried as its bytes, `uint8`: a
-dimension then counts bytes. An engine that keeps the heads of a token side by side has one head, as wide as all.
+Shapes are `[kv_heads, tokens, head_dim]`, keys rotated at their positions. bfloat16 has no numpy type; outside
+`engine/` it is carried as raw `uint16`. KV that an engine has quantized is carried as bytes, `uint8`: dimensions then
+count bytes. An engine that stores the heads of a token side by side has one head as wide as all.
 """
 
 from __future__ import annotations
@@ -51,17 +51,29 @@ class LayerShape:
     value_dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """The KV that a reader expects of one layer: nothing else is decoded."""
+
+    dtype: KvType
+    shape: LayerShape
+    tokens: int
+
+
 @dataclass(frozen=True)
 class KvLayout:
-    """The KV of one token in all layers, and how its numbers are stored."""
+    """The KV of one token in all layers, and its number type."""
 
     dtype: KvType
     layers: tuple[LayerShape, ...]
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """The numpy type that carries the numbers (raw bits for brain floats)."""
+        """The numpy type of the arrays (raw bits for bfloat16)."""
         return _NUMPY_TYPE[self.dtype]
+
+    def layer_spec(self, layer: int, tokens: int) -> LayerSpec:
+        return LayerSpec(self.dtype, self.layers[layer], tokens)
 
     @property
     def token_bytes(self) -> int:
@@ -77,10 +89,14 @@ class LayerKv:
     keys: NDArray[Any]  # [kv_heads, tokens, key_dim]
     values: NDArray[Any]  # [kv_heads, tokens, value_dim]
 
+    def spec(self, dtype: KvType) -> LayerSpec:
+        heads, tokens, key_dim = self.keys.shape
+        return LayerSpec(dtype, LayerShape(heads, key_dim, self.values.shape[2]), tokens)
+
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """KV in memory, in all layers, of which the tokens `span` are meant."""
+    """KV in memory, in all layers; `span` are the tokens that are meant."""
 
     layers: Sequence[LayerKv]
     span: Span

@@ -1,7 +1,7 @@
-"""The plan of a prefill: where the KV of every token comes from. Frozen, and checked when it is made.
+"""The plan of a prefill: where the KV of every token comes from. Immutable, and checked when it is made.
 
-tokens   0      loaded           computed   mended      computed     n
-         [------ Load ------][-- Compute --][-- Mend --][-- Compute --]
+tokens   0      loaded           computed   reused      computed     n
+         [------ Load ------][-- Compute --][- Reuse --][-- Compute --]
          [ Load ][ Compute ][------ Stream ------][------ Compute ----]
 """
 
@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rekindle.core.cells import Cells
+from rekindle.core.cells import CellGrid
 from rekindle.core.kv import Span
 
-Tier = Literal["engine", "memory", "disk", "coded"]  # from the nearest to the farthest; coded: decoded on the way
+Tier = Literal["engine", "memory", "disk", "coded"]  # nearest first; coded: decoded while loading
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """KV that is known already: still in the engine's own buffers, or brought from memory or disk, maybe decoded."""
+    """Stored KV: still in the engine's buffers, or loaded from memory or disk."""
 
     span: Span
     tier: Tier
@@ -27,32 +27,32 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Tokens to prefill, in one step of the engine or as many as it needs."""
+    """Tokens to prefill."""
 
     span: Span
 
 
 @dataclass(frozen=True, slots=True)
-class Mend:
-    """Chunks whose KV was computed in other prompts: it is moved to where they stand, and some tokens computed anew.
+class ReuseChunks:
+    """Chunks whose KV comes from other prompts: it is moved to its new position, and some tokens are recomputed.
 
-    spans      where the chunks stand
-    variants   the number of the variant that each comes from
-    mender     how the tokens to compute anew are chosen
-    budget     how many of them: a share of the chunks' tokens, or what the mender makes of it
+    spans      the positions of the chunks
+    variants   the number of the variant of each
+    recompute_policy  how the tokens to recompute are chosen
+    budget     how many: a share of the chunks' tokens, as the recompute policy interprets it
     """
 
     spans: tuple[Span, ...]
     variants: tuple[int, ...]
-    mender: str
+    recompute_policy: str
     budget: float
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
-    """Chunks of a prompt that an origin has: some cells (chunk, layer) come from there, the others are computed.
+class FetchRemote:
+    """Chunks of a prompt that an origin has: some cells (chunk, layer) are fetched, the others computed.
 
-    computed   how many of the model's layers are computed here, from the lowest on, for each chunk
+    computed   number of layers that are computed here for each chunk, from the lowest on
     level      the quality of the rest
     """
 
@@ -63,26 +63,26 @@ class Stream:
 
     @property
     def brings(self) -> bool:
-        """Whether anything comes."""
+        """Whether anything is fetched."""
         return any(own < self.layers for own in self.computed)
 
     @property
     def tokens(self) -> int:
-        """How many tokens' worth of KV comes from the origin: of a token in some layers, its share of them."""
-        chunks = Cells(len(self.span), self.layers).spans
+        """Number of tokens fetched; a token in some layers counts as its share of them."""
+        chunks = CellGrid(len(self.span), self.layers).spans
         cells = sum(len(span) * (self.layers - own) for span, own in zip(chunks, self.computed, strict=True))
         return cells // self.layers
 
 
-Step = Load | Compute | Mend | Stream
+Step = Load | Compute | ReuseChunks | FetchRemote
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps that tile `[0, tokens)`; what is loaded stands first, and the last token is always computed.
+    """Steps that tile `[0, tokens)`: loads come first, and the last token is always computed.
 
-    `predicted_seconds` is what the steps are expected to take, `cold_seconds` what computing everything would: None
-    while nothing was measured. A plan that is expected to be slower than computing everything cannot be made.
+    `predicted_seconds` is the expected time of the steps, `cold_seconds` that of computing everything; None while
+    nothing was measured. A plan that is expected to be slower than computing everything is invalid.
     """
 
     tokens: int
@@ -100,8 +100,8 @@ class Plan:
             raise ValueError(f"a plan must end by computing token {self.tokens - 1}: {self.steps}")
         if self.loads != self.steps[: len(self.loads)]:
             raise ValueError(f"a plan loads first: {self.steps}")
-        if sum(isinstance(step, Mend | Stream) for step in self.steps) > 1:
-            raise ValueError(f"a plan mends once, or streams once: {self.steps}")
+        if sum(isinstance(step, ReuseChunks | FetchRemote) for step in self.steps) > 1:
+            raise ValueError(f"a plan reuses chunks once, or streams once: {self.steps}")
         if self.predicted_seconds is not None and self.cold_seconds is not None:
             worse = self.predicted_seconds > self.cold_seconds
             if worse and any(not isinstance(step, Compute) for step in self.steps):
@@ -114,38 +114,34 @@ class Plan:
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        """The steps that reuse KV."""
         return tuple(step for step in self.steps if isinstance(step, Load))
 
     @property
     def computes(self) -> tuple[Compute, ...]:
-        """The steps that compute."""
         return tuple(step for step in self.steps if isinstance(step, Compute))
 
     @property
     def in_engine(self) -> bool:
-        """Whether what it reuses as it is stands in the engine already."""
+        """Whether what it loads is in the engine already."""
         return bool(self.loads) and self.loads[0].tier == "engine"
 
-    def without_mending(self, spans: Sequence[Span]) -> Plan:
-        """The same loads, and everything else computed, in these spans."""
+    def without_chunk_reuse(self, spans: Sequence[Span]) -> Plan:
+        """The same loads, with everything else computed in these spans."""
         return Plan(self.tokens, (*self.loads, *map(Compute, spans)), None, self.cold_seconds)
 
     @property
-    def mend(self) -> Mend | None:
-        """The step that mends, if there is one."""
-        return next((step for step in self.steps if isinstance(step, Mend)), None)
+    def reuse_chunks(self) -> ReuseChunks | None:
+        return next((step for step in self.steps if isinstance(step, ReuseChunks)), None)
 
     @property
-    def stream(self) -> Stream | None:
-        """The step that streams, if there is one."""
-        return next((step for step in self.steps if isinstance(step, Stream)), None)
+    def stream(self) -> FetchRemote | None:
+        return next((step for step in self.steps if isinstance(step, FetchRemote)), None)
 
     @property
     def reused(self) -> int:
-        """How many tokens are reused as they are, all at the start."""
+        """Number of tokens loaded, all at the start."""
         return self.loads[-1].span.stop if self.loads else 0
 
 
 def _spans(step: Step) -> tuple[Span, ...]:
-    return step.spans if isinstance(step, Mend) else (step.span,)
+    return step.spans if isinstance(step, ReuseChunks) else (step.span,)

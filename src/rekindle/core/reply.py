@@ -1,12 +1,13 @@
-"""What comes back from a session."""
+"""Replies and answers of a session, with their usage, timings and reuse."""
 
 from __future__ import annotations
 
 import html
+import time
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from rekindle.core.cells import Event
+from rekindle.core.cells import TimelineEvent
 from rekindle.core.request import ReuseLevel
 from rekindle.core.tools import ToolCall
 
@@ -14,38 +15,37 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
-class Likelihood:
-    """A token and the logarithm of its probability, as the model gave it: before temperature, grammar or cuts."""
+class TokenLogprob:
+    """A token and its log probability from the model: before temperature, grammar and top-k or top-p."""
 
     token: int
-    text: bytes  # what it adds to the reply; may be a part of a character
+    text: bytes  # what it adds to the reply; may be part of a character
     logprob: float
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """A token of a reply, and the likeliest ones in its place, as many as were asked for."""
+class SampledToken:
+    """A token of a reply and the most likely alternatives, as many as were asked for."""
 
-    chosen: Likelihood
-    likeliest: tuple[Likelihood, ...] = ()
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
 
 
-class Piece(str):
-    """A piece of a reply's text. `drawn` are the tokens it became certain with, if their likelihood was asked for."""
+class TextPiece(str):
+    """A piece of a reply's text, with the tokens it came from if `logprobs` was asked for."""
 
-    drawn: tuple[Drawn, ...]
+    logprobs: tuple[SampledToken, ...]
 
-    def __new__(cls, text: str, drawn: tuple[Drawn, ...] = ()) -> Piece:
+    def __new__(cls, text: str, logprobs: tuple[SampledToken, ...] = ()) -> TextPiece:
         piece = super().__new__(cls, text)
-        piece.drawn = drawn
+        piece.logprobs = logprobs
         return piece
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many tokens went in and came out, and how many of those that went in did not have to be computed.
-
-    `drafted_tokens` of those that came out were foreseen by a draft, and only checked.
+    """Numbers of tokens of prompt and reply. `cached_tokens` of the prompt were reused instead of computed;
+    `drafted_tokens` of the reply came from a draft and were only verified.
     """
 
     prompt_tokens: int
@@ -57,7 +57,6 @@ class Usage:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of prompt and reply together."""
         return self.prompt_tokens + self.completion_tokens
 
 
@@ -67,31 +66,31 @@ class Timings:
 
     first_token_seconds: float
     decode_seconds: float
-    tokens_per_second: float | None  # of the tokens after the first; None when there is only one
+    tokens_per_second: float | None  # after the first token; None if there is only one
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkReuse:
     """A passage of a prompt, tokens `[start, stop)`, and where its KV comes from.
 
-    number      the number it has there; None for what is no passage any more, but was mended as one
-    source      exact (computed in this very context, now or before), mended (computed in another prompt), computed
-                (anew, but after mended ones)
-    recomputed  so many of its tokens were computed anew; `anew` says which
-    impact      how much it took from what stood before it, when its KV was computed (CCI)
-    overlap     how much of that stands before it now (beta)
-    disorder    how much of that stands in another order now (gamma)
-    overhead    what the published method would compute anew, as a share (CFO)
-    drift       how much of what stood before it was not exact, when its KV was computed
-    streamed    whether it came from an origin, for this prompt
+    number      its number in the prompt; None for what was reused as a passage and no longer is one
+    source      exact (computed in this very context, now or before), reused (computed in another prompt), computed
+                (again, because reused ones come before it)
+    recomputed  number of its tokens that were recomputed; `recomputed_positions` says which
+    impact      how much it attended to what came before it when its KV was computed (CCI)
+    overlap     how much of that comes before it now (beta)
+    disorder    how much of that is in another order now (gamma)
+    overhead    the share that the published method would recompute (CFO)
+    drift       share of what came before it that was not exact when its KV was computed
+    streamed    whether it came from an origin for this prompt
     """
 
     number: int | None
     start: int
     stop: int
-    source: Literal["exact", "mended", "computed"]
+    source: Literal["exact", "reused", "computed"]
     recomputed: int = 0
-    anew: tuple[int, ...] = ()
+    recomputed_positions: tuple[int, ...] = ()
     impact: float | None = None
     overlap: float | None = None
     disorder: float | None = None
@@ -102,28 +101,28 @@ class ChunkReuse:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What a prompt was spared, and why not more.
+    """What was reused for a prompt, and why not more.
 
-    level               what was really done: exact, near (some KV was quantized), approximate (passages were mended),
+    level               what was done: exact, quantized (some KV was quantized), approximate (passages were reused),
                         off
     engine              tokens whose KV was still in the engine
     memory, disk        tokens whose KV was loaded from there
-    near                so many of those loaded or still in the engine had been quantized
-    mended              tokens of passages whose KV was computed in other prompts
-    recomputed          so many of those were computed anew
-    streamed            tokens whose KV came from an origin; of a token that came in some layers, its share of them
-    timeline            what was computed and what came when, if something was streamed
-    computed            tokens that were computed, these included
-    chunks              the passages, if mending was allowed
-    mender, budget      how the tokens to compute anew were chosen, and how many, if passages were mended
+    quantized           number of those loaded or still in the engine that had been quantized
+    from_chunks         tokens of passages whose KV was computed in other prompts
+    recomputed          number of those that were recomputed
+    streamed            tokens whose KV came from an origin; a token that came in some layers counts as its share
+    timeline            what was computed and what arrived when, if something was streamed
+    computed            tokens that were computed, including those
+    chunks              the passages, if chunk reuse was allowed
+    recompute_policy, budget  how the tokens to recompute were chosen, and how many, if passages were reused
     calibrated          whether that budget was calibrated for this model
-    load_seconds        what bringing KV took; most of it overlaps with computing
-    predicted_seconds   what the prefill was expected to take; None while nothing was measured
-    cold_seconds        what computing everything was expected to take
-    miss                why the rest was computed: None (only the last token was), "off", "unknown" (nothing like it
-                        is known), "differs" (what is known goes on otherwise, or ends), "slower" (loading would have
-                        been), "lost" (KV could not be read), "late" (the cache did not answer), "checkpoint" (a state
-                        that cannot be cut was reused up to where it was kept)
+    load_seconds        time to load KV; most of it overlaps with computing
+    predicted_seconds   expected time of the prefill; None while nothing was measured
+    cold_seconds        expected time of computing everything
+    miss                why the rest was computed: None (only the last token was), "off", "unknown" (nothing stored
+                        begins like it), "differs" (what is stored continues differently, or ends), "slower" (loading
+                        would be), "lost" (KV could not be read), "late" (the cache did not answer in time),
+                        "checkpoint" (a state that cannot be cut was reused up to its checkpoint)
     """
 
     level: ReuseLevel
@@ -131,29 +130,29 @@ class Reuse:
     engine: int = 0
     memory: int = 0
     disk: int = 0
-    near: int = 0
-    mended: int = 0
+    quantized: int = 0
+    from_chunks: int = 0
     recomputed: int = 0
     streamed: int = 0
-    timeline: tuple[Event, ...] = ()
+    timeline: tuple[TimelineEvent, ...] = ()
     load_seconds: float = 0.0
     predicted_seconds: float | None = None
     cold_seconds: float | None = None
     miss: str | None = None
     chunks: tuple[ChunkReuse, ...] = ()
-    mender: str | None = None
+    recompute_policy: str | None = None
     budget: float | None = None
     calibrated: bool | None = None
 
     @property
     def loaded(self) -> int:
-        """Tokens whose KV was computed in this very context before."""
+        """Tokens whose KV was computed in this context before."""
         return self.engine + self.memory + self.disk
 
     @property
     def reused(self) -> int:
         """Tokens that were not computed."""
-        return self.loaded + self.mended - self.recomputed + self.streamed
+        return self.loaded + self.from_chunks - self.recomputed + self.streamed
 
 
 @dataclass(frozen=True)
@@ -166,8 +165,8 @@ class Reply:
     usage: Usage
     timings: Timings
     reuse: Reuse
-    drawn: tuple[Drawn, ...] = ()  # if `logprobs` was asked for
-    tool_calls: tuple[ToolCall, ...] = ()  # found in the text, if tools were given; `text` is what stands beside them
+    logprobs: tuple[SampledToken, ...] = ()  # if asked for
+    tool_calls: tuple[ToolCall, ...] = ()  # parsed from the text, if tools were given; `text` is the rest
 
     def __str__(self) -> str:
         return self.text
@@ -192,10 +191,10 @@ class Reply:
     def summary(self) -> str:
         """One line for people: sizes and times."""
         rate = self.timings.tokens_per_second
-        near = ", quantized" if self.reuse.near else ""
-        mended = f", {self.reuse.mended} mended" if self.reuse.mended else ""
-        mended += f", {self.reuse.streamed} streamed" if self.reuse.streamed else ""
-        cached = f" ({self.usage.cached_tokens} reused{near}{mended})" if self.usage.cached_tokens else ""
+        near = ", quantized" if self.reuse.quantized else ""
+        more = f", {self.reuse.from_chunks} from other prompts" if self.reuse.from_chunks else ""
+        more += f", {self.reuse.streamed} streamed" if self.reuse.streamed else ""
+        cached = f" ({self.usage.cached_tokens} reused{near}{more})" if self.usage.cached_tokens else ""
         drafted = f" ({self.usage.drafted_tokens} foreseen)" if self.usage.drafted_tokens else ""
         parts = [
             f"{self.usage.prompt_tokens} tokens in{cached}, {self.usage.completion_tokens} out{drafted}",
@@ -206,3 +205,95 @@ class Reply:
         if self.usage.dropped_messages:
             parts.append(f"{self.usage.dropped_messages} oldest messages left out")
         return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSource:
+    """A passage that the model was given. It is data, shown as it is.
+
+    number      its number in the answer: [1]
+    document    the name of its document in the library
+    source      where that document came from
+    score       of the retrieval; comparable within one answer
+    cut         whether only its beginning fit
+    """
+
+    number: int
+    document: str
+    source: str
+    title: str
+    text: str
+    score: float
+    cut: bool = False
+
+
+QuestionOrigin = Literal[
+    "user", "abstract", "history", "passage"
+]  # a user asked, or what the question was predicted from
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAnswer:
+    """An earlier answer that was used for this one.
+
+    way             direct: it is this answer, without the model; verified: a draft that the model verified
+    question        what it answered
+    origin          user, or what its question was predicted from: abstract, history, passage
+    made            when it was written, in seconds since 1970
+    similarity      of the two questions (cosine)
+    saved_seconds   time that answering took then, if it was not repeated now
+    """
+
+    way: Literal["direct", "verified"]
+    question: str
+    origin: QuestionOrigin
+    made: float
+    similarity: float
+    saved_seconds: float | None = None
+
+    def __str__(self) -> str:
+        day = time.strftime("%Y-%m-%d", time.localtime(self.made))
+        if self.way == "direct":
+            return f"stored answer of {day} to {self.question!r} ({self.similarity:.3f} alike)"
+        return f"checked against the answer of {day} to {self.question!r}"
+
+
+@dataclass(frozen=True)
+class Answer(Reply):
+    """A reply with its sources. `timings.first_token_seconds` counts from the question, retrieval included.
+
+    left_out    passages that were retrieved and did not fit into the context
+    stored      the earlier answer that was used, if any
+    refused     why the answer to the most similar question was not used, if `answers` is direct
+    """
+
+    question: str = ""
+    sources: tuple[AnswerSource, ...] = ()
+    retrieval: str = "fused"
+    retrieve_seconds: float = 0.0
+    left_out: int = 0
+    stored: StoredAnswer | None = None
+    refused: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The answer as plain values, for JSON."""
+        own = ("question", "retrieval", "retrieve_seconds", "left_out", "refused")
+        fields = {name: getattr(self, name) for name in own}
+        fields["stored"] = None if self.stored is None else asdict(self.stored)
+        return {**Reply.as_dict(self), **fields, "sources": [asdict(source) for source in self.sources]}
+
+    def summary(self) -> str:
+        """One line for people: sizes, times, and how many passages."""
+        left = f" ({self.left_out} did not fit)" if self.left_out else ""
+        parts = [f"{len(self.sources)} passages{left} in {self.retrieve_seconds * 1e3:.0f} ms"]
+        if self.stored is not None:
+            parts.append(str(self.stored))
+        return ", ".join([Reply.summary(self), *parts])
+
+    def _repr_html_(self) -> str:
+        items = "".join(
+            f"<li value='{source.number}'>{html.escape(source.title)} "
+            f"<span style='color:gray'>{html.escape(source.source)}</span></li>"
+            for source in self.sources
+        )
+        return f"{Reply._repr_html_(self)}<ol>{items}</ol>"

@@ -1,4 +1,4 @@
-"""What is asked of a session."""
+"""Requests to a session: prompt, sampling, options."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
 
-from rekindle.core.app import AppState, Asker
 from rekindle.core.document import Quote
+from rekindle.core.scope import AppState, Asker, Scope
 from rekindle.core.tools import Tool, ToolChoice, parse_tools
 from rekindle.errors import InvalidPrompt, InvalidSampling, InvalidSetting, nearest
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Overflow = Literal["refuse", "drop-oldest"]
-ReuseLevel = Literal["exact", "near", "approximate", "off"]
+ReuseLevel = Literal["exact", "quantized", "approximate", "off"]
 AnswersWay = Literal["off", "verified", "direct"]
 
 DEFAULT_MAX_TOKENS = 512
-MOST_LOGPROBS = 20
-MOST_STOPS = 64
-MOST_QUOTES = 1000
-MOST_DRAFTS = 16
+MAX_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_QUOTES = 1000
+MAX_DRAFTS = 16
 _LARGEST_SEED = 2**64 - 1
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a chat. `extra` carries fields that only the model's template knows (tool calls, names)."""
+    """One message of a chat. `extra` carries further fields for the model's template (tool calls, names)."""
 
     role: Role
     content: str
@@ -91,7 +91,7 @@ class Sampling:
 
 
 class ReplyOptions(TypedDict, total=False):
-    """The keyword arguments that everything which gives a reply has in common."""
+    """The keyword arguments of everything that gives a reply."""
 
     max_tokens: int
     min_tokens: int
@@ -128,15 +128,13 @@ class Options(ReplyOptions, total=False):
 class Request:
     """One generation: a prompt (text, token ids or messages) and how to continue it.
 
-    Before `min_tokens` the model cannot end its reply; at `max_tokens` it is cut off. With `logprobs` the reply tells
-    how likely its tokens were, and so many others in their place. `grammar` is what the reply must obey; `tools` are
-    what it may call. `quotes` are passages that a chat is about: they stand in front of what the user first says, as
-    many as fit. `drafts` are texts that the reply may well be, the likeliest first: the model checks them, which is
-    faster than writing, and takes what it would have written anyway. `answers` says whether earlier replies are such
-    drafts. `adapter` names a LoRA that the model answers with, "" none. It, `answers`, `reuse`, `tenant` and
-    `cache_salt` are the session's unless they are given. `app` is the name of who asks, `app_state` whether somebody
-    looks at it: "foreground" or "background". `begun` is when this was made: a session makes its own when it begins to
-    answer.
+    The reply has at least `min_tokens` and at most `max_tokens`. With `logprobs` it has the log probability of each of
+    its tokens and of that many alternatives. `grammar` constrains it; `tools` are what it may call. `quotes` are
+    passages placed before the first user message, as many as fit. `drafts` are likely replies, the most likely first:
+    the model verifies them, which is faster than generating and does not change the text. `answers` says whether
+    earlier replies are used as drafts. `adapter` names a LoRA, "" none. It, `answers`, `reuse`, `tenant` and
+    `cache_salt` default to the session's. `app` is the name of the app that asks, `app_state` is "foreground" or
+    "background". `begun` is when this was made: a session makes its own when it begins to answer.
     """
 
     prompt: str | tuple[int, ...] | tuple[Message, ...]
@@ -165,35 +163,37 @@ class Request:
         _check_whole("max_tokens", self.max_tokens, low=0, hint="0 only reads the prompt")
         _check_whole("min_tokens", self.min_tokens, low=0, high=self.max_tokens, hint="at most max_tokens")
         if self.logprobs is not None:
-            _check_whole("logprobs", self.logprobs, low=0, high=MOST_LOGPROBS, hint="0 gives the drawn token's alone")
-        if len(self.stop) > MOST_STOPS:
-            raise InvalidSampling(f"There are {len(self.stop):,} stop strings. Use up to {MOST_STOPS}.")
+            _check_whole("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, hint="0 gives the drawn token's alone")
+        if len(self.stop) > MAX_STOPS:
+            raise InvalidSampling(f"There are {len(self.stop):,} stop strings. Use up to {MAX_STOPS}.")
         if any(not text for text in self.stop):
             raise InvalidSampling("A stop string is empty and would stop before the first token. Leave it out.")
         if self.quotes and not (isinstance(self.prompt, tuple) and isinstance(self.prompt[0], Message)):
             raise InvalidPrompt("Documents go with messages: a text or token ids are continued as they are.")
-        if len(self.quotes) > MOST_QUOTES:
-            raise InvalidPrompt(f"There are {len(self.quotes):,} documents. Give up to {MOST_QUOTES:,}.")
+        if len(self.quotes) > MAX_QUOTES:
+            raise InvalidPrompt(f"There are {len(self.quotes):,} documents. Give up to {MAX_QUOTES:,}.")
         if self.overflow not in get_args(Overflow):
             raise InvalidSetting(f"overflow={self.overflow!r} is unknown. Use 'refuse' or 'drop-oldest'.")
         if self.reuse is not None and self.reuse not in get_args(ReuseLevel):
-            raise InvalidSetting(f"reuse={self.reuse!r} is unknown. Use 'exact', 'near', 'approximate' or 'off'.")
+            raise InvalidSetting(f"reuse={self.reuse!r} is unknown. Use 'exact', 'quantized', 'approximate' or 'off'.")
         if self.answers is not None and self.answers not in get_args(AnswersWay):
             raise InvalidSetting(f"answers={self.answers!r} is unknown. Use 'verified', 'direct' or 'off'.")
-        if len(self.drafts) > MOST_DRAFTS:
-            raise InvalidPrompt(f"There are {len(self.drafts):,} drafts. Give up to {MOST_DRAFTS}.")
-        self.asker("")
+        if len(self.drafts) > MAX_DRAFTS:
+            raise InvalidPrompt(f"There are {len(self.drafts):,} drafts. Give up to {MAX_DRAFTS}.")
+        self.asker(Scope(""))
         if self.app is None and self.app_state is not None:
             raise InvalidSetting("app_state says something of an app: give its name too, as app='...'.")
 
     @property
     def drafted_tokens(self) -> int:
-        """How much of an earlier reply to the same prompt is of use, once `answers` is settled."""
+        """Number of tokens of an earlier reply to the same prompt that may serve as a draft."""
         return 0 if self.answers in (None, "off") else self.max_tokens
 
-    def asker(self, tenant: str) -> Asker | None:
-        """The app that asks, of that tenant; None if it gave no name."""
-        return None if self.app is None else Asker(tenant, self.app, self.app_state, self.begun)
+    def asker(self, scope: Scope) -> Asker | None:
+        """The app that asks, in that scope; None if it gave no name."""
+        if self.app is None:
+            return None
+        return Asker(scope.tenant, self.app, self.app_state, self.begun, scope.salt)
 
     @classmethod
     def of(cls, prompt: PromptLike, **options: Unpack[Options]) -> Request:
@@ -223,7 +223,7 @@ class Request:
 
 
 def parse_prompt(prompt: PromptLike) -> str | tuple[int, ...] | tuple[Message, ...]:
-    """Tell text, token ids and messages apart; raises `InvalidPrompt` for anything else or nothing."""
+    """Parse a text, token ids or messages; raises `InvalidPrompt` for anything else and for empty prompts."""
     if isinstance(prompt, str):
         if not prompt:
             raise InvalidPrompt("The prompt is empty. Give at least one character.")
@@ -244,12 +244,12 @@ def parse_prompt(prompt: PromptLike) -> str | tuple[int, ...] | tuple[Message, .
 
 
 def as_messages(messages: str | Sequence[MessageLike]) -> Sequence[MessageLike]:
-    """A single text is one user message; it may not be empty."""
+    """Messages as they are; a text as one user message."""
     return [{"role": "user", "content": parse_prompt(messages)}] if isinstance(messages, str) else messages
 
 
 def as_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
-    """Several prompts, or one: a text, a list of messages and a list of token ids are one."""
+    """A list of prompts from several or one: a text, a list of messages and a list of token ids are one."""
     if isinstance(prompts, str):
         return [prompts]
     items: list[Any] = list(prompts)

@@ -1,4 +1,4 @@
-"""Sizes as people write them: "512MB", "1.5 GiB", "10%" of what is free."""
+"""Sizes and times as people write them: "512MB", "1.5 GiB", "10%" of what is free, "12h"."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Limit:
     share: float | None = None
 
     def resolve(self, available_bytes: int) -> int:
-        """The limit in bytes, where `available_bytes` are free or ours."""
+        """The limit in bytes; `available_bytes` are free or already ours."""
         return self.size_bytes if self.size_bytes is not None else int((self.share or 0.0) * available_bytes)
 
     def __str__(self) -> str:
@@ -29,7 +29,7 @@ class Limit:
 
 
 def parse_limit(text: str | int | Limit) -> Limit:
-    """The limit that `text` means. Raises `InvalidSetting` for anything else."""
+    """Parse a limit. Raises `InvalidSetting`."""
     if isinstance(text, Limit):
         return text
     if isinstance(text, int):

@@ -1,4 +1,4 @@
-"""Tools that a model may call, its calls, and which of them a request allows: OpenAI's forms, checked."""
+"""Tools that a model may call, its calls, and the tool choice of a request: OpenAI's forms, checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rekindle.errors import InvalidPrompt, nearest
 
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _FORM = '{"type": "function", "function": {"name": ...}}'
 
@@ -30,7 +30,7 @@ class Tool:
 
     @classmethod
     def parse(cls, item: object) -> Tool:
-        """A tool of a request; raises `InvalidPrompt` for what is none."""
+        """Parse a tool of a request; raises `InvalidPrompt`."""
         if not isinstance(item, Mapping) or item.get("type") != "function":
             raise InvalidPrompt(f"A tool has the form {_FORM}; only functions are supported.")
         function = item.get("function")
@@ -49,24 +49,23 @@ class Tool:
         return tool
 
     def as_openai(self) -> dict[str, Any]:
-        """The tool as requests have it."""
         form = self.as_template_input()
         return {**form, "function": {**form["function"], "strict": True}} if self.strict else form
 
     def as_template_input(self) -> dict[str, Any]:
-        """What chat templates read: the same, but `strict`, which is no business of the model."""
+        """What chat templates read: the same without `strict`."""
         described = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, **described, "parameters": dict(self.parameters)}}
 
 
 def parse_tools(items: object) -> tuple[Tool, ...]:
-    """The tools of a request, None being none; raises `InvalidPrompt`, also for two of one name and for too many."""
+    """Parse the tools of a request; raises `InvalidPrompt`, also for duplicate names and too many tools."""
     if items is None:
         return ()
     if not isinstance(items, Sequence) or isinstance(items, (str, bytes)):
         raise InvalidPrompt(f"'tools' is a list of {_FORM}.")
-    if len(items) > MOST_TOOLS:
-        raise InvalidPrompt(f"There are {len(items)} tools; at most {MOST_TOOLS} fit a request. Leave some out.")
+    if len(items) > MAX_TOOLS:
+        raise InvalidPrompt(f"There are {len(items)} tools; at most {MAX_TOOLS} fit a request. Leave some out.")
     tools = tuple(item if isinstance(item, Tool) else Tool.parse(item) for item in items)
     names = [tool.name for tool in tools]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -85,9 +84,9 @@ class ToolCall:
 
     @classmethod
     def parse(cls, item: object) -> ToolCall:
-        """A call in an earlier message of a chat; raises `InvalidPrompt` for what is none.
+        """Parse a call in an earlier message; raises `InvalidPrompt`.
 
-        Its arguments may be text, as OpenAI has it, or an object, as templates do.
+        Its arguments may be text, as in OpenAI's form, or an object, as in templates.
         """
         function = item.get("function") if isinstance(item, Mapping) else None
         if not isinstance(item, Mapping) or not isinstance(function, Mapping):
@@ -110,17 +109,16 @@ class ToolCall:
         return cls(call_id, name, arguments)
 
     def as_openai(self) -> dict[str, Any]:
-        """The call as replies have it."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
     def as_template_input(self) -> dict[str, Any]:
-        """What chat templates read: the arguments as an object, where they are the JSON text of one."""
+        """What chat templates read: the arguments as an object, if they are JSON of one."""
         return {**self.as_openai(), "function": {"name": self.name, "arguments": self._object()}}
 
     def _object(self) -> Any:
         try:
             value = json.loads(self.arguments)
-            _check_json("", value)  # numbers that JSON has no word for, or halves of characters
+            _check_json("", value)  # NaN, infinities, lone surrogates
         except (ValueError, RecursionError):
             return self.arguments
         return value if isinstance(value, dict) else self.arguments
@@ -131,14 +129,14 @@ ChoiceMode = Literal["none", "auto", "required", "function"]
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether the model must call: none, auto (as it likes), required (some tool), function (the one of `name`)."""
+    """Whether the model must call: none, auto (it decides), required (any tool), function (the one of `name`)."""
 
     mode: ChoiceMode = "auto"
     name: str | None = None
 
     @classmethod
     def parse(cls, value: object, tools: Sequence[Tool]) -> ToolChoice:
-        """The `tool_choice` of a request with these tools; raises `InvalidPrompt`."""
+        """Parse the `tool_choice` of a request with these tools; raises `InvalidPrompt`."""
         if value is None:
             return cls("auto" if tools else "none")
         if isinstance(value, ToolChoice):
@@ -168,12 +166,11 @@ class ToolChoice:
         return cls("required")
 
     def as_openai(self) -> str | dict[str, Any]:
-        """The choice as requests have it."""
         return {"type": "function", "function": {"name": self.name}} if self.mode == "function" else self.mode
 
     @property
     def forces(self) -> bool:
-        """Whether the reply has to be a call."""
+        """Whether the reply must be a call."""
         return self.mode in ("required", "function")
 
 

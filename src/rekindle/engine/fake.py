@@ -1,13 +1,14 @@
-"""A real decoder in plain numpy, tiny and with made-up weights: for tests, and for readers of the other engines.
+"""A tiny decoder in plain numpy with random weights: for tests, and as a readable model of the other engines.
 
-It keeps every contract of `Engine`, and one more: its results are equal to the last bit however a context is cut
-into steps. Each sum runs over exactly the terms it needs, one token at a time, so there is no rounding to blame.
+It keeps every contract of `Engine`, and one more: its results are bit-identical however a context is cut into steps.
+Each sum runs over exactly the terms it needs, one token at a time.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,15 @@ from numpy.typing import NDArray
 from rekindle.core.adapter import Lora
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
-from rekindle.core.request import Sampling
+from rekindle.core.request import Message, Sampling
+from rekindle.core.tools import Tool
 from rekindle.engine.base import Capabilities, KvFeed, Logits, MovedFeed, Row, SpansOnly
-from rekindle.engine.fake_tokenizer import VOCABULARY, ByteTokenizer
-from rekindle.engine.rows import CheckedRow, check_rows
+from rekindle.engine.hooks import AttentionMap, KvDrift, Positions, Reading
+from rekindle.engine.row_checks import CheckedRow, check_rows
 from rekindle.engine.sample import Sampler
-from rekindle.engine.watch import Gaze, Positions, Reading, Spread
-from rekindle.errors import AdapterRefused, Cancelled, Closed, StepRefused
+from rekindle.errors import AdapterRefused, Cancelled, Closed, InvalidPrompt, StepRefused
+from rekindle.text.base import QuotedChat, Written, check_length
+from rekindle.text.tools.styles import TemplateTools, tools_as_text
 
 Array = NDArray[np.float32]
 
@@ -48,14 +51,12 @@ class FakeSequence(SpansOnly):
 
     @property
     def length(self) -> int:
-        """How many positions are present, from 0 on."""
         if self._closed:
             raise Closed("The sequence was closed. Open a new one.")
         return self._length
 
     @property
     def size_bytes(self) -> int:
-        """How much memory its arrays take."""
         return self._kv.nbytes
 
     def buffer(self, layer: int, span: Span) -> LayerKv:
@@ -64,18 +65,16 @@ class FakeSequence(SpansOnly):
         return LayerKv(keys[:, span.start : span.stop], values[:, span.start : span.stop])
 
     def set_length(self, length: int) -> None:
-        """Count exactly the positions below `length` as present."""
+        """Mark exactly the positions below `length` as present."""
         self._length = length
 
     def truncate(self, length: int) -> None:
-        """Forget every position from `length` on."""
         if not 0 <= length <= self.length:
             raise StepRefused(f"Cannot truncate to {length}: {self.length} positions are present.")
         self._length = length
         self._kv[:, :, :, length:] = np.nan
 
     def reserve(self, capacity: int) -> None:
-        """Make room for `capacity` positions; what is present stays."""
         self.engine.check_capacity(capacity)
         more = capacity - self.capacity
         if more > 0:
@@ -83,21 +82,19 @@ class FakeSequence(SpansOnly):
             self.capacity = capacity
 
     def export(self, span: Span) -> Kv:
-        """A copy of the KV of `span`."""
         if span.stop > self.length:
             raise StepRefused(f"Cannot export up to {span.stop}: {self.length} positions are present.")
         views = (self.buffer(layer, span) for layer in range(_LAYERS))
         return Kv(span, self.layout, tuple(LayerKv(v.keys.copy(), v.values.copy()) for v in views))
 
     def close(self) -> None:
-        """Free the arrays."""
         self._closed = True
 
 
 class FakeEngine:
-    """The engine. `seed` makes another model, `context_tokens` another context."""
+    """See `Engine` for the contract. Another `seed` is another model."""
 
-    capabilities = Capabilities(layer_feeds=True, mends="scattered", selects=True, probes=True, adapters=True)
+    capabilities = Capabilities(layer_feeds=True, recompute="scattered", probes=True, adapters=True)
     device = "cpu"
     arithmetic = "numpy"
     prefill_tokens = 256
@@ -116,17 +113,16 @@ class FakeEngine:
         self._closed = False
 
     def regime(self, tokens: int) -> str:  # noqa: ARG002  (one regime for every length)
-        """There is one regime."""
         return _REGIME
 
     def identity(self, regime: str) -> Identity:
-        """Made of the seed, which is all there is."""
+        """Derived from the seed."""
         digest = digest_of_fields("rekindle/fake/1", str(self._seed))
         tokenizer = digest_of_fields("bytes")
         return Identity(digest, digest, tokenizer, tokenizer, self.layout.dtype, regime)
 
     def load_adapter(self, lora: Lora) -> int:
-        """Put an adapter on: its layers are called `layers.0.q` and so on."""
+        """Load an adapter, whose layers are called `layers.0.q` and so on."""
         changed = dict(self._weights)
         for name, pair in lora.pairs.items():
             weights = self._weights.get(name.removeprefix("layers."))  # [outputs, inputs]
@@ -137,11 +133,9 @@ class FakeEngine:
         return min(int(name.split(".")[1]) for name in lora.pairs)
 
     def unload_adapter(self, digest: str) -> None:
-        """Take it off."""
         self._adapted.pop(digest, None)
 
     def open(self, capacity: int, regime: str, adapter: str | None = None) -> FakeSequence:
-        """An empty sequence with room for `capacity` tokens."""
         if regime != _REGIME:
             raise StepRefused(f"The regime {regime!r} is unknown. Ask `regime(tokens)`.")
         self.check_capacity(capacity)
@@ -170,11 +164,9 @@ class FakeEngine:
             return logits
 
     def sampler(self, sampling: Sampling, context: Sequence[int]) -> Sampler:
-        """What draws the tokens of a reply."""
         return Sampler(sampling, context)
 
     def close(self) -> None:
-        """Free the model."""
         self._closed = True
 
     def _own(self, row: CheckedRow) -> FakeSequence:
@@ -236,8 +228,11 @@ class FakeEngine:
         own.keys[:, positions], own.values[:, positions] = keys, values
         mixed = np.empty((len(positions), _HIDDEN), dtype=np.float32)
         attention: list[Array] = []
+        end = int(positions.max(initial=-1)) + 1
+        shared_keys, shared_values = _columns(own.keys[:, :end]), _columns(own.values[:, :end])
         for index, position in enumerate(positions):
-            out, mass = _attend(queries[:, index], own.keys[:, : position + 1], own.values[:, : position + 1])
+            seen_keys, seen_values = shared_keys[..., : position + 1], shared_values[..., : position + 1]
+            out, mass = _attend(queries[:, index], seen_keys, seen_values)
             mixed[index] = out.reshape(-1)
             attention.append(mass)
         _report(row, layer, positions, attention, deviation)
@@ -248,7 +243,7 @@ class FakeEngine:
         return np.asarray(hidden + _times(inner, weights["down"]), dtype=np.float32)
 
 
-def _spread(spread: Spread, positions: Positions, *halves: tuple[Array, Array]) -> None:
+def _spread(spread: KvDrift, positions: Positions, *halves: tuple[Array, Array]) -> None:
     for span in spread.spans:
         chosen = np.flatnonzero((positions >= span.start) & (positions < span.stop))
         rest = np.setdiff1d(np.arange(span.start, span.stop), positions)
@@ -270,10 +265,7 @@ def _make_weights(seed: int) -> dict[str, Array]:
 
 def _times(rows: Array, matrix: Array) -> Array:
     """`rows @ matrix.T`, each sum on its own: the result of a row does not depend on the rows beside it."""
-    product = np.empty((len(rows), len(matrix)), dtype=np.float32)
-    for index, row in enumerate(rows):
-        product[index] = (matrix * row).sum(axis=-1)
-    return product
+    return np.asarray((rows[:, None] * matrix).sum(axis=-1), dtype=np.float32)
 
 
 def _norm(hidden: Array) -> Array:
@@ -300,14 +292,17 @@ def _fill(feed: KvFeed, layer: int, out: LayerKv) -> None:
         out.keys[:] = _rotate(out.keys, np.full(len(feed.span), feed.shift, dtype=np.int64))
 
 
+def _columns(half: Array) -> Array:
+    """Keys or values for every head, transposed: `[heads, dim, tokens]`."""
+    return np.repeat(half.transpose(0, 2, 1), _HEADS // _KV_HEADS, axis=0)
+
+
 def _attend(query: Array, keys: Array, values: Array) -> tuple[Array, Array]:
-    """One token's output `[heads, dim]` and attention `[heads, keys]`."""
-    group = _HEADS // _KV_HEADS
-    keys, values = np.repeat(keys, group, axis=0), np.repeat(values, group, axis=0)
-    scores = (query[:, None] * keys).sum(axis=-1) / np.float32(_DIM**0.5)
+    """One token's output `[heads, dim]` and attention `[heads, keys]`; keys and values are `[heads, dim, keys]`."""
+    scores = (query[..., None] * keys).sum(axis=1) / np.float32(_DIM**0.5)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    mixed: Array = (weights[..., None] * values).sum(axis=1)
+    mixed: Array = (weights[:, None] * values).sum(axis=-1)
     return mixed, weights
 
 
@@ -319,7 +314,7 @@ def _deviation(keys: Array, values: Array, old_keys: Array, old_values: Array) -
     return np.asarray(np.sqrt(np.mean(shares, axis=0)), dtype=np.float32)
 
 
-def _seen(gaze: Gaze, positions: Positions, attention: list[Array], values: Array) -> Array:
+def _seen(gaze: AttentionMap, positions: Positions, attention: list[Array], values: Array) -> Array:
     end = int(positions[-1]) + 1
     mass = np.zeros((_HEADS, end), dtype=np.float32)
     asked = [index for index, position in enumerate(positions) if position in gaze.queries]
@@ -353,3 +348,67 @@ def _report(row: CheckedRow, layer: int, positions: Positions, attention: list[A
             deviation=deviation if probe.deviation else None,
         )
     )
+
+
+END, START = 256, 257
+VOCABULARY = 258
+
+
+class ByteTokenizer:
+    """One token per byte, and two control tokens that no text can spell."""
+
+    stop_ids = frozenset({END})
+    vocabulary_size = VOCABULARY
+    template = ""
+
+    def fewest_tokens(self, text: str) -> int:
+        return len(text)
+
+    def encode(self, text: str, *, token_limit: int | None = None) -> list[int]:
+        check_length(text, token_limit, self.fewest_tokens)
+        return list(text.encode("utf-8"))
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        written: Written | None = None,  # noqa: ARG002
+        *,
+        tools: Sequence[Tool] = (),
+        token_limit: int | None = None,
+    ) -> list[int]:
+        """Each message between a start and an end token, then the start of the reply. Tools are written as text."""
+        chat = [TemplateTools.of(self.template).prepare(m.as_template_input()) for m in messages]
+        if tools or any(m.get("tool_calls") for m in chat):
+            chat = tools_as_text(chat, [tool.as_template_input() for tool in tools])
+        check_length("".join(m["content"] for m in chat), token_limit, self.fewest_tokens)
+        turns = [[START, *self.encode(f"{m['role']}\n{m['content']}"), END] for m in chat]
+        return [token for turn in turns for token in turn] + [START, *self.encode("assistant\n")]
+
+    def encode_quoting(
+        self,
+        messages: Sequence[Message],
+        quotes: Sequence[str],
+        *,
+        tools: Sequence[Tool] = (),
+        token_limit: int | None = None,
+    ) -> QuotedChat:
+        place = next((at for at, message in enumerate(messages) if message.role == "user"), None)
+        if place is None:
+            raise InvalidPrompt("There is no user message that passages could be quoted for. Add one.")
+        whole = self.encode_chat(messages, tools=tools, token_limit=token_limit)
+        rest = self.encode_chat(messages[place:], tools=())
+        at = len(whole) - len(rest) + 1 + len(self.encode("user\n"))
+        return QuotedChat(whole[:at], [self.encode(text[:token_limit]) for text in quotes], whole[at:])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of the bytes; a cut-off character becomes U+FFFD."""
+        return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        names = {START: "<start>", END: "<end>"}
+        runs = groupby(tokens, key=lambda token: token in names)
+        return "".join("".join(names[t] for t in run) if control else self.decode(list(run)) for control, run in runs)
+
+    def pieces(self) -> list[bytes]:
+        """The bytes themselves; none for the two control tokens."""
+        return [bytes([token]) if token < 256 else b"" for token in range(VOCABULARY)]

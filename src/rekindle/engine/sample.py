@@ -1,4 +1,4 @@
-"""Drawing the next token from logits."""
+"""Sampling the next token from logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FEW = 1024
 
 
 class Sampler:
-    """Draws the tokens of one reply. Same sampling, seed and logits: same tokens."""
+    """Samples the tokens of one reply. Same sampling, seed and logits: same tokens."""
 
     def __init__(self, sampling: Sampling, context: Sequence[int]) -> None:
         """`context` is the prompt: a repetition penalty counts it too."""
@@ -33,7 +33,7 @@ class Sampler:
 
     def _drawn(self, logits: NDArray[np.float32]) -> int:
         sampling = self._sampling
-        with np.errstate(over="ignore"):  # a tiny temperature makes all but the likeliest infinitely unlikely
+        with np.errstate(over="ignore"):  # with a tiny temperature
             scaled = (logits - logits.max()).astype(np.float64) / sampling.temperature
         chances = np.exp(scaled)
         candidates = self._candidates(scaled, chances)
@@ -42,12 +42,12 @@ class Sampler:
         return int(candidates[min(int(np.searchsorted(edges, point, side="right")), len(edges) - 1)])
 
     def _candidates(self, scaled: NDArray[np.float64], chances: NDArray[np.float64]) -> NDArray[np.int64]:
-        """The tokens that may be drawn: all in their order, or the likeliest first."""
+        """The tokens that may be drawn: all in order, or the most likely first."""
         sampling = self._sampling
         top_k = sampling.top_k if sampling.top_k is not None and sampling.top_k < len(scaled) else None
         if top_k is None and sampling.top_p == 1.0 and sampling.min_p == 0.0:
             return np.arange(len(scaled))
-        # Each cut keeps the likeliest, and few hold nearly everything: sorting all would take longer than the rest.
+        # Few tokens hold nearly all the probability: sorting all of them would take longer than the rest.
         if top_k is not None:
             candidates = _likeliest(scaled, top_k)
         elif sampling.min_p > 0.0:
@@ -66,7 +66,7 @@ class Sampler:
 
 
 def penalized(logits: NDArray[np.float32], seen: Collection[int], penalty: float) -> NDArray[np.float32]:
-    """The logits, with tokens that were seen made less likely."""
+    """The logits, with seen tokens made less likely."""
     places = np.fromiter(seen, dtype=np.int64)
     changed: NDArray[np.float32] = logits.copy()
     own = changed[places]
@@ -80,5 +80,5 @@ def _likeliest(scaled: NDArray[np.float64], count: int) -> NDArray[np.int64]:
 
 
 def _ordered(scaled: NDArray[np.float64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The likeliest first; equal ones by token id, so that the order never depends on how they were found."""
+    """The most likely first, ties by token id: the order does not depend on how they were found."""
     return tokens[np.lexsort((tokens, -scaled[tokens]))]

@@ -1,7 +1,8 @@
-"""Files into a library: what is new is read, split, embedded and put; what is gone is removed; the rest costs a digest.
+"""Files into a library: new ones are read, split, embedded and stored; vanished ones are removed; the rest costs a
+digest.
 
-Documents are put as soon as some passages are together, so whatever stops it, the next run goes on from there. A file
-that cannot be read is told of at the end and stops nothing.
+Documents are stored in batches, so after an interruption the next run continues there. A file that cannot be read is
+reported at the end and stops nothing.
 """
 
 from __future__ import annotations
@@ -15,22 +16,23 @@ from typing import Any
 
 from rekindle.core.document import CUT_SHORT, Document, Section
 from rekindle.core.identity import digest_of_fields
-from rekindle.engine.embedder import Embedder
+from rekindle.engine.embedding.embedder import Embedder
 from rekindle.errors import ExtraMissing, InvalidPrompt, RekindleError, UnreadableDocument
 from rekindle.knowledge.library import Library
-from rekindle.knowledge.read.file import Problem, read_file
-from rekindle.knowledge.rows import Cut, document_digest, embedded_text, passage_digest
+from rekindle.knowledge.paths import FoundFiles, find_files, is_there
+from rekindle.knowledge.read.common import ReadProblem
+from rekindle.knowledge.read.file import read_file
+from rekindle.knowledge.rows import SplitDocument, document_digest, embedded_text, passage_digest
 from rekindle.knowledge.split import Splitting, split
-from rekindle.knowledge.vectors import stored
-from rekindle.knowledge.walk import Found, is_there, walk
+from rekindle.knowledge.vectors import to_stored
 
 _PASSAGES_AT_ONCE = 64
 _READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """How far an ingestion is. `passages` were embedded or put so far."""
+class IngestProgress:
+    """Progress of an ingestion; `passages` counts those embedded so far."""
 
     files_done: int
     files: int
@@ -40,8 +42,8 @@ class Step:
 
 
 @dataclass
-class Ingested:
-    """What an ingestion did. Documents are counted, problems told one by one."""
+class IngestResult:
+    """What an ingestion did: numbers of documents and passages, and each problem."""
 
     added: int = 0
     changed: int = 0
@@ -49,18 +51,18 @@ class Ingested:
     removed: int = 0
     passages: int = 0
     embedded: int = 0
-    truncated: int = 0  # passages of which the embedder reads only the beginning
-    problems: list[Problem] = field(default_factory=list)
+    truncated: int = 0  # passages longer than the embedder reads
+    problems: list[ReadProblem] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def changes(self) -> int:
-        """How many documents are not as they were."""
+        """Number of documents added, changed or removed."""
         return self.added + self.changed + self.removed
 
 
 class Ingester:
-    """Puts documents into a library. `report` is told how far it is; `app` is whose they are."""
+    """Puts documents into a library. `report` is called with the progress; `app` is the app they belong to."""
 
     def __init__(
         self,
@@ -69,56 +71,55 @@ class Ingester:
         splitting: Splitting | None = None,
         *,
         app: str | None = None,
-        report: Callable[[Step], None] | None = None,
+        report: Callable[[IngestProgress], None] | None = None,
     ) -> None:
         self._library = library
         self._embedder = embedder
         self._splitting = splitting or Splitting()
-        self._how = f"{self._splitting.text} {embedder.digest}"
+        self._how = f"{self._splitting.signature} {embedder.digest}"
         self._app = app
         self._report = report
-        self._done = Ingested()
-        self._waiting: list[Cut] = []
+        self._done = IngestResult()
+        self._waiting: list[SplitDocument] = []
         self._files_done = self._files = 0
 
-    def ingest(self, paths: Sequence[str | Path]) -> Ingested:
-        """Files, folders and patterns. What stood in one of the folders and is gone is removed.
+    def ingest(self, paths: Sequence[str | Path]) -> IngestResult:
+        """Ingest files, folders and patterns. Documents whose files vanished from a folder are removed.
 
-        Raises `UnreadableDocument` if nothing of what was named is there, and what the library raises.
+        Raises `UnreadableDocument` if no path was named, and what the library raises.
         """
         started = time.perf_counter()
-        self._embed_missing()
-        found = walk(paths)
+        self.embed_missing()
+        found = find_files(paths)
         self._done.problems += found.problems
         self._files = len(found.files)
         known = self._library.files()
         missing = [path for path in found.missing if not _knows(found, path, known)]
-        self._done.problems += [Problem(str(path), f"{path} is not there.") for path in missing]
+        self._done.problems += [ReadProblem(str(path), f"{path} is not there.") for path in missing]
         for path in found.files:
-            self._tell(path.name)
+            self._report_progress(path.name)
             self._file(path, known.get(str(path)))
             self._files_done += 1
         for gone in _gone(found, known):
             self._done.removed += self._library.remove_file(gone)
         return self._finished(started)
 
-    def ingest_documents(self, documents: Iterable[Document]) -> Ingested:
-        """Documents that somebody gives; one of the same source is replaced."""
+    def ingest_documents(self, documents: Iterable[Document]) -> IngestResult:
+        """Ingest given documents; one of the same source is replaced."""
         started = time.perf_counter()
-        self._embed_missing()
+        self.embed_missing()
         for document in documents:
             self._document(document, None)
         self._put()
         return self._finished(started)
 
     @property
-    def done(self) -> Ingested:
-        """What was done so far."""
+    def done(self) -> IngestResult:
         return self._done
 
-    def _finished(self, started: float) -> Ingested:
+    def _finished(self, started: float) -> IngestResult:
         self._done.seconds += time.perf_counter() - started
-        self._tell("")
+        self._report_progress("")
         return self._done
 
     def _file(self, path: Path, known: tuple[str, str] | None) -> None:
@@ -131,16 +132,16 @@ class Ingester:
                 self._claim([entry.source for entry in same if entry.app != self._app])
                 return
             for item in read_file(path):
-                if isinstance(item, Problem):
+                if isinstance(item, ReadProblem):
                     self._done.problems.append(item)
                 else:
                     sources.add(item.source)
                     self._document(item, str(path))
         except (UnreadableDocument, ExtraMissing, OSError) as error:
             reason = str(error) if isinstance(error, RekindleError) else f"{path} cannot be read ({error})."
-            self._done.problems.append(Problem(str(path), reason))
+            self._done.problems.append(ReadProblem(str(path), reason))
             if not sources:
-                # What it said before is out of date now. It is tried again next time.
+                # The old content is out of date. The file is tried again next time.
                 self._done.removed += self._library.remove_file(str(path))
                 return
         self._put()
@@ -149,15 +150,14 @@ class Ingester:
     def _document(self, document: Document, file: str | None) -> None:
         if any(cut.document.source == document.source for cut in self._waiting):
             self._put()
-        known = self._library.known(document.source)
+        known = self._library.stored_digest(document.source)
         if known == (document_digest(document), self._how):
             self._done.unchanged += 1
             self._claim([document.source])
             return
         passages = split(document, self._splitting, self._embedder.count_tokens)
         if not passages:
-            self._done.problems.append(Problem(document.source, f"{document.source} has no text."))
-            # What it said before is out of date now.
+            self._done.problems.append(ReadProblem(document.source, f"{document.source} has no text."))
             old = self._library.entries("d.source=?", (document.source,))
             if old:
                 self._library.remove([entry.id for entry in old])
@@ -167,7 +167,7 @@ class Ingester:
             self._done.added + (known is None),
             self._done.changed + (known is not None),
         )
-        self._waiting.append(Cut(document, passages, [None] * len(passages), self._how, file, self._app))
+        self._waiting.append(SplitDocument(document, passages, [None] * len(passages), self._how, file, self._app))
         if sum(len(cut.passages) for cut in self._waiting) >= _PASSAGES_AT_ONCE:
             self._put()
 
@@ -176,7 +176,7 @@ class Ingester:
             self._library.set_app(sources, self._app)
 
     def _put(self) -> None:
-        """Embed what is waiting, and put it into the library."""
+        """Embed the waiting documents and put them into the library."""
         if not self._waiting:
             return
         keyed = [
@@ -196,12 +196,12 @@ class Ingester:
         self._done.passages += sum(len(cut.passages) for cut in cuts)
         self._waiting = []
         name = cuts[-1].document.title
-        if long:  # put first, so that each part that was embedded stays, whatever happens
-            self._embed_missing(f"{name} ({len(texts):,} passages)")
-        self._tell(name)
+        if long:  # stored first, so that every embedded batch survives an interruption
+            self.embed_missing(f"{name} ({len(texts):,} passages)")
+        self._report_progress(name)
 
     def _completed(self, vectors: Mapping[bytes, bytes], texts: Mapping[bytes, str]) -> dict[bytes, bytes]:
-        """A vector for every text; those that are missing are made."""
+        """A vector for every text; missing ones are computed."""
         new = [digest for digest in texts if digest not in vectors]
         made = self._embed([texts[digest] for digest in new]) if new else []
         return {**vectors, **dict(zip(new, made, strict=True))}
@@ -210,31 +210,31 @@ class Ingester:
         embedded = self._embedder.embed(texts)
         self._done.embedded += len(texts)
         self._done.truncated += embedded.truncated
-        return stored(embedded.vectors)
+        return to_stored(embedded.vectors)
 
-    def _embed_missing(self, name: str = "embedding again") -> None:
-        """Give vectors to passages that have none of this embedder: it was another one before, or it was stopped."""
+    def embed_missing(self, name: str = "embedding again") -> None:
+        """Embed passages without a vector of this embedder: after a change of embedder, or an interruption."""
         whose = self._embedder.digest
         while missing := self._library.without_vector(whose, _PASSAGES_AT_ONCE):
             digests = {chunk.id: passage_digest(chunk.title, chunk.passage) for chunk in missing}
             texts = {digests[chunk.id]: embedded_text(chunk.title, chunk.passage) for chunk in missing}
             vectors = self._completed(self._library.vectors_of(list(texts), whose), texts)
             self._library.set_vectors({id: vectors[digest] for id, digest in digests.items()}, whose)
-            self._tell(name)
+            self._report_progress(name)
 
-    def _tell(self, name: str) -> None:
+    def _report_progress(self, name: str) -> None:
         if self._report is not None:
             done = self._done
             documents = done.added + done.changed + done.unchanged
-            self._report(Step(self._files_done, self._files, documents, done.embedded, name))
+            self._report(IngestProgress(self._files_done, self._files, documents, done.embedded, name))
 
 
-def parse_documents(given: Iterable[str | Mapping[str, Any] | Document]) -> Iterator[Document]:
-    """Documents from what people have: texts, or mappings with `text` and maybe `title`, `source` (or `id`).
+def parse_documents(items: Iterable[str | Mapping[str, Any] | Document]) -> Iterator[Document]:
+    """Documents from texts, or mappings with `text` and optionally `title`, `source` (or `id`).
 
     Raises `InvalidPrompt` for anything else.
     """
-    for number, item in enumerate(given):
+    for number, item in enumerate(items):
         if isinstance(item, Document):
             yield item
             continue
@@ -248,7 +248,7 @@ def parse_documents(given: Iterable[str | Mapping[str, Any] | Document]) -> Iter
 
 
 def _valid(text: str) -> str:
-    """Without the halves of characters that no file can hold."""
+    """The text without surrogates, which no file can hold."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -257,15 +257,17 @@ def _first_words(text: str) -> str:
     return line if len(line) <= 60 else line[:60].rsplit(" ", 1)[0] + CUT_SHORT
 
 
-def _gone(found: Found, known: Iterable[str]) -> list[str]:
-    """Files that were read before, stood where was looked now, and are not there any more."""
+def _gone(found: FoundFiles, known: Iterable[str]) -> list[str]:
+    """Files that were read before, would be found by the same paths, and no longer exist."""
     there = {str(path) for path in found.files}
     return [path for path in known if path not in there and found.covers(Path(path)) and not is_there(Path(path))]
 
 
-def _knows(found: Found, missing: Path, known: Iterable[str]) -> bool:
-    """Whether something was read before that was found by what is not there now."""
-    own = Found(named=[missing], missing=[missing], patterns=[str(missing)] if str(missing) in found.patterns else [])
+def _knows(found: FoundFiles, missing: Path, known: Iterable[str]) -> bool:
+    """Whether files read before were found by a path that does not exist now."""
+    own = FoundFiles(
+        named=[missing], missing=[missing], patterns=[str(missing)] if str(missing) in found.patterns else []
+    )
     return any(own.covers(Path(path)) for path in known)
 
 

@@ -1,10 +1,10 @@
 """A library: the documents of one tenant, their passages, vectors and words, in one SQLite file.
 
     put      documents with their passages and vectors, in one transaction
-    remove   documents; what is left of them waits in `leaving` until their KV is gone too (`cleared`)
+    remove   documents; their texts and tokens stay in `removed_passages` until their KV is purged (`purge_removed`)
 
-Used from several threads and processes. `generation` grows with every change, so that whoever holds a copy of the
-vectors knows when it is old. Deleted bytes are overwritten with zeros.
+Used from several threads and processes. `generation` grows with every change, so that a copy of the vectors can be
+recognized as old. Deleted bytes are overwritten with zeros.
 """
 
 from __future__ import annotations
@@ -13,26 +13,31 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 from rekindle.core.document import Passage
-from rekindle.core.identity import digest_of_fields
 from rekindle.errors import CacheUnusable, DocumentNotFound, KnowledgeUnusable
-from rekindle.knowledge.rows import Cut, claim, note_change, owner_of, put_document, remove_documents
-from rekindle.knowledge.schema import MIGRATIONS
-from rekindle.store.database import Database
-from rekindle.store.files import Files
+from rekindle.knowledge.folder import LibraryLimit
+from rekindle.knowledge.library_file import LibraryFile, current_file, damaged_files, library_path, locked
+from rekindle.knowledge.rows import (
+    SplitDocument,
+    bump_generation,
+    claim_embedder,
+    embedder_of,
+    put_document,
+    remove_documents,
+)
+from rekindle.knowledge.salvage import Loss, read_losses, write_losses
 
-_LOG_BYTES = 64 << 20
 _AT_ONCE = 500  # parameters of one statement
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A document in the library. `name` is what people call it by, `source` where it came from."""
+class DocumentEntry:
+    """A document in the library. `name` is a short id for people, `source` where it came from."""
 
     id: int
     name: str
@@ -58,8 +63,8 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
-    """A passage that was removed, as KV of it may still be around."""
+class RemovedPassage:
+    """A passage that was removed while KV of it may still exist."""
 
     id: int
     text: str
@@ -68,16 +73,25 @@ class Leaving:
 
 
 class Library:
-    """The documents of one tenant and salt. Raises `KnowledgeUnusable` if its file cannot be used."""
+    """The documents of one tenant and salt. Raises `KnowledgeUnusable` if its file cannot be used.
 
-    def __init__(self, folder: Path, tenant: str = "local", salt: str = "") -> None:
+    Writes are durable when the call returns. A damaged file is salvaged: see `library_file`.
+    """
+
+    def __init__(self, folder: Path, tenant: str = "local", salt: str = "", limit: LibraryLimit | None = None) -> None:
         self.tenant, self.salt = tenant, salt
-        self.path = library_path(folder, tenant, salt)
-        with _usable(self.path):
-            self._database = Database(self.path, Files(), migrations=MIGRATIONS, log_bytes=_LOG_BYTES)
+        self.first_path = library_path(folder, tenant, salt)
+        self.limit = limit or LibraryLimit(folder)
+        with _usable(self.first_path):
+            self._database = LibraryFile(self.first_path)
             if self.about("tenant") is None and not self._database.read_only:
                 with self.writing():
                     pass
+
+    @property
+    def path(self) -> Path:
+        """The current file: another one after a salvage."""
+        return self._database.path
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
@@ -86,88 +100,105 @@ class Library:
             yield connection
 
     @contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction: all of it or nothing."""
-        with _usable(self.path), self._database.writing() as connection:
+    def long_reading(self) -> Iterator[sqlite3.Connection]:
+        """The same for long reads, on a connection of its own that nobody else waits for."""
+        with _usable(self.path), closing(sqlite3.connect(self.path, isolation_level=None)) as connection:
+            connection.execute("BEGIN")
+            yield connection
+
+    @contextmanager
+    def writing(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
+        """One transaction: all or nothing, and durable when it ends.
+
+        With `durable=False` it may be lost as a whole when the power fails.
+        """
+        with _usable(self.path), self._database.writing(durable=durable) as connection:
             if connection.execute("SELECT 1 FROM about WHERE name='tenant'").fetchone() is None:
-                # A new file: the first one, or one in place of a file that somebody deleted while we had it open.
+                # A new file: the first one, or a replacement for one that was deleted while we had it open.
                 about = {"tenant": self.tenant, "salt": self.salt, "made": time.time_ns(), "generation": 0}
-                connection.executemany("INSERT INTO about VALUES (?,?)", [(k, str(v)) for k, v in about.items()])
+                connection.executemany(
+                    "INSERT OR IGNORE INTO about VALUES (?,?)", [(k, str(v)) for k, v in about.items()]
+                )
             yield connection
 
     def about(self, name: str) -> str | None:
-        """What is noted under a name."""
+        """A value of the `about` table."""
         with self.reading() as connection:
             row = connection.execute("SELECT value FROM about WHERE name=?", (name,)).fetchone()
         return None if row is None else str(row[0])
 
     @property
     def generation(self) -> int:
-        """How often its passages changed."""
+        """A counter that every change of passages increments."""
         return int(self.about("generation") or 0)
 
-    def put(self, cuts: Sequence[Cut], embedder: str) -> None:
-        """Add documents, or replace those of the same source. `embedder` is whose vectors they have."""
-        with self.writing() as connection:
-            claim(connection, embedder)
+    def put(self, cuts: Sequence[SplitDocument], embedder: str | None) -> None:
+        """Add documents, or replace those of the same source. `embedder` made their vectors; None: they have none yet.
+
+        Raises `LibraryFull`: then none of them was added.
+        """
+        with _usable(self.path), self.limit.growing(), self.writing() as connection:
+            if embedder is not None:
+                claim_embedder(connection, embedder)
             for cut in cuts:
+                self.limit.check(connection, cut.size_bytes)
                 put_document(connection, cut)
-            note_change(connection)
+            bump_generation(connection)
 
     def remove(self, documents: Sequence[int]) -> int:
-        """Remove documents by id, with passages, vectors and words; how many passages that were.
+        """Remove documents by id, with passages, vectors and words, and return the number of passages.
 
-        Their texts and tokens wait in `leaving`.
+        Their texts and tokens stay in `removed_passages`.
         """
         with self.writing() as connection:
             for some in _some(documents):
-                # Nothing says any more that its file was read: who ingests it again wants it back.
+                # Forget that its file was read: ingesting the file again brings it back.
                 connection.execute(
                     "DELETE FROM files WHERE path IN "
                     f"(SELECT file FROM documents WHERE file IS NOT NULL AND id IN ({_marks(some)}))", some,
                 )  # fmt: skip
             count = remove_documents(connection, documents)
-            note_change(connection)
+            bump_generation(connection)
         return count
 
     def files(self) -> dict[str, tuple[str, str]]:
-        """The files that were read: path -> digest and how they were split."""
+        """The files that were read: path -> (digest, splitting)."""
         with self.reading() as connection:
             rows = connection.execute("SELECT path, digest, splitting FROM files").fetchall()
         return {path: (digest, splitting) for path, digest, splitting in rows}
 
     def finish_file(self, path: str, digest: str, splitting: str, sources: Iterable[str]) -> int:
-        """Note that all of a file was read, and remove its documents of other sources; how many those were."""
+        """Record that a file was read completely; remove its documents of other sources and return their number."""
         kept = set(sources)
         with self.writing() as connection:
             rows = connection.execute("SELECT id, source FROM documents WHERE file=?", (path,)).fetchall()
             gone = [id for id, source in rows if source not in kept]
             if gone:
                 remove_documents(connection, gone)
-                note_change(connection)
+                bump_generation(connection)
             connection.execute("INSERT OR REPLACE INTO files VALUES (?,?,?,?)", (path, digest, splitting, time.time()))
         return len(gone)
 
     def remove_file(self, path: str) -> int:
-        """Remove everything that was read from a file; how many documents that were."""
+        """Remove everything that was read from a file, and return the number of documents."""
         with self.writing() as connection:
             rows = connection.execute("SELECT id FROM documents WHERE file=?", (path,)).fetchall()
             remove_documents(connection, [row[0] for row in rows])
             connection.execute("DELETE FROM files WHERE path=?", (path,))
-            note_change(connection)
+            bump_generation(connection)
         return len(rows)
 
-    def known(self, source: str) -> tuple[str, str] | None:
-        """Digest and splitting of the document of that source; None if there is none."""
+    def stored_digest(self, source: str) -> tuple[str, str] | None:
+        """(digest, splitting) of the document of that source; None if there is none."""
         with self.reading() as connection:
             row = connection.execute("SELECT digest, splitting FROM documents WHERE source=?", (source,)).fetchone()
         return None if row is None else (row[0], row[1])
 
     def vectors_of(self, digests: Sequence[bytes], embedder: str) -> dict[bytes, bytes]:
-        """Vectors of that embedder that passages of these digests have already."""
+        """Vectors of that embedder that passages with these digests already have."""
         found: dict[bytes, bytes] = {}
         with self.reading() as connection:
-            if owner_of(connection) != embedder:
+            if embedder_of(connection) != embedder:
                 return {}
             for some in _some(digests):
                 found |= connection.execute(
@@ -175,7 +206,7 @@ class Library:
                 ).fetchall()
         return found
 
-    def entries(self, where: str = "1", values: Sequence[object] = ()) -> list[Entry]:
+    def entries(self, where: str = "1", values: Sequence[object] = ()) -> list[DocumentEntry]:
         """The documents for which an SQL condition holds, the newest first."""
         with self.reading() as connection:
             rows = connection.execute(
@@ -184,9 +215,9 @@ class Library:
                 f"FROM documents d WHERE {where} ORDER BY d.id DESC",
                 tuple(values),
             ).fetchall()
-        return [Entry(*row) for row in rows]
+        return [DocumentEntry(*row) for row in rows]
 
-    def find(self, name: str) -> list[Entry]:
+    def find(self, name: str) -> list[DocumentEntry]:
         """The documents of a name, a source, or a file. Raises `DocumentNotFound`."""
         path = str(Path(os.path.expanduser(name)).absolute())  # noqa: PTH111  (a name may begin with ~, too)
         found = self.entries("d.name=?1 OR d.source IN (?1, ?2) OR d.file IN (?1, ?2)", (name, path))
@@ -216,13 +247,13 @@ class Library:
         return [_chunk(row) for row in rows]
 
     def note_retrieved(self, ids: Sequence[int]) -> None:
-        """Count passages that went into a prompt, in their order."""
-        with self.writing() as connection:
+        """Count passages that went into a prompt, given in prompt order."""
+        with self.writing(durable=False) as connection:
             connection.executemany("UPDATE chunks SET retrieved=retrieved+1 WHERE id=?", [(id,) for id in ids])
             connection.executemany("UPDATE chunks SET first=first+1 WHERE id=?", [(id,) for id in ids[:1]])
 
-    def most_retrieved(self, count: int, *, others: bool = False) -> list[Chunk]:
-        """The passages that were in most prompts, those that came first in them first; then `others`, if asked for."""
+    def top_retrieved(self, count: int, *, others: bool = False) -> list[Chunk]:
+        """The passages most often at the start of prompts, then those most often in them; then `others`, if set."""
         with self.reading() as connection:
             rows = connection.execute(
                 f"{_CHUNK} WHERE c.retrieved > ? ORDER BY c.first DESC, c.retrieved DESC, c.id LIMIT ?",
@@ -231,7 +262,11 @@ class Library:
         return [_chunk(row) for row in rows]
 
     def note_tokens(self, tokenizer: str, tokens: Mapping[int, bytes]) -> bool:
-        """Note how a tokenizer cut passages, so that KV of them can be found again; False if one is gone by now."""
+        """Record the tokens of passages, so that `forget` can find their KV again; durable when it returns.
+
+        False if a passage is gone by now, or the library is full: no KV of them must be kept. Of a passage that only
+        partly fit into a prompt the shortest part is recorded: it is found wherever more is.
+        """
         with self.reading() as connection:
             ids = list(tokens)
             rows = connection.execute(
@@ -242,94 +277,115 @@ class Library:
         noted = dict(rows)
         if len(noted) < len(tokens):
             return False
-        new = [(id, tokenizer, data) for id, data in tokens.items() if noted[id] != data]
+        new = [
+            (id, tokenizer, data) for id, data in tokens.items() if noted[id] is None or not data.startswith(noted[id])
+        ]
         if not new:
             return True
         with self.writing() as connection:
-            done = connection.executemany(
-                "INSERT OR REPLACE INTO tokens SELECT ?1, ?2, ?3 WHERE EXISTS (SELECT 1 FROM chunks WHERE id=?1)", new
+            if not self.limit.allows(connection, sum(len(data) for _, _, data in new)):
+                return False
+            connection.executemany(
+                "INSERT INTO tokens SELECT ?1, ?2, ?3 WHERE EXISTS (SELECT 1 FROM chunks WHERE id=?1) "
+                "ON CONFLICT (chunk, tokenizer) DO UPDATE SET tokens=excluded.tokens "
+                "WHERE substr(tokens, 1, length(excluded.tokens))=excluded.tokens",
+                new,
             )
-            return done.rowcount == len(new)
+            select = "SELECT 1 FROM tokens WHERE chunk=?1 AND tokenizer=?2 AND substr(?3, 1, length(tokens))=tokens"
+            return all(connection.execute(select, row).fetchone() for row in new)
 
-    def present(self, ids: Iterable[int]) -> bool:
-        """Whether all of these passages are still there."""
+    def has_passages(self, ids: Iterable[int]) -> bool:
+        """Whether all of these passages still exist."""
         wanted = list(ids)
         with self.reading() as connection:
             rows = connection.execute(f"SELECT count(*) FROM chunks WHERE id IN ({_marks(wanted)})", wanted)
             return int(rows.fetchone()[0]) == len(wanted)
 
     def without_vector(self, embedder: str, most: int) -> list[Chunk]:
-        """Passages that have no vector of that embedder yet; those of another one are dropped."""
+        """Passages that have no vector of that embedder yet; vectors of another embedder are dropped."""
         with self.reading() as connection:
-            owner = owner_of(connection)
+            owner = embedder_of(connection)
             rows = connection.execute(f"{_CHUNK} WHERE c.vector IS NULL LIMIT ?", (most,)).fetchall()
         if owner is not None and owner != embedder:
             with self.writing() as connection:
-                claim(connection, embedder)
-                note_change(connection)
+                claim_embedder(connection, embedder)
+                bump_generation(connection)
             return self.without_vector(embedder, most)
         return [_chunk(row) for row in rows]
 
     def set_vectors(self, vectors: Mapping[int, bytes], embedder: str) -> None:
         """Give passages their vectors; not if the library has another embedder's by now."""
         with self.writing() as connection:
-            if owner_of(connection) != embedder:
+            if embedder_of(connection) != embedder:
                 return
             connection.executemany("UPDATE chunks SET vector=? WHERE id=?", [(v, id) for id, v in vectors.items()])
-            note_change(connection)
+            bump_generation(connection)
 
-    def leaving(self) -> list[Leaving]:
-        """What was removed, as long as KV of it may be around."""
+    def removed_passages(self) -> list[RemovedPassage]:
+        """Removed passages of which KV may still exist."""
         with self.reading() as connection:
             rows = connection.execute("SELECT id, text, tokenizer, tokens FROM leaving").fetchall()
-        return [Leaving(*row) for row in rows]
+        return [RemovedPassage(*row) for row in rows]
 
-    def cleared(self, gone: Sequence[Leaving]) -> None:
-        """No KV is left of these: forget them here as well, to the last byte.
+    def purge_removed(self, gone: Sequence[RemovedPassage]) -> None:
+        """Erase removed passages whose KV is gone, to the last byte.
 
-        Raises `KnowledgeUnusable` if a process has been reading for so long that bytes are left; then do it again.
+        Raises `KnowledgeUnusable` if a process keeps reading an old view, so that bytes are left; then call it again.
         """
         with self.writing() as connection:
             connection.executemany("DELETE FROM leaving WHERE id=?", [(row.id,) for row in gone])
-            # Only a merge of all its parts takes deleted words out of the index.
+            # Only a full merge of the index removes deleted words from it.
             connection.execute("INSERT INTO words(words) VALUES('optimize')")
             connection.execute("INSERT OR REPLACE INTO about VALUES ('unclean', 'yes')")
         with _usable(self.path):
             self._database.scrub()
-            for damaged in self.path.parent.glob(f"{self.path.name}.broken-*"):  # set aside, but it holds texts
-                damaged.unlink()
+            with locked(self.first_path):  # leftovers of a killed salvage hold texts, too
+                pass
         with self.writing() as connection:
-            connection.execute("DELETE FROM about WHERE name='unclean'")
+            connection.execute("DELETE FROM about WHERE name IN ('unclean', 'unaccounted')")
 
     @property
     def unclean(self) -> bool:
-        """Whether bytes of what was removed may be left in its file."""
+        """Whether bytes of removed passages may be left in its file."""
         return self.about("unclean") is not None
 
+    @property
+    def unaccounted(self) -> bool:
+        """Whether KV may exist that nothing here names any more, because tokens were lost to damage."""
+        return self.about("unaccounted") is not None
+
+    def losses(self) -> list[Loss]:
+        """What was lost to damage and is not acknowledged yet."""
+        with self.reading() as connection:
+            return read_losses(connection)
+
+    def acknowledge(self) -> None:
+        """Stop reporting what was lost."""
+        with self.writing() as connection:
+            write_losses(connection, [])
+
+    def damaged_files(self) -> list[Path]:
+        """Damaged files of this library: they may hold texts that were forgotten since."""
+        return damaged_files(self.first_path)
+
     def set_app(self, sources: Iterable[str], app: str) -> None:
-        """Say whose documents these are."""
+        """Set the app that documents belong to."""
         with self.writing() as connection:
             connection.executemany("UPDATE documents SET app=? WHERE source=?", [(app, source) for source in sources])
 
     def counts(self) -> dict[str, int]:
-        """How much there is: documents, chunks, embedded, characters, file_bytes."""
+        """Totals: documents, chunks, embedded, characters, file_bytes."""
         with self.reading() as connection:
             (documents, characters) = connection.execute(
                 "SELECT count(*), coalesce(sum(characters), 0) FROM documents"
             ).fetchone()
             (chunks, embedded) = connection.execute("SELECT count(*), count(vector) FROM chunks").fetchone()
-        size = self._database.size_bytes()
         return {"documents": documents, "chunks": chunks, "embedded": embedded, "characters": characters,
-                "file_bytes": size}  # fmt: skip
+                "file_bytes": self._database.size_bytes()}  # fmt: skip
 
     def close(self) -> None:
         """Close its connections. Idempotent; a later use opens them again."""
         self._database.close()
-
-
-def library_path(folder: Path, tenant: str, salt: str) -> Path:
-    """Where the library of a tenant and salt is, if there is one."""
-    return folder.expanduser().absolute() / f"{digest_of_fields('rekindle/library/1', tenant, salt)}.sqlite"
 
 
 _CHUNK = (
@@ -357,4 +413,8 @@ def _usable(path: Path) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, OSError, CacheUnusable) as error:
+        if current_file(path) != path:
+            raise KnowledgeUnusable(
+                f"The library {path} was damaged; what could be read was saved. Try again."
+            ) from error
         raise KnowledgeUnusable(f"The library {path} cannot be used: {error}") from error

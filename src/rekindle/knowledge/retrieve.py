@@ -1,9 +1,9 @@
-"""Passages for a question: by their words (BM25), by their meaning (embeddings), and by both.
+"""Passages for a question: by words (BM25), by embeddings, or hybrid.
 
-fused      reciprocal ranks, added: those of both ways, and twice those of `weighted`, which knows by how much one
-           passage is ahead of the next. The constant is small, so that the first places count: measured on five sets of
-           questions, 5 keeps what either way finds alone, the usual 60 does not
-weighted   both scores stretched to 0..1 and averaged, as PerCache does it
+fused      reciprocal rank fusion of both rankings and, with double weight, of `weighted`, which knows how far one
+           passage is ahead of the next. The constant is 5: measured on five sets of questions, it keeps what either
+           ranking finds alone, while the usual 60 does not
+weighted   both scores scaled to 0..1 and averaged, as PerCache does it
 bm25, embedding   one of them alone
 """
 
@@ -17,59 +17,60 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, get_args
 
-from rekindle.engine.embedder import Embedder
+from rekindle.engine.embedding.embedder import Embedder
 from rekindle.errors import InvalidPrompt, InvalidSetting, NothingKnown, nearest
 from rekindle.knowledge.library import Chunk, Library
-from rekindle.knowledge.stopwords import STOPWORDS
-from rekindle.knowledge.vectors import Floats, Vectors
+from rekindle.knowledge.salvage import Loss
+from rekindle.knowledge.segment import STOPWORDS
+from rekindle.knowledge.vectors import Floats, VectorIndex
 
 Retrieval = Literal["fused", "weighted", "bm25", "embedding"]
 
-MOST_PASSAGES = 1000
+MAX_PASSAGES = 1000
 _DEPTH = 100  # of each ranking
 _RANK_CONSTANT = 5
 _MIXED_COUNTS = 2.0
-_MOST_WORDS = 64
-_MOST_POSTINGS = 20_000  # that a search by words reads: beyond it, the commonest words are left out
+_MAX_WORDS = 64
+_MAX_POSTINGS = 20_000  # read by a BM25 search at most: the commonest words are left out beyond it
 _WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A passage that was found, and where each way of looking ranked it (from 1; None: not among its first)."""
+    """A retrieved passage, and its rank in each ranking (from 1; None: not in it)."""
 
     chunk: Chunk
     score: float
-    word_rank: int | None = None
-    meaning_rank: int | None = None
+    bm25_rank: int | None = None
+    embedding_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Retrieved:
-    """What was found, the best first, and where the time went."""
+class RetrievalResult:
+    """The passages found, the best first, and where the time went."""
 
     hits: tuple[Hit, ...]
     retrieval: Retrieval
     embed_seconds: float
     search_seconds: float
     vector: Floats | None = None  # of the question
+    losses: tuple[Loss, ...] = ()  # what the library lost to damage, until that is acknowledged
 
     @property
     def seconds(self) -> float:
-        """All of it."""
         return self.embed_seconds + self.search_seconds
 
 
 class Retriever:
-    """Finds passages in a library. Used from several threads. `embedder` is called when it is first needed."""
+    """Finds passages in a library. Used from several threads. `embedder` is only called when needed."""
 
     def __init__(self, library: Library, embedder: Callable[[], Embedder]) -> None:
         self._library = library
         self._embedder = embedder
-        self._vectors: Vectors | None = None
+        self._vectors: VectorIndex | None = None
 
-    def retrieve(self, question: str, top_k: int = 5, retrieval: Retrieval = "fused") -> Retrieved:
-        """The passages that are most likely to answer a question. Equal passages count once.
+    def retrieve(self, question: str, top_k: int = 5, retrieval: Retrieval = "fused") -> RetrievalResult:
+        """The passages most likely to answer a question. Equal passages count once.
 
         Raises `NothingKnown` for an empty library, `InvalidPrompt`, and `InvalidSetting`.
         """
@@ -79,16 +80,16 @@ class Retriever:
         vector = self._embed(question) if retrieval != "bm25" else None
         embedded = time.perf_counter()
         depth = max(_DEPTH, 2 * top_k)
-        with self._library.reading():  # all of it in one view: a document may be replaced just now
-            words = self.by_words(question, depth) if retrieval != "embedding" else {}
-            meanings = self.by_meaning(vector, depth) if vector is not None else {}
+        with self._library.reading():  # one snapshot: a document may be replaced meanwhile
+            words = self.search_bm25(question, depth) if retrieval != "embedding" else {}
+            meanings = self.search_embedding(vector, depth) if vector is not None else {}
             found = self._hits(_ranked(words, meanings, retrieval), words, meanings, top_k)
         if not found and not self._library.counts()["chunks"]:
             raise NothingKnown("Nothing was ingested yet. Do that first: rekindle ingest FOLDER")
-        return Retrieved(tuple(found), retrieval, embedded - started, time.perf_counter() - embedded, vector)
+        return RetrievalResult(tuple(found), retrieval, embedded - started, time.perf_counter() - embedded, vector)
 
-    def by_words(self, question: str, most: int) -> dict[int, float]:
-        """Passages with words of the question, the best first: id -> BM25."""
+    def search_bm25(self, question: str, most: int) -> dict[int, float]:
+        """Passages with words of the question, the best first: id -> BM25 score."""
         words = list(dict.fromkeys(_WORD.findall(question.lower())))
         wanted = [word for word in words if word not in STOPWORDS] or words
         if not wanted:
@@ -96,29 +97,29 @@ class Retriever:
         with self._library.reading() as connection:
             rows = connection.execute(
                 "SELECT rowid, -bm25(words) AS score FROM words WHERE words MATCH ? ORDER BY score DESC, rowid LIMIT ?",
-                (_any(_affordable(connection, wanted[:_MOST_WORDS])), most),
+                (_any(_affordable(connection, wanted[:_MAX_WORDS])), most),
             ).fetchall()
         return dict(rows)
 
-    def by_meaning(self, vector: Floats, most: int) -> dict[int, float]:
-        """Passages that mean something like the question, the nearest first: id -> cosine."""
+    def search_embedding(self, vector: Floats, most: int) -> dict[int, float]:
+        """Passages with similar embeddings, the nearest first: id -> cosine."""
         assert self._vectors is not None
         snapshot = self._vectors.snapshot(self._embedder().digest)
-        return {near.id: near.score for near in snapshot.nearest(vector, most)}
+        return {neighbor.id: neighbor.score for neighbor in snapshot.nearest(vector, most)}
 
     def _embed(self, question: str) -> Floats:
         embedder = self._embedder()
         if self._vectors is None:
-            self._vectors = Vectors(self._library, embedder.dimensions)
+            self._vectors = VectorIndex(self._library, embedder.dimensions)
         vector: Floats = embedder.embed([question]).vectors[0]
         return vector
 
     def _hits(
         self, ranked: Mapping[int, float], words: Mapping[int, float], meanings: Mapping[int, float], top_k: int
     ) -> list[Hit]:
-        """The first passages that are still there and say something new."""
-        word_rank = {id: rank for rank, id in enumerate(words, start=1)}
-        meaning_rank = {id: rank for rank, id in enumerate(meanings, start=1)}
+        """The first passages that still exist, without duplicates."""
+        bm25_rank = {id: rank for rank, id in enumerate(words, start=1)}
+        embedding_rank = {id: rank for rank, id in enumerate(meanings, start=1)}
         ordered = sorted(ranked, key=lambda id: (-ranked[id], id))
         hits: list[Hit] = []
         seen: set[str] = set()
@@ -130,22 +131,21 @@ class Retriever:
                 if chunk is None or chunk.passage.shown in seen:
                     continue
                 seen.add(chunk.passage.shown)
-                hits.append(Hit(chunk, ranked[id], word_rank.get(id), meaning_rank.get(id)))
+                hits.append(Hit(chunk, ranked[id], bm25_rank.get(id), embedding_rank.get(id)))
                 if len(hits) == top_k:
                     return hits
         return hits
 
 
 def check_question(question: str) -> None:
-    """Raises `InvalidPrompt` for a question that asks nothing."""
+    """Raises `InvalidPrompt` for an empty question."""
     if not question.strip():
         raise InvalidPrompt("The question is empty. Ask something.")
 
 
 def check_retrieval(top_k: int, retrieval: str) -> None:
-    """Raises `InvalidSetting` for what cannot be asked for."""
-    if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= MOST_PASSAGES:
-        raise InvalidSetting(f"top_k={top_k!r} makes no sense. Use 1 to {MOST_PASSAGES:,} passages.")
+    if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= MAX_PASSAGES:
+        raise InvalidSetting(f"top_k={top_k!r} makes no sense. Use 1 to {MAX_PASSAGES:,} passages.")
     if retrieval not in get_args(Retrieval):
         raise InvalidSetting(f"retrieval={retrieval!r} is unknown.{nearest(str(retrieval), get_args(Retrieval))}")
 
@@ -167,9 +167,9 @@ def _inverse_ranks(ids: Iterable[int], counts: float = 1.0) -> dict[int, float]:
 
 
 def _stretched(scores: Mapping[int, float]) -> dict[int, float]:
-    """The first half of the scores, from 0, the lowest, to 1, the highest; halved, because two are averaged.
+    """The upper half of the scores, scaled from 0 (lowest) to 0.5 (highest), because two are added.
 
-    Further down scores say nothing, and would only make the differences above look small.
+    Scores further down are noise, and would only make the differences above look small.
     """
     first = dict(islice(scores.items(), max(_DEPTH, len(scores)) // 2))
     if not first:
@@ -183,12 +183,12 @@ def _added(*parts: Mapping[int, float]) -> dict[int, float]:
 
 
 def _affordable(connection: sqlite3.Connection, words: Sequence[str]) -> Sequence[str]:
-    """The words, without the commonest ones if reading all their postings would take long.
+    """The words, without the commonest ones if reading all their postings would take too long.
 
-    One that stands anywhere always stays.
+    At least one word with postings stays.
     """
     (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM chunks").fetchone()
-    if last <= _MOST_POSTINGS:
+    if last <= _MAX_POSTINGS:
         return words
     postings = {
         word: connection.execute("SELECT count(*) FROM words WHERE words MATCH ?", (_any([word]),)).fetchone()[0]
@@ -197,7 +197,7 @@ def _affordable(connection: sqlite3.Connection, words: Sequence[str]) -> Sequenc
     chosen: list[str] = []
     read = 0
     for word in sorted(words, key=lambda word: int(postings[word])):
-        if read and read + postings[word] > _MOST_POSTINGS:
+        if read and read + postings[word] > _MAX_POSTINGS:
             break
         chosen.append(word)
         read += postings[word]
@@ -205,5 +205,5 @@ def _affordable(connection: sqlite3.Connection, words: Sequence[str]) -> Sequenc
 
 
 def _any(words: Sequence[str]) -> str:
-    """A query for any of the words. Quoted, so that none of them is taken for syntax."""
+    """An FTS5 query for any of the words, quoted so that none is taken for syntax."""
     return " OR ".join(f'"{word}"' for word in words)

@@ -1,6 +1,6 @@
-"""The rows of a library: a document with its passages and words goes in and out of all tables at once.
+"""Inserts and deletes that touch several tables of a library: a document with its passages and words.
 
-Each of these works in the transaction of whoever calls it.
+Every function works in the caller's transaction.
 """
 
 from __future__ import annotations
@@ -14,12 +14,22 @@ from dataclasses import dataclass
 from rekindle.core.document import Document, Passage, title_above
 from rekindle.core.identity import digest_of_fields
 
-_NAME_DIGITS = 12
+NAME_DIGITS = 12
+_PASSAGE_BYTES = 4096  # besides its text: a vector, and an index page of its own
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A document with its passages, and a vector (half precision) for each; None: not embedded yet."""
+class BackedUp:
+    """What a backup records of a document: digest, length, and when it was first added."""
+
+    digest: str
+    characters: int
+    added: float
+
+
+@dataclass(frozen=True)
+class SplitDocument:
+    """A document split into passages, with a vector (half precision) for each; None: not embedded yet."""
 
     document: Document
     passages: Sequence[Passage]
@@ -27,45 +37,62 @@ class Cut:
     splitting: str
     file: str | None = None
     app: str | None = None
+    restored: BackedUp | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """An upper estimate of what its rows take, with words, vectors and indexes."""
+        return sum(
+            _PASSAGE_BYTES + len(text.encode())
+            for passage in self.passages
+            for text in (f"{self.document.title}{passage.heading}{passage.text}",)
+        )
 
 
 def passage_digest(title: str, passage: Passage) -> bytes:
-    """What a passage's vector depends on."""
+    """A digest of everything that a passage's vector depends on."""
     return bytes.fromhex(digest_of_fields("rekindle/passage/1", title, passage.heading, passage.text))
 
 
 def document_digest(document: Document) -> str:
-    """What a document says, wherever it stands."""
+    """A digest of a document's content, whatever its source."""
     parts = [text for section in document.sections for text in (*section.headings, "\0", section.text)]
     return digest_of_fields("rekindle/document/1", document.title, document.headers, *parts)
 
 
 def embedded_text(title: str, passage: Passage) -> str:
-    """What is embedded of a passage: a question often names what only the title says."""
+    """The text of a passage that is embedded, title included: questions often name what only the title says."""
     above = title_above(title, passage.shown)
     return "\n".join(part for part in (above, passage.heading, passage.text) if part)
 
 
-def put_document(connection: sqlite3.Connection, cut: Cut) -> None:
-    """Add a document in place of the one of the same source, if there is one: its answers have to be found anew."""
+def name_of(source: str) -> str:
+    """The short name of the document of a source."""
+    return hashlib.blake2b(source.encode(), digest_size=16).hexdigest()[:NAME_DIGITS]
+
+
+def put_document(connection: sqlite3.Connection, cut: SplitDocument) -> None:
+    """Add a document, replacing the one of the same source: answers that cite it become stale."""
     old = connection.execute("SELECT id FROM documents WHERE source=?", (cut.document.source,)).fetchall()
     for (document,) in old:
-        outdate_answers(connection, document)
-        _take_out(connection, document)
+        mark_answers_stale(connection, document)
+        _delete_document(connection, document)
     new = _add_document(connection, cut)
     connection.executemany("UPDATE OR REPLACE grounds SET document=? WHERE document=?", [(new, id) for (id,) in old])
 
 
-def _add_document(connection: sqlite3.Connection, cut: Cut) -> int:
+def _add_document(connection: sqlite3.Connection, cut: SplitDocument) -> int:
     document = cut.document
-    name = hashlib.blake2b(document.source.encode(), digest_size=16).hexdigest()[:_NAME_DIGITS]
-    characters = sum(len(section.text) for section in document.sections)
+    name = name_of(document.source)
+    first = cut.restored or BackedUp(
+        document_digest(document), sum(len(section.text) for section in document.sections), time.time()
+    )
     id = connection.execute(
         "INSERT INTO documents (name, source, file, title, app, digest, splitting, characters, added) "
         "VALUES (?,?,?,?,?,?,?,?,?)",
         (
-            name, document.source, cut.file, document.title, cut.app, document_digest(document), cut.splitting,
-            characters, time.time(),
+            name, document.source, cut.file, document.title, cut.app, first.digest, cut.splitting, first.characters,
+            first.added,
         ),
     ).lastrowid  # fmt: skip
     for place, (passage, vector) in enumerate(zip(cut.passages, cut.vectors, strict=True)):
@@ -83,30 +110,30 @@ def _add_document(connection: sqlite3.Connection, cut: Cut) -> int:
 
 
 def remove_documents(connection: sqlite3.Connection, documents: Sequence[int]) -> int:
-    """Remove documents with all questions and answers that may quote them; how many passages that were.
+    """Remove documents with all questions and answers that may quote them, and return the number of passages.
 
-    Notes what of them is leaving.
+    Their texts and tokens go to `leaving`.
     """
     count = 0
     for document in documents:
         _remove_answers(connection, document)
-        count += _take_out(connection, document)
+        count += _delete_document(connection, document)
     if connection.execute("SELECT 1 FROM documents LIMIT 1").fetchone() is None:
-        connection.execute("DELETE FROM answers")  # also those that no passage answered: nothing shall be left
+        connection.execute("DELETE FROM answers")  # including those without evidence: nothing may be left
         connection.execute("DELETE FROM grounds")
-        note_answers(connection)
+        bump_answers(connection)
     return count
 
 
-def outdate_answers(connection: sqlite3.Connection, document: int) -> None:
-    """A document changes: answers that may quote it are gone, their questions stay."""
+def mark_answers_stale(connection: sqlite3.Connection, document: int) -> None:
+    """Drop answers that may quote a document; their questions stay."""
     changed = connection.execute(
         "UPDATE answers SET state='stale', text=NULL, tokens=NULL, evidence=x'' "
         "WHERE state!='open' AND id IN (SELECT answer FROM grounds WHERE document=?)",
         (document,),
     )
     if changed.rowcount:
-        note_answers(connection)
+        bump_answers(connection)
 
 
 def _remove_answers(connection: sqlite3.Connection, document: int) -> None:
@@ -115,11 +142,11 @@ def _remove_answers(connection: sqlite3.Connection, document: int) -> None:
     )
     if gone.rowcount:
         connection.execute("DELETE FROM grounds WHERE answer NOT IN (SELECT id FROM answers)")
-        note_answers(connection)
+        bump_answers(connection)
 
 
-def _take_out(connection: sqlite3.Connection, document: int) -> int:
-    """Remove a document with its passages and words; how many passages that were."""
+def _delete_document(connection: sqlite3.Connection, document: int) -> int:
+    """Delete a document with its passages and words, and return the number of passages."""
     connection.execute("DELETE FROM abstracts WHERE document=?", (document,))
     rows = connection.execute(
         "SELECT c.id, s.title, s.body, c.heading FROM chunks c JOIN searched s ON s.id=c.id WHERE c.document=?",
@@ -141,28 +168,28 @@ def _take_out(connection: sqlite3.Connection, document: int) -> int:
     return len(rows)
 
 
-def owner_of(connection: sqlite3.Connection) -> str | None:
-    """The embedder whose vectors the library has."""
+def embedder_of(connection: sqlite3.Connection) -> str | None:
+    """The embedder that made the library's vectors."""
     row = connection.execute("SELECT value FROM about WHERE name='embedder'").fetchone()
     return None if row is None else str(row[0])
 
 
-def claim(connection: sqlite3.Connection, embedder: str) -> None:
-    """Vectors of two embedders do not compare: those of another one are dropped, to be made anew."""
-    if owner_of(connection) != embedder:
+def claim_embedder(connection: sqlite3.Connection, embedder: str) -> None:
+    """Make `embedder` the library's: vectors of another one, which do not compare, are dropped to be made again."""
+    if embedder_of(connection) != embedder:
         connection.execute("UPDATE chunks SET vector=NULL")
         connection.execute("UPDATE answers SET vector=NULL")
-        note_answers(connection)
+        bump_answers(connection)
         connection.execute("INSERT OR REPLACE INTO about VALUES ('embedder', ?)", (embedder,))
 
 
-def note_change(connection: sqlite3.Connection) -> None:
-    """Note that passages are not as they were."""
+def bump_generation(connection: sqlite3.Connection) -> None:
+    """Record that passages changed."""
     connection.execute("UPDATE about SET value=CAST(value AS INTEGER)+1 WHERE name='generation'")
 
 
-def note_answers(connection: sqlite3.Connection) -> None:
-    """Note that stored questions or answers are not as they were."""
+def bump_answers(connection: sqlite3.Connection) -> None:
+    """Record that stored questions or answers changed."""
     connection.execute(
         "INSERT INTO about VALUES ('answers', '1') ON CONFLICT (name) DO UPDATE SET value=CAST(value AS INTEGER)+1"
     )

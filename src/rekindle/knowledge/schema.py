@@ -1,18 +1,18 @@
-"""The tables of a library, as numbered migrations. One file a tenant and salt, so that nobody's counts shape anybody
-else's ranking, and what is forgotten is in one place.
+"""The tables of a library, as numbered migrations. One file per tenant and salt, so that no tenant's counts shape
+another's ranking, and everything that must be forgotten is in one place.
 
-about      what holds for all of it: whose it is, which embedder its vectors are of, how often it changed
-files      files that were read, with their digests: what did not change is not read again
-documents  one row a document; several may come from one file
-chunks     its passages in order, each with its vector (half precision) and how often it was retrieved
-searched   what the words of a passage are looked for in: its title and headings, its text
-words      the index of those words (FTS5, porter stems); it holds no second copy of the text
-tokens     a passage as a tokenizer cut it, noted before any KV of it is kept: by these its KV is found again
-leaving    passages that were removed, until no KV of them is left
-answers    questions, asked or foreseen, with their answers, if they have one: see `answers/bank`
+about      key and value: tenant, salt, the embedder of the vectors, change counters
+files      files that were read, with their digests: unchanged files are not read again
+documents  one row per document; several may come from one file
+chunks     the passages of a document in order, each with its vector (half precision) and retrieval counts
+searched   a view of what the word index covers: title and headings, text
+words      the word index over it (FTS5, porter stems); it holds no second copy of the text
+tokens     the token ids of a passage, recorded before any KV of it is kept: its KV is found again by them
+leaving    removed passages, until no KV of them is left
+answers    questions, asked or predicted, with their answers if there are any: see `answers/bank`
 grounds    the documents that a question or its answer may quote: it goes when one of them is forgotten
-abstracts  what a document is about, in a sentence or two
-work       what was done when idle, and what it took
+abstracts  a document's summary in a sentence or two
+work       idle work: what was done, and what it cost
 """
 
 from __future__ import annotations

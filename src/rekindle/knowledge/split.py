@@ -1,4 +1,4 @@
-"""Documents into passages: whole sentences, under their headings, about as long as asked for."""
+"""Documents into passages of about the requested size: whole sentences, under their headings."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Literal, NamedTuple
 
 from rekindle.core.document import Document, Passage, Section
 from rekindle.errors import InvalidSetting
-from rekindle.knowledge.blocks import Block, blocks
-from rekindle.knowledge.sentences import broken, sentences, words
+from rekindle.knowledge.segment import Block, break_up, count_words, split_blocks, split_sentences
 
 Measure = Callable[[str], int]
 
-_RULES = 1  # raised when the same settings cut a text otherwise than before: what was cut is then cut again
-_ALONE = 1 / 2  # of the size: a paragraph from here on shares no passage, so that it is the same wherever it stands
+_RULES = 1  # raise it when the same settings split a text differently: documents are then split again
+_ALONE = 1 / 2  # of the size: a longer paragraph shares no passage, so it is the same wherever it occurs
 _TINY_SECTION = 1 / 4  # of the size: shorter sections share a passage with the next
-_TINY_PASSAGE = 1 / 5  # of the size: a rest shorter than that is added to the passage before
+_TINY_PASSAGE = 1 / 5  # of the size: a shorter rest is added to the passage before
 _MOST = 5 / 4  # of the size: no passage is longer
 _HEADER_WORDS = 40
 _HEADER_LINE_WORDS = 16
@@ -25,11 +24,11 @@ _HEADING_WORDS = 20
 
 @dataclass(frozen=True)
 class Splitting:
-    """How documents are cut.
+    """How documents are split.
 
-    size     how long a passage is at most, but for a short rest that is added to it (never over 1.25 times)
+    size     the length of a passage at most, except that a short rest may be added (never over 1.25 times)
     unit     what is counted: words, or tokens of a model
-    overlap  how much of the passage before is said again, in whole sentences
+    overlap  how much of the passage before is repeated, in whole sentences
 
     Raises `InvalidSetting`.
     """
@@ -52,25 +51,25 @@ class Splitting:
             )
 
     @property
-    def text(self) -> str:
-        """How a document was cut; two documents that say the same here were cut by the same rules."""
+    def signature(self) -> str:
+        """Identifies the rules: documents with the same signature were split the same way."""
         return f"{self.size} {self.unit}, overlap {self.overlap}, rules {_RULES}"
 
 
 class _Piece(NamedTuple):
-    """What is never cut: a sentence, an item, lines of code; or a part of one that is too long."""
+    """An atomic piece: a sentence, an item, lines of code; or a part of one that is too long."""
 
     text: str
     size: int
-    gap: str  # what stands before it, unless it opens a passage
+    gap: str  # what separates it from the piece before, unless it begins a passage
     section: int
 
 
 def split(document: Document, splitting: Splitting, count: Measure | None = None) -> list[Passage]:
-    """The passages of a document, in order. The same document and splitting always give the same.
+    """The passages of a document, in order. Deterministic.
 
-    `count` says how many tokens a text has; it is needed where tokens are counted. Without overlap every word of the
-    document's text is in exactly one passage. Raises `InvalidSetting` where `count` is missing.
+    `count` counts the tokens of a text; needed if the unit is tokens, else `InvalidSetting`. Without overlap every
+    word of the document's text is in exactly one passage.
     """
     cutter = _Cutter(document, splitting, _measure(splitting, count))
     return [cutter.passage(pieces) for run in cutter.runs() for pieces in cutter.overlapped(cutter.packed(run))]
@@ -78,11 +77,11 @@ def split(document: Document, splitting: Splitting, count: Measure | None = None
 
 def _measure(splitting: Splitting, count: Measure | None) -> Measure:
     if splitting.unit == "words":
-        return words
+        return count_words
     if count is None:
         raise InvalidSetting("To cut by tokens a model must count them: name one, or cut by words.")
-    # Some tokenizers make a single unknown token of any long run of characters: it would never be cut.
-    return lambda text: max(count(text), words(text))
+    # Some tokenizers make a single unknown token of any long run of characters: it would never be split.
+    return lambda text: max(count(text), count_words(text))
 
 
 def _size(pieces: Sequence[_Piece]) -> int:
@@ -90,10 +89,10 @@ def _size(pieces: Sequence[_Piece]) -> int:
 
 
 class _Cutter:
-    """The steps from sections to passages: pieces, groups of them, runs of groups, passages.
+    """The steps from sections to passages: pieces, groups of pieces, runs of groups, passages.
 
-    A group is a long paragraph, or several short ones: its passages hold nothing else. A run is a section, with the
-    tiny ones before it: its passages follow each other closely enough to overlap.
+    A group is a long paragraph or several short ones: its passages hold nothing else. A run is a section with the tiny
+    ones before it: its passages are close enough to overlap.
     """
 
     def __init__(self, document: Document, splitting: Splitting, measure: Measure) -> None:
@@ -104,7 +103,7 @@ class _Cutter:
         self._measure = measure
 
     def runs(self) -> Iterator[list[list[_Piece]]]:
-        """The groups of each section that is long enough, with those of the tiny ones before it."""
+        """The groups of each section that is long enough, with those of tiny sections before it."""
         waiting: list[_Piece] = []
         for number, section in enumerate(self._sections):
             groups = self._groups(number, section)
@@ -127,10 +126,10 @@ class _Cutter:
         """The pieces of a section by paragraphs: long ones alone, short ones together."""
         groups: list[list[_Piece]] = []
         was_long = True
-        for block in blocks(section.text):
+        for block in split_blocks(section.text):
             pieces = list(self._pieces(block, number))
             is_long = _size(pieces) >= _ALONE * self._size
-            # A few words between long paragraphs go with the next, which they mostly introduce.
+            # A few words between long paragraphs join the next one, which they usually introduce.
             leads = bool(groups) and _size(groups[-1]) < _TINY_PASSAGE * self._size
             if groups and (leads or not (is_long or was_long)):
                 groups[-1] += pieces
@@ -156,73 +155,73 @@ class _Cutter:
             if block.code or (line.item and self._measure(line.text) <= self._size / 2):
                 yield from self._fitting(line.text, gap, number)
             else:
-                for part in sentences(line.text):
+                for part in split_sentences(line.text):
                     yield from self._fitting(part.text, gap if gap else " " * part.spaced, number)
                     gap = ""
             gap = "\n"
 
     def _fitting(self, text: str, gap: str, number: int) -> Iterator[_Piece]:
-        """A text as one piece, or as several if it is longer than a passage."""
+        """A text as one piece, or several if it is longer than a passage."""
         size = self._measure(text)
         if size <= self._size:
             yield _Piece(text, size, gap, number)
             return
-        for part in broken(text, self._measure, self._size):
+        for part in break_up(text, self._measure, self._size):
             yield _Piece(part.text, self._measure(part.text), gap if gap else " " * part.spaced, number)
             gap = ""
 
     def _opens_next(self, number: int) -> bool:
-        """Whether the next section stands under all headings of this one."""
+        """Whether the next section is under all headings of this one."""
         headings = self._sections[number].headings
         following = self._sections[number + 1 : number + 2]
         return any(section.headings[: len(headings)] == headings for section in following)
 
     def _may_share(self, first: int, second: int) -> bool:
-        """Whether two sections have the same parent, and headings short enough to be said in the text."""
+        """Whether two sections have the same parent, and headings short enough to be put into the text."""
         parent = self._sections[first].headings[:-1]
-        near = self._sections[second].headings[: len(parent)] == parent
-        return near and all(self._heading_size(number) <= self._size / 8 for number in (first, second))
+        siblings = self._sections[second].headings[: len(parent)] == parent
+        return siblings and all(self._heading_size(number) <= self._size / 8 for number in (first, second))
 
     def _heading_size(self, number: int) -> int:
         return self._measure(" > ".join(self._sections[number].headings))
 
     def _headed(self, pieces: Sequence[_Piece]) -> list[_Piece]:
-        """The same, with room for the headings that a shared passage says."""
+        """The pieces, with room for the headings that a shared passage contains."""
         first, *rest = pieces
         return [first._replace(size=first.size + self._heading_size(first.section)), *rest]
 
     def packed(self, run: Sequence[Sequence[_Piece]]) -> list[list[_Piece]]:
         """The pieces of each passage."""
-        room = self._size - self._overlap
+        limit = self._size - self._overlap
         passages: list[list[_Piece]] = []
         for group in run:
-            filled = [[group[0]]]
+            packed = [[group[0]]]
             size = group[0].size
             for piece in group[1:]:
-                if size + piece.size > room:
-                    filled.append([])
+                if size + piece.size > limit:
+                    packed.append([])
                     size = 0
-                filled[-1].append(piece)
+                packed[-1].append(piece)
                 size += piece.size
-            if len(filled) > 1 and size < _TINY_PASSAGE * room:
-                rest = filled.pop()
-                filled[-1] += rest
-            passages += filled
+            if len(packed) > 1 and size < _TINY_PASSAGE * limit:
+                rest = packed.pop()
+                packed[-1] += rest
+            passages += packed
         return passages
 
     def overlapped(self, passages: Sequence[list[_Piece]]) -> Iterator[list[_Piece]]:
-        """Each passage after as many of the last pieces of the one before as may be said again."""
+        """Each passage, preceded by as many of the last pieces of the one before as the overlap allows."""
         for number, passage in enumerate(passages):
-            room = min(self._overlap, _MOST * self._size - _size(passage)) if number else 0
-            before = list(passages[number - 1]) if room > 0 else []
+            left = min(self._overlap, _MOST * self._size - _size(passage)) if number else 0
+            before = list(passages[number - 1]) if left > 0 else []
             again: list[_Piece] = []
-            while before and before[-1].size <= room:
-                room -= before[-1].size
+            while before and before[-1].size <= left:
+                left -= before[-1].size
                 again.insert(0, before.pop())
             yield [*again, *passage]
 
     def passage(self, pieces: Sequence[_Piece]) -> Passage:
-        """What the pieces say. Where they are of several sections, each is opened by its headings as a line."""
+        """The passage of these pieces. If they span several sections, each begins with its headings as a line."""
         numbers = dict.fromkeys(piece.section for piece in pieces)
         shared = _shared([self._sections[number].headings for number in numbers])
         text: list[str] = []
@@ -239,7 +238,7 @@ class _Cutter:
 
 
 def _shared(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The headings that all have in common, from the outermost."""
+    """The common prefix of heading paths."""
     first, *others = paths
     for depth, heading in enumerate(first):
         if any(len(other) <= depth or other[depth] != heading for other in others):
@@ -248,7 +247,7 @@ def _shared(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _bounded_lines(headers: str) -> str:
-    """Headers of which no line, nor all together, take the room of the text."""
+    """Headers, each line and all together cut so that the text has room."""
     lines = [_bounded(line, _HEADER_LINE_WORDS) for line in headers.splitlines() if line.strip()]
     left = _HEADER_WORDS
     kept = []
@@ -256,18 +255,18 @@ def _bounded_lines(headers: str) -> str:
         if left <= 0:
             break
         kept.append(_bounded(line, left))
-        left -= words(kept[-1])
+        left -= count_words(kept[-1])
     return "\n".join(kept)
 
 
 def _bounded(line: str, limit: int) -> str:
-    """The beginning of a line, if it has more words than that."""
-    if words(line) <= limit:
+    """A line, cut after `limit` words."""
+    if count_words(line) <= limit:
         return " ".join(line.split())
     start = ""
-    for part in broken(" ".join(line.split()), words, 1):
+    for part in break_up(" ".join(line.split()), count_words, 1):
         longer = f"{start} {part.text}" if start and part.spaced else start + part.text
-        if words(longer) >= limit:
+        if count_words(longer) >= limit:
             break
         start = longer
     return f"{start} …"

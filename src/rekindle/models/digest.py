@@ -1,4 +1,4 @@
-"""Digests of model files. Weights are read once; their digest is remembered by size, times and inode."""
+"""Digests of model files. Files are read once; digests are remembered by size, times and inode."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from rekindle.config import home_folder
 from rekindle.core.identity import digest_of_fields
-from rekindle.remembered import Remembered
+from rekindle.json_file import JsonMemo
+from rekindle.settings.folders import home_folder
 
 _PIECE_BYTES = 64 << 20
-_REMEMBERED = 1000  # files; the oldest are forgotten
+_REMEMBERED = 1000  # files
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+BytesProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
-def digest_of_files(paths: Sequence[Path], progress: Progress | None = None) -> str:
+def digest_of_files(paths: Sequence[Path], progress: BytesProgress | None = None) -> str:
     """One digest over the contents of the files, in the order given; their names do not count."""
-    memory = Remembered(home_folder() / "digests.json", _REMEMBERED)
+    memory = JsonMemo(home_folder() / "digests.json", _REMEMBERED)
     sizes = [path.stat().st_size for path in paths]
     digests, done, total = [], 0, sum(sizes)
     for path, size in zip(paths, sizes, strict=True):
-        key = _key(path)
+        key = _memo_key(path)
         digest = memory.recall(key)
         if not isinstance(digest, str):
-            digest = _digest_of_file(path, size, partial(_tell, progress, total, done))
+            digest = _digest_of_file(path, size, partial(_report, progress, total, done))
             memory.keep(key, digest)
         digests.append(digest)
-        _tell(progress, total, done, size)
+        _report(progress, total, done, size)
         done += size
     return digest_of_fields("rekindle/files/1", *digests)
 
 
 def _digest_of_file(path: Path, size: int, read: Callable[[int], None]) -> str:
-    """SHA-256 over the SHA-256 of 64 MiB pieces, so that all cores can work at it; `read` is told how far it is."""
+    """SHA-256 over the SHA-256 of 64 MiB pieces, which all cores compute; `read` reports progress."""
     offsets = range(0, max(size, 1), _PIECE_BYTES)
     state = hashlib.sha256()
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         for offset, piece in zip(offsets, pool.map(lambda start: _digest_of_piece(path, start), offsets), strict=True):
             state.update(piece)
-            if offset + _PIECE_BYTES < size:  # the end is told with the file
+            if offset + _PIECE_BYTES < size:  # the end is reported with the file
                 read(offset + _PIECE_BYTES)
     return state.hexdigest()
 
 
-def _tell(progress: Progress | None, total: int, before: int, read: int) -> None:
+def _report(progress: BytesProgress | None, total: int, before: int, read: int) -> None:
     if progress is not None:
         progress(before + read, total)
 
@@ -64,9 +64,9 @@ def _digest_of_piece(path: Path, offset: int) -> bytes:
     return state.digest()
 
 
-def _key(path: Path) -> str:
+def _memo_key(path: Path) -> str:
     about = path.stat()
-    # The change time too: an edit in place that sets the modification time back still moves it.
+    # The change time too: an edit that sets the modification time back still changes it.
     fields = (
         str(path.resolve()),
         about.st_size,

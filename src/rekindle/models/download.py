@@ -1,4 +1,4 @@
-"""One file from the network: resumable, checked against its digest, with progress."""
+"""Downloading one file: resumable, checked against its digest, with progress."""
 
 from __future__ import annotations
 
@@ -11,25 +11,33 @@ from pathlib import Path
 
 import httpx
 
+from rekindle.addresses import refuse_plain_authorization
 from rekindle.errors import DigestMismatch, DownloadFailed, NoSpace
 
-Progress = Callable[[str, int, int], None]  # what is being done, units done, units in all
+Progress = Callable[[str, int, int], None]  # stage, units done, units in all
 
 _ATTEMPTS = 4
 _CHUNK_BYTES = 1 << 18
 _TIMEOUT = httpx.Timeout(30.0, connect=15.0)
 
 
-def client() -> httpx.Client:
-    """An HTTP client that follows the machine's proxies and certificates."""
-    return httpx.Client(timeout=_TIMEOUT, follow_redirects=True, headers={"Accept-Encoding": "identity"})
+def http_client() -> httpx.Client:
+    """An HTTP client that uses the machine's proxies and certificates.
+
+    Its requests raise `InvalidSetting` instead of sending a password over plain http.
+    """
+    return httpx.Client(
+        timeout=_TIMEOUT,
+        follow_redirects=True,  # httpx drops the password when a redirect leads elsewhere
+        headers={"Accept-Encoding": "identity"},
+        event_hooks={"request": [refuse_plain_authorization]},
+    )
 
 
 def download(url: str, target: Path, *, sha256: str, progress: Progress | None = None) -> None:
-    """Bring `url` to `target`, going on where an earlier attempt stopped (`target` + `.part`).
+    """Download `url` to `target`, resuming an earlier attempt (`target` + `.part`).
 
-    Raises `DownloadFailed` if the network does not let it through, `DigestMismatch` if it is not the pinned file,
-    `NoSpace` if it does not fit.
+    Raises `DownloadFailed`, `DigestMismatch` if it is not the pinned file, `NoSpace` if it does not fit.
     """
     part = target.with_name(target.name + ".part")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +62,7 @@ def download(url: str, target: Path, *, sha256: str, progress: Progress | None =
 
 
 def accept(part: Path, target: Path, *, sha256: str, origin: str) -> None:
-    """Make a fetched file the real one, if it is the pinned one. Raises `DigestMismatch`, and throws it away."""
+    """Move a downloaded file into place if its digest is right; else delete it and raise `DigestMismatch`."""
     digest = _sha256(part)
     if digest != sha256:
         part.unlink()
@@ -66,7 +74,7 @@ def accept(part: Path, target: Path, *, sha256: str, origin: str) -> None:
 
 
 def no_space(error: OSError, path: Path) -> NoSpace:
-    """What to say when the disk refuses a write."""
+    """The error for a write that the disk refused."""
     if error.errno == errno.ENOSPC:
         free = shutil.disk_usage(path.parent).free
         return NoSpace(f"The disk of {path.parent} is full ({free:,} bytes free). Free some, or set REKINDLE_HOME.")
@@ -74,7 +82,7 @@ def no_space(error: OSError, path: Path) -> NoSpace:
 
 
 def require_space(folder: Path, needed_bytes: int, what: str) -> None:
-    """Raises `NoSpace` before the work begins, not in the middle of it."""
+    """Raise `NoSpace` before the work begins, not in the middle of it."""
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
@@ -87,8 +95,8 @@ def require_space(folder: Path, needed_bytes: int, what: str) -> None:
 def _fetch(url: str, part: Path, progress: Progress | None) -> None:
     have = part.stat().st_size if part.is_file() else 0
     headers = {"Range": f"bytes={have}-"} if have else {}
-    with client() as http, http.stream("GET", url, headers=headers) as response:
-        if response.status_code == 416:  # nothing is left to send: whole, or another file by now; the digest tells
+    with http_client() as http, http.stream("GET", url, headers=headers) as response:
+        if response.status_code == 416:  # nothing left to send: complete, or another file by now; the digest decides
             return
         response.raise_for_status()
         resumed = response.status_code == 206

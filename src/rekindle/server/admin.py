@@ -1,4 +1,7 @@
-"""/v1/rekindle/: look after the cache and the apps of a running server. Whoever calls sees what is theirs."""
+"""/v1/rekindle/: administer the cache and the apps of a running server; /health and /metrics.
+
+A caller only sees what belongs to its own tenant; an operator sees everything.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,19 @@ from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
 
+from rekindle import __version__
+from rekindle.cache.explain import Explanation
+from rekindle.core.request import Request
 from rekindle.errors import CacheUnusable
-from rekindle.run.explain import Explanation
-from rekindle.server.asked import prompt_request
 from rekindle.server.call import Call
-from rekindle.server.problem import Problem
-from rekindle.server.replies import rekindle_of
+from rekindle.server.errors import ApiError
+from rekindle.server.metrics import CONTENT_TYPE
+from rekindle.server.openai.request import prompt_request
+from rekindle.server.openai.response import rekindle_of
 from rekindle.server.schema import AppRequest, CheckRequest, PromptRequest
-from rekindle.store import history, report
-from rekindle.store.check import check as verify
+from rekindle.store import history
+from rekindle.store.admin import report
+from rekindle.store.admin.check import check as verify
 from rekindle.store.tiered import TieredStore
 
 _T = TypeVar("_T")
@@ -29,27 +36,35 @@ _T = TypeVar("_T")
 def _store(call: Call) -> TieredStore:
     store = call.service.session.cache.store
     if store is None:
-        raise Problem(404, "This server runs without a cache. Start it without --cache off.", code="no_cache")
+        raise ApiError(404, "This server runs without a cache. Start it without --cache off.", code="no_cache")
     return store
 
 
-def _tenant(call: Call) -> str | None:
-    """Whose things are shown; None: everybody's."""
-    return None if call.caller.operator else call.caller.tenant
-
-
-async def _aside(call: Call, work: Callable[[], _T]) -> _T:
-    """Do something with the folder, beside the event loop."""
+async def _with_cache(call: Call, work: Callable[[], _T]) -> _T:
+    """Run something that uses the cache folder in a thread. Raises `CacheUnusable`."""
     try:
-        return await asyncio.get_running_loop().run_in_executor(call.service.aside, work)
+        return await asyncio.get_running_loop().run_in_executor(call.service.side_threads, work)
     except (OSError, sqlite3.Error) as error:
         raise CacheUnusable(f"The cache could not be used: {error}. Try again.") from error
 
 
+async def health(call: Call) -> Response:
+    """Whether the server answers. Needs no key, and reveals nothing else."""
+    return JSONResponse({"status": "ok", "version": __version__, "uptime_seconds": time.time() - call.service.started})
+
+
+async def metrics(call: Call) -> Response:
+    """Prometheus metrics."""
+    text = await asyncio.get_running_loop().run_in_executor(
+        call.service.side_threads, call.service.metrics.text, call.caller
+    )
+    return Response(text, media_type=CONTENT_TYPE)
+
+
 async def show_server(call: Call) -> Response:
-    """What runs here: for `rekindle ps`."""
+    """The model, engine and load of this server: for `rekindle ps`."""
     service, session = call.service, call.service.session
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": service.model,
         "engine": session.engine_kind,
         "device": session.engine.device,
@@ -59,32 +74,32 @@ async def show_server(call: Call) -> Response:
         "uptime_seconds": time.time() - service.started,
     }
     if call.caller.operator:
-        told |= {"pid": os.getpid(), "running": service.line.running, "waiting": service.line.waiting}
-        told["parallel"] = service.line.places
-    return JSONResponse(told)
+        fields |= {"pid": os.getpid(), "running": service.line.running, "waiting": service.line.waiting}
+        fields["parallel"] = service.line.places
+    return JSONResponse(fields)
 
 
 async def show_stats(call: Call) -> Response:
-    """What the cache holds: sums, and by model."""
-    store, tenant = _store(call), _tenant(call)
+    """What the cache holds: totals, and by model."""
+    store, scope = _store(call), call.stats_scope
 
     def collect() -> dict[str, Any]:
-        told = {**report.summary(store.disk, tenant), "models": report.by_shelf(store.disk, tenant)}
-        if tenant is None:
+        fields = {**report.summary(store.disk, scope), "models": report.by_kv_space(store.disk, scope)}
+        if scope is None:
             used = report.used_bytes(store.disk)
-            told["tiers"] = {
+            fields["tiers"] = {
                 "memory": {"bytes": store.memory.size_bytes, "limit_bytes": store.memory.limit_bytes},
                 "disk": {"bytes": used, "limit_bytes": store.disk.room.limit_bytes(used)},
             }
-        return told
+        return fields
 
-    return JSONResponse(await _aside(call, collect))
+    return JSONResponse(await _with_cache(call, collect))
 
 
 async def list_entries(call: Call) -> Response:
-    """Entries, a page at a time: `after` is the name of the last one of the page before."""
+    """Entries, a page at a time: `after` is the name of the last one of the previous page."""
     store, wanted = _store(call), call.page()
-    entries = await _aside(call, lambda: report.entries(store.disk, tenant=_tenant(call)))
+    entries = await _with_cache(call, lambda: report.entries(store.disk, scope=call.stats_scope))
     ordered = sorted(entries, key=lambda entry: entry.extent.name)
     page = [entry for entry in ordered if entry.extent.name > wanted.after][: wanted.limit]
     more = bool(page) and page[-1] is not ordered[-1]
@@ -92,85 +107,90 @@ async def list_entries(call: Call) -> Response:
 
 
 async def pin_entry(call: Call) -> Response:
-    """Never evict an entry, nor what it hangs on; DELETE allows it again."""
+    """Never evict an entry, nor the entries it depends on; DELETE allows it again."""
     store, pinned = _store(call), call.http.method == "PUT"
 
     def work() -> None:
-        found = report.entries(store.disk, [call.http.path_params["name"]], _tenant(call))
-        store.disk.pin([entry.extent for entry in found], pinned)
+        found = report.entries(store.disk, [call.http.path_params["name"]], call.stats_scope)
+        tenant = None if call.caller.operator else call.caller.tenant
+        store.disk.pin([entry.extent for entry in found], pinned, tenant=tenant)
 
-    await _aside(call, work)
+    await _with_cache(call, work)
     return JSONResponse({"pinned": pinned})
 
 
 async def remove_entry(call: Call) -> Response:
-    """Remove an entry and what hangs on it."""
+    """Remove an entry and those that depend on it."""
     store = _store(call)
 
     def work() -> int:
-        found = report.entries(store.disk, [call.http.path_params["name"]], _tenant(call))
+        found = report.entries(store.disk, [call.http.path_params["name"]], call.stats_scope)
         store.memory.forget([entry.extent.name for entry in found])
         return store.disk.remove([entry.extent for entry in found])
 
-    removed = await _aside(call, work)
-    call.service.session.cache.unpark()
+    removed = await _with_cache(call, work)
+    call.service.session.cache.unpark(call.stats_scope)
     return JSONResponse({"removed": removed})
 
 
 async def check_cache(call: Call, body: CheckRequest) -> Response:
-    """Verify the catalog and every byte."""
+    """Verify the catalog and every byte of every entry."""
     call.require_operator()
     store = _store(call)
-    return JSONResponse(asdict(await _aside(call, lambda: verify(store.disk, fix=body.fix))))
+    return JSONResponse(asdict(await _with_cache(call, lambda: verify(store.disk, fix=body.fix))))
+
+
+def _prompt_request(call: Call, body: PromptRequest) -> Request:
+    adapter = call.adapter_of(body.model)
+    call.check_tokens(body.prompt)
+    return replace(prompt_request(body, call.caller.tenant), adapter=adapter)
 
 
 async def warm_prompt(call: Call, body: PromptRequest) -> Response:
-    """Compute a prompt now and keep its KV."""
-    adapter = call.adapter_of(body.model)
-    request = replace(prompt_request(body, call.caller.tenant), adapter=adapter)
+    """Prefill a prompt now and keep its KV."""
+    request = _prompt_request(call, body)
     _, (reply,) = await call.collect(call.service.answer([request], call.caller, body), 1)
-    await _aside(call, call.service.session.flush)
+    await _with_cache(call, call.service.session.flush)
     usage = {"prompt_tokens": reply.usage.prompt_tokens, "cached_tokens": reply.usage.cached_tokens}
     return JSONResponse({"usage": usage, "rekindle": rekindle_of(reply.reuse, call.ignored(body))})
 
 
 async def explain_prompt(call: Call, body: PromptRequest) -> Response:
-    """Where the KV of a prompt would come from and why not more of it, without computing it."""
-    adapter = call.adapter_of(body.model)
-    request = replace(prompt_request(body, call.caller.tenant), adapter=adapter)
-    told = await _aside(call, lambda: call.service.session.explain_request(request))
-    return JSONResponse({**told.as_dict(), "text": str(told)})
+    """Where the KV of a prompt would come from, and why not more of it, without computing it."""
+    request = _prompt_request(call, body)
+    explanation = await _with_cache(call, lambda: call.service.session.explain_request(request))
+    return JSONResponse({**explanation.as_dict(), "text": str(explanation)})
 
 
 async def explain_last(call: Call) -> Response:
-    """The last request that was answered, and why it took as long as it did."""
+    """The caller's last answered request, and why it took as long as it did."""
     store = _store(call)
 
     def work() -> dict[str, Any]:
         call.service.session.flush(1.0)
-        found = history.last(store.disk, 1, _tenant(call))
+        found = history.last(store.disk, 1, call.scope)
         if not found:
-            raise Problem(404, "Nothing was asked yet.", code="nothing_asked")
-        told = Explanation.from_dict(found[0].record)
-        return {**told.as_dict(), "text": str(told)}
+            raise ApiError(404, "Nothing was asked yet.", code="nothing_asked")
+        explanation = Explanation.from_dict(found[0].record)
+        return {**explanation.as_dict(), "text": str(explanation)}
 
-    return JSONResponse(await _aside(call, work))
+    return JSONResponse(await _with_cache(call, work))
 
 
 async def list_apps(call: Call) -> Response:
-    """The apps that asked, and their states."""
-    tenant = call.caller.tenant
-    kept = await _aside(call, lambda: call.service.session.apps.ls(tenant))
-    return JSONResponse({"data": [asdict(app) for app in call.service.apps.learn(tenant, kept)]})
+    """The apps that sent requests, and their states."""
+    scope = call.scope
+    kept = await _with_cache(call, lambda: call.service.session.apps.ls(scope.tenant, scope.salt))
+    return JSONResponse({"data": [asdict(app) for app in call.service.apps.merge_catalog(scope, kept)]})
 
 
 async def set_app(call: Call, body: AppRequest) -> Response:
-    """Say whether somebody looks at an app; what is computed for a killed one stops, and what is kept for it goes."""
-    id = call.http.path_params["id"]
+    """Set the state of an app; a killed app's requests stop, and KV kept only for it is evicted soon."""
+    id, scope = call.http.path_params["id"], call.scope
     if len(id) > 256:
-        raise Problem(400, "The name of an app has up to 256 characters.", param="id")
-    app = call.service.apps.set(call.caller.tenant, id, body.state)
-    stopped = call.service.kill(call.caller.tenant, id) if body.state == "killed" else 0
+        raise ApiError(400, "The name of an app has up to 256 characters.", param="id")
+    app = call.service.apps.set(scope, id, body.state)
+    stopped = call.service.kill(scope, id) if body.state == "killed" else 0
     if call.service.session.cache.store is not None:
-        await _aside(call, lambda: call.service.session.apps.set(id, body.state, call.caller.tenant))
+        await _with_cache(call, lambda: call.service.session.apps.set(id, body.state, scope.tenant, scope.salt))
     return JSONResponse({**asdict(app), "stopped_requests": stopped})

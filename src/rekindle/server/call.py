@@ -1,4 +1,4 @@
-"""One call of the server: who calls, what is asked, and what answers."""
+"""One API call: the HTTP request, its caller, and helpers that endpoints share."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from rekindle.core.reply import Reply, Reuse
-from rekindle.errors import nearest
-from rekindle.server.job import Finished, Planned
-from rekindle.server.keys import Caller
-from rekindle.server.problem import Problem
-from rekindle.server.replies import plan_header
-from rekindle.server.schema import Asked, Cached
-from rekindle.server.service import Happened, Service
-from rekindle.server.stream import EventStream, while_there
+from rekindle.core.scope import Scope
+from rekindle.errors import ContextOverflow, nearest
+from rekindle.server.auth import Caller
+from rekindle.server.errors import ApiError
+from rekindle.server.event_stream import EventStream, until_disconnect
+from rekindle.server.job import ChoiceEvent, Finished, Planned
+from rekindle.server.schema import CacheBody, RequestBody
+from rekindle.server.service import Service
 
 _Result = TypeVar("_Result")
 PAGE = 100
-MOST_PAGE = 1000
+MAX_PAGE = 1000
+PLAN_HEADER = "X-Rekindle-Plan"
 
 
 @dataclass(frozen=True)
 class Page:
-    """Which part of a list is wanted: so many, behind the one of that name."""
+    """The requested part of a list: `limit` items after the one named `after`."""
 
     limit: int
     after: str
@@ -38,84 +39,117 @@ class Page:
 
 @dataclass(frozen=True)
 class Call:
-    """What an endpoint gets beside its body."""
+    """What an endpoint gets besides the body."""
 
     http: HttpRequest
     service: Service
     caller: Caller
+    salt: str | None = None  # from the body or the query
+
+    @property
+    def scope(self) -> Scope:
+        """The caller's tenant, and the salt of the call."""
+        return self.service.scope(self.caller, self.salt)
+
+    @property
+    def stats_scope(self) -> Scope | None:
+        """The scope of statistics: the call's own; None (everybody's) for an operator who names no salt."""
+        return None if self.caller.operator and self.salt is None else self.scope
 
     def adapter_of(self, name: str | None) -> str:
-        """The adapter that a model's name stands for, "" for the model itself. Raises `Problem` 404 for others."""
+        """The adapter that a model name stands for, "" for the base model. Raises `ApiError` 404 for unknown names."""
         served, loaded = self.service.model, [adapter.name for adapter in self.service.session.adapters]
         if not name or name == served:
             return ""
         if name not in loaded:
             near = nearest(name, [served, *loaded])
-            raise Problem(404, f"The model {name!r} is not served here.{near}", code="model_not_found")
+            raise ApiError(404, f"The model {name!r} is not served here.{near}", code="model_not_found")
         return name
 
-    def ignored(self, body: Asked) -> list[str]:
-        """The fields that mean nothing here, or nothing from this caller."""
-        barred = isinstance(body, Cached) and body.keep_alive is not None and not self.caller.operator
+    def ignored(self, body: RequestBody) -> list[str]:
+        """The request fields that were ignored, for everybody or for this caller."""
+        barred = isinstance(body, CacheBody) and body.keep_alive is not None and not self.caller.operator
         return sorted([*body.ignored(), *(["keep_alive"] if barred else [])])
 
+    def check_tokens(self, prompt: object) -> None:
+        """Raises `ContextOverflow` for more token ids than the context holds."""
+        context = self.service.session.engine.context_tokens
+        if isinstance(prompt, list) and len(prompt) > context:
+            raise ContextOverflow(len(prompt), context, "Send fewer.")
+
     def require_operator(self) -> None:
-        """Raises `Problem` 403 for whoever may only see what is theirs."""
+        """Raises `ApiError` 403 unless the caller is an operator."""
         if not self.caller.operator:
-            raise Problem(403, "This concerns all tenants: use an --admin-key.", code="operator_only")
+            raise ApiError(403, "This concerns all tenants: use an --admin-key.", code="operator_only")
 
     def page(self) -> Page:
-        """What `limit` and `after` say behind the path. Raises `Problem` 400."""
+        """`limit` and `after` of the query. Raises `ApiError` 400."""
         query = self.http.query_params
         limit = query.get("limit", str(PAGE))
-        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_PAGE):
-            raise Problem(400, f"limit is a number from 1 to {MOST_PAGE}.", param="limit")
+        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
+            raise ApiError(400, f"limit is a number from 1 to {MAX_PAGE}.", param="limit")
         return Page(int(limit), query.get("after", ""))
 
-    async def aside(self, work: Callable[[], _Result], threads: Executor | None = None) -> _Result:
-        """Do something beside the event loop. Raises `Gone` as soon as the client leaves.
+    async def in_thread(self, work: Callable[[], _Result], threads: Executor | None = None) -> _Result:
+        """Run something in a thread. Raises `ClientGone` as soon as the client disconnects.
 
-        What has not begun then never does; what has goes on unless it looks whether it should.
+        Work that has not begun is then cancelled; work that has begun continues.
         """
-        working = asyncio.get_running_loop().run_in_executor(threads or self.service.aside, work)
+        working = asyncio.get_running_loop().run_in_executor(threads or self.service.side_threads, work)
 
         async def done() -> _Result:
             return await working
 
-        return await while_there(self.http.receive, done())
+        return await until_disconnect(self.http.receive, done())
 
-    async def begin(self, happened: AsyncGenerator[Happened, None]) -> tuple[Reuse, AsyncGenerator[Happened, None]]:
-        """Wait until the first prompt is planned; what it is spared, and what happens from then on."""
+    async def begin(self, events: AsyncGenerator[ChoiceEvent, None]) -> tuple[Reuse, AsyncGenerator[ChoiceEvent, None]]:
+        """Wait until the first prompt is planned; its planned reuse, and the events that follow."""
         try:
-            return await while_there(self.http.receive, _first(happened)), happened
+            return await until_disconnect(self.http.receive, _first(events)), events
         except BaseException:
-            await happened.aclose()
+            await events.aclose()
             raise
 
     def stream(
-        self, items: AsyncGenerator[Mapping[str, Any], None], planned: Reuse, happened: AsyncGenerator[Happened, None]
+        self,
+        items: AsyncGenerator[Mapping[str, Any], None],
+        planned: Reuse,
+        events: AsyncGenerator[ChoiceEvent, None],
     ) -> Response:
-        """Chunks that are made of what happens, as server-sent events."""
-        failed = functools.partial(self.service.metrics.failed, self.caller.tenant)
-        return EventStream(items, plan_header(planned), happened, failed)
+        """Chunks made of events, as server-sent events."""
+        failed = functools.partial(self.service.metrics.failed, self.scope)
+        return EventStream(items, plan_header(planned), events, failed)
 
-    async def collect(self, happened: AsyncGenerator[Happened, None], count: int) -> tuple[Reuse, list[Reply]]:
-        """All replies, and what the first prompt was spared."""
-        return await while_there(self.http.receive, _collected(happened, count))
+    async def collect(self, events: AsyncGenerator[ChoiceEvent, None], count: int) -> tuple[Reuse, list[Reply]]:
+        """All replies, and the reuse of the first prompt."""
+        return await until_disconnect(self.http.receive, _collected(events, count))
 
 
-async def _first(happened: AsyncGenerator[Happened, None]) -> Reuse:
-    async for what in happened:
-        if isinstance(what.event, Planned):
-            return what.event.reuse
+def plan_header(reuse: Reuse) -> dict[str, str]:
+    """The reuse of a prompt, in one header."""
+    parts = {"level": reuse.level, "engine": reuse.engine, "memory": reuse.memory, "disk": reuse.disk}
+    if reuse.quantized:
+        parts["quantized"] = reuse.quantized
+    if reuse.from_chunks:
+        parts["from_chunks"] = reuse.from_chunks
+    if reuse.streamed:
+        parts["streamed"] = reuse.streamed
+    fields = {**parts, "computed": reuse.computed, "miss": reuse.miss or "none"}
+    return {PLAN_HEADER: "; ".join(f"{name}={value}" for name, value in fields.items())}
+
+
+async def _first(events: AsyncGenerator[ChoiceEvent, None]) -> Reuse:
+    async for item in events:
+        if isinstance(item.event, Planned):
+            return item.event.reuse
     raise AssertionError("a request is planned before it is finished")
 
 
-async def _collected(happened: AsyncGenerator[Happened, None], count: int) -> tuple[Reuse, list[Reply]]:
+async def _collected(events: AsyncGenerator[ChoiceEvent, None], count: int) -> tuple[Reuse, list[Reply]]:
     replies: dict[int, Reply] = {}
-    async with aclosing(happened) as events:
-        async for what in events:
-            if isinstance(what.event, Finished):
-                replies[what.choice] = what.event.reply
+    async with aclosing(events) as events:
+        async for item in events:
+            if isinstance(item.event, Finished):
+                replies[item.choice] = item.event.reply
     ordered = [replies[number] for number in range(count)]
     return ordered[0].reuse, ordered

@@ -1,4 +1,4 @@
-"""One request on its way through the session: a thread that computes, and an event loop that listens."""
+"""One request on its way through the session: a thread computes, the event loop reads its events."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from rekindle.core.reply import Piece, Reply, Reuse
+from rekindle.core.reply import Reply, Reuse, TextPiece
 from rekindle.core.request import Request
-from rekindle.run.session import Session
-from rekindle.run.turn import Turn, taking
+from rekindle.engine.fairness import Requester, taking
+from rekindle.session.session import Session
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What the prompt will be spared, known before anything of it is computed."""
+    """The planned reuse of the prompt, known before prefill."""
 
     reuse: Reuse
 
@@ -28,13 +28,21 @@ class Finished:
     reply: Reply
 
 
-Event = Planned | Piece | Finished
+Event = Planned | TextPiece | Finished
 
 
-class Job:
+@dataclass(frozen=True)
+class ChoiceEvent:
+    """An event of the n-th choice of a request."""
+
+    choice: int
+    event: Event
+
+
+class ReplyJob:
     """A request being answered. `events` is read once, by one task."""
 
-    def __init__(self, session: Session, request: Request, turn: Turn) -> None:
+    def __init__(self, session: Session, request: Request, turn: Requester) -> None:
         self._session = session
         self._request = request
         self._turn = turn
@@ -45,17 +53,17 @@ class Job:
         self._cancelled.set()
 
     async def events(self, threads: Executor) -> AsyncGenerator[Event, None]:
-        """What happens, in order. Raises what the session raises. Whoever stops reading stops the work."""
+        """The events in order. Raises what the session raises. Closing the generator stops the work."""
         loop = asyncio.get_running_loop()
-        happened: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+        queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
 
-        def tell(event: Event | BaseException) -> None:
-            loop.call_soon_threadsafe(happened.put_nowait, event)
+        def emit(event: Event | BaseException) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, event)
 
-        running = loop.run_in_executor(threads, self._work, tell)
+        running = loop.run_in_executor(threads, self._work, emit)
         try:
             while True:
-                event = await happened.get()
+                event = await queue.get()
                 if isinstance(event, BaseException):
                     raise event
                 yield event
@@ -65,19 +73,19 @@ class Job:
             self.cancel()
             await _ended(running)
 
-    def _work(self, tell: Callable[[Event | BaseException], None]) -> None:
+    def _work(self, emit: Callable[[Event | BaseException], None]) -> None:
         try:
             with taking(self._turn):
-                stream = self._session.answer(self._request, self._cancelled, lambda reuse: tell(Planned(reuse)))
+                stream = self._session.answer(self._request, self._cancelled, lambda reuse: emit(Planned(reuse)))
                 for piece in stream:
-                    tell(piece)
-                tell(Finished(stream.reply))
-        except BaseException as error:  # noqa: BLE001  (raised again by whoever listens)
-            tell(error)
+                    emit(piece)
+                emit(Finished(stream.reply))
+        except BaseException as error:  # noqa: BLE001  (raised again by the reader)
+            emit(error)
 
 
 async def _ended(running: asyncio.Future[None]) -> None:
-    """Wait for the thread even if one is cancelled meanwhile: its place is not free before."""
+    """Wait for the thread even if cancelled meanwhile: its slot is not free before."""
     while not running.done():
         try:
             await asyncio.shield(running)

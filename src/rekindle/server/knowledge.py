@@ -1,116 +1,247 @@
-"""/v1/rekindle/documents and /search: the library of whoever calls. Files of this machine are not read here."""
+"""/v1/rekindle/ask, /search, /documents and /library: the caller's own library. Files of this machine are not read."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, fields
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
 from rekindle.core.document import Document
+from rekindle.core.reply import Reply, TextPiece
 from rekindle.errors import Cancelled, DocumentNotFound
-from rekindle.knowledge.ingest import Ingested, Step, parse_documents
-from rekindle.knowledge.library import Entry, Library
+from rekindle.knowledge.ingest import IngestProgress, IngestResult, parse_documents
+from rekindle.knowledge.library import DocumentEntry, Library
 from rekindle.knowledge.retrieve import Hit
-from rekindle.server.asked import documents_of
-from rekindle.server.call import Call
-from rekindle.server.problem import Problem
-from rekindle.server.schema import DocumentsRequest, SearchRequest
+from rekindle.knowledge.salvage import Loss
+from rekindle.server.call import Call, plan_header
+from rekindle.server.job import ChoiceEvent, Finished, Planned
+from rekindle.server.openai.request import ask_options, documents_of
+from rekindle.server.openai.response import (
+    new_id,
+    rekindle_of,
+    retrieval_of,
+    sources_of,
+    stored_of,
+    timings_of,
+    usage_of,
+    warnings_of,
+)
+from rekindle.server.schema import AskRequest, DocumentsRequest, LibraryCheckRequest, SearchRequest
+from rekindle.server.service import Service
+from rekindle.session.ask import Prepared
+from rekindle.session.session import Session
 
-MOST_SALT = 1024  # characters
-_PIECE_CHARACTERS = 200_000  # are embedded in a few seconds: then it is somebody else's turn
+
+async def answer_question(call: Call, body: AskRequest) -> Response:
+    """The answer to a question from the caller's own documents, with its sources, whole or as a stream."""
+    adapter = call.adapter_of(body.model)
+    session, options = call.service.session, ask_options(body, call.caller.tenant, call.service.token_limit())
+    options["adapter"] = adapter
+    started = time.perf_counter()
+    prepared = await call.in_thread(lambda: session.prepare(body.question, **options))
+    service = call.service
+    events = (
+        _stored_answer(service, prepared) if prepared.given else service.answer([prepared.request], call.caller, body)
+    )
+    events = _keeping(events, session, prepared, started)
+    head = {"id": new_id("answer"), "created": int(time.time()), "model": adapter or call.service.model}
+    if body.stream:
+        first, rest = await call.begin(events)
+        return call.stream(_chunks(head, prepared, rest, call.ignored(body)), first, rest)
+    planned, (reply,) = await call.collect(events, 1)
+    fields = {"question": body.question, "answer": reply.text, "sources": sources_of(prepared)}
+    ended = _ended(reply, prepared, call.ignored(body))
+    return JSONResponse({**head, "object": "rekindle.answer", **fields, **ended}, headers=plan_header(planned))
+
+
+async def _stored_answer(service: Service, prepared: Prepared) -> AsyncGenerator[ChoiceEvent, None]:
+    """The events of a stored answer: no model runs."""
+    reply = prepared.given
+    assert reply is not None
+    if service.idle_thread is not None:  # its own answer is found later
+        service.idle_thread.arrive(prepared.request)
+        service.idle_thread.leave()
+    yield ChoiceEvent(0, Planned(reply.reuse))
+    yield ChoiceEvent(0, TextPiece(reply.text))
+    yield ChoiceEvent(0, Finished(reply))
+
+
+async def _keeping(
+    events: AsyncGenerator[ChoiceEvent, None], session: Session, prepared: Prepared, started: float
+) -> AsyncGenerator[ChoiceEvent, None]:
+    """Pass events on, and keep the answer at the end."""
+    async with aclosing(events):
+        async for item in events:
+            if isinstance(item.event, Finished) and prepared.consulted is not None:
+                session.answers.keep(prepared.consulted, item.event.reply, time.perf_counter() - started)
+            yield item
+
+
+async def _chunks(
+    head: Mapping[str, Any], prepared: Prepared, events: AsyncGenerator[ChoiceEvent, None], ignored: list[str]
+) -> AsyncGenerator[Mapping[str, Any], None]:
+    """The sources, then the answer in pieces, then usage, timings and reuse."""
+    head = {**head, "object": "rekindle.answer.chunk"}
+    yield {**head, "sources": sources_of(prepared), "delta": "", "finish_reason": None}
+    async for item in events:
+        if isinstance(item.event, TextPiece):
+            yield {**head, "delta": str(item.event), "finish_reason": None}
+        elif isinstance(item.event, Finished):
+            yield {**head, "delta": "", **_ended(item.event.reply, prepared, ignored)}
+
+
+def _ended(reply: Reply, prepared: Prepared, ignored: list[str]) -> dict[str, Any]:
+    about = {**rekindle_of(reply.reuse, ignored), "retrieval": retrieval_of(prepared), **stored_of(prepared, reply)}
+    fields = {"usage": usage_of([reply]), "timings": timings_of(reply), "rekindle": about}
+    return {"finish_reason": reply.finish_reason, **fields}
+
+
+_PIECE_CHARACTERS = 200_000  # embedded in a few seconds, then it is somebody else's turn
 _SOURCES_AT_ONCE = 500
 _COUNTS = ("added", "changed", "unchanged", "passages", "embedded", "truncated")
 
 
 async def search_documents(call: Call, body: SearchRequest) -> Response:
-    """The passages of the caller's documents that are most likely to answer a question."""
+    """The passages of the caller's documents most likely to answer a question."""
     knowledge = call.service.session.knowledge
-    tenant = call.caller.tenant
-    found = await call.aside(
-        lambda: knowledge.search(body.query, body.top_k, body.retrieval, tenant=tenant, cache_salt=body.cache_salt)
+    whose = call.scope
+    found = await call.in_thread(
+        lambda: knowledge.search(body.query, body.top_k, body.retrieval, tenant=whose.tenant, cache_salt=whose.salt)
     )
-    told = {"object": "list", "data": [_hit(hit) for hit in found.hits], "retrieval": found.retrieval}
-    return JSONResponse({**told, "ms": round(found.seconds * 1e3, 3), "rekindle": {"ignored": body.ignored()}})
+    fields = {"object": "list", "data": [_hit(hit) for hit in found.hits], "retrieval": found.retrieval}
+    about = {"ignored": body.ignored(), **warnings_of(found.losses)}
+    return JSONResponse({**fields, "ms": round(found.seconds * 1e3, 3), "rekindle": about})
 
 
 async def add_documents(call: Call, body: DocumentsRequest) -> Response:
-    """Put documents into the caller's library; one of the same source is replaced, one that is known costs nothing."""
-    given = list(parse_documents(documents_of(body.documents, "documents")))
+    """Put documents into the caller's library; one of the same source is replaced, an unchanged one costs nothing."""
+    given = await call.in_thread(lambda: list(parse_documents(documents_of(body.documents, "documents"))))
     left = threading.Event()
 
-    def look(_: Step) -> None:
-        if left.is_set():  # what was put so far stays: sent again, it goes on from there
+    def look(_: IngestProgress) -> None:
+        if left.is_set():  # documents stored so far stay: sent again, it continues there
             raise Cancelled("The client is gone.")
 
     ingest = functools.partial(
         call.service.session.knowledge.ingest,
         app=body.app_id,
-        tenant=call.caller.tenant,
-        cache_salt=body.cache_salt,
+        tenant=call.scope.tenant,
+        cache_salt=call.scope.salt,
         report=look,
     )
-    done = Ingested()
+    done = IngestResult()
     try:
         for some in _pieces(given):
-            _add(done, await call.aside(functools.partial(ingest, documents=some), call.service.ingesting))
+            _add(done, await call.in_thread(functools.partial(ingest, documents=some), call.service.ingesting))
     finally:
         left.set()
-    entries = await call.aside(lambda: _of_sources(_library(call, body.cache_salt), [one.source for one in given]))
+    library = await call.in_thread(lambda: _library(call))
+    entries = await call.in_thread(lambda: _of_sources(library, [one.source for one in given]))
     counts = {name: getattr(done, name) for name in _COUNTS}
     problems = [asdict(problem) for problem in done.problems]
-    told = {"data": [_entry(entry) for entry in entries], **counts, "problems": problems}
-    return JSONResponse({**told, "ms": round(done.seconds * 1e3, 3), "rekindle": {"ignored": body.ignored()}})
+    fields = {"data": [_entry(entry) for entry in entries], **counts, "problems": problems}
+    about = {"ignored": body.ignored(), **await call.in_thread(lambda: warnings_of(library.losses()))}
+    return JSONResponse({**fields, "ms": round(done.seconds * 1e3, 3), "rekindle": about})
 
 
 async def list_documents(call: Call) -> Response:
-    """The caller's documents, a page at a time: `after` is the name of the last one of the page before."""
-    salt, wanted = _salt(call), call.page()
+    """The caller's documents, a page at a time: `after` is the name of the last one of the previous page."""
+    wanted = call.page()
 
     def work() -> dict[str, Any]:
-        if not call.service.session.knowledge.holds(call.caller.tenant, salt):
+        if not _is_there(call):
             return {"data": [], "total": 0, "has_more": False}
-        library = _library(call, salt)
+        library = _library(call)
         chosen = "d.id IN (SELECT id FROM documents WHERE name > ? ORDER BY name LIMIT ?)"
         found = sorted(library.entries(chosen, (wanted.after, wanted.limit + 1)), key=lambda entry: entry.name)
         with library.reading() as connection:
             (total,) = connection.execute("SELECT count(*) FROM documents").fetchone()
         page = [_entry(entry) for entry in found[: wanted.limit]]
-        return {"data": page, "total": total, "has_more": len(found) > wanted.limit}
+        return {"data": page, "total": total, "has_more": len(found) > wanted.limit, **warnings_of(library.losses())}
 
-    return JSONResponse(await call.aside(work))
+    return JSONResponse(await call.in_thread(work))
 
 
 async def show_document(call: Call) -> Response:
     """One of the caller's documents, with its passages."""
-    salt = _salt(call)
 
     def work() -> dict[str, Any]:
-        entry = _named(call, salt)
-        library = _library(call, salt)
+        entry = _named(call)
+        library = _library(call)
         passages = [{"chunk": chunk.id, "text": chunk.passage.shown} for chunk in library.chunks_of(entry.id)]
-        return {**_entry(entry), "passages": passages}
+        return {**_entry(entry), "passages": passages, **warnings_of(library.losses())}
 
-    return JSONResponse(await call.aside(work))
+    return JSONResponse(await call.in_thread(work))
 
 
 async def forget_document(call: Call) -> Response:
     """Remove one of the caller's documents: its text, vectors and words, and all KV that was computed from it."""
-    salt, knowledge = _salt(call), call.service.session.knowledge
+    knowledge, whose = call.service.session.knowledge, call.scope
 
     def work() -> dict[str, Any]:
-        entry = _named(call, salt)
-        done = knowledge.forget(entry.name, tenant=call.caller.tenant, cache_salt=salt)
-        return {"forgotten": len(done.documents), "passages": done.passages}
+        entry = _named(call)
+        done = knowledge.forget(entry.name, tenant=whose.tenant, cache_salt=whose.salt)
+        fields = {"forgotten": len(done.documents), "passages": done.passages}
+        if done.damaged_files:  # their paths are only for the operator, who has the log
+            fields["damaged_files"] = len(done.damaged_files)
+        return {**fields, **warnings_of(_library(call).losses())}
 
-    return JSONResponse(await call.aside(work))
+    return JSONResponse(await call.in_thread(work))
+
+
+async def show_library(call: Call) -> Response:
+    """The size of the caller's library, the limit for all libraries, and what was lost to damage."""
+    knowledge = call.service.session.knowledge
+
+    def work() -> dict[str, Any]:
+        fields: dict[str, Any] = {"limit_bytes": knowledge.limit.limit_bytes}
+        if call.caller.operator:
+            fields |= {"folder": str(knowledge.folder), "folder_bytes": knowledge.limit.used_bytes()}
+        if not _is_there(call):
+            return {"documents": 0, "chunks": 0, **fields, "lost": []}
+        library = _library(call)
+        return {**library.counts(), **fields, "lost": [_loss(call, loss) for loss in library.losses()]}
+
+    return JSONResponse(await call.in_thread(work))
+
+
+async def check_library(call: Call, body: LibraryCheckRequest) -> Response:
+    """Check the file of the caller's library; salvage it if it is damaged; acknowledge losses."""
+    knowledge, whose = call.service.session.knowledge, (call.scope.tenant, call.scope.salt)
+
+    def work() -> dict[str, Any]:
+        found = knowledge.check(*whose, fix=body.fix)
+        sound = found.damage is None or found.salvaged is not None
+        if sound and body.acknowledge:
+            knowledge.acknowledge(*whose)
+        lost = knowledge.losses(*whose) if sound else []
+        saved = found.salvaged
+        fields = None if saved is None else {"documents": saved.documents, "passages": saved.passages}
+        damage = found.damage if call.caller.operator or found.damage is None else "its file is damaged"
+        return {
+            "sound": sound,
+            "damage": damage,
+            "salvaged": fields,
+            "lost": [_loss(call, loss) for loss in lost],
+            "damaged_files": len(found.damaged_files),
+            "rekindle": {"ignored": body.ignored()},
+        }
+
+    return JSONResponse(await call.in_thread(work))
+
+
+def _loss(call: Call, loss: Loss) -> dict[str, Any]:
+    return {name: value for name, value in asdict(loss).items() if name != "file" or call.caller.operator}
 
 
 def _pieces(documents: Sequence[Document]) -> Iterator[list[Document]]:
-    """The documents in order, a bounded number of characters at a time; a larger one comes alone."""
+    """The documents in order, in batches of bounded length; a longer document is a batch of its own."""
     piece: list[Document] = []
     size = 0
     for document in documents:
@@ -123,34 +254,30 @@ def _pieces(documents: Sequence[Document]) -> Iterator[list[Document]]:
     yield piece
 
 
-def _add(done: Ingested, more: Ingested) -> None:
+def _add(done: IngestResult, more: IngestResult) -> None:
     for field in fields(done):
         setattr(done, field.name, getattr(done, field.name) + getattr(more, field.name))
 
 
-def _library(call: Call, salt: str | None) -> Library:
-    return call.service.session.knowledge.library(call.caller.tenant, salt)
+def _library(call: Call) -> Library:
+    return call.service.session.knowledge.library(call.scope.tenant, call.scope.salt)
 
 
-def _salt(call: Call) -> str | None:
-    salt = call.http.query_params.get("cache_salt")
-    if salt is not None and len(salt) > MOST_SALT:
-        raise Problem(400, f"cache_salt has up to {MOST_SALT:,} characters.", param="cache_salt")
-    return salt
+def _is_there(call: Call) -> bool:
+    return call.service.session.knowledge.holds(call.scope.tenant, call.scope.salt)
 
 
-def _named(call: Call, salt: str | None) -> Entry:
-    """The document that the path names. Only by its name: what a source looks like is up to whoever gave it."""
-    name, there = call.http.path_params["name"], call.service.session.knowledge.holds(call.caller.tenant, salt)
-    found = _library(call, salt).entries("d.name=?", (name,)) if there else []
+def _named(call: Call) -> DocumentEntry:
+    """The document that the path names, by name only: a source could be anything."""
+    found = _library(call).entries("d.name=?", (call.http.path_params["name"],)) if _is_there(call) else []
     if not found:
         raise DocumentNotFound("There is no document of that name.")
     return found[0]
 
 
-def _of_sources(library: Library, sources: Sequence[str]) -> list[Entry]:
-    """The documents of some sources, in the order of these; each once."""
-    found: dict[str, Entry] = {}
+def _of_sources(library: Library, sources: Sequence[str]) -> list[DocumentEntry]:
+    """The documents of some sources, in that order, each once."""
+    found: dict[str, DocumentEntry] = {}
     for start in range(0, len(sources), _SOURCES_AT_ONCE):
         some = sources[start : start + _SOURCES_AT_ONCE]
         entries = library.entries(f"d.source IN ({','.join('?' * len(some))})", some)
@@ -158,12 +285,12 @@ def _of_sources(library: Library, sources: Sequence[str]) -> list[Entry]:
     return [found[source] for source in dict.fromkeys(sources) if source in found]
 
 
-def _entry(entry: Entry) -> dict[str, Any]:
+def _entry(entry: DocumentEntry) -> dict[str, Any]:
     return {name: value for name, value in asdict(entry).items() if name != "id"}
 
 
 def _hit(hit: Hit) -> dict[str, Any]:
     chunk = hit.chunk
-    ranks = {"word_rank": hit.word_rank, "meaning_rank": hit.meaning_rank}
+    ranks = {"bm25_rank": hit.bm25_rank, "embedding_rank": hit.embedding_rank}
     about = {"document": chunk.name, "source": chunk.source, "title": chunk.title, "text": chunk.passage.shown}
     return {**about, "score": hit.score, **ranks, "chunk": chunk.id}

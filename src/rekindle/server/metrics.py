@@ -1,89 +1,94 @@
-"""What Prometheus reads. Names and units are documented in docs/guide/server.md, by test.
+"""Prometheus metrics. A test checks that docs/guide/server.md documents all names and units.
 
-What belongs to a tenant carries its name as a label. A tenant sees its own lines only; operators see all of them, and
-those of the whole machine.
+Metrics of a tenant carry its name as a label, and whether the request used another salt than the server's own: not
+which, because there may be any number of them. A tenant sees its own lines only, without those of its salts; operators
+see all lines, and those of the whole machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from rekindle.core.reply import Reply
+from rekindle.core.scope import Scope
+from rekindle.server.admission_queue import AdmissionQueue
+from rekindle.server.auth import Caller
 from rekindle.server.job import Event, Finished
-from rekindle.server.keys import Caller
-from rekindle.store import report
-
-if TYPE_CHECKING:
-    from rekindle.server.service import Service
+from rekindle.session.session import Session
+from rekindle.store.admin import report
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_NOT_SALTED = "no"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class Metrics:
-    """One for each server."""
-
-    def __init__(self, service: Service) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # nobody reads when a series began, and it doubles the lines
+    def __init__(self, session: Session, line: AdmissionQueue) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # the time a series began is unused, and doubles the lines
+        self._own_salt = session.settings.cache_salt
         self._registry = CollectorRegistry()
         self._machine = CollectorRegistry()
-        self._machine.register(_Machine(service))
+        self._machine.register(_Machine(session, line))
         self._requests = self._counter(
-            "rekindle_requests", "Requests, by how they ended: stop, length, gone, 4xx, 5xx.", "outcome"
+            "rekindle_requests", "Requests, by how they ended: stop, length, disconnected, 4xx, 5xx.", "outcome"
         )
-        self._prompt = self._counter("rekindle_prompt_tokens", "Tokens of prompts, by where KV came from.", "source")
-        self._written = self._counter("rekindle_generated_tokens", "Tokens of replies.")
-        self._saved = self._counter("rekindle_saved_seconds", "Time that computing prompts would have taken, saved.")
-        self._misses = self._counter("rekindle_misses", "Prompts that were not all known, by why.", "reason")
-        self._first = self._histogram("rekindle_first_token_seconds", "From its turn to the first token.", "start")
-        self._waited = self._histogram("rekindle_queue_seconds", "How long requests stood in line.")
+        self._prompt = self._counter("rekindle_prompt_tokens", "Prompt tokens, by the source of their KV.", "source")
+        self._written = self._counter("rekindle_generated_tokens", "Tokens generated.")
+        self._saved = self._counter("rekindle_saved_seconds", "Estimated prefill time saved by reuse.")
+        self._misses = self._counter("rekindle_misses", "Prompts that were not fully cached, by reason.", "reason")
+        self._first = self._histogram(
+            "rekindle_first_token_seconds", "From the start of a request to its first token.", "start"
+        )
+        self._waited = self._histogram("rekindle_queue_seconds", "How long requests waited in the queue.")
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return Counter(name, help, ["tenant", *labels], registry=self._registry)
+        return Counter(name, help, ["tenant", "salted", *labels], registry=self._registry)
 
     def _histogram(self, name: str, help: str, *labels: str) -> Histogram:
-        return Histogram(name, help, ["tenant", *labels], registry=self._registry, buckets=_SECONDS)
+        return Histogram(name, help, ["tenant", "salted", *labels], registry=self._registry, buckets=_SECONDS)
 
-    def happened(self, tenant: str, event: Event, waited_seconds: float) -> None:
-        """Count what happened to a request."""
+    def record(self, scope: Scope, event: Event, waited_seconds: float) -> None:
+        """Count an event of a request."""
         if isinstance(event, Finished):
-            self._waited.labels(tenant).observe(waited_seconds)
-            self._count(tenant, event.reply)
+            self._waited.labels(*self._whose(scope)).observe(waited_seconds)
+            self._count(scope, event.reply)
 
-    def _count(self, tenant: str, reply: Reply) -> None:
-        reuse = reply.reuse
-        self._requests.labels(tenant, reply.finish_reason).inc()
+    def _whose(self, scope: Scope) -> tuple[str, str]:
+        return scope.tenant, _NOT_SALTED if scope.salt == self._own_salt else "yes"
+
+    def _count(self, scope: Scope, reply: Reply) -> None:
+        reuse, whose = reply.reuse, self._whose(scope)
+        self._requests.labels(*whose, reply.finish_reason).inc()
         for source in ("engine", "memory", "disk", "computed"):
-            self._prompt.labels(tenant, source).inc(getattr(reuse, source))
+            self._prompt.labels(*whose, source).inc(getattr(reuse, source))
         if reuse.streamed:
-            self._prompt.labels(tenant, "streamed").inc(reuse.streamed)
-        if reuse.mended:
-            self._prompt.labels(tenant, "mended").inc(reuse.mended - reuse.recomputed)
-        self._written.labels(tenant).inc(reply.usage.completion_tokens)
+            self._prompt.labels(*whose, "streamed").inc(reuse.streamed)
+        if reuse.from_chunks:
+            self._prompt.labels(*whose, "chunks").inc(reuse.from_chunks - reuse.recomputed)
+        self._written.labels(*whose).inc(reply.usage.completion_tokens)
         start = "warm" if reuse.reused > reuse.computed else "cold"
-        self._first.labels(tenant, start).observe(reply.timings.first_token_seconds)
+        self._first.labels(*whose, start).observe(reply.timings.first_token_seconds)
         if reuse.miss is not None:
-            self._misses.labels(tenant, reuse.miss).inc()
+            self._misses.labels(*whose, reuse.miss).inc()
         if reuse.cold_seconds is not None and reuse.predicted_seconds is not None and reuse.reused:
-            self._saved.labels(tenant).inc(max(0.0, reuse.cold_seconds - reuse.predicted_seconds))
+            self._saved.labels(*whose).inc(max(0.0, reuse.cold_seconds - reuse.predicted_seconds))
 
-    def failed(self, tenant: str, outcome: str) -> None:
-        """Count a request that ended otherwise."""
-        self._requests.labels(tenant, outcome).inc()
+    def failed(self, scope: Scope, outcome: str) -> None:
+        """Count a request that ended without a reply."""
+        self._requests.labels(*self._whose(scope), outcome).inc()
 
     def text(self, caller: Caller) -> bytes:
-        """All of it, or what belongs to the caller."""
+        """All metrics for an operator, else the caller's own."""
         if caller.operator:
             return generate_latest(self._registry) + generate_latest(self._machine)
         return generate_latest(_OfTenant(self._registry, caller.tenant))
 
 
 class _OfTenant:
-    """The lines of a registry that belong to a tenant."""
+    """The samples of a registry that a tenant may see."""
 
     def __init__(self, registry: CollectorRegistry, tenant: str) -> None:
         self._registry = registry
@@ -91,39 +96,39 @@ class _OfTenant:
 
     def collect(self) -> Iterable[Metric]:
         for family in self._registry.collect():
-            own = [sample for sample in family.samples if sample.labels.get("tenant") == self._tenant]
+            seen = {"tenant": self._tenant, "salted": _NOT_SALTED}
+            own = [sample for sample in family.samples if seen.items() <= sample.labels.items()]
             if own:
-                told = Metric(family.name, family.documentation, family.type)
-                told.samples = own
-                yield told
+                visible = Metric(family.name, family.documentation, family.type)
+                visible.samples = own
+                yield visible
 
 
 class _Machine:
-    """What is measured when somebody looks: the cache, the line, the engine."""
+    """Metrics read at scrape time: the cache, the queue, the engine."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, session: Session, line: AdmissionQueue) -> None:
+        self._session, self._line = session, line
 
     def collect(self) -> Iterable[Metric]:
-        """The families of the moment."""
-        line, session = self._service.line, self._service.session
-        yield _gauge("rekindle_running_requests", "Requests that are being answered.", line.running)
-        yield _gauge("rekindle_queued_requests", "Requests that stand in line.", line.waiting)
-        yield _counter("rekindle_refused_requests", "Requests refused because the line was full.", line.refused)
-        yield _gauge("rekindle_model_loaded", "1 while the model is in memory, 0 while it rests.", not session.resting)
-        keeper, store = session.cache.keeper, session.cache.store
-        if keeper is not None:
-            yield _gauge("rekindle_keep_backlog", "Jobs that wait to be written to the cache.", keeper.backlog)
-            kept = CounterMetricFamily(
-                "rekindle_keeps", "Jobs of the keeper, by what came of them.", labels=["outcome"]
-            )
-            for outcome, count in sorted(keeper.outcomes.items()):
+        line, session = self._line, self._session
+        yield _gauge("rekindle_running_requests", "Requests being answered.", line.running)
+        yield _gauge("rekindle_queued_requests", "Requests waiting in the queue.", line.waiting)
+        yield _counter("rekindle_refused_requests", "Requests refused because the queue was full.", line.refused)
+        yield _gauge(
+            "rekindle_model_loaded", "1 while the model is in memory, 0 while it is unloaded.", not session.resting
+        )
+        writer, store = session.cache.writer, session.cache.store
+        if writer is not None:
+            yield _gauge("rekindle_write_backlog", "Jobs waiting to be written to the cache.", writer.backlog)
+            kept = CounterMetricFamily("rekindle_write_jobs", "Write jobs, by outcome.", labels=["outcome"])
+            for outcome, count in sorted(writer.outcomes.items()):
                 kept.add_metric([outcome], count)
             yield kept
         if store is None:
             return
-        held = GaugeMetricFamily("rekindle_cache_bytes", "What a tier of the cache takes.", labels=["tier"])
-        limits = GaugeMetricFamily("rekindle_cache_limit_bytes", "What a tier may take.", labels=["tier"])
+        held = GaugeMetricFamily("rekindle_cache_bytes", "Size of a tier of the cache.", labels=["tier"])
+        limits = GaugeMetricFamily("rekindle_cache_limit_bytes", "Limit of a tier of the cache.", labels=["tier"])
         used = report.used_bytes(store.disk)
         for tier, size, limit in (
             ("memory", store.memory.size_bytes, store.memory.limit_bytes),
@@ -136,7 +141,7 @@ class _Machine:
             evicted.add_metric([reason], store.disk.room.evicted_bytes[reason])
         yield from (held, limits, evicted)
         counts = store.counts
-        yield _counter("rekindle_quarantined", "Entries set aside because they were damaged.", counts.quarantined)
+        yield _counter("rekindle_quarantined", "Entries quarantined because they were damaged.", counts.quarantined)
         failures = CounterMetricFamily("rekindle_cache_failures", "Reads and writes that failed.", labels=["kind"])
         failures.add_metric(["read"], counts.read_failures)
         failures.add_metric(["write"], counts.write_failures)

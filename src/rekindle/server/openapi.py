@@ -1,4 +1,7 @@
-"""The OpenAPI document of the server, and a page that shows it without any script or foreign host."""
+"""The OpenAPI document of the server, and a page that shows it without any script or foreign host.
+
+Response schemas name what clients may rely on; a response may have more. Tests hold responses against them.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,142 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from rekindle import __version__
-from rekindle.server.answers import ANSWERS
 from rekindle.server.routes import Endpoint
 
+Schema = dict[str, Any]
+
+
+def _object(**properties: Schema) -> Schema:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def _list(item: Schema) -> Schema:
+    return {"type": "array", "items": item}
+
+
+def _or_null(kind: Schema) -> Schema:
+    return {"anyOf": [kind, {"type": "null"}]}
+
+
+_TEXT: Schema = {"type": "string"}
+_FLAG: Schema = {"type": "boolean"}
+_NUMBER: Schema = {"type": "number"}
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_USAGE = _object(
+    prompt_tokens=_COUNT,
+    completion_tokens=_COUNT,
+    total_tokens=_COUNT,
+    prompt_tokens_details=_object(cached_tokens=_COUNT),
+)
+_TIMINGS = _object(cache_n=_COUNT, prompt_n=_COUNT, prompt_ms=_NUMBER, predicted_n=_COUNT, predicted_ms=_NUMBER)
+_REUSED = _object(
+    level=_TEXT,
+    loaded=_COUNT,
+    loaded_from=_object(engine=_COUNT, memory=_COUNT, disk=_COUNT),
+    computed=_COUNT,
+    miss=_or_null(_TEXT),
+    ignored=_list(_TEXT),
+)
+_HEAD = {"id": _TEXT, "object": _TEXT, "created": _COUNT, "model": _TEXT}
+_STATS = {"usage": _USAGE, "timings": _TIMINGS, "rekindle": _REUSED}
+_MODEL = _object(id=_TEXT, object=_TEXT, created=_COUNT, owned_by=_TEXT, capabilities=_list(_TEXT))
+_APP = {"id": _TEXT, "state": _TEXT, "requests": _COUNT, "seen": _NUMBER}
+_RANK = _or_null({"type": "integer", "minimum": 1})
+_DOCUMENT = {
+    "name": _TEXT,
+    "source": _TEXT,
+    "title": _TEXT,
+    "app": _or_null(_TEXT),
+    "chunks": _COUNT,
+    "characters": _COUNT,
+    "added": _NUMBER,
+}
+_PASSAGE = {"document": _TEXT, "source": _TEXT, "title": _TEXT, "text": _TEXT, "score": _NUMBER}
+_RETRIEVED = _object(method=_TEXT, ms=_NUMBER, left_out=_COUNT)
+_LOST = _object(at=_NUMBER, documents=_COUNT, passages=_COUNT, names=_list(_TEXT))
+_EXPLAINED = _object(model=_TEXT, tokens=_COUNT, parts=_list(_object()), reason=_object(kind=_TEXT), text=_TEXT)
+
+# By the name of the endpoint function.
+RESPONSES: dict[str, Schema] = {
+    "answer_chat": _object(
+        **_HEAD,
+        choices=_list(_object(index=_COUNT, message=_object(role=_TEXT, content=_or_null(_TEXT)), finish_reason=_TEXT)),
+        **_STATS,
+    ),
+    "answer_completion": _object(
+        **_HEAD, choices=_list(_object(index=_COUNT, text=_TEXT, finish_reason=_TEXT)), **_STATS
+    ),
+    "answer_embeddings": _object(
+        object=_TEXT,
+        data=_list(_object(object=_TEXT, index=_COUNT, embedding={"anyOf": [_list(_NUMBER), _TEXT]})),
+        model=_TEXT,
+        usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
+    ),
+    "answer_question": _object(
+        **_HEAD,
+        question=_TEXT,
+        answer=_TEXT,
+        sources=_list(_object(number=_COUNT, **_PASSAGE, cut=_FLAG)),
+        finish_reason=_TEXT,
+        usage=_USAGE,
+        timings=_TIMINGS,
+        rekindle={"allOf": [_REUSED, _object(retrieval=_RETRIEVED)]},
+    ),
+    "search_documents": _object(
+        data=_list(_object(**_PASSAGE, bm25_rank=_RANK, embedding_rank=_RANK, chunk=_COUNT)),
+        retrieval=_TEXT,
+        ms=_NUMBER,
+    ),
+    "add_documents": _object(
+        data=_list(_object(**_DOCUMENT)),
+        added=_COUNT,
+        changed=_COUNT,
+        unchanged=_COUNT,
+        passages=_COUNT,
+        embedded=_COUNT,
+        truncated=_COUNT,
+        problems=_list(_object(source=_TEXT, reason=_TEXT)),
+        ms=_NUMBER,
+    ),
+    "list_documents": _object(data=_list(_object(**_DOCUMENT)), total=_COUNT, has_more=_FLAG),
+    "show_document": _object(**_DOCUMENT, passages=_list(_object(chunk=_COUNT, text=_TEXT))),
+    "forget_document": _object(forgotten=_COUNT, passages=_COUNT),
+    "show_library": _object(documents=_COUNT, chunks=_COUNT, limit_bytes=_or_null(_COUNT), lost=_list(_LOST)),
+    "check_library": _object(
+        sound=_FLAG,
+        damage=_or_null(_TEXT),
+        salvaged=_or_null(_object(documents=_COUNT, passages=_COUNT)),
+        lost=_list(_LOST),
+        damaged_files=_COUNT,
+    ),
+    "list_models": _object(object=_TEXT, data=_list(_MODEL)),
+    "show_model": _MODEL,
+    "load_adapter": _object(
+        status=_TEXT, name=_TEXT, digest=_TEXT, scale=_NUMBER, rank=_COUNT, size_bytes=_COUNT, same_layers=_COUNT
+    ),
+    "unload_adapter": _object(status=_TEXT, name=_TEXT),
+    "tokenize": _object(
+        tokens=_list({"anyOf": [_COUNT, _object(id=_COUNT, piece=_TEXT)]}), count=_COUNT, max_model_len=_COUNT
+    ),
+    "detokenize": _object(content=_TEXT),
+    "health": _object(status=_TEXT, version=_TEXT, uptime_seconds=_NUMBER),
+    "metrics": _TEXT,
+    "show_server": _object(model=_TEXT, engine=_TEXT, device=_TEXT, context_tokens=_COUNT, loaded=_FLAG),
+    "show_stats": _object(models=_list(_object())),
+    "list_entries": _object(data=_list(_object(name=_TEXT, tokens=_COUNT)), total=_COUNT, has_more=_FLAG),
+    "remove_entry": _object(removed=_COUNT),
+    "pin_entry": _object(pinned=_FLAG),
+    "check_cache": _object(problems=_list({})),
+    "warm_prompt": _object(usage=_object(prompt_tokens=_COUNT, cached_tokens=_COUNT), rekindle=_REUSED),
+    "explain_prompt": _EXPLAINED,
+    "explain_last": _EXPLAINED,
+    "list_apps": _object(data=_list(_object(**_APP))),
+    "set_app": _object(**_APP, stopped_requests=_COUNT),
+}
+
+
 _REF = "#/components/schemas/{model}"
-_PROBLEM = {
+_ERROR = {
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -33,8 +167,8 @@ _PROBLEM = {
 }
 
 
-def document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
-    """What the server offers, for programs."""
+def openapi_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+    """The OpenAPI document, for programs."""
     kinds = list(dict.fromkeys(endpoint.body for endpoint in endpoints if endpoint.body is not None))
     _, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
@@ -46,38 +180,38 @@ def document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         "info": {"title": "Rekindle", "version": __version__, "description": "An OpenAI-compatible server."},
         "paths": paths,
         "components": {
-            "schemas": {**schemas.get("$defs", {}), "Problem": _PROBLEM},
+            "schemas": {**schemas.get("$defs", {}), "Error": _ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
 
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
-    content: dict[str, Any] = {endpoint.media_type: {"schema": ANSWERS[endpoint.answer.__name__]}}
-    if endpoint.streams:  # of one event: this version of OpenAPI has no word for many
+    content: dict[str, Any] = {endpoint.media_type: {"schema": RESPONSES[endpoint.answer.__name__]}}
+    if endpoint.streams:  # of one event: this version of OpenAPI cannot describe a stream
         content["text/event-stream"] = {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}
-    problem = {"content": {"application/json": {"schema": {"$ref": _REF.format(model="Problem")}}}}
-    told: dict[str, Any] = {
+    error = {"content": {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}}
+    operation: dict[str, Any] = {
         "summary": endpoint.summary,
         "operationId": f"{endpoint.method.lower()}_{endpoint.answer.__name__}",
         "responses": {
             "200": {"description": "The answer.", "content": content},
-            "4XX": {"description": "What is wrong with the request.", **problem},
-            "5XX": {"description": "What went wrong here.", **problem},
+            "4XX": {"description": "What is wrong with the request.", **error},
+            "5XX": {"description": "What went wrong here.", **error},
         },
         "security": [] if endpoint.open else [{}, {"key": []}],
     }
     if endpoint.parameters:
-        told["parameters"] = endpoint.parameters
+        operation["parameters"] = endpoint.parameters
     if endpoint.body is not None:
         reference = {"$ref": _REF.format(model=endpoint.body.__name__)}
-        told["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
-    return told
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
+    return operation
 
 
-def page(endpoints: Sequence[Endpoint]) -> str:
-    """What the server offers, for people."""
-    schemas = document(endpoints)["components"]["schemas"]
+def docs_page(endpoints: Sequence[Endpoint]) -> str:
+    """The same as a page, for people."""
+    schemas = openapi_document(endpoints)["components"]["schemas"]
     sections = []
     for endpoint in endpoints:
         rows = "".join(_row(name, field) for name, field in _fields(endpoint, schemas))
@@ -107,9 +241,9 @@ def _fields(endpoint: Endpoint, schemas: dict[str, Any]) -> list[tuple[str, dict
 def _row(name: str, field: dict[str, Any]) -> str:
     kinds = [_kind(option) for option in field.get("anyOf", [field])]
     default = f" = {json.dumps(field['default'])}" if field.get("default") is not None else ""
-    told = html.escape(field.get("description", ""))
+    description = html.escape(field.get("description", ""))
     shown = html.escape(" | ".join(dict.fromkeys(kind for kind in kinds if kind != "null")) + default)
-    return f"<tr><td><code>{html.escape(name)}</code><td>{shown}<td>{told}"
+    return f"<tr><td><code>{html.escape(name)}</code><td>{shown}<td>{description}"
 
 
 def _kind(option: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""What may be asked over HTTP: OpenAI's forms, and the few fields of our own.
+"""Request bodies: OpenAI's fields, and a few of our own.
 
-Fields that nobody knows are allowed, because clients send all sorts of them; the reply names them (`rekindle.ignored`).
+Unknown fields are allowed, because clients send all sorts of them; the response lists them (`rekindle.ignored`).
 """
 
 from __future__ import annotations
@@ -21,69 +21,78 @@ from pydantic import (
 )
 
 from rekindle.apps.state import state_of
-from rekindle.core.app import AppState
-from rekindle.core.request import MOST_QUOTES, MOST_STOPS, AnswersWay, ReuseLevel
+from rekindle.core.request import MAX_QUOTES, MAX_STOPS, AnswersWay, ReuseLevel
+from rekindle.core.scope import AppState
 from rekindle.errors import InvalidSetting
-from rekindle.knowledge.retrieve import MOST_PASSAGES, Retrieval
+from rekindle.knowledge.retrieve import MAX_PASSAGES, Retrieval
 
 _T = TypeVar("_T")
-Items = Annotated[list[_T], Field(fail_fast=True)]  # else each of a million wrong ones would be told, for minutes
+Items = Annotated[
+    list[_T], Field(fail_fast=True)
+]  # else a million wrong items would be reported one by one, for minutes
 Token = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Number = StrictFloat | StrictInt
 Text = StrictStr
-Stop = Annotated[StrictStr, Field(max_length=1024)]  # every token is compared with all of them
-MOST_CHOICES = 8
-MOST_TEXTS = 2048
-MOST_DOCUMENTS = 1000
-_PASSAGES = "How many passages."
-_RETRIEVAL = "How they are found: fused (by words and by meaning), weighted, bm25, embedding."
+Stop = Annotated[StrictStr, Field(max_length=1024)]  # every token is compared with each
+MAX_CHOICES = 8
+MAX_TEXTS = 2048
+MAX_DOCUMENTS = 1000
+MAX_SALT = 1024  # characters
+_PASSAGES = "Number of passages."
+_RETRIEVAL = "How passages are found: fused (BM25 and embeddings), weighted, bm25, embedding."
 
 
-class Asked(BaseModel):
-    """What every body has in common."""
+class RequestBody(BaseModel):
+    """The base of all request bodies."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     def ignored(self) -> list[str]:
-        """The fields that were sent and mean nothing here."""
+        """The fields that were sent and are unknown here."""
         return sorted(self.model_extra or {})
 
 
-def _as_state(given: object) -> object:
-    """The state that a name of iOS or Android means; anything else as it is, to be refused."""
+def _as_state(value: object) -> object:
+    """The state that an iOS or Android name means; anything else unchanged, to be refused."""
     try:
-        return state_of(given) if isinstance(given, str) else given
+        return state_of(value) if isinstance(value, str) else value
     except InvalidSetting:
-        return given
+        return value
 
 
-class Cached(Asked):
-    """Whose request it is, and what of the cache it may use."""
+class CacheBody(RequestBody):
+    """Fields for the cache and the app."""
 
-    cache_salt: Text | None = Field(None, max_length=1024, description="KV is shared only where this is the same.")
-    cache_prompt: StrictBool | None = Field(None, description="false: compute everything, keep nothing.")
-    app_id: Text | None = Field(None, max_length=256, description="The app that asks; apps get equal shares.")
-    app_state: Annotated[Literal["foreground", "background"], BeforeValidator(_as_state)] | None = Field(
-        None, description="Whether somebody looks at it. Names of the iOS and Android lifecycle are understood."
+    cache_salt: Text | None = Field(
+        None, max_length=MAX_SALT, description="KV is shared only between requests with the same salt."
     )
-    session_id: Text | None = Field(None, max_length=256, description="Stands in for app_id.")
-    prompt_cache_key: Text | None = Field(None, max_length=256, description="Stands in for app_id.")
-    user: Text | None = Field(None, max_length=256, description="Stands in for app_id.")
-    keep_alive: Text | Number | None = Field(None, description="How long the model stays in memory after it: 30s, 5m.")
+    cache_prompt: StrictBool | None = Field(None, description="false: neither reuse nor keep KV.")
+    app_id: Text | None = Field(
+        None, max_length=256, description="The app that sends the request; apps get equal shares."
+    )
+    app_state: Annotated[Literal["foreground", "background"], BeforeValidator(_as_state)] | None = Field(
+        None, description="Whether the app is visible. Names of the iOS and Android lifecycle are understood."
+    )
+    session_id: Text | None = Field(None, max_length=256, description="Used as app_id if that is missing.")
+    prompt_cache_key: Text | None = Field(None, max_length=256, description="Used as app_id if that is missing.")
+    user: Text | None = Field(None, max_length=256, description="Used as app_id if that is missing.")
+    keep_alive: Text | Number | None = Field(
+        None, description="How long the model stays in memory afterwards: 30s, 5m."
+    )
 
     @property
     def app(self) -> str:
-        """Who asks, by the first name that was given."""
+        """The app id: the first of these fields that is set."""
         return self.app_id or self.session_id or self.prompt_cache_key or self.user or ""
 
 
-class StreamOptions(Asked):
-    """What a stream has besides text."""
+class StreamOptions(RequestBody):
+    """What a stream contains besides text."""
 
     include_usage: StrictBool = False
 
 
-class JsonSchema(Asked):
+class JsonSchema(RequestBody):
     """A schema and its name."""
 
     model_config = ConfigDict(extra="allow", populate_by_name=True)
@@ -93,43 +102,43 @@ class JsonSchema(Asked):
     strict: StrictBool | None = None
 
 
-class ResponseFormat(Asked):
-    """What form the reply has to have; it is enforced while it is being written."""
+class ResponseFormat(RequestBody):
+    """The format of the reply, enforced while it is generated."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class Sampled(Cached):
-    """How a reply is drawn."""
+class SamplingBody(CacheBody):
+    """Sampling parameters, and the format of the reply."""
 
-    model: Text | None = Field(None, description="One of /v1/models; without it, the one that is served.")
-    temperature: Number | None = Field(None, ge=0, le=100, description="0 is greedy; without it 1, as with OpenAI.")
+    model: Text | None = Field(None, description="One of /v1/models; default: the base model.")
+    temperature: Number | None = Field(None, ge=0, le=100, description="0 is greedy; default 1, as in OpenAI's API.")
     top_p: Number | None = Field(None, gt=0, le=1)
     top_k: StrictInt | None = Field(None, ge=-1, description="0 and -1 mean all.")
     min_p: Number | None = Field(None, ge=0, le=1)
     repetition_penalty: Number | None = Field(None, gt=0, le=100)
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Stop | Annotated[Items[Stop], Field(max_length=MOST_STOPS)] | None = None
-    n: StrictInt = Field(1, ge=1, le=MOST_CHOICES, description="How many replies.")
+    stop: Stop | Annotated[Items[Stop], Field(max_length=MAX_STOPS)] | None = None
+    n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Number of choices.")
     max_tokens: StrictInt | None = Field(None, ge=0, lt=2**31)
-    min_tokens: StrictInt | None = Field(None, ge=0, lt=2**31, description="The reply does not end before.")
+    min_tokens: StrictInt | None = Field(None, ge=0, lt=2**31, description="The reply has at least this many tokens.")
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    grammar: Text | None = Field(None, description="A GBNF grammar that the reply has to obey, as llama.cpp has it.")
+    grammar: Text | None = Field(None, description="A GBNF grammar for the reply, as in llama.cpp.")
 
 
-class DocumentText(Asked):
-    """A document that somebody gives."""
+class DocumentText(RequestBody):
+    """A document in a request."""
 
     text: Text | None = None
-    page_content: Text | None = Field(None, description="In place of text, as LangChain calls it.")
-    title: Text | None = Field(None, max_length=1024, description="For people, and found by; else how it begins.")
+    page_content: Text | None = Field(None, description="LangChain's name for text.")
+    title: Text | None = Field(None, max_length=1024, description="Also searched; default: how the text begins.")
 
     @property
-    def said(self) -> str:
-        """What it says, by whichever name."""
+    def content(self) -> str:
+        """The text, by either name."""
         return (self.page_content if self.text is None else self.text) or ""
 
 
@@ -137,61 +146,64 @@ class SourceText(DocumentText):
     """A document for the library."""
 
     source: Text | None = Field(
-        None, min_length=1, max_length=4096, description="Where it comes from: one of the same source is replaced."
+        None,
+        min_length=1,
+        max_length=4096,
+        description="Where it comes from; a document of the same source is replaced.",
     )
 
 
-def _form(given: object) -> str:
-    return "text" if isinstance(given, (str, bytes)) else "document"
+def _form(value: object) -> str:
+    return "text" if isinstance(value, (str, bytes)) else "document"
 
 
-# Told apart before they are looked at, so that what is wrong is told of the right one.
-GivenDocument = Annotated[Annotated[Text, Tag("text")] | Annotated[DocumentText, Tag("document")], Discriminator(_form)]
-GivenSource = Annotated[Annotated[Text, Tag("text")] | Annotated[SourceText, Tag("document")], Discriminator(_form)]
+# Distinguished before validation, so that errors name the right one.
+DocumentInput = Annotated[Annotated[Text, Tag("text")] | Annotated[DocumentText, Tag("document")], Discriminator(_form)]
+SourceInput = Annotated[Annotated[Text, Tag("text")] | Annotated[SourceText, Tag("document")], Discriminator(_form)]
 
 
-class Retrieving(Asked):
-    """What is looked for in the library."""
+class RetrievalOptions(RequestBody):
+    """How passages of the library are retrieved."""
 
-    top_k: StrictInt = Field(5, ge=1, le=MOST_PASSAGES, description=_PASSAGES)
+    top_k: StrictInt = Field(5, ge=1, le=MAX_PASSAGES, description=_PASSAGES)
     retrieval: Retrieval = Field("fused", description=_RETRIEVAL)
 
 
-_REUSE = "What may be reused, in place of the server's setting: exact, near, approximate, off."
+_REUSE = "Reuse level, instead of the server's setting: exact, quantized, approximate, off."
 
 
-_ANSWERS = "Whether earlier answers help: off, verified (drafts that the model checks), direct (given at once)."
+_ANSWERS = "How stored answers are used: off, verified (drafts that the model checks), direct (given at once)."
 
 
-class ChatOptions(Asked):
-    """What a chat may have beside OpenAI's fields."""
+class ChatOptions(RequestBody):
+    """Fields of a chat that OpenAI does not have."""
 
     reuse: ReuseLevel | None = Field(None, description=_REUSE)
     answers: AnswersWay | None = Field(None, description=_ANSWERS)
 
-    documents: Annotated[Items[GivenDocument], Field(max_length=MOST_QUOTES)] | None = Field(
-        None, description="What the chat is about: quoted before what the user first says, as many as fit."
+    documents: Annotated[Items[DocumentInput], Field(max_length=MAX_QUOTES)] | None = Field(
+        None, description="Documents to quote before the first user message, as many as fit."
     )
-    knowledge: Retrieving | None = Field(
-        None, description="The same with passages of the library, found for what the user last said."
+    knowledge: RetrievalOptions | None = Field(
+        None, description="Quote passages of the library, retrieved for the last user message."
     )
 
 
-class ChatMessage(Asked):
-    """One turn of a chat."""
+class ChatMessage(RequestBody):
+    """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Items[dict[str, Any]] | None = None
 
 
-class Prediction(Asked):
-    """What the reply may well be: the model checks it, which is faster than writing."""
+class Prediction(RequestBody):
+    """A draft of the reply: the model verifies it, which is faster than generating."""
 
     type: Literal["content"] = "content"
     content: Text | Items[dict[str, Any]]
 
 
-class ChatRequest(Sampled):
+class ChatRequest(SamplingBody):
     """The body of /v1/chat/completions."""
 
     messages: Items[ChatMessage] = Field(min_length=1)
@@ -200,37 +212,37 @@ class ChatRequest(Sampled):
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
     tools: Items[dict[str, Any]] | None = None
     tool_choice: Text | dict[str, Any] | None = None
-    parallel_tool_calls: StrictBool | None = Field(None, description="false: a forced call is only one.")
+    parallel_tool_calls: StrictBool | None = Field(None, description="false: at most one forced tool call.")
     prediction: Prediction | None = None
     rekindle: ChatOptions | None = None
 
     def ignored(self) -> list[str]:
-        """The fields that were sent and mean nothing here."""
+        """The fields that were sent and are unknown here."""
         own = [] if self.rekindle is None else [f"rekindle.{name}" for name in self.rekindle.ignored()]
         return sorted([*super().ignored(), *own])
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(SamplingBody):
     """The body of /v1/completions."""
 
     prompt: Text | Items[Text] | Items[Token] | Items[Items[Token]]
     logprobs: StrictInt | None = Field(None, ge=0, le=20)
     echo: StrictBool | None = False
-    best_of: StrictInt | None = Field(None, ge=1, le=MOST_CHOICES)
+    best_of: StrictInt | None = Field(None, ge=1, le=MAX_CHOICES)
     suffix: Text | None = None
 
 
-class EmbeddingsRequest(Asked):
+class EmbeddingsRequest(RequestBody):
     """The body of /v1/embeddings."""
 
     input: Text | Items[Text] | Items[Token] | Items[Items[Token]]
     model: Text | None = None
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: StrictInt | None = Field(None, ge=1, description="So many of the first ones, to unit length again.")
+    dimensions: StrictInt | None = Field(None, ge=1, description="Keep the first dimensions, normalized again.")
     user: Text | None = None
 
 
-class TokenizeRequest(Asked):
+class TokenizeRequest(RequestBody):
     """The body of /tokenize: a text, or messages in the model's template."""
 
     content: Text | None = None
@@ -240,20 +252,21 @@ class TokenizeRequest(Asked):
     model: Text | None = None
 
 
-class DetokenizeRequest(Asked):
+class DetokenizeRequest(RequestBody):
     """The body of /detokenize."""
 
     tokens: Items[Token]
     model: Text | None = None
 
 
-class AppRequest(Asked):
+class AppRequest(RequestBody):
     """The body of PUT /v1/rekindle/apps/{id}."""
 
-    state: Annotated[AppState, BeforeValidator(_as_state)] = Field(description="Or as iOS or Android call it.")
+    state: Annotated[AppState, BeforeValidator(_as_state)] = Field(description="Or the name iOS or Android has for it.")
+    cache_salt: Text | None = Field(None, max_length=MAX_SALT, description="The salt the app uses.")
 
 
-class PromptRequest(Cached):
+class PromptRequest(CacheBody):
     """A prompt to warm or to explain."""
 
     messages: Items[ChatMessage] | None = None
@@ -261,49 +274,59 @@ class PromptRequest(Cached):
     model: Text | None = None
 
 
-class LoadAdapterRequest(Asked):
+class LoadAdapterRequest(RequestBody):
     """The body of /v1/load_lora_adapter."""
 
-    lora_name: Text = Field(min_length=1, max_length=128, description="The model name that clients will ask for.")
-    lora_path: Text = Field(min_length=1, max_length=4096, description="A folder that PEFT saved, on the server.")
-    scale: Number = Field(1.0, description="Times its own effect.")
+    lora_name: Text = Field(min_length=1, max_length=128, description="The model name for clients.")
+    lora_path: Text = Field(min_length=1, max_length=4096, description="A folder saved by PEFT, on the server.")
+    scale: Number = Field(1.0, description="Scaling factor of its effect.")
 
 
-class UnloadAdapterRequest(Asked):
+class UnloadAdapterRequest(RequestBody):
     """The body of /v1/unload_lora_adapter."""
 
     lora_name: Text = Field(min_length=1, max_length=128)
 
 
-class CheckRequest(Asked):
+class CheckRequest(RequestBody):
     """The body of /v1/rekindle/check."""
 
     fix: StrictBool = False
 
 
-class AskRequest(Sampled):
+class AskRequest(SamplingBody):
     """The body of /v1/rekindle/ask."""
 
     question: Text = Field(min_length=1)
-    top_k: StrictInt = Field(5, ge=1, le=MOST_PASSAGES, description=_PASSAGES)
+    top_k: StrictInt = Field(5, ge=1, le=MAX_PASSAGES, description=_PASSAGES)
     retrieval: Retrieval = Field("fused", description=_RETRIEVAL)
-    instructions: Text | None = Field(None, min_length=1, description="In place of the system message.")
+    instructions: Text | None = Field(None, min_length=1, description="Replaces the system message.")
     reuse: ReuseLevel | None = Field(None, description=_REUSE)
     answers: AnswersWay | None = Field(None, description=_ANSWERS)
-    temperature: Number | None = Field(None, ge=0, le=100, description="Without it 0, which is greedy.")
+    temperature: Number | None = Field(None, ge=0, le=100, description="Default 0, which is greedy.")
     n: StrictInt = Field(1, ge=1, le=1, description="A question has one answer.")
 
 
-class SearchRequest(Retrieving):
+class SearchRequest(RetrievalOptions):
     """The body of /v1/rekindle/search."""
 
     query: Text = Field(min_length=1)
-    cache_salt: Text | None = Field(None, max_length=1024, description="Whose documents: those of the same salt.")
+    cache_salt: Text | None = Field(None, max_length=MAX_SALT, description="The salt of the documents.")
 
 
-class DocumentsRequest(Asked):
+class DocumentsRequest(RequestBody):
     """The body of /v1/rekindle/documents."""
 
-    documents: Items[GivenSource] = Field(min_length=1, max_length=MOST_DOCUMENTS)
-    app_id: Text | None = Field(None, max_length=256, description="Whose they are, for `rekindle forget --app`.")
-    cache_salt: Text | None = Field(None, max_length=1024, description="They are found with the same salt only.")
+    documents: Items[SourceInput] = Field(min_length=1, max_length=MAX_DOCUMENTS)
+    app_id: Text | None = Field(
+        None, max_length=256, description="The app they belong to, for `rekindle forget --app`."
+    )
+    cache_salt: Text | None = Field(None, max_length=MAX_SALT, description="They are found only with the same salt.")
+
+
+class LibraryCheckRequest(RequestBody):
+    """The body of /v1/rekindle/library/check."""
+
+    fix: StrictBool = Field(False, description="Salvage a damaged library into a new file.")
+    acknowledge: StrictBool = Field(False, description="Stop reporting what was lost.")
+    cache_salt: Text | None = Field(None, max_length=MAX_SALT, description="The salt of the documents.")

@@ -1,4 +1,4 @@
-"""What answers: one session, and the line in front of it."""
+"""The service behind the API: one session, its admission queue, threads, metrics and apps."""
 
 from __future__ import annotations
 
@@ -9,98 +9,109 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rekindle.core.request import Request
-from rekindle.core.size import parse_duration
+from rekindle.core.scope import Scope, scope_of
+from rekindle.core.size import parse_duration, parse_limit
+from rekindle.engine.fairness import Requester
 from rekindle.errors import Cancelled, InvalidSetting
-from rekindle.run.session import Session
-from rekindle.run.turn import Turn
-from rekindle.server.apps import Apps
-from rekindle.server.embeddings import Embeddings
-from rekindle.server.idle import Idler
-from rekindle.server.job import Event, Finished, Job
-from rekindle.server.keys import Caller
-from rekindle.server.line import Line
+from rekindle.idle.budget import IdleConditions
+from rekindle.idle.idle import IdleOptions
+from rekindle.server.admission_queue import AdmissionQueue
+from rekindle.server.auth import ApiKeys, Caller
+from rekindle.server.client_apps import ClientApps
+from rekindle.server.errors import ApiError
+from rekindle.server.idle_thread import IdleThread
+from rekindle.server.job import ChoiceEvent, Finished, ReplyJob
 from rekindle.server.metrics import Metrics
-from rekindle.server.problem import Problem
-from rekindle.server.schema import Cached
-from rekindle.server.settings import DEFAULT_PARALLEL, ServerSettings
+from rekindle.server.schema import CacheBody
+from rekindle.session.session import Session
+from rekindle.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from rekindle.run.streams import Prefetched
+    from rekindle.remote.remote_kv import Prefetched
 
-
-@dataclass(frozen=True)
-class Happened:
-    """Something happened to the choice of that number."""
-
-    choice: int
-    event: Event
+DEFAULT_PARALLEL = 8
 
 
 class Service:
-    """One for each server. Used by one event loop; what computes does so in threads."""
+    """One per server. Used by one event loop; computing happens in threads."""
 
-    def __init__(self, session: Session, settings: ServerSettings) -> None:
+    def __init__(
+        self, session: Session, settings: ServerSettings, keys: ApiKeys, idle: IdleOptions | None = None
+    ) -> None:
+        """`idle` replaces the idle work that the settings say."""
         self.session = session
-        session.adapters.loads_known = False  # what is served is said by whoever runs the server
+        session.adapters.loads_known = False  # only the operator decides what is served
+        session.cache.owner_asks = False
         self.settings = settings
+        self.keys = keys
+        self.body_bytes = parse_limit(settings.max_body).resolve(0)
+        self.client_seconds = parse_duration(settings.client_timeout)
+        self._timeout_seconds = parse_duration(settings.timeout)
         self.started = time.time()
         places = _places(session)
-        self.line = Line(places, settings.queue, session.shares)
+        self.line = AdmissionQueue(places, settings.queue, session.shares)
         self.threads = ThreadPoolExecutor(places, thread_name_prefix="rekindle-answer")
-        self.aside = ThreadPoolExecutor(2, thread_name_prefix="rekindle-aside")  # for what asks no model
-        self.ingesting = ThreadPoolExecutor(1, thread_name_prefix="rekindle-ingest")  # long: questions go past it
-        self.apps = Apps()
-        self.embeddings = Embeddings(session)
-        self.metrics = Metrics(self)
-        self.idler = None if settings.ahead is None else Idler(session, settings.ahead, settings.quiet_seconds)
-        self._asked: dict[asyncio.Task[None], tuple[str, str]] = {}  # whose they are: tenant and app
-        self._jobs: set[Job] = set()  # those that have their turn
+        self.side_threads = ThreadPoolExecutor(2, thread_name_prefix="rekindle-side")  # for work without a model
+        self.ingesting = ThreadPoolExecutor(1, thread_name_prefix="rekindle-ingest")  # slow: it must not delay searches
+        self.apps = ClientApps()
+        self.metrics = Metrics(session, self.line)
+        if idle is None and settings.idle:
+            idle = IdleOptions(conditions=IdleConditions(on_battery=settings.on_battery))
+        self.idle_thread = None if idle is None else IdleThread(session, idle, parse_duration(settings.quiet))
+        self._tasks: dict[asyncio.Task[None], tuple[Scope, str]] = {}  # scope and app of each request
+        self._jobs: set[ReplyJob] = set()  # those that are running
 
     @property
     def model(self) -> str:
         """The name of the model that is served."""
         return self.session.engine.name
 
-    def most_tokens(self) -> int:
+    def scope(self, caller: Caller, salt: str | None) -> Scope:
+        """The scope of a caller and a salt; None: the server's own salt."""
+        return scope_of(self.session.settings, caller.tenant, salt)
+
+    def token_limit(self) -> int:
         """The longest reply."""
         context = self.session.engine.context_tokens
-        return context if self.settings.most_tokens is None else min(context, self.settings.most_tokens)
+        return context if self.settings.max_reply is None else min(context, self.settings.max_reply)
 
-    def turn(self, caller: Caller, body: Cached) -> Turn:
-        """On whose behalf a request is answered."""
+    def turn(self, caller: Caller, body: CacheBody) -> Requester:
+        """The app of a request and its priority."""
         if body.keep_alive is not None and caller.operator:
             self.session.stay(_stay_seconds(body.keep_alive))
-        app = self.apps.see(caller.tenant, body.app, body.app_state)
+        app = self.apps.record(self.scope(caller, body.cache_salt), body.app, body.app_state)
         app.requests += 1
-        return Turn(f"{caller.tenant}/{app.id}", background=app.state == "background")
+        return Requester(f"{caller.tenant}/{app.id}", background=app.state == "background")
 
-    async def answer(self, requests: Sequence[Request], caller: Caller, body: Cached) -> AsyncGenerator[Happened, None]:
-        """What happens to the requests, until all are finished. Whoever stops reading stops the work.
+    async def answer(
+        self, requests: Sequence[Request], caller: Caller, body: CacheBody
+    ) -> AsyncGenerator[ChoiceEvent, None]:
+        """The events of the requests until all are finished. Closing the generator stops the work.
 
-        Raises what the session raises, and `Problem` where the line is full or it takes too long.
+        Raises what the session raises, and `ApiError` if the queue is full or it takes too long.
         """
         turn = self.turn(caller, body)
-        happened: asyncio.Queue[Happened | BaseException] = asyncio.Queue()
-        # Not `wait_for`: being cancelled in the moment something happens, it would forget that it was.
+        owner = (self.scope(caller, body.cache_salt), body.app)
+        queue: asyncio.Queue[ChoiceEvent | BaseException] = asyncio.Queue()
+        # Not `wait_for`: cancelled at the moment an event arrives, it would swallow the cancellation.
         late = asyncio.get_running_loop().call_later(
-            self.settings.timeout_seconds, happened.put_nowait, _too_late(self.settings.timeout_seconds)
+            self._timeout_seconds, queue.put_nowait, _too_late(self._timeout_seconds)
         )
         tasks = [
-            asyncio.create_task(self._follow(number, request, turn, (caller.tenant, body.app), happened))
+            asyncio.create_task(self._follow(number, request, turn, owner, queue))
             for number, request in enumerate(requests)
         ]
         left = len(tasks)
         try:
             while left:
-                what = await happened.get()
-                if isinstance(what, BaseException):
-                    raise what
-                left -= isinstance(what.event, Finished)
-                yield what
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                left -= isinstance(item.event, Finished)
+                yield item
         finally:
             late.cancel()
             for task in tasks:
@@ -111,79 +122,79 @@ class Service:
         self,
         number: int,
         request: Request,
-        turn: Turn,
-        owner: tuple[str, str],
-        happened: asyncio.Queue[Happened | BaseException],
+        turn: Requester,
+        owner: tuple[Scope, str],
+        queue: asyncio.Queue[ChoiceEvent | BaseException],
     ) -> None:
         arrived = time.perf_counter()
         task = asyncio.current_task()
         assert task is not None
-        self._asked[task] = owner
-        if self.idler is not None:  # it stops before this one takes its place
-            self.idler.arrive(request)
-        ahead = None
+        self._tasks[task] = owner
+        if self.idle_thread is not None:  # stop idle work before this request starts
+            self.idle_thread.arrive(request)
+        prefetch = None
         try:
-            ahead = self._prefetch(request, turn)
+            prefetch = self._prefetch(request, turn)
             async with self.line.place(turn):
-                if ahead is not None and not ahead.done():  # too late
-                    ahead.cancel()
-                    ahead.add_done_callback(_drop)
+                if prefetch is not None and not prefetch.done():  # too late
+                    prefetch.cancel()
+                    prefetch.add_done_callback(_drop)
                 waited = time.perf_counter() - arrived
-                job = Job(self.session, request, turn)
+                job = ReplyJob(self.session, request, turn)
                 self._jobs.add(job)
                 try:
                     async with aclosing(job.events(self.threads)) as events:
                         async for event in events:
-                            self.metrics.happened(owner[0], event, waited)
-                            happened.put_nowait(Happened(number, event))
+                            self.metrics.record(owner[0], event, waited)
+                            queue.put_nowait(ChoiceEvent(number, event))
                 finally:
                     self._jobs.discard(job)
-        except asyncio.CancelledError:  # killed; or nobody listens any more, then this is not heard either
-            happened.put_nowait(Cancelled("The request was cancelled."))
+        except asyncio.CancelledError:  # killed; or the reader is gone, then nobody gets this either
+            queue.put_nowait(Cancelled("The request was cancelled."))
             raise
-        except Exception as error:  # noqa: BLE001  (raised again by whoever listens)
-            happened.put_nowait(error)
+        except Exception as error:  # noqa: BLE001  (raised again by the reader)
+            queue.put_nowait(error)
         finally:
-            del self._asked[task]
-            if ahead is not None:
-                ahead.add_done_callback(_drop)
-            if self.idler is not None:
-                self.idler.leave()
+            del self._tasks[task]
+            if prefetch is not None:
+                prefetch.add_done_callback(_drop)
+            if self.idle_thread is not None:
+                self.idle_thread.leave()
 
-    def _prefetch(self, request: Request, turn: Turn) -> Future[Prefetched | None] | None:
-        """While a request stands in line, its prompt may come from the origin already."""
+    def _prefetch(self, request: Request, turn: Requester) -> Future[Prefetched | None] | None:
+        """Start fetching a queued request's prompt KV from the origin."""
         if self.session.cache.streams is None or self.line.is_free(turn):
             return None
-        return self.aside.submit(self.session.prefetch, request)
+        return self.side_threads.submit(self.session.prefetch, request)
 
-    def kill(self, tenant: str, app: str) -> int:
-        """Stop everything that an app asked, also what still stands in line; how many requests that were."""
-        own = [task for task, owner in self._asked.items() if owner == (tenant, app)]
+    def kill(self, scope: Scope, app: str) -> int:
+        """Stop all requests of an app, queued ones too, and return their number."""
+        own = [task for task, owner in self._tasks.items() if owner == (scope, app)]
         for task in own:
             task.cancel()
         return len(own)
 
     def close(self) -> None:
-        """Stop all work, keep what was computed, free the model."""
+        """Stop all work, keep computed KV, free the model."""
         for job in list(self._jobs):
             job.cancel()
-        if self.idler is not None:
-            self.idler.close()
+        if self.idle_thread is not None:
+            self.idle_thread.close()
         self.threads.shutdown(wait=True)
-        for beside in (self.aside, self.ingesting):
-            beside.shutdown(wait=False, cancel_futures=True)
+        for threads in (self.side_threads, self.ingesting):
+            threads.shutdown(wait=False, cancel_futures=True)
         self.session.close()
 
 
 def _places(session: Session) -> int:
-    """How many requests are answered at the same time."""
+    """The number of requests answered at the same time."""
     if session.settings.deterministic and session.engine.capabilities.crowded:
-        return 1  # what else is in the buffer would change the last bits
+        return 1  # other rows in the batch would change the last bits
     return session.settings.parallel or DEFAULT_PARALLEL
 
 
 def _stay_seconds(given: str | float) -> float | None:
-    """How long a model shall stay, as Ollama has it: seconds, or 5m; less than nothing is for ever."""
+    """keep_alive as Ollama has it: seconds, or "5m"; negative means for ever (None)."""
     if isinstance(given, str):
         return None if given.strip().startswith("-") else min(parse_duration(given), threading.TIMEOUT_MAX)
     if not -math.inf < given < math.inf:
@@ -191,13 +202,13 @@ def _stay_seconds(given: str | float) -> float | None:
     return None if given < 0 else float(min(given, threading.TIMEOUT_MAX))
 
 
-def _too_late(limit: float) -> Problem:
-    return Problem(
+def _too_late(limit: float) -> ApiError:
+    return ApiError(
         504, f"The request took longer than {limit:g} s. Ask for less, or start the server with a longer --timeout."
     )
 
 
-def _drop(ahead: Future[Prefetched | None]) -> None:
-    """Its request has begun, or was given up. Whatever went wrong, it was only ahead."""
-    if not ahead.cancelled() and ahead.exception() is None and (prefetched := ahead.result()) is not None:
+def _drop(prefetch: Future[Prefetched | None]) -> None:
+    """Release a prefetch whose request has begun or was given up, whatever its outcome."""
+    if not prefetch.cancelled() and prefetch.exception() is None and (prefetched := prefetch.result()) is not None:
         prefetched.close()

@@ -7,7 +7,7 @@ import errno
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,73 @@ from rekindle.codec.extent import (
 )
 from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, chain
 from rekindle.core.kv import LayerKv, Span
-from rekindle.store.beside import Helper, Work
-from rekindle.store.catalog import Extent
+from rekindle.store.catalog.catalog import Extent
 from rekindle.store.files import Files, Handle
-from rekindle.store.opened import AnchorFile, CodedExtent, Damaged, OpenAnchor, OpenExtent, WrittenExtent
+from rekindle.store.folder import EXTENTS, is_own_name
+from rekindle.store.read_pool import ReadHelper, Work
 
 SUFFIX = ".kv"
-_NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
+_NO_FILE = (errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
 _HEADERS = 64  # remembered
-# A beginning of an extent is checked by the digest of the whole, for which the rest is read too, if that is at most one
-# part in so many more: checking cell by cell takes three quarters of the time it takes to read them, and the GIL.
+# A prefix of an extent is checked by the digest of the whole, for which the rest is read too, if it is at most one part
+# in this many: checking cell by cell takes three quarters of the time it takes to read them, and the GIL.
 _READ_ON = 1.5
 _SPLIT_BYTES = 512 << 10  # from this size on, keys and values of a layer are read side by side
+
+
+class Damaged(Exception):
+    """An extent is not what its row says. The reason is for people; `extent` names another one that is to blame."""
+
+    def __init__(self, reason: str, extent: str | None = None) -> None:
+        super().__init__(reason)
+        self.extent = extent
+
+
+@dataclass(frozen=True)
+class BaseFile:
+    """An extent that is the base of a delta: `blocks` blocks of the delta, from number `at` on, are those of this one
+    from `place` on. `kv_space` is the digest of this one's KV space."""
+
+    row: Extent
+    kv_space: str
+    at: int
+    place: int
+    blocks: int
+
+
+@dataclass(frozen=True, eq=False)
+class OpenBase:
+    """The base of a part of a delta: of its `tokens`, which begin at token `start` of the extent."""
+
+    extent: OpenExtent
+    tokens: Span
+    start: int
+
+
+@dataclass(frozen=True, eq=False)
+class OpenExtent:
+    """An extent that can be read, with its bases. The holder releases it."""
+
+    handle: Handle
+    header: ExtentHeader
+    bases: tuple[OpenBase, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class CodedExtent:
+    """An extent that is about to be written: the bytes of each layer, and their digests."""
+
+    plan: ExtentPlan
+    blobs: Sequence[bytes]
+    digests: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenExtent:
+    """An extent that was just written."""
+
+    header: ExtentHeader
+    digest: bytes  # of the header
 
 
 class ExtentFiles:
@@ -54,54 +109,55 @@ class ExtentFiles:
         self.digester = digester
         self._lock = threading.Lock()
         self._headers: OrderedDict[str, ExtentHeader] = OrderedDict()
-        self._helper = Helper()
+        self._helper = ReadHelper()
 
     def path(self, name: str) -> Path:
-        """The file of an extent."""
-        return self.folder / f"{name}{SUFFIX}"
+        """The file of an extent. Raises `Damaged` for a name that no extent has."""
+        file = f"{name}{SUFFIX}"
+        if not is_own_name(EXTENTS, file):  # it comes from a row, and could lead anywhere
+            raise Damaged(f"no extent is called {name!r}")
+        return self.folder / file
 
     def open(
-        self, row: Extent, shelf_digest: str, stands_on: Sequence[AnchorFile] = (), *, fresh: bool = False
+        self, row: Extent, kv_space_digest: str, stands_on: Sequence[BaseFile] = (), *, fresh: bool = False
     ) -> OpenExtent:
         """An extent, its header checked against its row; `fresh`: even if it was before.
 
         Raises `Damaged` or `OSError`.
         """
-        extent = self._open(row, shelf_digest, fresh)
+        extent = self._open(row, kv_space_digest, fresh)
         if not stands_on:
             return extent
         try:
-            return replace(extent, anchors=self.open_anchors(stands_on, extent.header.plan, fresh=fresh))
+            return replace(extent, bases=self.open_bases(stands_on, extent.header.plan, fresh=fresh))
         except BaseException:
             self.release(extent)
             raise
 
-    def open_anchors(
-        self, files: Sequence[AnchorFile], plan: ExtentPlan, *, fresh: bool = False
-    ) -> tuple[OpenAnchor, ...]:
-        """What an extent stands on, or will. Release each one's extent. Raises `Damaged` or `OSError`."""
-        opened: list[OpenAnchor] = []
+    def open_bases(self, files: Sequence[BaseFile], plan: ExtentPlan, *, fresh: bool = False) -> tuple[OpenBase, ...]:
+        """The bases of an extent. Release each one's extent. Raises `Damaged` or `OSError`."""
+        opened: list[OpenBase] = []
         try:
             for file in files:
-                opened.append(self._open_anchor(file, plan, fresh))
+                opened.append(self._open_base(file, plan, fresh))
         except BaseException:
-            for anchor in opened:
-                self.release(anchor.extent)
+            for base in opened:
+                self.release(base.extent)
             raise
         return tuple(opened)
 
     def release(self, extent: OpenExtent) -> None:
         """Close the files of an extent that was only read."""
-        for one in (*(anchor.extent for anchor in extent.anchors), extent):
+        for one in (*(base.extent for base in extent.bases), extent):
             with contextlib.suppress(OSError):
                 self.files.close(one.handle)
 
-    def _open_anchor(self, file: AnchorFile, plan: ExtentPlan, fresh: bool) -> OpenAnchor:
-        """What a part of an extent stands on, checked to hold the same tokens in the same place, on the right shelf."""
-        if plan.coding is not None and plan.coding.anchor != file.shelf:
-            raise Damaged("what it is a difference from is on another shelf")
+    def _open_base(self, file: BaseFile, plan: ExtentPlan, fresh: bool) -> OpenBase:
+        """The base of a part of an extent, checked to hold the same tokens in the same place, on the right KV space."""
+        if plan.coding is not None and plan.coding.base_kv_space != file.kv_space:
+            raise Damaged("what it is a difference from is on another kv_space")
         try:
-            extent = self._open(file.row, file.shelf, fresh)
+            extent = self._open(file.row, file.kv_space, fresh)
         except Damaged as error:
             raise Damaged(str(error), file.row.name) from error
         own = extent.header.plan
@@ -115,23 +171,26 @@ class ExtentFiles:
             self.release(extent)
             raise Damaged("what it is a difference from holds other tokens")
         at = file.at * BLOCK_TOKENS
-        return OpenAnchor(extent, Span(at, at + len(tokens) // TOKEN_BYTES), file.place * BLOCK_TOKENS)
+        return OpenBase(extent, Span(at, at + len(tokens) // TOKEN_BYTES), file.place * BLOCK_TOKENS)
 
-    def _open(self, row: Extent, shelf_digest: str, fresh: bool) -> OpenExtent:
-        try:
-            handle = self.files.open(self.path(row.name))
-        except OSError as error:
-            if error.errno in _NO_FILE:
-                raise Damaged(f"it is no file: {error}") from error
-            raise
+    def _open(self, row: Extent, kv_space_digest: str, fresh: bool) -> OpenExtent:
+        handle = self._open_file(row)
         try:
             size_bytes = self.files.size(handle)
             if size_bytes != row.size_bytes:
                 raise Damaged(f"the file has {size_bytes:,} bytes, not {row.size_bytes:,}")
-            return OpenExtent(handle, self._header(row, shelf_digest, handle, fresh))
+            return OpenExtent(handle, self._header(row, kv_space_digest, handle, fresh))
         except BaseException:
             with contextlib.suppress(OSError):
                 self.files.close(handle)
+            raise
+
+    def _open_file(self, row: Extent) -> Handle:
+        try:
+            return self.files.open(self.path(row.name))
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise Damaged(f"it is no file: {error}") from error
             raise
 
     def tokens(self, row: Extent) -> bytes:
@@ -139,7 +198,7 @@ class ExtentFiles:
 
         Raises `Damaged` or `OSError`.
         """
-        handle = self.files.open(self.path(row.name))
+        handle = self._open_file(row)
         try:
             data = self._read_header(row, handle)
             plan = parse_header(bytes(data)).plan
@@ -171,14 +230,14 @@ class ExtentFiles:
         start = -(-span.start // BLOCK_TOKENS) * BLOCK_TOKENS  # between them, whole blocks
         stop = span.stop if span.stop == count else span.stop // BLOCK_TOKENS * BLOCK_TOKENS
         if start > stop:  # all in one block
-            self._read_beside(extent, layer, span, out)
+            self._read_block_part(extent, layer, span, out)
             return
         if span.start < start:
-            self._read_beside(extent, layer, Span(span.start, start), _window(out, 0, start - span.start))
+            self._read_block_part(extent, layer, Span(span.start, start), _window(out, 0, start - span.start))
         if start < stop:
             self._read_cells(extent, layer, Span(start, stop), _window(out, start - span.start, stop - span.start))
         if stop < span.stop:
-            self._read_beside(extent, layer, Span(stop, span.stop), _window(out, stop - span.start, len(span)))
+            self._read_block_part(extent, layer, Span(stop, span.stop), _window(out, stop - span.start, len(span)))
 
     def layers(self, extent: OpenExtent, tokens: int) -> Iterator[LayerKv]:
         """The first `tokens` tokens of one layer after the other, checked."""
@@ -188,8 +247,8 @@ class ExtentFiles:
             self.read(extent, layer, Span(0, tokens), out)
             yield out
 
-    def side_by_side(self, first: Work, second: Work, size_bytes: int) -> None:
-        """Do two things that mostly wait or copy, at the same time if that is worth it."""
+    def in_parallel(self, first: Work, second: Work, size_bytes: int) -> None:
+        """Do two things that mostly wait or copy, in parallel if that is worth it."""
         if size_bytes < _SPLIT_BYTES:
             first()
             second()
@@ -197,18 +256,23 @@ class ExtentFiles:
             self._helper.run(first, second)
 
     def encode(
-        self, plan: ExtentPlan, layers: Iterable[LayerKv], coder: Coder, anchor: str | None, parts: Sequence[OpenAnchor]
+        self,
+        plan: ExtentPlan,
+        layers: Iterable[LayerKv],
+        coder: Coder,
+        base_kv_space: str | None,
+        parts: Sequence[OpenBase],
     ) -> CodedExtent:
-        """The layers as they will stand in the file, as a difference from `anchor`, if there is one, which is read.
+        """The layers as they will stand in the file, as deltas from KV of `base_kv_space`, if there is one.
 
         Raises `ValueError` for KV that cannot be coded, and as reading does.
         """
-        dtype, coding = plan.layout.dtype, Coding(coder, anchor, ())
+        dtype, coding = plan.layout.dtype, Coding(coder, base_kv_space, ())
         blobs: list[bytes] = []
         digests = bytearray()
         for layer, given in enumerate(layers):
             kv = LayerKv(np.ascontiguousarray(given.keys), np.ascontiguousarray(given.values))
-            base = None if anchor is None else self._anchor_kv(plan, parts, layer, Span(0, plan.token_count))
+            base = None if base_kv_space is None else self._base_kv(plan, parts, layer, Span(0, plan.token_count))
             blobs.append(coder.encode(layer, kv, base, dtype))
             if coding.exact:
                 digests += digest_halves(self.digester, kv)
@@ -256,26 +320,29 @@ class ExtentFiles:
         all of it."""
         plan, coding = extent.header.plan, extent.header.plan.coding
         assert coding is not None
+        if (out.keys.shape, out.values.shape) != plan.layer_shapes(layer, len(span)) or (
+            out.keys.dtype != plan.layout.numpy_dtype
+        ):
+            raise Damaged(f"layer {layer}: it has another shape or type")
         at = plan.coded_at(layer)
         data = bytearray(len(at))
         self._read_at(extent.handle, at.start, memoryview(data))
         if self._digest(data) != extent.header.coded_digest(layer):
             raise Damaged(f"layer {layer}: the digest of its bytes is another")
         wanted = Span(0, plan.token_count) if coding.exact else span
-        anchor = None if coding.anchor is None else self._anchor_kv(plan, extent.anchors, layer, wanted)
+        base = None if coding.base_kv_space is None else self._base_kv(plan, extent.bases, layer, wanted)
         try:
-            decoded = decode(bytes(data), plan.layout.dtype, anchor, wanted)
+            spec = plan.layout.layer_spec(layer, plan.token_count)
+            decoded = decode(bytes(data), spec, base, wanted)
         except ValueError as error:
             raise Damaged(f"layer {layer}: {error}") from error
         if coding.exact and digest_halves(self.digester, decoded) != extent.header.half_digests(layer):
             raise Damaged(f"layer {layer}: the digest of what it decodes to is another")
         used = _window(decoded, span.start - wanted.start, span.stop - wanted.start)
-        if used.keys.shape != out.keys.shape or used.values.shape != out.values.shape:
-            raise Damaged(f"layer {layer}: it decodes to another shape")
         out.keys[...], out.values[...] = used.keys, used.values
 
-    def _anchor_kv(self, plan: ExtentPlan, parts: Sequence[OpenAnchor], layer: int, span: Span) -> LayerKv:
-        """The KV that tokens `span` of an extent are a difference from."""
+    def _base_kv(self, plan: ExtentPlan, parts: Sequence[OpenBase], layer: int, span: Span) -> LayerKv:
+        """The KV that tokens `span` of a delta are taken from."""
         kv, covered = plan.empty(layer, len(span)), span.start
         for part in parts:
             start, stop = max(span.start, part.tokens.start), min(span.stop, part.tokens.stop)
@@ -297,7 +364,7 @@ class ExtentFiles:
         state.update(memoryview(data))
         return state.digest()
 
-    def _read_beside(self, extent: OpenExtent, layer: int, part: Span, out: LayerKv) -> None:
+    def _read_block_part(self, extent: OpenExtent, layer: int, part: Span, out: LayerKv) -> None:
         """Fill `out` with a part of a block, which is read whole, beside: its digest covers all of it."""
         plan = extent.header.plan
         start = part.start // BLOCK_TOKENS * BLOCK_TOKENS
@@ -308,7 +375,7 @@ class ExtentFiles:
         out.keys[...], out.values[...] = used.keys, used.values
 
     def _read_whole(self, extent: OpenExtent, layer: int, first: int, out: LayerKv) -> None:
-        self.side_by_side(
+        self.in_parallel(
             lambda: self._read_half(extent, layer, "keys", first, out.keys),
             lambda: self._read_half(extent, layer, "values", first, out.values),
             out.keys.nbytes + out.values.nbytes,
@@ -347,10 +414,10 @@ class ExtentFiles:
         except EOFError as error:
             raise Damaged(str(error)) from error
 
-    def _header(self, row: Extent, shelf_digest: str, handle: Handle, fresh: bool) -> ExtentHeader:
+    def _header(self, row: Extent, kv_space_digest: str, handle: Handle, fresh: bool) -> ExtentHeader:
         with self._lock:
             known = self._headers.get(row.name)
-        if known is not None and known.plan.shelf == shelf_digest and not fresh:
+        if known is not None and known.plan.kv_space == kv_space_digest and not fresh:
             return known
         try:
             data = self._read_header(row, handle)
@@ -360,7 +427,7 @@ class ExtentFiles:
         except (ValueError, EOFError) as error:
             raise Damaged(str(error)) from error
         plan = header.plan
-        if (plan.name, plan.shelf, plan.digest_name) != (row.name, shelf_digest, self.digester.name):
+        if (plan.name, plan.kv_space, plan.digest_name) != (row.name, kv_space_digest, self.digester.name):
             raise Damaged("the file belongs to another entry")
         if plan.file_bytes != row.size_bytes or plan.blocks != row.blocks:
             raise Damaged("the header does not fit the file")
@@ -374,9 +441,7 @@ class ExtentFiles:
         """The bytes of a header. Raises `ValueError` or `EOFError` if it is none."""
         first = bytearray(8)
         self.files.read_at(handle, 0, memoryview(first))
-        data = bytearray(header_length(bytes(first)))
-        if len(data) > row.size_bytes:
-            raise ValueError("the header is longer than the file")
+        data = bytearray(header_length(bytes(first), row.size_bytes))
         self.files.read_at(handle, 0, memoryview(data))
         return data
 

@@ -18,7 +18,7 @@ log = logging.getLogger("rekindle.store")
 
 # The last four: rows that make no sense, because bits of the catalog were flipped.
 FAILURES = (OSError, sqlite3.Error, CacheUnusable, TypeError, ValueError, LookupError, ArithmeticError)
-_MOST_REASONS = 1000
+_MAX_REASONS = 1000
 T = TypeVar("T")
 
 
@@ -87,7 +87,7 @@ class Failures:
     def _count(self, reason: str) -> int:
         """Count a reason; how often it came up. Reasons may have names in them, so the memory for them is bounded."""
         reasons = self.counts.reasons
-        if len(reasons) >= _MOST_REASONS and reason not in reasons:
+        if len(reasons) >= _MAX_REASONS and reason not in reasons:
             reasons.clear()
         reasons[reason] += 1
         return reasons[reason]

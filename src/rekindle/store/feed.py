@@ -1,4 +1,4 @@
-"""From extents into a sequence, layer by layer, straight into the engine's own buffers.
+"""Feeds: KV from memory or extent files into a sequence, layer by layer, straight into the engine's own buffers.
 
 A fill is one copy and the check, keys and values side by side. Nothing is read ahead: asking the system to, for all of
 a file or for some layers, was measured to make a load from dropped pages slower by a fifth to a third.
@@ -6,23 +6,30 @@ a file or for some layers, was measured to make a load from dropped pages slower
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rekindle.codec.extent import ExtentHeader
-from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, chain
+from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, KvSpace, chain
 from rekindle.core.kv import Held, KvLayout, LayerKv, Span
 from rekindle.errors import KvLost
-from rekindle.index.prefix import Match, Piece
-from rekindle.store.extents import ExtentFiles
-from rekindle.store.memory import HeldExtent
-from rekindle.store.opened import Damaged, OpenExtent
+from rekindle.store.catalog import catalog
+from rekindle.store.disk import DiskStore
+from rekindle.store.extents import Damaged, ExtentFiles, OpenExtent
+from rekindle.store.failures import FAILURES, Failures
+from rekindle.store.memory import HeldExtent, MemoryTier
+from rekindle.store.prefix_index import Match, Piece
+
+Fits = Callable[["KvSource"], bool]
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class KvSource:
     """A piece of a prompt and where its KV comes from: a file, or memory."""
 
     piece: Piece
@@ -30,7 +37,6 @@ class Source:
 
     @property
     def header(self) -> ExtentHeader:
-        """What the extent holds."""
         return self.origin.header
 
     def close(self, extents: ExtentFiles) -> None:
@@ -46,12 +52,12 @@ class Source:
 
 
 class StoredFeed:
-    """A feed (see `engine/base`) over pieces of extents. `lost` is told what could not be read, and why."""
+    """A feed (see `engine/base`) over pieces of extents. `lost` is called with what could not be read, and why."""
 
     def __init__(
         self,
         layout: KvLayout,
-        sources: tuple[Source, ...],
+        sources: tuple[KvSource, ...],
         extents: ExtentFiles,
         lost: Callable[[Piece, Exception], None],
     ) -> None:
@@ -94,7 +100,7 @@ class StoredFeed:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, source: Source, extent: OpenExtent, layer: int, out: LayerKv) -> None:
+    def _read(self, source: KvSource, extent: OpenExtent, layer: int, out: LayerKv) -> None:
         try:
             self._extents.read(extent, layer, source.span, out)
         except (OSError, Damaged) as error:
@@ -103,25 +109,29 @@ class StoredFeed:
             raise KvLost(f"KV from the cache could not be read ({error}); it is computed instead.") from error
 
     def _copy(self, held: LayerKv, span: Span, out: LayerKv) -> None:
-        self._extents.side_by_side(
+        self._extents.in_parallel(
             lambda: np.copyto(out.keys, held.keys[:, span.start : span.stop]),
             lambda: np.copyto(out.values, held.values[:, span.start : span.stop]),
             out.keys.nbytes + out.values.nbytes,
         )
 
 
-def is_in_place(source: Source, match: Match, shelf_digest: str) -> bool:
+def is_in_place(source: KvSource, match: Match, kv_space_digest: str) -> bool:
     """Whether the extent itself says that it holds these tokens in this place: the catalog's word is not enough."""
     plan, piece = source.header.plan, source.piece
     stored = plan.tokens[piece.first * BLOCK_BYTES :][: len(piece.span) * TOKEN_BYTES]
     wanted = match.tokens[piece.span.start * TOKEN_BYTES : piece.span.stop * TOKEN_BYTES]
     above = chain(plan.parent, plan.tokens[: piece.first * BLOCK_BYTES])
     parent = above[-1] if above else plan.parent
-    return (plan.shelf, stored, parent) == (shelf_digest, wanted, match.key_before(piece.span.start // BLOCK_TOKENS))
+    return (plan.kv_space, stored, parent) == (
+        kv_space_digest,
+        wanted,
+        match.key_before(piece.span.start // BLOCK_TOKENS),
+    )
 
 
-def stretched(source: Source, match: Match, stop: int) -> Source | None:
-    """The same extent for all tokens up to `stop`, if its file has those too, though they are listed elsewhere by now.
+def stretched(source: KvSource, match: Match, stop: int) -> KvSource | None:
+    """The same extent for all tokens up to `stop`, if its file has those too, though they are listed elsewhere since.
 
     The end of a prompt is: when the prompt went on, its last block was kept again as a whole.
     """
@@ -130,4 +140,107 @@ def stretched(source: Source, match: Match, stop: int) -> Source | None:
     stored = plan.tokens[piece.first * BLOCK_BYTES :][: count * TOKEN_BYTES]
     if stored != match.tokens[piece.span.start * TOKEN_BYTES : stop * TOKEN_BYTES]:
         return None
-    return Source(replace(piece, span=Span(piece.span.start, stop)), source.origin)
+    return KvSource(replace(piece, span=Span(piece.span.start, stop)), source.origin)
+
+
+class KvSources:
+    """Opens the KV of pieces in memory or on disk, and remembers what could not be read. Used from several threads."""
+
+    def __init__(self, disk: DiskStore, memory: MemoryTier, failures: Failures) -> None:
+        self.bad: dict[str, Exception] = {}  # extents that could not be read, until the catalog knows
+        self._disk = disk
+        self._memory = memory
+        self._failures = failures
+        self._lock = threading.Lock()
+        self._wanted: dict[str, None] = {}  # extents read from disk, to be held in memory when there is time
+
+    def add(self, opened: list[KvSource], kv_space: KvSpace, piece: Piece, fits: Fits) -> None:
+        """Open the source of a piece. `fits` says whether the extent itself holds what the catalog says it does.
+
+        Raises `KvLost` if it is not there any more, or is damaged; then all that were opened are closed.
+        """
+        try:
+            opened.append(self._open(kv_space, piece, fits))
+        except (*FAILURES, Damaged) as error:
+            for source in opened:
+                source.close(self._disk.extents)
+            self.lost(piece, error)
+            raise KvLost(f"KV from the cache could not be read ({error}); it is computed instead.") from error
+
+    def feed(self, kv_space: KvSpace, opened: Sequence[KvSource]) -> StoredFeed:
+        """A feed over sources that tile a span, in order."""
+        return StoredFeed(kv_space.layout, tuple(opened), self._disk.extents, self.lost)
+
+    def lost(self, piece: Piece, error: Exception) -> None:
+        """An extent that was found could not be read: never find it again. The catalog learns of it off the path."""
+        counts = self._failures.counts
+        counts.read_failures += 1
+        blamed = [error.extent] if isinstance(error, Damaged) and error.extent else []  # what it is a difference from
+        self._memory.forget([piece.name, *blamed])
+        # A file that is gone was most likely evicted by another process: that is nothing to worry about.
+        level = logging.DEBUG if isinstance(error, FileNotFoundError) else logging.WARNING
+        self._failures.log_once("KV from the cache is lost and will be computed again", error, level)
+        if isinstance(error, (Damaged, FileNotFoundError)):  # anything else may be gone by the next time
+            counts.quarantined += isinstance(error, Damaged)
+            with self._lock:
+                self.bad |= dict.fromkeys([piece.name, *blamed], error)
+
+    def settle(self) -> None:
+        """Tell the catalog what could not be read. Raises as it does."""
+        with self._lock:
+            bad = dict(self.bad)
+        for name, error in bad.items():
+            self._disk.lose(name, error)
+            with self._lock:
+                self.bad.pop(name, None)
+
+    def promote(self) -> None:
+        """Hold in memory what was read from disk last, as far as it fits; let go of what is not listed any more."""
+        with self._lock:
+            wanted, self._wanted = list(self._wanted), {}
+        with self._disk.database.scanning() as connection:
+            kv_spaces = dict(connection.execute("SELECT id, digest FROM kv_spaces").fetchall())
+            listed = {name: _live(connection, name) for name in {*wanted, *self._memory.names()}}
+        self._memory.forget([name for name in self._memory.names() if listed.get(name) is None])
+        room = self._memory.limit_bytes
+        for row in filter(None, (listed[name] for name in reversed(wanted))):
+            try:
+                extent = self._disk.open(row, kv_spaces[row.kv_space])
+                try:
+                    plan = extent.header.plan
+                    room -= plan.token_count * plan.layout.token_bytes
+                    if room < 0:
+                        break
+                    layers = tuple(self._disk.extents.layers(extent, plan.token_count))
+                finally:
+                    self._disk.extents.release(extent)
+            except (OSError, Damaged) as error:
+                self._failures.log_once("KV could not be taken into memory", error)
+            else:
+                self._memory.put(row.name, HeldExtent(extent.header, layers))
+
+    def _open(self, kv_space: KvSpace, piece: Piece, fits: Fits) -> KvSource:
+        """Where the KV of a piece comes from. Raises `Damaged` or `OSError`."""
+        held = self._memory.get(piece.name)
+        if held is not None:
+            source = KvSource(piece, held)
+            if fits(source):
+                return source
+            self._memory.forget([piece.name])
+        with self._disk.database.reading() as connection:
+            row = catalog.extent(connection, piece.extent)
+        if row is None or row.state != "live" or row.name != piece.name:
+            raise FileNotFoundError("it was evicted meanwhile")
+        source = KvSource(piece, self._disk.open(row, self._disk.kv_space_digest(kv_space)))
+        if not fits(source):
+            source.close(self._disk.extents)
+            raise Damaged("it holds other tokens than its row says")
+        if row.coding != "quantized":  # small already, and what is decoded is as large as any
+            with self._lock:
+                self._wanted[piece.name] = None
+        return source
+
+
+def _live(connection: sqlite3.Connection, name: str) -> catalog.Extent | None:
+    found = catalog.extents(connection, "name=? AND state='live'", (name,))
+    return found[0] if found else None

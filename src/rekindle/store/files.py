@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -20,6 +21,10 @@ else:
     import fcntl
 
 _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
+# What stands at a path may be a link, or something whose opening waits for somebody else (a FIFO): neither is a file.
+_REGULAR = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+_HAS_DIR_FD = os.unlink in os.supports_dir_fd and os.stat in os.supports_dir_fd
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system says that cannot lock files
 # On macOS, fsync alone stops at the drive's cache.
 _FULL_SYNC: int | None = None if sys.platform == "win32" else getattr(fcntl, "F_FULLFSYNC", None)
 
@@ -49,8 +54,53 @@ class Files:
         return Handle(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | _FLAGS, 0o600))
 
     def open(self, path: Path) -> Handle:
-        """An existing file, to read."""
-        return Handle(os.open(path, os.O_RDONLY | _FLAGS))
+        """A regular file, to read. Raises `OSError` at once if something else stands there, also a link to one."""
+        return _regular(os.open(path, os.O_RDONLY | _REGULAR | _FLAGS), path)
+
+    def read(self, path: Path, limit_bytes: int) -> bytes:
+        """A small regular file, or its first bytes."""
+        handle = self.open(path)
+        try:
+            out = memoryview(bytearray(limit_bytes))
+            size = 0
+            while size < limit_bytes and (done := self.read_some(handle, size, out[size:])):
+                size += done
+            return bytes(out[:size])
+        finally:
+            self.close(handle)
+
+    def place(self, draft: Path, path: Path) -> None:
+        """Give a finished file its name. Raises `FileExistsError` if something has that name."""
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            raise
+        except OSError:  # some file systems have no hard links
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+            draft.rename(path)
+        else:
+            draft.unlink()
+
+    def replace(self, draft: Path, path: Path) -> None:
+        """Give a finished file its name, in place of the file that has it."""
+        draft.replace(path)
+
+    def status(self, path: Path) -> os.stat_result | None:
+        """What stands at a path, a link being a link; None if nothing does."""
+        try:
+            return os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def make_private(self, path: Path) -> None:
+        """Take the rights of others away from a regular file, unless it has other names: those are not ours."""
+        handle = self.open(path)
+        try:
+            if sys.platform != "win32" and os.fstat(handle.descriptor).st_nlink == 1:
+                os.fchmod(handle.descriptor, 0o600)
+        finally:
+            self.close(handle)
 
     def write_at(self, handle: Handle, offset: int, data: memoryview) -> None:
         """Write all of `data`."""
@@ -99,29 +149,66 @@ class Files:
                     raise
         os.fsync(handle.descriptor)
 
+    def sync_file(self, path: Path) -> None:
+        """Return when a file is on the medium as it is now: its bytes, and that it has no more of them."""
+        handle = Handle(os.open(path, os.O_RDWR | _FLAGS))
+        try:
+            self.sync(handle)
+        finally:
+            os.close(handle.descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        """Return when what came into a folder and what was removed from it is on the medium.
+
+        Nothing where the system cannot do that for a folder, or there is none.
+        """
+        if os.name != "posix":
+            return
+        try:
+            handle = Handle(os.open(path, os.O_RDONLY | os.O_DIRECTORY | _FLAGS))
+        except FileNotFoundError:
+            return
+        try:
+            self.sync(handle)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have no such thing
+                raise
+        finally:
+            os.close(handle.descriptor)
+
     def close(self, handle: Handle) -> None:
-        """Close it."""
         os.close(handle.descriptor)
 
     def size(self, handle: Handle) -> int:
-        """Length of an open file."""
         return os.fstat(handle.descriptor).st_size
 
     def remove(self, path: Path) -> bool:
-        """Remove a file, or a folder that somebody put in its place.
+        """Remove a regular file. Whatever else stands there is left; a link in place of its folder raises `OSError`.
 
         False if another process has it open and the system minds: try again later.
         """
         try:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            self.unlink(path)
+        except FileNotFoundError:
+            return True
         except PermissionError:
             if self.sharing_violations:
                 return False
             raise
         return True
+
+    def unlink(self, path: Path) -> None:
+        """Take a regular file's name away, whatever becomes of the path to its folder meanwhile."""
+        if not _HAS_DIR_FD:
+            if stat.S_ISREG(os.lstat(path).st_mode):
+                path.unlink()
+            return
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | _FLAGS)
+        try:
+            if stat.S_ISREG(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
+                os.unlink(path.name, dir_fd=folder)
+        finally:
+            os.close(folder)
 
     def names(self, folder: Path) -> list[str]:
         """The names in a folder; none if it is not there."""
@@ -135,17 +222,32 @@ class Files:
         return shutil.disk_usage(folder).free
 
     def try_lock(self, path: Path) -> Handle | None:
-        """Lock a file, made if missing, until the handle is closed or the process ends. None if another has it."""
+        """Lock a regular file, made if missing, until the handle is closed or the process ends. None if another has it.
+
+        Raises `OSError` if something else stands there.
+        """
         while True:
-            handle = Handle(os.open(path, os.O_CREAT | os.O_RDWR | _FLAGS, 0o600))
-            if not _lock(handle.descriptor):
+            handle = _regular(os.open(path, os.O_CREAT | os.O_RDWR | _REGULAR | _FLAGS, 0o600), path)
+            try:
+                locked = _lock(handle.descriptor)
+            except OSError:
+                os.close(handle.descriptor)
+                raise
+            if not locked:
                 os.close(handle.descriptor)
                 return None
             # Between opening and locking, whoever held it may have removed it: then this lock guards nothing.
             with contextlib.suppress(OSError):
-                if os.path.samestat(path.stat(), os.fstat(handle.descriptor)):
+                if os.path.samestat(os.lstat(path), os.fstat(handle.descriptor)):
                     return handle
             os.close(handle.descriptor)
+
+
+def _regular(descriptor: int, path: Path) -> Handle:
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return Handle(descriptor)
+    os.close(descriptor)
+    raise OSError(errno.ENXIO, "not a regular file", str(path))
 
 
 def _lock(descriptor: int) -> bool:
@@ -154,6 +256,8 @@ def _lock(descriptor: int) -> bool:
             msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
         else:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            raise
         return False
     return True

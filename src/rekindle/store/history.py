@@ -1,6 +1,6 @@
 """What was asked lately, and what came of it: so that a miss can be explained after it happened.
 
-Rows are bounded in number and size and live in the catalog: they count against its limit, belong to a shelf as KV
+Rows are bounded in number and size and live in the catalog: they count against its limit, belong to a KV space as KV
 does, and go with it.
 """
 
@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rekindle.core.identity import Identity
-from rekindle.core.keys import Shelf, token_bytes
-from rekindle.store import catalog
+from rekindle.core.keys import KvSpace, token_bytes
+from rekindle.core.scope import Scope
+from rekindle.store.catalog import catalog
 from rekindle.store.disk import DiskStore
 
-MOST_TOKENS = 2048  # of a prompt are remembered
-_MOST_ROWS = 256
+MAX_TOKENS = 2048  # of a prompt are remembered
+_MAX_ROWS = 256
 _ROW_BYTES = 4096  # beside tokens and record: pages that are not full
 
 
 @dataclass(frozen=True)
-class Asked:
+class PastRequest:
     """A request of the past. `tokens` are the first of its prompt, `record` what was noted about it."""
 
     id: int
@@ -34,26 +35,32 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Elsewhere:
-    """A request on another shelf, and what that shelf is."""
+class OtherShelfRequest:
+    """A request in another KV space, and what that KV space is."""
 
-    asked: Asked
-    shelf: Mapping[str, Any]  # model, identity, tenant, salt, adapter, codec
+    asked: PastRequest
+    kv_space: Mapping[str, Any]  # model, identity, tenant, salt, adapter, codec
     identity: Mapping[str, str]  # the fields of its identity; empty if they were never noted
 
 
 def note(
-    disk: DiskStore, shelf: Shelf, identity: Identity, tokens: Sequence[int], content: bytes, record: Mapping[str, Any]
+    disk: DiskStore,
+    kv_space: KvSpace,
+    identity: Identity,
+    tokens: Sequence[int],
+    content: bytes,
+    record: Mapping[str, Any],
+    *,
+    present: Callable[[], bool] | None = None,
 ) -> None:
-    """Remember a request. The oldest go for it; without room it is not remembered. Raises as the catalog does."""
+    """Remember a request. The oldest go for it; without room, or if what it quotes is not `present`, it is not
+    remembered. Raises as the catalog does."""
     text = json.dumps(record, ensure_ascii=False)
-    row = token_bytes(tokens[:MOST_TOKENS]), content, text
+    row = token_bytes(tokens[:MAX_TOKENS]), content, text
     size_bytes = sum(map(len, row)) + _ROW_BYTES
     with disk.database.writing() as connection:
-        number = catalog.add_shelf(connection, disk.shelf_digest(shelf), shelf)
-        connection.execute(
-            "INSERT OR IGNORE INTO identities VALUES (?,?)", (identity.digest, json.dumps(asdict(identity)))
-        )
+        if present is not None and not present():
+            return
         (count,) = connection.execute("SELECT count(*) FROM requests").fetchone()
         used = disk.room.used_bytes(connection)
         if used + size_bytes > disk.room.limit_bytes(used):
@@ -61,63 +68,63 @@ def note(
             if count == 0:
                 return
             _forget_oldest(connection, max(1, count // 4))
-        elif count >= _MOST_ROWS:
-            _forget_oldest(connection, count - _MOST_ROWS + 1)
+        elif count >= _MAX_ROWS:
+            _forget_oldest(connection, count - _MAX_ROWS + 1)
+        number = catalog.add_kv_space(connection, disk.kv_space_digest(kv_space), kv_space)
         connection.execute(
-            "INSERT INTO requests (shelf, at, tokens, content, record) VALUES (?,?,?,?,?)",
+            "INSERT OR IGNORE INTO identities VALUES (?,?)", (identity.digest, json.dumps(asdict(identity)))
+        )
+        connection.execute(
+            "INSERT INTO requests (kv_space, at, tokens, content, record) VALUES (?,?,?,?,?)",
             (number, disk.clock(), *row),
         )
 
 
-def recent(disk: DiskStore, shelf: Shelf, most: int = 64) -> list[Asked]:
-    """The last requests on a shelf, newest first."""
+def recent(disk: DiskStore, kv_space: KvSpace, most: int = 64) -> list[PastRequest]:
+    """The last requests in a KV space, newest first."""
     with disk.database.reading() as connection:
-        number = catalog.shelf_id(connection, disk.shelf_digest(shelf))
+        number = catalog.kv_space_id(connection, disk.kv_space_digest(kv_space))
         rows = connection.execute(
-            "SELECT id, at, tokens, content, record FROM requests WHERE shelf=? ORDER BY id DESC LIMIT ?",
+            "SELECT id, at, tokens, content, record FROM requests WHERE kv_space=? ORDER BY id DESC LIMIT ?",
             (number, most),
         ).fetchall()
     return [_asked(row) for row in rows]
 
 
-def elsewhere(disk: DiskStore, shelf: Shelf, most: int = 64) -> list[Elsewhere]:
-    """The last requests on other shelves, newest first."""
+def on_other_kv_spaces(disk: DiskStore, kv_space: KvSpace, most: int = 64, *, own: bool) -> list[OtherShelfRequest]:
+    """The last requests on other KV spaces, newest first; `own`: only on those of the same tenant and salt."""
     columns = ("model", "identity", "tenant", "salt", "adapter", "codec")
     with disk.database.reading() as connection:
-        number = catalog.shelf_id(connection, disk.shelf_digest(shelf))
+        number = catalog.kv_space_id(connection, disk.kv_space_digest(kv_space))
         rows = connection.execute(
             f"SELECT r.id, r.at, r.tokens, r.content, r.record, i.fields, {', '.join(f's.{c}' for c in columns)} "
-            "FROM requests r JOIN shelves s ON s.id=r.shelf LEFT JOIN identities i ON i.digest=s.identity "
-            "WHERE r.shelf IS NOT ? ORDER BY r.id DESC LIMIT ?",
-            (number, most),
+            "FROM requests r JOIN kv_spaces s ON s.id=r.kv_space LEFT JOIN identities i ON i.digest=s.identity "
+            "WHERE r.kv_space IS NOT ? AND (NOT ? OR (s.tenant=? AND s.salt=?)) ORDER BY r.id DESC LIMIT ?",
+            (number, own, kv_space.namespace.tenant, kv_space.namespace.salt, most),
         ).fetchall()
     return [
-        Elsewhere(_asked(row[:5]), dict(zip(columns, row[6:], strict=True)), json.loads(row[5]) if row[5] else {})
+        OtherShelfRequest(
+            _asked(row[:5]), dict(zip(columns, row[6:], strict=True)), json.loads(row[5]) if row[5] else {}
+        )
         for row in rows
     ]
 
 
-def last(disk: DiskStore, most: int = 1, tenant: str | None = None) -> list[Asked]:
-    """The last requests of a tenant, or of all, newest first."""
+def last(disk: DiskStore, most: int = 1, scope: Scope | None = None) -> list[PastRequest]:
+    """The last requests of a scope, or of all, newest first."""
+    tenant, salt = (None, None) if scope is None else (scope.tenant, scope.salt)
     with disk.database.reading() as connection:
         rows = connection.execute(
-            "SELECT r.id, r.at, r.tokens, r.content, r.record FROM requests r JOIN shelves s ON s.id=r.shelf "
-            "WHERE ?1 IS NULL OR s.tenant=?1 ORDER BY r.id DESC LIMIT ?2",
-            (tenant, most),
+            "SELECT r.id, r.at, r.tokens, r.content, r.record FROM requests r JOIN kv_spaces s ON s.id=r.kv_space "
+            "WHERE ?1 IS NULL OR (s.tenant=?1 AND s.salt=?2) ORDER BY r.id DESC LIMIT ?3",
+            (tenant, salt, most),
         ).fetchall()
     return [_asked(row) for row in rows]
-
-
-def forget_all(disk: DiskStore) -> None:
-    """Forget every request."""
-    with disk.database.writing() as connection:
-        connection.execute("DELETE FROM requests")
-        connection.execute("DELETE FROM identities")
 
 
 def _forget_oldest(connection: sqlite3.Connection, count: int) -> None:
     connection.execute("DELETE FROM requests WHERE id IN (SELECT id FROM requests ORDER BY id LIMIT ?)", (count,))
 
 
-def _asked(row: Sequence[Any]) -> Asked:
-    return Asked(row[0], row[1], row[2], row[3], json.loads(row[4]))
+def _asked(row: Sequence[Any]) -> PastRequest:
+    return PastRequest(row[0], row[1], row[2], row[3], json.loads(row[4]))

@@ -1,19 +1,23 @@
-"""What a folder may take and has taken: on the disk, within an hour, and how old its KV may be."""
+"""The limits of a folder: bytes on disk, bytes written within an hour, the age of KV, and admission on second use."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rekindle.core.keys import NodeKey
 from rekindle.core.size import parse_limit
-from rekindle.store import accounts, catalog
-from rekindle.store.database import Database
+from rekindle.errors import PinRefused
+from rekindle.store.catalog import catalog
+from rekindle.store.catalog.database import Database
+from rekindle.store.clock import BEHIND_SECONDS, is_believed
 from rekindle.store.files import Files
 from rekindle.store.settings import StoreSettings
 
-_CLOCK_STEP_SECONDS = 600.0  # a clock may be put right by so much without anything expiring
 _SEEN_ROWS, _BYTES_A_SEEN_ROW, _LIMIT_BYTES_A_SEEN_ROW = 50_000, 100, 8000
+# What pinned extents may take of the limit, all of them and those of one tenant: others must find something to evict.
+_PINNED_SHARE, _PINNED_SHARE_A_TENANT = 0.5, 0.25
 
 
 class Refused(Exception):
@@ -21,8 +25,6 @@ class Refused(Exception):
 
 
 class Limits:
-    """The limits of a folder."""
-
     def __init__(
         self, folder: Path, settings: StoreSettings, database: Database, files: Files, clock: Callable[[], float]
     ) -> None:
@@ -38,7 +40,11 @@ class Limits:
         ttl = self._settings.ttl_seconds
         if ttl is None:
             return catalog.Fresh(float("-inf"), float("inf"))
-        return catalog.Fresh(self._clock() - ttl, self._clock() + _CLOCK_STEP_SECONDS)
+        return catalog.Fresh(self._clock() - ttl, self._clock() + BEHIND_SECONDS)
+
+    def is_clock_believed(self) -> bool:
+        """Whether things may be deleted because they are old."""
+        return is_believed(self._database, self._clock())
 
     def limit_bytes(self, used_bytes: int) -> int:
         """What files and catalog may take together, as the disk is now."""
@@ -58,15 +64,51 @@ class Limits:
         return min(_SEEN_ROWS, limit_bytes // _LIMIT_BYTES_A_SEEN_ROW)
 
     def allows(self, connection: sqlite3.Connection, size_bytes: int) -> bool:
-        """Whether the catalog may grow by so much."""
+        """Whether the catalog may grow by `size_bytes`."""
         used = self.used_bytes(connection)
         return used + size_bytes <= self.limit_bytes(used)
 
+    def check_pinned(self, connection: sqlite3.Connection, tenant: str | None) -> None:
+        """Raises `PinRefused` if what is pinned takes too much of the limit, or what `tenant` has pinned of it."""
+        used = self.used_bytes(connection)
+        room = self.limit_bytes(used) - used + catalog.total_bytes(connection)  # for extents, beside the catalog
+        if tenant is not None and catalog.pinned_bytes(connection, tenant) > room * _PINNED_SHARE_A_TENANT:
+            raise PinRefused(
+                "What a tenant pins takes at most a quarter of the cache's limit. Unpin other entries first."
+            )
+        if catalog.pinned_bytes(connection) > room * _PINNED_SHARE:
+            raise PinRefused("What is pinned takes at most half of the cache's limit. Unpin other entries first.")
+
     def check_budget(self, connection: sqlite3.Connection, size_bytes: int) -> None:
-        """Raises `Refused` if so much more may not be written now."""
+        """Raises `Refused` if writing `size_bytes` more would exceed the write budget."""
         budget = self._settings.write_budget_bytes
         if budget is not None:
             minute = int(self._clock() // 60)
-            written = accounts.written_between(connection, minute - 59, minute)
+            # What a clock that was ahead wrote later does not count.
+            select = "SELECT coalesce(sum(bytes), 0) FROM bytes_written WHERE minute BETWEEN ? AND ?"
+            (written,) = connection.execute(select, (minute - 59, minute)).fetchone()
             if written + size_bytes > budget:
                 raise Refused(f"the write budget of {budget:,} bytes an hour is spent")
+
+
+def seen_before(
+    connection: sqlite3.Connection, kv_space: int, keys: Sequence[NodeKey], now: float, max_rows: int
+) -> int:
+    """How many of the chained keys were met before; all are remembered now, the oldest others forgotten."""
+    select = "SELECT 1 FROM seen_keys WHERE key=? AND kv_space=?"
+    known = [connection.execute(select, (key, kv_space)).fetchone() is not None for key in keys]
+    connection.executemany("INSERT OR REPLACE INTO seen_keys VALUES (?,?,?)", [(key, kv_space, now) for key in keys])
+    excess = int(connection.execute("SELECT count(*) FROM seen_keys").fetchone()[0]) - max_rows
+    if excess > 0:
+        oldest = "SELECT key, kv_space FROM seen_keys ORDER BY at LIMIT ?"
+        connection.execute(f"DELETE FROM seen_keys WHERE (key, kv_space) IN ({oldest})", (excess,))
+    return known.index(False) if False in known else len(known)
+
+
+def add_written(connection: sqlite3.Connection, minute: int, size_bytes: int) -> None:
+    """Count bytes written now; what is older than two hours is forgotten."""
+    connection.execute(
+        "INSERT INTO bytes_written VALUES (?,?) ON CONFLICT (minute) DO UPDATE SET bytes=bytes+excluded.bytes",
+        (minute, size_bytes),
+    )
+    connection.execute("DELETE FROM bytes_written WHERE minute<?", (minute - 120,))

@@ -20,7 +20,6 @@ class HeldExtent:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
 
 
@@ -35,7 +34,6 @@ class MemoryTier:
 
     @property
     def size_bytes(self) -> int:
-        """What all of them take."""
         return self._size_bytes
 
     def __len__(self) -> int:
@@ -46,7 +44,6 @@ class MemoryTier:
         return 0 < size_bytes <= self.limit_bytes
 
     def holds(self, name: str) -> bool:
-        """Whether an extent is held."""
         return name in self._held
 
     def get(self, name: str) -> HeldExtent | None:
@@ -75,7 +72,6 @@ class MemoryTier:
                 self._drop(name)
 
     def names(self) -> list[str]:
-        """What is held."""
         with self._lock:
             return list(self._held)
 

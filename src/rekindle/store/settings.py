@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from rekindle.codec.coder import EXACT, Coder, is_near
+from rekindle.codec.coder import EXACT, Coder, is_quantized
 from rekindle.core.size import Limit, parse_limit
 from rekindle.errors import InvalidSetting
-from rekindle.store.loose import is_loose
-from rekindle.store.policy import POLICIES, Policy
+from rekindle.store.evict.policy import POLICIES, Policy
+from rekindle.store.nonprefix_kv import is_nonprefix
 
 Admission = Literal["always", "second-use"]
 
@@ -20,15 +20,15 @@ class StoreSettings:
 
     disk_limit       bytes, "512MB", or "10%" of what is free or already the cache's; counts files and catalog
     memory_limit     the same for KV held in memory above the disk
-    policy           what goes first when room is needed: utility, weighted-lru, lru, lfu, mobilora
+    policy           what goes first when room is needed: utility, lru
     ttl_seconds      KV older than this is not served and goes; None: never
     killed_ttl_seconds  what an app alone used goes so long after it was killed; None: when room is needed
     admission        keep always, or on second-use: only what was met before
     write_budget     bytes that may be written within an hour, to spare flash; None: as many as there are
-    most_variants    variants of chunks that are listed for one shelf; those used least go first
+    most_variants    variants of chunks that are listed for one KV space; those used least go first
     most_a_chunk     the same for one chunk
     exact            how KV is coded where no bit may be lost; None: not at all
-    near             the same where the level `near` is allowed
+    near             the same where the level `quantized` is allowed
     key              16 to 64 secret bytes: then all digests are keyed, and files that others wrote are never served
     """
 
@@ -39,10 +39,10 @@ class StoreSettings:
     killed_ttl_seconds: float | None = 60.0
     admission: Admission = "always"
     write_budget: str | int | None = None
-    most_variants: int = 16_384
-    most_a_chunk: int = 8
+    max_variants: int = 16_384
+    max_a_chunk: int = 8
     exact: Coder | None = EXACT
-    near: Coder | None = None
+    quantized: Coder | None = None
     key: bytes | None = None
 
     def __post_init__(self) -> None:
@@ -58,19 +58,18 @@ class StoreSettings:
             )
         if self.write_budget is not None and parse_limit(self.write_budget).size_bytes is None:
             raise InvalidSetting("A write budget is a size (10GB), not a share.")
-        for name in ("most_variants", "most_a_chunk"):
+        for name in ("max_variants", "max_a_chunk"):
             if getattr(self, name) < 1:
                 raise InvalidSetting(f"{name}={getattr(self, name)} is out of range: use 1 or more.")
         parse_limit(self.disk_limit)
         parse_limit(self.memory_limit)
 
     def coder(self, codec: str) -> Coder | None:
-        """How KV of a shelf with that codec is coded; None: as it is."""
-        return None if is_loose(codec) else self.near if is_near(codec) else self.exact
+        """How KV of a KV space with that codec is coded; None: as it is."""
+        return None if is_nonprefix(codec) else self.quantized if is_quantized(codec) else self.exact
 
     @property
     def chosen_policy(self) -> Policy:
-        """The policy of that name."""
         return POLICIES[self.policy]
 
     @property

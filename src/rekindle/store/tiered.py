@@ -6,6 +6,7 @@ raises because of a disk, a damaged file or another process, except opening the 
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,25 +15,27 @@ from typing import Any, TypeVar
 
 import psutil
 
-from rekindle.core.app import Asker
 from rekindle.core.identity import Identity
-from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, Shelf, chain, token_bytes, token_ids
+from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, KvSpace, chain, token_bytes, token_ids
 from rekindle.core.kv import Kv, LayerKv, Span
+from rekindle.core.scope import Asker
 from rekindle.core.size import parse_limit
-from rekindle.errors import InvalidSetting
-from rekindle.index.prefix import Match, Piece, continuation, following, search
-from rekindle.store import anchor_rows, app_rows, catalog, history, purge
-from rekindle.store.anchor_rows import coded_pieces
-from rekindle.store.anchors import Anchor
-from rekindle.store.app_rows import AppUse, Place
-from rekindle.store.disk import DiskStore, Machine, Written
+from rekindle.errors import CacheUnusable, InvalidSetting
+from rekindle.store import history
+from rekindle.store.access_log import AccessLog, BlockAccess
+from rekindle.store.catalog import app_rows, catalog, delta_rows
+from rekindle.store.catalog.app_rows import AppAccess, UsedBlocks
+from rekindle.store.catalog.delta_rows import coded_pieces
+from rekindle.store.delta_base import DeltaBase
+from rekindle.store.disk import DiskStore, Machine, Written, check_present
 from rekindle.store.failures import Counts, Failures, Kept
-from rekindle.store.feed import Source, StoredFeed, is_in_place, stretched
+from rekindle.store.feed import KvSource, KvSources, StoredFeed, is_in_place, stretched
 from rekindle.store.limits import Refused
 from rekindle.store.memory import HeldExtent, MemoryTier
+from rekindle.store.prefix_index import Match, Piece, continuation, following, search
+from rekindle.store.purge import purge
+from rekindle.store.purge.traces import clear, remove_traces
 from rekindle.store.settings import StoreSettings
-from rekindle.store.sources import Sources
-from rekindle.store.uses import BlockUse, Uses
 from rekindle.store.variants import Variants
 
 __all__ = ["Counts", "Kept", "TieredStore"]
@@ -56,89 +59,91 @@ class TieredStore:
         self.memory = MemoryTier(parse_limit(self.settings.memory_limit).resolve(psutil.virtual_memory().total))
         self._failures = Failures()
         self.counts = self._failures.counts
-        self._uses = Uses()
-        self._sources = Sources(self.disk, self.memory, self._failures)
-        self.variants = Variants(self.disk, self.memory, self._failures, self._sources, self._uses)
-        self._told_of_apps = False  # since the last flush
-        self.wake_seconds: float | None = None  # look after the store so often, even if nothing is asked
+        self._access_log = AccessLog()
+        self._sources = KvSources(self.disk, self.memory, self._failures)
+        self.variants = Variants(self.disk, self.memory, self._failures, self._sources, self._access_log)
+        self._apps_to_flush = False  # since the last flush
+        self.wake_seconds: float | None = None  # call `tend` this often, even without requests
         self._tidy_at_start()
 
     # -- reading: every failure is a miss --------------------------------------------------------------------------
 
-    def lookup(self, shelf: Shelf, tokens: Sequence[int]) -> Match:
+    def lookup(self, kv_space: KvSpace, tokens: Sequence[int]) -> Match:
         """The longest prefix of `tokens` whose KV is known. Changes nothing."""
-        data, root = token_bytes(tokens), shelf.namespace.root
+        data, root = token_bytes(tokens), kv_space.namespace.root
 
         def look(rows: catalog.View) -> Match:
             match = search(rows, root, data)
             if not match.pieces:
                 return match
-            codings = anchor_rows.codings(rows.connection, [piece.extent for piece in match.pieces])
+            codings = delta_rows.codings(rows.connection, [piece.extent for piece in match.pieces])
             return replace(match, pieces=coded_pieces(match.pieces, codings)) if codings else match
 
-        return self._viewing(shelf, look, Match(root, data, (), ()))
+        return self._viewing(kv_space, look, Match(root, data, (), ()))
 
-    def continuation(self, shelf: Shelf, match: Match) -> bytes | None:
+    def continuation(self, kv_space: KvSpace, match: Match) -> bytes | None:
         """How something known goes on where `match` ends and its prompt does not; None if nothing does."""
-        return self._viewing(shelf, lambda rows: continuation(rows, match), None)
+        return self._viewing(kv_space, lambda rows: continuation(rows, match), None)
 
-    def following(self, shelf: Shelf, match: Match, most: int) -> tuple[int, ...]:
-        """Up to so many tokens that came after all of a prompt before; none if none did."""
-        return token_ids(self._viewing(shelf, lambda rows: following(rows, match, most), b""))
+    def following(self, kv_space: KvSpace, match: Match, most: int) -> tuple[int, ...]:
+        """Up to `most` tokens that followed the whole prompt before; none if none did."""
+        return token_ids(self._viewing(kv_space, lambda rows: following(rows, match, most), b""))
 
-    def beginnings(self, shelf: Shelf, most: int = 10_000) -> list[bytes]:
-        """The tokens with which everything kept on a shelf begins, a block of each; of a store in trouble, none."""
-        return self._viewing(shelf, lambda rows: rows.children(shelf.namespace.root, most), [])
+    def beginnings(self, kv_space: KvSpace, most: int = 10_000) -> list[bytes]:
+        """The tokens with which everything kept in a KV space begins, a block of each; of a store in trouble, none."""
+        return self._viewing(kv_space, lambda rows: rows.children(kv_space.namespace.root, most), [])
 
-    def _viewing(self, shelf: Shelf, ask: Callable[[catalog.View], T], nothing: T) -> T:
+    def _viewing(self, kv_space: KvSpace, ask: Callable[[catalog.View], T], nothing: T) -> T:
         def look() -> T:
-            with self.disk.view(shelf, self._sources.bad) as rows:
+            with self.disk.view(kv_space, self._sources.bad) as rows:
                 return nothing if rows is None else ask(rows)
 
         return self._failures.reading(look, nothing)
 
-    def load(self, shelf: Shelf, match: Match) -> StoredFeed:
+    def load(self, kv_space: KvSpace, match: Match) -> StoredFeed:
         """A feed of what `match` found, ready to fill. Raises `KvLost` if it is not there any more."""
         if not match.pieces:
             raise InvalidSetting("There is nothing to load: the match is empty.")
         self._failures.check_open()
-        digest = self.disk.shelf_digest(shelf)
-        sources: list[Source] = []
+        digest = self.disk.kv_space_digest(kv_space)
+        sources: list[KvSource] = []
         for piece in match.pieces:
             if sources and (longer := stretched(sources[-1], match, piece.span.stop)) is not None:
                 sources[-1] = longer
             else:
-                self._sources.add(sources, shelf, piece, lambda source: is_in_place(source, match, digest))
-        return self._sources.feed(shelf, sources)
+                self._sources.add(sources, kv_space, piece, lambda source: is_in_place(source, match, digest))
+        return self._sources.feed(kv_space, sources)
 
     def holds(self, piece: Piece) -> bool:
         """Whether a piece's KV is in memory, as far as is known without looking closer."""
         return self.memory.holds(piece.name)
 
-    def used(self, match: Match, saved_ms: float = 0.0, app: Asker | None = None) -> None:
-        """Note that what `match` found was used, and what that saved. Written to the catalog by `tend`.
+    def record_use(self, match: Match, saved_ms: float = 0.0, app: Asker | None = None) -> None:
+        """Record that what `match` found was used, and what that saved. Written to the catalog by `tend`.
 
-        `app` is by whom; without one that is not said here, but by `asked` or `used_by` when the request is over.
+        `app` is who used it; without one, `record_request` or `record_use_by` say so when the request is over.
         """
         length = max(1, match.length)
         now = self.disk.clock()
-        self._uses.add([BlockUse(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in match.pieces])
+        self._access_log.add(
+            [BlockAccess(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in match.pieces]
+        )
         if app is not None:
-            self.used_by(app, match.pieces)
+            self.record_use_by(app, match.pieces)
 
-    def used_by(self, app: Asker | None, pieces: Sequence[Piece], requests: int = 0) -> None:
-        """Note who used pieces, and how many requests that was. Nobody's use matters only where apps are known."""
-        places = [Place(piece.extent, piece.name, piece.last) for piece in pieces]
-        self._uses.add([AppUse(app, places, self.disk.clock(), self.disk.room.allows, requests)])
-        self._told_of_apps = True
+    def record_use_by(self, app: Asker | None, pieces: Sequence[Piece], requests: int = 0) -> None:
+        """Record who used pieces, and with how many requests. Use without an app matters only where apps are known."""
+        places = [UsedBlocks(piece.extent, piece.name, piece.last) for piece in pieces]
+        self._access_log.add([AppAccess(app, places, self.disk.clock(), self.disk.room.allows, requests)])
+        self._apps_to_flush = True
 
-    def asked(self, shelf: Shelf, tokens: Sequence[int], app: Asker | None) -> None:
-        """A request is over: whatever is known of its tokens was used by that app, also what it did not load."""
-        if self.heeds(app):
-            self.used_by(app, self.lookup(shelf, tokens).pieces, requests=1)
+    def record_request(self, kv_space: KvSpace, tokens: Sequence[int], app: Asker | None) -> None:
+        """Record a finished request: that app used all that is known of its tokens, also what it did not load."""
+        if self.tracks_use_of(app):
+            self.record_use_by(app, self.lookup(kv_space, tokens).pieces, requests=1)
 
-    def heeds(self, app: Asker | None) -> bool:
-        """Whether it matters what that app used, or, without one, what nobody who gave a name did."""
+    def tracks_use_of(self, app: Asker | None) -> bool:
+        """Whether uses by that app, or without an app, are recorded."""
         if self.disk.database.read_only:
             return False
         return app is not None or self._failures.reading(self._knows_apps, False)
@@ -149,16 +154,16 @@ class TieredStore:
 
     # -- writing: every failure is "not kept" ----------------------------------------------------------------------
 
-    def gap(self, shelf: Shelf, tokens: Sequence[int]) -> Span | None:
+    def gap(self, kv_space: KvSpace, tokens: Sequence[int]) -> Span | None:
         """The span of `tokens` that `keep` would take: what is not known, and admitted. None: nothing."""
-        match = self.lookup(shelf, tokens)
+        match = self.lookup(kv_space, tokens)
         gap = match.gap()
         if gap is None or self.settings.admission == "always":
             return gap
 
         def admit() -> Span | None:
             first = gap.start // BLOCK_TOKENS
-            seen = self.disk.admit(shelf, chain(match.root, match.tokens)[first:])
+            seen = self.disk.admit(kv_space, chain(match.root, match.tokens)[first:])
             stop = min(gap.start + seen * BLOCK_TOKENS, gap.stop)
             return Span(gap.start, stop) if stop > gap.start else None
 
@@ -166,50 +171,54 @@ class TieredStore:
 
     def keep(
         self,
-        shelf: Shelf,
+        kv_space: KvSpace,
         tokens: Sequence[int],
         kv: Kv,
         *,
         evict: bool = True,
         app: Asker | None = None,
         lossy: bool = False,
+        present: Callable[[], bool] | None = None,
     ) -> Kept:
         """Keep KV whose span is what `gap` said of the same tokens, or begins at an earlier block.
 
         `tokens` may go on behind the span. The arrays are the store's from now on: it may hold them in memory.
         Returns when it is on disk and visible to every process. Without `evict` it is refused where others would have
-        to go for it. `app` is whose it is. `lossy`: it had been quantized before.
+        to go for it. `app` is whose it is. `lossy`: it had been quantized before. `present` tells, in the transaction
+        that makes it visible, whether what it was computed from is still there.
         """
         data = token_bytes(tokens[: kv.span.stop])
-        if kv.span.start % BLOCK_TOKENS or len(kv.span) == 0 or kv.layout != shelf.layout:
-            raise InvalidSetting(f"KV of {kv.span} cannot be kept: it must begin at a block, in the shelf's layout.")
+        if kv.span.start % BLOCK_TOKENS or len(kv.span) == 0 or kv.layout != kv_space.layout:
+            raise InvalidSetting(f"KV of {kv.span} cannot be kept: it must begin at a block, in the kv_space's layout.")
         if len(data) != kv.span.stop * TOKEN_BYTES:
             raise InvalidSetting(f"KV of {kv.span} cannot be kept: only {len(tokens)} tokens are given.")
 
         def write() -> Kept:
-            match = self.lookup(shelf, tokens[: kv.span.stop])
+            match = self.lookup(kv_space, tokens[: kv.span.stop])
             gap = match.gap()
             if gap is None:
                 return Kept("known")
             if gap.start < kv.span.start:
                 return Kept("refused", "what it hangs on is not known any more")
             self._flush()
-            coder = self.settings.coder(shelf.codec)
-            anchor = None if coder is None or coder.delta is None else self.disk.anchor(shelf, match.root, data, gap)
+            coder = self.settings.coder(kv_space.codec)
+            base = (
+                None if coder is None or coder.delta is None else self.disk.find_base(kv_space, match.root, data, gap)
+            )
             size_bytes = 0
-            for span in _covered(gap, anchor):
+            for span in _covered(gap, base):
                 part = kv if span == kv.span else _part(kv, span)
                 to_here = data[: span.stop * TOKEN_BYTES]
-                stands_on = anchor if span.start == gap.start else None
-                write_it = partial(
-                    self.disk.keep, shelf, match.root, to_here, part, evict=evict, app=app, coder=coder, lossy=lossy
-                )
+                stands_on = base if span.start == gap.start else None
+                how: dict[str, Any] = {"evict": evict, "app": app, "coder": coder, "lossy": lossy}
+                also = partial(check_present, present=present)
+                write_it = partial(self.disk.keep, kv_space, match.root, to_here, part, also=also, **how)
                 try:
-                    written = write_it(anchor=stands_on)
+                    written = write_it(base=stands_on)
                 except Refused:
                     if stands_on is None:
                         raise
-                    written = write_it()  # as a whole, and for it the anchor may go
+                    written = write_it()  # as a whole, and for it the base may go
                 size_bytes += written.size_bytes
                 self._hold(written, kv, part)
                 self.counts.kept += 1
@@ -222,18 +231,24 @@ class TieredStore:
 
     def _hold(self, written: Written, kv: Kv, part: Kv) -> None:
         """Hold what was just written in memory too, unless it comes back from disk as something else."""
-        if written.coding != "near" and self.memory.fits(len(part.span) * part.layout.token_bytes):
+        if written.coding != "quantized" and self.memory.fits(len(part.span) * part.layout.token_bytes):
             held = kv.layers if part is kv else _copied(part)
             self.memory.put(written.header.plan.name, HeldExtent(written.header, held))
 
     def note(
-        self, shelf: Shelf, identity: Identity, tokens: Sequence[int], content: bytes, record: Mapping[str, Any]
+        self,
+        kv_space: KvSpace,
+        identity: Identity,
+        tokens: Sequence[int],
+        content: bytes,
+        record: Mapping[str, Any],
+        *,
+        present: Callable[[], bool] | None = None,
     ) -> None:
-        """Remember a request, for `explain`. What cannot be remembered is not."""
+        """Remember a request, for `explain`, if what it quotes is `present` then. What cannot be remembered is not."""
         if not self.disk.database.read_only:
-            self._failures.writing(
-                lambda: history.note(self.disk, shelf, identity, tokens, content, record), lambda _: None
-            )
+            note = partial(history.note, self.disk, kv_space, identity, tokens, content, record, present=present)
+            self._failures.writing(note, lambda _: None)
 
     def tend(self) -> None:
         """Do what may wait: note uses, hold in memory what was read, remove what expired. Call it when idle."""
@@ -268,7 +283,7 @@ class TieredStore:
         self,
         tenant: str,
         salt: str,
-        runs: Sequence[purge.Run],
+        runs: Sequence[purge.TokenRun],
         *,
         texts: Sequence[str] = (),
         progress: Callable[[int, int], None] | None = None,
@@ -280,14 +295,41 @@ class TieredStore:
         finally:
             self.memory.forget(self.memory.names())  # of all: use brings the others back
 
+    def clear(self) -> int:
+        """Remove everything, from memory too; how many files went. Raises `CacheUnusable`: then run it again."""
+        self._failures.check_open()
+        self._access_log.drop()
+        try:
+            return clear(self.disk)
+        finally:
+            self.memory.forget(self.memory.names())
+
+    def remove_all(self, tenant: str, salt: str) -> None:
+        """Remove all KV of a tenant and salt, from memory too, and their requests of the past.
+
+        Raises `CacheUnusable`: then run it again.
+        """
+        self._failures.check_open()
+        own = "SELECT id FROM kv_spaces WHERE tenant=? AND salt=?"
+        try:
+            with self.disk.database.writing() as connection:
+                connection.execute(f"DELETE FROM requests WHERE kv_space IN ({own})", (tenant, salt))
+                kv_spaces = {id for (id,) in connection.execute(own, (tenant, salt))}
+            self.disk.remove([row for row in self.disk.entries() if row.kv_space in kv_spaces])
+            remove_traces(self.disk, lambda row: row.kv_space in kv_spaces)
+        except (OSError, sqlite3.Error) as error:
+            raise CacheUnusable(f"Not all could be removed from {self.disk.folder}: {error}. Run it again.") from error
+        finally:
+            self.memory.forget(self.memory.names())
+
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """Tell the catalog what was used, and what could not be read."""
-        if self._told_of_apps:
-            self._told_of_apps = False
+        """Write to the catalog what was used, and what could not be read."""
+        if self._apps_to_flush:
+            self._apps_to_flush = False
             self.disk.room.hold_limit(_SPARE_BYTES)
-        self._uses.flush(self.disk.database)
+        self._access_log.flush(self.disk.database)
         self._sources.settle()
 
     def _tidy_at_start(self) -> None:
@@ -303,9 +345,9 @@ class TieredStore:
             self._failures.writing(work, lambda _: None)
 
 
-def _covered(gap: Span, anchor: Anchor | None) -> list[Span]:
-    """What is kept in one piece: the part that can be a difference from the anchor, and the rest."""
-    cut = gap.stop if anchor is None else min(gap.start + anchor.blocks * BLOCK_TOKENS, gap.stop)
+def _covered(gap: Span, base: DeltaBase | None) -> list[Span]:
+    """What is kept in one piece: the part that can be a difference from the base, and the rest."""
+    cut = gap.stop if base is None else min(gap.start + base.blocks * BLOCK_TOKENS, gap.stop)
     return [Span(gap.start, gap.stop)] if cut == gap.stop else [Span(gap.start, cut), Span(cut, gap.stop)]
 
 

@@ -1,7 +1,7 @@
 """Variants of chunks: KV already kept, found again by the chunk's tokens alone, whatever stood before it.
 
-A variant is a view on the blocks of a prompt (`keep`), or, where these are not exact, loose KV of its own
-(`keep_loose`). Like everything else in the store it is never a reason for a request to fail: in trouble, nothing is
+A variant is a view on the blocks of a prompt (`keep`), or, where these are not exact, non-prefix KV of its own
+(`keep_nonprefix`). Like everything else in the store it is never a reason for a request to fail: in trouble, nothing is
 known and nothing is kept.
 """
 
@@ -9,41 +9,47 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from rekindle.core.app import Asker
 from rekindle.core.chunk import ChunkDigest, Variant, chunk_digest
-from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, Shelf, chain, token_bytes
+from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, KvSpace, chain, token_bytes
 from rekindle.core.kv import Kv, Span
+from rekindle.core.scope import Asker
 from rekindle.errors import InvalidSetting
-from rekindle.index.chunks import Seat, locate, seat
-from rekindle.index.prefix import Piece
-from rekindle.store import anchor_rows, catalog, variant_rows
-from rekindle.store.disk import DiskStore
+from rekindle.store.access_log import AccessLog, BlockAccess
+from rekindle.store.catalog import catalog, delta_rows, variant_rows
+from rekindle.store.catalog.variant_rows import (
+    ChunkLocation,
+    ChunkView,
+    Listing,
+    SpaceRow,
+    VariantAccess,
+    chunk_location,
+    listing,
+)
+from rekindle.store.disk import DiskStore, check_present
 from rekindle.store.failures import Failures, Kept
-from rekindle.store.feed import Source, StoredFeed
+from rekindle.store.feed import KvSource, KvSources, StoredFeed
 from rekindle.store.limits import Refused
-from rekindle.store.loose import NAME_TOKENS, loose, named, named_kv
 from rekindle.store.memory import HeldExtent, MemoryTier
-from rekindle.store.sources import Sources
-from rekindle.store.uses import BlockUse, Uses
-from rekindle.store.variant_rows import ChunkView, Listing, Side, VariantUse, listing
+from rekindle.store.nonprefix_kv import DIGEST_TOKENS, chain_kv, chain_tokens, nonprefix
+from rekindle.store.prefix_index import Piece
 
 _A_TRANSACTION = 32
 _ROWS_A_TIDYING = 1024
-_MOST_BROKEN = 1000
-_MOST_GAIN = 10.0
+_MAX_BROKEN = 1000
+_MAX_GAIN = 10.0
 
 
 @dataclass(frozen=True, eq=False)
 class KnownVariant:
     """A variant that can be loaded, as far as the catalog knows.
 
-    `frequency` is how much it was used, a use that needed little mending counting more. `tier` is where its KV is,
-    `size_bytes` what that takes. The rest is for `load` and `used`.
+    `frequency` is how much it was used, a use that needed little recompute counting more. `tier` is where its KV is,
+    `size_bytes` what that takes. The rest is for `load` and `record_use`.
     """
 
     id: int
@@ -51,38 +57,40 @@ class KnownVariant:
     frequency: float
     tier: Literal["memory", "disk", "coded"]
     size_bytes: int
-    loose: bool
-    shelf: str
-    seat: Seat
+    nonprefix: bool
+    kv_space: str
+    location: ChunkLocation
     tokens: bytes
     pieces: tuple[Piece, ...]  # which tile `variant.span`
 
 
 @dataclass(frozen=True)
 class VariantCounts:
-    """How many chunks are listed, with how many variants, of which so many are loose."""
+    """How many chunks are listed, with how many variants, and how many of them are non-prefix KV."""
 
     chunks: int = 0
     variants: int = 0
-    loose: int = 0
+    nonprefix: int = 0
 
 
 class Variants:
     """The variants of a store. Used from several threads and processes at once."""
 
-    def __init__(self, disk: DiskStore, memory: MemoryTier, failures: Failures, sources: Sources, uses: Uses) -> None:
+    def __init__(
+        self, disk: DiskStore, memory: MemoryTier, failures: Failures, sources: KvSources, access_log: AccessLog
+    ) -> None:
         self._disk = disk
         self._memory = memory
         self._failures = failures
         self._sources = sources
-        self._uses = uses
+        self._access_log = access_log
         self._lock = threading.Lock()
         self._broken: set[int] = set()  # rows that make no sense, until they are removed
         self._looked_at = 0  # the last row that was looked at when tidying
 
     # -- reading: every failure is a miss --------------------------------------------------------------------------
 
-    def find(self, shelf: Shelf, chunks: Mapping[ChunkDigest, bytes]) -> dict[ChunkDigest, list[KnownVariant]]:
+    def find(self, kv_space: KvSpace, chunks: Mapping[ChunkDigest, bytes]) -> dict[ChunkDigest, list[KnownVariant]]:
         """The variants of chunks, given with the bytes of their tokens; most used first. Changes nothing.
 
         A chunk without any is left out.
@@ -90,12 +98,12 @@ class Variants:
 
         def look() -> dict[ChunkDigest, list[KnownVariant]]:
             found: dict[ChunkDigest, list[KnownVariant]] = {}
-            fresh, size_bytes = self._disk.room.fresh(), shelf.layout.token_bytes
+            fresh, size_bytes = self._disk.room.fresh(), kv_space.layout.token_bytes
             with self._disk.database.reading() as connection:
-                for side in self._sides(connection, shelf):
-                    view = ChunkView(connection, side.number, fresh, self._sources.bad)
+                for space in self._spaces(connection, kv_space):
+                    view = ChunkView(connection, space.number, fresh, self._sources.bad)
                     for digest, tokens in chunks.items():
-                        if known := list(self._known(view, side, digest, tokens, size_bytes)):
+                        if known := list(self._known(view, space, digest, tokens, size_bytes)):
                             found.setdefault(digest, []).extend(known)
             for known in found.values():
                 known.sort(key=lambda one: -one.frequency)
@@ -103,37 +111,37 @@ class Variants:
 
         return self._failures.reading(look, {})
 
-    def load(self, shelf: Shelf, known: KnownVariant) -> StoredFeed:
+    def load(self, kv_space: KvSpace, known: KnownVariant) -> StoredFeed:
         """A feed of a variant's KV as it was computed at its span. Raises `KvLost` if it is not there any more."""
         self._failures.check_open()
-        stands_on = loose(shelf) if known.loose else shelf
-        if self._disk.shelf_digest(stands_on) != known.shelf:
-            raise InvalidSetting("The variant was found on another shelf. Load it from that one.")
-        opened: list[Source] = []  # from the last on: each names the node that the one before it must reach
+        own_kv_space = nonprefix(kv_space) if known.nonprefix else kv_space
+        if self._disk.kv_space_digest(own_kv_space) != known.kv_space:
+            raise InvalidSetting("The variant was found on another kv_space. Load it from that one.")
+        opened: list[KvSource] = []  # from the last on: each names the node that the one before it must reach
         for piece in reversed(known.pieces):
             below = opened[-1] if opened else None
-            self._sources.add(opened, stands_on, piece, partial(_is_in_place, known=known, below=below))
-        return self._sources.feed(stands_on, opened[::-1])
+            self._sources.add(opened, own_kv_space, piece, partial(_is_in_place, known=known, below=below))
+        return self._sources.feed(own_kv_space, opened[::-1])
 
-    def used(self, known: KnownVariant, cfo: float, saved_ms: float = 0.0) -> None:
-        """Note that a variant was used, with so much mending for its size, and what that saved. `tend` writes it."""
+    def record_use(self, known: KnownVariant, cfo: float, saved_ms: float = 0.0) -> None:
+        """Record that a variant was used, what share of it was reused, and what that saved. `tend` writes it."""
         now, length = self._disk.clock(), len(known.variant.span)
-        gain = min(1 / cfo, _MOST_GAIN) if cfo > 0 else _MOST_GAIN
-        blocks = [BlockUse(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in known.pieces]
-        self._uses.add([*blocks, VariantUse(known.id, known.variant.digest, gain, now)])
+        gain = min(1 / cfo, _MAX_GAIN) if cfo > 0 else _MAX_GAIN
+        blocks = [BlockAccess(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in known.pieces]
+        self._access_log.add([*blocks, VariantAccess(known.id, known.variant.digest, gain, now)])
 
-    def stats(self, shelf: Shelf | None = None) -> VariantCounts:
-        """How many there are on a shelf, or on all."""
+    def stats(self, kv_space: KvSpace | None = None) -> VariantCounts:
+        """How many there are in a KV space, or in all."""
 
         def count() -> VariantCounts:
             with self._disk.database.reading() as connection:
-                if shelf is None:
+                if kv_space is None:
                     where, values = "1", list[int]()
                 else:
-                    values = [side.number for side in self._sides(connection, shelf)]
-                    where = f"shelf IN ({','.join('?' * len(values))})"
-                apart = variant_rows.loose_shelves(connection)
-                select = f"SELECT digest, shelf FROM variants WHERE {where}"
+                    values = [space.number for space in self._spaces(connection, kv_space)]
+                    where = f"kv_space IN ({','.join('?' * len(values))})"
+                apart = variant_rows.nonprefix_kv_spaces(connection)
+                select = f"SELECT digest, kv_space FROM variants WHERE {where}"
                 found = connection.execute(select, values).fetchall()
             return VariantCounts(len({row[0] for row in found}), len(found), sum(row[1] in apart for row in found))
 
@@ -141,18 +149,18 @@ class Variants:
 
     # -- writing: every failure is "not kept" ----------------------------------------------------------------------
 
-    def keep(self, shelf: Shelf, tokens: Sequence[int], variants: Sequence[Variant]) -> int:
-        """List variants of chunks in a prompt that was kept on the shelf; how many are new.
+    def keep(self, kv_space: KvSpace, tokens: Sequence[int], variants: Sequence[Variant]) -> int:
+        """List variants of chunks in a prompt that was kept in the KV space; how many are new.
 
         One whose blocks are not known is not listed. One that is listed in the same place is replaced.
         """
         self._failures.check_open()
-        data, root = token_bytes(tokens), shelf.namespace.root
-        keys, digest = chain(root, data), self._disk.shelf_digest(shelf)
+        data, root = token_bytes(tokens), kv_space.namespace.root
+        keys, digest = chain(root, data), self._disk.kv_space_digest(kv_space)
         listed = []
         for variant in variants:
             _check(variant, _part(data, variant.span))
-            listed.append(self._listing(digest, seat(root, keys, data, variant.span), variant))
+            listed.append(self._listing(digest, chunk_location(root, keys, data, variant.span), variant))
         if self._disk.database.read_only or not listed:
             return 0
 
@@ -164,8 +172,15 @@ class Variants:
 
         return self._failures.writing(write, lambda _: 0)
 
-    def keep_loose(
-        self, shelf: Shelf, chunk_tokens: Sequence[int], kv: Kv, variant: Variant, app: Asker | None = None
+    def keep_nonprefix(
+        self,
+        kv_space: KvSpace,
+        chunk_tokens: Sequence[int],
+        kv: Kv,
+        variant: Variant,
+        *,
+        app: Asker | None = None,
+        present: Callable[[], bool] | None = None,
     ) -> Kept:
         """Keep KV of a chunk that is not exact, computed at the variant's span. No exact lookup will ever find it.
 
@@ -175,24 +190,26 @@ class Variants:
         self._failures.check_open()
         tokens = token_bytes(chunk_tokens)
         _check(variant, tokens)
-        if len(kv.span) != len(variant.span) or kv.layout != shelf.layout:
-            raise InvalidSetting("Loose KV must be of the chunk's length, in the shelf's layout.")
-        stands_on, root = loose(shelf), shelf.namespace.root
-        data = named(variant.digest, tokens)
-        keys, span = chain(root, data), Span(NAME_TOKENS, NAME_TOKENS + len(variant.span))
-        listed = self._listing(self._disk.shelf_digest(stands_on), seat(root, keys, data, span), variant)
+        if len(kv.span) != len(variant.span) or kv.layout != kv_space.layout:
+            raise InvalidSetting("Non-prefix KV must be of the chunk's length, in the kv_space's layout.")
+        own_kv_space, root = nonprefix(kv_space), kv_space.namespace.root
+        data = chain_tokens(variant.digest, tokens)
+        keys, span = chain(root, data), Span(DIGEST_TOKENS, DIGEST_TOKENS + len(variant.span))
+        listed = self._listing(
+            self._disk.kv_space_digest(own_kv_space), chunk_location(root, keys, data, span), variant
+        )
 
         def write() -> Kept:
-            self._uses.flush(self._disk.database)
+            self._access_log.flush(self._disk.database)
             self._sources.settle()
-            if self._is_known(shelf, variant.digest, tokens):
+            if self._is_known(kv_space, variant.digest, tokens):
                 return Kept("known")
-            if self._disk.settings.admission == "second-use" and self._disk.admit(stands_on, keys) < len(keys):
+            if self._disk.settings.admission == "second-use" and self._disk.admit(own_kv_space, keys) < len(keys):
                 raise Refused("it was not met before")
-            self._cut_rest(stands_on, variant.digest)
-            whole = named_kv(kv)
-            also = partial(self._list_loose, listed=listed)
-            written = self._disk.keep(stands_on, root, data, whole, also=also, app=app)
+            self._cut_rest(own_kv_space, variant.digest)
+            whole = chain_kv(kv)
+            also = partial(self._list_nonprefix, listed=listed, present=present)
+            written = self._disk.keep(own_kv_space, root, data, whole, also=also, app=app)
             if self._memory.fits(written.size_bytes):
                 self._memory.put(written.header.plan.name, HeldExtent(written.header, whole.layers))
             self._failures.counts.kept += 1
@@ -214,80 +231,88 @@ class Variants:
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
-    def _sides(self, connection: sqlite3.Connection, shelf: Shelf) -> list[Side]:
-        """The shelf and the one for its loose KV, as far as they were ever used."""
-        digests = [self._disk.shelf_digest(one) for one in (shelf, loose(shelf))]
-        numbers = [catalog.shelf_id(connection, digest) for digest in digests]
+    def _spaces(self, connection: sqlite3.Connection, kv_space: KvSpace) -> list[SpaceRow]:
+        """The KV space and the one for its non-prefix KV, as far as they were ever used."""
+        digests = [self._disk.kv_space_digest(one) for one in (kv_space, nonprefix(kv_space))]
+        numbers = [catalog.kv_space_id(connection, digest) for digest in digests]
         return [
-            Side(number, digest, apart)
+            SpaceRow(number, digest, apart)
             for number, digest, apart in zip(numbers, digests, (False, True), strict=True)
             if number is not None
         ]
 
     def _known(
-        self, view: ChunkView, side: Side, digest: ChunkDigest, tokens: bytes, size_bytes: int
+        self, view: ChunkView, space: SpaceRow, digest: ChunkDigest, tokens: bytes, size_bytes: int
     ) -> Iterator[KnownVariant]:
-        """The variants of a chunk on one shelf, where a token takes so many bytes."""
-        for id, row in variant_rows.rows(view.connection, self._disk.digester, side, digest):
+        """The variants of a chunk on one KV space, whose tokens take `size_bytes` bytes."""
+        for id, row in variant_rows.rows(view.connection, self._disk.digester, space, digest):
             if row is None:
                 with self._lock:
-                    if len(self._broken) < _MOST_BROKEN:
+                    if len(self._broken) < _MAX_BROKEN:
                         self._broken.add(id)
                 continue
-            pieces = locate(view, row.seat, tokens)
-            if pieces is None or (side.loose and len(pieces) > 1):
+            pieces = view.find_pieces(row.location, tokens)
+            if pieces is None or (space.nonprefix and len(pieces) > 1):
                 continue
-            if shift := row.variant.span.start - row.seat.span.start:
+            if shift := row.variant.span.start - row.location.span.start:
                 pieces = tuple(_moved(piece, shift) for piece in pieces)
             held = all(self._memory.holds(piece.name) for piece in pieces)
-            coded = not held and bool(anchor_rows.codings(view.connection, [piece.extent for piece in pieces]))
+            coded = not held and bool(delta_rows.codings(view.connection, [piece.extent for piece in pieces]))
             yield KnownVariant(
                 id=id,
                 variant=row.variant,
                 frequency=row.frequency,
                 tier="memory" if held else "coded" if coded else "disk",
                 size_bytes=len(row.variant.span) * size_bytes,
-                loose=side.loose,
-                shelf=side.digest,
-                seat=row.seat,
+                nonprefix=space.nonprefix,
+                kv_space=space.digest,
+                location=row.location,
                 tokens=tokens,
                 pieces=pieces,
             )
 
-    def _is_known(self, shelf: Shelf, digest: ChunkDigest, tokens: bytes) -> bool:
-        return any(one.loose for one in self.find(shelf, {digest: tokens}).get(digest, ()))
+    def _is_known(self, kv_space: KvSpace, digest: ChunkDigest, tokens: bytes) -> bool:
+        return any(one.nonprefix for one in self.find(kv_space, {digest: tokens}).get(digest, ()))
 
-    def _listing(self, shelf_digest: str, seat: Seat, variant: Variant) -> Listing:
+    def _listing(self, kv_space_digest: str, location: ChunkLocation, variant: Variant) -> Listing:
         try:
-            return listing(self._disk.digester, shelf_digest, seat, variant)
+            return listing(self._disk.digester, kv_space_digest, location, variant)
         except ValueError as error:
             raise InvalidSetting(f"The variant at {variant.span} cannot be kept: {error}.") from error
 
-    def _add(self, shelf_digest: str, tokens: bytes, listed: Sequence[Listing]) -> int:
+    def _add(self, kv_space_digest: str, tokens: bytes, listed: Sequence[Listing]) -> int:
         with self._disk.database.writing() as connection:
-            number = catalog.shelf_id(connection, shelf_digest)
+            number = catalog.kv_space_id(connection, kv_space_digest)
             if number is None:
                 return 0
             view = ChunkView(connection, number, self._disk.room.fresh(), self._sources.bad)
-            there = [one for one in listed if locate(view, one.seat, _part(tokens, one.seat.span))]
-            return variant_rows.add(connection, number, there, self._disk.clock(), self._disk.settings)
+            there = [one for one in listed if view.find_pieces(one.location, _part(tokens, one.location.span))]
+            return self._add_rows(connection, number, there)
 
-    def _list_loose(self, connection: sqlite3.Connection, number: int, listed: Listing) -> None:
-        variant_rows.add(connection, number, [listed], self._disk.clock(), self._disk.settings)
+    def _list_nonprefix(
+        self, connection: sqlite3.Connection, number: int, listed: Listing, present: Callable[[], bool] | None
+    ) -> None:
+        check_present(connection, number, present)
+        self._add_rows(connection, number, [listed])
 
-    def _cut_rest(self, shelf: Shelf, digest: ChunkDigest) -> None:
-        """Remove what is left of a chunk's loose chain: KV of two computations must not be mixed."""
+    def _add_rows(self, connection: sqlite3.Connection, number: int, listed: Sequence[Listing]) -> int:
+        settings = self._disk.settings
+        most = settings.max_variants, settings.max_a_chunk
+        return variant_rows.add(connection, number, listed, self._disk.clock(), *most)
+
+    def _cut_rest(self, kv_space: KvSpace, digest: ChunkDigest) -> None:
+        """Remove what is left of a chunk's own chain: KV of two computations must not be mixed."""
         with self._disk.database.writing() as connection:
-            number = catalog.shelf_id(connection, self._disk.shelf_digest(shelf))
+            number = catalog.kv_space_id(connection, self._disk.kv_space_digest(kv_space))
             everything = catalog.Fresh(float("-inf"), float("inf"))
             while number is not None:
-                rest = ChunkView(connection, number, everything).beginning(shelf.namespace.root, digest)
+                rest = ChunkView(connection, number, everything).beginning(kv_space.namespace.root, digest)
                 if rest is None:
                     return
                 catalog.cut(connection, rest.extent, 0)
 
     def _has_room(self, size_bytes: int) -> bool:
-        """Whether the catalog may grow by so much; what is worth least is evicted for it."""
+        """Whether the catalog may grow by `size_bytes`; what is worth least is evicted for it."""
         room = self._disk.room
         for attempt in (1, 2):
             with self._disk.database.scanning() as connection:
@@ -313,19 +338,19 @@ def _moved(piece: Piece, by: int) -> Piece:
     return replace(piece, span=Span(piece.span.start + by, piece.span.stop + by))
 
 
-def _is_in_place(source: Source, known: KnownVariant, below: Source | None) -> bool:
+def _is_in_place(source: KvSource, known: KnownVariant, below: KvSource | None) -> bool:
     """Whether the extent itself says that it holds these tokens in this place: the catalog's word is not enough.
 
     Its blocks must lead to the node above the chunk's last block, or to what the extent below hangs on.
     """
     plan, piece, start = source.header.plan, source.piece, known.variant.span.start
     wanted = _part(known.tokens, Span(piece.span.start - start, piece.span.stop - start))
-    blocks, node, tail = piece.last, known.seat.parent, known.seat.tail
+    blocks, node, tail = piece.last, known.location.parent, known.location.tail
     if below is not None:
         blocks, node, tail = piece.last + 1, below.header.plan.parent, b""
     above = chain(plan.parent, plan.tokens[: blocks * BLOCK_BYTES])
     return (
-        plan.shelf == known.shelf
+        plan.kv_space == known.kv_space
         and _part(plan.tokens, source.span) == wanted
         and plan.tokens.startswith(tail, blocks * BLOCK_BYTES)
         and (above[-1] if above else plan.parent) == node

@@ -6,9 +6,10 @@ import contextlib
 import os
 import secrets
 import threading
-from pathlib import Path
 
-from rekindle.store.files import Files, Handle
+from rekindle.errors import CacheUnusable
+from rekindle.store.files import NO_LOCKS, Files, Handle
+from rekindle.store.folder import WRITERS, CacheFolder, is_own_name
 
 _ATTEMPTS = 20
 
@@ -16,8 +17,9 @@ _ATTEMPTS = 20
 class Writers:
     """The writers of one folder, as seen by one of them."""
 
-    def __init__(self, folder: Path, files: Files) -> None:
-        self._folder = folder
+    def __init__(self, place: CacheFolder, files: Files) -> None:
+        self._place = place
+        self._folder = place.path / WRITERS
         self._files = files
         self._lock = threading.Lock()
         self._own: tuple[str, Handle] | None = None
@@ -29,37 +31,33 @@ class Writers:
             if self._process != os.getpid():  # forked: the name is the parent's
                 self._own, self._process = None, os.getpid()
             if self._own is None or not (self._folder / self._own[0]).exists():
-                self._files.make_folder(self._folder)
+                self._place.make_part(WRITERS)
                 taken = self._take_name()
                 self._release()
                 self._own = taken
             return self._own[0]
 
     def is_own(self, name: str) -> bool:
-        """Whether that is this writer."""
         return self._own is not None and self._own[0] == name and self._process == os.getpid()
 
     def is_dead(self, name: str) -> bool:
         """Whether that writer has died. Its file, if any, is removed."""
         if self.is_own(name):
             return False
-        path = self._folder / name
-        if not path.exists():
+        if not is_own_name(WRITERS, name) or not (self._folder / name).exists():
             return True
         try:
-            handle = self._files.try_lock(path)
-        except OSError:  # not a file that a writer made
-            with contextlib.suppress(OSError):
-                self._files.remove(path)
-            return True
+            handle = self._files.try_lock(self._folder / name)
+        except OSError as error:  # not a file that a writer made; without locks nobody can tell, so it lives
+            return error.errno not in NO_LOCKS
         if handle is None:
             return False
-        self._remove(path, handle)
+        self._remove(name, handle)
         return True
 
     def clear(self) -> None:
         """Remove what dead writers left."""
-        for name in self._files.names(self._folder):
+        for name in self._place.own_files(WRITERS):
             self.is_dead(name)
 
     def close(self) -> None:
@@ -80,13 +78,13 @@ class Writers:
     def _release(self) -> None:
         if self._own is not None:
             (name, handle), self._own = self._own, None
-            self._remove(self._folder / name, handle)
+            self._remove(name, handle)
 
-    def _remove(self, path: Path, handle: Handle) -> None:
+    def _remove(self, name: str, handle: Handle) -> None:
         if self._files.sharing_violations:  # an open file cannot be removed there
             self._close(handle)
-        with contextlib.suppress(OSError):
-            self._files.remove(path)
+        with contextlib.suppress(OSError, CacheUnusable):
+            self._place.remove(WRITERS, name)
         if not self._files.sharing_violations:
             self._close(handle)
 

@@ -10,13 +10,13 @@ import pytest
 pytest.importorskip("llama_cpp")
 
 from rekindle.core.adapter import Lora, LoraPair
-from rekindle.core.model import ModelFiles
-from rekindle.engine.adapters import read_adapter
 from rekindle.engine.base import Row
-from rekindle.engine.llamacpp.adapters import _written
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from rekindle.engine.llamacpp.lora import _gguf_bytes
 from rekindle.engine.llamacpp.options import LlamaOptions
+from rekindle.engine.lora_files import read_adapter
 from rekindle.errors import AdapterRefused, StepRefused
+from rekindle.models.files import ModelFiles
 from tests.tiny_gguf import DIM, HEADS, INNER, KV_HEADS, write_llama
 
 TOKENS = np.random.default_rng(3).integers(3, 250, 40).tolist()
@@ -116,7 +116,7 @@ def test_a_gguf_adapter_is_used_as_it_is(folder: Path) -> None:
     matrices = pair(KV_HEADS * DIM, HIDDEN, 1.0)
     path = folder / "own.gguf"
     names = {"blk.1.attn_v.weight.lora_a": matrices.down, "blk.1.attn_v.weight.lora_b": matrices.up}
-    path.write_bytes(_written("llama", names))
+    path.write_bytes(_gguf_bytes("llama", names))
     engine = engine_of(folder / "plain.gguf")
     own, half = read_adapter(path), read_adapter(path, 0.5)
     assert own.digest != half.digest
@@ -151,10 +151,10 @@ def test_an_adapter_with_a_part_missing_or_changed_on_disk_is_refused(folder: Pa
     path = folder / "changing.gguf"
     matrices = pair(KV_HEADS * DIM, HIDDEN, 1.0)
     names = {"blk.1.attn_v.weight.lora_a": matrices.down, "blk.1.attn_v.weight.lora_b": matrices.up}
-    path.write_bytes(_written("llama", names))
+    path.write_bytes(_gguf_bytes("llama", names))
     given = read_adapter(path)
     assert given.digest
-    path.write_bytes(_written("llama", {key: 2 * value for key, value in names.items()}))
+    path.write_bytes(_gguf_bytes("llama", {key: 2 * value for key, value in names.items()}))
     with pytest.raises(AdapterRefused, match="changed"):
         engine.load_adapter(given)
     engine.close()

@@ -13,15 +13,15 @@ import pytest
 pytest.importorskip("llama_cpp")
 
 from rekindle import Session
+from rekindle.cache.cost import Costs, Rates
 from rekindle.core.kv import Span
 from rekindle.core.reply import Reply
 from rekindle.engine.llamacpp import engine as module
 from rekindle.engine.llamacpp.sequence import LlamaSequence
 from rekindle.engine.llamacpp.state import UnknownLayout
 from rekindle.errors import KvLost
-from rekindle.reuse.cost import Costs, Rates
-from rekindle.run.checkpoints import GRID_TOKENS, CheckpointCache
-from rekindle.store import catalog
+from rekindle.session.checkpoint_cache import GRID_TOKENS, CheckpointCache
+from rekindle.store.catalog import catalog
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.tiny_hybrids import OPAQUE, write_gemma2, write_mamba, write_qwen2vl

@@ -15,11 +15,11 @@ import pytest
 
 pytest.importorskip("llama_cpp")
 
-from rekindle.core.model import ModelFiles
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.llamacpp.options import LlamaOptions
+from rekindle.engine.load import EngineOptions, load_engine
 from rekindle.errors import BrokenModel, ModelError, ModelNotFound, NotAModel, UnsupportedModel
-from rekindle.run.load import EngineOptions, load_engine
+from rekindle.models.files import ModelFiles
 from tests.engine.llamacpp.alone import alone
 from tests.engine.llamacpp.conftest import Load
 from tests.models.ggufs import stranger, write_gguf

@@ -61,7 +61,7 @@ def test_it_says_why(path: Path, opaque: LlamaCppEngine) -> None:
     capabilities = opaque.capabilities
     expected = "forced" if path.stem == "tiny" else OPAQUE[path.stem][1]
     assert not capabilities.spans and expected in (capabilities.opaque or "")
-    assert (capabilities.mends, capabilities.layer_feeds, capabilities.crowded) == ("none", False, True)
+    assert (capabilities.recompute, capabilities.layer_feeds, capabilities.crowded) == ("none", False, True)
     assert opaque.layout.token_bytes == PAGE_BYTES, "what is kept are pages, not tokens"
 
 

@@ -16,12 +16,12 @@ pytest.importorskip("llama_cpp")
 import llama_cpp
 
 from rekindle import Session
+from rekindle.cache.memory_gate import MemoryGate
 from rekindle.core.kv import Span
 from rekindle.engine.base import Row
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.llamacpp.options import KV_TYPES, LlamaOptions
 from rekindle.errors import InvalidSetting, OutOfMemory, StepRefused
-from rekindle.run.room import Room
 from tests.engine.contract import Stored
 from tests.engine.llamacpp.alone import alone
 from tests.engine.llamacpp.conftest import Load
@@ -278,7 +278,7 @@ def test_requests_wait_for_each_others_room(tiny: Path, tmp_path: Path) -> None:
 def test_who_waits_for_room_counts_also_the_one_who_just_got_it() -> None:
     """Between getting room and counting as running another one may look: that is no reason to give up."""
     free, got, looked = [1], threading.Event(), threading.Event()
-    room = Room(lambda: None)
+    room = MemoryGate(lambda: None)
 
     def get() -> int:
         if not free:

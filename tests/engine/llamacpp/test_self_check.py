@@ -111,7 +111,7 @@ def assert_falls_back(engine: LlamaCppEngine, caplog: pytest.LogCaptureFixture) 
     assert len(said) == 1 and said[0].name == "rekindle.llamacpp", "once, and nothing else"
     assert "reuse is by checkpoint" in said[0].getMessage() and engine.name in said[0].getMessage()
     capabilities = engine.capabilities
-    assert not capabilities.spans and capabilities.mends == "none"
+    assert not capabilities.spans and capabilities.recompute == "none"
     assert capabilities.opaque is not None and "layout that is not known" in capabilities.opaque
     assert_goes_on_from_a_snapshot(engine)
 

@@ -1,11 +1,12 @@
 """The llama.cpp engine, through the low-level interface of llama-cpp-python. No torch.
 
-library     the shared library: models, contexts, what it says when something goes wrong
+library     the shared library: models, contexts, its log and errors
 tokenizer   the vocabulary and the chat template of a GGUF file
 sample      llama.cpp's own samplers
-state       the bytes of a sequence's state, and the KV value
-cells       the one buffer that all sequences share, and what is in it
-sequence    one sequence, with KV by span, or by snapshot where the model has no plain KV
+lora        LoRA adapters
+state       the bytes of a sequence's state as KV, and feeds into them
+kv_buffer   the buffer that all sequences share
+sequence    one sequence, with KV by span, or by snapshot if the model has no plain KV
 engine      all of it as an `Engine`
 """
 
@@ -15,5 +16,5 @@ from rekindle.engine.base import Engine
 
 
 def is_llamacpp(engine: Engine) -> bool:
-    """Whether an engine is llama.cpp's, asked without loading the library."""
+    """Whether an engine is llama.cpp's, without loading the library."""
     return type(engine).__module__ == f"{__name__}.engine"

@@ -15,28 +15,27 @@ import numpy as np
 from rekindle.core.adapter import Lora
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import Kv, KvLayout, LayerShape, Span
-from rekindle.core.model import ModelFiles
 from rekindle.core.request import Sampling
 from rekindle.engine.base import Capabilities, Logits, Row
-from rekindle.engine.llamacpp.adapters import LlamaAdapters
-from rekindle.engine.llamacpp.cells import Cells, Tokens
-from rekindle.engine.llamacpp.feeding import Staging
+from rekindle.engine.llamacpp.kv_buffer import BatchTokens, KvBuffer
 from rekindle.engine.llamacpp.library import LoadedContext, LoadedModel, build, version
+from rekindle.engine.llamacpp.lora import LlamaLoras
 from rekindle.engine.llamacpp.options import LlamaOptions
 from rekindle.engine.llamacpp.sample import ChainSampler
 from rekindle.engine.llamacpp.sequence import LlamaSequence, SequenceModel
-from rekindle.engine.llamacpp.state import StateLayout, UnknownLayout, read_layout
+from rekindle.engine.llamacpp.state import Staging, StateLayout, UnknownLayout, read_layout
 from rekindle.engine.llamacpp.tokenizer import GgufTokenizer
-from rekindle.engine.rows import CheckedRow, check_rows
+from rekindle.engine.row_checks import CheckedRow, check_rows
 from rekindle.errors import Closed, NotAModel, StepRefused, UnsupportedModel
 from rekindle.models.digest import digest_of_files
+from rekindle.models.files import ModelFiles
 
 log = logging.getLogger("rekindle.llamacpp")
 
-PAGE_BYTES = 16 << 10  # of a snapshot, where that is what is kept
+PAGE_BYTES = 16 << 10  # of a snapshot in the store
 _PAGES = KvLayout("uint8", (LayerShape(1, PAGE_BYTES // 2, PAGE_BYTES // 2),))
-_NO_ROTATION = "LLAMA_ATTN_ROT_DISABLE"  # with it llama.cpp quantizes other numbers
-_MOVING_TYPES = ("f16", "f32")  # llama.cpp falls over turning others
+_NO_ROTATION = "LLAMA_ATTN_ROT_DISABLE"  # changes what llama.cpp quantizes
+_MOVING_TYPES = ("f16", "f32")  # llama.cpp crashes when it rotates others
 _CHECK_TOKENS = 6
 _CHECK_TOLERANCE = 1e-3  # of the largest logit
 
@@ -44,8 +43,8 @@ _CHECK_TOLERANCE = 1e-3  # of the largest logit
 class LlamaCppEngine:
     """A loaded model. See `Engine` for the contract.
 
-    Where the state of the model's sequences is plain KV of a known layout, it has spans. Else, as with recurrent,
-    hybrid and sliding-window models, it has snapshots, and `opaque` says why.
+    If the state of a sequence is plain KV of a known layout, it has spans. Otherwise, as with recurrent, hybrid and
+    sliding-window models, it has snapshots, and `opaque` says why.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class LlamaCppEngine:
         self.files = files
         self.options = options
         self.loaded_model = LoadedModel(files.gguf, options, progress)
-        self._held = ExitStack()  # what is freed at the end, the last first; also if nobody closes the engine
+        self._held = ExitStack()  # freed in reverse order, also if the engine is never closed
         self._held.callback(self.loaded_model.close)
         weakref.finalize(self, self._held.close).atexit = False
         self._identities: dict[str, Identity] = {}
@@ -79,9 +78,9 @@ class LlamaCppEngine:
         self.parameters, self.attention = self.loaded_model.parameters, self.loaded_model.attention
         self.flash_attention = context.flash_attention
         self.threads = context.threads
-        self._cells = Cells(context, options.sequences, self.tokenizer.vocabulary_size)
+        self._cells = KvBuffer(context, options.sequences, self.tokenizer.vocabulary_size)
         self._held.callback(self._cells.close)
-        self._adapters = LlamaAdapters(self.loaded_model)
+        self._adapters = LlamaLoras(self.loaded_model)
         self._regime = context.regime
         self.opaque = self._why_opaque()
         self._state: StateLayout | None = None
@@ -102,8 +101,7 @@ class LlamaCppEngine:
         self.layout = _PAGES if self._state is None else self._state.kv
         self.capabilities = Capabilities(
             layer_feeds=False,
-            mends="leading" if moves else "none",
-            selects=False,
+            recompute="leading" if moves else "none",
             probes=False,
             steady=False,
             crowded=True,
@@ -113,20 +111,18 @@ class LlamaCppEngine:
 
     @property
     def device(self) -> str:
-        """What it computes on, for people."""
         return "gpu" if self.loaded_model.on_gpu else "cpu"
 
     @property
     def arithmetic(self) -> str:
-        """What the last bits of its results depend on."""
         return f"{version()}, {build()}, flash attention {self.flash_attention}, {self.device}"
 
     def regime(self, tokens: int) -> str:  # noqa: ARG002  (llama.cpp chooses by the size of its buffer)
-        """The same for every length: the rotary embedding is chosen with the context."""
+        """The same for every length: it is chosen with the context."""
         return self._regime
 
     def identity(self, regime: str) -> Identity:
-        """What makes its KV interchangeable; the first call reads the whole file, unless it was read before."""
+        """What its KV depends on; the first call reads the whole file, unless it was read before."""
         self._cells.context  # noqa: B018  (raises)
         known = self._identities.get(regime)
         if known is None:
@@ -144,19 +140,18 @@ class LlamaCppEngine:
         return known
 
     def load_adapter(self, lora: Lora) -> int:
-        """Put an adapter on. Which layers it leaves alone is not looked into here: none, as far as is known."""
+        """Load an adapter. All layers count as changed."""
         with self._cells.lock:
             self._cells.context  # noqa: B018  (raises)
             self._adapters.load(lora)
         return 0
 
     def unload_adapter(self, digest: str) -> None:
-        """Take it off."""
         with self._cells.lock:
             self._adapters.unload(digest, self._cells.context)
 
     def open(self, capacity: int, regime: str, adapter: str | None = None) -> LlamaSequence:
-        """An empty sequence with room for `capacity` tokens, computed with the adapter of that digest."""
+        """An empty sequence of `capacity` tokens, computed with the adapter of that digest."""
         if not 0 < capacity <= self.context_tokens:
             raise StepRefused(f"A capacity of {capacity} does not fit the context of {self.context_tokens} tokens.")
         if regime != self._regime:
@@ -164,9 +159,9 @@ class LlamaCppEngine:
         return LlamaSequence(self._sequences, capacity, adapter)
 
     def sampler(self, sampling: Sampling, context: Sequence[int]) -> ChainSampler:
-        """What draws the tokens of a reply: llama.cpp's own samplers."""
+        """llama.cpp's own samplers."""
         size, most = self.tokenizer.vocabulary_size, self.context_tokens
-        return ChainSampler(sampling, context, size, most_tokens=most)
+        return ChainSampler(sampling, context, size, token_limit=most)
 
     def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         """Compute the rows in one batch."""
@@ -181,7 +176,7 @@ class LlamaCppEngine:
                     if row.row.feeds:
                         self._feed(row, sequence, cancelled)
                 work = [
-                    Tokens(_number(sequence), row.tokens, int(row.positions[0]), row.wanted)
+                    BatchTokens(_number(sequence), row.tokens, int(row.positions[0]), row.wanted)
                     for row, sequence in zip(checked, sequences, strict=True)
                 ]
                 alone = len(work) == len(work[0].tokens) == 1 and rows[0].prefill and self._state is not None
@@ -194,27 +189,27 @@ class LlamaCppEngine:
 
     def _compute(
         self,
-        work: Sequence[Tokens],
+        work: Sequence[BatchTokens],
         adapters: Sequence[str | None],
         cancelled: Callable[[], bool] | None,
         *,
         alone: bool,
     ) -> list[Logits]:
-        """The logits of each; those of one adapter at a time."""
+        """The logits of each, one adapter at a time."""
         logits: dict[int, Logits] = {}
         for adapter in dict.fromkeys(adapters):
             self._adapters.use(adapter, self._cells.context)
             own = [place for place, other in enumerate(adapters) if other == adapter]
             some = [work[place] for place in own]
             compute = self._cells.compute
-            found = self._cells.compute_in_company(some[0], cancelled) if alone else compute(some, cancelled)
+            found = self._cells.compute_with_dummy(some[0], cancelled) if alone else compute(some, cancelled)
             logits.update(zip(own, found, strict=True))
         return [logits[place] for place in range(len(work))]
 
     def close(self) -> None:
-        """Free the model. Sequences that are still open can only be closed then."""
+        """Free the model. Open sequences can then only be closed."""
         with self._closing:
-            self._held.close()  # waits for a step that runs
+            self._held.close()  # waits for a running step
 
     def _own(self, row: CheckedRow) -> LlamaSequence:
         sequence = row.row.sequence
@@ -269,7 +264,7 @@ class LlamaCppEngine:
         return None
 
     def _read_state_layout(self) -> StateLayout:
-        """The layout of states, after proof: KV that went out and in again gives the same logits.
+        """The layout of states, after checking that exported and reloaded KV gives the same logits.
 
         Raises `UnknownLayout`.
         """
@@ -277,14 +272,14 @@ class LlamaCppEngine:
         tokens = np.arange(1, count + 2) * 37 % self.tokenizer.vocabulary_size
         number = cells.open(count + 1)
         try:
-            cells.compute([Tokens(number, tokens[:count], 0, 0)])
+            cells.compute([BatchTokens(number, tokens[:count], 0, 0)])
             whole = cells.whole_state_of(number)
             layout = read_layout(whole, count)
             kv, middle = layout.parse(whole, Span(0, count)), Span(2, count - 1)
             part = layout.parse(cells.state_of(number, middle, layout.size_bytes(len(middle))), middle)
             if not _same(part, kv, middle):
                 raise UnknownLayout("the state of a part is not a part of the state")
-            (expected,) = cells.compute([Tokens(number, tokens[count:], count, 1)])
+            (expected,) = cells.compute([BatchTokens(number, tokens[count:], count, 1)])
             cells.remove(number, 0)
             again = np.empty(layout.size_bytes(count), np.uint8)
             layout.write(again, Span(0, count))
@@ -294,7 +289,7 @@ class LlamaCppEngine:
                 raise UnknownLayout("it does not take back what it gave")
             if not _same(layout.parse(cells.whole_state_of(number), Span(0, count)), kv, Span(0, count)):
                 raise UnknownLayout("it gives back something else than it took")
-            (got,) = cells.compute([Tokens(number, tokens[count:], count, 1)])
+            (got,) = cells.compute([BatchTokens(number, tokens[count:], count, 1)])
             if np.abs(got - expected).max() > _CHECK_TOLERANCE * max(1.0, float(np.abs(expected).max())):
                 raise UnknownLayout("KV that went out and in again gives other logits")
             return layout
@@ -303,7 +298,7 @@ class LlamaCppEngine:
 
 
 def _same(part: Kv, whole: Kv, span: Span) -> bool:
-    """Whether the KV of a part is that part of the whole, bit for bit."""
+    """Whether the KV of a part equals that part of the whole, bit for bit."""
     pairs = zip(part.layers, whole.layers, strict=True)
     start, stop = span.start, span.stop
     return all(
@@ -313,7 +308,7 @@ def _same(part: Kv, whole: Kv, span: Span) -> bool:
 
 
 def _owner_of(engine: weakref.ref[LlamaCppEngine]) -> Callable[[], bytes]:
-    """The digest of an engine's identity, asked when it is needed: the first time may read the whole file."""
+    """The digest of an engine's identity, computed when needed: the first time may read the whole file."""
 
     def owner() -> bytes:
         alive = engine()

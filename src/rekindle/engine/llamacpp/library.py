@@ -1,4 +1,4 @@
-"""The shared library: a model from a GGUF file, a context to compute in, and what it says when something goes wrong."""
+"""The shared library: a model from a GGUF file, a context to compute in, its log and errors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rekindle.errors import BrokenModel, Closed, InvalidSetting, OutOfMemory, Un
 log = logging.getLogger("rekindle.llamacpp")
 
 _ROUND_TOKENS = 256  # llama.cpp computes over cells in steps of this
-_CONTEXT_TOKENS = 8192  # unless more is asked for: without flash attention memory grows with it, used or not
-_SPARE_TOKENS = 4096  # of the buffer, beside one whole context
+_CONTEXT_TOKENS = 8192  # by default: without flash attention, memory grows with it, used or not
+_SPARE_TOKENS = 4096  # of the buffer, beside one full context
 _FLASH = {"auto": -1, "off": 0, "on": 1}
 _ERROR, _CONTINUED = 4, 5  # levels of ggml's log
 
@@ -34,7 +34,7 @@ class LoadedModel:
 
     def __init__(self, path: Path, options: LlamaOptions, progress: Callable[[float], None] | None = None) -> None:
         """Raises `BrokenModel`, `UnsupportedModel` or `OutOfMemory`."""
-        said = quiet()
+        said = capture_log()
         said.clear()
         self._lock = threading.RLock()
         parameters = llama_cpp.llama_model_default_params()
@@ -45,7 +45,7 @@ class LoadedModel:
                 "has: its README says how."
             )
         parameters.n_gpu_layers = (-1 if options.gpu_layers is None else options.gpu_layers) if self.on_gpu else 0
-        listener = _Listener(progress)
+        listener = _ProgressListener(progress)
         parameters.progress_callback = listener.callback
         self._pointer = llama_cpp.llama_model_load_from_file(os.fsencode(path), parameters)
         if not self._pointer:
@@ -59,33 +59,33 @@ class LoadedModel:
 
     @property
     def has_decoder(self) -> bool:
-        """Whether it writes text, token after token."""
+        """Whether it generates text token by token."""
         other = llama_cpp.llama_model_has_encoder(self._pointer) or llama_cpp.llama_model_is_diffusion(self._pointer)
         return bool(llama_cpp.llama_model_has_decoder(self._pointer)) and not other
 
     @property
     def trained_tokens(self) -> int:
-        """The longest context it was made for."""
+        """The longest context it was trained for."""
         return int(llama_cpp.llama_model_n_ctx_train(self._pointer))
 
     @property
     def parameters(self) -> int:
-        """How many weights it has."""
+        """Number of weights."""
         return int(llama_cpp.llama_model_n_params(self._pointer))
 
     @property
     def attention(self) -> int:
-        """The numbers of a token's queries in all layers: about as many as it has itself, in each."""
+        """About the size of a token's queries in all layers."""
         return int(llama_cpp.llama_model_n_layer(self._pointer) * llama_cpp.llama_model_n_embd(self._pointer))
 
     @property
     def original_tokens(self) -> int | None:
-        """The length past which its rotary embedding has other frequencies; None if it has no such length."""
+        """The length past which its rotary embedding has other frequencies, if any."""
         original = self.metadata(f"{self.metadata('general.architecture')}.rope.scaling.original_context_length")
         return None if original is None else int(original)
 
     def metadata(self, key: str) -> str | None:
-        """A value of the file's header, as text."""
+        """A metadata value of the file, as text."""
         needed = llama_cpp.llama_model_meta_val_str(self._pointer, key.encode(), None, 0)
         if needed < 0:
             return None
@@ -94,7 +94,7 @@ class LoadedModel:
         return buffer.value.decode("utf-8", errors="replace")
 
     def kv_token_bytes(self) -> int:
-        """About what the KV of a token takes as 16-bit floats, told from the header."""
+        """About the bytes of a token's KV in 16-bit floats, from the header."""
         heads = llama_cpp.llama_model_n_head(self._pointer)
         dim = llama_cpp.llama_model_n_embd(self._pointer) // max(1, heads)
         layers, kv_heads = llama_cpp.llama_model_n_layer(self._pointer), llama_cpp.llama_model_n_head_kv(self._pointer)
@@ -102,7 +102,7 @@ class LoadedModel:
 
     @contextmanager
     def alive(self) -> Iterator[None]:
-        """While this lasts, it is not freed. Raises `Closed` if it was."""
+        """Keep it loaded inside the block. Raises `Closed` if it was freed."""
         with self._lock:
             if self._pointer is None:
                 raise Closed("The engine was closed. Load the model again.")
@@ -116,15 +116,15 @@ class LoadedModel:
                 llama_cpp.llama_model_free(pointer)
 
 
-class _Listener:
-    """Tells how far a load is. What is raised by whoever is told ends the load, and is raised by it."""
+class _ProgressListener:
+    """Reports the progress of a load. An exception of the callback ends the load and is raised by it."""
 
     def __init__(self, progress: Callable[[float], None] | None) -> None:
         self.error: BaseException | None = None
         self._progress = progress
-        self.callback = llama_cpp.llama_progress_callback(self._told)
+        self.callback = llama_cpp.llama_progress_callback(self._report)
 
-    def _told(self, share: float, _: Any) -> bool:
+    def _report(self, share: float, _: Any) -> bool:
         try:
             if self._progress is not None:
                 self._progress(share)
@@ -134,16 +134,16 @@ class _Listener:
 
 
 class LoadedContext:
-    """Where a model computes: one KV buffer of `cells` tokens for all sequences. Not for two threads at once."""
+    """A context with one KV buffer of `cells` tokens for all sequences. Not thread-safe."""
 
     def __init__(self, model: LoadedModel, options: LlamaOptions) -> None:
         """Raises `OutOfMemory` or `InvalidSetting`."""
-        said = quiet()
+        said = capture_log()
         said.clear()
         self.tokens = _choose_context(model, options)
         wanted = options.kv_tokens or self.tokens + min(self.tokens, _SPARE_TOKENS)
         self.cells = _rounded(max(wanted, self.tokens))
-        held = self.cells + _ROUND_TOKENS  # a few to spare: moved keys are turned by computing a token
+        held = self.cells + _ROUND_TOKENS  # some spare: rotating moved keys computes a token
         original = model.original_tokens
         if original is not None and self.tokens <= original:
             held = min(held, original)
@@ -153,8 +153,8 @@ class LoadedContext:
         self.batch_tokens = min(options.batch_tokens, self.cells)
         parameters = llama_cpp.llama_context_default_params()
         parameters.n_ctx = held
-        parameters.n_seq_max = options.sequences + 1  # one to spare
-        parameters.n_batch = max(self.batch_tokens, parameters.n_seq_max)  # it wants room for a token of each
+        parameters.n_seq_max = options.sequences + 1  # one spare
+        parameters.n_batch = max(self.batch_tokens, parameters.n_seq_max)  # at least a token of each
         parameters.n_ubatch = min(options.micro_batch_tokens, parameters.n_batch)
         parameters.kv_unified = True
         parameters.swa_full = False
@@ -172,7 +172,7 @@ class LoadedContext:
                 "kv_type='q8_0', or a smaller kv_tokens."
             )
         self.memory = llama_cpp.llama_get_memory(self._pointer)
-        self._abort = ctypes.create_string_buffer(2)  # a text: empty, or not
+        self._abort = ctypes.create_string_buffer(2)  # a C string: empty or not
         llama_cpp.llama_set_abort_callback(self._pointer, _is_not_empty(), ctypes.addressof(self._abort))
 
     @property
@@ -181,7 +181,7 @@ class LoadedContext:
         return self._pointer
 
     def abort(self, wanted: bool) -> None:
-        """End the computation that runs now, and every later one until this is taken back. From any thread."""
+        """Abort the running computation and all later ones, until called with False. Thread-safe."""
         self._abort[0] = b"\x01" if wanted else b"\x00"
 
     def close(self) -> None:
@@ -192,26 +192,26 @@ class LoadedContext:
 
 
 def version() -> str:
-    """Of the bindings, which are built with one version of llama.cpp."""
+    """Version of the bindings, which implies that of llama.cpp."""
     return str(llama_cpp.__version__)
 
 
 def build() -> str:
-    """What the library was built for: instruction sets, GPUs."""
-    quiet()
+    """Instruction sets and GPUs that the library was built for."""
+    capture_log()
     text: bytes = llama_cpp.llama_print_system_info()
     return " ".join(text.decode("utf-8", errors="replace").replace(" = 1", "").split())
 
 
 def cores() -> int:
-    """How many threads compute best: one a core that this process may use, hyperthreads not counted."""
+    """The best number of threads: one per physical core that this process may use."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, int(psutil.cpu_count(logical=False) or allowed)))
 
 
 @cache
-def quiet() -> deque[str]:
-    """Take over the library's log: it goes to Python's, and the last errors are at hand for a message."""
+def capture_log() -> deque[str]:
+    """Send the library's log to Python's; returns its last errors, for messages."""
     said: deque[str] = deque(maxlen=8)
 
     def listen(level: int, text: bytes, _: Any) -> None:
@@ -228,12 +228,12 @@ def quiet() -> deque[str]:
     return said
 
 
-_FOREVER: list[Any] = []  # what the library calls back must live as long as it
+_FOREVER: list[Any] = []  # callbacks must live as long as the library
 
 
 @cache
 def _is_not_empty() -> Any:
-    """A function of C that tells whether a text is empty: asked between two operations, without Python's lock."""
+    """A C function that tells whether a string is empty: called between operations, without the GIL."""
     library = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
     return ctypes.cast(library.strlen, llama_cpp.ggml_abort_callback)
 
@@ -251,7 +251,7 @@ def _choose_context(model: LoadedModel, options: LlamaOptions) -> int:
 
 
 def _choose_flash(options: LlamaOptions, *, on_gpu: bool) -> Literal["auto", "on", "off"]:
-    """On a CPU, off where it may be: a few tokens after many take up to four times longer with it, replies twice."""
+    """On a CPU off if possible: a few tokens after many take up to four times longer with it, replies twice."""
     if options.flash_attention != "auto":
         return options.flash_attention
     if options.kv_type not in PLAIN_KV_TYPES:

@@ -1,4 +1,4 @@
-"""How to run a GGUF model. Known without the library."""
+"""Options of llama.cpp, without importing it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rekindle.errors import InvalidSetting, nearest
 # ggml's numbers of types
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
 _LARGEST = 1 << 31
-MOST_SEQUENCES = 255  # and one to spare
+MAX_SEQUENCES = 255  # and one spare
 PLAIN_KV_TYPES = ("f32", "f16", "bf16")
 
 FlashAttention = Literal["auto", "on", "off"]
@@ -18,7 +18,7 @@ FlashAttention = Literal["auto", "on", "off"]
 
 @dataclass(frozen=True)
 class LlamaOptions:
-    """None: what suits the model and the machine. See `Settings` for what they mean."""
+    """None: what suits the model and the machine. See `Settings` for the meaning."""
 
     device: str = "auto"
     context_tokens: int | None = None
@@ -38,8 +38,8 @@ class LlamaOptions:
             value = getattr(self, name)
             if value is not None and not 1 <= value < _LARGEST:
                 raise InvalidSetting(f"{name}={value} makes no sense. Use 1 or more, or leave it out.")
-        if self.sequences > MOST_SEQUENCES:
-            raise InvalidSetting(f"sequences={self.sequences} is more than llama.cpp takes. Use up to {MOST_SEQUENCES}")
+        if self.sequences > MAX_SEQUENCES:
+            raise InvalidSetting(f"sequences={self.sequences} is more than llama.cpp takes. Use up to {MAX_SEQUENCES}")
         if self.kv_type not in PLAIN_KV_TYPES and self.flash_attention == "off":
             raise InvalidSetting(f"kv_type={self.kv_type!r} needs flash attention. Leave flash_attention='off' away.")
         if self.gpu_layers is not None and not 0 <= self.gpu_layers < _LARGEST:
@@ -49,5 +49,5 @@ class LlamaOptions:
 
     @property
     def wants_gpu(self) -> bool:
-        """Whether a GPU was asked for by name."""
+        """Whether a GPU was asked for explicitly."""
         return self.device not in ("auto", "cpu")

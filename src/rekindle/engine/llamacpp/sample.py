@@ -1,4 +1,4 @@
-"""llama.cpp's own samplers, in a chain, over logits that may come from anywhere."""
+"""A chain of llama.cpp's own samplers, over any logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rekindle.core.request import Sampling
 
-_COLDEST = 1e-6  # below, logits divided by it overflow, and all but the likeliest are out of reach anyway
+_COLDEST = 1e-6  # lower temperatures would overflow, and are greedy anyway
 _TOKEN = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
 
 
@@ -21,13 +21,13 @@ class ChainSampler:
     """Draws the tokens of one reply. See `TokenSampler` for the contract."""
 
     def __init__(
-        self, sampling: Sampling, context: Sequence[int], vocabulary_size: int, *, most_tokens: int = 1 << 16
+        self, sampling: Sampling, context: Sequence[int], vocabulary_size: int, *, token_limit: int = 1 << 16
     ) -> None:
-        """`context` is the prompt: a repetition penalty counts it too, as far as the last `most_tokens` go."""
+        """`context` is the prompt: a repetition penalty counts it too, as far as the last `token_limit` go."""
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
         weakref.finalize(self, llama_cpp.llama_sampler_free, self._chain).atexit = False
         self._remembers = sampling.repetition_penalty != 1.0
-        for sampler in _samplers(sampling, vocabulary_size, most_tokens):
+        for sampler in _samplers(sampling, vocabulary_size, token_limit):
             llama_cpp.llama_sampler_chain_add(self._chain, sampler)
         if self._remembers:
             for token in context:
@@ -50,11 +50,11 @@ class ChainSampler:
         return token
 
 
-def _samplers(sampling: Sampling, vocabulary_size: int, most_tokens: int) -> list[llama_cpp.llama_sampler_p]:
-    """In llama.cpp's usual order: penalties, then what cuts the tail, temperature, the draw."""
+def _samplers(sampling: Sampling, vocabulary_size: int, token_limit: int) -> list[llama_cpp.llama_sampler_p]:
+    """In llama.cpp's usual order: penalties, truncation, temperature, sampling."""
     chain = []
     if (penalty := sampling.repetition_penalty) != 1.0:
-        chain.append(llama_cpp.llama_sampler_init_penalties(vocabulary_size, most_tokens, penalty, 0.0, 0.0))
+        chain.append(llama_cpp.llama_sampler_init_penalties(vocabulary_size, token_limit, penalty, 0.0, 0.0))
     if sampling.temperature < _COLDEST:
         return [*chain, llama_cpp.llama_sampler_init_greedy()]
     if sampling.top_k is not None and sampling.top_k < vocabulary_size:
@@ -69,6 +69,6 @@ def _samplers(sampling: Sampling, vocabulary_size: int, most_tokens: int) -> lis
 
 
 def _seed(seed: int | None) -> int:
-    """32 bits of a seed; not the one by which llama.cpp means a random one."""
+    """32 bits of a seed; not the value that means a random seed to llama.cpp."""
     wanted = secrets.randbits(32) if seed is None else (seed ^ seed >> 32) & 0xFFFFFFFF
     return min(wanted, int(llama_cpp.LLAMA_DEFAULT_SEED) - 1)

@@ -10,11 +10,11 @@ import numpy as np
 import xxhash
 
 from rekindle.core.kv import Kv, Span
-from rekindle.engine.llamacpp.cells import Cells
+from rekindle.engine.llamacpp.kv_buffer import KvBuffer
 from rekindle.engine.llamacpp.state import StateLayout, UnknownLayout
 from rekindle.errors import Closed, KvLost, StepRefused
 
-_HEAD = struct.Struct("<8s16sQQ16s")  # what it is, whose, tokens, bytes, their digest
+_HEAD = struct.Struct("<8s16sQQ16s")  # magic, owner, tokens, bytes, their digest
 _MAGIC = b"rksnap01"
 
 
@@ -23,12 +23,12 @@ class SequenceModel:
     """What the sequences of an engine share.
 
     layout    of their states; None for a model whose state is not plain KV
-    longest   how many positions the model takes
-    moves     whether its keys can be turned
-    owner     16 bytes: whose snapshots it understands
+    longest   the longest context
+    moves     whether its keys can be rotated
+    owner     16 bytes that identify whose snapshots it can restore
     """
 
-    cells: Cells
+    cells: KvBuffer
     layout: StateLayout | None
     regime: str
     longest: int
@@ -51,24 +51,22 @@ class LlamaSequence:
 
     @property
     def length(self) -> int:
-        """How many positions are present, from 0 on."""
         self._open()
         return self._length
 
     @property
     def size_bytes(self) -> int:
-        """What its cells take; of a model without plain KV, what its state does."""
+        """Bytes of its cells; without plain KV, of its state."""
         number = self._open()
         if self._layout is not None:
             return self.capacity * self._layout.kv.token_bytes
         return _HEAD.size + self.cells.size_bytes_of(number) if self._length else 0
 
     def set_length(self, length: int) -> None:
-        """Count exactly the positions below `length` as present."""
+        """Mark exactly the positions below `length` as present."""
         self._length = length
 
     def reserve(self, capacity: int) -> None:
-        """Make room for `capacity` positions; what is present stays."""
         self._open()
         if capacity > self._model.longest:
             raise StepRefused(f"A capacity of {capacity} does not fit the context of {self._model.longest} tokens.")
@@ -77,7 +75,6 @@ class LlamaSequence:
             self.capacity = capacity
 
     def export(self, span: Span) -> Kv:
-        """A copy of the KV of `span`."""
         number = self._open()
         if self._layout is None:
             raise StepRefused("This model has no plain KV to export. Take a snapshot.")
@@ -93,7 +90,6 @@ class LlamaSequence:
             raise KvLost(f"llama.cpp handed out something else than the KV of {span} ({error}).") from error
 
     def append(self, kv: Kv) -> None:
-        """Put KV behind what is present, its keys turned to where they stand now."""
         start, number = self.length, self._open()
         if self._layout is None or not self._model.moves:
             raise StepRefused("This model's keys cannot be moved. Compute the tokens instead.")
@@ -110,7 +106,7 @@ class LlamaSequence:
         self._length = start + len(kv.span)
 
     def truncate(self, length: int) -> None:
-        """Forget every position from `length` on; without plain KV, all of them or none."""
+        """Drop every position from `length` on; without plain KV, all or none."""
         if not 0 <= length <= self.length:
             raise StepRefused(f"Cannot truncate to {length}: {self.length} positions are present.")
         if length == self._length:
@@ -121,7 +117,6 @@ class LlamaSequence:
         self._length = length
 
     def snapshot(self) -> bytes:
-        """All of its state."""
         self._open()
         if self._layout is not None:
             raise StepRefused("This model has plain KV: export a span.")
@@ -130,7 +125,6 @@ class LlamaSequence:
         return _HEAD.pack(_MAGIC, self._model.owner(), self._length, len(state), digest) + state.tobytes()
 
     def restore(self, snapshot: bytes | memoryview, length: int) -> None:
-        """Make an empty sequence what another was."""
         number = self._open()
         if self._layout is not None:
             raise StepRefused("This model has plain KV: feed a span.")
@@ -138,7 +132,7 @@ class LlamaSequence:
             raise StepRefused(f"Only an empty sequence can be restored: {self._length} positions are present.")
         if not 0 < length <= self.capacity:
             raise StepRefused(f"{length} tokens do not fit the sequence's capacity of {self.capacity}.")
-        if not self._is_whole(snapshot, length):  # llama.cpp would believe what it reads, and fall over it
+        if not self._is_whole(snapshot, length):  # llama.cpp would trust the data, and crash
             raise KvLost("This is no snapshot of this model at that length; its tokens are computed instead.")
         if not self.cells.put(number, np.frombuffer(snapshot, np.uint8, offset=_HEAD.size)):
             self.cells.remove(number, 0)
@@ -153,7 +147,6 @@ class LlamaSequence:
         return bool(ours and digest == xxhash.xxh3_128_digest(memoryview(snapshot)[_HEAD.size :]))
 
     def close(self) -> None:
-        """Give the cells back."""
         number, self.number = self.number, None
         if number is not None:
             self.cells.close_sequence(number, self.capacity)

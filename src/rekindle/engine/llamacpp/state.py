@@ -1,4 +1,4 @@
-"""The bytes in which llama.cpp hands out the KV of a sequence, and the KV value.
+"""The serialized state of a sequence as KV: the layout of llama.cpp's bytes, and feeds into them.
 
     magic | sequence | streams = 1 | cells               4 bytes each
     position | sequences = 1 | sequence                  4 bytes each, for every cell, in the order of the cells
@@ -7,13 +7,16 @@
     type | row bytes | values [cells, row]               the same; but transposed, as without flash attention:
     type | number bytes | numbers | values [row, cells]
 
-Nobody promises that this stays so. `read_layout` therefore accepts only what it understands to the last byte, and the
-engine checks at load that KV taken out and put back by it makes no difference. Whatever else comes is not taken apart.
+This format is not guaranteed. `read_layout` therefore accepts only what it understands to the last byte, and the engine
+checks at load that exporting and reloading KV makes no difference. Any other state is left opaque.
 """
 
 from __future__ import annotations
 
 import struct
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.core.kv import Kv, KvLayout, KvType, LayerKv, LayerShape, Span
+from rekindle.engine.base import KvFeed
+from rekindle.errors import Cancelled
 
 Bytes = NDArray[np.uint8]
 
@@ -31,16 +36,16 @@ _DATA = struct.Struct("<II")  # transposed, layers
 _ROWS = struct.Struct("<iQ")  # type, bytes of a row
 _COLUMNS = struct.Struct("<iII")  # type, bytes of a number, numbers of a row
 _KV_TYPES: dict[int, KvType] = {0: "float32", 1: "float16", 30: "bfloat16"}  # ggml's number of a type
-_MOST_LAYERS = 4096
+_MAX_LAYERS = 4096
 
 
 class UnknownLayout(Exception):
-    """Bytes that are not the state of a sequence with plain KV, as far as is known."""
+    """Bytes that are not a known state of plain KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Half:
-    """The keys, or the values, of one layer: ggml's type of the numbers, and the bytes of one token."""
+    """Keys or values of one layer: ggml's number type, and the bytes of one token."""
 
     type: int
     row_bytes: int
@@ -48,7 +53,7 @@ class _Half:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """How the state of any number of cells is laid out."""
+    """The layout of the state of any number of cells."""
 
     magic: int
     transposed: bool
@@ -57,7 +62,7 @@ class StateLayout:
 
     @cached_property
     def kv(self) -> KvLayout:
-        """The layout of the KV value: one head, as wide as all heads of a layer, which stand side by side."""
+        """The layout as KV: one head as wide as all heads of a layer, which are side by side."""
         types = {half.type for half in (*self.keys, *self.values)}
         dtype = _KV_TYPES.get(types.pop(), "uint8") if len(types) == 1 else "uint8"
         layers = tuple(LayerShape(1, k.row_bytes, v.row_bytes) for k, v in zip(self.keys, self.values, strict=True))
@@ -65,13 +70,13 @@ class StateLayout:
         return KvLayout(dtype, tuple(LayerShape(1, s.key_dim // itemsize, s.value_dim // itemsize) for s in layers))
 
     def size_bytes(self, cells: int) -> int:
-        """How long the state of so many cells is."""
+        """Bytes of the state of that many cells."""
         rows = sum(half.row_bytes for half in (*self.keys, *self.values))
         headers = _ROWS.size * (len(self.keys) + len(self.values))
         return _START.size + cells * _CELL.itemsize + _DATA.size + headers + cells * rows
 
     def write(self, state: Bytes, span: Span) -> None:
-        """Make `state` that of the positions of `span`, but for the KV."""
+        """Write the headers of the positions of `span`; the KV is left as it is."""
         cells = len(span)
         _START.pack_into(state.data, 0, self.magic, 0, 1, cells)
         about = state[_START.size : _START.size + cells * _CELL.itemsize].view(_CELL)
@@ -92,7 +97,7 @@ class StateLayout:
         return positions
 
     def views(self, state: Bytes, cells: int) -> list[LayerKv]:
-        """The KV of each layer as it stands in the state: keys `[1, cells, dim]`; values too, transposed or not."""
+        """Views of each layer's KV in the state: keys and values `[1, cells, dim]`, transposed or not."""
         starts = self._starts(cells)
         arrays = []
         for half, start in zip((*self.keys, *self.values), starts, strict=True):
@@ -105,7 +110,7 @@ class StateLayout:
         return layers
 
     def parse(self, state: Bytes, span: Span) -> Kv:
-        """The KV of `span` from its state. Raises `UnknownLayout` if it is another's."""
+        """The KV of `span` from its state. Raises `UnknownLayout` for another state."""
         if len(state) != self.size_bytes(len(span)):
             raise UnknownLayout(f"{len(state)} bytes for {len(span)} cells")
         positions = self.positions(state)
@@ -116,7 +121,7 @@ class StateLayout:
         return Kv(span, self.kv, tuple(layers))
 
     def _starts(self, cells: int) -> list[int]:
-        """Where keys and then values of each layer begin, with their type."""
+        """Offsets of the keys, then the values, of each layer, with their headers."""
         start = _START.size + cells * _CELL.itemsize + _DATA.size
         starts = []
         for half in (*self.keys, *self.values):
@@ -126,7 +131,7 @@ class StateLayout:
 
 
 def read_layout(state: Bytes, cells: int) -> StateLayout:
-    """The layout of a state of so many cells, at positions from 0 on. Raises `UnknownLayout`."""
+    """The layout of a state of that many cells at positions from 0 on. Raises `UnknownLayout`."""
     try:
         magic, _, streams, found = _START.unpack_from(state.data)
         start = _START.size + cells * _CELL.itemsize
@@ -134,7 +139,7 @@ def read_layout(state: Bytes, cells: int) -> StateLayout:
         if (streams, found) != (1, cells) or (about["sequences"] != 1).any():
             raise UnknownLayout(f"{streams} streams, {found} cells")
         transposed, layers = _DATA.unpack_from(state.data, start)
-        if transposed not in (0, 1) or not 0 < layers <= _MOST_LAYERS:
+        if transposed not in (0, 1) or not 0 < layers <= _MAX_LAYERS:
             raise UnknownLayout(f"{layers} layers, transposed {transposed}")
         start += _DATA.size
         keys, start = _read_rows(state, start, layers, cells)
@@ -178,5 +183,112 @@ def _checked(kind: int, row_bytes: int, stop: int, length: int) -> _Half:
 
 
 def _in(order: NDArray[Any] | None, array: NDArray[Any]) -> NDArray[Any]:
-    """The tokens in order, each head contiguous; a copy, because a view would hold on to the whole state."""
+    """The tokens in order, each head contiguous; a copy, because a view would keep the whole state alive."""
     return np.array(array if order is None else array[:, order], order="C")
+
+
+_LOOK_SECONDS = 0.005
+_KEPT_BYTES = 256 << 20
+_WARM_BYTES = 48 << 20
+_BESIDE_BYTES = 128 << 10  # of a layer's values: fewer are transposed before another thread would start
+
+
+class Staging:
+    """Builds the state of a span from feeds, layer by layer. One at a time.
+
+    A thread does it, so that a cancelled step does not wait for a hanging read. The buffer is reused for the next
+    request, whose pages are then warm; an abandoned thread keeps its own.
+    """
+
+    def __init__(self, layout: StateLayout, context_tokens: int) -> None:
+        self._layout = layout
+        self._state, self._across = _ReusableBytes(), _ReusableBytes()
+        # So that the first request does not pay for page faults.
+        warm_bytes = min(_WARM_BYTES, layout.size_bytes(context_tokens))
+        self._state.take(warm_bytes).fill(0)
+        if layout.transposed:
+            self._across.take(warm_bytes // 2).fill(0)
+
+    def close(self) -> None:
+        """Free the buffers."""
+        self._state, self._across = _ReusableBytes(), _ReusableBytes()
+
+    def bring(self, feeds: Sequence[KvFeed], span: Span, cancelled: Callable[[], bool] | None) -> Bytes:
+        """The state of `span`, which the feeds cover. Raises what a feed raised, or `Cancelled`."""
+        state = self._state.take(self._layout.size_bytes(len(span)))
+        self._layout.write(state, span)
+        fill = self._fill_across if self._layout.transposed else self._fill
+        if not _ThreadedJob(lambda: fill(state, feeds, span)).done(cancelled):
+            self._state, self._across = _ReusableBytes(), _ReusableBytes()  # the thread may still write to these
+            raise Cancelled("The request was cancelled.")
+        return state
+
+    def _fill(self, state: Bytes, feeds: Sequence[KvFeed], span: Span) -> None:
+        for layer, out in enumerate(self._layout.views(state, len(span))):
+            _fill_layer(feeds, span, layer, out)
+
+    def _fill_across(self, state: Bytes, feeds: Sequence[KvFeed], span: Span) -> None:
+        """For transposed values: feeds fill them untransposed, and a thread transposes them during the next layer."""
+        dtype, shapes = self._layout.kv.numpy_dtype, self._layout.kv.layers
+        sizes = np.cumsum([0, *(len(span) * shape.value_dim * dtype.itemsize for shape in shapes)])
+        values = self._across.take(int(sizes[-1]))
+        with ThreadPoolExecutor(1, thread_name_prefix="rekindle-transpose") as turning:
+            turned = []
+            for layer, out in enumerate(self._layout.views(state, len(span))):
+                upright = values[sizes[layer] : sizes[layer + 1]].view(dtype).reshape(out.values.shape)
+                _fill_layer(feeds, span, layer, LayerKv(out.keys, upright))
+                if upright.nbytes < _BESIDE_BYTES:
+                    np.copyto(out.values, upright)
+                else:
+                    turned.append(turning.submit(np.copyto, out.values, upright))
+            for done in turned:
+                done.result()
+
+
+def _fill_layer(feeds: Sequence[KvFeed], span: Span, layer: int, out: LayerKv) -> None:
+    for feed in feeds:
+        if layer in feed.layers:
+            start, stop = feed.span.start - span.start, feed.span.stop - span.start
+            feed.fill(layer, LayerKv(out.keys[:, start:stop], out.values[:, start:stop]))
+
+
+class _ReusableBytes:
+    """A buffer that is reused, unless it is very large."""
+
+    def __init__(self) -> None:
+        self._bytes: Bytes = np.empty(0, np.uint8)
+
+    def take(self, size_bytes: int) -> Bytes:
+        """`size_bytes` of uninitialized memory."""
+        if size_bytes > _KEPT_BYTES:
+            return np.empty(size_bytes, np.uint8)
+        if size_bytes > len(self._bytes):
+            self._bytes = np.empty(size_bytes, np.uint8)
+        return self._bytes[:size_bytes]
+
+
+class _ThreadedJob:
+    """A job in its own thread."""
+
+    def __init__(self, job: Callable[[], None]) -> None:
+        self._job = job
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        threading.Thread(target=self._do, name="rekindle-fill", daemon=True).start()
+
+    def done(self, cancelled: Callable[[], bool] | None) -> bool:
+        """Wait for it; False if cancelled. Raises what it raised."""
+        while not self._over.wait(None if cancelled is None else _LOOK_SECONDS):
+            if cancelled is not None and cancelled():
+                return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _do(self) -> None:
+        try:
+            self._job()
+        except BaseException as error:  # noqa: BLE001  (raised again by whoever waits)
+            self._error = error
+        finally:
+            self._over.set()

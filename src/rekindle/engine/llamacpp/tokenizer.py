@@ -1,4 +1,4 @@
-"""The vocabulary and the chat template of a GGUF file: tokens as llama.cpp itself gives them."""
+"""The vocabulary and chat template of a GGUF file, tokenized by llama.cpp."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from itertools import pairwise
 import llama_cpp
 import numpy as np
 
-from rekindle.engine.calls import ToolHabits
-from rekindle.engine.chat import ChatTokenizer, any_of, is_marker
 from rekindle.engine.llamacpp.library import LoadedModel
-from rekindle.engine.template import renderer
+from rekindle.text.base import TokenLength, check_length
+from rekindle.text.chat import ChatTokenizer, is_marker, make_renderer, match_any
+from rekindle.text.tools.styles import TemplateTools
 
 _TEMPLATE = "tokenizer.chat_template"
 _SPECIAL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 _DEFINED = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
-_STRIPS = llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP  # takes the whitespace behind it along
-_MARKER = re.compile(r"<\|.+\|>")  # what the file calls defined by users, but nobody writes
-_SEAM = "\x01"  # a character that no token joins with another
+_STRIPS = llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP  # includes the whitespace after it
+_MARKER = re.compile(r"<\|.+\|>")  # user-defined tokens that are markers all the same
+_SEAM = "\x01"  # a character that no token joins with others
 
 
 class GgufTokenizer(ChatTokenizer):
@@ -34,36 +34,41 @@ class GgufTokenizer(ChatTokenizer):
         template = model.metadata(_TEMPLATE) or ""
         self._bos, eos = int(llama_cpp.llama_vocab_bos(vocab)), int(llama_cpp.llama_vocab_eos(vocab))
         begins = self._bos >= 0 and llama_cpp.llama_vocab_get_add_bos(vocab)
-        self._lead = [self._bos] if begins else []  # with which every text of this model begins
+        self._lead = [self._bos] if begins else []  # the first token of every text
         kinds = np.array([llama_cpp.llama_vocab_get_attr(vocab, i) for i in range(self.vocabulary_size)])
         special = {self._text(i): i for i in np.flatnonzero(kinds & _SPECIAL).tolist()}
         defined = {self._text(i): i for i in np.flatnonzero(kinds & _DEFINED).tolist()}
-        around = ToolHabits.written_by(template)
+        around = TemplateTools.written_by(template)
         markers = {text: i for text, i in defined.items() if is_marker(text, around) or _MARKER.fullmatch(text)}
         self._ids = {**markers, **special}
-        self._markers = re.compile(f"(?={any_of(markers).pattern})")  # where one begins, also inside another
+        self._markers = re.compile(f"(?={match_any(markers).pattern})")  # where one begins, also inside another
         self._strips = {i: bool(kinds[i] & _STRIPS) for i in self._ids.values()}
         ends = {i for i in special.values() if llama_cpp.llama_vocab_is_eog(vocab, i)}
         self.stop_ids = frozenset(ends | {i for i in (eos, int(llama_cpp.llama_vocab_eot(vocab))) if i >= 0})
         self._beginning = self._spelling(self._bos)
-        render = renderer(template, self._beginning, self._spelling(eos)) if template else None
+        render = make_renderer(template, self._beginning, self._spelling(eos)) if template else None
         super().__init__(render=render, special=special, control=self._ids, template=template)
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a plain text, with whatever the model wants at its start."""
+    @cached_property
+    def token_length(self) -> TokenLength | None:
+        kind = self._model.metadata("tokenizer.ggml.model")
+        if kind not in ("llama", "gpt2") or any(self._strips.values()):
+            return None
+        names = [self._text(token) for token in range(self.vocabulary_size)]  # longer than what it adds, for spaces
+        return TokenLength.of(self._pieces, names, whole=kind == "llama")
+
+    def encode(self, text: str, *, token_limit: int | None = None) -> list[int]:
+        check_length(text, token_limit, self.fewest_tokens)
         return self._lead + self._as_text(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, control tokens left out."""
         begins = bool(len(tokens)) and tokens[0] == self._bos  # else the space that leads a text would stay
         return self._detokenize(tokens[1:] if begins else tokens, spelled=False)
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, control tokens spelled out."""
         return self._detokenize(tokens, spelled=True)
 
     def pieces(self) -> list[bytes]:
-        """The bytes that each token adds inside a text; none for control tokens."""
         return self._pieces
 
     @cached_property
@@ -86,11 +91,11 @@ class GgufTokenizer(ChatTokenizer):
         return tokens
 
     def _rest(self, text: str) -> str:
-        """A rendered chat without the token it begins with, which comes once, whether the template writes it or not."""
+        """A rendered chat without its BOS token, which is added once whether or not the template writes it."""
         return text.removeprefix(self._beginning) if self._lead else text
 
     def _as_text(self, text: str) -> list[int]:
-        """Tokens of text in which nothing is a control token: a marker of the template is cut after a letter."""
+        """Tokens of plain text without control tokens: a marker is split after its first character."""
         if not text:
             return []
         edges = [0, *(found.start() + 1 for found in self._markers.finditer(text)), len(text)]
@@ -101,7 +106,7 @@ class GgufTokenizer(ChatTokenizer):
         return tokens
 
     def _going_on(self, text: str) -> list[int]:
-        """Tokens of a text that is not the beginning of one: some vocabularies put a space before that."""
+        """Tokens of a text that continues another: some vocabularies put a space before a first one."""
         seam, joined = self._tokenize(_SEAM, special=False), self._tokenize(_SEAM + text, special=False)
         clean = joined[: len(seam)] == seam
         return joined[len(seam) :] if clean else self._tokenize(text, special=False)

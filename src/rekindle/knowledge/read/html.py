@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 
 from rekindle.core.document import Document
 from rekindle.errors import UnreadableDocument
-from rekindle.knowledge.read.outline import Outline
-from rekindle.knowledge.read.problem import missing
-from rekindle.knowledge.read.text import assemble, decode
+from rekindle.knowledge.read.common import SectionBuilder, decode, make_document, parser_missing
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode
@@ -35,42 +33,42 @@ _BLOCKS = _PARAGRAPHS | _tags(
     "option summary tbody tfoot thead tr"
 )
 
-# The parser's time grows with the depth at each tag, and marks left open (<b>) are copied into each new paragraph:
-# 30 KB of them can take a gigabyte. Both are counted before parsing; sound pages stay a hundred times below.
+# The parser's time grows with the depth at each tag, and unclosed inline tags (<b>) are copied into each new paragraph:
+# 30 KB of them can take a gigabyte. Both are bounded before parsing; real pages stay a hundred times below.
 _TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9:-]{0,20})")
-_FLAT = _tags(  # never left open: without content, or closed by what follows
+_FLAT = _tags(  # never left open: void, or closed implicitly
     "area base br col embed hr img input link meta param source track wbr "
     "p li dt dd tr td th thead tbody tfoot option optgroup colgroup html head body"
 )
 _MARKS = _tags("a b big code em font i nobr s small strike strong tt u")
 _FEW_TAGS = 1000
-_MOST_DEPTHS, _MOST_COPIES = 200_000_000, 5_000_000
+_MAX_DEPTHS, _MAX_COPIES = 200_000_000, 5_000_000
 
 
 def read_html(source: str, data: bytes) -> Iterator[Document]:
     """One document, a section for each heading that has text."""
     declared = _CHARSET.search(data[:_CHARSET_BYTES])
     page = _page(decode(data, declared[1].decode("ascii") if declared else None), headings=True)
-    title = page.title or page.outline.title or PurePath(source).stem
-    yield assemble(source, title, page.outline.finish())
+    title = page.title or page.builder.title or PurePath(source).stem
+    yield make_document(source, title, page.builder.finish())
 
 
 def html_text(markup: str) -> str:
-    """The text of a piece of HTML, headings among its lines."""
-    return "\n".join(section.text for section in _page(markup, headings=False).outline.finish())
+    """The text of a piece of HTML, with headings as lines."""
+    return "\n".join(section.text for section in _page(markup, headings=False).builder.finish())
 
 
 @dataclass(frozen=True, slots=True)
 class _Page:
     title: str
-    outline: Outline
+    builder: SectionBuilder
 
 
 def _page(markup: str, *, headings: bool) -> _Page:
     try:
         from selectolax.lexbor import LexborHTMLParser, SelectolaxError
     except ImportError as error:
-        raise missing("HTML") from error
+        raise parser_missing("HTML") from error
     _refuse_depth(markup)
     try:
         tree = LexborHTMLParser(markup)
@@ -80,13 +78,13 @@ def _page(markup: str, *, headings: bool) -> _Page:
     title = named.text() if named else ""
     root = tree.root
     if root is None:
-        return _Page(title, Outline())
+        return _Page(title, SectionBuilder())
     for skipped in (_UNSEEN | _BOILERPLATE, _UNSEEN):
         writer = _Writer(headings)
         _walk(root, writer, skipped, hidden=skipped is _UNSEEN)
-        if writer.written:  # else all of it stands in a menu, or is shown by a script: better that than nothing
+        if writer.written:  # else everything is in a menu or shown by a script: better that than nothing
             break
-    return _Page(title, writer.outline)
+    return _Page(title, writer.builder)
 
 
 def _refuse_depth(markup: str) -> None:
@@ -102,12 +100,12 @@ def _refuse_depth(markup: str) -> None:
                 marks = max(0, marks + step)
         depths += depth
         copies += marks
-    if depths > _MOST_DEPTHS or copies > _MOST_COPIES:
+    if depths > _MAX_DEPTHS or copies > _MAX_COPIES:
         raise UnreadableDocument("has too many elements inside one another: it is damaged, or made to do harm")
 
 
 def _walk(root: LexborNode, writer: _Writer, skipped: frozenset[str], *, hidden: bool) -> None:
-    """Visits the nodes in order, without recursion: a page may be deeper than Python's stack."""
+    """Visit the nodes in order, without recursion: a page may be deeper than Python's stack."""
     waiting: list[tuple[LexborNode, bool]] = [(root, False)]
     while waiting:
         node, left = waiting.pop()
@@ -137,7 +135,7 @@ def _is_hidden(node: LexborNode) -> bool:
 
 @dataclass(slots=True)
 class _Row:
-    joined: bool  # its cells stand on one line; else it only lays out the page
+    joined: bool  # its cells go on one line; else the table only lays out the page
     cells: int = 0
 
 
@@ -145,7 +143,7 @@ class _Writer:
     """Elements and text to lines and headings."""
 
     def __init__(self, headings: bool) -> None:
-        self.outline = Outline()
+        self.builder = SectionBuilder()
         self.written = False
         self._headings = headings
         self._pieces: list[str] = []
@@ -180,14 +178,14 @@ class _Writer:
         if tag in _HEADINGS and self._headings and not self._joined:
             heading, self._pieces = "".join(self._pieces), []
             self.written = self.written or bool(heading.strip())
-            self.outline.head(_HEADINGS[tag], heading)
+            self.builder.heading(_HEADINGS[tag], heading)
             return
         if tag == "tr" and self._rows:
             self._rows[-1].joined = False
         if tag in _BLOCKS or tag in _HEADINGS:
             self._break()
         if tag in _PARAGRAPHS and not self._joined:
-            self.outline.line("")
+            self.builder.line("")
         if tag == "tr" and self._rows:
             self._rows.pop()
         elif tag == "pre":
@@ -214,4 +212,4 @@ class _Writer:
         self._pieces = []
         if line and line != "-":
             self.written = True
-            self.outline.line(line)
+            self.builder.line(line)

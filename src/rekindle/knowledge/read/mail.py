@@ -1,7 +1,7 @@
 """E-mail: a message (.eml), or many in one file (.mbox).
 
-The messages are parsed by Python's own parser under its oldest policy: the newer one takes headers apart by a grammar,
-which raises on some malformed ones and needs minutes for thousands of receivers.
+Messages are parsed by Python's own parser under its oldest policy: the newer one parses headers by a grammar, which
+raises on some malformed ones and needs minutes for thousands of recipients.
 """
 
 from __future__ import annotations
@@ -17,21 +17,28 @@ from typing import BinaryIO
 
 from rekindle.core.document import Document, Section
 from rekindle.errors import ExtraMissing, UnreadableDocument
+from rekindle.knowledge.read.common import (
+    ReadProblem,
+    RecordNames,
+    clean,
+    decode,
+    first_words,
+    make_document,
+    one_line,
+    refusal_sentence,
+)
 from rekindle.knowledge.read.html import html_text
-from rekindle.knowledge.read.name import Names
-from rekindle.knowledge.read.problem import Problem, sentence
-from rekindle.knowledge.read.text import assemble, clean, decode, one_line, opening
 
-MOST_MAIL_BYTES = 32 << 20  # of one message, its attachments not counted
+MAX_MAIL_BYTES = 32 << 20  # per message, without its attachments
 
 _HEADERS = ("From", "To", "Date", "Subject")
 _HEADER_CHARACTERS = 4000  # decoded of each; 200 are shown
-_MOST_DEPTH = 50
-_MOST_NAMES = 100
+_MAX_DEPTH = 50
+_MAX_NAMES = 100
 _LINE_BYTES = 1 << 20
 _ENCODED = re.compile(rb"[A-Za-z0-9+/]{60,}={0,2}\r?\n")
-_ENCODED_LINES = 1000  # in a row; what is longer and no text is an attachment, which nobody reads
-# Python's parser takes time by the square of their length.
+_ENCODED_LINES = 1000  # consecutive base64 lines; longer runs that are no text are attachments, which are skipped
+# Python's parser takes quadratic time in their length.
 _PART_HEADER = re.compile(rb"content-(?:type|disposition|transfer-encoding)[ \t]*:", re.IGNORECASE)
 _PART_HEADER_BYTES = 8000
 _FROM = re.compile(rb"From \S.{0,200}\d{1,2}:\d\d")
@@ -40,39 +47,41 @@ _QUOTED_FROM = re.compile(rb">+From ")
 
 def read_mail(source: str, data: bytes) -> Iterator[Document]:
     """One document: the text of the message under its headers."""
-    letter = _Letter()
+    raw_message = _RawMessage()
     for line in io.BytesIO(data):
-        letter.add(line)
-    yield _document(source, letter.parse())
+        raw_message.add(line)
+    yield _document(source, raw_message.parse())
 
 
-def read_mailbox(source: str, file: BinaryIO) -> Iterator[Document | Problem]:
-    """A document for each message, named by its Message-ID or else by its number, read when it is asked for.
+def read_mailbox(source: str, file: BinaryIO) -> Iterator[Document | ReadProblem]:
+    """A document for each message, named by its Message-ID or else its number, read lazily.
 
-    A message that cannot be read gives a problem, named by its number; the next ones are read.
+    A message that cannot be read gives a problem, named by its number, and the next ones are read.
     """
-    names = Names(source)
-    for number, letter in enumerate(_letters(file), 1):
+    names = RecordNames(source)
+    for number, raw_message in enumerate(_messages(file), 1):
         try:
-            message = letter.parse()
-            found: Document | Problem = _document(
+            message = raw_message.parse()
+            found: Document | ReadProblem = _document(
                 names.unique(_header(message, "Message-ID").strip("<> "), number), message
             )
         except (UnreadableDocument, ExtraMissing) as refused:
             own = f"{source}#{number}"
-            found = Problem(own, sentence(own, refused) if isinstance(refused, UnreadableDocument) else str(refused))
+            found = ReadProblem(
+                own, refusal_sentence(own, refused) if isinstance(refused, UnreadableDocument) else str(refused)
+            )
         yield found
 
 
-class _Letter:
+class _RawMessage:
     """The lines of one message, without the bytes of its attachments."""
 
     def __init__(self) -> None:
         self._kept: list[bytes] = []
         self._size = 0
-        self._run = 0  # of lines that are base64
-        self._header_left: int | None = None  # bytes of the header of a part that we are in
-        self._is_text = True  # the part we are in, as far as its Content-Type tells
+        self._run = 0  # consecutive base64 lines
+        self._header_left: int | None = None  # bytes left of the part header we are in
+        self._is_text = True  # the part we are in, by its Content-Type
 
     def add(self, line: bytes) -> None:
         if _ENCODED.fullmatch(line):
@@ -86,13 +95,13 @@ class _Letter:
                 kind = line[13:80].strip().lower()
                 self._is_text = not kind or kind.startswith(b"text/")
         self._size += len(line)
-        if self._size <= MOST_MAIL_BYTES:
+        if self._size <= MAX_MAIL_BYTES:
             self._kept.append(line)
         else:
             self._kept.clear()
 
     def _bounded(self, line: bytes) -> bytes:
-        """The line, or as much of it as the header of a part may still have."""
+        """The line, cut to what a part header may still have."""
         if _PART_HEADER.match(line):
             self._header_left = _PART_HEADER_BYTES
         elif not (self._header_left is not None and line[:1] in (b" ", b"\t")):
@@ -106,8 +115,8 @@ class _Letter:
 
     def parse(self) -> Message:
         """Raises `UnreadableDocument` for a message that is too large or nested too deeply."""
-        if self._size > MOST_MAIL_BYTES:
-            size = f"{MOST_MAIL_BYTES >> 20} MB"
+        if self._size > MAX_MAIL_BYTES:
+            size = f"{MAX_MAIL_BYTES >> 20} MB"
             raise UnreadableDocument(f"has more than {size} of text: give its attachments as files of their own")
         try:
             return email.message_from_bytes(b"".join(self._kept))
@@ -119,25 +128,25 @@ def _too_deep() -> UnreadableDocument:
     return UnreadableDocument("has too many parts inside one another: it is damaged, or made to do harm")
 
 
-def _letters(file: BinaryIO) -> Iterator[_Letter]:
-    """The messages of a mailbox. A line that begins one stands first, or after an empty line, and has a time."""
-    letter: _Letter | None = None
-    blank = whole = True  # the line before: empty, and not cut
+def _messages(file: BinaryIO) -> Iterator[_RawMessage]:
+    """The messages of a mailbox. Each begins with a `From ` line with a time, at the start or after an empty line."""
+    raw_message: _RawMessage | None = None
+    blank = whole = True  # the previous line: empty, and not cut
     while line := file.readline(_LINE_BYTES):
         if whole and blank and _FROM.match(line):
-            if letter is not None:
-                yield letter
-            letter = _Letter()
-        elif letter is None:
+            if raw_message is not None:
+                yield raw_message
+            raw_message = _RawMessage()
+        elif raw_message is None:
             if line.strip():
                 raise UnreadableDocument("is no mailbox: it does not begin with a line 'From ADDRESS DATE'")
         else:
-            letter.add(line[1:] if whole and _QUOTED_FROM.match(line) else line)
+            raw_message.add(line[1:] if whole and _QUOTED_FROM.match(line) else line)
         blank = whole and not line.strip()
         whole = line.endswith(b"\n")
-    if letter is None:
+    if raw_message is None:
         raise UnreadableDocument("is empty: it holds no message")
-    yield letter
+    yield raw_message
 
 
 def _header(message: Message, name: str) -> str:
@@ -156,23 +165,23 @@ def _document(source: str, message: Message) -> Document:
     headers = {name: _header(message, name) for name in _HEADERS}
     texts: list[str] = []
     names: list[str] = []
-    _gather(message, texts, names, _MOST_DEPTH)
+    _gather(message, texts, names, _MAX_DEPTH)
     if names:
         texts.append(f"Attachments: {', '.join(names)}")
     subject = headers["Subject"]
     text = "\n\n".join(texts) or subject
     shown = "\n".join(f"{name}: {value}"[:200] for name, value in headers.items() if value)
-    return assemble(source, subject or opening(text), [Section(text)], shown)
+    return make_document(source, subject or first_words(text), [Section(text)], shown)
 
 
 def _gather(part: Message, texts: list[str], names: list[str], depth: int) -> None:
-    """The texts of a part in order, and the names of what is attached."""
+    """Collect the texts of a part in order, and the names of attachments."""
     if depth == 0:
         raise _too_deep()
     kind = part.get_content_type()
     name = part.get_filename()
     if name is not None or part.get_content_disposition() == "attachment" or kind == "message/rfc822":
-        if len(names) < _MOST_NAMES:
+        if len(names) < _MAX_NAMES:
             names.append(_file_name(name) or kind)
         return
     content = part.get_payload()
@@ -190,7 +199,7 @@ def _gather(part: Message, texts: list[str], names: list[str], depth: int) -> No
 
 
 def _choose(ways: list[Message], texts: list[str], names: list[str], depth: int) -> None:
-    """The first way of saying it that has text, plain before others; the later ones are richer."""
+    """The first alternative with text: plain text, then the others from the richest."""
     plain = [way for way in ways if way.get_content_type() == "text/plain"]
     for way in plain + [way for way in reversed(ways) if way not in plain]:
         before = len(texts)

@@ -1,4 +1,4 @@
-"""PDF: the text of its pages, lines joined again to sentences."""
+"""PDF: the text of its pages, with wrapped lines joined."""
 
 from __future__ import annotations
 
@@ -10,33 +10,41 @@ from typing import Any
 
 from rekindle.core.document import Document, Section
 from rekindle.errors import UnreadableDocument
-from rekindle.knowledge.read.problem import Problem, missing, sentence
-from rekindle.knowledge.read.text import MOST_CHARACTERS, assemble, clean, one_line, too_long
+from rekindle.knowledge.read.common import (
+    MAX_CHARACTERS,
+    ReadProblem,
+    clean,
+    make_document,
+    one_line,
+    parser_missing,
+    refusal_sentence,
+    too_long,
+)
 
-_PDFIUM = threading.Lock()  # the library knows no threads: one call of it at a time, in the whole process
-_MOST_PAGES = 50_000
+_PDFIUM = threading.Lock()  # PDFium is not thread-safe: one call at a time in the whole process
+_MAX_PAGES = 50_000
 
-# How PDFium tells a hyphen at the end of a line: it has joined the lines already.
+# How PDFium marks a hyphen at the end of a line; it has already joined the lines.
 _HYPHEN = re.compile("[\x02\xad\ufffe](?:\r?\n)?")
 _ENDS = (".", "!", "?", ":", ";", ".”", ".)", "。")
 _ITEM = re.compile(r"\s*(?:[-•*–·▪◦]|\(?\d{1,3}[.)]|\(?[a-z][.)])\s")
-_FULL_LINE = 0.7  # of the longest line of a page: such a line was broken because it was full
+_FULL_LINE = 0.7  # of the longest line of a page: a longer line was wrapped
 _UNTITLED = re.compile(r"(?:microsoft (?:word|powerpoint) - )?(?:untitled|document\d*|slide \d+|)\s*", re.IGNORECASE)
 
 
-def read_pdf(source: str, data: bytes) -> Iterator[Document | Problem]:
-    """One document, a section for each page with text; then, if pages were damaged, one problem that tells which."""
+def read_pdf(source: str, data: bytes) -> Iterator[Document | ReadProblem]:
+    """One document, a section for each page with text; then, if pages were damaged, a problem that names them."""
     with _PDFIUM:
         title, pages, damaged = _pages(data)
-    texts = [joined(clean(_HYPHEN.sub(_mended, page))) for page in pages]
+    texts = [joined(clean(_HYPHEN.sub(_dehyphenated, page))) for page in pages]
     if not any(text.strip() for text in texts):
         if damaged:
             raise UnreadableDocument("is a damaged PDF: none of its pages can be read")
         raise UnreadableDocument("has no text, only pictures; run OCR first")
-    yield assemble(source, title or _first_line(texts) or PurePath(source).stem, [Section(text) for text in texts])
+    yield make_document(source, title or _first_line(texts) or PurePath(source).stem, [Section(text) for text in texts])
     if damaged:
         few = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
-        yield Problem(source, sentence(source, f"has damaged pages, which were left out: {few}"))
+        yield ReadProblem(source, refusal_sentence(source, f"has damaged pages, which were left out: {few}"))
 
 
 def _pages(data: bytes) -> tuple[str, list[str], list[int]]:
@@ -44,7 +52,7 @@ def _pages(data: bytes) -> tuple[str, list[str], list[int]]:
     try:
         import pypdfium2
     except ImportError as error:
-        raise missing("PDF") from error
+        raise parser_missing("PDF") from error
     try:
         opened = pypdfium2.PdfDocument(data)
     except pypdfium2.PdfiumError as error:
@@ -52,8 +60,8 @@ def _pages(data: bytes) -> tuple[str, list[str], list[int]]:
             raise UnreadableDocument("is encrypted: save it without a password first") from error
         raise UnreadableDocument(f"is a damaged PDF, or none: {error}") from error
     try:
-        if len(opened) > _MOST_PAGES:
-            raise UnreadableDocument(f"has more than {_MOST_PAGES:,} pages: cut it into smaller files")
+        if len(opened) > _MAX_PAGES:
+            raise UnreadableDocument(f"has more than {_MAX_PAGES:,} pages: cut it into smaller files")
         texts, damaged, total = [], [], 0
         for number in range(len(opened)):
             try:
@@ -62,7 +70,7 @@ def _pages(data: bytes) -> tuple[str, list[str], list[int]]:
                 damaged.append(number + 1)
                 continue
             total += len(texts[-1])
-            if total > MOST_CHARACTERS:
+            if total > MAX_CHARACTERS:
                 raise too_long()
         title = one_line(opened.get_metadata_value("Title"))
         return "" if _UNTITLED.fullmatch(title) else title, texts, damaged
@@ -82,7 +90,7 @@ def _page_text(opened: Any, number: int) -> str:
         page.close()
 
 
-def _mended(hyphen: re.Match[str]) -> str:
+def _dehyphenated(hyphen: re.Match[str]) -> str:
     return "" if hyphen.string[hyphen.end() : hyphen.end() + 1].islower() else "-"
 
 
@@ -92,11 +100,11 @@ def _first_line(texts: list[str]) -> str:
 
 
 def joined(text: str) -> str:
-    """`text` without the breaks that only the width of the page made."""
+    """`text` with hard-wrapped lines joined."""
     lines = [line.rstrip() for line in text.split("\n")]
     width = max(map(len, lines), default=0)
     kept: list[str] = []
-    last = ""  # the line before this one, as it stood on the page
+    last = ""  # the previous line of the page
     for line in lines:
         if not (last and line) or _ITEM.match(line):
             kept.append(line)

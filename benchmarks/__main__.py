@@ -1,0 +1,118 @@
+"""`python -m benchmarks NAME`: measure, against the rivals, on this machine."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rekindle.cli.options import AsJson
+from rekindle.errors import EngineMissing, InvalidSetting, RekindleError
+
+BENCHES = {
+    "engine": "benchmarks.engine",
+    "store": "benchmarks.store",
+    "prefix": "benchmarks.prefix.bench",
+    "serve": "benchmarks.serve.bench",
+    "knowledge": "benchmarks.knowledge",
+    "chunks": "benchmarks.chunks.bench",
+    "adapters": "benchmarks.adapters.bench",
+    "answers": "benchmarks.answers.bench",
+    "stream": "benchmarks.stream.bench",
+}
+_WITHOUT_ENGINE = {"store", "knowledge"}
+
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help=f"Which bench: {', '.join(BENCHES)}.")],
+    model: Annotated[str, typer.Option(help="The model to measure with.")] = "smollm2",
+    engine: Annotated[str, typer.Option(help="The engine: hf, llamacpp.")] = "hf",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    shape: Annotated[str | None, typer.Option(help="Random weights of this shape: for time only.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A folder of .jsonl texts, or of a trace for serve.")] = None,
+    adapters: Annotated[
+        Path | None, typer.Option(help="adapters: a folder of folders that PEFT saved; else those of the package.")
+    ] = None,
+    pairs: Annotated[
+        Path | None, typer.Option(help="answers: a .jsonl file of labelled pairs of questions (a, b, paraphrase).")
+    ] = None,
+    traces: Annotated[
+        Path | None, typer.Option(help="stream: a folder of .csv files of bandwidth over time (time_s,mbps).")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")] = None,
+    seed: Annotated[int, typer.Option(help="For everything drawn at random.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: under three minutes.")] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="chunks: find how much to mend with this model, and keep that; adapters: how many bits its KV gets.",
+        ),
+    ] = False,
+    quality: Annotated[
+        float | None, typer.Option(help="chunks: calibrate for this ROUGE-L to the full computation, up to 1.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the result into this .png file.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Run a bench: every baseline in the same process, interleaved, as medians and ratios."""
+    from benchmarks.base import BenchOptions
+    from rekindle.cli.console import notes, print_json, print_table
+    from rekindle.engine.load import choose_engine, require_packages
+
+    if name not in BENCHES:
+        raise InvalidSetting(f"There is no bench {name!r}. Use {', '.join(BENCHES)}.")
+    if (calibrate and name not in ("chunks", "adapters")) or (quality is not None and name != "chunks"):
+        raise InvalidSetting(
+            f"--calibrate is for the benches chunks and adapters, --quality for chunks: leave them out with {name}."
+        )
+    if name != "adapters" and adapters is not None:
+        raise InvalidSetting(f"--adapters is for the bench adapters: leave it out with {name}.")
+    if name != "answers" and pairs is not None:
+        raise InvalidSetting(f"--pairs is for the bench answers: leave it out with {name}.")
+    if name != "stream" and traces is not None:
+        raise InvalidSetting(f"--traces is for the bench stream: leave it out with {name}.")
+    if name not in _WITHOUT_ENGINE:
+        require_packages(choose_engine(model, engine))
+    options = BenchOptions(
+        model, engine, device, dtype, data, shape, limit, seed, quick, calibrate, quality, adapters, pairs, traces
+    )
+    with notes.status(f"bench {name}") as status:
+        report = import_module(BENCHES[name]).run(options, lambda part: status.update(f"bench {name}: {part}"))
+    if plot is not None:
+        _draw(report, plot)
+    if json:
+        print_json(report.as_json())
+        return
+    columns = ["measure", "ours", "baseline", "ratio", "bar"]
+    print_table(columns, [[getattr(row, column) for column in columns] for row in report.rows], title=f"bench {name}")
+
+
+def _draw(report: Any, path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EngineMissing("Plots need matplotlib: pip install 'rekindle[bench]'") from error
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    report.plot(figure)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """An error of ours is one sentence on standard error and exit status 1."""
+    try:
+        app()
+    except RekindleError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

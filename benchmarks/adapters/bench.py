@@ -1,0 +1,147 @@
+"""`python -m benchmarks adapters`: several adapters that work on the same texts, within a limit.
+
+scenarios   apps ask as in a recorded usage, their adapters by a Pareto law: without reuse, with whole KV for each
+            adapter, with differences, with the policy that knows apps, with all of it (see `workload`)
+deltas      what a difference takes, and how near the answers are to the exact ones (see `quality`)
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.adapters import quality
+from benchmarks.adapters.data import Material, read_adapters, read_material
+from benchmarks.adapters.modes import MODES, REPLY_TOKENS, Watch, answer_all, open_lanes
+from benchmarks.adapters.report import Told, draw, tell
+from benchmarks.adapters.shape import run_shape
+from benchmarks.adapters.workload import (
+    CONTEXTS,
+    EXPONENT,
+    INSTRUCTIONS,
+    LIMIT_SHARE,
+    SCENARIOS,
+    Scenario,
+    Workload,
+    make_contexts,
+    make_workload,
+)
+from benchmarks.base import Advance, BenchOptions, Report, about, scratch
+from benchmarks.models import load
+from rekindle.engine.base import Engine
+from rekindle.engine.lora_files import read_adapter
+from rekindle.errors import InvalidSetting
+from rekindle.models.adapter_registry import RegisteredAdapter
+
+REQUESTS, QUICK_REQUESTS = 12, 6  # that are measured, in each scenario
+FILLING = 1.0  # as many come before them: the caches are as full as they get in use
+QUICK_SCENARIOS, QUICK_CONTEXTS = 1, 2
+ALL_MODES = ("S1", "S4")  # the scenarios in which every mode is measured: few adapters, and many
+_MAX_TEXTS = 64  # of each kind that are put into tokens
+
+
+def run(options: BenchOptions, advance: Advance) -> Report:
+    """Measure everything. The model is loaded before."""
+    if options.shape is not None:
+        return run_shape(options, advance)
+    known = read_adapters(options.adapters)
+    material = read_material(options.data, options.seed)
+    advance("load the model")
+    engine = load(options)
+    try:
+        if options.calibrate:
+            started = time.perf_counter()
+            coder = quality.calibrate(engine, advance)
+            return quality.tell_calibration(engine, coder, time.perf_counter() - started)
+        report = Report("adapters", fields=_about(engine, options, known, material))
+        bench = _Bench(engine, options, known, material, advance)
+        deltas = bench.deltas()  # first: what it calibrates is used by what follows
+        told = [bench.scenario(number) for number in range(QUICK_SCENARIOS if options.quick else len(SCENARIOS))]
+    finally:
+        engine.close()
+    tell(report, told, deltas)
+    report.plot = functools.partial(draw, told=told)
+    return report
+
+
+def _about(engine: Engine, options: BenchOptions, known: list[RegisteredAdapter], material: Material) -> dict[str, Any]:
+    return {
+        **about(engine, options),
+        "seed": options.seed,
+        "adapters": [adapter.name for adapter in known],
+        "exponent": EXPONENT,
+        "limit_share": LIMIT_SHARE,
+        "contexts": QUICK_CONTEXTS if options.quick else CONTEXTS,
+        "reply_tokens": REPLY_TOKENS,
+        "data_reasons": list(material.reasons),
+    }
+
+
+class _Bench:
+    """The parts of the bench, on one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: BenchOptions,
+        known: list[RegisteredAdapter],
+        material: Material,
+        advance: Advance,
+    ) -> None:
+        if not engine.capabilities.adapters:
+            raise InvalidSetting(f"{engine.name} takes no adapters with this engine.")
+        self._engine, self._options, self._known, self._advance = engine, options, known, advance
+        self._material = material
+        random = np.random.default_rng(options.seed)
+        self._conversations = self._encoded(material.conversations, random)
+        self._documents = self._encoded(material.documents, random)
+
+    def _encoded(self, texts: tuple[str, ...], random: np.random.Generator) -> list[list[int]]:
+        some = [texts[place] for place in random.permutation(len(texts))[:_MAX_TEXTS]]
+        return [self._engine.tokenizer.encode(f"{text}\n\n") for text in some]
+
+    def deltas(self) -> dict[str, Any]:
+        """What differences take, and what they do to answers."""
+        if not self._engine.capabilities.layer_feeds:
+            return quality.unmeasured("this engine takes no KV layer by layer")
+        random = np.random.default_rng((self._options.seed, len(SCENARIOS)))
+        length = quality.PROMPT_TOKENS + quality.FORCED_TOKENS
+        contexts = make_contexts(self._conversations, self._documents, length, CONTEXTS, random)
+        loras = {adapter.name: read_adapter(adapter.path, adapter.scale) for adapter in self._known}
+        texts = [context.tokens for context in contexts]
+        return quality.measure_deltas(
+            self._engine, loras, texts, self._options.seed, self._advance, quick=self._options.quick
+        )
+
+    def scenario(self, number: int) -> Told:
+        """All modes on the requests of one scenario."""
+        workload = self._workload(number, SCENARIOS[number])
+        working_set_bytes = workload.working_set_tokens * self._engine.layout.token_bytes
+        limit_bytes = int(working_set_bytes * LIMIT_SHARE)
+        modes = [mode for mode in MODES if mode.everywhere or workload.scenario.name in ALL_MODES]
+        own = [adapter for adapter in self._known if adapter.name in workload.adapters]
+        with (
+            scratch() as folder,
+            open_lanes(self._engine, modes, own, Path(folder), limit_bytes) as lanes,
+            Watch() as watch,
+        ):
+            seconds = answer_all(
+                lanes, workload, watch, lambda part: self._advance(f"{workload.scenario.name}: {part}")
+            )
+            return Told.of(workload, lanes, working_set_bytes, limit_bytes, seconds)
+
+    def _workload(self, number: int, scenario: Scenario) -> Workload:
+        random = np.random.default_rng((self._options.seed, number))
+        usage = self._material.usages[number % len(self._material.usages)]
+        count = QUICK_CONTEXTS if self._options.quick else CONTEXTS
+        contexts = make_contexts(self._conversations, self._documents, scenario.input_tokens, count, random)
+        instructions = [tuple(self._engine.tokenizer.encode(text)) for text in INSTRUCTIONS]
+        measured = self._options.rounds(REQUESTS, quick=QUICK_REQUESTS)
+        names = [adapter.name for adapter in self._known]
+        fewer = replace(scenario, adapters=min(scenario.adapters, len(names)))
+        return make_workload(fewer, names, contexts, instructions, usage, (int(measured * FILLING), measured), random)

@@ -1,0 +1,222 @@
+"""The ways of serving adapters that `python -m benchmarks adapters` compares, each with a folder of its own.
+
+All answer the same requests with the same loaded model, in turns. Nothing is held in memory and no context waits in the
+engine: the folder is all there is, so what it takes is what a mode takes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.adapters.workload import Ask, Kind, Workload
+from benchmarks.base import Advance
+from benchmarks.baselines import mobilora
+from rekindle.engine.base import Engine
+from rekindle.errors import CacheUnusable, RekindleError
+from rekindle.models.adapter_registry import RegisteredAdapter
+from rekindle.session.session import Session
+from rekindle.store.admin.report import summary, used_bytes
+
+REPLY_TOKENS = 2  # of every request: the first one is what counts
+_LOOK_SECONDS = 0.05
+_FLUSH_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way: the settings of its session. `exact`: its texts must be those of the computation without a cache."""
+
+    name: str
+    title: str
+    settings: Mapping[str, Any]
+    exact: bool = True
+    everywhere: bool = True  # whether it is measured in every scenario: what is only to compare with saves time
+
+    @property
+    def caches(self) -> bool:
+        """Whether it keeps anything."""
+        return self.settings.get("reuse") != "off"
+
+
+PEFT, PREFIX, DELTA, UTILITY, OURS = "peft", "prefix", "delta", "utility", "ours"
+EXACT, MOBILORA = "exact", "mobilora"
+MODES = (
+    Mode(PEFT, "no reuse", {"reuse": "off"}),
+    Mode(PREFIX, "whole KV, lru", {"reuse": "exact", "codec": "raw", "policy": "lru"}),
+    Mode(DELTA, "deltas, lru", {"reuse": "quantized", "codec": "auto", "policy": "lru"}, exact=False),
+    Mode(UTILITY, "whole KV, utility", {"reuse": "exact", "codec": "raw", "policy": "utility"}),
+    Mode(OURS, "deltas, utility", {"reuse": "quantized", "codec": "auto", "policy": "utility"}, exact=False),
+    Mode(EXACT, "lossless deltas, utility", {"reuse": "exact", "codec": "auto", "policy": "utility"}, everywhere=False),
+    Mode(MOBILORA, "as published", {"reuse": "quantized"}, False, False),
+)
+_EVERYWHERE: Mapping[str, Any] = {
+    "memory_limit": "0",
+    # Killed apps' KV goes when room is needed: what is hours in a usage are moments here.
+    "killed_ttl": "none",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one request."""
+
+    kind: Kind
+    ttft_s: float
+    prompt_tokens: int
+    reused_tokens: int
+    tokens: tuple[int, ...]  # of the reply
+    used_bytes: int  # of the folder, afterwards
+    miss: str | None = None  # why not more was reused, as `Reuse` has it
+
+
+@dataclass
+class Lane:
+    """A mode at work. `reason` says why it is not."""
+
+    mode: Mode
+    folder: Path
+    session: Session | None = None
+    reason: str | None = None
+    filled: list[Answer] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    peak_bytes: int = 0
+    accounted_bytes: int = 0  # the most that the store itself thought it takes, with what was reserved
+    states_lost: int = 0
+
+    def ask(self, ask: Ask, *, measured: bool) -> None:
+        """Let an app's request be answered, then wait until everything is kept."""
+        session = self.session
+        assert session is not None
+        if self.mode.caches:
+            self._tell(session, ask)
+        options: dict[str, Any] = {"adapter": ask.adapter, "app": ask.app, "app_state": "foreground"}
+        reply = session.generate(ask.prompt, max_tokens=REPLY_TOKENS, **options)
+        session.flush(_FLUSH_SECONDS)
+        self.look()
+        if session.cache.store is not None:
+            self.accounted_bytes = max(self.accounted_bytes, used_bytes(session.cache.store.disk))
+        ttft, used = reply.timings.first_token_seconds, folder_bytes(self.folder)
+        answer = Answer(ask.kind, ttft, len(ask.prompt), reply.reuse.reused, reply.tokens, used, reply.reuse.miss)
+        (self.answers if measured else self.filled).append(answer)
+
+    def _tell(self, session: Session, ask: Ask) -> None:
+        for app, state in ask.changes:
+            try:
+                session.apps.set(app, state)
+            except CacheUnusable:  # there was no room to note it: as in use, it goes on without
+                self.states_lost += 1
+
+    def look(self) -> None:
+        """Look how much the folder takes now."""
+        self.peak_bytes = max(self.peak_bytes, folder_bytes(self.folder))
+
+    def kept(self) -> dict[str, Any]:
+        """What it holds in the end, and what went or was not taken."""
+        store = None if self.session is None else self.session.cache.store
+        if store is None or self.session is None or self.session.cache.writer is None:
+            return {"bytes_per_token": None, "evicted_bytes": 0, "refused": 0, "states_lost": 0}
+        held = summary(store.disk)
+        return {
+            "bytes_per_token": held["bytes"] / held["tokens"] if held["tokens"] else None,
+            "evicted_bytes": sum(store.disk.room.evicted_bytes.values()),
+            "refused": self.session.cache.writer.outcomes["refused"],
+            "states_lost": self.states_lost,
+        }
+
+
+@contextmanager
+def open_lanes(
+    engine: Engine, modes: Sequence[Mode], adapters: Sequence[RegisteredAdapter], folder: Path, limit_bytes: int
+) -> Iterator[list[Lane]]:
+    """A lane for each mode, with the adapters loaded. One that the engine or this version cannot do says why."""
+    lanes: list[Lane] = []
+    try:
+        for mode in modes:
+            lanes.append(lane := Lane(mode, folder / mode.name))
+            try:
+                settings = {**_EVERYWHERE, **mode.settings, "cache": str(lane.folder), "disk_limit": limit_bytes}
+                lane.session = (mobilora.opened if mode.name == MOBILORA else Session)(engine, **settings)
+                for adapter in adapters:
+                    lane.session.adapters.load(adapter.name, adapter.path, adapter.scale)
+            except RekindleError as error:
+                lane.reason = str(error)
+                _close(lane)
+        yield lanes
+    finally:
+        for lane in lanes:
+            _close(lane)
+
+
+def _close(lane: Lane) -> None:
+    if lane.session is not None:
+        lane.session.close()
+        lane.session = None
+
+
+class Watch:
+    """A thread that looks how much the folder of one lane takes, while it is at work."""
+
+    def __init__(self) -> None:
+        self._lane: Lane | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="rekindle-bench-watch", daemon=True)
+
+    @contextmanager
+    def over(self, lane: Lane) -> Iterator[None]:
+        """Look at this one inside the block."""
+        self._lane = lane
+        try:
+            yield
+        finally:
+            self._lane = None
+
+    def _look(self) -> None:
+        while not self._ended.wait(_LOOK_SECONDS):
+            lane = self._lane
+            if lane is not None and lane.mode.caches:
+                lane.look()
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def answer_all(lanes: Sequence[Lane], workload: Workload, watch: Watch, advance: Advance) -> float:
+    """Every request in every lane, the lanes in turns, each time another one first; the seconds it took.
+
+    What fills the caches is not asked where nothing is kept.
+    """
+    started = time.perf_counter()
+    asks, filling = workload.asks, workload.filling
+    ready = [lane for lane in lanes if lane.session is not None]
+    for number, ask in enumerate(asks):
+        first = number % len(ready) if ready else 0
+        for lane in (*ready[first:], *ready[:first]):
+            if number >= filling or lane.mode.caches:
+                advance(f"request {number + 1} of {len(asks)}, {lane.mode.name}")
+                with watch.over(lane):
+                    lane.ask(ask, measured=number >= filling)
+    return time.perf_counter() - started
+
+
+def folder_bytes(folder: Path) -> int:
+    """What all files of a folder take; what goes meanwhile is passed over."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += Path(place, name).stat().st_size
+            except OSError:
+                continue
+    return total

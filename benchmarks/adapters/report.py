@@ -1,0 +1,259 @@
+"""What `bench adapters` found: fields, rows, a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.adapters.modes import DELTA, EXACT, MOBILORA, MODES, OURS, PEFT, PREFIX, UTILITY, Answer, Lane, Mode
+from benchmarks.adapters.workload import Kind, Workload
+from benchmarks.base import Report, Row, mean
+
+BARS = {
+    "reduction_vs_best": ">= 0.351",
+    "delta_bits": "<= 2.75",
+    "top1": ">= 0.95",
+    "kl": "<= 0.015",
+    "plain_kl": ">= 5 x ours",
+}
+_BASELINES = (PEFT, PREFIX)
+_HIT = 0.5  # of a prompt's tokens: then the request counts as a hit
+# What is left of ours when one part is taken away.
+_ABLATIONS = {
+    "without_deltas": UTILITY,
+    "without_utility": DELTA,
+    "without_both": PREFIX,
+    "without_loss": EXACT,
+    "as_published": MOBILORA,
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one mode did in one scenario; `reason` says why it did not."""
+
+    mode: Mode
+    reason: str | None
+    answers: tuple[Answer, ...]
+    filled: tuple[Answer, ...]
+    peak_bytes: int
+    accounted_bytes: int
+    kept: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, lane: Lane) -> Served:
+        """What a lane has to tell, before it is closed."""
+        answers, filled = tuple(lane.answers), tuple(lane.filled)
+        return cls(lane.mode, lane.reason, answers, filled, lane.peak_bytes, lane.accounted_bytes, lane.kept())
+
+    def mean_ttft_s(self, kind: Kind | None = None) -> float | None:
+        """Of the measured requests, or those of one kind; None of none."""
+        return mean([answer.ttft_s for answer in self.answers if kind in (None, answer.kind)])
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one scenario gave."""
+
+    workload: Workload
+    served: Mapping[str, Served]
+    working_set_bytes: int
+    limit_bytes: int
+    seconds: float
+
+    @classmethod
+    def of(
+        cls, workload: Workload, lanes: Sequence[Lane], working_set_bytes: int, limit_bytes: int, seconds: float
+    ) -> Told:
+        """All lanes."""
+        return cls(
+            workload, {lane.mode.name: Served.of(lane) for lane in lanes}, working_set_bytes, limit_bytes, seconds
+        )
+
+    def ttft_s(self, mode: str) -> float | None:
+        """The mean of a mode; None if it was not measured."""
+        served = self.served.get(mode)
+        return None if served is None else served.mean_ttft_s()
+
+    @property
+    def best(self) -> str | None:
+        """The better one of the baselines."""
+        means = {mode: seconds for mode in _BASELINES if (seconds := self.ttft_s(mode)) is not None}
+        return min(means, key=lambda mode: means[mode]) if means else None
+
+    def reduction(self, mode: str, against: str | None) -> float | None:
+        """By how much a mode's first tokens come sooner, as a share."""
+        ours, theirs = self.ttft_s(mode), None if against is None else self.ttft_s(against)
+        return None if ours is None or theirs is None else 1 - ours / theirs
+
+
+def tell(report: Report, told: Sequence[Told], deltas: Mapping[str, Any]) -> None:
+    """Fields and rows."""
+    rows = [_row_of(one, served.mode) for one in told for served in one.served.values()]
+    report.fields |= {
+        "scenarios": [_scenario_of(one) for one in told],
+        **deltas,
+        "reduction_vs_best": mean([one.reduction(OURS, one.best) for one in told]),
+        "reduction_by_mode": {mode.name: _compared(told, mode.name, None) for mode in MODES},
+        "reduction_with_filling": mean([_reduction_with_filling(one) for one in told]),
+        "ablations": {name: _compared(told, OURS, mode) for name, mode in _ABLATIONS.items()},
+        "within_limit": all(row["peak_bytes"] <= row["limit_bytes"] for row in rows if row["peak_bytes"] is not None),
+        "texts_equal": _texts_equal(rows),
+        "rows": rows,
+        "used_bytes": {served.mode.name: _used(served) for served in told[0].served.values()},
+    }
+    if report.fields["reduction_vs_best"] is None:
+        report.fields["reduction_reason"] = _reason(told)
+    report.rows += [row for one in told for row in _scenario_rows(one)]
+    report.rows += _last_rows(report.fields)
+
+
+def _compared(told: Sequence[Told], mode: str, against: str | None) -> float | None:
+    """By how much a mode comes sooner than another, or the best baseline: of the scenarios that have both."""
+    found = [one.reduction(mode, against or one.best) for one in told]
+    return mean([share for share in found if share is not None])
+
+
+def _scenario_of(told: Told) -> dict[str, Any]:
+    work = told.workload
+    return {
+        "scenario": work.scenario.name,
+        "adapters": work.scenario.adapters,
+        "input_tokens": work.scenario.input_tokens,
+        "usage": work.usage,
+        "apps": len({ask.app for ask in work.asks}),
+        "requests": len(work.measured),
+        "filling": work.filling,
+        "prompt_tokens": statistics.mean(len(ask.prompt) for ask in work.measured),
+        "pairs": len({(ask.adapter, ask.prompt[:32]) for ask in work.asks}),
+        "max_hit_share": work.max_hit_share,
+        "lru_hit_share": work.lru_hit_share,
+        "working_set_bytes": told.working_set_bytes,
+        "limit_bytes": told.limit_bytes,
+        "best_baseline": told.best,
+        "reduction_vs_best": told.reduction(OURS, told.best),
+        "seconds": told.seconds,
+    }
+
+
+def _row_of(told: Told, mode: Mode) -> dict[str, Any]:
+    served = told.served[mode.name]
+    about = {"scenario": told.workload.scenario.name, "mode": mode.name}
+    if served.reason is not None or not served.answers:
+        nothing = dict.fromkeys(("mean_ttft_s", "hit_share", "peak_bytes"))
+        return {**about, **nothing, "limit_bytes": told.limit_bytes, "reason": served.reason or "nothing was asked"}
+    answers, theirs = served.answers, told.served[PEFT].answers
+    return {
+        **about,
+        "mean_ttft_s": served.mean_ttft_s(),
+        "median_ttft_s": statistics.median(answer.ttft_s for answer in answers),
+        "conversation_ttft_s": served.mean_ttft_s("conversation"),
+        "writing_ttft_s": served.mean_ttft_s("writing"),
+        "hit_share": sum(answer.reused_tokens for answer in answers) / sum(answer.prompt_tokens for answer in answers),
+        "hits": sum(answer.reused_tokens >= _HIT * answer.prompt_tokens for answer in answers),
+        "requests": len(answers),
+        "misses": dict(Counter(answer.miss for answer in answers if answer.miss is not None)),
+        "peak_bytes": served.peak_bytes,
+        "accounted_bytes": served.accounted_bytes,
+        "limit_bytes": told.limit_bytes,
+        **served.kept,
+        "equal_share": mean([float(a.tokens == b.tokens) for a, b in zip(answers, theirs, strict=False)]),
+    }
+
+
+def _reduction_with_filling(told: Told) -> float | None:
+    """The same against whole KV for each adapter, where the requests that fill empty caches count as well."""
+    ours, theirs = told.served[OURS], told.served[PREFIX]
+    means = [mean([answer.ttft_s for answer in (*some.filled, *some.answers)]) for some in (ours, theirs)]
+    return None if means[0] is None or means[1] is None else 1 - means[0] / means[1]
+
+
+def _texts_equal(rows: Sequence[Mapping[str, Any]]) -> bool | None:
+    """Whether every mode that must gave the texts of the computation without a cache; None if none was measured."""
+    exact = {mode.name for mode in MODES if mode.exact and mode.caches}
+    shares = [row["equal_share"] for row in rows if row["mode"] in exact and row.get("equal_share") is not None]
+    return all(share == 1.0 for share in shares) if shares else None
+
+
+def _used(served: Served) -> list[int]:
+    """What the folder took after each request."""
+    return [answer.used_bytes for answer in (*served.filled, *served.answers)]
+
+
+def _reason(told: Sequence[Told]) -> str:
+    reasons = {served.reason for one in told for served in one.served.values() if served.reason is not None}
+    return "; ".join(sorted(reasons)) or "nothing was asked"
+
+
+def _scenario_rows(told: Told) -> list[Row]:
+    name, best = told.workload.scenario.name, told.best
+    rows = []
+    for served in told.served.values():
+        mode, mean = served.mode, served.mean_ttft_s()
+        row = _row_of(told, mode)
+        ratio, baseline = "", ""
+        if mode.name not in _BASELINES and mean is not None and best is not None:
+            theirs = told.ttft_s(best)
+            assert theirs is not None
+            ratio, baseline = f"{mean / theirs:.3f}", f"{theirs:.3f} s ({best})"
+        if mean is None:
+            rows.append(Row(f"{name}, {mode.name}: {mode.title}", f"- ({served.reason})", baseline, ratio))
+            continue
+        ours = f"{mean:.3f} s, {row['hit_share']:.0%} reused"
+        if mode.caches:
+            ours += f", peak {served.peak_bytes / 1e6:,.1f} of {told.limit_bytes / 1e6:,.1f} MB"
+        rows.append(Row(f"{name}, {mode.name}: {mode.title}", ours, baseline, ratio))
+    return rows
+
+
+def _last_rows(fields: Mapping[str, Any]) -> list[Row]:
+    def number(name: str, digits: int = 3) -> str:
+        value = fields.get(name)
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    worse = ""
+    if fields.get("plain_kl") is not None and fields.get("kl"):
+        worse = f"{fields['plain_kl'] / fields['kl']:.1f}"
+    return [
+        Row(
+            "first token sooner than the best baseline", number("reduction_vs_best"), "", "", BARS["reduction_vs_best"]
+        ),
+        *(
+            Row(f"all, against {name.replace('_', ' ')}", "" if share is None else f"{share:+.1%}", "", "")
+            for name, share in fields["ablations"].items()
+        ),
+        Row("bits of a difference", number("delta_bits", 2), number("delta_bits_lossless", 2), "", BARS["delta_bits"]),
+        Row("most likely token the same", number("top1"), "", "", BARS["top1"]),
+        Row("KL, median of adapters", number("kl", 4), f"{number('plain_kl', 4)} (plain)", worse, BARS["kl"]),
+        Row("KL, plain of the same size", number("plain_kl", 4), number("kl", 4), worse, BARS["plain_kl"]),
+        Row("as published: bits, KL", number("mobilora_bits", 2), number("mobilora_kl", 5), ""),
+        Row("read back", f"{number('decode_mb_s', 0)} MB/s", "", ""),
+        Row("within the limit", str(fields["within_limit"]), "", "", "True"),
+        Row("same texts where nothing is lost", str(fields["texts_equal"]), "", "", "True"),
+    ]
+
+
+def draw(figure: Any, told: Sequence[Told]) -> None:
+    """What folders take, request by request, and first-token times."""
+    left, right = figure.subplots(1, 2)
+    first = told[0]
+    for served in first.served.values():
+        used = _used(served)
+        if used and served.mode.caches:
+            left.plot(range(1, len(used) + 1), [size / 1e6 for size in used], label=served.mode.name)
+    left.axhline(first.limit_bytes / 1e6, color="black", linestyle="--", label="limit")
+    left.axvline(first.workload.filling + 0.5, color="gray", linestyle=":")
+    left.set_xlabel(f"requests of {first.workload.scenario.name}; measured behind the dotted line")
+    left.set_title("MB on disk")
+    left.legend(fontsize="small")
+    modes = [mode for mode in MODES if any(one.ttft_s(mode.name) is not None for one in told)]
+    width = 0.8 / max(1, len(modes))
+    for number, mode in enumerate(modes):
+        places = [place + number * width - 0.4 + width / 2 for place in range(len(told))]
+        right.bar(places, [one.ttft_s(mode.name) or 0.0 for one in told], width, label=mode.name)
+    right.set_xticks(range(len(told)), [one.workload.scenario.name for one in told])
+    right.set_title("mean seconds to the first token")
+    right.legend(fontsize="small")

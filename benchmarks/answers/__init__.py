@@ -1,0 +1,1 @@
+"""`python -m benchmarks answers`: questions answered before they are asked. It begins in `bench`."""

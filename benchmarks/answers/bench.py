@@ -1,0 +1,204 @@
+"""`python -m benchmarks answers`: questions about one's own documents, answered before they are asked.
+
+stream   per user: documents first, idle work, then questions in their order, with those that come back; between them
+         questions are foreseen from the earlier ones. Every way of answering has caches of its own (see `lanes`)
+scheduler  idle work with and without the rule, in the three cases published (see `schedule`)
+storage  how much KV is known by the room for it (see `storage`)
+foresight  how many questions are foreseen without a model, by stride (see `foresight`)
+guard    which stored answers may be given for questions that come back or only look alike (see `guard`)
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from benchmarks.answers import foresight, guard, schedule, storage
+from benchmarks.answers.lanes import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Lane, Way
+from benchmarks.answers.report import Found, Measured, draw, tell
+from benchmarks.answers.stream import people, stream
+from benchmarks.base import Advance, BenchOptions, Report, about, scratch
+from benchmarks.models import load
+from benchmarks.personal import Person, PersonalSet, personal_sets
+from rekindle.engine.base import Engine
+from rekindle.errors import InvalidSetting
+from rekindle.idle.idle import Idle, IdleOptions
+from rekindle.idle.log import IdleAction
+from rekindle.session.library import Knowledge
+from rekindle.settings import Settings
+
+SETS = ("qmsum", "locomo", "enron_qa")  # of a folder that has more, those with questions of one person
+QUESTIONS, QUICK_QUESTIONS = 4, 1  # of each user, beside those that come back
+QUICK_ASKED = 2  # with those
+USERS, FORESIGHT_USERS = 1, 3  # of each set
+STRIDE = 3  # questions foreseen at a time
+ABSTRACTS = 6  # documents that are summed up before the first question
+WARM_PASSAGES, QUICK_WARM_PASSAGES = 160, 4
+_LIMIT_BYTES = 40 << 30
+_MAX_FORESEEN = 1000
+
+
+def run(options: BenchOptions, advance: Advance) -> Report:
+    """Measure everything."""
+    if options.engine != "hf":
+        raise InvalidSetting("The published ways need the hf engine: leave --engine out.")
+    sets = personal_sets(options.data)
+    chosen = [some for some in sets if some.name in SETS] or sets
+    advance("load the model")
+    engine = load(options)
+    try:
+        measured = []
+        users = people(chosen[:1] if options.quick else chosen, USERS)
+        for name, person in users:
+            with scratch() as folder:
+                measured.append(_Person(engine, options, name, person, Path(folder), advance).measure())
+        scheduled = None if options.quick else _schedule(engine, users[0][1], advance)
+        fields = {**about(engine, options), "top_k": TOP_K, "new_tokens": NEW_TOKENS, "stride": STRIDE}
+    finally:
+        engine.close()
+    guarded, foreseen = _without_model(options, chosen[:1] if options.quick else chosen, advance)
+    report = Report("answers", fields=fields)
+    found = Found(measured, scheduled, guarded, foreseen)
+    tell(report, found)
+    report.plot = functools.partial(draw, found=found)
+    return report
+
+
+def _schedule(engine: Engine, person: Person, advance: Advance) -> dict[str, Any]:
+    with scratch() as folder:
+        return schedule.measure(engine, person, Path(folder), advance)
+
+
+def _without_model(
+    options: BenchOptions, sets: list[PersonalSet], advance: Advance
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the guard lets through, and what is foreseen."""
+    threshold = Settings().similarity_threshold
+    with scratch() as folder:
+        knowledge = Knowledge(Settings(library=folder, cache="off"), lambda *_, **__: None)
+        try:
+            guarded = guard.measure(sets, knowledge, threshold, advance)
+            guarded |= guard.measure_pairs(options.pairs, knowledge.embedder(), threshold)
+            users = USERS if options.quick else FORESIGHT_USERS
+            return guarded, foresight.measure(sets, knowledge, users, advance)
+        finally:
+            knowledge.close()
+
+
+class _Person:
+    """One user: documents, idle work, then the stream of questions in every way."""
+
+    def __init__(
+        self, engine: Engine, options: BenchOptions, name: str, person: Person, folder: Path, advance: Advance
+    ) -> None:
+        self._engine, self._options, self._person, self._folder = engine, options, person, folder
+        self._name, self._advance = name, advance
+        self._seen = 0  # the last foreseen question that the other lanes know
+        self._near: list[dict[str, float]] = []  # how near foreseen questions were to each that was asked
+
+    def measure(self) -> Measured:
+        """All ways on the same questions, in turns."""
+        asked = stream(self._person, self._options.rounds(QUESTIONS, QUICK_QUESTIONS))
+        asked = asked[:QUICK_ASKED] if self._options.quick else asked
+        lanes, idle = self._begin()
+        try:
+            for number, question in enumerate(asked):
+                self._near.append(self._nearest(lanes, question.text))
+                for lane in self._turn(lanes, number):
+                    self._advance(f"{self._name}: question {number + 1} of {len(asked)}, {lane.way.name}")
+                    lane.ask(question.text)
+                if question.kind == "first" and number + 1 < len(asked):
+                    self._advance(f"{self._name}: foreseeing after question {number + 1}")
+                    self._foresee(lanes, idle)
+        finally:
+            for lane in lanes:
+                lane.close()
+        questions = [question.text for question in self._person.questions]
+        stored = storage.measure(self._engine, self._folder / VERIFIED, questions)
+        return Measured(self._name, self._person.name, asked, lanes, stored, self._near)
+
+    @staticmethod
+    def _nearest(lanes: list[Lane], question: str) -> dict[str, float]:
+        """The cosine of the nearest question that was foreseen from each source, before it is asked."""
+        session = next(lane for lane in lanes if lane.way.name == VERIFIED).session
+        vector = session.knowledge.embedder().embed([question]).vectors[0]
+        nearest: dict[str, float] = {}
+        for near in session.answers.bank().nearest(vector, _MAX_FORESEEN):
+            if near.entry.asked is None:
+                nearest[near.entry.origin] = max(near.similarity, nearest.get(near.entry.origin, 0.0))
+        return nearest
+
+    def _begin(self) -> tuple[list[Lane], Idle]:
+        """Ingest, do the first idle work once, and give every way its folders."""
+        ways = {way.name: way for way in WAYS}
+        first = Lane.open(ways[VERIFIED], self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
+        self._advance(f"{self._name}: documents of {self._person.name}")
+        first.session.ingest(documents=self._person.documents)
+        first.session.flush()
+        for way in WAYS:
+            if way.name != VERIFIED:
+                shutil.copytree(self._folder / VERIFIED / "library", self._folder / way.name / "library")
+        idle = self._idle(first)
+        self._advance(f"{self._name}: idle work before the first question")
+        stride = 1 if self._options.quick else STRIDE
+        done = [
+            *idle.abstracts(1 if self._options.quick else ABSTRACTS),
+            *idle.predict_from_abstracts(stride),
+            *idle.predict_from_passages(stride),
+        ]
+        first.session.flush()
+        first.session.close()
+        done += self._warm(ways[DIRECT])
+        first = Lane.open(ways[VERIFIED], self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
+        first.idle_flop = sum(did.flop or 0.0 for did in done)
+        lanes = [first]
+        for way in WAYS:
+            if way.name != VERIFIED:
+                if way.ours:
+                    shutil.copytree(self._folder / VERIFIED / "cache", self._folder / way.name / "cache")
+                lanes.append(Lane.open(way, self._engine, self._folder / way.name, _LIMIT_BYTES))
+                lanes[-1].idle_flop = first.idle_flop if way.ours else 0.0
+        if hasattr(os, "sync"):
+            os.sync()  # gigabytes were copied: nobody shall wait for the disk because of that
+        self._spread(lanes)
+        return sorted(lanes, key=lambda lane: [way.name for way in WAYS].index(lane.way.name)), self._idle(first)
+
+    def _warm(self, way: Way) -> list[IdleAction]:
+        """Compute passages ahead. What is only read is exact; a way that mends also notes where they are."""
+        lane = Lane.open(way, self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
+        done = self._idle(lane).warm()
+        lane.session.flush()
+        lane.close()
+        return done
+
+    def _idle(self, lane: Lane) -> Idle:
+        most = QUICK_WARM_PASSAGES if self._options.quick else WARM_PASSAGES
+        options = IdleOptions(
+            stride=STRIDE, settle_seconds=0.0, warm_passages=most, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS
+        )
+        return Idle(lane.session, options)
+
+    def _foresee(self, lanes: list[Lane], idle: Idle) -> None:
+        own = next(lane for lane in lanes if lane.way.name == VERIFIED)
+        done = idle.predict_from_history(1 if self._options.quick else STRIDE)
+        own.idle_flop += sum(did.flop or 0.0 for did in done)
+        own.session.flush()
+        self._spread(lanes)
+
+    def _spread(self, lanes: list[Lane]) -> None:
+        """Let the other ways that foresee know what was foreseen; the questions are the same for all."""
+        own = next(lane for lane in lanes if lane.way.name == VERIFIED)
+        new = own.session.answers.bank().entries(where=f"origin!='user' AND id>{self._seen} ORDER BY id")
+        self._seen = max([self._seen, *(entry.id for entry in new)])
+        for lane in lanes:
+            if lane is not own and lane.way.foresees:
+                lane.learn(new)
+
+    @staticmethod
+    def _turn(lanes: list[Lane], number: int) -> list[Lane]:
+        """The lanes, another one first each time."""
+        start = number % len(lanes)
+        return [*lanes[start:], *lanes[:start]]

@@ -1,0 +1,163 @@
+"""What a bench takes and gives, and how things are compared: in one process, interleaved, by medians."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rekindle import __version__
+from rekindle.engine.base import Engine
+from rekindle.machine import describe_machine
+
+Advance = Callable[[str], None]  # called before each part of a bench, with what it is
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """The options of every bench."""
+
+    model: str = "smollm2"
+    engine: str = "hf"
+    device: str = "auto"
+    dtype: str = "auto"
+    data: Path | None = None
+    shape: str | None = None
+    limit: int | None = None
+    seed: int = 0
+    quick: bool = False
+    calibrate: bool = False  # chunks: find the budget of a model, and keep it
+    quality: float | None = None  # for this ROUGE-L to the full computation
+    adapters: Path | None = None  # adapters: a folder of folders that PEFT saved
+    pairs: Path | None = None  # answers: labelled pairs of questions
+    traces: Path | None = None  # stream: a folder of bandwidth over time
+
+    def rounds(self, full: int, quick: int = 3) -> int:
+        """How often a measurement is repeated."""
+        return self.limit or (quick if self.quick else full)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: ours against theirs, and the bar."""
+
+    measure: str
+    ours: str
+    baseline: str
+    ratio: str
+    bar: str = ""
+
+
+@dataclass
+class Report:
+    """What a bench found. `fields` is the JSON object; a number that could not be measured is null with a reason."""
+
+    bench: str
+    rows: list[Row] = field(default_factory=list)
+    fields: dict[str, Any] = field(default_factory=dict)
+    plot: Callable[[Any], None] | None = None  # draws on a matplotlib figure
+
+    def as_json(self) -> dict[str, Any]:
+        """The JSON object; `table` is what people see."""
+        command = " ".join(["python", "-m", "benchmarks", *sys.argv[1:]])
+        about = {"bench": self.bench, "command": command, "machine": describe_machine(), "versions": versions()}
+        return {**about, **self.fields, "table": [asdict(row) for row in self.rows]}
+
+
+def about(engine: Engine, options: BenchOptions) -> dict[str, Any]:
+    """The fields that say what was measured with."""
+    dtype = engine.identity(engine.regime(1)).dtype
+    return {"model": engine.name, "engine": options.engine, "device": engine.device, "dtype": dtype}
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder that goes when the block ends."""
+    return tempfile.TemporaryDirectory(prefix="rekindle-bench-")
+
+
+def known(values: Iterable[float | None]) -> list[float]:
+    """Those that were measured."""
+    return [value for value in values if value is not None]
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """The mean; None where one is missing, or all are."""
+    every = list(values)
+    measured = known(every)
+    return statistics.fmean(measured) if measured and len(measured) == len(every) else None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Repeated measurements of one thing, in seconds."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle one."""
+        return statistics.median(self.seconds)
+
+    def as_json(self) -> dict[str, float]:
+        """Median and spread."""
+        return {"median_s": self.median, "min_s": min(self.seconds), "max_s": max(self.seconds)}
+
+    def __str__(self) -> str:
+        return f"{self.median * 1e3:,.1f} ms ({min(self.seconds) * 1e3:,.1f}-{max(self.seconds) * 1e3:,.1f})"
+
+
+def interleave(
+    jobs: Mapping[str, Callable[[], object]], rounds: int, settle: Callable[[], object]
+) -> dict[str, Timing]:
+    """Time every job `rounds` times, in turns (A B C A B C), after one unmeasured turn of each.
+
+    `settle` waits until the device is idle.
+    """
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn in range(rounds + 1):
+        for name, job in jobs.items():
+            settle()
+            start = time.perf_counter()
+            job()
+            settle()
+            if turn > 0:
+                times[name].append(time.perf_counter() - start)
+    return {name: Timing(tuple(seconds)) for name, seconds in times.items()}
+
+
+def paired_ratio(ours: Timing, theirs: Timing) -> float:
+    """The median of the ratios of neighbouring measurements: what a shared machine disturbs least."""
+    return statistics.median(a / b for a, b in zip(ours.seconds, theirs.seconds, strict=True))
+
+
+def drop_pages(*paths: Path) -> bool:
+    """Make the system forget the pages of files, so that the disk is read; False where it cannot be asked to."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+    return True
+
+
+def versions(packages: Sequence[str] = ("torch", "transformers", "llama-cpp-python")) -> dict[str, str]:
+    """The versions that matter."""
+    found = {"rekindle": __version__, "python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

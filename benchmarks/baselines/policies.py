@@ -1,0 +1,134 @@
+"""Policies of eviction as published. `install` lets stores be opened with them by name.
+
+weighted-lru, lfu   hits and recency; who asked does not matter
+mobilora            state, recency and length, added up; what is new may be worth least, and is not kept then
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Container
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from rekindle.core.kv import Kv
+from rekindle.core.scope import Asker
+from rekindle.store import disk, disk_space, tiered
+from rekindle.store.catalog import app_rows, catalog
+from rekindle.store.catalog.app_rows import Crowd
+from rekindle.store.catalog.catalog import Tail
+from rekindle.store.evict import evict
+from rekindle.store.evict.policy import NOBODY, POLICIES, Scene, Worth, chance, recency
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """Hits alone, or with recency as `chance` weighs them."""
+
+    name: str
+    recency: bool
+    by_app: bool = False
+
+    def worth(self, tail: Tail, crowd: Crowd, scene: Scene) -> Worth:  # noqa: ARG002
+        """The same for everybody."""
+        weighed = chance(tail.hits, scene.age_seconds(tail), scene.most_hits)
+        return Worth(True, weighed if self.recency else float(tail.hits))
+
+
+WEIGHTED_LRU, LFU = Weighted("weighted-lru", recency=True), Weighted("lfu", recency=False)
+
+
+@dataclass(frozen=True, slots=True)
+class MobiLora:
+    """`U = state_weight * phi(scores of the apps) + recency_weight * recency + length_weight * phi(length)`.
+
+    `phi` is `x / (1 + x)`, for lengths in units of `unit_tokens`. The source gives form and order, no numbers: these
+    make the state of one live app outweigh everything else, so that killed apps' KV goes first as it says.
+    """
+
+    name: str = "mobilora"
+    state_weight: float = 0.7
+    recency_weight: float = 0.2
+    length_weight: float = 0.1
+    foreground: float = 2.0
+    background: float = 1.0
+    unit_tokens: float = 512.0
+    by_app: bool = True
+
+    def worth(self, tail: Tail, crowd: Crowd, scene: Scene) -> Worth:
+        """The sum."""
+        states = self.foreground * crowd.foreground + self.background * crowd.background
+        value = self.state_weight * _phi(states)
+        value += self.recency_weight * recency(scene.age_seconds(tail))
+        value += self.length_weight * _phi(tail.tokens / self.unit_tokens)
+        return Worth(not crowd.dead, value)
+
+
+def _phi(x: float) -> float:
+    return x / (1 + x)
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """What is to be kept next: room is made for it, if it is worth that. `crowd` is whoever asked for it."""
+
+    tokens: int
+    size_bytes: int
+    crowd: Crowd
+
+    def tail(self, now: float) -> Tail:
+        """As if it were there already."""
+        return Tail(0, 1, 1, self.size_bytes, 0, now, self.tokens, 0)
+
+
+_NEWCOMER: ContextVar[Newcomer | None] = ContextVar("newcomer", default=None)
+
+
+class RefusingEviction(evict.Eviction):
+    """Algorithm 1: the newcomer is one of those that the one of least utility is chosen from."""
+
+    def free(self, short: int, holder: tuple[int, int] | None, whole: bool, apart: Container[int] = ()) -> int:
+        """Nothing goes that is worth more than the one it would go for."""
+        newcomer, policy = _NEWCOMER.get(), self._policy
+        if newcomer is None or not isinstance(policy, MobiLora):
+            return super().free(short, holder, whole, apart)
+        with self._database.scanning() as connection:
+            scene = self._scene(connection, whole)
+            own = policy.worth(newcomer.tail(scene.now), newcomer.crowd, scene)
+            rows = list(catalog.tails(connection))
+        worth_more = {tail.extent for tail in rows if policy.worth(tail, scene.crowd(tail), scene) > own}
+        kept_apart = {tail.extent for tail in rows if tail.extent in apart}
+        return super().free(short, holder, whole, worth_more | kept_apart)
+
+
+class NotingDisk(disk.DiskStore):
+    """Tells the eviction what it is for."""
+
+    def keep(self, kv_space: Any, root: Any, tokens: bytes, kv: Kv, **options: Any) -> Any:
+        """As ever."""
+        app: Asker | None = options.get("app")
+        crowd = NOBODY
+        if app is not None:
+            with self.database.scanning() as connection:
+                crowd = crowd_of(connection, app)
+        noted = _NEWCOMER.set(Newcomer(len(kv.span), len(kv.span) * kv.layout.token_bytes, crowd))
+        try:
+            return super().keep(kv_space, root, tokens, kv, **options)
+        finally:
+            _NEWCOMER.reset(noted)
+
+
+def crowd_of(connection: sqlite3.Connection, asker: Asker) -> Crowd:
+    """An app that asks, as a crowd of one."""
+    row = app_rows.app(connection, asker.scope, asker.name)
+    before = "foreground" if row is None or row.state == "killed" else row.state
+    state = asker.state or before
+    return Crowd(int(state == "foreground"), int(state == "background"), int(state == "killed"))
+
+
+def install() -> None:
+    """Stores that are opened from now on know these policies. Idempotent."""
+    POLICIES.update({policy.name: policy for policy in (WEIGHTED_LRU, LFU, MobiLora())})
+    disk_space.Eviction = RefusingEviction  # type: ignore[attr-defined]
+    tiered.DiskStore = NotingDisk  # type: ignore[attr-defined]

@@ -1,0 +1,185 @@
+"""Ways to mend chunks that ours is compared with. A session takes one with `use`.
+
+leading      the first tokens of each chunk
+random, h2o  drawn, or those that got the most attention; the same share of each chunk
+cache-craft  as published: of each chunk as many as its overhead says, those that looked outside most; computing ends
+             early in chunks that the question does not look at
+full-cache   nothing is computed anew
+set-cache    the same, for the longest known beginning whose chunks are all there
+a*b          a product of signals: see `selectors`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.baselines import selectors
+from benchmarks.baselines.cache_craft import set_cache
+from benchmarks.baselines.choose_in_layers import ChooseByDeviation, ChooseByFocus
+from rekindle.chunks import prefill
+from rekindle.chunks.match import ChunkCache, calibration_of, match_chunks
+from rekindle.chunks.recompute import Recomputed, SelectiveRecompute
+from rekindle.chunks.select import OURS, LeadingPolicy, Positions, RecomputePolicy, StaleTokens, recompute_policy_for
+from rekindle.core.chunk import ChunkDigest
+from rekindle.core.chunk_match import ChunkMatch, ChunkMatches, LoadableVariant
+from rekindle.core.keys import KvSpace, token_bytes
+from rekindle.core.kv import Span
+from rekindle.engine.base import Engine
+from rekindle.errors import InvalidSetting
+from rekindle.session.session import Session
+from rekindle.settings import Settings
+from rekindle.store.tiered import TieredStore
+
+RECOMPUTE_POLICIES = (OURS, "leading", "random", "h2o", "cache-craft", "full-cache", "set-cache")
+
+
+@dataclass(frozen=True)
+class SignalMender(RecomputePolicy):
+    """By a product of signals."""
+
+    spread: float = 0.0
+    signals: tuple[str, ...] = ()
+
+    @property
+    def looks(self) -> bool:
+        """Whether one of them is where the question looks."""
+        return self.budget > 0 and "seen" in selectors.needs(self.signals)
+
+    @property
+    def deviates(self) -> bool:
+        """Whether one of them is known only after some layers."""
+        return self.budget > 0 and "deviation" in selectors.needs(self.signals)
+
+    def choose(self, stale: StaleTokens, chunks: Sequence[ChunkMatch]) -> Positions:  # noqa: ARG002
+        """The largest products."""
+        return selectors.choose_by(stale, self.signals, self.budget) if self.budget > 0 else stale.positions[:0]
+
+
+@dataclass(frozen=True)
+class RandomMender(LeadingPolicy):
+    """Drawn within each chunk."""
+
+    name: str = "random"
+
+    def choose(self, stale: StaleTokens, chunks: Sequence[ChunkMatch]) -> Positions:  # noqa: ARG002
+        """The same for the same prompt."""
+        return selectors.choose_random(stale, self.budget, seed=len(stale))
+
+
+@dataclass(frozen=True)
+class HeavyMender(LeadingPolicy):
+    """Those that got the most attention in their chunk (H2O)."""
+
+    name: str = "h2o"
+
+    def choose(self, stale: StaleTokens, chunks: Sequence[ChunkMatch]) -> Positions:  # noqa: ARG002
+        """The heaviest."""
+        return selectors.choose_heavy(stale, self.budget)
+
+
+@dataclass(frozen=True)
+class CraftMender(LeadingPolicy):
+    """Cache-Craft; its budget is alpha."""
+
+    name: str = "cache-craft"
+
+    def pays(self, chunk: ChunkMatch) -> bool:
+        """Whether its overhead is less than the whole."""
+        return self.budget * (chunk.overhead or 0.0) < 1.0
+
+    def expected_recomputed(self, chunks: Sequence[ChunkMatch]) -> int:
+        """How many, if the question turns out to look at all chunks."""
+        shares = [min(1.0, self.budget * (chunk.overhead or 0.0)) for chunk in chunks]
+        return sum(math.ceil(share * len(chunk.span)) for share, chunk in zip(shares, chunks, strict=True))
+
+    def choose(self, stale: StaleTokens, chunks: Sequence[ChunkMatch]) -> Positions:
+        """Of each chunk as many as its overhead says."""
+        overheads = {number: self.budget * (chunk.overhead or 0.0) for number, chunk in enumerate(chunks)}
+        return selectors.choose_published(stale, overheads)
+
+
+def mender_of(name: str, budget: float | None = None, calibrated: float | None = None) -> RecomputePolicy:
+    """A mender by its name, or by signals joined by `*`. Raises `InvalidSetting`."""
+    if name == OURS:
+        return recompute_policy_for("scattered", budget, calibrated)
+    if name in ("full-cache", "set-cache"):
+        return RecomputePolicy(0.0, name=name, spread=0.0)
+    if name == "cache-craft":
+        if budget is not None and not budget >= 0.0:
+            raise InvalidSetting(f"recompute_budget={budget} is out of range: use an alpha of 0 or more.")
+        return CraftMender(next((one for one in (budget, calibrated) if one is not None), 1.0))
+    share = recompute_policy_for("scattered", budget, calibrated).budget
+    plain = {"leading": LeadingPolicy, "random": RandomMender, "h2o": HeavyMender}
+    if name in plain:
+        return plain[name](share)
+    signals = tuple(part.strip() for part in name.split("*"))
+    if not set(signals) <= set(selectors.SIGNALS):
+        raise InvalidSetting(
+            f"mender={name!r} is unknown. Use {', '.join(RECOMPUTE_POLICIES)}, or signals joined by *: "
+            f"{', '.join(selectors.SIGNALS)}."
+        )
+    return SignalMender(share, name=name, signals=signals)
+
+
+class PublishedChunks(ChunkCache):
+    """A session's chunks, mended in another way."""
+
+    def __init__(self, engine: Engine, settings: Settings, name: str, budget: float | None) -> None:
+        """Raises `InvalidSetting`."""
+        super().__init__(engine, settings)
+        if engine.capabilities.recompute == "leading" and name != "full-cache":
+            name = "leading"
+        self.recompute_policy = mender_of(name, budget, calibration_of(engine, name))
+
+    def find(
+        self, store: TieredStore, kv_space: KvSpace, tokens: Sequence[int], passages: ChunkMatches
+    ) -> ChunkMatches:
+        """Look the chunks up."""
+        if self.recompute_policy.name != "set-cache":
+            return super().find(store, kv_space, tokens, passages)
+        spans = zip(passages.digests[1:], passages.prompt_layout.chunks, strict=True)
+        wanted = {digest: token_bytes(tokens[span.start : span.stop]) for digest, span in spans}
+        found = only_the_set(passages.digests, store.variants.find(kv_space, wanted))
+        return replace(passages, picked=match_chunks(passages.prompt_layout, passages.digests, found))
+
+
+def only_the_set(
+    digests: Sequence[ChunkDigest], found: Mapping[ChunkDigest, Sequence[LoadableVariant]]
+) -> dict[ChunkDigest, list[LoadableVariant]]:
+    """What was found of the longest known beginning whose chunks are all there."""
+    chosen = set_cache(digests, {key: [known.variant for known in some] for key, some in found.items()})
+    return {key: [known for known in found[key] if known.variant is variant] for key, variant in chosen.items()}
+
+
+class PublishedMending(SelectiveRecompute):
+    """Chooses inside the layer loop, where a mender does."""
+
+    def _compute(
+        self, context: Any, others: Positions, stale: StaleTokens, feeds: Any = (), timed: Any = ()
+    ) -> Recomputed:
+        recompute_policy, layers = self.recompute_policy, len(self.work.engine.layout.layers)
+        if isinstance(recompute_policy, SignalMender) and recompute_policy.deviates:
+            deviating = ChooseByDeviation(stale, recompute_policy.signals, recompute_policy.budget, layers)
+            row = self._row(context, np.union1d(others, stale.positions), feeds)
+            logits = self.work.step(replace(row, selector=deviating, probe=deviating.probe), timed)
+            return Recomputed(logits, deviating.chosen, deviating.cells)
+        if isinstance(recompute_policy, CraftMender) and len(self.chunks) > 2:
+            anew = recompute_policy.choose(stale, self.chunks)
+            question = Span(self.prompt_layout.question, len(self.work.tokens))
+            focusing = ChooseByFocus(anew, [chunk.span for chunk in self.chunks], question)
+            row = self._row(context, np.union1d(others, anew), feeds)
+            if len(anew):
+                logits = self.work.step(replace(row, selector=focusing, probe=focusing.probe), timed)
+                return Recomputed(logits, anew, focusing.cells)
+        return super()._compute(context, others, stale, feeds, timed)
+
+
+def use(session: Session, name: str, budget: float | None = None) -> None:
+    """From now on the session mends in this way. Raises `InvalidSetting`."""
+    prefill.SelectiveRecompute = PublishedMending  # type: ignore[attr-defined]
+    session.cache.chunks = PublishedChunks(session.engine, session.settings, name, budget)

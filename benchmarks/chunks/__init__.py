@@ -1,0 +1,1 @@
+"""`python -m benchmarks chunks`: passages that stand anywhere in any prompt. It begins in `bench`."""

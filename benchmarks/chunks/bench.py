@@ -1,0 +1,100 @@
+"""`python -m benchmarks chunks`: passages that stand anywhere in any prompt start at once; at what price in quality.
+
+contexts    single prompts, all modes, on the same store: what each computes, how near its answers are, how soon
+streams     questions of one person in order, each cache keeping what it computed: what is saved in use
+endurance   a long run that is mended throughout: quality and speed stay
+
+With `--calibrate --quality Q` it finds the budget of a model instead, and keeps it. With `--shape` it measures time
+alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from benchmarks.base import Advance, BenchOptions, Report, about, scratch
+from benchmarks.chunks import calibrate, contexts, endurance, shape
+from benchmarks.chunks.modes import require_mending
+from benchmarks.chunks.report import draw, tell
+from benchmarks.chunks.streams import Streams
+from benchmarks.models import load
+from benchmarks.personal import PersonalSet, personal_sets
+from benchmarks.quality import rouge_l
+from rekindle.engine.base import Engine
+from rekindle.errors import InvalidSetting
+from rekindle.session.calibrate.prompts import read_questions
+
+_NO_CONTEXTS: dict[str, Any] = {
+    "rows": [],
+    "rows_reason": "--data has no records with question and contexts",
+    "best": None,
+    "best_vs_cachecraft": None,
+    "cachecraft_alpha": None,
+    "cachecraft_alpha_tuned": None,
+    "preload_layers": None,
+    "probe_cost": None,
+}
+
+
+def run(options: BenchOptions, advance: Advance) -> Report:
+    """Measure everything, or calibrate."""
+    _check(options)
+    if options.shape is not None:
+        return shape.run(options, advance)
+    asked, people = read_questions(options.data), _people(options.data)
+    if not asked and (options.calibrate or not people):
+        more = "" if options.calibrate else ", and no corpus.jsonl and queries.jsonl either"
+        raise InvalidSetting(f"--data {options.data} has no .jsonl files with question and contexts{more}.")
+    advance("load the model")
+    engine = load(options)
+    try:
+        require_mending(engine)
+        if options.calibrate:
+            report = calibrate.run(engine, asked, options, advance)
+            report.fields = {**about(engine, options), **report.fields}
+            return report
+        report = Report("chunks", fields=about(engine, options))
+        report.fields |= contexts.measure(engine, asked, options, advance) if asked else _NO_CONTEXTS
+        report.fields |= _streams(engine, people, options, advance)
+    finally:
+        engine.close()
+    if rouge_l() is None:
+        report.fields["rouge_l_reason"] = "rouge-score is not installed (rekindle[bench])"
+    tell(report)
+    report.plot = functools.partial(draw, fields=report.fields)
+    return report
+
+
+def _check(options: BenchOptions) -> None:
+    if not options.calibrate:
+        if options.quality is not None:
+            raise InvalidSetting("--quality says what to calibrate for: give --calibrate, too.")
+        return
+    if options.quality is None or not 0.0 < options.quality <= 1.0:
+        raise InvalidSetting("Say how near the answers must be to the full computation (ROUGE-L): --quality 0.9")
+    if options.shape is not None:
+        raise InvalidSetting("--shape has random weights, which say nothing about quality: give a --model.")
+
+
+def _people(folder: Path | None) -> list[PersonalSet]:
+    """The personal sets of a folder; none if it has none."""
+    if folder is not None and not any((*folder.glob("corpus.jsonl"), *folder.glob("*/corpus.jsonl"))):
+        return []
+    return [some for some in personal_sets(folder) if any(person.questions for person in some.people)]
+
+
+def _streams(engine: Engine, people: list[PersonalSet], options: BenchOptions, advance: Advance) -> dict[str, Any]:
+    if not people:
+        reason = "--data has no corpus.jsonl and queries.jsonl"
+        return {"streams": None, "streams_reason": reason, "endurance": None, "endurance_reason": reason}
+    with scratch() as name:
+        folder = Path(name)
+        streams = Streams(engine, folder, options)
+        try:
+            found = {some.name: streams.measure(some, advance) for some in people}
+            lasting = endurance.measure(engine, people[0], streams, folder / "endurance", options, advance)
+        finally:
+            streams.close()
+    return {"streams": found, "endurance": lasting}

@@ -1,0 +1,89 @@
+"""`python -m benchmarks chunks --calibrate`: what `rekindle calibrate` finds, for ours and for Cache-Craft's alpha."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.base import Advance, BenchOptions, Report, Row
+from benchmarks.baselines import recompute_policies
+from benchmarks.chunks.modes import CRAFT
+from benchmarks.chunks.prompts import held
+from rekindle.chunks.match import remember_budgets
+from rekindle.chunks.select import OURS
+from rekindle.engine.base import Engine
+from rekindle.session.calibrate.budget import BUDGETS, EVERYTHING, BudgetTrials, TriedBudget, min_budget
+from rekindle.session.calibrate.prompts import PassageQuestion
+
+PROMPTS, QUICK_PROMPTS = 24, 3
+ALPHAS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class _MenderTrials(BudgetTrials):
+    """Budgets of any mender."""
+
+    recompute_policy = OURS
+
+    def choose(self, budget: float) -> None:
+        """Mend like this from now on."""
+        recompute_policies.use(self.session, self.recompute_policy, budget)
+
+
+def run(engine: Engine, questions: Sequence[PassageQuestion], options: BenchOptions, advance: Advance) -> Report:
+    """Calibrate and remember."""
+    assert options.quality is not None
+    drawn = held(questions, options.rounds(PROMPTS, QUICK_PROMPTS), 0, options.seed)
+    ladders = {"leading": BUDGETS} if engine.capabilities.recompute == "leading" else {OURS: BUDGETS, CRAFT: ALPHAS}
+    tried = {}
+    with _MenderTrials.opened(engine, drawn.calibration, drawn.donors, advance) as trials:
+        for name, some in ladders.items():
+            trials.recompute_policy = name
+            tried[name] = trials.search(some, options.quality, advance)
+    found = {name: min_budget(some, options.quality) for name, some in tried.items()}
+    stored = {name: budget for name, budget in found.items() if budget is not None}
+    if found.get(OURS, found.get("leading")) is None:
+        stored |= dict.fromkeys(found.keys() - {CRAFT}, EVERYTHING)
+    if "leading" in stored:  # what an engine that mends by leading tokens does in place of ours
+        stored[OURS] = stored["leading"]
+    remember_budgets(engine, stored)
+    return _report(options.quality, len(drawn.calibration), tried, found, stored)
+
+
+def _report(
+    quality: float,
+    prompts: int,
+    tried: Mapping[str, Sequence[TriedBudget]],
+    found: Mapping[str, float | None],
+    stored: Mapping[str, float],
+) -> Report:
+    report = Report("chunks")
+    told: dict[str, Any] = {}
+    for name, some in tried.items():
+        best = max(one.rouge_l for one in some)
+        told[name] = {
+            "budget": stored.get(name),
+            "reached": found[name] is not None,
+            "best_rouge_l": best,
+            "tried": [vars(one) for one in some],
+        }
+        if found[name] is None:
+            outcome = "passages are computed whole" if name in stored else "nothing is kept"
+            told[name]["reason"] = f"up to {some[-1].budget:g} gives {best:.3f} at best; {outcome}"
+        for one in some:
+            kept = f"kept: {stored[name]:.3g}" if one is some[-1] and name in stored else ""
+            measure = f"{name} {one.budget:g}: ROUGE-L, KL, computed share"
+            shown = f"{one.rouge_l:.3f}, {one.kl:.4f}, {one.computed_share:.3f}"
+            report.rows.append(Row(measure, shown, kept, f"{one.rouge_l / quality:.2f}", f">= {quality:g}"))
+    report.fields |= {"calibrated": told, "quality": quality, "prompts": prompts, "stored": dict(stored)}
+    report.plot = lambda figure: _draw(figure, tried, quality)
+    return report
+
+
+def _draw(figure: Any, tried: Mapping[str, Sequence[TriedBudget]], quality: float) -> None:
+    axes = figure.subplots()
+    for name, some in tried.items():
+        axes.plot([one.computed_share for one in some], [one.rouge_l for one in some], "o-", label=name)
+    axes.axhline(quality, linestyle=":", color="grey")
+    axes.set_xlabel("computed share of the passages")
+    axes.set_ylabel("ROUGE-L to the full computation")
+    axes.legend()

@@ -1,0 +1,277 @@
+"""The first part of `python -m benchmarks chunks`: single prompts whose passages are known from other prompts.
+
+Every mode starts every prompt, in turns, on the same store. Nothing of a test prompt is ever kept, so no passage is
+scored on the prompt it was computed in.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.base import Advance, BenchOptions, mean
+from benchmarks.baselines.cache_craft import preload_layers
+from benchmarks.chunks.modes import (
+    CRAFT,
+    NONE,
+    PREFIX,
+    SHARE,
+    Kitchen,
+    Mode,
+    impossible,
+    modes_of,
+)
+from benchmarks.chunks.prompts import held
+from benchmarks.quality import ANSWER_TOKENS, POSITIONS, Quality, judge
+from rekindle.chunks.select import OURS
+from rekindle.engine.base import Engine
+from rekindle.session.calibrate.budget import StartedPrompt, start_prompt
+from rekindle.session.calibrate.prompts import PASSAGES, PassagePrompt, PassageQuestion
+
+PROMPTS, QUICK_PROMPTS = 24, 3
+TUNING_PROMPTS = 24  # at most, and half as many as are tested
+QUICK_PASSAGES = 3
+MAX_RECOMPUTED, MAX_COMPUTED = 0.30, 0.37  # of the row that is called best
+SAME_SHARE = 0.02  # two rows with so similar shares compute as much
+_RESAMPLES = 10_000
+_NOT_COMPARED = {"best_vs_cachecraft": None, "cachecraft_alpha": None, "preload_layers": None}
+_FIRST_ALPHA = 3.0
+_NEAR = 0.01  # to the wanted share: near enough for an alpha
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One prompt in one mode, when its context is gone."""
+
+    seconds: float
+    load_seconds: float
+    computed_tokens: int
+    recomputed: float
+    computed_share: float
+    fallback: bool
+    quality: Quality | None
+
+
+def measure(
+    engine: Engine, asked: Sequence[PassageQuestion], options: BenchOptions, advance: Advance
+) -> dict[str, Any]:
+    """The fields of this part."""
+    prompts = options.rounds(PROMPTS, QUICK_PROMPTS)
+    tuning = min(TUNING_PROMPTS, max(2, prompts // 2))
+    drawn = held(asked, tuning, prompts, options.seed, QUICK_PASSAGES if options.quick else PASSAGES)
+    with Kitchen.opened(engine, options, drawn.donors, advance) as kitchen:
+        return _Measure(kitchen, drawn.calibration, drawn.test, advance).fields()
+
+
+def tune_alpha(kitchen: Kitchen, prompts: Sequence[PassagePrompt], target: float, tries: int) -> float:
+    """The alpha with which Cache-Craft computes a share of `target` of the passages, on these prompts."""
+    encoded = [(prompt, prompt.encode(kitchen.engine)) for prompt in prompts]
+    low, high, alpha = (0.0, 0.0), None, _FIRST_ALPHA
+    tried: dict[float, float] = {}
+    for _ in range(tries):
+        shares = []
+        for prompt, tokens in encoded:
+            some = kitchen.start(Mode(CRAFT, budget=alpha), prompt, tokens)
+            shares.append(some.computed_share)
+            kitchen.end(some)
+        share = tried[alpha] = statistics.fmean(shares)
+        if abs(share - target) <= _NEAR:
+            break
+        if share < target:
+            low = (alpha, share)
+        else:
+            high = (alpha, share)
+        if high is None:
+            alpha *= min(2.0, 1.1 * target / max(share, 1e-6))
+        else:
+            alpha = low[0] + (high[0] - low[0]) * (target - low[1]) / max(high[1] - low[1], 1e-6)
+    return min(tried, key=lambda one: abs(tried[one] - target))
+
+
+def bootstrap(values: Sequence[float], seed: int) -> dict[str, float]:
+    """The mean, with an interval that holds it in 95 of 100 draws."""
+    found = np.asarray(values)
+    draws = np.random.default_rng(seed).integers(0, len(found), (_RESAMPLES, len(found)))
+    low, high = np.percentile(found[draws].mean(axis=1), [2.5, 97.5])
+    return {"mean": float(found.mean()), "low": float(low), "high": float(high)}
+
+
+class _Measure:
+    """Every mode on every prompt, and what comes of it."""
+
+    def __init__(
+        self, kitchen: Kitchen, calibration: Sequence[PassagePrompt], test: Sequence[PassagePrompt], advance: Advance
+    ) -> None:
+        self._kitchen, self._engine, self._options = kitchen, kitchen.engine, kitchen.options
+        self._calibration, self._test = calibration, test
+        self._advance = advance
+        self._judges = self._options.shape is None
+        self._seen: dict[Mode, list[Seen]] = {}
+        self._tokens: list[int] = []
+
+    def fields(self) -> dict[str, Any]:
+        """Measure."""
+        leads = self._engine.capabilities.recompute == "leading"
+        self._advance("tune cache-craft")
+        tries = 4 if self._options.quick else 7
+        alpha = 0.0 if leads else tune_alpha(self._kitchen, self._calibration, SHARE, tries)
+        modes = modes_of(self._engine, alpha, quick=self._options.quick)
+        self._warm_up(modes)
+        before = self._kitchen.counts()
+        probes = self._probe_cost()
+        for number, prompt in enumerate(self._test):
+            self._advance(f"prompt {number + 1} of {len(self._test)}")
+            self._ask(prompt, modes[number % len(modes) :] + modes[: number % len(modes)])
+        if self._kitchen.counts() != before:
+            raise RuntimeError("a test prompt was kept")
+        rows = [self._row(mode) for mode in modes]
+        told: dict[str, Any] = {
+            "prompts": len(self._test),
+            "prompt_tokens": statistics.fmean(self._tokens),
+            "calibration_prompts": len(self._calibration),
+            "positions": POSITIONS * len(self._test) if self._judges else None,
+            "answer_tokens": ANSWER_TOKENS,
+            "cachecraft_alpha_tuned": None if leads else alpha,
+            "probe_cost": probes,
+            "rows": rows + [_missing(name, why) for name, why in impossible(self._engine).items()],
+        }
+        if not self._judges:
+            told["quality_reason"] = "random weights say nothing about quality"
+        return told | self._best(modes, rows)
+
+    def _warm_up(self, modes: Sequence[Mode]) -> None:
+        """Every mode once, unmeasured, on a short prompt."""
+        whole = self._calibration[0]
+        short = PassagePrompt(whole.question, whole.quotes[:2])
+        tokens = short.encode(self._engine)
+        for mode in modes:
+            self._kitchen.end(self._kitchen.start(mode, short, tokens))
+
+    def _ask(self, prompt: PassagePrompt, modes: Sequence[Mode]) -> None:
+        kitchen, tokens = self._kitchen, prompt.encode(self._engine)
+        self._tokens.append(len(tokens.tokens))
+        times: dict[Mode, float] = {}
+        if self._engine.capabilities.crowded:  # a sequence that waits to be judged would slow the others down
+            for mode in modes:
+                some = kitchen.start(mode, prompt, tokens)
+                times[mode] = some.seconds
+                kitchen.end(some)
+        starts = {mode: kitchen.start(mode, prompt, tokens, ANSWER_TOKENS) for mode in modes}
+        order = [NONE, *(mode for mode in modes if mode != NONE)]
+        judged: list[Quality | None] = [None] * len(order)
+        if self._judges:
+            judged = [*judge(self._engine, [starts[mode] for mode in order], prompt.answers)]
+        for mode, quality in zip(order, judged, strict=True):
+            some = starts[mode]
+            seconds = times.get(mode, some.seconds)
+            self._seen.setdefault(mode, []).append(_seen(some, seconds, quality))
+            kitchen.end(some)
+
+    def _probe_cost(self) -> float | None:
+        """What reading the scores adds to a prefill: with over without, in turns, nothing known in both."""
+        if not self._engine.capabilities.probes:
+            return None
+        ratios, cache = [], self._kitchen.session.cache
+        for number, prompt in enumerate(self._calibration[: 1 if self._options.quick else 3]):
+            tokens = prompt.encode(self._engine)
+            requests = {"with": prompt.request(cache_salt="unknown"), "without": prompt.request(reuse="off")}
+            seconds = {}
+            for name in ("with", "without") if number % 2 else ("without", "with"):
+                some = start_prompt(cache, self._engine, requests[name], tokens, 0)
+                seconds[name] = some.seconds
+                some.end(cache, keep=False)
+            ratios.append(seconds["with"] / seconds["without"])
+        return statistics.median(ratios)
+
+    def _row(self, mode: Mode) -> dict[str, Any]:
+        seen = self._seen[mode]
+        judged = [one.quality for one in seen if one.quality is not None]
+        whole = len(judged) == len(seen)
+        return {
+            "mode": mode.name,
+            "budget": mode.budget,
+            "recomputed": round(statistics.fmean(one.recomputed for one in seen), 3),
+            "computed_share": round(statistics.fmean(one.computed_share for one in seen), 3),
+            "rouge_l": mean(one.rouge_l for one in judged) if whole else None,
+            "kl": mean(one.kl for one in judged) if whole else None,
+            "kl_median": statistics.median(one.kl for one in judged) if whole else None,
+            "top1": mean(one.top1 for one in judged) if whole else None,
+            "f1": mean(one.f1 for one in judged) if whole else None,
+            "ttft_s": statistics.median(one.seconds for one in seen),
+            "ttft_spread_s": [min(one.seconds for one in seen), max(one.seconds for one in seen)],
+            "ttft_vs_none": self._sooner(mode, NONE),
+            "ttft_vs_prefix": self._sooner(mode, PREFIX),
+            "load_s": statistics.median(one.load_seconds for one in seen),
+            "computed_tokens": statistics.fmean(one.computed_tokens for one in seen),
+            "fallbacks": sum(one.fallback for one in seen),
+        }
+
+    def _sooner(self, mode: Mode, than: Mode) -> float:
+        pairs = zip(self._seen[than], self._seen[mode], strict=True)
+        return statistics.median(theirs.seconds / own.seconds for theirs, own in pairs)
+
+    def _best(self, modes: Sequence[Mode], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The mend row that computes most within the bounds, and beside it Cache-Craft."""
+        fits = [
+            (row, mode)
+            for row, mode in zip(rows, modes, strict=True)
+            if mode.name == OURS and row["recomputed"] <= MAX_RECOMPUTED and row["computed_share"] <= MAX_COMPUTED
+        ]
+        if not fits:
+            reason = impossible(self._engine).get(OURS, "no row of ours is within the bounds")
+            return {"best": None, "best_reason": reason, **_NOT_COMPARED}
+        best, mode = max(fits, key=lambda pair: pair[0]["computed_share"])
+        computing = max(1e-6, best["ttft_s"] - best["load_s"])
+        return {
+            "best": best,
+            **self._against_craft(best, mode, modes, rows),
+            "preload_layers": preload_layers(len(self._engine.layout.layers), computing, best["load_s"]),
+        }
+
+    def _against_craft(
+        self, best: dict[str, Any], ours: Mode, modes: Sequence[Mode], rows: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Cache-Craft where it computes as much as ours does; if no alpha gives that, where it computes more."""
+        crafts = [(row, mode) for row, mode in zip(rows, modes, strict=True) if mode.name == CRAFT]
+        enough = [pair for pair in crafts if pair[0]["computed_share"] >= best["computed_share"] - SAME_SHARE]
+        craft, theirs = min(enough or crafts, key=lambda pair: abs(pair[0]["computed_share"] - best["computed_share"]))
+        pairs = [(own.quality, other.quality) for own, other in zip(self._seen[ours], self._seen[theirs], strict=True)]
+        differences = [
+            a.rouge_l - b.rouge_l
+            for a, b in pairs
+            if a is not None and b is not None and a.rouge_l is not None and b.rouge_l is not None
+        ]
+        apart = best["computed_share"] - craft["computed_share"]
+        told: dict[str, Any] = {"rouge_l_diff": None, "low": None, "high": None}
+        if differences:
+            found = bootstrap(differences, self._options.seed)
+            told = {"rouge_l_diff": found["mean"], "low": found["low"], "high": found["high"]}
+        told["kl_ratio"] = best["kl"] / craft["kl"] if best["kl"] is not None and craft["kl"] else None
+        told["computed_share_diff"] = apart
+        if abs(apart) > SAME_SHARE:
+            shares = f"{craft['computed_share']:.3f}, ours {best['computed_share']:.3f}"
+            told["computed_share_note"] = f"cache-craft computes {shares}"
+        return {"best_vs_cachecraft": told, "cachecraft_alpha": theirs.budget}
+
+
+def _seen(some: StartedPrompt, seconds: float, quality: Quality | None) -> Seen:
+    return Seen(
+        seconds,
+        some.filled.load_seconds,
+        some.reuse.computed,
+        some.recomputed,
+        some.computed_share,
+        some.fallback,
+        quality,
+    )
+
+
+def _missing(name: str, why: str) -> dict[str, Any]:
+    """The row of a mode that an engine cannot do."""
+    empty = ("budget", "recomputed", "computed_share", "rouge_l", "kl", "kl_median", "top1", "f1", "ttft_s")
+    more = ("ttft_spread_s", "ttft_vs_none", "ttft_vs_prefix", "load_s", "computed_tokens", "fallbacks")
+    return {"mode": name, **dict.fromkeys((*empty, *more)), "reason": why}

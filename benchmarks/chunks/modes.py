@@ -1,0 +1,121 @@
+"""The ways to start a prompt with known passages that `python -m benchmarks chunks` compares, and one such start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from benchmarks.base import Advance, BenchOptions
+from benchmarks.baselines import recompute_policies
+from rekindle.chunks.match import ChunkCache
+from rekindle.chunks.select import OURS
+from rekindle.core.request import ReuseLevel
+from rekindle.engine.base import Engine
+from rekindle.errors import InvalidSetting
+from rekindle.session.calibrate.budget import PassageTrials, StartedPrompt, start_prompt
+from rekindle.session.calibrate.prompts import PassagePrompt
+from rekindle.session.prompt import PromptTokens
+from rekindle.session.session import Session
+
+SHARE = 0.30  # of the passages' tokens, which rivals and signals get
+BUDGETS = (0.1, 0.2, SHARE, 0.5)
+QUICK_BUDGETS = (SHARE,)
+SIGNALS = ("outside", "seen", "deviation", "received", "lead", "deviation*seen")
+RIVALS = ("random", "h2o", "leading")
+CRAFT = "cache-craft"
+CRAFT_ALPHAS, QUICK_CRAFT_ALPHAS = (0.7, 1.0, 1.3), (0.6, 1.0)  # times the one that was tuned
+_SEEN_ALONE = "this engine mends by leading tokens only"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way. `budget` is the share of tokens computed anew, for cache-craft its alpha, None where there is none."""
+
+    name: str
+    reuse: ReuseLevel = "approximate"
+    budget: float | None = None
+
+    @property
+    def recompute(self) -> bool:
+        """Whether it takes passages from other prompts."""
+        return self.reuse == "approximate"
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        if self.name in SIGNALS:
+            return f"{self.name} alone" if "*" not in self.name else self.name
+        return self.name if self.name != OURS else f"{self.name} {self.budget:.0%}"
+
+
+NONE, PREFIX = Mode("none", "off"), Mode("prefix", "exact")
+
+
+def modes_of(engine: Engine, alpha: float, *, quick: bool) -> list[Mode]:
+    """Those that an engine can do.
+
+    Cache-Craft comes with alphas around the one that was tuned: other prompts make it compute another share, and ours
+    is compared with the one that computes as much.
+    """
+    if engine.capabilities.recompute == "leading":
+        return [NONE, PREFIX, Mode("full-cache"), Mode("leading", budget=SHARE)]
+    rivals = [Mode(name, budget=SHARE) for name in RIVALS]
+    ours = [Mode(OURS, budget=budget) for budget in (QUICK_BUDGETS if quick else BUDGETS)]
+    crafts = [Mode(CRAFT, budget=alpha * times) for times in (QUICK_CRAFT_ALPHAS if quick else CRAFT_ALPHAS)]
+    alone = [Mode(name, budget=SHARE) for name in SIGNALS]
+    if quick:
+        rivals, alone = rivals[:2], []
+    return [NONE, PREFIX, Mode("set-cache"), Mode("full-cache"), *rivals, *crafts, *ours, *alone]
+
+
+def impossible(engine: Engine) -> dict[str, str]:
+    """The modes that an engine cannot do, with the reason."""
+    if engine.capabilities.recompute != "leading":
+        return {}
+    return dict.fromkeys(("set-cache", "random", "h2o", CRAFT, OURS), _SEEN_ALONE)
+
+
+class Kitchen(PassageTrials):
+    """One session whose passages were all computed in donors, and every mode on it: the same store and engine."""
+
+    def __init__(self, session: Session, options: BenchOptions) -> None:
+        super().__init__(session)
+        self.options = options
+        self._modes: dict[Mode, ChunkCache] = {}
+
+    @classmethod
+    @contextmanager
+    def opened(
+        cls, engine: Engine, options: BenchOptions, donors: Sequence[PassagePrompt], advance: Advance
+    ) -> Iterator[Kitchen]:
+        """One in a folder of its own, where these donors were computed."""
+        with cls.warmed(engine, donors, advance) as session:
+            yield cls(session, options)
+
+    def counts(self) -> object:
+        """How much is kept now."""
+        store = self.session.cache.store
+        assert store is not None
+        self.session.flush()
+        rows = store.disk.entries()
+        return store.variants.stats(), len(rows), sum(row.tokens for row in rows)
+
+    def start(self, mode: Mode, prompt: PassagePrompt, tokens: PromptTokens, more_tokens: int = 0) -> StartedPrompt:
+        """Start a prompt in a mode."""
+        if mode.recompute:
+            self._choose(mode)
+        request = prompt.request(reuse=mode.reuse)
+        return start_prompt(self.session.cache, self.engine, request, tokens, more_tokens)
+
+    def _choose(self, mode: Mode) -> None:
+        if mode not in self._modes:
+            recompute_policies.use(self.session, mode.name, mode.budget)
+            self._modes[mode] = self.session.cache.chunks
+        self.session.cache.chunks = self._modes[mode]
+
+
+def require_mending(engine: Engine) -> None:
+    """Raises `InvalidSetting` for an engine that cannot reuse passages of other prompts."""
+    if engine.capabilities.recompute == "none" or not engine.capabilities.spans:
+        raise InvalidSetting(f"{engine.name} cannot reuse passages of other prompts: measure with another model.")

@@ -1,0 +1,138 @@
+"""What `python -m benchmarks chunks` shows: the table, and the plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.base import Report, Row
+from benchmarks.chunks.modes import CRAFT, SIGNALS
+from rekindle.chunks.select import OURS
+
+
+def tell(report: Report) -> None:
+    """Write the table from the fields."""
+    fields = report.fields
+    for row in fields["rows"]:
+        if row.get("reason") is None:
+            report.rows.append(_mode(row))
+    if fields.get("best") is not None and fields["best"]["kl"] is not None:
+        _best(report)
+    for name, told in (fields["streams"] or {}).items():
+        if told["questions"]:
+            _stream(report, name, told)
+    endurance = fields["endurance"]
+    if endurance is not None and endurance["questions"]:
+        _endurance(report, endurance)
+    if fields.get("probe_cost") is not None:
+        report.rows.append(Row("prefill with scores / without", "", "", f"{fields['probe_cost']:.3f}"))
+
+
+def _mode(row: Mapping[str, Any]) -> Row:
+    shares = f"recomputed {row['recomputed']:.2f}, computed {row['computed_share']:.2f}"
+    quality = "not judged: random weights"
+    if row["kl"] is not None:
+        rouge = "-" if row["rouge_l"] is None else f"{row['rouge_l']:.3f}"
+        quality = f"ROUGE-L {rouge}, KL {row['kl']:.4f}, top-1 {row['top1']:.3f}"
+    times = f"{row['ttft_s']:.2f} s, {row['ttft_vs_none']:.2f}x none, {row['ttft_vs_prefix']:.2f}x prefix"
+    return Row(_label(row), quality, shares, times)
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    name, budget = row["mode"], row["budget"]
+    if budget is None:
+        return str(name)
+    if name == CRAFT:
+        return f"{name}, alpha {budget:.2f}"
+    return f"{name} alone {budget:.0%}" if name in SIGNALS and "*" not in name else f"{name} {budget:.0%}"
+
+
+def _best(report: Report) -> None:
+    best, against = report.fields["best"], report.fields["best_vs_cachecraft"]
+    alpha = report.fields["cachecraft_alpha"]
+    craft = next(row for row in report.fields["rows"] if row["mode"] == CRAFT and row["budget"] == alpha)
+    if craft["kl"]:
+        ours, theirs = (f"{row['kl']:.4f} (computes {row['computed_share']:.2f})" for row in (best, craft))
+        report.rows.append(Row("KL, best / cache-craft", ours, theirs, f"{best['kl'] / craft['kl']:.2f}", "<= 0.5"))
+    if against["rouge_l_diff"] is not None:
+        interval = f"{against['rouge_l_diff']:+.3f} ({against['low']:+.3f} to {against['high']:+.3f})"
+        report.rows.append(
+            Row(
+                "ROUGE-L, best - cache-craft",
+                f"{best['rouge_l']:.3f}",
+                f"{craft['rouge_l']:.3f}",
+                interval,
+                "low > 0.03, ours >= 0.87 (150 prompts)",
+            )
+        )
+
+
+def _stream(report: Report, name: str, told: Mapping[str, Any]) -> None:
+    before = told["computed_tokens_prefix"]
+    for way, some in (("mend", {**told, "computed_tokens": told["computed_tokens_mend"]}), ("warmed", told["warmed"])):
+        report.rows.append(
+            Row(
+                f"{told['questions']} questions ({name}), {way}: computed tokens",
+                f"{some['computed_tokens']:,}",
+                f"{before:,} (prefix)",
+                f"{some['reduction']:.0%} less",
+                ">= 51 %",
+            )
+        )
+        kl = "" if some["kl"] is None else f", KL {some['kl']:.4f}, top-1 {some['top1']:.3f}"
+        report.rows.append(
+            Row(
+                f"{told['questions']} questions ({name}), {way}: first token",
+                f"{some['ttft_s']:.2f} s{kl}",
+                f"{told['ttft_prefix_s']:.2f} s (prefix)",
+                f"{some['ttft_vs_prefix']:.2f}x ({some['ttft_vs_prefix_sums']:.2f}x of sums)",
+                ">= 2",
+            )
+        )
+
+
+def _endurance(report: Report, told: Mapping[str, Any]) -> None:
+    speed, worse = told["ttft_vs_prefix_slope"], told["kl_slope"]
+    title = f"{told['questions']} questions in a row"
+    if speed is not None:
+        change = f"{speed['per_100']:+.2f} per 100 ({speed['low']:+.2f} to {speed['high']:+.2f})"
+        report.rows.append(Row(f"{title}: speedup", f"{told['ttft_vs_prefix']:.2f}x", "1 (prefix)", change, "flat"))
+    if worse is not None and told["kl"] is not None:
+        change = f"{worse['per_100']:+.4f} per 100 ({worse['low']:+.4f} to {worse['high']:+.4f})"
+        report.rows.append(Row(f"{title}: KL", f"{told['kl']:.4f}", "0 (exact)", change, "flat"))
+
+
+def draw(figure: Any, fields: Mapping[str, Any]) -> None:
+    """Left: quality against what is computed, all modes. Right: quality and speed over a long run."""
+    figure.set_size_inches(14, 4.5)
+    rouge, kl, endurance = figure.subplots(1, 3)
+    judged = [row for row in fields["rows"] if row["kl"] is not None]
+    for axes, field in ((rouge, "rouge_l"), (kl, "kl")):
+        for row in judged:
+            if row[field] is not None and row["mode"] not in ("none", "prefix"):
+                axes.plot(row["computed_share"], row[field], "s" if row["mode"] == OURS else "o", label=_label(row))
+        ours = [row for row in judged if row["mode"] == OURS and row[field] is not None]
+        axes.plot([row["computed_share"] for row in ours], [row[field] for row in ours], "-", color="grey")
+        axes.set_xlabel("computed share of the passages")
+    rouge.set_title("ROUGE-L to the full computation")
+    kl.set_title("KL from the full computation (nats)")
+    if judged:
+        rouge.legend(fontsize=5, ncols=2)
+    _draw_endurance(endurance, fields["endurance"])
+
+
+def _draw_endurance(axes: Any, told: Mapping[str, Any] | None) -> None:
+    axes.set_title("a long run, mended throughout")
+    if told is None or not told["questions"]:
+        return
+    windows = told["windows"]
+    at = [one["first"] + one["questions"] / 2 for one in windows]
+    axes.plot(at, [one["ttft_vs_prefix"] for one in windows], "o-", label="first token, times sooner than exact")
+    axes.set_xlabel("question")
+    axes.set_ylim(bottom=0)
+    other = axes.twinx()
+    if all(one["kl"] is not None for one in windows):
+        other.plot(at, [one["kl"] for one in windows], "s--", color="tab:red", label="KL")
+        other.set_ylim(bottom=0)
+        other.legend(loc="lower right", fontsize=7)
+    axes.legend(loc="upper left", fontsize=7)

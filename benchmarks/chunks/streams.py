@@ -1,0 +1,177 @@
+"""The second part of `python -m benchmarks chunks`: questions of one person, one after the other, over shared passages.
+
+prefix    the exact cache: what a prompt shares with the beginning of an earlier one
+mend      passages of earlier prompts as well, at the budget in use
+warmed    the same, where every passage that is asked for was computed once beforehand, off the clock
+
+Each has a folder of its own and keeps what it computed, as in use. They take turns, question by question.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from benchmarks.base import Advance, BenchOptions, mean
+from benchmarks.personal import Person, PersonalSet
+from benchmarks.quality import POSITIONS, compare
+from rekindle.core.document import Quote
+from rekindle.core.request import Request, ReuseLevel
+from rekindle.engine.base import Engine
+from rekindle.session.calibrate.budget import StartedPrompt, start_prompt
+from rekindle.session.library import asking
+from rekindle.session.prompt import PromptTokens, encode_prompt
+from rekindle.session.session import Session
+
+QUESTIONS, QUICK_QUESTIONS = 20, 4
+TOP_K, QUICK_TOP_K = 5, 2
+COMPARED = 5  # every so many questions the answers are compared
+WARMED_TOGETHER = 3  # passages of one prompt, when they are warmed
+_LEVELS: Mapping[str, ReuseLevel] = {"prefix": "exact", "mend": "approximate", "warmed": "approximate"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A question with its passages, as a prompt."""
+
+    request: Request
+    tokens: PromptTokens
+
+
+@dataclass
+class _Told:
+    """What one set of questions took, by mode."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _LEVELS})
+    computed: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in _LEVELS})
+    fallbacks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LEVELS, 0))
+    quality: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: {"mend": [], "warmed": []})
+    budgets: set[float] = field(default_factory=set)
+    calibrated: bool = False
+
+    def add(self, name: str, some: StartedPrompt) -> None:
+        self.seconds[name].append(some.seconds)
+        self.computed[name].append(some.reuse.computed)
+        self.fallbacks[name] += some.fallback
+        if some.reuse.budget is not None:
+            self.budgets.add(some.reuse.budget)
+            self.calibrated |= bool(some.reuse.calibrated)
+
+
+class Streams:
+    """Three sessions on one engine, and the library that all questions are asked of."""
+
+    def __init__(self, engine: Engine, folder: Path, options: BenchOptions) -> None:
+        self._engine, self._options = engine, options
+        self._sessions = {
+            name: Session(
+                engine, cache=str(folder / name), library=str(folder / "library"), reuse=level, disk_limit="90%"
+            )
+            for name, level in _LEVELS.items()
+        }
+        self._library = self._sessions["prefix"]
+        self._turn = 0
+
+    def close(self) -> None:
+        """Close the sessions; the engine stays."""
+        for session in self._sessions.values():
+            session.close()
+
+    def measure(self, some: PersonalSet, advance: Advance) -> dict[str, Any]:
+        """The fields of one set."""
+        told, most = _Told(), self._options.rounds(QUESTIONS, QUICK_QUESTIONS)
+        for person in some.people:
+            left = most - len(told.seconds["prefix"])
+            if left <= 0:
+                break
+            advance(f"questions of {some.name}, {person.name or 'one person'}")
+            self._person(f"{some.name}/{person.name}", person, left, told)
+        return _fields(told)
+
+    def prepare(self, tenant: str, person: Person, most: int, top_k: int) -> list[Prepared]:
+        """Ingest the documents of a person, and find the passages of the first questions."""
+        self._library.ingest(documents=person.documents, tenant=tenant)
+        found = []
+        for question in islice(person.questions, most):
+            request = self._library.prepare(question.text, top_k=top_k, tenant=tenant, max_tokens=1).request
+            tokens = encode_prompt(self._engine, request)
+            if tokens.prompt_layout is not None:
+                found.append(Prepared(request, tokens))
+        return found
+
+    def _person(self, tenant: str, person: Person, most: int, told: _Told) -> None:
+        asked = self.prepare(tenant, person, most, QUICK_TOP_K if self._options.quick else TOP_K)
+        quotes = list(dict.fromkeys(quote for one in asked for quote in one.request.quotes))
+        self._warm(tenant, random.Random(self._options.seed).sample(quotes, len(quotes)))  # not as they are asked for
+        for number, one in enumerate(asked):
+            self._ask(one, told, compared=number % COMPARED == 0 and self._options.shape is None)
+        for session in self._sessions.values():
+            session.cache.unpark()
+
+    def _warm(self, tenant: str, quotes: Sequence[Quote]) -> None:
+        session = self._sessions["warmed"]
+        for place in range(0, len(quotes), WARMED_TOGETHER):
+            session.warm(asking(""), documents=quotes[place : place + WARMED_TOGETHER], tenant=tenant)
+
+    def _ask(self, one: Prepared, told: _Told, *, compared: bool) -> None:
+        names = list(_LEVELS)
+        shift = self._turn % len(names)
+        self._turn += 1
+        starts: dict[str, StartedPrompt] = {}
+        for name in names[shift:] + names[:shift]:
+            cache = self._sessions[name].cache
+            starts[name] = start_prompt(cache, self._engine, one.request, one.tokens, POSITIONS if compared else 0)
+            told.add(name, starts[name])
+            if not compared:
+                starts[name].end(cache, keep=True)
+        if compared:
+            others = ("mend", "warmed")
+            found = compare(self._engine, starts["prefix"], [starts[name] for name in others])
+            for name, (kl, top1) in zip(others, found, strict=True):
+                told.quality[name].append((kl, top1))
+            for name, some in starts.items():
+                some.end(self._sessions[name].cache, keep=True)
+        for session in self._sessions.values():
+            session.flush()
+
+
+def _fields(told: _Told) -> dict[str, Any]:
+    if not told.seconds["prefix"]:
+        return {"questions": 0, "reason": "no question has passages that are long enough to be found again"}
+    mend = _against(told, "mend")
+    return {
+        "questions": len(told.seconds["prefix"]),
+        "budget": max(told.budgets, default=None),
+        "calibrated": told.calibrated,
+        "computed_tokens_prefix": sum(told.computed["prefix"]),
+        "ttft_prefix_s": statistics.median(told.seconds["prefix"]),
+        "computed_tokens_mend": mend.pop("computed_tokens"),
+        **mend,
+        "warmed": _against(told, "warmed"),
+    }
+
+
+def _against(told: _Told, name: str) -> dict[str, Any]:
+    theirs, own = told.seconds["prefix"], told.seconds[name]
+    computed, before = sum(told.computed[name]), sum(told.computed["prefix"])
+    return {
+        "computed_tokens": computed,
+        "reduction": 1.0 - computed / before,
+        "ttft_s": statistics.median(own),
+        "ttft_vs_prefix": statistics.median(a / b for a, b in zip(theirs, own, strict=True)),
+        "ttft_vs_prefix_sums": sum(theirs) / sum(own),
+        "fallbacks": told.fallbacks[name],
+        "kl": mean(kl for kl, _ in told.quality[name]),
+        "top1": mean(top1 for _, top1 in told.quality[name]),
+    }
+
+
+def shuffled(one: Prepared, quotes: Sequence[Quote], engine: Engine) -> Prepared:
+    """The same question about other passages, or about the same in another order."""
+    request = replace(one.request, quotes=tuple(quotes))
+    return Prepared(request, encode_prompt(engine, request))

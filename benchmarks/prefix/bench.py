@@ -1,0 +1,255 @@
+"""`python -m benchmarks prefix`: first tokens with the cache against none, against what others have, and the floor.
+
+Every prompt is a known prefix with an ending that was never asked. In turns, in one process: cold, from the engine
+(same process, as a second request finds it), from the memory tier, the rivals in memory, the floor. Then in a fresh
+process with its own floor: from disk, from disk with dropped pages, and the rivals that survive a restart.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.base import Advance, BenchOptions, Report, Timing, about, scratch
+from benchmarks.models import load
+from benchmarks.prefix.floor import Floor, Run, floor_engine
+from benchmarks.prefix.fresh import ASKED_TOKENS
+from benchmarks.prefix.report import ENDING, SHARES, SIZES, Found, SizeFound, plotter, tell
+from benchmarks.prefix.rivals import rivals_of
+from benchmarks.prompts import Prompt, prompts
+from rekindle.core.reply import Reply
+from rekindle.core.request import Request
+from rekindle.engine.base import Engine, Logits
+from rekindle.session.prefix_cache import PIECE_TOKENS
+from rekindle.session.session import Session
+
+
+def run(options: BenchOptions, advance: Advance) -> Report:
+    """Measure everything; see `docs/concepts/cache.md` for what it means."""
+    advance("load the model")
+    engine = load(options)
+    report = Report("prefix")
+    report.fields |= about(engine, options)
+    with scratch() as folder, scratch() as theirs:
+        with Session(engine, cache=folder, memory_limit="4GB", disk_limit="90%") as session:
+            measure = _Measure(session, options, Path(folder), Path(theirs))
+            for size in SIZES:
+                advance(f"{size} + {ENDING} tokens")
+                measure.size(size)
+            advance("partial matches")
+            measure.partial()
+            advance("lookup")
+            measure.lookup()
+            session.flush()
+            measure.close()
+        advance("a fresh process")
+        measure.fresh()
+        advance("bit-equal")
+        measure.deterministic()
+    engine.close()
+    tell(report, measure.found)
+    report.plot = plotter(report, measure.found.titles)
+    return report
+
+
+class _Measure:
+    """The parts of the bench, on one session."""
+
+    def __init__(self, session: Session, options: BenchOptions, folder: Path, theirs: Path) -> None:
+        self._session, self._engine = session, session.engine
+        self._options, self._folder = options, folder
+        self._rounds = options.rounds(3, quick=1)  # of each prompt
+        self._floors = floor_engine(self._engine, options)
+        self._rivals = rivals_of(self._engine, theirs)
+        self.found = Found(3 if options.quick else 5, self._rounds, random_weights=options.shape is not None)
+        self.found.titles = dict(self._rivals.titles)
+        self._turns = 0
+        self._prefixes = 0
+
+    def close(self) -> None:
+        """Free the rivals: a fresh process shall have the machine for itself."""
+        self.found.sizes_on_disk = self._rivals.sizes()
+        self._restart = self._rivals.restart()
+        self._rivals.close()
+        if self._floors is not self._engine:
+            self._floors.close()
+
+    def size(self, size: int) -> None:
+        """Everything that is measured in this process."""
+        session = self._session
+        found = SizeFound(prompts(self._engine, self._options, self.found.prompts, size, ENDING))
+        self.found.sizes[size] = found
+        session.generate(found.prompts[0].next(), max_tokens=1, reuse="off")  # the first of its kind is always slower
+        for prompt in found.prompts:
+            session.warm(prompt.prefix)
+            floor = Floor(session, self._floors, prompt.prefix, ENDING)
+            theirs = self._rivals.prepare(self._prefixes, prompt.prefix, floor)
+            self._prefixes += 1
+            self._warm_up(prompt, floor, theirs)
+            found.asked.append([])
+            for _ in range(self._rounds):
+                self._turn(found, prompt, floor, theirs)
+                self._turns += 1
+            floor.close()
+
+    def _warm_up(self, prompt: Prompt, floor: Floor, theirs: dict[str, Run]) -> None:
+        self._ask(prompt.next())
+        for run in (floor.run, *theirs.values()):
+            run(prompt.next()[-ENDING:])
+
+    def _turn(self, found: SizeFound, prompt: Prompt, floor: Floor, theirs: dict[str, Run]) -> None:
+        size = len(prompt.prefix)
+
+        asked = prompt.next()
+
+        def cold() -> float:
+            reply = self._ask(asked, max_tokens=ASKED_TOKENS, reuse="off")
+            found.texts.setdefault("cold", []).append(list(reply.tokens))
+            return reply.timings.first_token_seconds
+
+        def from_engine() -> float:
+            self._ask(prompt.next())  # as a request before leaves it
+            reply = self._ask(prompt.next())
+            self.found.exactly &= reply.reuse.engine == size
+            return reply.timings.first_token_seconds
+
+        def from_memory() -> float:
+            self._session.cache.unpark()
+            reply = self._ask(prompt.next())
+            self.found.exactly &= reply.reuse.memory == size
+            return reply.timings.first_token_seconds
+
+        jobs: dict[str, Callable[[], float]] = {
+            "cold": cold,
+            "engine": from_engine,
+            "floor": lambda: floor.run(prompt.next()[-ENDING:]),
+            "memory": from_memory,
+        }
+        jobs |= {name: functools.partial(_ending, run, prompt) for name, run in theirs.items()}
+        jobs |= {name: functools.partial(run, asked) for name, run in self._rivals.cold().items()}
+        # Another one first each time: what comes after a long prefill finds a slower processor.
+        names = list(jobs)
+        shift = self._turns % len(names)
+        for name in names[shift:] + names[:shift]:
+            found.add(name, jobs[name]())
+        found.asked[-1].append(asked[-ENDING:])
+        found.texts.setdefault("warm", []).append(list(self._ask(asked, max_tokens=ASKED_TOKENS).tokens))
+        if (said := self._rivals.reply(asked, ASKED_TOKENS)) is not None:
+            found.texts.setdefault("rival", []).append(said)
+
+    def _ask(self, tokens: list[int], *, max_tokens: int = 1, **options: Any) -> Reply:
+        """One request, when nothing else is going on."""
+        reply = self._session.generate(tokens, max_tokens=max_tokens, **options)
+        self._session.flush()
+        return reply
+
+    def partial(self) -> None:
+        """Prompts that share only a part with what is kept: how much of the gain is left."""
+        size, large = SIZES[-1], self.found.sizes[SIZES[-1]]
+        gains: dict[float, list[float]] = {share: [] for share in SHARES}
+        for prompt, other in zip(large.prompts, large.prompts[1:] + large.prompts[:1], strict=True):
+            floor = Floor(self._session, self._floors, prompt.prefix, ENDING)
+            cold = self._ask(prompt.next(), reuse="off").timings.first_token_seconds
+            for share in SHARES:
+                matched = int((size + ENDING) * share)
+                tail = other.next()  # another text behind the match
+                asked = prompt.prefix[:matched] + tail[matched - size - ENDING :]
+                self._session.cache.unpark()
+                reply = self._ask(asked)
+                self.found.exactly &= matched <= reply.reuse.memory <= matched + 1
+                bare = floor.run(prompt.next()[-ENDING:])
+                gains[share].append((cold - reply.timings.first_token_seconds) / (cold - bare) / share)
+            floor.close()
+        self.found.recovery = {share: statistics.median(found) for share, found in gains.items()}
+
+    def lookup(self) -> None:
+        """Finding a prompt of the large size among everything kept by now, and what a token takes on disk."""
+        store = self._session.cache.store
+        assert store is not None
+        prompt = self.found.sizes[SIZES[-1]].prompts[0].next()
+        kv_space = self._session.cache.kv_spaces.of(Request.of(prompt), len(prompt))
+        times = []
+        for _ in range(50):
+            started = time.perf_counter()
+            store.lookup(kv_space, prompt)
+            times.append(time.perf_counter() - started)
+        self.found.lookup = Timing(tuple(times))
+        matches = [store.lookup(kv_space, prompt.prefix) for prompt in self.found.sizes[SIZES[-1]].prompts]
+        names = {piece.name for match in matches for piece in match.pieces}
+        rows = [row for row in store.disk.entries() if row.name in names]
+        self.found.bytes_per_token = sum(row.size_bytes for row in rows) / sum(row.tokens for row in rows)
+
+    def fresh(self) -> None:
+        """From disk, in a process of its own."""
+        task: dict[str, Any] = {"folder": str(self._folder), "sizes": {}, "rivals": self._restart}
+        task["options"] = {**asdict(self._options), "data": None}
+        for size, found in self.found.sizes.items():
+            task["sizes"][size] = [
+                {
+                    "prefix": prompt.prefix,
+                    "endings": [prompt.next()[-ENDING:] for _ in range((3 + len(self._rivals.titles)) * self._rounds)],
+                    "asked": asked,
+                }
+                for prompt, asked in zip(found.prompts, found.asked, strict=True)
+            ]
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.prefix.fresh"],
+            input=json.dumps(task),
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        for size, result in json.loads(done.stdout)["sizes"].items():
+            found = self.found.sizes[int(size)]
+            found.texts["restarted"] = result.pop("texts")
+            self.found.exactly &= result.pop("exactly")
+            for name, times in result.items():
+                found.times["fresh_floor" if name == "floor" else name] = times
+
+    def deterministic(self) -> None:
+        """Logits of cold and warm prefills, cut into the same pieces, to the last bit."""
+        seen: list[Logits] = []
+        watched = _Watched(self._engine, seen)
+        with scratch() as folder:
+            session = Session(watched, cache=folder, deterministic=True, disk_limit="90%")
+            equal, hits = True, 0
+            for prompt in self.found.sizes[SIZES[-1]].prompts[:3]:
+                known = prompt.prefix[: 2 * PIECE_TOKENS + ENDING]
+                session.warm(known)
+                tokens = known + prompt.next()[-ENDING:]
+                for reuse in ("off", "exact"):
+                    reply = session.generate(tokens, max_tokens=1, reuse=reuse)
+                hits += reply.reuse.reused > 0
+                equal &= np.array_equal(seen[-1], seen[-2])
+            self.found.bit_equal = equal and hits == min(3, len(self.found.sizes[SIZES[-1]].prompts))
+            session.cache.close()
+
+
+def _ending(run: Run, prompt: Prompt) -> float:
+    return run(prompt.next()[-ENDING:])
+
+
+class _Watched:
+    """An engine whose logits are noted."""
+
+    def __init__(self, engine: Engine, seen: list[Logits]) -> None:
+        self._engine, self._seen = engine, seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self, rows: Any, cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        """As the engine, and noted."""
+        logits = self._engine.step(rows, cancelled)
+        self._seen.extend(found for found in logits if len(found))
+        return logits

@@ -1,0 +1,235 @@
+"""llama.cpp without us: its own prompt cache in memory, saved slots, and the two caches of llama-cpp-python.
+
+All with the same weights, threads, batch sizes and attention as ours. What is measured is the way from token ids to the
+first token. The prefixes' KV comes from our engine, byte for byte: nobody has to compute it again to take part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+
+from benchmarks.prefix.floor import Floor, Run
+from rekindle.engine.base import Engine
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from rekindle.engine.llamacpp.library import LoadedContext
+from rekindle.engine.llamacpp.sequence import LlamaSequence
+from rekindle.engine.llamacpp.state import Bytes
+
+_CONTEXT_TOKENS = 2048
+_POINTER = ctypes.POINTER(ctypes.c_uint8)
+
+
+class Alone:
+    """llama.cpp by hand: one context, one sequence."""
+
+    def __init__(self, engine: LlamaCppEngine) -> None:
+        options = replace(engine.options, context_tokens=_CONTEXT_TOKENS, kv_tokens=_CONTEXT_TOKENS, sequences=1)
+        self._context = LoadedContext(engine.loaded_model, options)
+        self._sampler = llama_cpp.llama_sampler_init_greedy()
+
+    def take(self, state: Bytes) -> None:
+        """Become what a state says."""
+        self.clear(0)
+        llama_cpp.llama_state_seq_set_data(self._context.pointer, state.ctypes.data_as(_POINTER), len(state), 0)
+
+    def clear(self, start: int) -> None:
+        """Forget everything from a position on."""
+        llama_cpp.llama_memory_seq_rm(self._context.memory, 0, start, -1)
+
+    def compute(self, tokens: list[int]) -> int:
+        """The token that follows."""
+        ids = (llama_cpp.llama_token * len(tokens))(*tokens)
+        for start in range(0, len(tokens), self._context.batch_tokens):
+            count = min(self._context.batch_tokens, len(tokens) - start)
+            pointer = ctypes.cast(ctypes.addressof(ids) + 4 * start, ctypes.POINTER(llama_cpp.llama_token))
+            if llama_cpp.llama_decode(self._context.pointer, llama_cpp.llama_batch_get_one(pointer, count)):
+                raise RuntimeError("llama.cpp alone does not compute")
+        return int(llama_cpp.llama_sampler_sample(self._sampler, self._context.pointer, -1))
+
+    def save(self, path: Path, tokens: list[int]) -> None:
+        """Save the slot to a file."""
+        ids = (llama_cpp.llama_token * len(tokens))(*tokens)
+        llama_cpp.llama_state_seq_save_file(self._context.pointer, os.fsencode(path), 0, ids, len(tokens))
+
+    def load(self, path: Path) -> None:
+        """Restore the slot from a file."""
+        ids, count = (llama_cpp.llama_token * _CONTEXT_TOKENS)(), ctypes.c_size_t(0)
+        read = llama_cpp.llama_state_seq_load_file(
+            self._context.pointer, os.fsencode(path), 0, ids, _CONTEXT_TOKENS, ctypes.byref(count)
+        )
+        if not read:
+            raise RuntimeError(f"llama.cpp does not restore {path}")
+
+    def close(self) -> None:
+        """Free the context."""
+        llama_cpp.llama_sampler_free(self._sampler)
+        self._context.close()
+
+
+class Bindings:
+    """llama-cpp-python as its documentation shows it, with one of its caches."""
+
+    def __init__(self, engine: LlamaCppEngine, cache: Any) -> None:
+        options, path = engine.options, engine.files.gguf
+        with _silent():
+            self._llama = llama_cpp.Llama(
+                str(path),
+                n_ctx=_CONTEXT_TOKENS,
+                n_batch=options.batch_tokens,
+                n_ubatch=options.micro_batch_tokens,
+                n_threads=engine.threads,
+                n_threads_batch=engine.threads,
+                n_gpu_layers=-1 if engine.device == "gpu" else 0,
+                flash_attn=engine.flash_attention == "on",
+                verbose=False,
+            )
+        self._llama.set_cache(cache)
+
+    def keep(self, prefix: list[int], state: Bytes) -> None:
+        """Have a prefix in the cache, as after a request of it."""
+        llama = self._llama
+        llama.reset()
+        pointer = llama._ctx.ctx
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(pointer), True)
+        llama_cpp.llama_state_seq_set_data(pointer, state.ctypes.data_as(_POINTER), len(state), 0)
+        llama.input_ids[: len(prefix)] = prefix
+        llama.n_tokens = len(prefix)
+        with _silent():
+            llama.cache[tuple(prefix)] = llama.save_state()
+
+    def run(self, tokens: list[int]) -> float:
+        """Seconds to the first token of a prompt, after other requests came between."""
+        llama = self._llama
+        llama.reset()
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llama._ctx.ctx), True)
+        with _silent():
+            started = time.perf_counter()
+            stream = llama.create_completion(tokens, max_tokens=2, temperature=0.0, stream=True)
+            next(iter(stream))
+            seconds = time.perf_counter() - started
+            for _ in stream:  # to its end: only then it keeps what it took out of its cache
+                pass
+        return seconds
+
+    def close(self) -> None:
+        """Free the model."""
+        self._llama.close()
+
+
+class LlamaRivals:
+    """See `Rivals`."""
+
+    titles = {  # noqa: RUF012  (a constant of the protocol)
+        "llamacpp_cold": "llama.cpp alone, cold",
+        "llamacpp_memory": "llama.cpp alone, in memory",
+        "ram_cache": "llama-cpp-python's RAM cache",
+        "slot_restore": "slot restored by hand, new process",
+        "disk_cache": "llama-cpp-python's disk cache, new process",
+    }
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        assert isinstance(engine, LlamaCppEngine)
+        self._folder = folder
+        self._cold, self._warm = Alone(engine), Alone(engine)
+        self._ram = Bindings(engine, llama_cpp.LlamaRAMCache())
+        self._disk = Bindings(engine, llama_cpp.LlamaDiskCache(str(folder / "disk-cache")))
+        self._slots: dict[int, int] = {}  # tokens of each saved slot, by the number of its prefix
+
+    def prepare(self, number: int, prefix: list[int], floor: Floor) -> dict[str, Run]:
+        """All begin with the KV of the floor's sequence."""
+        sequence = floor.sequence
+        assert isinstance(sequence, LlamaSequence) and sequence.number is not None
+        state = sequence.cells.whole_state_of(sequence.number)
+        self._warm.take(state)
+        self._warm.save(_slot(self._folder, number), prefix)
+        self._slots[number] = len(prefix)
+        self._ram.keep(prefix, state)
+        self._disk.keep(prefix, state)
+
+        def in_memory(ending: list[int]) -> float:
+            self._warm.clear(len(prefix))
+            started = time.perf_counter()
+            self._warm.compute(ending)
+            return time.perf_counter() - started
+
+        return {"llamacpp_memory": in_memory, "ram_cache": lambda ending: self._ram.run(prefix + ending)}
+
+    def cold(self) -> dict[str, Run]:
+        """llama.cpp alone, from nothing."""
+
+        def run(tokens: list[int]) -> float:
+            self._cold.clear(0)
+            started = time.perf_counter()
+            self._cold.compute(tokens)
+            return time.perf_counter() - started
+
+        return {"llamacpp_cold": run}
+
+    def reply(self, tokens: list[int], count: int) -> list[int] | None:
+        """What llama.cpp alone answers: what it last computed were these tokens."""
+        self._cold.clear(0)
+        found = [self._cold.compute(tokens)]
+        while len(found) < count:
+            found.append(self._cold.compute(found[-1:]))
+        return found
+
+    def restart(self) -> dict[str, Any]:
+        """Where the slots and the disk cache are."""
+        return {"folder": str(self._folder), "prefixes": self._slots}
+
+    def sizes(self) -> dict[str, float]:
+        """Of the slots, and of the disk cache."""
+        tokens = sum(self._slots.values())
+        slots = sum(_slot(self._folder, number).stat().st_size for number in self._slots)
+        kept = sum(file.stat().st_size for file in (self._folder / "disk-cache").rglob("*") if file.is_file())
+        return {"slot_bytes_per_token": slots / tokens, "disk_cache_bytes_per_token": kept / tokens}
+
+    def close(self) -> None:
+        """Free contexts and models."""
+        for rival in (self._cold, self._warm, self._ram, self._disk):
+            rival.close()
+
+
+class Restarted:
+    """The rivals that survive their process."""
+
+    def __init__(self, engine: Engine, task: dict[str, Any]) -> None:
+        assert isinstance(engine, LlamaCppEngine)
+        self._folder = Path(task["folder"])
+        self._alone = Alone(engine)
+        self._disk = Bindings(engine, llama_cpp.LlamaDiskCache(str(self._folder / "disk-cache")))
+        self._prefixes = {int(number): tokens for number, tokens in task["prefixes"].items()}
+
+    def prepare(self, number: int) -> dict[str, Run]:
+        """For prompts of one prefix, which come whole: these find, or are told, how much of them is known."""
+        known, path = self._prefixes[number], _slot(self._folder, number)
+
+        def slot(tokens: list[int]) -> float:
+            self._alone.clear(0)
+            started = time.perf_counter()
+            self._alone.load(path)
+            self._alone.compute(tokens[known:])
+            return time.perf_counter() - started
+
+        return {"slot_restore": slot, "disk_cache": self._disk.run}
+
+
+def _slot(folder: Path, number: int) -> Path:
+    return folder / f"slot-{number}.bin"
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """The bindings print what they do."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield

@@ -1,0 +1,236 @@
+"""What `bench prefix` found: fields, rows, a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.base import Report, Row, Timing, paired_ratio
+from benchmarks.prompts import Prompt
+
+SIZES = (180, 1000)
+ENDING = 20
+SHARES = (0.25, 0.5, 0.75, 0.9)
+BARS = {
+    "over_floor_memory": "<= 1.05",
+    "over_floor_disk": "<= 1.15",
+    "speedup_disk": ">= 15",
+    "load_share": "<= 0.03",
+    "partial_recovery": ">= 0.95",
+    "cold_vs_llamacpp": "<= 1.03",
+    "memory_vs_best": "<= 1.05",
+    "disk_vs_slot": "<= 1.00",
+    "bytes_vs_slot": "<= 1.00",
+}
+_IN_MEMORY = ("llamacpp_memory", "ram_cache")
+
+
+@dataclass
+class SizeFound:
+    """What was measured at one size."""
+
+    prompts: list[Prompt]
+    times: dict[str, list[float]] = field(default_factory=dict)
+    asked: list[list[list[int]]] = field(default_factory=list)  # endings whose greedy texts are compared, by prompt
+    texts: dict[str, list[list[int]]] = field(default_factory=dict)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Note a time."""
+        self.times.setdefault(name, []).append(seconds)
+
+    def timing(self, name: str) -> Timing:
+        """All times of one name."""
+        return Timing(tuple(self.times[name]))
+
+    def has(self, *names: str) -> bool:
+        """Whether there are times of all these names."""
+        return all(self.times.get(name) for name in names)
+
+
+@dataclass
+class Found:
+    """What was measured in all."""
+
+    prompts: int
+    rounds: int
+    random_weights: bool
+    sizes: dict[int, SizeFound] = field(default_factory=dict)
+    titles: dict[str, str] = field(default_factory=dict)  # of the rivals
+    sizes_on_disk: dict[str, float] = field(default_factory=dict)  # of the rivals, bytes a token
+    recovery: dict[float, float] = field(default_factory=dict)
+    lookup: Timing = field(default_factory=lambda: Timing((0.0,)))
+    bytes_per_token: float = 0.0
+    bit_equal: bool | None = None
+    exactly: bool = True
+
+
+def tell(report: Report, found: Found) -> None:
+    """Fields and rows."""
+    report.fields |= {"prompts": found.prompts, "rounds": found.rounds, "exact_matches": found.exactly}
+    sizes = {f"{size}+{ENDING}": _fields_of(of_size, found) for size, of_size in found.sizes.items()}
+    report.fields["sizes"] = sizes
+    report.fields |= {name: value for name, value in sizes[f"{SIZES[-1]}+{ENDING}"].items() if name != "spread"}
+    report.fields["partial"] = {f"{share:.2f}": value for share, value in found.recovery.items()}
+    report.fields["partial_recovery"] = statistics.mean(found.recovery.values())
+    if found.random_weights:
+        report.fields |= {"greedy_equal": None, "greedy_equal_reason": "random weights have no likeliest token"}
+    else:
+        report.fields["greedy_equal"] = _greedy_equal(found, "warm", "restarted")
+        if all("rival" in of_size.texts for of_size in found.sizes.values()):
+            report.fields["greedy_equal_rival"] = _greedy_equal(found, "rival")
+    report.fields["bit_equal_deterministic"] = found.bit_equal
+    report.fields["lookup_us"] = found.lookup.median * 1e6
+    report.fields["bytes_per_token"] = found.bytes_per_token
+    report.fields |= found.sizes_on_disk
+    for size, of_size in found.sizes.items():
+        report.rows += _rows_of(size, of_size, found, sizes[f"{size}+{ENDING}"])
+    report.rows += _last_rows(report, found)
+
+
+def _last_rows(report: Report, found: Found) -> list[Row]:
+    rows = [
+        Row("partial matches keep", f"{report.fields['partial_recovery']:.3f}", "", "", BARS["partial_recovery"]),
+        Row("same greedy text", str(report.fields["greedy_equal"]), "", "", "1.0"),
+    ]
+    if "greedy_equal_rival" in report.fields:
+        rows.append(Row("same greedy text as the rival", str(report.fields["greedy_equal_rival"]), "", "", "1.0"))
+    rows += [
+        Row("bit-equal with deterministic", str(found.bit_equal), "", "", "True"),
+        Row("lookup", f"{found.lookup.median * 1e6:.0f} us", "", "", ""),
+    ]
+    for name, size in found.sizes_on_disk.items():
+        ratio = found.bytes_per_token / size
+        bar = BARS["bytes_vs_slot"] if name.startswith("slot") else ""
+        report.fields[f"bytes_vs_{name.split('_')[0]}"] = ratio
+        what = f"bytes a token / {name.removesuffix('_bytes_per_token').replace('_', ' ')}"
+        rows.append(Row(what, f"{found.bytes_per_token:,.0f}", f"{size:,.0f}", f"{ratio:.3f}", bar))
+    return rows
+
+
+def _greedy_equal(found: Found, *others: str) -> float:
+    """The share of prompts whose replies are the same as cold, as far as the shorter goes."""
+    pairs = [
+        all(_begin_alike(cold, other) for other in rest)
+        for of_size in found.sizes.values()
+        for cold, *rest in zip(of_size.texts["cold"], *(of_size.texts[name] for name in others), strict=True)
+    ]
+    return sum(pairs) / len(pairs)
+
+
+def _begin_alike(a: list[int], b: list[int]) -> bool:
+    shorter = min(len(a), len(b))
+    return a[:shorter] == b[:shorter]
+
+
+def _fields_of(found: SizeFound, all_found: Found) -> dict[str, Any]:
+    timing = found.timing
+    disk = timing("disk").median
+    return {
+        "cold_ttft_s": timing("cold").median,
+        "warm_memory_ttft_s": timing("engine").median,
+        "warm_memory_tier_ttft_s": timing("memory").median,
+        "warm_disk_ttft_s": disk,
+        **_cold_pages(found),
+        **{f"{name}_ttft_s": timing(name).median for name in all_found.titles if found.has(name)},
+        "floor_ttft_s": timing("floor").median,
+        "floor_fresh_ttft_s": timing("fresh_floor").median,
+        "speedup_memory": timing("cold").median / timing("engine").median,
+        "speedup_disk": timing("cold").median / disk,
+        "speedup_floor": timing("cold").median / timing("floor").median,
+        "over_floor_memory": paired_ratio(timing("engine"), timing("floor")),
+        "over_floor_memory_tier": paired_ratio(timing("memory"), timing("floor")),
+        "over_floor_disk": paired_ratio(timing("disk"), timing("fresh_floor")),
+        **_against_llamacpp(found),
+        "load_s": timing("load").median,
+        "load_share": timing("load").median / timing("cold").median,
+        "spread": {name: timing(name).as_json() for name, times in found.times.items() if times},
+    }
+
+
+def _against_llamacpp(found: SizeFound) -> dict[str, float]:
+    if not found.has("llamacpp_cold", "slot_restore", *_IN_MEMORY):
+        return {}
+    best = min(_IN_MEMORY, key=lambda name: found.timing(name).median)
+    return {
+        "cold_vs_llamacpp": paired_ratio(found.timing("cold"), found.timing("llamacpp_cold")),
+        "memory_vs_best": paired_ratio(found.timing("engine"), found.timing(best)),
+        "disk_vs_slot": paired_ratio(found.timing("disk"), found.timing("slot_restore")),
+    }
+
+
+def _rows_of(size: int, found: SizeFound, all_found: Found, fields: dict[str, Any]) -> list[Row]:
+    timing, name = found.timing, f"{size}+{ENDING}"
+    floor, fresh, cold = str(timing("floor")), str(timing("fresh_floor")), str(timing("cold"))
+    large = size == SIZES[-1]
+    dropped = [ratio for ratio in (fields["over_floor_disk_cold_pages"],) if ratio is not None]
+
+    def row(what: str, ours: str, baseline: str, ratio: float, bar: str = "") -> Row:
+        return Row(f"{name}, {what}", str(timing(ours)), baseline, f"{ratio:.3f}", bar)
+
+    against = {
+        "cold_vs_llamacpp": ("cold / llama.cpp alone", "cold", "llamacpp_cold"),
+        "memory_vs_best": (
+            "same process / best in memory",
+            "engine",
+            min(_IN_MEMORY, key=lambda rival: timing(rival).median if found.has(rival) else 0.0),
+        ),
+        "disk_vs_slot": ("new process, disk / slot restored", "disk", "slot_restore"),
+    }
+    rivals = [rival for rival in all_found.titles if found.has(rival) and rival != "llamacpp_cold"]
+    # A restarted rival has its floor in the process it was measured in.
+    floors = {rival: "fresh_floor" if rival in ("slot_restore", "disk_cache") else "floor" for rival in rivals}
+    return [
+        row("same process / floor", "engine", floor, fields["over_floor_memory"], BARS["over_floor_memory"]),
+        row("memory tier / floor", "memory", floor, fields["over_floor_memory_tier"]),
+        row("new process, disk / floor", "disk", fresh, fields["over_floor_disk"], BARS["over_floor_disk"]),
+        *(row("disk, pages dropped / floor", "cold_pages", fresh, ratio) for ratio in dropped),
+        row("cold / disk", "disk", cold, fields["speedup_disk"], BARS["speedup_disk"] if large else ""),
+        row("cold / floor", "floor", cold, fields["speedup_floor"]),
+        *(
+            row(what, ours, str(timing(theirs)), fields[key], BARS[key])
+            for key, (what, ours, theirs) in against.items()
+            if key in fields
+        ),
+        *(
+            row(f"{all_found.titles[r]} / floor", r, str(timing(floors[r])), paired_ratio(timing(r), timing(floors[r])))
+            for r in rivals
+        ),
+        row("load alone / cold", "load", cold, fields["load_share"], BARS["load_share"] if large else ""),
+    ]
+
+
+def _cold_pages(found: SizeFound) -> dict[str, Any]:
+    """First tokens from dropped pages; null where the system cannot be asked to drop them."""
+    names = ("warm_disk_cold_pages_ttft_s", "over_floor_disk_cold_pages")
+    if not found.times["cold_pages"]:
+        return {**dict.fromkeys(names), "cold_pages_reason": "this system cannot be asked to drop pages"}
+    timing = found.timing("cold_pages")
+    return dict(zip(names, (timing.median, paired_ratio(timing, found.timing("fresh_floor"))), strict=True))
+
+
+def plotter(report: Report, titles: dict[str, str]) -> Callable[[Any], None]:
+    """Bars of first-token times, ours and theirs, a panel for each size."""
+
+    def draw(figure: Any) -> None:
+        bars = {
+            "cold": "cold_ttft_s",
+            "new process, pages dropped": "warm_disk_cold_pages_ttft_s",
+            "new process, disk": "warm_disk_ttft_s",
+            "memory tier": "warm_memory_tier_ttft_s",
+            "same process": "warm_memory_ttft_s",
+            "floor": "floor_ttft_s",
+            **{title: f"{name}_ttft_s" for name, title in titles.items()},
+        }
+        for axes, (size, fields) in zip(figure.subplots(1, len(SIZES)), report.fields["sizes"].items(), strict=True):
+            known = {label: fields[name] for label, name in bars.items() if fields.get(name) is not None}
+            seconds = list(known.values())
+            axes.barh(list(known), seconds, color=["C1" if label in titles.values() else "C0" for label in known])
+            axes.bar_label(axes.containers[0], labels=[f" {s * 1e3:,.0f} ms" for s in seconds])
+            axes.set_xlim(0, max(seconds) * 1.25)
+            axes.invert_yaxis()
+            axes.set_xlabel("seconds to the first token")
+            axes.set_title(f"{size} tokens")
+
+    return draw

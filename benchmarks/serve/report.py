@@ -1,0 +1,207 @@
+"""What `bench serve` found: fields, rows, a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from benchmarks.base import Report, Row, Timing, paired_ratio
+from benchmarks.serve.clients import Answered, Served
+
+CLIENTS = (1, 4, 16)
+STREAMS = 4
+BARS = {"batch_ratio_4": ">= 1.5", "errors": "0"}
+_MAX_ERRORS_TOLD = 5
+
+
+@dataclass(frozen=True)
+class Setting:
+    """So many clients, with the cache or without."""
+
+    clients: int
+    cache: bool
+
+    def __str__(self) -> str:
+        clients = "1 client" if self.clients == 1 else f"{self.clients} clients"
+        return f"{clients}, cache {'on' if self.cache else 'off'}"
+
+
+SETTINGS = tuple(Setting(clients, cache) for clients in CLIENTS for cache in (True, False))
+BASELINE = Setting(1, cache=False)  # one after the other, and everything computed
+_HEADLINE = Setting(STREAMS, cache=True)
+
+
+@dataclass
+class Found:
+    """What was measured: for each setting, all replies of each round."""
+
+    random_weights: bool
+    trace_shared_share: float
+    reply_tokens: int = 0
+    stream_tokens: int = 0
+    parallel: int = 0
+    prompt_tokens: list[int] = field(default_factory=list)
+    shared: list[float] = field(default_factory=list)  # of the prompts of each round
+    served: dict[Setting, list[Served]] = field(default_factory=lambda: {setting: [] for setting in SETTINGS})
+    row: list[Served] = field(default_factory=list)
+    together: list[Served] = field(default_factory=list)
+
+    def good(self, setting: Setting) -> list[Answered]:
+        """The replies of all rounds that came as they should."""
+        return [reply for served in self.served[setting] for reply in served.good]
+
+    def first_tokens(self, setting: Setting) -> list[float]:
+        """Seconds until the first token of each."""
+        return [reply.first_token_seconds for reply in self.good(setting)]
+
+    def tokens_per_s(self, setting: Setting) -> float:
+        """The median over the rounds."""
+        return statistics.median(served.tokens_per_s for served in self.served[setting])
+
+    @property
+    def everything(self) -> list[Served]:
+        """Whatever was asked."""
+        return [*(served for rounds in self.served.values() for served in rounds), *self.row, *self.together]
+
+
+def tell(report: Report, found: Found) -> None:
+    """Fields and rows."""
+    rows = [_row_of(setting, found) for setting in SETTINGS]
+    headline = rows[SETTINGS.index(_HEADLINE)]
+    errors = [reply.error for served in found.everything for reply in served.replies if reply.error is not None]
+    report.fields |= {
+        "rounds": len(found.shared),
+        "parallel": found.parallel,
+        "reply_tokens": found.reply_tokens,
+        "prompt_tokens": statistics.mean(found.prompt_tokens),
+        "shared_share": statistics.mean(found.shared),
+        "trace_shared_share": found.trace_shared_share,
+        **{name: headline[name] for name in ("clients", "ttft_p50", "ttft_p99", "tokens_per_s")},
+        "errors": len(errors),
+        **_streams(found),
+        "rows": rows,
+        "errors_told": errors[:_MAX_ERRORS_TOLD],
+    }
+    report.rows += [row for clients in CLIENTS for row in _rows_of(clients, found)]
+    report.rows += [
+        Row(
+            f"{STREAMS} streams of {found.stream_tokens} tokens, in a row / together",
+            str(_timing(found.together)),
+            str(_timing(found.row)),
+            f"{report.fields['batch_ratio_4']:.2f}",
+            BARS["batch_ratio_4"],
+        ),
+        Row("their texts equal", str(report.fields["equal_texts"]), "", "", "True"),
+        Row("requests that failed", str(len(errors)), "", "", BARS["errors"]),
+    ]
+
+
+def _row_of(setting: Setting, found: Found) -> dict[str, Any]:
+    """One setting. Replies whose prompt was known for its half or more are warm, the others cold."""
+    replies, served = found.good(setting), found.served[setting]
+    warm = [reply.first_token_seconds for reply in replies if 2 * reply.cached_tokens >= reply.prompt_tokens]
+    cold = [reply.first_token_seconds for reply in replies if 2 * reply.cached_tokens < reply.prompt_tokens]
+    prompts = sum(reply.prompt_tokens for reply in replies)
+    speeds = [one.tokens_per_s for one in served]
+    return {
+        "clients": setting.clients,
+        "cache": "on" if setting.cache else "off",
+        "ttft_p50": _percentile(found.first_tokens(setting), 50),
+        "ttft_p99": _percentile(found.first_tokens(setting), 99),
+        "ttft_warm_p50": _percentile(warm, 50),
+        "ttft_cold_p50": _percentile(cold, 50),
+        "tokens_per_s": found.tokens_per_s(setting),
+        "tokens_per_s_spread": [min(speeds), max(speeds)],
+        "requests": sum(len(one.replies) for one in served),
+        "errors": sum(len(one.replies) - len(one.good) for one in served),
+        "cached_share": sum(reply.cached_tokens for reply in replies) / prompts if prompts else None,
+        "equal_share": None if found.random_weights else _equal_share(served, found.served[BASELINE]),
+    }
+
+
+def _streams(found: Found) -> dict[str, Any]:
+    """Replies at once against the same in a row."""
+    fields = {
+        "batch_ratio_4": paired_ratio(_timing(found.row), _timing(found.together)),
+        "batch_row_s": _timing(found.row).as_json(),
+        "batch_together_s": _timing(found.together).as_json(),
+    }
+    if found.random_weights:
+        reason = "random weights have no likeliest token"
+        return {**fields, "equal_texts": None, "equal_texts_reason": reason}
+    share = _equal_share(found.together, found.row)
+    return {**fields, "equal_texts": share == 1.0, "equal_texts_share": share}
+
+
+def _equal_share(ours: Sequence[Served], theirs: Sequence[Served]) -> float | None:
+    """The share of requests that got the same greedy text in both."""
+    pairs = [
+        (one, other)
+        for mine, yours in zip(ours, theirs, strict=True)
+        for one, other in zip(mine.replies, yours.replies, strict=True)
+        if one.error is None and other.error is None
+    ]
+    return sum(one.text == other.text for one, other in pairs) / len(pairs) if pairs else None
+
+
+def _timing(served: Sequence[Served]) -> Timing:
+    return Timing(tuple(one.seconds for one in served))
+
+
+def _percentile(seconds: Sequence[float], percent: float) -> float | None:
+    """The value that so many of a hundred do not exceed; None of none."""
+    return float(np.percentile(seconds, percent, method="inverted_cdf")) if seconds else None
+
+
+def _rows_of(clients: int, found: Found) -> list[Row]:
+    """Cache on against off, and against the same requests one after the other."""
+    on, off = Setting(clients, cache=True), Setting(clients, cache=False)
+    name = str(on).partition(",")[0]
+    rows = []
+    for percent in (50, 99):
+        ours, theirs = (_percentile(found.first_tokens(setting), percent) for setting in (on, off))
+        rows.append(_compared(f"{name}, first token p{percent}, cache on / off", ours, theirs, 1e3, "ms"))
+    speed, without = found.tokens_per_s(on), found.tokens_per_s(off)
+    rows.append(_compared(f"{name}, cache on / off", speed, without, 1, "tokens/s"))
+    if clients > 1:
+        alone, bare = found.tokens_per_s(Setting(1, cache=True)), found.tokens_per_s(BASELINE)
+        rows.append(_compared(f"{name} / one after the other, cache on", speed, alone, 1, "tokens/s"))
+        rows.append(_compared(f"{name} / one after the other, cache off", without, bare, 1, "tokens/s"))
+    return rows
+
+
+def _compared(measure: str, ours: float | None, theirs: float | None, unit: float, name: str) -> Row:
+    def told(value: float | None) -> str:
+        return "-" if value is None else f"{value * unit:,.1f} {name}"
+
+    return Row(measure, told(ours), told(theirs), f"{ours / theirs:.3f}" if ours and theirs else "-")
+
+
+def plotter(found: Found) -> Callable[[Any], None]:
+    """Bars of first-token times and of throughput, with the cache and without."""
+
+    def draw(figure: Any) -> None:
+        left, right = figure.subplots(1, 2)
+        for shift, cache in ((-0.2, True), (0.2, False)):
+            settings = [Setting(clients, cache) for clients in CLIENTS]
+            places = [number + shift for number in range(len(CLIENTS))]
+            label = f"cache {'on' if cache else 'off'}"
+            middle, worst = (
+                [_percentile(found.first_tokens(setting), percent) or 0.0 for setting in settings]
+                for percent in (50, 99)
+            )
+            above = [high - low for low, high in zip(middle, worst, strict=True)]
+            left.bar(places, middle, 0.4, yerr=[[0.0] * len(above), above], capsize=4, label=label)
+            speeds = [found.tokens_per_s(setting) for setting in settings]
+            right.bar_label(right.bar(places, speeds, 0.4, label=label), fmt="%.1f")
+        for axes, title in ((left, "seconds to the first token, p50 and p99"), (right, "tokens of replies a second")):
+            axes.set_xticks(range(len(CLIENTS)), [str(clients) for clients in CLIENTS])
+            axes.set_xlabel("clients")
+            axes.set_title(title)
+            axes.legend()
+
+    return draw

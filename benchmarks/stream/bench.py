@@ -1,0 +1,191 @@
+"""`python -m benchmarks stream`: a context that an origin has, computed, streamed or both, over links of many speeds.
+
+The context is published by an origin in another process and comes over a real socket, through a proxy that is as fast
+as a trace says (`shaped_origin`). A ratio is how long streaming takes (at level q5), as a multiple of computing: traces
+are scaled to it. Every way (`modes`) gets the same prompt over the same trace from the same moment on, in turns.
+The clock runs from the request, looking for the context at the origin included, to the logits of the last token of the
+prompt.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.base import Advance, BenchOptions, Report, about, scratch
+from benchmarks.models import load
+from benchmarks.prompts import tokens_for
+from benchmarks.stream import costs, schedules, sensitivity
+from benchmarks.stream.costs import Measured
+from benchmarks.stream.modes import LEVEL, LEVELS, MODES, QUICK_MODES, Mode
+from benchmarks.stream.passages import PASSAGES, Passages
+from benchmarks.stream.report import Case, Found, draw, tell
+from benchmarks.stream.site import Setting, Site
+from benchmarks.stream.traces import MADE, Trace, made_trace, read_traces
+from benchmarks.stream.trouble import Trouble
+from rekindle.core.cells import CHUNK_TOKENS
+from rekindle.engine.base import Engine
+from rekindle.errors import InvalidSetting
+
+RATIOS, QUICK_RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0), (1.0,)
+CONTEXT_TOKENS, QUICK_CONTEXT_TOKENS, CUDA_CONTEXT_TOKENS = 768, 640, 8192
+QUESTION_TOKENS, PASSAGE_TOKENS = 24, 200
+TRACES, QUICK_TRACES = 5, 2
+QUICK_MADE = ("constant", "step down")
+MAX_TIMES = 4.5  # of computing: a baseline that would stream for longer is not waited for
+_LOCAL_ROUNDS = 2
+_COST_ROUNDS = 3
+
+
+def run(options: BenchOptions, advance: Advance) -> Report:
+    """Measure everything."""
+    traces = _read(options)
+    advance("load the model")
+    engine = load(options)
+    try:
+        if not (engine.capabilities.layer_feeds and engine.capabilities.spans):
+            raise InvalidSetting("This engine cannot take KV layer by layer: leave --engine out.")
+        with scratch() as folder:
+            found = _Bench(engine, options, traces, Path(folder), advance).measure()
+        fields = {**about(engine, options), "layers": len(engine.layout.layers)}
+    finally:
+        engine.close()
+    report = Report("stream", fields=fields)
+    tell(report, found)
+    report.plot = functools.partial(draw, found=found)
+    return report
+
+
+def _read(options: BenchOptions) -> list[Trace] | None:
+    if options.traces is None:
+        return None
+    return read_traces(options.traces, QUICK_TRACES if options.quick else TRACES, options.seed)
+
+
+@dataclass(frozen=True)
+class _Bench:
+    engine: Engine
+    options: BenchOptions
+    traces: list[Trace] | None  # None: they are made
+    folder: Path
+    advance: Advance
+
+    def measure(self) -> Found:
+        """Costs first, then every trace at every ratio."""
+        options, setting = self.options, self._setting()
+        levels = (LEVEL,) if options.quick else LEVELS
+        self.advance("compute and publish the context")
+        with Site(setting, self.folder, levels) as site:
+            context = setting.tokens[: setting.context_tokens]
+            rounds = 2 if options.quick else _COST_ROUNDS
+            measured = costs.measure(self.engine, context, options.quick, rounds, options.seed, self.advance)
+            site.learn(measured)
+            local_seconds = self._local(site)
+            size_bytes = float(site.sizes(LEVEL).sum())
+            ratios = QUICK_RATIOS if options.quick else RATIOS
+            cases = []
+            for begin in self._traces(max(ratios) * local_seconds):
+                for ratio in ratios:
+                    scaled = begin(_together(local_seconds, ratio)).at_ratio(size_bytes, local_seconds, ratio)
+                    cases.append(self._case(site, scaled, ratio, local_seconds))
+            bandwidths = [size_bytes / (ratio * local_seconds) for ratio in RATIOS]
+            scheduled = schedules.compare(site.costs(LEVEL), bandwidths, self.advance)
+            sizes = {level: int(site.sizes(level).sum()) for level in levels}
+            sensitive, trouble = self._more(site, setting, measured, local_seconds)
+        passages = self._passages()
+        return Found(
+            cases=tuple(cases),
+            measured=measured,
+            schedules=scheduled,
+            sensitivity=sensitive,
+            trouble=trouble,
+            passages=passages,
+            local_seconds=local_seconds,
+            sizes=sizes,
+            context_tokens=setting.context_tokens,
+            question_tokens=len(setting.tokens) - setting.context_tokens,
+            made=self.traces is None,
+            sample=options.data is None,
+            judged=options.shape is None,
+            quick=options.quick,
+        )
+
+    def _more(
+        self, site: Site, setting: Setting, measured: Measured, local_seconds: float
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """What the gain depends on, and what origins in trouble cost; not in a quick run."""
+        if self.options.quick:
+            return [], []
+        rows = sensitivity.measure(site, setting, self.folder, measured, local_seconds, self.advance)
+        return rows, Trouble(setting, site, self.folder, measured, local_seconds, self.advance).measure()
+
+    def _passages(self) -> list[dict[str, Any]]:
+        """Several contexts in one prompt; not in a quick run, nor with a model that says nothing."""
+        if self.options.quick or self.options.shape is not None or self.engine.capabilities.recompute == "none":
+            return []
+        tokens = tokens_for(self.engine, self.options, PASSAGES * PASSAGE_TOKENS)
+        return Passages(self.engine, tokens, self.folder / "several", self.advance).measure()
+
+    def _setting(self) -> Setting:
+        """A text, and the text behind it as the question."""
+        wanted = QUICK_CONTEXT_TOKENS if self.options.quick else CONTEXT_TOKENS
+        if self.engine.device != "cpu" and not self.options.quick:
+            wanted = CUDA_CONTEXT_TOKENS
+        room = (self.engine.context_tokens - 2 * QUESTION_TOKENS - CHUNK_TOKENS) // CHUNK_TOKENS * CHUNK_TOKENS
+        context = min(wanted, room)
+        if context < 2 * CHUNK_TOKENS:
+            raise InvalidSetting(f"{self.engine.name} takes {self.engine.context_tokens} tokens: too few to stream.")
+        tokens = tokens_for(self.engine, self.options, context + QUESTION_TOKENS)
+        return Setting(self.engine, tuple(tokens), context)
+
+    def _local(self, site: Site) -> float:
+        """How long computing takes on the executor, after one that does not count."""
+        still = made_trace("constant", 1.0, 0)
+        seconds = []
+        rounds = 1 if self.options.quick else _LOCAL_ROUNDS
+        for turn in range(1 + rounds):
+            self.advance(f"compute alone, {turn + 1} of {1 + rounds}")
+            seconds.append(site.run(Mode("local"), still, 1.0, 1.0).ttft_s)
+        return statistics.median(seconds[1:])
+
+    def _traces(self, max_seconds: float) -> list[Callable[[float], Trace]]:
+        """What gives each trace, for something that shall come within some seconds, and within `max_seconds`."""
+        options = self.options
+        if self.traces is None:
+            names = QUICK_MADE if options.quick else MADE
+            return [functools.partial(made_trace, name, seed=options.seed) for name in names]
+        begun = [trace.beginning(max_seconds, options.seed + n) for n, trace in enumerate(self.traces)]
+        return [functools.partial(_as_it_is, trace) for trace in begun]
+
+    def _case(self, site: Site, trace: Trace, ratio: float, local_seconds: float) -> Case:
+        """All ways over one trace, in turns, another one first each time."""
+        modes = QUICK_MODES if self.options.quick else MODES
+        window, most = ratio * local_seconds, MAX_TIMES * local_seconds
+        skipped = {
+            mode: expected
+            for mode in modes
+            if mode.kind == "stream" and mode.level is not None
+            if (expected := trace.moment(0.0, float(site.sizes(mode.level).sum()))) > most
+        }
+        able = [mode for mode in modes if mode not in skipped]
+        runs = []
+        for turn in range(self.options.rounds(1, 1)):
+            start = turn % len(able)
+            for mode in (*able[start:], *able[:start]):
+                self.advance(f"{trace.name}, streaming takes {ratio:g} of computing: {mode.name}")
+                runs.append(site.run(mode, trace, local_seconds, window))
+        return Case(trace, ratio, window, modes, tuple(runs), skipped)
+
+
+def _together(local_seconds: float, ratio: float) -> float:
+    """How long both lanes take at best, were the link always alike."""
+    return local_seconds * ratio / (1 + ratio)
+
+
+def _as_it_is(trace: Trace, _seconds: float) -> Trace:
+    """A trace that somebody measured is not made to fit."""
+    return trace

@@ -1,0 +1,106 @@
+"""The ways to get a context that an origin has: ours, and those of others.
+
+All of them but `plain` run on the executor of sessions (`remote/hybrid_prefill`, `baselines/streaming`); they differ in
+who decides what is computed and what is streamed.
+
+local            everything is computed, chunk by chunk
+plain            everything is computed, in the pieces that the engine likes best, without the executor
+stream LEVEL     everything is streamed, at one level
+fixed            whole chunks in front are computed: as many as the mean bandwidth of the trace suggests
+fixed-window     the same, from the mean of just the time in which the context comes, which nobody can know
+bidirectional    whole chunks, computed from the front and streamed from the back, until both meet
+ours             see `remote/schedule`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.baselines.schedules import all_compute, all_stream, fixed
+from benchmarks.baselines.streaming import Steering
+from benchmarks.stream.traces import Trace
+from benchmarks.waiting.timeline import LinkCosts, order_of, start
+from rekindle.core.cells import Cell, Progress, Schedule, Split
+from rekindle.remote.latency import MIN_BANDWIDTH
+
+Kind = Literal["local", "plain", "stream", "fixed", "fixed-window", "bidirectional", "ours"]
+LEVEL = "q5"  # of all ways that both compute and stream, and of what a ratio means
+LEVELS = ("raw", "q8", LEVEL, "q4", "q3")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way."""
+
+    kind: Kind
+    level: str | None = None  # None: nothing is streamed
+
+    @property
+    def name(self) -> str:
+        """Its name in the report."""
+        return f"stream {self.level}" if self.kind == "stream" else self.kind
+
+
+MODES = (
+    Mode("local"),
+    Mode("plain"),
+    *(Mode("stream", level) for level in LEVELS),
+    Mode("fixed", LEVEL),
+    Mode("fixed-window", LEVEL),
+    Mode("bidirectional", LEVEL),
+    Mode("ours", LEVEL),
+)
+QUICK_MODES = tuple(mode for mode in MODES if mode.kind != "fixed-window" and mode.level in (None, LEVEL))
+
+
+class Given:
+    """A schedule that is not changed. Only when the link is dead the rest is computed, or it would never end."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    def begin(self, costs: LinkCosts, progress: Progress) -> Schedule:  # noqa: ARG002
+        """As given."""
+        return self._schedule
+
+    def revise(self, schedule: Schedule, progress: Progress, costs: LinkCosts) -> Schedule:
+        """As it was."""
+        return all_compute(costs, progress) if costs.bandwidth <= MIN_BANDWIDTH else schedule
+
+
+class Meeting(Given):
+    """Whole chunks from both ends: a lane that is free takes the next one that the other has not begun."""
+
+    def __init__(self, costs: LinkCosts) -> None:
+        self._schedule = self._now(start(costs.chunks), costs)
+
+    def revise(self, schedule: Schedule, progress: Progress, costs: LinkCosts) -> Schedule:  # noqa: ARG002
+        """What both do next."""
+        return all_compute(costs, progress) if costs.bandwidth <= MIN_BANDWIDTH else self._now(progress, costs)
+
+    @staticmethod
+    def _now(progress: Progress, costs: LinkCosts) -> Schedule:
+        chunks, layers = costs.chunks, costs.layers
+        begun = progress.brought(layers)
+        front = next((chunk for chunk, done in enumerate(progress.computed) if done < layers), chunks)
+        if front < chunks and not begun[front].any():
+            front += 1
+        split = Split(layers, (layers,) * front + (0,) * (chunks - front))
+        back = [Cell(chunk, layer) for chunk in reversed(range(front, chunks)) for layer in range(layers)]
+        order = order_of(layers, [cell for cell in back if not begun[cell]])
+        return Schedule(split, order, float("nan"))  # nobody asks how long
+
+
+def steering_of(mode: Mode, costs: LinkCosts, trace: Trace, window_seconds: float) -> Steering | None:
+    """Who decides in this way, None: as sessions do; `window_seconds` is how long the context would take to come."""
+    if mode.kind == "ours":
+        return None
+    if mode.kind == "bidirectional":
+        return Meeting(costs)
+    if mode.kind == "local":
+        return Given(all_compute(costs))
+    if mode.kind == "stream":
+        return Given(all_stream(costs))
+    mean = trace.carried(0.0, window_seconds) / window_seconds if mode.kind == "fixed-window" else trace.mean_rate
+    return Given(fixed(costs, max(mean, MIN_BANDWIDTH)))

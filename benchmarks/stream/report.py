@@ -1,0 +1,330 @@
+"""What `python -m benchmarks stream` found, for programs and for people."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.base import Report, Row, known
+from benchmarks.stream.costs import Measured
+from benchmarks.stream.modes import LEVEL, LEVELS, Mode
+from benchmarks.stream.site import Run
+from benchmarks.stream.traces import Trace
+
+CHANGING = 0.3  # standard deviation of the bandwidth as a share of its mean: from here on it changes
+NEAR_RATIOS = (0.5, 2.0)  # between which both lanes matter
+BAR_OVERLAP, BAR_FIXED, BAR_BIDIRECTIONAL, BAR_CHANGING, BAR_SINGLE = 0.90, 1.3, 0.99, 1.05, 0.97
+BAR_EXACT, BAR_PREDICTOR, BAR_TROUBLE = 1.05, 0.10, 1.05
+# What ours is measured against where one lane works alone: nothing of lower quality than ours.
+SINGLE = ("local", "plain", *(f"stream {level}" for level in LEVELS[: LEVELS.index(LEVEL) + 1]))
+STREAM, OURS = f"stream {LEVEL}", "ours"
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One trace at one ratio."""
+
+    trace: Trace
+    ratio: float
+    window_seconds: float  # in which all of the context comes at `LEVEL`
+    modes: Sequence[Mode]
+    runs: Sequence[Run]
+    skipped: Mapping[Mode, float]  # and how long they would stream
+
+    @property
+    def change(self) -> float:
+        """How much the bandwidth changes meanwhile."""
+        return self.trace.change(self.window_seconds)
+
+    def of(self, name: str) -> list[Run]:
+        """The runs of one way."""
+        return [run for run in self.runs if run.mode.name == name]
+
+    def ttft(self, name: str) -> float | None:
+        """The median of one way; None if it did not run."""
+        runs = self.of(name)
+        return statistics.median(run.ttft_s for run in runs) if runs else None
+
+    def against_ours(self, name: str) -> float | None:
+        """The time of one way as a multiple of ours."""
+        return _over(self.ttft(name), self.ttft(OURS))
+
+    def overlap_efficiency(self, computed: str = "local") -> float | None:
+        """The ideal, both lanes at full speed until the end, as a share of the time that ours took.
+
+        `computed` is the way that says how fast the compute lane is: `plain` knows no chunks.
+        """
+        local, stream, ours = self.ttft(computed), self.ttft(STREAM), self.ttft(OURS)
+        if local is None or stream is None or ours is None:
+            return None
+        question = statistics.median(run.question_s for run in self.of("local"))
+        return (question + 1 / (1 / (local - question) + 1 / (stream - question))) / ours
+
+    @property
+    def vs_best_single(self) -> float | None:
+        """The sooner of computing and streaming, as a multiple of ours."""
+        return min((ratio for name in SINGLE if (ratio := self.against_ours(name)) is not None), default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Everything that was measured."""
+
+    cases: Sequence[Case]
+    measured: Measured
+    schedules: Mapping[str, Any]
+    sensitivity: Sequence[Mapping[str, Any]]  # none in a quick run
+    trouble: Sequence[Mapping[str, Any]]  # nor this
+    passages: Sequence[Mapping[str, Any]]  # nor this
+    local_seconds: float
+    sizes: Mapping[str, int]
+    context_tokens: int
+    question_tokens: int
+    made: bool  # the traces were
+    sample: bool  # the text is the package's own
+    judged: bool  # quality means something
+    quick: bool
+
+
+def tell(report: Report, found: Found) -> None:
+    """Fill the report."""
+    cases = found.cases
+    changing = [case for case in cases if case.change >= CHANGING]
+    near = [case for case in cases if NEAR_RATIOS[0] <= case.ratio <= NEAR_RATIOS[1]]
+    whole, top = found.measured.whole_model, found.measured.top_model
+    overlaps = known(case.overlap_efficiency() for case in near)
+    fields: dict[str, Any] = {
+        "text": "the sample that the package ships" if found.sample else "as given with --data",
+        "traces": "made by code" if found.made else "as given with --traces",
+        "context_tokens": found.context_tokens,
+        "question_tokens": found.question_tokens,
+        "level": LEVEL,
+        "level_bytes": dict(found.sizes),
+        "local_s": found.local_seconds,
+        "rows": [_row(case, mode, found.judged) for case in cases for mode in case.modes],
+        "cases": [_case(case) for case in cases],
+        "overlap_efficiency": _median(overlaps),
+        "overlap_efficiency_worst": min(overlaps, default=None),
+        "overlap_efficiency_plain": _median(case.overlap_efficiency("plain") for case in near),
+        "local_vs_plain": _median(_over(case.ttft("local"), case.ttft("plain")) for case in cases),
+        "vs_fixed": _versus(cases, "fixed"),
+        "vs_fixed_changing": _versus(changing, "fixed"),
+        "vs_fixed_window": _versus(cases, "fixed-window"),
+        "vs_bidirectional": _versus(cases, "bidirectional"),
+        "vs_bidirectional_worst": min(known(case.against_ours("bidirectional") for case in cases), default=None),
+        "vs_bidirectional_changing": _versus(changing, "bidirectional"),
+        "worst_vs_best_single": min(known(case.vs_best_single for case in cases), default=None),
+        "sensitivity": list(found.sensitivity) or None,
+        "trouble": list(found.trouble) or None,
+        "passages": list(found.passages) or None,
+        "trouble_worst": max((row["vs_local"] for row in found.trouble), default=None),
+        **found.schedules,
+        "predictor_error": whole.mlp_error,
+        "roofline_error": whole.roofline_error,
+        "predictor": whole.kind,
+        "top_predictor_error": top.mlp_error,
+        "top_roofline_error": top.roofline_error,
+        "top_predictor": top.kind,
+        "samples": len(found.measured.whole),
+    }
+    report.fields |= {**fields, **_reasons(found, bool(changing))}
+    report.rows += _table(found, fields)
+
+
+def _reasons(found: Found, changing: bool) -> dict[str, str]:
+    reasons = {}
+    if not found.judged:
+        reasons["kl_reason"] = "a model of random weights says nothing about quality"
+    if found.quick:
+        names = ("vs_fixed_window", "sensitivity", "trouble", "passages")
+        reasons |= {f"{name}_reason": "not in a quick run" for name in names}
+    if not changing:
+        reasons["changing_reason"] = f"no trace changes by {CHANGING:.0%} while the context comes"
+    return reasons
+
+
+def _over(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one / other
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    measured = known(values)
+    return statistics.median(measured) if measured else None
+
+
+def _versus(cases: Sequence[Case], name: str) -> float | None:
+    return _median(case.against_ours(name) for case in cases)
+
+
+def _row(case: Case, mode: Mode, judged: bool) -> dict[str, Any]:
+    """One way over one trace."""
+    runs = case.of(mode.name)
+    row: dict[str, Any] = {"trace": case.trace.name, "ratio": case.ratio, "mode": mode.name, "level": mode.level}
+    if not runs:
+        nothing = dict.fromkeys(("ttft_s", "bytes", "streamed_share", "kl", "top1"))
+        return {**row, **nothing, "reason": f"not run: it would stream for {case.skipped[mode]:.1f} s"}
+
+    def middle(of: Callable[[Run], float]) -> float:
+        return statistics.median(map(of, runs))
+
+    failed = sorted({run.failed for run in runs if run.failed is not None})
+    return {
+        **row,
+        "ttft_s": middle(lambda run: run.ttft_s),
+        "bytes": middle(lambda run: run.bytes),
+        "streamed_share": middle(lambda run: run.streamed_share),
+        "kl": middle(lambda run: run.kl) if judged else None,
+        "top1": middle(lambda run: run.top1) if judged else None,
+        "find_s": middle(lambda run: run.find_s),
+        "question_s": middle(lambda run: run.question_s) if mode.kind != "plain" else None,
+        "revisions": middle(lambda run: run.revisions),
+        "failed": failed or None,
+    }
+
+
+def _case(case: Case) -> dict[str, Any]:
+    return {
+        "trace": case.trace.name,
+        "ratio": case.ratio,
+        "measured_ratio": _over(case.ttft(STREAM), case.ttft("local")),
+        "window_s": case.window_seconds,
+        "change": case.change,
+        "overlap_efficiency": case.overlap_efficiency(),
+        "vs_fixed": case.against_ours("fixed"),
+        "vs_bidirectional": case.against_ours("bidirectional"),
+        "vs_best_single": case.vs_best_single,
+    }
+
+
+def _table(found: Found, fields: Mapping[str, Any]) -> list[Row]:
+    rows = []
+    for case in found.cases:
+        local = case.ttft("local")
+        for mode in case.modes:
+            seconds, runs = case.ttft(mode.name), case.of(mode.name)
+            title = f"{case.trace.name}, ratio {case.ratio:g}: {mode.name}"
+            if seconds is None or local is None:
+                rows.append(Row(title, "not run", f"would stream for {case.skipped[mode]:.1f} s", ""))
+                continue
+            kl = f", KL {statistics.median(run.kl for run in runs):.4f}" if found.judged else ""
+            share = statistics.median(run.streamed_share for run in runs)
+            size = statistics.median(run.bytes for run in runs) / 1e6
+            told = f"{seconds:.2f} s, {share:.0%} streamed, {size:.1f} MB{kl}"
+            rows.append(Row(title, told, f"{local:.2f} s (local)", f"{seconds / local:.2f}"))
+    rows += [
+        Row("ideal overlap / ours, ratios 0.5 to 2", _number(fields["overlap_efficiency"]),
+            f"worst {_number(fields['overlap_efficiency_worst'])}", "", f">= {BAR_OVERLAP:.2f}"),
+        Row("the same, if computing knew no chunks", _number(fields["overlap_efficiency_plain"]),
+            f"computing chunk by chunk takes {_number(fields['local_vs_plain'])} of that time", ""),
+        Row("fixed hybrid / ours", _number(fields["vs_fixed"]),
+            f"{_number(fields['vs_fixed_window'])} if it knew the mean to come", ""),
+        Row("the same, changing bandwidth", _number(fields["vs_fixed_changing"]), "", "", f">= {BAR_FIXED}"),
+        Row("bidirectional / ours", _number(fields["vs_bidirectional"]),
+            f"worst {_number(fields['vs_bidirectional_worst'])}", "", f">= {BAR_BIDIRECTIONAL}"),
+        Row("the same, changing bandwidth", _number(fields["vs_bidirectional_changing"]), "", "",
+            f">= {BAR_CHANGING}"),
+        Row("sooner of computing and streaming / ours, worst", _number(fields["worst_vs_best_single"]), "", "",
+            f">= {BAR_SINGLE}"),
+        Row(f"our schedule / the exact one ({fields['exact_cells']} cells), worst", _number(fields["greedy_vs_exact"]),
+            "", "", f"<= {BAR_EXACT}"),
+        Row(f"finding our schedule ({fields['schedule_cells']} cells)", f"{fields['schedule_ms']:.2f} ms",
+            f"exact, {fields['exact_cells']} cells: {_number(fields['exact_ms'], ' ms')}", ""),
+        Row("error of the network for layers, held out", f"{fields['predictor_error']:.1%}",
+            f"{fields['roofline_error']:.1%} (roofline)", f"used: {fields['predictor']}", f"<= {BAR_PREDICTOR:.0%}"),
+        Row("the same, keys and values alone", f"{fields['top_predictor_error']:.1%}",
+            f"{fields['top_roofline_error']:.1%} (roofline)", f"used: {fields['top_predictor']}"),
+    ]  # fmt: skip
+    return rows + _more_rows(found)
+
+
+def _more_rows(found: Found) -> list[Row]:
+    """Several contexts in one prompt, what trouble costs, and what the gain depends on."""
+    rows = []
+    for row in found.passages:
+        share, rouge = row["streamed_tokens"], _number(row["rouge_l"])
+        told = f"{row['ours_s']:.2f} s, {share} tokens streamed, KL {row['kl']:.4f}, ROUGE-L {rouge}"
+        others = f"{row['computed_s']:.2f} s (computed), {row['fetched_s']:.2f} s (fetched, then mended)"
+        title = f"{row['passages']} passages, ratio {row['ratio']:g}"
+        rows.append(Row(title, told, others, f"{row['ours_s'] / row['computed_s']:.2f}"))
+    for row in found.trouble:
+        seconds, alone = f"{row['ours_s']:.2f} s", f"{row['local_s']:.2f} s (no origin)"
+        rows.append(Row(f"origin: {row['trouble']}", seconds, alone, f"{row['vs_local']:.3f}", f"<= {BAR_TROUBLE}"))
+    for row in found.sensitivity:
+        told = f"{row['ours_s']:.2f} s, {row['streamed_share']:.0%} streamed"
+        took = f"{row['ours_s'] / row['local_s']:.2f}"
+        rows.append(Row(f"{row['what']}: {row['value']}", told, f"{row['local_s']:.2f} s (local)", took))
+    return rows
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    return "not measured" if value is None else f"{value:.3f}{unit}"
+
+
+def draw(figure: Any, found: Found) -> None:
+    """Time by ratio and way, both lanes of one run of ours, and how far predictions are off."""
+    figure.set_size_inches(21 if found.sensitivity else 16, 4.8)
+    by_ratio, lanes, errors, *more = figure.subplots(1, 4 if found.sensitivity else 3)
+    for axes in more:
+        _draw_sensitivity(axes, found)
+    _draw_ratios(by_ratio, found)
+    _draw_lanes(lanes, found)
+    for samples, chosen, label in (
+        (found.measured.whole, found.measured.whole_model, "whole layer"),
+        (found.measured.top, found.measured.top_model, "keys and values alone"),
+    ):
+        measured = [sample.seconds * 1e3 for sample in samples]
+        predicted = [chosen.model.predict(sample.tokens, sample.context) * 1e3 for sample in samples]
+        errors.loglog(measured, predicted, "o", markersize=3, label=f"{label} ({chosen.kind})")
+    low, high = errors.get_xlim()
+    errors.plot([low, high], [low, high], color="grey", linewidth=0.8)
+    errors.set_xlabel("measured (ms)")
+    errors.set_ylabel("predicted (ms)")
+    whole = found.measured.whole_model
+    errors.set_title(f"held out: network {whole.mlp_error:.1%}, roofline {whole.roofline_error:.1%} off", fontsize=9)
+    errors.legend(fontsize=7)
+
+
+def _draw_ratios(axes: Any, found: Found) -> None:
+    """Medians over traces, as multiples of computing."""
+    names = list(dict.fromkeys(mode.name for case in found.cases for mode in case.modes))
+    ratios = sorted({case.ratio for case in found.cases})
+    for name in names:
+        points = []
+        for ratio in ratios:
+            own = [case for case in found.cases if case.ratio == ratio]
+            points.append((ratio, _median(_over(case.ttft(name), case.ttft("local")) for case in own)))
+        known = [(ratio, share) for ratio, share in points if share is not None]
+        style = "o-" if name == OURS else "s--"
+        axes.plot(*zip(*known, strict=True), style, linewidth=2 if name == OURS else 1, label=name) if known else None
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel(f"streaming at {LEVEL} / computing")
+    axes.set_ylabel("time to first token / computing")
+    axes.set_ylim(bottom=0, top=2.5)
+    axes.legend(fontsize=6)
+
+
+def _draw_sensitivity(axes: Any, found: Found) -> None:
+    """How many times sooner ours is, by what."""
+    names = [f"{told['what']}: {told['value']}" for told in found.sensitivity]
+    axes.barh(names[::-1], [told["gain"] for told in found.sensitivity][::-1], color="tab:blue")
+    axes.axvline(1.0, color="grey", linewidth=0.8)
+    axes.set_xlabel("computing / ours, the link as fast as computing")
+    axes.tick_params(labelsize=7)
+
+
+def _draw_lanes(axes: Any, found: Found) -> None:
+    """What both lanes of one run did, chunk by chunk."""
+    nearest = sorted(found.cases, key=lambda case: (abs(case.ratio - 1.0), -case.change))
+    run = next((run for case in nearest for run in case.of(OURS)), None)
+    if run is None:
+        return
+    for event in run.events:
+        colour = "tab:blue" if event.lane == "compute" else "tab:orange"
+        low = 0.0 if event.lane == "compute" else 0.5
+        axes.broken_barh([(event.start, event.stop - event.start)], (event.chunk + low, 0.45), color=colour)
+    case = next(case for case in nearest if run in case.of(OURS))
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("chunk (the last: the question)")
+    axes.set_title(f"ours, {case.trace.name}, ratio {case.ratio:g}: computed (blue), streamed (orange)", fontsize=9)

@@ -1,0 +1,105 @@
+"""What the gain of streaming depends on: how long the context is, what else the machine does, how many ask at once.
+
+The link is always alike, and as fast as computing would be if nothing disturbed it. How it depends on the bandwidth is
+what the ratios of the bench say.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.base import Advance
+from benchmarks.stream.costs import Measured
+from benchmarks.stream.modes import LEVEL, Mode
+from benchmarks.stream.site import Setting, Site
+from benchmarks.stream.traces import Trace, made_trace
+from rekindle.core.cells import CHUNK_TOKENS
+
+REQUESTS = (1, 2, 4)
+_MIN_CHUNKS = 2
+_LOCAL, _OURS = Mode("local"), Mode("ours", LEVEL)
+
+Told = dict[str, Any]
+
+
+def measure(
+    site: Site, setting: Setting, folder: Path, measured: Measured, local_seconds: float, advance: Advance
+) -> list[Told]:
+    """One row for each value of each kind."""
+    link = _link(site, local_seconds)
+    rows = []
+    for tokens in _lengths(setting.context_tokens):
+        advance(f"a context of {tokens} tokens")
+        rows.append(_context(setting, tokens, folder, measured))
+    for busy in range(_cores() + 1):
+        advance(f"{busy} cores busy with something else")
+        with _load(busy):
+            rows.append(_told("busy cores", busy, lambda mode: site.together(mode, 1, link, local_seconds)))
+    for count in REQUESTS:
+        advance(f"{count} at once")
+        run = lambda mode, count=count: site.together(mode, count, link, local_seconds)  # noqa: E731
+        rows.append(_told("requests", count, run))
+    return rows
+
+
+def _told(what: str, value: int, run: Callable[[Mode], tuple[float, float]]) -> Told:
+    """Means over those that ask at once."""
+    (local, _), (ours, share) = run(_LOCAL), run(_OURS)
+    return {
+        "what": what,
+        "value": value,
+        "local_s": local,
+        "ours_s": ours,
+        "gain": local / ours,
+        "streamed_share": share,
+    }
+
+
+def _context(setting: Setting, tokens: int, folder: Path, measured: Measured) -> Told:
+    """The same text, cut; the link as fast as computing that takes."""
+    whole = len(setting.tokens) - setting.context_tokens
+    short = Setting(setting.engine, setting.tokens[: tokens + whole], tokens)
+    with Site(short, folder / f"context-{tokens}", (LEVEL,)) as site:
+        site.learn(measured)
+        still = made_trace("constant", 1.0, 0)
+        seconds, _ = site.together(_LOCAL, 1, still, 1.0)
+        link = _link(site, seconds)
+        return _told("context tokens", tokens, lambda mode: site.together(mode, 1, link, seconds))
+
+
+def _link(site: Site, local_seconds: float) -> Trace:
+    size_bytes = float(site.sizes(LEVEL).sum())
+    return made_trace("constant", local_seconds, 0).at_ratio(size_bytes, local_seconds, 1.0)
+
+
+def _lengths(longest: int) -> list[int]:
+    """Half, a quarter, and so on, of the context, from the shortest."""
+    chunks = longest // CHUNK_TOKENS
+    found = []
+    while chunks >= _MIN_CHUNKS:
+        found.append(chunks * CHUNK_TOKENS)
+        chunks //= 2
+    return found[::-1]
+
+
+def _cores() -> int:
+    return min(2, os.cpu_count() or 1)
+
+
+@contextmanager
+def _load(cores: int) -> Iterator[None]:
+    """So many processes that compute all the time."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+        for process in running:
+            process.wait()

@@ -1,0 +1,293 @@
+"""A context at an origin, behind a link of a chosen speed: where every way to get it is run and timed."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.baselines.schedules import all_compute
+from benchmarks.baselines.streaming import Steered
+from benchmarks.quality import FORCED_TOKENS, divergence
+from benchmarks.stream.costs import Measured
+from benchmarks.stream.modes import LEVEL, Given, Mode, steering_of
+from benchmarks.stream.shaped_origin import ShapedOrigin
+from benchmarks.stream.traces import Trace
+from benchmarks.waiting.timeline import LinkCosts
+from rekindle.core.cells import Cell, CellGrid, TimelineEvent
+from rekindle.core.kv import LayerKv
+from rekindle.engine.base import Engine, EngineSequence, Logits, Row
+from rekindle.errors import Cancelled
+from rekindle.remote.client import Origin, PublishedPrefix
+from rekindle.remote.connection import OriginFailed, OriginLimits
+from rekindle.remote.fetch import RemotePrefix, RemotePrefixFetch
+from rekindle.remote.index import KvModel
+from rekindle.remote.publish.publisher import Publisher, PublishSource
+from rekindle.remote.remote_kv import MAX_PATIENCE_SECONDS, PATIENCE
+from rekindle.remote.signing import SigningKey
+from rekindle.remote.slices import level_named
+from rekindle.remote.transfer_queue import OriginSlices, TransferQueue
+from rekindle.session.calibrate.nearness import log_softmax
+
+# Nobody gives up because a trace is silent for a while: what is measured is who waits for what.
+_LIMITS = OriginLimits(silence_seconds=300.0, min_bytes_a_second=1.0)
+
+
+class _Nothing:
+    """A carrier for who streams nothing."""
+
+    def carry(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, LayerKv]]:  # noqa: ARG002
+        raise Cancelled("Nothing is streamed.")
+
+    def size_bytes(self, cell: Cell) -> int:  # noqa: ARG002
+        return 0
+
+    def cancel(self) -> None:
+        """There is nothing to end."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt in one way."""
+
+    mode: Mode
+    ttft_s: float
+    bytes: int
+    streamed_share: float
+    kl: float
+    top1: float
+    question_s: float
+    find_s: float
+    revisions: int = 0
+    failed: str | None = None
+    events: tuple[TimelineEvent, ...] = ()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is asked: a context that is published, and a question behind it."""
+
+    engine: Engine
+    tokens: tuple[int, ...]
+    context_tokens: int
+
+    @property
+    def cells(self) -> CellGrid:
+        """Of the context."""
+        return CellGrid(self.context_tokens, len(self.engine.layout.layers))
+
+    def open(self) -> EngineSequence:
+        """A sequence for it, and for what is forced behind it."""
+        capacity = len(self.tokens) + FORCED_TOKENS + 1
+        return self.engine.open(capacity, self.engine.regime(capacity))
+
+    def compute(self, sequence: EngineSequence, stop: int, piece: int) -> Logits:
+        """Compute the prompt up to there, in pieces."""
+        logits = None
+        for start in range(0, stop, piece):
+            part = self.tokens[start : min(stop, start + piece)]
+            row = Row.following(sequence, part, logits="last" if start + piece >= stop else "none")
+            (logits,) = self.engine.step([replace(row, replay=False, prefill=True)])
+        assert logits is not None
+        return logits
+
+
+class Site:
+    """An origin that has the context, behind a shaped link. A context manager."""
+
+    def __init__(self, setting: Setting, folder: Path, levels: Sequence[str]) -> None:
+        """Computes the context and publishes it; then everything is ready to run."""
+        self._setting, self._engine = setting, setting.engine
+        self._stack = ExitStack()
+        identity = self._engine.identity(self._engine.regime(len(setting.tokens) + FORCED_TOKENS + 1)).digest
+        self._model = KvModel(identity, self._engine.layout)
+        self._key = SigningKey.new()
+        self._publish(folder, levels)
+        self._remote = self._stack.enter_context(ShapedOrigin(folder))
+        self._url = self._remote.url
+        self._found = self._look()
+
+    def __enter__(self) -> Site:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @contextmanager
+    def elsewhere(self, url: str) -> Iterator[Site]:
+        """Itself, looking for its origin at another address."""
+        self._url, before = url, self._url
+        try:
+            yield self
+        finally:
+            self._url = before
+
+    def sizes(self, level: str) -> NDArray[np.float64]:
+        """[chunks, layers] the bytes of each slice."""
+        return self._found.sizes(level).astype(np.float64)
+
+    def learn(self, measured: Measured) -> None:
+        """What computing costs here: schedules are made from it."""
+        self._measured = measured
+
+    def costs(self, level: str) -> LinkCosts:
+        """What the cells cost at a level."""
+        question = len(self._setting.tokens) - self._setting.context_tokens
+        return self._measured.costs(self._setting.cells, self.sizes(level), question)
+
+    def run(self, mode: Mode, trace: Trace, local_seconds: float, window_seconds: float) -> Run:
+        """Get the prompt in one way, over a link that begins now."""
+        sequence = self._setting.open()
+        try:
+            self._remote.begin(trace)
+            if mode.kind == "plain":
+                return self._plain(mode, sequence)
+            return self._streamed(mode, sequence, trace, local_seconds, window_seconds)
+        finally:
+            sequence.close()
+
+    def together(self, mode: Mode, count: int, trace: Trace, local_seconds: float) -> tuple[float, float]:
+        """So many at once over one link: how long each took, and which share came, on average. Nobody judges them."""
+        sequences = [self._setting.open() for _ in range(count)]
+        self._remote.begin(trace)
+        try:
+            with ThreadPoolExecutor(count) as threads:
+                run = functools.partial(self._streamed, mode, trace=trace, local_seconds=local_seconds, judged=False)
+                done = list(threads.map(lambda sequence: run(sequence, window_seconds=local_seconds), sequences))
+        finally:
+            for sequence in sequences:
+                sequence.close()
+        return statistics.fmean(one.ttft_s for one in done), statistics.fmean(one.streamed_share for one in done)
+
+    def _publish(self, folder: Path, levels: Sequence[str]) -> None:
+        setting, layout = self._setting, self._engine.layout
+        with ExitStack() as stack:
+            sequence = setting.open()
+            stack.callback(sequence.close)
+            setting.compute(sequence, setting.context_tokens, self._setting.cells.chunk_tokens)
+            context = setting.tokens[: setting.context_tokens]
+            source = PublishSource(self._model, context, sequence.export, "bench", self._engine.name)
+            Publisher(folder, self._key).publish(source, [level_named(name, layout) for name in levels])
+            rest = Row.following(sequence, setting.tokens[setting.context_tokens :])
+            (logits,) = self._engine.step([replace(rest, replay=False, prefill=True)])
+            self._reply: list[int] = [int(logits[-1].argmax())]
+            along = [logits[-1:]]
+            for _ in range(FORCED_TOKENS):
+                (logits,) = self._engine.step([Row.following(sequence, self._reply[-1:])])
+                along.append(logits[-1:])
+                self._reply.append(int(logits[-1].argmax()))
+            self._expected = log_softmax(np.concatenate(along))  # [positions, vocabulary]
+
+    def _look(self) -> PublishedPrefix:
+        origin = Origin(self._remote.url, [self._key.public], limits=_LIMITS)
+        try:
+            return self._find(origin)
+        finally:
+            origin.close()
+
+    def _find(self, origin: Origin) -> PublishedPrefix:
+        found = origin.find(self._setting.tokens[:-1], self._model.identity, self._model.layout)
+        if found is None or found.tokens != self._setting.context_tokens:
+            raise OriginFailed("The origin does not have what was published.")
+        return found
+
+    def _plain(self, mode: Mode, sequence: EngineSequence) -> Run:
+        started = time.perf_counter()
+        logits = self._setting.compute(sequence, len(self._setting.tokens), max(1, self._engine.prefill_tokens))
+        seconds = time.perf_counter() - started
+        return Run(mode, seconds, 0, 0.0, *self._near(sequence, logits), 0.0, 0.0)
+
+    def _streamed(
+        self,
+        mode: Mode,
+        sequence: EngineSequence,
+        trace: Trace,
+        local_seconds: float,
+        window_seconds: float,
+        judged: bool = True,
+    ) -> Run:
+        setting, costs = self._setting, self.costs(mode.level or LEVEL)
+        with ExitStack() as stack:
+            started, since = time.perf_counter(), time.monotonic()
+            find = self._meanwhile if mode.kind == "ours" else self._first
+            link, failed = find(mode, sequence, local_seconds, stack)
+            find_s = time.perf_counter() - started
+            stack.callback(link.close)
+            steering = steering_of(mode, costs, trace, window_seconds) if failed is None else Given(all_compute(costs))
+            streaming = Steered(self._engine, sequence, setting.tokens, setting.cells, link, costs)
+            streaming.steering = steering
+            streaming.since = since
+            logits = streaming.run()
+            seconds, carried = time.perf_counter() - started, self._remote.carried_bytes
+        told = streaming.report
+        asked = [event for event in told.events if event.chunk == setting.cells.chunks]
+        return Run(
+            mode,
+            seconds,
+            carried,
+            told.streamed_cells / (setting.cells.chunks * setting.cells.layers),
+            *(self._near(sequence, logits) if judged else (math.nan, math.nan)),
+            sum(event.stop - event.start for event in asked),
+            find_s,
+            streaming.revisions,
+            failed or told.failed,
+            tuple(told.events),
+        )
+
+    def _first(
+        self, mode: Mode, _sequence: EngineSequence, _local_seconds: float, stack: ExitStack
+    ) -> tuple[TransferQueue, str | None]:
+        """What brings slices, and why it does not, once it was found."""
+        if mode.level is None:
+            return TransferQueue(_Nothing()), None
+        try:
+            return self._offer(self._connected(stack), mode.level).link, None
+        except OriginFailed as failed:
+            return TransferQueue(_Nothing()), str(failed)
+
+    def _meanwhile(
+        self, mode: Mode, sequence: EngineSequence, local_seconds: float, stack: ExitStack
+    ) -> tuple[TransferQueue, str | None]:
+        """The same while the first chunks are computed, as a session does it."""
+        setting, origin, failed = self._setting, self._connected(stack), list[str]()
+        level = mode.level or LEVEL
+        coming = RemotePrefixFetch(lambda _stop: self._offer(origin, level), 0, failed.append)
+        stack.callback(coming.close)
+        coming.wait(min(PATIENCE * local_seconds, MAX_PATIENCE_SECONDS))
+        chunk, last = setting.cells.chunk_tokens, setting.cells.spans[-1].start
+        while not coming.over and sequence.length < last:
+            stop = min(
+                last, sequence.length + max(chunk, sequence.length), sequence.length + self._engine.prefill_tokens
+            )
+            row = Row.following(sequence, setting.tokens[sequence.length : stop // chunk * chunk], logits="none")
+            self._engine.step([replace(row, replay=False, prefill=True)])
+        if coming.offer is None:
+            return TransferQueue(_Nothing()), failed[0] if failed else "The origin did not answer in time."
+        return coming.offer.link, None
+
+    def _connected(self, stack: ExitStack) -> Origin:
+        origin = Origin(self._url, [self._key.public], limits=_LIMITS)
+        stack.callback(origin.close)
+        return origin
+
+    def _offer(self, origin: Origin, level: str) -> RemotePrefix:
+        carrier = OriginSlices(origin, self._find(origin), level)
+        return RemotePrefix(carrier, TransferQueue(carrier))
+
+    def _near(self, sequence: EngineSequence, logits: Logits) -> tuple[float, float]:
+        """KL and top-1 agreement with the full computation, along its own reply."""
+        forced = self._reply[:FORCED_TOKENS]
+        (found,) = self._engine.step([Row.following(sequence, forced, logits="all")])
+        return divergence(self._expected, log_softmax(np.concatenate([logits[-1:], found])))

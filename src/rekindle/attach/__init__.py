@@ -1,0 +1,1 @@
+"""Rekindle inside other people's code: transformers loops, LangChain, LlamaIndex."""

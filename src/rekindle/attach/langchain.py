@@ -1,0 +1,322 @@
+"""Rekindle in LangChain: its library as a retriever, its model as a chat model, in the same process.
+
+    session = Session("smollm2")
+    retriever = RekindleRetriever(session=session, top_k=3)          Documents, the best first
+    chat = ChatRekindle(session=session, max_tokens=128)
+    chat.invoke(question, documents=retriever.invoke(question))      quoted as `Session.ask` does
+
+The caller closes the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rekindle.attach.framework_passages import FrameworkPassage, id_of, metadata_of, quotes_of, reply_metadata
+from rekindle.core.reply import Reply
+from rekindle.core.request import DEFAULT_MAX_TOKENS, Request
+from rekindle.core.tools import ToolCall
+from rekindle.errors import ExtraMissing, InvalidPrompt
+from rekindle.knowledge.retrieve import Retrieval
+from rekindle.session.reply_stream import AsyncReplyStream
+from rekindle.session.session import Session
+from rekindle.text.tools.parse import ParsedText, ToolParser
+from rekindle.text.tools.styles import detect_style
+
+try:
+    from langchain_core.callbacks import (
+        AsyncCallbackManagerForLLMRun,
+        CallbackManagerForLLMRun,
+        CallbackManagerForRetrieverRun,
+    )
+    from langchain_core.documents import Document
+    from langchain_core.language_models import BaseChatModel
+    from langchain_core.messages import (
+        AIMessage,
+        AIMessageChunk,
+        BaseMessage,
+        ChatMessage,
+        HumanMessage,
+        SystemMessage,
+        ToolMessage,
+    )
+    from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+    from langchain_core.retrievers import BaseRetriever
+    from langchain_core.runnables import Runnable
+    from langchain_core.utils.function_calling import convert_to_openai_tool
+except ImportError as error:
+    raise ExtraMissing('The LangChain adapter needs: pip install "rekindle[langchain]"') from error
+
+from pydantic import Field
+
+__all__ = ["ChatRekindle", "RekindleRetriever"]
+
+_ROLES: Mapping[type, str] = {
+    HumanMessage: "user",
+    AIMessage: "assistant",
+    SystemMessage: "system",
+    ToolMessage: "tool",
+}
+
+
+class RekindleRetriever(BaseRetriever):
+    """Passages of a session's library, the best first, as Documents.
+
+    session    whose library is searched
+    top_k      number of passages
+    retrieval  how they are found: fused (BM25 and embeddings), weighted, bm25, embedding
+    tenant, cache_salt   of the library; default: the session's own
+
+    Their metadata has source, title, document (the name to `forget` it by), chunk and score. Raises `NothingKnown`
+    if nothing was ingested.
+    """
+
+    session: Session = Field(exclude=True, repr=False)
+    top_k: int = 5
+    retrieval: Retrieval = "fused"
+    tenant: str | None = None
+    cache_salt: str | None = None
+
+    def _get_relevant_documents(
+        self,
+        query: str,
+        *,
+        run_manager: CallbackManagerForRetrieverRun,  # noqa: ARG002  (LangChain gives it; its async variant runs this in a thread)
+    ) -> list[Document]:
+        found = self.session.knowledge.search(
+            query, self.top_k, self.retrieval, tenant=self.tenant, cache_salt=self.cache_salt
+        )
+        return [
+            Document(
+                id=id_of(hit.chunk),
+                page_content=hit.chunk.passage.shown,
+                metadata={**metadata_of(hit.chunk), "score": hit.score},
+            )
+            for hit in found.hits
+        ]
+
+
+class ChatRekindle(BaseChatModel):
+    """A session's model as a chat model.
+
+    max_tokens, temperature, top_p, seed   as `Session.chat` takes them: greedy unless a temperature is given
+    tenant, cache_salt                     of the KV; default: the session's own
+    options                                any other option of `Session.chat`
+
+    Every option can be given in a call, too. So can `documents=`: Documents, texts or {"text": ..., "title": ...},
+    quoted by number before the first user message. `forget` finds all KV of library passages quoted so. A reply's
+    `usage_metadata` says how many tokens were reused, its `response_metadata` has `rekindle` (where KV came from and
+    why not more) and `timings`. Raises as `Session.chat` does.
+    """
+
+    session: Session = Field(exclude=True, repr=False)
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    tenant: str | None = None
+    cache_salt: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def _llm_type(self) -> str:
+        return "rekindle"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return {"model_name": self.session.engine.name, **self._options()}
+
+    def bind_tools(
+        self,
+        tools: Sequence[Mapping[str, Any] | type | Callable[..., Any]],
+        *,
+        tool_choice: str | bool | Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Runnable:
+        """The model with tools: functions, pydantic classes, LangChain's tools or OpenAI's form.
+
+        tool_choice   auto, none; any, required or True: it must call one; a tool's name: it must call that one.
+                      This is enforced while the reply is generated.
+        """
+        forms = [convert_to_openai_tool(tool) for tool in tools]
+        if tool_choice:
+            kwargs["tool_choice"] = _choice(tool_choice)
+        return self.bind(tools=forms, **kwargs)
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> ChatResult:
+        return self._result(self.session.answer(self._request(messages, stop, kwargs)).reply)
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> ChatResult:
+        # Not LangChain's default, a thread: that would finish the reply even when the task is cancelled.
+        request = await asyncio.to_thread(self._request, messages, stop, kwargs)
+        async with AsyncReplyStream(self.session.answer(request)) as stream:
+            return self._result(await stream.reply())
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        request = self._request(messages, stop, kwargs)
+        chunks = _MessageChunks(self.session, request)
+        with self.session.answer(request) as stream:
+            for piece in stream:
+                chunk = chunks.of(piece)
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+            yield chunks.last(stream.reply)
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        request = await asyncio.to_thread(self._request, messages, stop, kwargs)
+        chunks = _MessageChunks(self.session, request)
+        async with AsyncReplyStream(self.session.answer(request)) as stream:
+            async for piece in stream:
+                chunk = chunks.of(piece)
+                if run_manager is not None:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+            yield chunks.last(await stream.reply())
+
+    def _options(self) -> dict[str, Any]:
+        named = ("max_tokens", "temperature", "top_p", "seed", "tenant", "cache_salt")
+        return {**{name: getattr(self, name) for name in named}, **self.options}
+
+    def _request(
+        self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, overrides: Mapping[str, Any]
+    ) -> Request:
+        chosen = {**self._options(), **overrides}
+        if stop is not None:
+            chosen["stop"] = stop
+        documents = [_passage(item) for item in chosen.pop("documents", None) or ()]
+        chosen["documents"] = quotes_of(self.session, documents, chosen["tenant"], chosen["cache_salt"])
+        return Request.of([_message(message) for message in messages], **chosen)
+
+    def _result(self, reply: Reply) -> ChatResult:
+        message = AIMessage(
+            content=reply.text,
+            tool_calls=[_called(call) for call in reply.tool_calls],
+            usage_metadata=_usage(reply),
+            response_metadata=_metadata(reply, self.session.engine.name, called=bool(reply.tool_calls)),
+        )
+        return ChatResult(generations=[ChatGeneration(message=message)])
+
+
+class _MessageChunks:
+    """A reply as LangChain's chunks: text as it comes, tool calls whole, metadata with the last one."""
+
+    def __init__(self, session: Session, request: Request) -> None:
+        tokenizer, calls = session.engine.tokenizer, request.tools and request.tool_choice.mode != "none"
+        self._model = session.engine.name
+        self._parser = ToolParser(detect_style(tokenizer.template), request.tools) if calls else None
+
+    def of(self, piece: str) -> ChatGenerationChunk:
+        parsed = ParsedText(piece) if self._parser is None else self._parser.add(piece)
+        return ChatGenerationChunk(message=self._message(parsed))
+
+    def last(self, reply: Reply) -> ChatGenerationChunk:
+        parsed = ParsedText() if self._parser is None else self._parser.finish()
+        called = self._parser is not None and self._parser.count > 0
+        message = self._message(
+            parsed, usage_metadata=_usage(reply), response_metadata=_metadata(reply, self._model, called=called)
+        )
+        return ChatGenerationChunk(message=message)
+
+    def _message(self, parsed: ParsedText, **fields: Any) -> AIMessageChunk:
+        calls = [
+            {
+                "type": "tool_call_chunk",
+                "index": delta.index,
+                "id": delta.call.id,
+                "name": delta.call.name,
+                "args": delta.call.arguments,
+            }
+            for delta in parsed.calls
+        ]
+        return AIMessageChunk(content=parsed.content, tool_call_chunks=calls, **fields)
+
+
+def _usage(reply: Reply) -> dict[str, Any]:
+    return {
+        "input_tokens": reply.usage.prompt_tokens,
+        "output_tokens": reply.usage.completion_tokens,
+        "total_tokens": reply.usage.total_tokens,
+        "input_token_details": {"cache_read": reply.usage.cached_tokens},
+    }
+
+
+def _metadata(reply: Reply, model: str, *, called: bool) -> dict[str, Any]:
+    reason = "tool_calls" if called else reply.finish_reason
+    return {"model_name": model, "finish_reason": reason, **reply_metadata(reply)}
+
+
+def _called(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_call", "id": call.id, "name": call.name, "args": json.loads(call.arguments)}
+
+
+def _choice(choice: str | bool | Mapping[str, Any]) -> str | Mapping[str, Any]:
+    """LangChain's tool choice as OpenAI's."""
+    if choice is True or choice == "any":
+        return "required"
+    if isinstance(choice, str) and choice not in ("auto", "none", "required"):
+        return {"type": "function", "function": {"name": choice}}
+    assert not isinstance(choice, bool)
+    return choice
+
+
+def _passage(item: Any) -> Any:
+    return FrameworkPassage(item.page_content, item.metadata) if isinstance(item, Document) else item
+
+
+def _message(message: BaseMessage) -> dict[str, Any]:
+    """A message as the session takes it. Raises `InvalidPrompt` for other roles and content."""
+    role = next((role for kind, role in _ROLES.items() if isinstance(message, kind)), None)
+    if isinstance(message, ChatMessage):
+        role = message.role
+    if role is None:
+        raise InvalidPrompt(f"A {type(message).__name__} cannot be answered. Use human, ai, system and tool messages.")
+    made: dict[str, Any] = {"role": role, "content": _text(message.content)}
+    if message.name:
+        made["name"] = message.name
+    if isinstance(message, AIMessage) and message.tool_calls:
+        calls = (ToolCall(call["id"] or "", call["name"], json.dumps(call["args"])) for call in message.tool_calls)
+        made["tool_calls"] = [call.as_openai() for call in calls]
+    if isinstance(message, ToolMessage):
+        made["tool_call_id"] = message.tool_call_id
+    return made
+
+
+def _text(content: str | Sequence[str | Mapping[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        text = part if isinstance(part, str) else part.get("text") if part.get("type") == "text" else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise InvalidPrompt(f"A part of type {kind!r} is not supported: only text is. Leave it out.")
+        texts.append(text)
+    return "".join(texts)

@@ -1,0 +1,1 @@
+"""The prefix cache: lookup, plan, prefill, write back."""

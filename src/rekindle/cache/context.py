@@ -1,0 +1,210 @@
+"""A sequence and the tokens whose KV it holds; and those that nobody uses now but somebody may soon."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from rekindle.cache.inflight import InflightPrefill
+from rekindle.cache.writer import BackgroundJob, WriteGuard, WriteJob
+from rekindle.core.keys import KvSpace, common_tokens, token_bytes
+from rekindle.core.kv import Kv, Span
+from rekindle.core.reply import ChunkReuse
+from rekindle.core.scope import Asker, Scope
+from rekindle.engine.base import EngineSequence
+
+_MAX_PARKED = 8
+
+
+class ChunkJobs(Protocol):
+    """A prompt whose chunks may be worth keeping."""
+
+    def jobs(self, context: Context, guard: WriteGuard | None) -> list[BackgroundJob]:
+        """What is to be kept of the chunks, once the prompt itself was offered."""
+
+
+@dataclass(frozen=True)
+class _ParkedKey:
+    tokens: bytes
+    turn: int  # how many were parked before
+
+
+class Context:
+    """A sequence of the engine with what it holds. Used by one request at a time; the keeper may copy from it."""
+
+    def __init__(self, kv_space: KvSpace, sequence: EngineSequence) -> None:
+        self.kv_space = kv_space
+        self.sequence = sequence
+        self.tokens: tuple[int, ...] = ()  # as many as are present in the sequence
+        self.prompt_tokens = 0  # so many were prefilled, the others came one by one
+        self.passing = False  # it is for one request only: nothing of it is kept
+        self.guard: WriteGuard | None = None  # decides whether it may be kept
+        self.asker: Asker | None = None  # the app that it was computed for
+        self.inflight: InflightPrefill | None = None  # others may wait for what is being computed here
+        self.watched: ChunkJobs | None = None  # its chunks may be worth keeping
+        self.chunk_reuse: tuple[ChunkReuse, ...] = ()  # its passages, if some of them were computed in other prompts
+        self.quantized_tokens = 0  # so many of its tokens have KV that was quantized
+        self._keeps: list[WriteJob] = []
+        self._stored_tokens = 0
+
+    @property
+    def stored_tokens(self) -> int:
+        """How many of its tokens the store knows, as far as is known: found by a lookup, or kept since."""
+        kept = [len(job.tokens) for job in self._keeps if job.kept]
+        self._stored_tokens = min(max([self._stored_tokens, *kept]), len(self.tokens) or self._stored_tokens)
+        return self._stored_tokens
+
+    @stored_tokens.setter
+    def stored_tokens(self, count: int) -> None:
+        self._stored_tokens = count
+
+    @property
+    def size_bytes(self) -> int:
+        """What its buffers take."""
+        return self.sequence.size_bytes
+
+    @property
+    def exact_tokens(self) -> int:
+        """How many of its first tokens have exactly the KV that computing gives: the others come after reused ones."""
+        reused_chunks = [chunk.start for chunk in self.chunk_reuse if chunk.source == "reused"]
+        return min([len(self.tokens), *reused_chunks])
+
+    def common(self, tokens: Sequence[int], *, exact: bool = True) -> int:
+        """How many first tokens it has in common with `tokens`; with `exact` only those whose KV is."""
+        shared = common_tokens(token_bytes(tokens), token_bytes(self.tokens))
+        return min(shared, self.exact_tokens) if exact else shared
+
+    def keep(self, count: int) -> WriteJob:
+        """The job of keeping its first `count` tokens."""
+        known = self.stored_tokens  # before those that are done are forgotten
+        job = WriteJob(self.kv_space, self.tokens[:count], self._export, known=known)
+        job.guard, job.asker = self.guard, self.asker
+        self._keeps = [*(other for other in self._keeps if not other.detached), job]
+        return job
+
+    def jobs(self) -> list[BackgroundJob]:
+        """What is to be kept of its chunks: once, after it was offered itself."""
+        watched, self.watched = self.watched, None
+        return [] if watched is None else watched.jobs(self, self.guard)
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` tokens; jobs that read from the old buffers copy first."""
+        if capacity > self.sequence.capacity:
+            self._detach(0)
+            self.sequence.reserve(capacity)
+
+    def truncate(self, length: int) -> None:
+        """Forget every token from `length` on; jobs that still need them copy them first."""
+        self._detach(length)
+        self.sequence.truncate(length)
+        self._stored_tokens = min(self.stored_tokens, length)
+        self.tokens = self.tokens[:length]
+        self.chunk_reuse = cut_passages(self.chunk_reuse, length)
+        self.quantized_tokens = min(self.quantized_tokens, length)
+
+    def land(self) -> None:
+        """Nobody need wait for it any more."""
+        if self.inflight is not None:
+            self.inflight.land()
+            self.inflight = None
+
+    def close(self) -> None:
+        """Give the sequence back. Idempotent."""
+        self.land()
+        self._detach(0)
+        self.sequence.close()
+
+    def _detach(self, length: int) -> None:
+        self._stored_tokens = self.stored_tokens
+        for job in self._keeps:
+            if len(job.tokens) > length:
+                job.detach()
+        self._keeps = [job for job in self._keeps if len(job.tokens) <= length]
+
+    def _export(self, span: Span) -> Kv:
+        return self.sequence.export(span)
+
+
+def cut_passages(passages: Sequence[ChunkReuse], length: int) -> tuple[ChunkReuse, ...]:
+    """What is left of passages where only the first `length` tokens of a context stay."""
+    left = []
+    for chunk in passages:
+        if chunk.start < length:
+            recomputed = tuple(position for position in chunk.recomputed_positions if position < length)
+            stop = min(chunk.stop, length)
+            left.append(replace(chunk, stop=stop, recomputed=len(recomputed), recomputed_positions=recomputed))
+    return tuple(left)
+
+
+class ParkedContexts:
+    """Contexts of finished requests, as they are in the engine: a request that goes on from one needs no loading.
+
+    Never more bytes than the limit. A long one stays longer than a short one: the title of a chat does not drive the
+    chat out. Used from several threads.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._parked: dict[Context, _ParkedKey] = {}
+        self._turn = 0
+
+    def take(
+        self, kv_space: KvSpace, tokens: Sequence[int], *, whole: bool = False, exact: bool = True
+    ) -> Context | None:
+        """The context that has most in common with `tokens`, out of the park; None if none is worth taking.
+
+        What comes after reused passages does not count, unless it need not be `exact`.
+
+        Going on from a context forgets the rest of it, so at least half of it must be of use: else it stays for
+        whoever it was computed for. With `whole` all of it must be, and something must be left to compute.
+        """
+        given = token_bytes(tokens)
+        with self._lock:
+            own = {c: p for c, p in self._parked.items() if c.kv_space is kv_space or c.kv_space == kv_space}
+            shared = [(common_tokens(given, place.tokens), context) for context, place in own.items()]
+            if exact:
+                shared = [(min(common, context.exact_tokens), context) for common, context in shared]
+            useful = [(common, context) for common, context in shared if 2 * common >= len(context.tokens) > 0]
+            if whole:
+                useful = [(c, context) for c, context in useful if c == len(context.tokens) < len(tokens)]
+            if not useful:
+                return None
+            _, best = max(useful, key=lambda pair: pair[0])
+            del self._parked[best]
+            return best
+
+    def park(self, context: Context) -> None:
+        """Let a context wait for its next request."""
+        with self._lock:
+            self._turn += 1
+            self._parked[context] = _ParkedKey(token_bytes(context.tokens), self._turn)
+            sizes = {parked: parked.size_bytes for parked in self._parked}
+            leaving: list[Context] = []
+            while sum(sizes.values()) > self._limit_bytes or len(sizes) > _MAX_PARKED:
+                leaving.append(min(sizes, key=self._worth))
+                del self._parked[leaving[-1]], sizes[leaving[-1]]
+        for gone in leaving:
+            gone.close()
+
+    def _worth(self, context: Context) -> float:
+        """What it would cost to compute again, the less the longer ago it was used."""
+        place = self._parked[context]
+        return len(place.tokens) / (self._turn - place.turn + 1)
+
+    def clear(self, scope: Scope | None = None, app: str | None = None) -> None:
+        """Give all sequences back, or those of one scope, or of one app of it."""
+        with self._lock:
+            leaving = [context for context in self._parked if scope is None or _is_of(context, scope, app)]
+            for context in leaving:
+                del self._parked[context]
+        for context in leaving:
+            context.close()
+
+
+def _is_of(context: Context, scope: Scope, app: str | None) -> bool:
+    if context.kv_space.namespace.scope != scope:
+        return False
+    return app is None or (context.asker is not None and context.asker.name == app)

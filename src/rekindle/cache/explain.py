@@ -1,0 +1,398 @@
+"""Why a prompt is fast or slow: where each span of it comes from, what it differs in, and what would help."""
+
+from __future__ import annotations
+
+import html
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from rekindle.cache.cost import Costs
+from rekindle.cache.miss_reason import Reason, Sight, common_content, content_of, differences, judge
+from rekindle.cache.volatile_text import find_volatile
+from rekindle.core.cells import TimelineEvent
+from rekindle.core.identity import Identity
+from rekindle.core.keys import TOKEN_BYTES, KvSpace, common_tokens, token_bytes
+from rekindle.core.kv import Span
+from rekindle.core.plan import Compute, FetchRemote, Plan, ReuseChunks
+from rekindle.core.reply import ChunkReuse, Reuse
+from rekindle.core.request import Message
+from rekindle.errors import CacheError
+from rekindle.store import history
+from rekindle.store.prefix_index import Match
+from rekindle.store.tiered import TieredStore
+from rekindle.text.base import Tokenizer
+from rekindle.text.visible import find_only_difference, visible
+
+_SHOWN_TOKENS = 12  # of each text at a difference
+_LEAD_TOKENS = 8
+_COMPARED = 12  # earlier prompts, for what changes
+
+_COLUMNS = 60
+_NAMES = "0123456789abcdefghijklmnoprstuvwxyz"  # of chunks, over and over; q is the question
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """A span of the prompt, where its KV comes from, and the entry of the cache that has it."""
+
+    start: int
+    stop: int
+    source: str  # engine, memory, disk, reused, streamed, compute
+    entry: str | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token that differs from something known, and both texts, made visible."""
+
+    position: int
+    before: str  # what both begin with, its end
+    ours: str
+    known: str
+    only_in: str | None  # Unicode form, invisible characters, whitespace, case: when the texts look alike
+
+
+@dataclass(frozen=True)
+class ChangingText:
+    """Text that changes between requests, early enough to spoil the rest."""
+
+    start: int
+    stop: int
+    now: str
+    earlier: tuple[str, ...]
+    requests: int
+    shared_tokens: int
+    saved_seconds: float | None  # by moving it behind what is shared
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything that is known about why a prompt takes as long as it does. `str()` tells it to people."""
+
+    model: str
+    tokens: int
+    parts: tuple[PromptPart, ...]
+    reason: Reason
+    difference: Difference | None = None
+    change: ChangingText | None = None
+    predicted_seconds: float | None = None
+    cold_seconds: float | None = None
+    first_token_seconds: float | None = None  # what it really took, for a request that was answered
+    at: float | None = None
+    opaque: str | None = None  # why reuse is by checkpoint, if it is
+    passages: tuple[ChunkReuse, ...] = ()  # if they may be reused
+    recomputed: int = 0  # number of their tokens that are recomputed
+    recompute_policy: str | None = None  # if they are reused
+    budget: float | None = None
+    calibrated: bool | None = None
+    streamed: int = 0  # tokens that came from an origin
+    timeline: tuple[TimelineEvent, ...] = ()  # when, and what was computed meanwhile
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Explanation:
+        """What `as_dict` gave. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
+        fields = dict(values)
+        fields["parts"] = tuple(PromptPart(**part) for part in fields["parts"])
+        fields["reason"] = Reason(**{**fields["reason"], "differs_in": tuple(fields["reason"]["differs_in"])})
+        fields["passages"] = tuple(
+            ChunkReuse(**{**chunk, "recomputed_positions": tuple(chunk["recomputed_positions"])})
+            for chunk in fields.get("passages", ())
+        )
+        fields["timeline"] = tuple(TimelineEvent(**event) for event in fields.get("timeline", ()))
+        if fields.get("difference"):
+            fields["difference"] = Difference(**fields["difference"])
+        if fields.get("change"):
+            fields["change"] = ChangingText(**{**fields["change"], "earlier": tuple(fields["change"]["earlier"])})
+        return cls(**fields)
+
+    @property
+    def reused(self) -> int:
+        """How many tokens are not computed."""
+        known = sum(part.stop - part.start for part in self.parts if part.source not in ("compute", "streamed"))
+        return known + self.streamed - self.recomputed
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def _lines(self) -> list[str]:
+        lines = [f"{self.model}: {self.reused} of {self.tokens} tokens reused"]
+        for part in self.parts:
+            where = _PLACES.get(part.source, f"from {part.source}")
+            entry = f"  entry {part.entry[:8]}" if part.entry else ""
+            lines.append(f"  {part.start:>6} to {part.stop:<6} {where}{entry}")
+        times = {"expected": self.predicted_seconds, "without the cache": self.cold_seconds}
+        shown = [f"{name} {_seconds(value)}" for name, value in times.items() if value is not None]
+        if self.first_token_seconds is not None:
+            shown.insert(0, f"first token {_seconds(self.first_token_seconds)}")
+        if shown:
+            lines.append("  " + ", ".join(shown))
+        lines.append(f"why: {self.reason.sentence}")
+        lines += _tell_passages(self)
+        lines += timeline_lines(self.timeline)
+        if self.opaque is not None:
+            lines.append(f"reuse is by checkpoint, where messages end: {self.opaque}")
+        if self.difference is not None:
+            lines += _tell_difference(self.difference)
+        if self.change is not None:
+            lines += _tell_change(self.change)
+        return lines
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to be explained: where it belongs, its tokens, and what was asked whatever the model makes of it."""
+
+    kv_space: KvSpace
+    identity: Identity
+    model: str
+    tokens: Sequence[int]
+    asked: str | Sequence[int] | Sequence[Message]
+
+    @cached_property
+    def content(self) -> bytes:
+        """Digests of what was asked; made when they are wanted, which is never before the first token."""
+        return content_of(self.asked)
+
+
+@dataclass(frozen=True)
+class Explainer:
+    """What explaining needs. Slow parts (the catalog's history) are read when it is used, off a request's path."""
+
+    store: TieredStore | None
+    tokenizer: Tokenizer
+    costs: Costs
+    everyone: bool = False  # whether the reader may learn that another tenant or salt knows a prompt
+    opaque: str | None = None  # why the model's state is kept and restored whole, if it is
+
+    def explain(self, prompt: Prompt, plan: Plan, match: Match | None, reuse: Reuse) -> Explanation:
+        """Explain a plan for a prompt of which the store knows `match`. A store in trouble explains less."""
+        if self.opaque is not None:
+            match = None  # its pages are no tokens
+        goes_on = difference = change = None
+        sight = Sight(len(prompt.tokens), plan.reused, miss=reuse.miss)
+        if self.store is not None:
+            try:
+                goes_on = None if self.opaque is not None else self._goes_on(prompt, match, plan.reused)
+                difference = None if goes_on is None else self._difference(prompt.tokens, plan.reused, goes_on)
+                if difference is not None and plan.reused == 0 and difference.only_in is None:
+                    goes_on = None  # they have nothing in common
+                sight = self._sight(prompt, sight, goes_on is not None)
+                change = self._change(prompt)
+            except (OSError, sqlite3.Error, CacheError, ValueError):
+                pass  # what the catalog cannot tell stays untold
+        reason = judge(sight)
+        if goes_on is None or reason.kind not in ("differs", "gone", "elsewhere"):
+            difference = None
+        return Explanation(
+            model=prompt.model,
+            tokens=len(prompt.tokens),
+            parts=_parts(plan, match),
+            reason=reason,
+            difference=difference,
+            change=change,
+            predicted_seconds=plan.predicted_seconds,
+            cold_seconds=plan.cold_seconds,
+            opaque=self.opaque,
+            passages=reuse.chunks,
+            recomputed=reuse.recomputed,
+            recompute_policy=reuse.recompute_policy,
+            budget=reuse.budget,
+            calibrated=reuse.calibrated,
+            streamed=reuse.streamed,
+            timeline=reuse.timeline,
+        )
+
+    def _goes_on(self, prompt: Prompt, match: Match | None, reused: int) -> list[int] | None:
+        """The tokens with which something known goes on where the reuse ends."""
+        assert self.store is not None
+        if match is None:
+            match = self.store.lookup(prompt.kv_space, prompt.tokens)
+        if match.length > reused or match.length >= len(prompt.tokens) - 1:
+            return None
+        found = self.store.continuation(prompt.kv_space, match)
+        return None if found is None else np.frombuffer(found, "<u4").tolist()
+
+    def _sight(self, prompt: Prompt, sight: Sight, goes_on: bool) -> Sight:
+        assert self.store is not None
+        disk, own = self.store.disk, token_bytes(prompt.tokens[: history.MAX_TOKENS])
+        here = history.recent(disk, prompt.kv_space)
+        asked = max(here, key=lambda past: common_tokens(past.tokens, own), default=None)
+        there = []
+        for past in history.on_other_kv_spaces(disk, prompt.kv_space, own=not self.everyone):
+            words = differences(prompt.kv_space, asdict(prompt.identity), past.kv_space, past.identity)
+            there.append(
+                (common_content(past.asked.content, prompt.content), tuple(words), str(past.kv_space["model"]))
+            )
+        return Sight(
+            tokens=sight.tokens,
+            reused=sight.reused,
+            asked=0 if asked is None else common_tokens(asked.tokens, own),
+            asked_age=0.0 if asked is None else disk.clock() - asked.at,
+            content=max((common_content(past.content, prompt.content) for past in here), default=0),
+            elsewhere=max(there, key=lambda found: found[0], default=(0, (), "")),
+            goes_on=goes_on,
+            miss=sight.miss,
+            ttl_seconds=self.store.settings.ttl_seconds,
+        )
+
+    def _change(self, prompt: Prompt) -> ChangingText | None:
+        assert self.store is not None
+        tokens = list(prompt.tokens[: history.MAX_TOKENS])
+        past = [p for p in history.recent(self.store.disk, prompt.kv_space, _COMPARED) if len(p.tokens) > TOKEN_BYTES]
+        found = find_volatile(tokens, [np.frombuffer(p.tokens, "<u4").tolist() for p in past])
+        if found is None:
+            return None
+        shared = Span(found.start, found.start + found.shared_tokens)
+        return ChangingText(
+            start=found.start,
+            stop=found.stop,
+            now=visible(self.tokenizer.spell(tokens[found.start : found.stop])),
+            earlier=tuple(visible(self.tokenizer.spell(other)) for other in found.others[:3]),
+            requests=found.requests,
+            shared_tokens=found.shared_tokens,
+            saved_seconds=self.costs.rates.compute_seconds(shared),
+        )
+
+    def _difference(self, tokens: Sequence[int], position: int, known: list[int]) -> Difference:
+        spell = self.tokenizer.spell
+        ours = spell(tokens[position : position + _SHOWN_TOKENS])
+        theirs = spell(known[:_SHOWN_TOKENS])
+        return Difference(
+            position=position,
+            before=visible(spell(tokens[max(0, position - _LEAD_TOKENS) : position])),
+            ours=visible(ours),
+            known=visible(theirs),
+            only_in=find_only_difference(ours, theirs),
+        )
+
+
+def _parts(plan: Plan, match: Match | None) -> tuple[PromptPart, ...]:
+    """The steps of a plan, loads by the entry they come from."""
+    parts: list[PromptPart] = []
+    for step in plan.steps:
+        if isinstance(step, ReuseChunks):
+            parts += [PromptPart(span.start, span.stop, "reused") for span in step.spans]
+            continue
+        if isinstance(step, FetchRemote):
+            parts.append(PromptPart(step.span.start, step.span.stop, "streamed"))
+            continue
+        if isinstance(step, Compute):
+            parts.append(PromptPart(step.span.start, step.span.stop, "compute"))
+            continue
+        pieces = [] if match is None or step.tier == "engine" else match.until(step.span.stop).pieces
+        named = [piece for piece in pieces if piece.span.start >= step.span.start]
+        if not named:
+            parts.append(PromptPart(step.span.start, step.span.stop, step.tier))
+        parts += [PromptPart(piece.span.start, piece.span.stop, step.tier, piece.name) for piece in named]
+    return tuple(sorted(parts, key=lambda part: part.start))
+
+
+def _tell_passages(told: Explanation) -> list[str]:
+    if not any(chunk.source == "reused" for chunk in told.passages):
+        return []
+    lines = []
+    if told.recompute_policy is not None and told.budget is not None:
+        advice = "calibrated" if told.calibrated else "not calibrated: rekindle calibrate MODEL"
+        lines.append(f"passages: recompute policy {told.recompute_policy}, budget {told.budget:.2f} ({advice}):")
+    for chunk in told.passages:
+        lines.append(f"  [{chunk.number or '-'}] {_PASSAGES[chunk.source]}{_tell_scores(chunk)}")
+    return lines
+
+
+_PLACES = {
+    "compute": "computed",
+    "reused": "from another prompt, partly recomputed",
+    "streamed": "streamed from the origin and computed at once",
+}
+_PASSAGES = {
+    "exact": "exact",
+    "reused": "from another prompt",
+    "computed": "new, computed behind reused passages",
+}
+
+
+def _tell_scores(chunk: ChunkReuse) -> str:
+    if chunk.source != "reused" or chunk.impact is None:
+        return ""
+    came = ", come from the origin" if chunk.streamed else ""
+    recomputed = (
+        f"{came}, {chunk.recomputed} of {chunk.stop - chunk.start} tokens recomputed"
+        if chunk.recomputed_positions
+        else came
+    )
+    here, order = 1.0 if chunk.overlap is None else chunk.overlap, chunk.disorder or 0.0
+    return (
+        f"{recomputed}; context impact {chunk.impact:.2f}, {here:.0%} of what it looked at stands before it now"
+        + (f", {order:.0%} of that in another order" if order else "")
+        + (f", overhead {chunk.overhead:.2f}" if chunk.overhead is not None else "")
+    )
+
+
+def _tell_difference(difference: Difference) -> list[str]:
+    lines = [
+        f"first difference: token {difference.position}, after {difference.before!r}"
+        if difference.before
+        else "first difference: the very first token",
+        f"  this prompt: {difference.ours}",
+        f"  known:       {difference.known}",
+    ]
+    if difference.only_in is not None:
+        lines.append(f"  they differ in {difference.only_in} only; to a model these are other tokens")
+    return lines
+
+
+def _tell_change(change: ChangingText) -> list[str]:
+    saved = "" if change.saved_seconds is None else f", about {_seconds(change.saved_seconds)} a request"
+    return [
+        f"this text changes from request to request: {change.now}  (tokens {change.start} to {change.stop})",
+        *(f"  earlier it was: {earlier}" for earlier in change.earlier),
+        f"  Moving it behind the {change.shared_tokens} tokens that stay the same would let those be reused{saved}.",
+    ]
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:,.0f} ms" if value < 10 else f"{value:,.1f} s"
+
+
+def timeline_lines(events: Sequence[TimelineEvent]) -> list[str]:
+    """Both lanes of a prompt that was computed and fetched at once, as text; empty where nothing was fetched.
+
+    compute  00001111222233..44qq
+    link     7777766666555554444.     a column is a moment, a digit the chunk that was worked on
+    """
+    if not events:
+        return []
+    seconds = max(event.stop for event in events)
+    question = max(event.chunk for event in events if event.lane == "compute")
+    column = seconds / _COLUMNS * 1e3
+    lines = [f"computed and streamed in {seconds:.2f} s; a column is {column:.0f} ms, q the question:"]
+    for lane in ("compute", "link"):
+        own = [event for event in events if event.lane == lane]
+        lines.append(f"  {lane:8} {''.join(_chunk_at(own, seconds, column, question) for column in range(_COLUMNS))}")
+    return lines
+
+
+def _chunk_at(events: Sequence[TimelineEvent], seconds: float, column: int, question: int) -> str:
+    """What was worked on longest in a column; a dot for nothing."""
+    start, stop = seconds * column / _COLUMNS, seconds * (column + 1) / _COLUMNS
+    shares: dict[int, float] = {}
+    for event in events:
+        common = min(stop, event.stop) - max(start, event.start)
+        if common > 0:
+            shares[event.chunk] = shares.get(event.chunk, 0.0) + common
+    if not shares:
+        return "."
+    chunk = max(shares, key=lambda name: shares[name])
+    return "q" if chunk == question else _NAMES[chunk % len(_NAMES)]

@@ -1,0 +1,76 @@
+"""Prompts that are being computed just now: who needs the same beginning waits for it instead of computing it too."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from rekindle.core.keys import TOKEN_BYTES, KvSpace, common_tokens, token_bytes
+from rekindle.errors import Cancelled
+
+_MIN_TOKENS = 64  # fewer are computed sooner than waited for
+_LOOK_SECONDS = 0.05
+
+
+class InflightPrefill:
+    """One prompt on its way. `landed` once others find it in the store, or it failed."""
+
+    def __init__(self, inflight_prefills: InflightPrefills, kv_space: KvSpace, tokens: bytes, known: int) -> None:
+        self._inflight = inflight_prefills
+        self.kv_space = kv_space
+        self.tokens = tokens
+        self.known = known  # number of its tokens that were found; the others are computed
+        self.waiting = 0
+        self._landed = threading.Event()
+
+    def land(self) -> None:
+        """Whoever waits looks again. Idempotent."""
+        self._inflight.forget(self)
+        self._landed.set()
+
+    def wait(self, cancelled: Callable[[], bool]) -> None:
+        """Until it has landed. Raises `Cancelled`."""
+        while not self._landed.wait(_LOOK_SECONDS):
+            if cancelled():
+                raise Cancelled("The request was cancelled.")
+
+
+class InflightPrefills:
+    """All prompts that are being computed. Used from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._flying: list[InflightPrefill] = []
+
+    def join(self, kv_space: KvSpace, tokens: Sequence[int], known: int) -> tuple[InflightPrefill, bool]:
+        """One's own flight and True, or that of somebody who computes the same, which is worth waiting for.
+
+        It is if it spares at least half of what is being computed there: else it would last too long.
+        """
+        given = token_bytes(tokens)
+        with self._lock:
+            for other in self._flying:
+                if other.kv_space != kv_space:
+                    continue
+                common = common_tokens(given, other.tokens)
+                spared = min(common, len(tokens) - 1) - known
+                computed = len(other.tokens) // TOKEN_BYTES - other.known
+                if spared >= _MIN_TOKENS and 2 * spared >= computed:
+                    other.waiting += 1
+                    return other, False
+            own = InflightPrefill(self, kv_space, given, known)
+            self._flying.append(own)
+            return own, True
+
+    def land(self) -> None:
+        """All of them: nothing will be kept any more."""
+        with self._lock:
+            flying = list(self._flying)
+        for inflight in flying:
+            inflight.land()
+
+    def forget(self, inflight: InflightPrefill) -> None:
+        """It is over."""
+        with self._lock:
+            if inflight in self._flying:
+                self._flying.remove(inflight)

@@ -1,0 +1,77 @@
+"""What is known of one prompt while it is answered, and what it was spared in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rekindle.cache.context import Context, cut_passages
+from rekindle.cache.inflight import InflightPrefill
+from rekindle.cache.matches import Matches
+from rekindle.cache.planner import PrefillSteps
+from rekindle.cache.writer import WriteGuard
+from rekindle.core.chunk_match import ChunkMatches
+from rekindle.core.keys import KvSpace
+from rekindle.core.plan import Plan, Tier
+from rekindle.core.reply import ChunkReuse
+from rekindle.core.scope import Asker
+
+
+@dataclass(frozen=True)
+class CacheLookup:
+    """What is known of a prompt, and the context it can go on from, which is its own until it is given back."""
+
+    kv_space: KvSpace
+    tokens: Sequence[int]
+    matches: Matches
+    parked: Context | None = None
+    trouble: str | None = None
+    off: bool = False  # nothing was looked for, and nothing shall be kept
+    guard: WriteGuard | None = None  # which decides whether it may be kept
+    inflight: InflightPrefill | None = None  # by which others know that it is being computed
+    passages: ChunkMatches | None = None  # if some of it may come from other prompts
+    asker: Asker | None = None  # the app that asks
+
+    def passages_before(self, plan: Plan) -> tuple[ChunkReuse, ...]:
+        """The passages that stand in the context that a plan goes on from, as far as it does."""
+        return cut_passages(self.parked.chunk_reuse, plan.reused) if self.parked is not None and plan.in_engine else ()
+
+    @property
+    def source(self) -> KvSpace:
+        """Where what the store knows of it stands."""
+        return self.matches.kv_space or self.kv_space
+
+    @property
+    def stored_tokens(self) -> int:
+        """How many tokens the store knows, where the prompt's own KV belongs."""
+        matches = self.matches
+        return matches.stored[-1].span.stop if matches.stored and matches.kv_space is None else 0
+
+    def quantized_tokens(self, plan: Plan) -> int:
+        """How many of the tokens that a plan reuses have KV that was quantized."""
+        if plan.in_engine:
+            return 0 if self.parked is None else min(self.parked.quantized_tokens, plan.reused)
+        return self.matches.quantized_tokens(plan.reused)
+
+
+def why_missed(known: CacheLookup, plan: Plan, cut: PrefillSteps, lost: str | None) -> str | None:
+    """Why not everything but the last token is reused, in a word; None if it is. See `Reuse`."""
+    last = len(known.tokens) - 1
+    if known.off:
+        return "off"
+    if known.trouble is not None:
+        return "late"
+    if lost is not None:
+        return "lost"
+    if plan.reuse_chunks is None and plan.reused < cut.reusable(min(known.matches.length, last)):
+        return "slower"
+    if plan.reused == last:
+        return None
+    return "differs" if known.matches.length else "unknown"
+
+
+def refused_tiers(known: CacheLookup, plan: Plan, cut: PrefillSteps) -> set[Tier]:
+    """Where something is known that a plan does not load, because computing is expected to be sooner."""
+    if known.off or why_missed(known, plan, cut, None) != "slower":
+        return set()
+    return {found.tier for found in known.matches.stored if found.span.stop > plan.reused}

@@ -1,0 +1,144 @@
+"""Why tokens were not reused, from what is known and what was asked before. Pure.
+
+The first of these that is true:
+
+    off         reuse was switched off
+    late, lost  the cache did not answer, or what it had could not be read
+    slower      computing was expected to be faster than loading
+    checkpoint  the model's state is only kept where messages end, and that is where the reuse ends
+    complete    everything but the last token was reused
+    expired     it was kept, but for longer than the `ttl` allows
+    gone        it was asked before, but its KV is not there any more: evicted, removed, or never kept
+    elsewhere   it is known for another model, template, adapter, tenant, ...: `differs_in` says which
+    differs     something known begins alike, then goes on otherwise
+    ends        everything known was reused; the rest of the prompt is new
+    new         nothing like it was asked before
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rekindle.core.keys import KvSpace
+from rekindle.core.request import Message
+
+_DIGEST_BYTES = 8
+_TEXT_PART = 256  # characters
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One word, and a sentence for people."""
+
+    kind: str
+    sentence: str
+    differs_in: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a reason is judged by.
+
+    reused      tokens of the prompt that are reused, of `tokens`
+    asked       the longest beginning, in tokens, that an earlier request on the same KV space had in common with it
+    asked_age   seconds since that request
+    content     how much of what was asked, in parts, an earlier request on the same KV space had in common
+    elsewhere   the same for requests on other KV spaces, with what differs
+    goes_on     whether something known goes on otherwise where the reuse ends
+    """
+
+    tokens: int
+    reused: int
+    asked: int = 0
+    asked_age: float = 0.0
+    content: int = 0
+    elsewhere: tuple[int, tuple[str, ...], str] = (0, (), "")
+    goes_on: bool = False
+    miss: str | None = None
+    ttl_seconds: float | None = None
+
+
+def judge(sight: Sight) -> Reason:
+    """The reason why not more was reused."""
+    left = sight.tokens - sight.reused
+    others, differences, model = sight.elsewhere
+    if sight.miss in _PLAIN:
+        return Reason(sight.miss, _PLAIN[sight.miss])
+    if left <= 1:
+        return Reason("complete", "Everything but the last token is reused; the last one is always computed.")
+    if sight.asked > sight.reused + 1:
+        lost = sight.asked - sight.reused
+        if sight.ttl_seconds is not None and sight.asked_age > sight.ttl_seconds:
+            return Reason("expired", f"{lost} more tokens were kept, but longer ago than the ttl allows.")
+        return Reason("gone", f"{lost} more tokens were asked before, but their KV is gone: evicted for lack of room, "
+                              "removed, or never kept.")  # fmt: skip
+    if others > sight.content:
+        named = ", ".join(differences) or "something"
+        what = f" ({model})" if model else ""
+        return Reason("elsewhere", f"It is known, but under another {named}{what}: KV is never shared between those.",
+                      differences)  # fmt: skip
+    if sight.goes_on:
+        return Reason("differs", "Something known begins alike and then goes on otherwise: see the first difference.")
+    if sight.reused:
+        return Reason("ends", "All that is known of it is reused; the rest is new.")
+    return Reason("new", "Nothing that begins like this was asked before.")
+
+
+_PLAIN = {
+    "off": "Reuse is switched off.",
+    "late": "The cache did not answer in time.",
+    "lost": "KV that was found could not be read, so it was computed.",
+    "slower": "Loading it was expected to take longer than computing it.",
+    "checkpoint": "The state is reused up to the last checkpoint that the prompt shares; what follows is computed.",
+}
+
+
+def content_of(prompt: str | Sequence[int] | Sequence[Message]) -> bytes:
+    """Chained digests of what was asked, part by part, whatever template or tokenizer it meets: eight bytes each."""
+    parts: list[str] = []
+    if isinstance(prompt, str):
+        parts = _cut(prompt)
+    elif prompt and isinstance(prompt[0], Message):
+        parts = [part for m in prompt if isinstance(m, Message) for part in _cut(f"{m.role}\0{m.content}")]
+    state, digests = hashlib.blake2b(digest_size=_DIGEST_BYTES), b""
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little") + part.encode())
+        digests += state.digest()
+    return digests
+
+
+def common_content(a: bytes, b: bytes) -> int:
+    """How many first parts two requests share."""
+    pairs = zip(_parts(a), _parts(b), strict=False)
+    return next((number for number, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)) // _DIGEST_BYTES)
+
+
+def differences(
+    kv_space: KvSpace, identity: Mapping[str, str], other: Mapping[str, Any], its: Mapping[str, str]
+) -> list[str]:
+    """In what another KV space differs from this one, in words for people."""
+    words = {
+        "tenant": other["tenant"] != kv_space.namespace.tenant,
+        "cache_salt": other["salt"] != kv_space.namespace.salt,
+        "adapter": other["adapter"] != kv_space.adapter,
+        "cut of the prefill (deterministic)": other["codec"] != kv_space.codec,
+    }
+    named = {"weights": "model", "config": "model", "tokenizer": "tokenizer", "template": "template",
+             "dtype": "number type", "rope": "rope regime"}  # fmt: skip
+    for field_name, word in named.items():
+        words[word] = words.get(word, False) or (bool(its) and its.get(field_name) != identity.get(field_name))
+    found = [word for word, differs in words.items() if differs]
+    if not found and other["identity"] != kv_space.namespace.identity:
+        found = ["model"]
+    return found
+
+
+def _cut(text: str) -> list[str]:
+    return [text[start : start + _TEXT_PART] for start in range(0, len(text), _TEXT_PART)]
+
+
+def _parts(digests: bytes) -> list[bytes]:
+    return [digests[start : start + _DIGEST_BYTES] for start in range(0, len(digests), _DIGEST_BYTES)]

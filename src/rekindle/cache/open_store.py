@@ -1,0 +1,51 @@
+"""The cache folder that the settings name, as a store."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import psutil
+
+from rekindle.codec.coder import EXACT, Coder
+from rekindle.core.size import parse_duration, parse_limit
+from rekindle.errors import CacheUnusable
+from rekindle.knowledge.folder import knowledge_folder
+from rekindle.safe_read import read_secret_file
+from rekindle.settings import Settings
+from rekindle.settings.folders import cache_folder
+from rekindle.store.settings import StoreSettings
+from rekindle.store.tiered import TieredStore
+
+log = logging.getLogger("rekindle.cache")
+
+
+def open_store(settings: Settings, *, share: float = 0.5, quantized: Coder | None = None) -> TieredStore | None:
+    """The store that the settings name; None if they want none, or the user's own folder cannot be used.
+
+    `share` of the memory limit is for its memory tier; the rest is for contexts parked in the engine. `near` is how KV
+    is coded under the level of that name.
+    """
+    if settings.cache == "off" or settings.reuse == "off":
+        return None
+    memory = parse_limit(settings.memory_limit).resolve(psutil.virtual_memory().total)
+    chosen = StoreSettings(
+        disk_limit=settings.disk_limit,
+        memory_limit=int(memory * share),
+        policy=settings.policy,
+        ttl_seconds=None if settings.ttl is None else parse_duration(settings.ttl),
+        killed_ttl_seconds=None if settings.killed_ttl is None else parse_duration(settings.killed_ttl),
+        admission=settings.admission,
+        write_budget=settings.write_budget,
+        exact=None if settings.codec == "raw" else EXACT,
+        quantized=quantized,
+        key=None if settings.key_file is None else read_secret_file(Path(settings.key_file), "The key file"),
+    )
+    knowledge_folder(settings)  # documents of earlier versions leave a cache folder before it is opened
+    try:
+        return TieredStore(settings.cache or cache_folder(), chosen)
+    except CacheUnusable as error:
+        if settings.cache is not None:
+            raise
+        log.warning("There is no cache, so everything is computed: %s", error)
+        return None

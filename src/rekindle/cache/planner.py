@@ -1,0 +1,94 @@
+"""From what is known and what it costs to the plan. Pure: same arguments, same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rekindle.cache.cost import Rates
+from rekindle.cache.matches import Matches
+from rekindle.core.kv import Span
+from rekindle.core.plan import Compute, Load, Plan, Step
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSteps:
+    """How a prefill is cut into steps of the engine: at most `token_limit` each.
+
+    With `piece_tokens` every prefill, cold or warm, is cut at the same places and only whole pieces are reused: each
+    token is then computed in the same company, so that its KV and logits are the same to the last bit.
+    At each of the `edges` a step ends: there a state shall be kept.
+    """
+
+    token_limit: int
+    piece_tokens: int | None = None
+    edges: tuple[int, ...] = ()
+
+    def reusable(self, tokens: int) -> int:
+        """How many of `tokens` known ones may be reused."""
+        return tokens - tokens % self.piece_tokens if self.piece_tokens else tokens
+
+    def spans(self, start: int, stop: int) -> list[Span]:
+        """The steps that compute `[start, stop)`."""
+        size = self.piece_tokens or self.token_limit
+        fixed = [start, *(edge for edge in self.edges if start < edge < stop), stop]
+        edges = [place for a, b in pairwise(fixed) for place in range(a, b, size)]
+        return [Span(a, b) for a, b in pairwise([*edges, stop])]
+
+
+def make_plan(matches: Matches, rates: Rates, cut: PrefillSteps) -> Plan:
+    """The plan with the shortest expected time. While costs are unknown, as much as possible is reused."""
+    cold = _seconds(_computing(0, matches, cut), rates, matches)
+    nothing = Plan.computing(cut.spans(0, matches.tokens), cold)
+    plans = []
+    for loads in _choices(matches, cut):
+        steps = (*loads, *_computing(loads[-1].span.stop, matches, cut))
+        seconds = _seconds(steps, rates, matches)
+        if seconds is None or cold is None:
+            plans.append(Plan(matches.tokens, steps, None, cold))
+        elif seconds <= cold:
+            plans.append(Plan(matches.tokens, steps, seconds, cold))
+    if any(plan.predicted_seconds is None for plan in plans):
+        return max(plans, key=_worth)
+    return min((*plans, nothing), key=lambda plan: (plan.predicted_seconds or 0.0, -plan.reused))
+
+
+def _worth(plan: Plan) -> tuple[int, bool]:
+    """How much is reused; of equals, what is in the engine already."""
+    return plan.reused, plan.loads[0].tier == "engine"
+
+
+def _choices(matches: Matches, cut: PrefillSteps) -> Iterator[tuple[Load, ...]]:
+    """What could be reused: ever more of what is stored, or what is already in the engine."""
+    last = matches.tokens - 1
+    loads: list[Load] = []
+    for found in matches.stored:
+        whole = Span(found.span.start, max(found.span.start, min(found.span.stop, last)))
+        usable = cut.reusable(whole.stop)
+        if usable > whole.start:
+            yield (*loads, Load(Span(whole.start, usable), found.tier))
+        loads.append(Load(whole, found.tier))
+    if stays := cut.reusable(min(matches.in_engine, last)):
+        yield (Load(Span(0, stays), "engine"),)
+
+
+def _computing(start: int, matches: Matches, cut: PrefillSteps) -> tuple[Step, ...]:
+    return tuple(map(Compute, cut.spans(start, matches.tokens)))
+
+
+def _seconds(steps: tuple[Step, ...], rates: Rates, matches: Matches) -> float | None:
+    """What the steps take one after the other, though they may overlap; None where a cost is unknown."""
+    token_bytes = matches.stored[0].size_bytes // len(matches.stored[0].span) if matches.stored else 0
+    beside = {found.span.start: found.beside_bytes for found in matches.stored}
+    total = 0.0
+    for step in steps:
+        if isinstance(step, Load):
+            more = beside.get(step.span.start, 0) if step.tier == "coded" else 0
+            cost = rates.load_seconds(step.tier, len(step.span) * token_bytes + more)
+        elif isinstance(step, Compute):
+            cost = rates.compute_seconds(step.span)
+        if cost is None:
+            return None
+        total += cost
+    return total

@@ -1,0 +1,226 @@
+"""Keeping what was new: in the background, after the first token, and never for longer than allowed at the end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Protocol
+
+from rekindle.apps.registry import mark_ended
+from rekindle.core.keys import BLOCK_TOKENS, KvSpace
+from rekindle.core.kv import Kv, LayerKv, Span
+from rekindle.core.scope import Asker
+from rekindle.store.tiered import TieredStore
+
+log = logging.getLogger("rekindle.keep")
+
+_MAX_JOBS = 64
+_MAX_DETACHED_BYTES = 1 << 30
+_LAST_SECONDS = 5.0
+_IDLE_SECONDS = 0.5  # without work, before the store tidies up
+
+
+class BackgroundJob(Protocol):
+    """Something to do with the store when there is time."""
+
+    def do(self, store: TieredStore) -> str:
+        """Do it; one word for what came of it. What it raises ends it: then it failed."""
+
+    def detached_bytes(self) -> int:
+        """How much memory it holds that nobody else does."""
+
+
+class WriteGuard(Protocol):
+    """Decides whether something may be kept that was allowed when it was asked for."""
+
+    @property
+    def allows(self) -> bool:
+        """Whether it may be kept, as things are now."""
+
+    def note(self) -> None:
+        """Note what will be kept, so that it is found when it must go; from then on it may be allowed."""
+
+    def present(self) -> bool:
+        """Whether all of it is still there. Asked when KV of it is listed: who removes it first looks for KV later."""
+
+
+class WriteJob:
+    """The KV of `tokens`, to be kept as far as it is new.
+
+    `export(span)` copies the KV of a span that begins at a block. It is called once, on the keeper's thread, or by
+    `detach`. Of the tokens the first `known` were in the store when this was made.
+    """
+
+    def __init__(
+        self, kv_space: KvSpace, tokens: tuple[int, ...], export: Callable[[Span], Kv], *, known: int = 0
+    ) -> None:
+        self.kv_space = kv_space
+        self.tokens = tokens
+        self._start = known - known % BLOCK_TOKENS
+        self._export: Callable[[Span], Kv] | None = export
+        self._kv: Kv | None = None
+        self._lock = threading.Lock()
+        self.kept = False  # whether the store has all of it by now
+        self.then: Callable[[], None] | None = None  # called when it is done, whatever came of it
+        self.guard: WriteGuard | None = None
+        self.asker: Asker | None = None  # the app it was computed for
+
+    def do(self, store: TieredStore) -> str:
+        """Keep what the store does not know yet."""
+        try:
+            if self.guard is None:
+                return self._do(store)
+            if not self.guard.allows:
+                self.guard.note()
+            if not self.guard.allows:
+                self._drop()
+                return "barred"
+            return self._do(store)
+        finally:
+            if self.then is not None:
+                self.then()
+
+    def _do(self, store: TieredStore) -> str:
+        gap = store.gap(self.kv_space, self.tokens)
+        if gap is None:
+            self._drop()
+            self.kept = True
+            return "known"
+        kv = self._take(gap)
+        if kv is None:
+            return "gone"
+        present = None if self.guard is None else self.guard.present
+        outcome = store.keep(self.kv_space, self.tokens, kv, app=self.asker, present=present).outcome
+        self.kept = outcome in ("kept", "known") and gap.stop == len(self.tokens)
+        return outcome
+
+    def detach(self) -> None:
+        """Copy what will be needed now: whatever `export` reads from is about to change."""
+        with self._lock:
+            if self._export is not None:
+                span = Span(self._start, len(self.tokens))
+                self._kv, self._export = (self._export(span) if len(span) else None), None
+
+    @property
+    def detached(self) -> bool:
+        """Whether `export` will not be called any more."""
+        return self._export is None
+
+    def detached_bytes(self) -> int:
+        """The size of the copy, if there is one."""
+        kv = self._kv
+        return 0 if kv is None else len(kv.span) * kv.layout.token_bytes
+
+    def _take(self, gap: Span) -> Kv | None:
+        with self._lock:
+            if self._export is not None:
+                exported, self._export = self._export(gap), None
+                return exported
+            kv, self._kv = self._kv, None
+        return None if kv is None or gap.start < kv.span.start else _until(kv, gap.stop)
+
+    def _drop(self) -> None:
+        with self._lock:
+            self._export = self._kv = None
+
+
+class BackgroundWriter:
+    """A thread that does jobs in order. Its queue is bounded: what does not fit is not done, and counted."""
+
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
+        self._jobs: deque[BackgroundJob] = deque()
+        self._changed = threading.Condition()
+        self._working = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self.outcomes: Counter[str] = Counter()
+
+    @property
+    def backlog(self) -> int:
+        """How many jobs are not done yet."""
+        return len(self._jobs) + self._working
+
+    def offer(self, job: BackgroundJob) -> bool:
+        """Queue a job; False if there is no room for it, or the keeper was closed."""
+        with self._changed:
+            held = sum(waiting.detached_bytes() for waiting in self._jobs)
+            if self._closed or len(self._jobs) >= _MAX_JOBS or held > _MAX_DETACHED_BYTES:
+                self.outcomes["backlog"] += 1
+                return False
+            self._jobs.append(job)
+            self._changed.notify_all()
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._serve, name="rekindle-keep", daemon=True)
+                self._thread.start()
+        return True
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything is done; False if it takes longer than that."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._changed:
+            while self._jobs or self._working:
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                    return not (self._jobs or self._working)
+        return True
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Do what is left, within that time, and drop the rest. True if the store is not in use any more."""
+        with self._changed:
+            self._closed = True
+        finished = self.flush(timeout_seconds)
+        with self._changed:
+            self.outcomes["dropped"] += len(self._jobs)
+            self._jobs.clear()
+            self._changed.notify_all()
+        if finished and self._thread is not None and self._thread is not threading.current_thread():
+            # It lets go of what it kept. Were it still at that when the interpreter ends, torch would end it all.
+            self._thread.join(_LAST_SECONDS)
+        if not finished:
+            log.warning("The cache did not take everything within %.0f s: some KV was not kept.", timeout_seconds)
+        return finished
+
+    def _serve(self) -> None:
+        tended = True
+        while True:
+            with self._changed:
+                woken = True
+                if not self._jobs and not self._closed:
+                    woken = self._changed.wait(self._store.wake_seconds if tended else _IDLE_SECONDS)
+                job = self._jobs.popleft() if self._jobs else None
+                if job is None and self._closed:
+                    return
+                if job is None and tended and woken:
+                    continue
+                self._working = True
+            try:
+                self._do(job)
+            finally:
+                with self._changed:
+                    self._working = False
+                    self._changed.notify_all()
+            tended = job is None
+
+    def _do(self, job: BackgroundJob | None) -> None:
+        try:
+            if job is None:
+                self._store.tend()
+                if self._store.wake_seconds is not None:  # apps are known
+                    mark_ended(self._store.disk)
+            else:
+                self.outcomes[job.do(self._store)] += 1
+        except Exception as error:  # noqa: BLE001  (whatever it was: it is not kept, and those behind it still are)
+            self.outcomes["failed"] += 1
+            log.debug("not kept: %s", error)
+
+
+def _until(kv: Kv, stop: int) -> Kv:
+    """The KV up to `stop`; copied, because views would hold on to the whole."""
+    if stop >= kv.span.stop:
+        return kv
+    count = stop - kv.span.start
+    layers = tuple(LayerKv(layer.keys[:, :count].copy(), layer.values[:, :count].copy()) for layer in kv.layers)
+    return Kv(Span(kv.span.start, stop), kv.layout, layers)

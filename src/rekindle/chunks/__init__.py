@@ -1,0 +1,1 @@
+"""KV of passages reused anywhere in a prompt, with selective recompute."""

@@ -1,0 +1,1 @@
+"""Sentence embeddings in numpy: no torch."""

@@ -1,0 +1,277 @@
+"""The Hugging Face engine: any decoder of transformers, on CPU, CUDA or MPS."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from rekindle.core.adapter import Lora
+from rekindle.core.identity import Identity
+from rekindle.core.kv import KvLayout
+from rekindle.core.request import Sampling
+from rekindle.engine.base import Capabilities, Logits, Row
+from rekindle.engine.hf.checkpoint import Fingerprint, fingerprint_of, load_checkpoint
+from rekindle.engine.hf.cuda_graph import GraphRecorder
+from rekindle.engine.hf.decoder import TESTED_FAMILIES, Decoder, refusal
+from rekindle.engine.hf.device import Placement, stable_matmul
+from rekindle.engine.hf.lora import count_same_layers
+from rekindle.engine.hf.row_batch import ForwardBatch, own_sequence
+from rekindle.engine.hf.sequence import BufferPool, TorchSequence
+from rekindle.engine.row_checks import CheckedRow, check_rows
+from rekindle.engine.sample import Sampler
+from rekindle.errors import AdapterRefused, Closed, InvalidSetting, OutOfMemory, StepRefused, UnsupportedModel
+from rekindle.models.files import ModelFiles
+from rekindle.text.base import Tokenizer
+
+_PREFILL_TOKENS = {"cpu": 2048, "mps": 2048, "cuda": 16384}
+_CHECK_TOKENS = 12
+_TRIED_TOKENS = 2
+_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}  # of the largest logit
+
+
+class HfEngine:
+    """A loaded model. See `Engine` for the contract."""
+
+    capabilities = Capabilities(layer_feeds=True, recompute="scattered", probes=True, adapters=True)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        *,
+        name: str,
+        placement: Placement,
+        context_tokens: int | None = None,
+        fingerprint: Callable[[], Fingerprint] | None = None,
+    ) -> None:
+        """Drive `model` as it is. `fingerprint` identifies its files; without it, its tensors are hashed."""
+        self.name = name
+        self.model = model
+        self.tokenizer = tokenizer
+        self.placement = placement
+        self._decoder: Decoder | None = Decoder(model.eval())
+        if self._decoder.turner is None:
+            self.capabilities = replace(self.capabilities, recompute="none")
+        self._fingerprint = fingerprint or (lambda: fingerprint_of(self.model))
+        self._known: Fingerprint | None = None
+        self._pool = BufferPool(self._decoder.layout, self._decoder.device)
+        self._recorder = GraphRecorder.for_decoder(self._decoder)
+        if self._recorder is not None:
+            self._pool.on_drop = self._recorder.forget
+        self._lock = threading.Lock()
+        self.context_tokens = self._choose_context(context_tokens)
+        self.prefill_tokens = _PREFILL_TOKENS[model.device.type]
+        self.parameters = sum(weights.numel() for weights in model.parameters())  # shared ones once
+        self.attention = _attention(self._decoder.config, len(self._decoder.layout.layers))
+        if self._decoder.family not in TESTED_FAMILIES:
+            self._check_against_model()
+        self._pool.warm()
+
+    @classmethod
+    def load(
+        cls, files: ModelFiles, *, device: str = "auto", dtype: str = "auto", context_tokens: int | None = None
+    ) -> HfEngine:
+        """Load a model folder; a GGUF file must have been converted (see `checkpoint.convert_gguf`).
+
+        Raises `BrokenModel`, `NotAModel`, `UnsupportedModel`, `InvalidSetting`.
+        """
+        loaded = load_checkpoint(files.folder, device, dtype)
+        return cls(
+            loaded.model,
+            loaded.tokenizer,
+            name=files.name,
+            placement=loaded.placement,
+            context_tokens=context_tokens,
+            fingerprint=loaded.fingerprint,
+        )
+
+    @property
+    def device(self) -> str:
+        """Name of the device, for display."""
+        device = self.placement.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+    @property
+    def arithmetic(self) -> str:
+        """What the last bits of its results depend on."""
+        return f"torch {torch.__version__}, transformers {transformers.__version__}, {self.device}"
+
+    @property
+    def layout(self) -> KvLayout:
+        """The shape and type of its KV."""
+        return self._live().layout
+
+    @property
+    def linears(self) -> Mapping[str, nn.Linear]:
+        """The linear layers its steps run through, by name: for hooks. Steps of every thread call them."""
+        return self._live().linears
+
+    def regime(self, tokens: int) -> str:
+        """The rotary regime of a context of this length."""
+        return self._live().rope.regime(tokens)
+
+    def identity(self, regime: str) -> Identity:
+        """What makes its KV interchangeable; the first call reads all weights unless their digests are known."""
+        self._live()
+        if self._known is None:
+            self._known = self._fingerprint()
+        known = self._known
+        return Identity(known.weights, known.config, known.tokenizer, known.template, self.layout.dtype, regime)
+
+    def load_adapter(self, lora: Lora) -> int:
+        """Load an adapter beside the others; a short step checks that all of it has an effect."""
+        with self._lock:
+            adapters = self._live().adapters
+            if lora.digest in adapters:
+                return count_same_layers(lora, len(self.layout.layers))
+            adapters.load(lora)
+        try:
+            with self.open(_TRIED_TOKENS, self.regime(_TRIED_TOKENS), lora.digest) as sequence:
+                self.step([Row.following(sequence, [0] * _TRIED_TOKENS, logits="all")])
+            with self._lock:
+                unused = adapters.unused_layers(lora.digest)
+            if unused:
+                raise AdapterRefused(f"{lora.source} changes {unused[0]}, which this model does not use as a layer.")
+        except BaseException:
+            self.unload_adapter(lora.digest)
+            raise
+        return count_same_layers(lora, len(self.layout.layers))
+
+    def unload_adapter(self, digest: str) -> None:
+        with self._lock:
+            self._live().adapters.unload(digest)
+            if self._recorder is not None:
+                self._recorder.forget_adapter(digest)
+
+    def open(self, capacity: int, regime: str, adapter: str | None = None) -> TorchSequence:
+        """An empty sequence with room for `capacity` tokens, computed with the adapter of that digest."""
+        self._live()
+        if not 0 < capacity <= self.context_tokens:
+            raise StepRefused(f"A capacity of {capacity} does not fit the context of {self.context_tokens} tokens.")
+        if regime not in self._live().rope.regimes:
+            raise StepRefused(f"The regime {regime!r} is unknown. Ask `regime(tokens)`.")
+        try:
+            return TorchSequence(self._pool, capacity, regime, self.context_tokens, adapter)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"{self.device} has no memory left for a context of {capacity:,} tokens. Ask for fewer at once, or use "
+                "a shorter context."
+            ) from error
+
+    def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        """Compute the rows in one pass."""
+        with self._lock:
+            decoder = self._live()
+            layers = len(decoder.layout.layers)
+            turns = decoder.turner is not None
+            checked = check_rows(rows, layers=layers, vocabulary_size=decoder.vocabulary_size, turns=turns)
+            for row in checked:
+                self._check_sequence(row)
+            finished = False
+            try:
+                logits = self._compute(decoder, checked, cancelled)
+                finished = True
+            finally:
+                for row in checked:
+                    if finished:
+                        own_sequence(row).extend(row.end)
+                    else:
+                        own_sequence(row).truncate(min(row.kept, row.first_touched))
+            return logits
+
+    def _compute(
+        self, decoder: Decoder, rows: Sequence[CheckedRow], cancelled: Callable[[], bool] | None
+    ) -> list[Logits]:
+        logits = None
+        if self._recorder is not None and not (cancelled is not None and cancelled()):
+            logits = self._recorder.run(rows, self.context_tokens)
+        if logits is None:
+            with ForwardBatch(rows, decoder.device, len(decoder.layout.layers), cancelled, decoder.turner) as step:
+                logits = decoder.run(step)
+                step.finish()
+        stops = np.cumsum([row.wanted for row in rows])
+        return np.split(logits.float().cpu().numpy(), stops[:-1])
+
+    def sampler(self, sampling: Sampling, context: Sequence[int]) -> Sampler:
+        """The sampler of a reply."""
+        return Sampler(sampling, context)
+
+    def close(self) -> None:
+        """Free the model."""
+        with self._lock:
+            self._decoder = None
+            self._recorder = None
+            self._pool.close()
+            self.__dict__.pop("model", None)
+
+    def _live(self) -> Decoder:
+        if self._decoder is None:
+            raise Closed("The engine was closed. Load the model again.")
+        return self._decoder
+
+    def _check_sequence(self, row: CheckedRow) -> None:
+        sequence = own_sequence(row)
+        if sequence.pool is not self._pool:
+            raise StepRefused("A row holds a sequence of another engine.")
+        if sequence.adapter is not None and sequence.adapter not in self._live().adapters:
+            raise StepRefused("The adapter of a sequence is not loaded. Load it before it is used.")
+        limit = self._live().rope.limit(sequence.regime)
+        if limit is not None and row.end > limit:
+            raise StepRefused(
+                f"Position {row.end - 1} is beyond the {limit} tokens of the rotary regime {sequence.regime!r}. "
+                "Compute the context again in a sequence of the next regime."
+            )
+
+    def _choose_context(self, wanted: int | None) -> int:
+        config, rope = self._live().config, self._live().rope
+        longest = int(getattr(config, "max_position_embeddings", 0) or 2048)
+        if wanted is None:
+            return longest
+        if rope.fixed_length is not None and wanted > rope.fixed_length:
+            raise UnsupportedModel(
+                f"The context of {wanted:,} tokens goes past the {rope.fixed_length:,} of this model's dynamic rope, "
+                "which changes all KV with every further token. Use a context within it, or a model with another rope."
+            )
+        if not 0 < wanted <= longest:
+            raise InvalidSetting(f"A context of {wanted} tokens is out of range: the model takes 1 to {longest:,}.")
+        return wanted
+
+    def _check_against_model(self) -> None:
+        """An untested family must reproduce the model's own logits, whole and in pieces, or is refused."""
+        decoder = self._live()
+        tokens = [i % decoder.vocabulary_size for i in range(3, 3 + _CHECK_TOKENS)]
+        with torch.inference_mode(), stable_matmul(decoder.device, self.model.dtype):
+            expected = self.model(torch.tensor([tokens], device=decoder.device), use_cache=False).logits[0]
+        half = _CHECK_TOKENS // 2
+        whole, cut = (self.open(_CHECK_TOKENS, self.regime(_CHECK_TOKENS)) for _ in range(2))
+        try:
+            (got,) = self.step([Row.following(whole, tokens, logits="all")])
+            self.step([Row.following(cut, tokens[:half], logits="none")])
+            (last,) = self.step([Row.following(cut, tokens[half:])])
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, AttributeError, RuntimeError, ValueError, LookupError) as error:
+            raise UnsupportedModel(refusal(decoder.family, str(error))) from error
+        finally:
+            whole.close()
+            cut.close()
+        reference = expected.float().cpu().numpy()
+        off = max(np.abs(got - reference).max(), np.abs(last[0] - reference[-1]).max())
+        share = float(off / max(np.abs(reference).max(), 1e-6))
+        if share > _CHECK_TOLERANCE[self.placement.dtype]:
+            reason = f"driven layer by layer its logits are off by {share:.1%}"
+            raise UnsupportedModel(refusal(decoder.family, reason))
+
+
+def _attention(config: object, layers: int) -> int:
+    """Total size of a token's queries in all layers."""
+    heads = int(getattr(config, "num_attention_heads", 0) or 1)
+    hidden = int(getattr(config, "hidden_size", 0) or 0)
+    return layers * heads * int(getattr(config, "head_dim", None) or hidden // heads)

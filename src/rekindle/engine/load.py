@@ -1,0 +1,155 @@
+"""From a model's name to a loaded engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal
+
+from rekindle.engine.base import Engine
+from rekindle.engine.llamacpp.options import LlamaOptions
+from rekindle.errors import EngineMissing, InvalidSetting, ModelError, UnsupportedModel
+from rekindle.models.digest import digest_of_files
+from rekindle.models.download import Progress, require_space
+from rekindle.models.files import ModelFiles
+from rekindle.models.gguf import read_header
+from rekindle.models.hf_folder import check_folder
+from rekindle.models.pull import obtain
+from rekindle.models.sources import GgufModel, HubModel, OllamaModel, WheelModel, find, parse
+from rekindle.settings import Settings
+
+EngineName = Literal["hf", "llamacpp"]
+ENGINES: dict[EngineName, tuple[str, ...]] = {  # with the packages that each needs
+    "hf": ("torch", "transformers", "accelerate", "gguf", "safetensors"),
+    "llamacpp": ("llama_cpp", "jinja2"),
+}
+_TITLES = {"hf": "The Hugging Face engine", "llamacpp": "The llama.cpp engine"}
+
+FindPackage = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to run a model: engine, device, dtype, context length."""
+
+    engine: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    context_tokens: int | None = None
+    llama: LlamaOptions = field(default_factory=LlamaOptions)
+
+    @classmethod
+    def of(cls, settings: Settings) -> EngineOptions:
+        """The part of the settings that is about the engine. Raises `InvalidSetting`."""
+        names = {known.name for known in fields(LlamaOptions)} & {known.name for known in fields(Settings)}
+        llama = LlamaOptions(context_tokens=settings.context, **{name: getattr(settings, name) for name in names})
+        return cls(settings.engine, settings.device, settings.dtype, settings.context, llama)
+
+
+def load_engine(model: str, options: EngineOptions, progress: Progress | None = None) -> Engine:
+    """Find (or pull) a model and load it. Raises `ModelError`, `EngineMissing` or `InvalidSetting`."""
+    name = choose_engine(model, options.engine)
+    require_packages(name)  # before anything is fetched
+    if name == "llamacpp":
+        return _load_llamacpp(model, options, progress)
+    return _load_hf(model, options, progress)
+
+
+def choose_engine(model: str, wanted: str, have: FindPackage = importlib.util.find_spec) -> EngineName:
+    """The engine for a model: the wanted one, else the one that suits its files, of those installed."""
+    for known in ENGINES:
+        if wanted == known:
+            return known
+    if wanted != "auto":
+        raise InvalidSetting(f"engine={wanted!r} is unknown. Use auto, {', '.join(ENGINES)}.")
+    ordered: tuple[EngineName, EngineName] = ("llamacpp", "hf") if _is_gguf(model) else ("hf", "llamacpp")
+    return next((name for name in ordered if not missing_packages(name, have)), ordered[0])
+
+
+def _is_gguf(model: str) -> bool:
+    """Whether a model exists only as GGUF. The named ones come in both forms."""
+    source = parse(model)
+    if isinstance(source, WheelModel):
+        return False
+    if isinstance(source, (GgufModel, OllamaModel)) or (isinstance(source, HubModel) and source.wanted is not None):
+        return True
+    try:
+        return find(model).gguf is not None
+    except ModelError:  # not here yet: it is fetched in the engine's form
+        return False
+
+
+def missing_packages(name: EngineName, have: FindPackage = importlib.util.find_spec) -> list[str]:
+    """The packages that an engine needs and that are not installed."""
+    return [package for package in ENGINES[name] if not have(package)]
+
+
+def require_packages(name: EngineName, have: FindPackage = importlib.util.find_spec) -> None:
+    """Raise `EngineMissing` if an engine's packages are not installed."""
+    if lacking := missing_packages(name, have):
+        raise EngineMissing(
+            f"{_TITLES[name]} needs {', '.join(lacking)}. Install it with: pip install 'rekindle[{name}]'"
+        )
+
+
+def convert_gguf(files: ModelFiles, progress: Progress | None = None) -> None:
+    """Convert a GGUF model to Hugging Face form unless that exists: once, about half a minute."""
+    if files.gguf is None or files.converted:
+        return
+    if len(files.parts) > 1:
+        raise UnsupportedModel(
+            f"{files.name} is split into {len(files.parts)} GGUF files, which the Hugging Face engine cannot convert. "
+            "Use engine='llamacpp'."
+        )
+    require_space(files.folder.parent, 4 * read_header(files.gguf).values, f"The converted form of {files.name}")
+    from rekindle.engine.hf import checkpoint
+
+    _report(progress, "convert", 0, 1)
+    checkpoint.convert_gguf(files.gguf, files.folder)
+    _report(progress, "convert", 1, 1)
+
+
+def _load_hf(model: str, options: EngineOptions, progress: Progress | None) -> Engine:
+    plain = LlamaOptions(device=options.llama.device, context_tokens=options.llama.context_tokens)
+    for name in (known.name for known in fields(LlamaOptions)):
+        value = getattr(options.llama, name)
+        if value != getattr(plain, name):
+            raise InvalidSetting(f"{name}={value!r} is for llama.cpp. Leave it away, or use engine='llamacpp'.")
+    files = obtain(model, progress)
+    convert_gguf(files, progress)
+    _digest(check_folder(files.folder), progress)
+    from rekindle.engine.hf.engine import HfEngine
+
+    _report(progress, "load", 0, 1)
+    engine = HfEngine.load(files, device=options.device, dtype=options.dtype, context_tokens=options.context_tokens)
+    _report(progress, "load", 1, 1)
+    return engine
+
+
+def _load_llamacpp(model: str, options: EngineOptions, progress: Progress | None) -> Engine:
+    if options.dtype != "auto":
+        raise InvalidSetting(
+            f"dtype={options.dtype!r} is for engine='hf': a GGUF file has its own numbers. Those of KV are kv_type."
+        )
+    files = obtain(model, progress, form="gguf")
+    _digest(files.parts, progress)
+    try:
+        from rekindle.engine.llamacpp.engine import LlamaCppEngine
+    except (ImportError, OSError, RuntimeError) as error:  # its shared library does not fit this machine
+        raise EngineMissing(
+            f"llama-cpp-python is installed but does not load ({error}). Install it anew: "
+            "pip install --force-reinstall --no-cache-dir llama-cpp-python"
+        ) from error
+    return LlamaCppEngine(files, options.llama, lambda share: _report(progress, "load", round(share * 100), 100))
+
+
+def _digest(weights: Sequence[Path], progress: Progress | None) -> None:
+    """Read the weights once, which takes a while: their digest is remembered for the identity."""
+    digest_of_files(weights, lambda done, total: _report(progress, "digest", done, total))
+
+
+def _report(progress: Progress | None, stage: str, done: int, total: int) -> None:
+    if progress is not None:
+        progress(stage, done, total)

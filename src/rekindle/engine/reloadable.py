@@ -1,0 +1,103 @@
+"""An engine that can free its model and load it again when needed.
+
+Stored KV fits the reloaded model, because its identity is the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from rekindle.core.adapter import Lora
+from rekindle.core.identity import Identity
+from rekindle.core.request import Sampling
+from rekindle.engine.base import Engine, EngineSequence, Logits, Row, TokenSampler
+from rekindle.errors import Closed, ModelError
+from rekindle.text.base import Tokenizer
+
+log = logging.getLogger("rekindle")
+
+
+class ReloadableEngine:
+    """See `Engine` for the contract. `load` must return the same model each time."""
+
+    def __init__(self, load: Callable[[], Engine]) -> None:
+        self._load = load
+        self._lock = threading.Lock()
+        self._engine: Engine | None = load()
+        self._closed = False
+        awake = self._engine
+        self.name, self.device, self.arithmetic = awake.name, awake.device, awake.arithmetic
+        self.capabilities, self.layout = awake.capabilities, awake.layout
+        self.context_tokens, self.prefill_tokens = awake.context_tokens, awake.prefill_tokens
+        self.parameters, self.attention = awake.parameters, awake.attention
+        self._identities: dict[str, Identity] = {}
+        self._adapters: dict[str, Lora] = {}
+
+    @property
+    def resting(self) -> bool:
+        """Whether the model is out of memory now."""
+        return self._engine is None
+
+    @property
+    def awake(self) -> Engine:
+        """The engine underneath, loaded if it must be. Raises as loading does."""
+        with self._lock:
+            if self._closed:
+                raise Closed("The engine was closed. Load the model again.")
+            if self._engine is None:
+                engine = self._load()
+                for lora in self._adapters.values():
+                    try:
+                        engine.load_adapter(lora)
+                    except ModelError as error:  # its requests are refused then; others are answered
+                        log.warning("An adapter could not be loaded again: %s", error)
+                self._engine = engine
+            return self._engine
+
+    def rest(self) -> None:
+        """Free the model until somebody needs it. Not while a sequence is open."""
+        with self._lock:
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.awake.tokenizer
+
+    def regime(self, tokens: int) -> str:
+        return self.awake.regime(tokens)
+
+    def identity(self, regime: str) -> Identity:
+        if regime not in self._identities:
+            self._identities[regime] = self.awake.identity(regime)
+        return self._identities[regime]
+
+    def load_adapter(self, lora: Lora) -> int:
+        """Load an adapter, now and after every reload."""
+        same = self.awake.load_adapter(lora)
+        with self._lock:
+            self._adapters[lora.digest] = lora
+        return same
+
+    def unload_adapter(self, digest: str) -> None:
+        with self._lock:
+            self._adapters.pop(digest, None)
+            if self._engine is not None:
+                self._engine.unload_adapter(digest)
+
+    def open(self, capacity: int, regime: str, adapter: str | None = None) -> EngineSequence:
+        return self.awake.open(capacity, regime, adapter)
+
+    def sampler(self, sampling: Sampling, context: Sequence[int]) -> TokenSampler:
+        return self.awake.sampler(sampling, context)
+
+    def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        return self.awake.step(rows, cancelled)
+
+    def close(self) -> None:
+        """Free the model for good. Idempotent."""
+        self._closed = True
+        self.rest()

@@ -1,0 +1,1 @@
+"""Idle work: answers and KV prepared before anybody asks."""

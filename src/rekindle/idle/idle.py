@@ -1,0 +1,327 @@
+"""Idle work: prepare answers and KV while nobody asks.
+
+refresh    answers whose documents changed
+settle     own answers for questions that were given another question's answer
+abstracts  summaries of new documents
+predict    questions that may be asked, generated from abstracts and earlier questions, or extracted from documents;
+           each is prefilled, and answered where that helps
+convert    answers for questions that were only prefilled; KV that was evicted is computed again
+warm       KV of prompt beginnings: the instructions, and each passage as the first one
+
+Everything is a small action that stops within a token, and is recorded in the library (`idle/log`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from rekindle.core.grammar import Grammar
+from rekindle.core.reply import Reply
+from rekindle.core.request import DEFAULT_MAX_TOKENS, Message, Request, Sampling
+from rekindle.errors import InvalidSetting
+from rekindle.idle.budget import Budget, IdleConditions, Spent
+from rekindle.idle.log import IdleAction
+from rekindle.idle.prepare import AskParameters, Preparer, Rule, Strategy, choose_strategy, first_passages, spread
+from rekindle.idle.questions.generated import (
+    Origin,
+    PredictedQuestion,
+    list_grammar,
+    openings_about,
+    openings_of,
+    parse_questions,
+    pick_novel,
+    prompt_from_abstracts,
+    prompt_from_history,
+    summary_grammar,
+    summary_prompt,
+)
+from rekindle.idle.sources import LibraryState
+from rekindle.idle.worker import IdleWorker, WorkResult
+from rekindle.knowledge.retrieve import Retrieval
+from rekindle.session.library import asking, quote_of
+from rekindle.session.session import Session
+
+_ABSTRACT_TOKENS, _QUESTION_TOKENS = 96, 48
+_READ_TOKENS = 1500  # of a document, for its abstract
+_SPARE_TOKENS = 128  # for the prompt around it
+_AGAIN_TEMPERATURE = 0.8  # for abstracts that were used before
+_MAX_RESTORED = 64  # questions whose KV is checked per run
+_FLUSH_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class IdleOptions:
+    """What to do while idle, and how much of it.
+
+    stride          number of questions predicted at a time
+    rounds          how often that is done, from each source
+    sources         where questions are predicted from
+    settle_seconds  abstracts are written once no document was added for this long
+    warm_passages   number of passages to warm; None: as many as the KV store has room for
+    max_tokens, min_tokens   of an answer, as users ask for it
+    cutoff          from this similarity_threshold on, predicted questions are only prefilled, not answered
+    rule            which predicted questions are answered, see `choose_strategy`
+    conditions      when to stop because of load or battery; None: never
+    """
+
+    stride: int = 5
+    rounds: int = 1
+    sources: tuple[str, ...] = ("abstract", "history", "passage")
+    settle_seconds: float = 60.0
+    warm_passages: int | None = None
+    budget: Budget = field(default_factory=Budget)
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    min_tokens: int = 0
+    top_k: int = 5
+    retrieval: Retrieval = "fused"
+    cutoff: float = 0.9
+    rule: Rule = "rekindle"
+    conditions: IdleConditions | None = None
+
+    def __post_init__(self) -> None:
+        unknown = set(self.sources) - {"abstract", "history", "passage"}
+        if unknown:
+            raise InvalidSetting(
+                f"Questions cannot be predicted from {min(unknown)!r}: use abstract, history, passage."
+            )
+        if self.stride < 1 or self.rounds < 0 or self.max_tokens < 1:
+            raise InvalidSetting("stride and max_tokens are 1 or more, rounds 0 or more.")
+
+    @property
+    def asking(self) -> AskParameters:
+        """How users are expected to ask."""
+        return AskParameters(self.top_k, self.retrieval, self.max_tokens, self.min_tokens)
+
+
+class Idle:
+    """Idle work for one tenant of a session. Used by one thread; `stop` of `run` may be set by any.
+
+    The budget covers all its work together. Every step can be called alone, too; each returns its actions.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        options: IdleOptions | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        report: Callable[[IdleAction], None] | None = None,
+    ) -> None:
+        """Raises `InvalidSetting` for a budget of joules if energy cannot be measured."""
+        self.options = options or IdleOptions()
+        self._session = session
+        self._worker = IdleWorker(session, self.options.budget, self.options.conditions, report)
+        self._tenant, self._salt = tenant, cache_salt
+        self._predicted: LibraryState | None = None  # the library when questions were last predicted
+        self._finished: LibraryState | None = None  # the library when nothing was left to do
+        self._preparer = Preparer(session, self._worker, self.options.asking, tenant, cache_salt, self.options.rule)
+
+    @property
+    def spent(self) -> Spent:
+        return self._worker.spent
+
+    @property
+    def blocked_by(self) -> str | None:
+        """Why it stopped, if because of load or battery."""
+        return self._worker.blocked_by
+
+    def run(self, stop: threading.Event | None = None) -> list[IdleAction]:
+        """Do everything there is to do, until `stop` is set or the budget is spent.
+
+        After it has finished, there is work again only when documents or users' questions arrive.
+        """
+        self._worker.stop = stop or threading.Event()
+        self._worker.blocked_by = None
+        if not self._session.knowledge.holds(self._tenant, self._salt) or self._finished == self._state():
+            return []
+        done = [*self.refresh(), *self.settle()]
+        if "abstract" in self.options.sources:
+            done += self.abstracts()
+        if self._state() != self._predicted:  # else it would predict from the same documents and questions for ever
+            for _ in range(self.options.rounds):
+                done += self.predict()
+            self._predicted = self._state() if self._worker.may_continue() else None
+        done += [*self.convert(), *self.warm()]
+        waits = (
+            "abstract" in self.options.sources
+            and self.strategy is not None
+            and self._preparer.sources.without_abstract(0.0)
+        )
+        if self._worker.may_continue() and not waits:
+            self._finished = self._state()
+        return done
+
+    def _state(self) -> LibraryState:
+        self._session.answers.flush(_FLUSH_SECONDS)
+        return self._preparer.sources.state()
+
+    def predict(self) -> list[IdleAction]:
+        """Predict `stride` questions from each source."""
+        ways = {
+            "abstract": self.predict_from_abstracts,
+            "history": self.predict_from_history,
+            "passage": self.predict_from_passages,
+        }
+        return [action for source in self.options.sources for action in ways[source](self.options.stride)]
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """What a predicted question gets now; None: nothing, because no question may be kept or it would not help."""
+        own = self._session.settings
+        chosen = choose_strategy(own.answers, own.similarity_threshold, self.options.cutoff, self.options.rule)
+        return None if chosen == "prefill" and self._session.cache.store is None else chosen
+
+    def refresh(self) -> list[IdleAction]:
+        """Answer again the questions whose documents changed."""
+        if self.strategy is None:
+            return []
+        bank = self._preparer.bank
+        bank.mark_stale(self._session.answers.retrieving(self._tenant, self._salt))
+        order = "ORDER BY asked IS NOT NULL DESC, uses DESC, id"
+        return self._preparer.answer_all("refresh", bank.entries(where=f"state='stale' {order}"))
+
+    def settle(self) -> list[IdleAction]:
+        """Answer users' questions that were given another question's answer."""
+        if self.strategy is None:
+            return []
+        waiting = self._preparer.bank.entries(where="state='open' AND asked IS NOT NULL ORDER BY asked, id")
+        return self._preparer.answer_all("true-answer", waiting)
+
+    def abstracts(self, most: int | None = None) -> list[IdleAction]:
+        """Summarize documents that have no abstract yet, once no more are being added."""
+        done: list[IdleAction] = []
+        if self.strategy is None:
+            return done
+        encode, context = self._session.engine.tokenizer.encode, self._session.engine.context_tokens
+        for document in self._preparer.sources.without_abstract(self.options.settle_seconds)[:most]:
+            if not self._worker.may_continue():
+                break
+            chunks = self._preparer.bank.library.chunks_of(document)
+            if not chunks:
+                continue
+            texts = [chunk.passage.shown for chunk in chunks]
+            room = max(1, min(_READ_TOKENS, context - _ABSTRACT_TOKENS - _SPARE_TOKENS))
+            parts = [texts[at] for at in spread([len(encode(text)) for text in texts], room)]
+            result = self._write(summary_prompt(parts), _ABSTRACT_TOKENS, summary_grammar())
+            if result.reply is not None and result.reply.text.strip():
+                self._preparer.sources.put_abstract(document, " ".join(result.reply.text.split()))
+            done.append(self._preparer.record("abstract", chunks[0].title, result))
+        return done
+
+    def predict_from_abstracts(self, most: int) -> list[IdleAction]:
+        """Generate questions from the abstracts whose turn it is, and prepare those that are new."""
+        if self.strategy is None or not self._worker.may_continue():
+            return []
+        chosen = self._preparer.sources.next_abstracts(most)
+        if not chosen.documents:
+            return []
+        seed = chosen.trips or None  # greedy the first time, then sampled
+        grammar = list_grammar(most, openings_about(chosen.texts, most))
+        result = self._write(prompt_from_abstracts(chosen.texts, most), most * _QUESTION_TOKENS, grammar, seed)
+        action = self._preparer.record("guess-abstract", f"{len(chosen.documents)} abstracts", result)
+        return [action, *self._prepare_guessed(result.reply, most, "abstract", chosen.documents)]
+
+    def predict_from_history(self, most: int) -> list[IdleAction]:
+        """Generate questions from users' latest ones, if they asked anything since this was done last."""
+        if self.strategy is None or not self._worker.may_continue():
+            return []
+        self._session.answers.flush(_FLUSH_SECONDS)
+        asked = self._preparer.sources.asked()
+        if asked is None:
+            return []
+        grammar = list_grammar(most, openings_of(asked.questions, most))
+        result = self._write(prompt_from_history(asked.questions, most), most * _QUESTION_TOKENS, grammar)
+        if result.reply is not None:
+            self._preparer.sources.mark_used(asked)
+        action = self._preparer.record("guess-history", f"{len(asked.questions)} questions", result)
+        return [action, *self._prepare_guessed(result.reply, most, "history", asked.documents)]
+
+    def predict_from_passages(self, most: int) -> list[IdleAction]:
+        """Prepare questions extracted from documents, one from each whose turn it is. Extracting needs no model."""
+        done: list[IdleAction] = []
+        strategy = self.strategy
+        if strategy is None or not self._worker.may_continue():
+            return done
+        for questions in self._preparer.sources.from_passages():
+            done += self._preparer.prepare_first(questions, strategy)
+            if len(done) >= most or not self._worker.may_continue():
+                break
+        return done
+
+    def convert(self) -> list[IdleAction]:
+        """Answer questions that were only prefilled, if that helps by now; recompute evicted KV, if there is room."""
+        done: list[IdleAction] = []
+        strategy, preparer = self.strategy, self._preparer
+        if strategy is None:
+            return done
+        if strategy == "answer":
+            done += preparer.answer_all(
+                "decode", preparer.bank.entries(where="state='open' AND asked IS NULL ORDER BY id")
+            )
+        useful = "ORDER BY uses DESC, coalesce(asked, 0) DESC, id DESC"
+        return [
+            *done,
+            *preparer.restore_all(preparer.bank.entries(where=f"state!='stale' {useful}", most=_MAX_RESTORED)),
+        ]
+
+    def warm(self) -> list[IdleAction]:
+        """Prefill the instructions and passages that prompts may begin with, the likeliest first."""
+        done: list[IdleAction] = []
+        most, library = self.options.warm_passages, self._preparer.bank.library
+        for id in self._beginnings(most):
+            if not self._worker.may_continue():
+                break
+            chunk = None if id is None else library.chunks([id]).get(id)
+            if chunk is None and id is not None:
+                continue
+            quotes = () if chunk is None else (quote_of(chunk),)
+            request = Request(asking(""), max_tokens=0, quotes=quotes, tenant=self._tenant, cache_salt=self._salt)
+            missing = self._preparer.missing(request)
+            if not missing:
+                continue
+            if not self._preparer.has_room(missing):
+                break
+            what = "the instructions" if chunk is None else f"{chunk.title} {chunk.place + 1}"
+            done.append(self._preparer.record("warm", what, self._worker.compute(request)))
+        return done
+
+    def _beginnings(self, most: int | None) -> list[int | None]:
+        if self._session.cache.store is None:
+            return []
+        present = self._preparer.sources.passages()
+        used = [chunk.id for chunk in self._preparer.bank.library.top_retrieved(len(present))]
+        return [None, *first_passages(used, self._preparer.sources.first_evidence(), present)[:most]]
+
+    def _prepare_guessed(
+        self, reply: Reply | None, most: int, origin: Origin, documents: tuple[int, ...]
+    ) -> Iterator[IdleAction]:
+        """Prepare the questions in a reply that are new and can be answered."""
+        texts = [] if reply is None else parse_questions(reply.text, most)
+        guessed = [PredictedQuestion(text, origin, documents) for text in texts]
+        strategy = self.strategy
+        if not guessed or strategy is None:
+            return
+        vectors = self._session.knowledge.embedder().embed(texts).vectors  # [questions, dimensions]
+        for place in pick_novel(guessed, vectors, vectors[:0], most):
+            if not self._worker.may_continue():
+                return
+            yield from self._preparer.prepare_first([guessed[place]], strategy)
+
+    def _write(
+        self, messages: tuple[Message, ...], token_limit: int, grammar: Grammar | None = None, seed: int | None = None
+    ) -> WorkResult:
+        """Generate a text for internal use. It quotes documents, so none of its KV is kept."""
+        sampling = Sampling() if seed is None else Sampling(temperature=_AGAIN_TEMPERATURE, seed=seed)
+        request = Request(
+            messages,
+            sampling,
+            max_tokens=token_limit,
+            grammar=grammar,
+            reuse="off",
+            answers="off",
+            tenant=self._tenant,
+            cache_salt=self._salt,
+        )
+        return self._worker.compute(request)

@@ -1,0 +1,120 @@
+"""The log of idle work: what each action cost, and what it saved later. Kept in the library, without any text."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from rekindle.engine.base import Engine
+from rekindle.knowledge.library import Library
+
+Action = Literal[
+    "refresh", "true-answer", "abstract", "guess-abstract", "guess-history", "prefill", "answer", "decode", "restore",
+    "warm",
+]  # fmt: skip
+_MAX_ROWS = 10_000
+
+
+@dataclass(frozen=True)
+class IdleAction:
+    """One action of idle work.
+
+    refresh        a question was answered again because its documents changed
+    true-answer    a question that had been given another one's answer got its own
+    abstract       a document was summarized
+    guess-abstract, guess-history   questions were generated
+    prefill        a predicted question was prefilled
+    answer         a predicted question was answered
+    decode         a question that had only been prefilled was answered
+    restore        evicted KV of a stored question was computed again
+    warm           a prompt beginning was prefilled: the instructions, a passage
+
+    what       for people: a question, the name of a document
+    answer     id of the question in the bank
+    tokens     computed tokens of prompt and reply, without rejected drafts
+    flop       see `flop`; None if it was stopped
+    joules     of the whole processor meanwhile; None if it cannot be measured
+    finished   False if it was stopped: then it had no effect
+    """
+
+    action: Action
+    what: str
+    answer: int | None
+    seconds: float
+    tokens: int = 0
+    flop: float | None = None
+    joules: float | None = None
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class ActionSummary:
+    """All actions of one kind together: what they cost, and what they saved since."""
+
+    action: str
+    count: int
+    seconds: float
+    tokens: int
+    tflop: float
+    joules: float | None
+    uses: int
+    saved_seconds: float
+
+
+def flop(engine: Engine, computed: int, context: int) -> float:
+    """Floating-point operations for the last `computed` tokens of a context of `context` tokens.
+
+    2 per weight and token, and for each attended pair of tokens 4 per query dimension and layer (QK and AV). The
+    embedding table counts as a layer although a prompt needs only its last token there: a slight overestimate.
+    """
+    pairs = computed * context - computed * (computed - 1) / 2
+    return 2.0 * engine.parameters * computed + 4.0 * engine.attention * pairs
+
+
+def record_action(library: Library, did: IdleAction) -> None:
+    row = (time.time(), did.action, did.answer, did.seconds, did.tokens, did.flop, did.joules)
+    with library.writing() as connection:
+        id = connection.execute(
+            "INSERT INTO work (at, action, answer, seconds, tokens, flop, joules) VALUES (?,?,?,?,?,?,?)", row
+        ).lastrowid
+        connection.execute("DELETE FROM work WHERE id<=?", ((id or 0) - _MAX_ROWS,))
+
+
+def summarize_actions(library: Library) -> list[ActionSummary]:
+    """Totals by kind of action. What an answer saved counts for the last action on it."""
+    with library.reading() as connection:
+        rows = connection.execute(
+            "SELECT w.action, count(*), sum(w.seconds), sum(w.tokens), coalesce(sum(w.flop), 0) / 1e12, sum(w.joules), "
+            "coalesce(sum(a.uses), 0), coalesce(sum(a.saved), 0) FROM work w LEFT JOIN answers a ON a.id=w.answer "
+            "AND w.id=(SELECT max(id) FROM work WHERE answer=w.answer AND action!='restore') "
+            "GROUP BY w.action ORDER BY min(w.id)"
+        ).fetchall()
+    return [ActionSummary(*row) for row in rows]
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """A line of the log, with its question if that is still stored."""
+
+    at: float
+    action: str
+    seconds: float
+    tokens: int
+    tflop: float | None
+    joules: float | None
+    question: str | None
+    origin: str | None
+    uses: int | None
+    saved_seconds: float | None
+
+
+def recent_actions(library: Library, most: int) -> list[LogEntry]:
+    """The last actions, the newest first."""
+    with library.reading() as connection:
+        rows = connection.execute(
+            "SELECT w.at, w.action, w.seconds, w.tokens, w.flop / 1e12, w.joules, a.question, a.origin, a.uses, "
+            "a.saved FROM work w LEFT JOIN answers a ON a.id=w.answer ORDER BY w.id DESC LIMIT ?",
+            (most,),
+        ).fetchall()
+    return [LogEntry(*row) for row in rows]

@@ -1,0 +1,283 @@
+"""Prepare questions before anybody asks them: prefill or answer them, and keep them in the bank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rekindle.answers.bank import AnswerBank, AnswerText, BankEntry, BankQuestion
+from rekindle.core.keys import BLOCK_TOKENS
+from rekindle.core.reply import QuestionOrigin
+from rekindle.core.request import DEFAULT_MAX_TOKENS, AnswersWay, Request
+from rekindle.errors import KnowledgeUnusable, NothingKnown, RequestError
+from rekindle.idle.log import Action, IdleAction
+from rekindle.idle.questions.generated import SAME_QUESTION, PredictedQuestion, is_answerable
+from rekindle.idle.sources import QuestionSources
+from rekindle.idle.worker import IdleWorker, WorkResult
+from rekindle.knowledge.retrieve import Retrieval
+from rekindle.session.answers import Consulted
+from rekindle.session.ask import Prepared
+from rekindle.session.prompt import encode_prompt
+from rekindle.session.session import Session
+
+Strategy = Literal["prefill", "answer"]
+Rule = Literal["rekindle", "percache"]
+_READ_PASSAGES = 2
+
+
+def choose_strategy(answers: AnswersWay, threshold: float, cutoff: float, rule: Rule = "rekindle") -> Strategy | None:
+    """What a predicted question gets. None: nothing, because no question may be kept.
+
+    answers     how stored answers are used
+    threshold   the similarity from which a stored answer is given directly
+    cutoff      from this threshold on, hardly any question is similar enough
+
+    percache   as published: from the cutoff on a question is only prefilled, below it also answered
+    rekindle   the same where answers are given directly; where the model verifies them, a draft helps at any
+               similarity, so every question is answered
+    """
+    if answers == "off":
+        return None
+    if rule == "rekindle" and answers == "verified":
+        return "answer"
+    return "prefill" if threshold >= cutoff else "answer"
+
+
+def passages_to_read(asked: bool, rule: Rule = "rekindle") -> int | None:
+    """Number of passages to prefill of a question that is not answered; None: all of them.
+
+    Real questions share the first passage with predicted ones, sometimes two. Those that share more were nearly all
+    asked before, so prefilling more for a question that nobody asked is wasted. As published (percache), all are.
+    """
+    return None if asked or rule == "percache" else _READ_PASSAGES
+
+
+def spread(lengths: Sequence[int], most: int) -> list[int]:
+    """Indices of parts, evenly spread, that together are not longer than `most`; at least one."""
+    total = sum(lengths)
+    if total <= most or not lengths:
+        return list(range(len(lengths)))
+    count = max(1, int(len(lengths) * most / total))
+    places = sorted({math.floor(number * len(lengths) / count) for number in range(count)})
+    chosen: list[int] = []
+    for place in places:
+        if not chosen or sum(lengths[at] for at in chosen) + lengths[place] <= most:
+            chosen.append(place)
+    return chosen
+
+
+def first_passages(used: Sequence[int], predicted: Sequence[int], all_of_them: Iterable[int]) -> list[int]:
+    """Passages by their value as the first of a prompt, each once.
+
+    used       those of earlier prompts, the most frequent first
+    predicted  the first passages of predicted questions
+    """
+    counts: dict[int, int] = {}
+    for id in predicted:
+        counts[id] = counts.get(id, 0) + 1
+    frequent = sorted(counts, key=lambda id: (-counts[id], id))
+    present = set(rest := list(all_of_them))
+    return [id for id in dict.fromkeys((*used, *frequent, *rest)) if id in present]
+
+
+_NEAR_ENTRIES = 4
+_FLUSH_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class AskParameters:
+    """The parameters users ask with: a stored answer is found again only under the same ones."""
+
+    top_k: int = 5
+    retrieval: Retrieval = "fused"
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    min_tokens: int = 0
+
+
+class Preparer:
+    """Prepares the questions of one tenant. Used by one thread."""
+
+    def __init__(
+        self,
+        session: Session,
+        worker: IdleWorker,
+        how: AskParameters,
+        tenant: str | None = None,
+        salt: str | None = None,
+        rule: Rule = "rekindle",
+    ) -> None:
+        self._session = session
+        self._worker = worker
+        self._how = how
+        self._rule = rule
+        self._tenant, self._salt = tenant, salt
+        self._foreign: set[int] = set()  # questions asked with other parameters: not ours to answer
+        self._tried: tuple[int, set[str]] = (0, set())  # the library's generation, and the questions tried in it
+        self._opened: tuple[AnswerBank, QuestionSources] | None = None
+
+    @property
+    def bank(self) -> AnswerBank:
+        return self._open()[0]
+
+    @property
+    def sources(self) -> QuestionSources:
+        return self._open()[1]
+
+    def _open(self) -> tuple[AnswerBank, QuestionSources]:
+        bank = self._session.answers.bank(self._tenant, self._salt)
+        if self._opened is None or self._opened[0] is not bank:
+            self._opened = (bank, QuestionSources(bank.library, bank))
+        return self._opened
+
+    def answer_all(self, action: Action, entries: Iterable[BankEntry]) -> list[IdleAction]:
+        """Answer questions of the bank, each with its own top_k and retrieval."""
+        done: list[IdleAction] = []
+        for entry in entries:
+            if not self._worker.may_continue():
+                break
+            prepared = self._again(entry)
+            if prepared is None or not self.bank.entries([entry.id]):
+                continue
+            # "user" would count as asked now
+            origin: QuestionOrigin = "history" if entry.origin == "user" else entry.origin
+            done.append(self._answer(action, prepared, origin, ()))
+        return done
+
+    def restore_all(self, entries: Iterable[BankEntry]) -> list[IdleAction]:
+        """Prefill prompts whose KV was evicted again, as long as there is room."""
+        done: list[IdleAction] = []
+        for entry in entries:
+            if not self._worker.may_continue():
+                break
+            prepared = self._again(entry)
+            if prepared is None:
+                continue
+            request = self._prefill_request(prepared, asked=entry.asked is not None)
+            missing = self.missing(request)
+            if missing and not self.has_room(missing):
+                break
+            if missing:
+                done.append(self.record("restore", entry.question, self._worker.compute(request), entry.id))
+        return done
+
+    def prepare_first(self, questions: Iterable[PredictedQuestion], strategy: Strategy) -> list[IdleAction]:
+        """Prefill or answer the first of some questions that is new and can be answered."""
+        for question in questions:
+            if self._was_tried(question.text):
+                continue
+            prepared = self._prepare(question.text, self._how.top_k, self._how.retrieval)
+            if prepared is not None and self._is_new(prepared) and self._is_answerable(prepared):
+                if strategy == "answer":
+                    return [self._answer("answer", prepared, question.origin, question.documents)]
+                return [self._prefill(prepared, question)]
+        return []
+
+    def _was_tried(self, text: str) -> bool:
+        """Whether a question was tried before with the same documents; it counts as tried from now on."""
+        generation = self.bank.library.generation
+        if self._tried[0] != generation:
+            self._tried = (generation, set())
+        known = text in self._tried[1]
+        self._tried[1].add(text)
+        return known
+
+    def missing(self, request: Request) -> int:
+        """Number of prompt tokens without KV anywhere; 0 if less than a block."""
+        prompt, cache = encode_prompt(self._session.engine, request), self._session.cache
+        known = cache.look(request, prompt.tokens, prompt.prompt_layout)
+        cache.forget(known)
+        end = prompt.quoted[-1].span.stop if prompt.quoted else len(prompt.tokens)  # what follows the quotes is short
+        unknown = end - known.matches.length
+        return unknown if unknown >= BLOCK_TOKENS else 0  # a partly different block is only found up to its start
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether KV of `tokens` tokens fits without evicting anything."""
+        store = self._session.cache.store
+        if store is None:
+            return False
+        self._session.cache.flush(_FLUSH_SECONDS)
+        with store.disk.database.reading() as connection:
+            return store.disk.room.allows(connection, tokens * self._session.engine.layout.token_bytes)
+
+    def record(self, action: Action, what: str, result: WorkResult, answer: int | None = None) -> IdleAction:
+        return self._worker.record(self.bank.library, action, what, result, answer)
+
+    def _again(self, entry: BankEntry) -> Prepared | None:
+        """A question of the bank, ready to be asked again; None if it was asked with other parameters than ours."""
+        if entry.id in self._foreign:
+            return None
+        prepared = self._prepare(entry.question, entry.top_k, entry.retrieval)
+        if prepared is None or _consulted(prepared).question.terms != entry.terms:
+            self._foreign.add(entry.id)
+            return None
+        return prepared
+
+    def _prepare(self, question: str, top_k: int, retrieval: Retrieval) -> Prepared | None:
+        """Retrieve for a question that no user asks now, without serving it from the bank.
+
+        None if it cannot be asked: no document is left, or it is too long by now.
+        """
+        try:
+            return self._session.prepare(
+                question,
+                top_k=top_k,
+                retrieval=retrieval,
+                max_tokens=self._how.max_tokens,
+                min_tokens=self._how.min_tokens,
+                answers="verified",
+                tenant=self._tenant,
+                cache_salt=self._salt,
+            )
+        except (RequestError, NothingKnown):
+            return None
+
+    def _is_new(self, prepared: Prepared) -> bool:
+        own = _consulted(prepared).question
+        near = self.bank.nearest(own.vector, _NEAR_ENTRIES)
+        return not any(one.similarity >= SAME_QUESTION and one.entry.terms == own.terms for one in near)
+
+    def _is_answerable(self, prepared: Prepared) -> bool:
+        hits, vector = prepared.retrieved.hits, _consulted(prepared).question.vector
+        cosines = self.sources.cosines([hit.chunk.id for hit in hits], vector)
+        texts = [f"{hit.chunk.title}\n{hit.chunk.passage.shown}" for hit in hits]
+        return is_answerable(prepared.question, list(zip(texts, cosines, strict=True)))
+
+    def _prefill(self, prepared: Prepared, question: PredictedQuestion) -> IdleAction:
+        result = self._worker.compute(self._prefill_request(prepared, asked=False))
+        id = None
+        if result.reply is not None:
+            id = self.bank.keep(_with(prepared, question.documents), None, question.origin)
+        return self.record("prefill", question.text, result, id)
+
+    def _prefill_request(self, prepared: Prepared, asked: bool) -> Request:
+        """The request that only prefills a prompt, as far as that pays: with passages that fit when it is answered."""
+        shown = {source.text for source in prepared.sources}
+        quotes = tuple(quote for quote in prepared.request.quotes if quote.text in shown)[
+            : passages_to_read(asked, self._rule)
+        ]
+        return replace(prepared.request, max_tokens=0, min_tokens=0, quotes=quotes, drafts=())
+
+    def _answer(
+        self, action: Action, prepared: Prepared, origin: QuestionOrigin, documents: tuple[int, ...]
+    ) -> IdleAction:
+        result = self._worker.compute(prepared.request)
+        reply, id = result.reply, None
+        if reply is not None:
+            tokenizer = _consulted(prepared).tokenizer
+            text = AnswerText(reply.text, reply.tokens, tokenizer, reply.finish_reason, result.seconds)
+            id = self.bank.keep(_with(prepared, documents), text, origin)
+        return self.record(action, prepared.question, result, id)
+
+
+def _consulted(prepared: Prepared) -> Consulted:
+    if prepared.consulted is None:
+        raise KnowledgeUnusable("The stored questions cannot be used; the log says why.")
+    return prepared.consulted
+
+
+def _with(prepared: Prepared, documents: tuple[int, ...]) -> BankQuestion:
+    """The question as it is kept: also tied to the documents that it was made from."""
+    own = _consulted(prepared).question
+    return replace(own, documents=tuple(dict.fromkeys((*own.documents, *documents))))

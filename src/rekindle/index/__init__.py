@@ -1,1 +1,0 @@
-"""Tokens to places of KV. No I/O of its own."""

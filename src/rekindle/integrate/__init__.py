@@ -1,1 +1,0 @@
-"""Rekindle inside loops that other people wrote."""

@@ -1,1 +1,0 @@
-"""Questions that a user may ask next."""

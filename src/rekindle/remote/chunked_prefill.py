@@ -1,0 +1,304 @@
+"""Prefill in pieces while an origin is asked for the rest of the prompt.
+
+`PrefixPrefill`    the origin may have the beginning: chunks are computed until it answers, then both go on together
+`PassagePrefill`   the origin may have passages: they arrive last one first while the first ones are computed
+
+    compute   [head, passage 1][passage 2][chosen tokens of 3, 4, 5, and the question]
+    link      [passage 5 ][passage 4 ][passage 3 ]
+
+Once every passage is here or given up, the prompt is planned again: passages that arrived are reused like those from
+the local cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from rekindle.cache.context import Context
+from rekindle.cache.cost import Rates
+from rekindle.cache.deadline import NoAnswer
+from rekindle.cache.lookup import CacheLookup
+from rekindle.cache.matches import Matches
+from rekindle.cache.planner import make_plan
+from rekindle.cache.prefill import Prefill, PrefillResult
+from rekindle.chunks.match import WriteNonprefixKv
+from rekindle.chunks.prefill import ChunkPrefill
+from rekindle.core.cells import CHUNK_TOKENS, RemoteReport, TimelineEvent
+from rekindle.core.chunk import PromptLayout
+from rekindle.core.chunk_match import ChunkMatches
+from rekindle.core.kv import Kv, Span
+from rekindle.core.plan import Compute, FetchRemote, Load, Plan, Step
+from rekindle.engine.base import Logits
+from rekindle.remote.fetch import RemoteChunkFetch, RemotePrefix, RemotePrefixFetch, WantedPassage
+from rekindle.remote.hybrid_prefill import HybridPrefill
+from rekindle.remote.schedule import count_computed
+from rekindle.remote.slices import RAW
+from rekindle.store.tiered import TieredStore
+
+RunExactPlan = Callable[[Prefill, Plan], PrefillResult]  # as without an origin
+
+
+class ChunkedPrefill:
+    """One prompt. `plan` is the exact plan without an origin; `run_plan` runs such plans."""
+
+    def __init__(self, work: Prefill, context: Context, known: CacheLookup, plan: Plan, run_plan: RunExactPlan) -> None:
+        self.work, self.context, self.known, self.plan = work, context, known, plan
+        self._run_plan = run_plan
+        self.begun = time.monotonic()
+        self.events: list[TimelineEvent] = []
+        self._first: PrefillResult | None = None  # the piece that loaded from the cache
+
+    @property
+    def at(self) -> int:
+        """Number of tokens in the context."""
+        return len(self.context.tokens)
+
+    @property
+    def following(self) -> int:
+        """Where computing continues: behind all tokens in the context or in the local cache."""
+        return max(self.at, self.plan.reused)
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """What was actually loaded, or was in the engine."""
+        plan = self.plan if self._first is None else self._first.plan
+        return plan.loads if self._first is not None or plan.in_engine else ()
+
+    @property
+    def loaded(self) -> int:
+        """Number of tokens loaded."""
+        return self.loads[-1].span.stop if self.loads else 0
+
+    def go_on(self, stop: int, parts: Sequence[tuple[int, Span]]) -> None:
+        """Load what the cache has, and compute up to `stop`. `parts`: number and span of each timeline event."""
+        at, start, begun = self.at, self.following, time.monotonic()
+        loads = (Load(Span(0, at), "engine"),) if at else self.plan.loads
+        plan = Plan(stop, (*loads, Compute(Span(start, stop))))
+        filled = self._run_plan(replace(self.work, tokens=self.known.tokens[:stop]), plan)
+        self._first = self._first or (filled if not self.plan.in_engine else replace(filled, plan=self.plan))
+        layers, ended = len(self.known.kv_space.layout.layers), time.monotonic()
+        token_seconds = (ended - begun) / (stop - start)
+        for name, span in parts:
+            own = max(start, span.start) - start, min(stop, span.stop) - start
+            first, last = (begun - self.begun + token_seconds * place for place in own)
+            self.events.append(TimelineEvent("compute", name, 0, layers, first, last))
+
+    def end(self) -> PrefillResult:
+        """Compute the rest."""
+        if self._first is None:
+            return self._run_plan(self.work, self.plan)
+        left = [step.span for step in self.plan.computes if step.span.stop > self.at]
+        rest = tuple(Compute(Span(max(span.start, self.at), span.stop)) for span in left)
+        filled = self._run_plan(self.work, Plan(self.plan.tokens, (Load(Span(0, self.at), "engine"), *rest)))
+        return self.make_result(filled.logits, (*self.computed_before(rest[0].span.start), *rest))
+
+    def computed_before(self, place: int) -> tuple[Compute, ...]:
+        """The step that computed the tokens between what was loaded and `place`."""
+        return (Compute(Span(self.loaded, place)),) if place > self.loaded else ()
+
+    def make_result(self, logits: Logits, steps: tuple[Step, ...]) -> PrefillResult:
+        """The result of the whole prompt: what was loaded, then `steps`."""
+        plan = Plan(self.plan.tokens, (*self.loads, *steps), None, self.plan.cold_seconds)
+        if self._first is None:
+            return PrefillResult(self.context, logits, plan)
+        return PrefillResult(self.context, logits, plan, self._first.load_seconds, self._first.lost)
+
+
+log = logging.getLogger("rekindle.cache")
+
+_STEP_SHARE = 0.75  # share of the way to the expected meeting point that one step may cover
+_LOOK_SECONDS = 0.05  # how often a wait checks whether it still pays
+
+
+class PrefixPrefill(ChunkedPrefill):
+    """A prompt whose prefix may be published, computed chunk by chunk until the origin answers."""
+
+    @property
+    def is_between_chunks(self) -> bool:
+        """Whether the context ends at a chunk boundary, with everything from the local cache loaded."""
+        return self.at >= self.plan.reused and not self.at % CHUNK_TOKENS
+
+    @property
+    def _boundary(self) -> int:
+        """Where the next piece ends. Each is as long as all before: an origin that has not answered may take as long
+        again, and long steps are faster. While other requests wait, pieces are short."""
+        at = self.following
+        pieces = sum(event.lane == "compute" for event in self.events)
+        most = min(pieces, self.work.engine.prefill_tokens // CHUNK_TOKENS) if self.work.alone() else 1
+        last = (self.plan.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+        following = (at // CHUNK_TOKENS + 1) * CHUNK_TOKENS
+        return max(following, min(following + (max(1, most) - 1) * CHUNK_TOKENS, last))
+
+    def is_ready(self, coming: RemotePrefixFetch) -> bool:
+        """Whether to fetch now, or to compute the rest."""
+        if self._boundary >= self.plan.tokens or (coming.over and coming.offer is None):
+            return True
+        return coming.offer is not None and self.is_between_chunks
+
+    def next_piece(self) -> None:
+        """Load what the cache has, and compute up to the end of a chunk."""
+        stop = self._boundary
+        chunks = range(self.following // CHUNK_TOKENS, stop // CHUNK_TOKENS)
+        self.go_on(stop, [(chunk, Span(chunk * CHUNK_TOKENS, (chunk + 1) * CHUNK_TOKENS)) for chunk in chunks])
+
+    def streamed(self, streaming: HybridPrefill, offer: RemotePrefix, logits: Logits) -> PrefillResult:
+        """The result after hybrid prefill."""
+        cells, report, level = offer.cells, streaming.report, offer.carrier.level
+        report.events[:0] = self.events
+        self.context.tokens = tuple(self.known.tokens)
+        if level != RAW and report.streamed_cells:
+            self.context.quantized_tokens = cells.tokens  # upper bound
+        first = -(-self.loaded // CHUNK_TOKENS)
+        span = Span(first * CHUNK_TOKENS, cells.tokens)
+        stream = FetchRemote(span, cells.layers, report.computed[first:], level)
+        last = Compute(Span(span.stop, self.plan.tokens))
+        filled = self.make_result(logits, (*self.computed_before(span.start), stream, last))
+        return replace(filled, lost=filled.lost or report.failed, streamed=report)
+
+
+def prefill_with_arrivals(
+    fill: ChunkPrefill, work: Prefill, context: Context, known: CacheLookup, arrivals: RemoteChunkFetch
+) -> PrefillResult:
+    """Prefill a prompt whose passages are being fetched. Raises `Cancelled`, and what the engine raises."""
+    passages = known.passages
+    assert passages is not None
+    scoring = fill.chunks.scoring(passages, len(known.tokens))
+    work = replace(work, probe=None if scoring is None else scoring.probe)
+    if context.tokens or known.matches.in_engine:  # what is in the engine is in the context
+        known = replace(known, matches=_of_engine(known.matches, len(context.tokens)))
+    prefill = _meet(fill, work, context, known, passages.prompt_layout, arrivals)
+    passages = _look_again(fill, known, passages)
+    known = replace(known, matches=_of_engine(known.matches, prefill.at), passages=passages)
+    plan = fill.plan(known)
+    context.truncate(min(plan.reused, prefill.at))
+    filled = prefill.result_with(fill.run(work, context, known, plan), arrivals)
+    fill.note_result(context, passages, filled, scoring)
+    came = {passages.prompt_layout.chunks[number - 1].start for number in arrivals.here}
+    context.chunk_reuse = tuple(
+        replace(chunk, streamed=chunk.source == "reused" and chunk.start in came) for chunk in context.chunk_reuse
+    )
+    return filled
+
+
+def keep_arrived(store: TieredStore, known: CacheLookup, passage: WantedPassage, kv: Kv) -> bool:
+    """Store a fetched passage in the chunk cache; False if it was not stored."""
+    if known.guard is not None:
+        known.guard.note()
+    job = WriteNonprefixKv(known.kv_space, passage.body, kv, passage.variant, known.guard, known.asker)
+    return job.do(store) in ("kept", "known")
+
+
+def _meet(
+    fill: ChunkPrefill,
+    work: Prefill,
+    context: Context,
+    known: CacheLookup,
+    prompt_layout: PromptLayout,
+    arrivals: RemoteChunkFetch,
+) -> PassagePrefill:
+    """Compute passages from the front until all others have arrived or are given up."""
+    exact = make_plan(known.matches, fill.costs.rates, fill.cut)
+    run_plan = lambda work, plan: fill.run_plan(work, context, known, plan)  # noqa: E731
+    prefill = PassagePrefill(work, context, known, exact, run_plan, prompt_layout, fill.costs.rates)
+    spared = 1.0 - min(1.0, fill.chunks.recompute_policy.budget)
+    while (spans := prefill.next_passages(arrivals.expected())) and arrivals.left():
+        stop, patience = spans[-1].stop, spared * prefill.seconds(spans[:1])
+        if _wait_for_arrivals(arrivals, patience, work.cancelled):
+            break
+        if stop == prompt_layout.question:  # nothing arrives in time: the rest is computed as without an origin
+            break
+        arrivals.skip(stop)
+        prefill.compute(stop)
+    arrivals.close()
+    return prefill
+
+
+def _look_again(fill: ChunkPrefill, known: CacheLookup, passages: ChunkMatches) -> ChunkMatches:
+    """Look the passages up again in the local cache."""
+    try:
+        find = partial(fill.chunks.find, fill.store, known.kv_space, known.tokens, passages)
+        return fill.asking.ask(find, fill.times.look())
+    except NoAnswer as late:
+        log.warning("The cache does not answer: %s.", late)
+        return passages
+
+
+def _of_engine(matches: Matches, tokens: int) -> Matches:
+    """The matches when the first `tokens` are in the engine."""
+    return Matches(matches.tokens, tokens) if tokens else replace(matches, in_engine=0)
+
+
+def _wait_for_arrivals(arrivals: RemoteChunkFetch, seconds: float, cancelled: Callable[[], bool]) -> bool:
+    """Wait up to `seconds` for the passages left, while they are expected by then; whether all arrived."""
+    deadline = time.monotonic() + seconds
+    while arrivals.left() and not cancelled():
+        expected, left = arrivals.expected(), deadline - time.monotonic()
+        if expected is None or sum(expected.values()) >= left:
+            return False
+        arrivals.wait(min(left, _LOOK_SECONDS))
+    return True
+
+
+class PassagePrefill(ChunkedPrefill):
+    """A prompt whose first passages are computed while the others arrive."""
+
+    def __init__(
+        self,
+        work: Prefill,
+        context: Context,
+        known: CacheLookup,
+        plan: Plan,
+        run_plan: Callable[[Prefill, Plan], PrefillResult],
+        prompt_layout: PromptLayout,
+        rates: Rates,
+    ) -> None:
+        super().__init__(work, context, known, plan, run_plan)
+        self._prompt_layout, self._rates = prompt_layout, rates
+
+    def next_passages(self, expected: Mapping[int, float] | None) -> list[Span]:
+        """What to compute next: most of the passages before the meeting point, if transfer times are known. Else
+        as many as were computed before, but at most half of what is left."""
+        left = [
+            (number, span) for number, span in enumerate(self._prompt_layout.chunks, 1) if span.stop > self.following
+        ]
+        spans = [span for _, span in left]
+        if not self.work.alone():
+            return spans[:1]
+        if expected is None:
+            return spans[: max(1, min(len(self.events), len(spans) // 2))]
+        own = [self.seconds([span]) for span in spans]
+        count = count_computed(own, [expected.get(number, 0.0) for number, _ in left])
+        return spans[: len(spans) if count == len(spans) else max(1, int(_STEP_SHARE * count))]
+
+    def seconds(self, spans: Sequence[Span]) -> float:
+        """Seconds to compute passages; 0 while unknown."""
+        return sum(self._rates.compute_seconds(span) or 0.0 for span in spans)
+
+    def compute(self, stop: int) -> None:
+        """Load what the cache has, and compute up to the end of a passage."""
+        start = self.following
+        named = [
+            (number, span)
+            for number, span in enumerate(self._prompt_layout.chunks, start=1)
+            if start < span.stop <= stop
+        ]
+        self.go_on(stop, named)
+
+    def result_with(self, filled: PrefillResult, arrivals: RemoteChunkFetch) -> PrefillResult:
+        """The result with what was loaded, computed and fetched before."""
+        layers, ended = len(self.known.kv_space.layout.layers), time.monotonic() - self.begun
+        computed_until = max((event.stop for event in self.events), default=0.0)
+        if arrivals.here:
+            question = TimelineEvent("compute", len(self._prompt_layout.chunks) + 1, 0, layers, computed_until, ended)
+            events = [*self.events, question, *arrivals.events(self.begun, layers)]
+            filled = replace(filled, streamed=RemoteReport(events=events))
+        if not self.events:
+            return filled
+        rest = tuple(step for step in filled.plan.steps if not isinstance(step, Load))
+        result = self.make_result(filled.logits, (*self.computed_before(filled.plan.reused), *rest))
+        load_seconds = result.load_seconds + filled.load_seconds
+        return replace(filled, plan=result.plan, load_seconds=load_seconds, lost=filled.lost or result.lost)

@@ -1,0 +1,379 @@
+"""Fetching from an origin in background threads: the prefix of a prompt, or its passages.
+
+Prefix: poll `over` and `offer` to see what was found; slices start to arrive as soon as it is.
+
+Passages go into the chunk cache, the last one first, for this prompt and for later ones:
+
+    find     [last][second last] ...
+    fetch          [last ......][second last ......] ...     each is stored when it is complete
+
+One thread looks for the next passage while another fetches, so the link never waits for a lookup.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rekindle.chunks.scores import unscored
+from rekindle.core.cells import Cell, CellGrid, TimelineEvent
+from rekindle.core.chunk import ChunkDigest, PromptLayout, Variant, chunk_digest
+from rekindle.core.kv import Kv, LayerKv, Span
+from rekindle.errors import Cancelled
+from rekindle.remote.client import Origin, PublishedPrefix, SliceTransfer, decode_slice
+from rekindle.remote.connection import OriginFailed, Stop
+from rekindle.remote.index import KvModel
+from rekindle.remote.latency import Bandwidth, TransferSample
+from rekindle.remote.transfer_queue import OriginSlices, TransferQueue
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RemotePrefix:
+    """The prefix of a prompt at one level, being fetched."""
+
+    carrier: OriginSlices
+    link: TransferQueue
+
+    @property
+    def cells(self) -> CellGrid:
+        return self.carrier.cells
+
+
+class RemotePrefixFetch:
+    """The prefix of one prompt. Always `close` it."""
+
+    def __init__(self, find: Callable[[Stop], RemotePrefix | None], tokens: int, failed: Callable[[str], None]) -> None:
+        """Start the lookup. `find` may raise `OriginFailed`, whose text goes to `failed`. The first `tokens` are
+        here already, or computed soon: they are not fetched."""
+        self._find, self._here, self._failed = find, tokens, failed
+        self._stop = Stop()
+        self._changed = threading.Condition()
+        self._offer: RemotePrefix | None = None
+        self._over = False
+        threading.Thread(target=self._run, name="rekindle-coming", daemon=True).start()
+
+    @property
+    def over(self) -> bool:
+        """Whether the lookup has ended."""
+        with self._changed:
+            return self._over
+
+    @property
+    def offer(self) -> RemotePrefix | None:
+        """What was found; None until then."""
+        with self._changed:
+            return self._offer
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the lookup ends or `seconds` pass."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over, seconds)
+
+    def close(self) -> None:
+        """Fetch nothing more. Idempotent; does not wait for a hanging transfer."""
+        self._stop.set()
+        with self._changed:
+            self._over = True
+            offer = self._offer
+            self._changed.notify_all()
+        if offer is not None:
+            offer.link.close()
+
+    def _run(self) -> None:
+        offer = self._found()
+        with self._changed:
+            late, self._over = self._stop.is_set, True
+            self._offer = None if late else offer
+            self._changed.notify_all()
+        if offer is not None and late:
+            offer.link.close()
+
+    def _found(self) -> RemotePrefix | None:
+        try:
+            offer = self._find(self._stop)
+        except Cancelled:
+            return None
+        except OriginFailed as failed:
+            if not self._stop.is_set:
+                self._failed(str(failed))
+            return None
+        except Exception as error:  # any failure: the prompt is computed
+            log.exception("Looking for a prompt at the origin failed.")
+            self._failed(f"{type(error).__name__}: {error}")
+            return None
+        if offer is not None:
+            offer.link.want(_backwards(offer.cells, self._here))
+        return offer
+
+
+def _backwards(cells: CellGrid, here: int) -> list[Cell]:
+    """From the back, the top layer first: where both lanes meet is not known yet. The lowest layer is not fetched."""
+    first = -(-here // cells.chunk_tokens)
+    chunks = reversed(range(first, cells.chunks))
+    return [Cell(chunk, layer) for chunk in chunks for layer in reversed(range(1, cells.layers))]
+
+
+@dataclass(frozen=True)
+class WantedPassage:
+    """A passage that is not in the local cache.
+
+    number    its number in the prompt, from 1
+    span      its span in the prompt
+    tokens    the prompt it would be published in: the head, then this passage
+    start     where the passage begins in `tokens`
+    """
+
+    number: int
+    span: Span
+    tokens: tuple[int, ...]
+    head: int
+    start: int
+
+    @property
+    def body(self) -> tuple[int, ...]:
+        return self.tokens[self.start :]
+
+    @property
+    def variant(self) -> Variant:
+        """The variant to store, without attention scores."""
+        prompt_layout = PromptLayout(self.head, (Span(self.start, len(self.tokens)),))
+        digests: tuple[ChunkDigest, ...] = chunk_digest(self.tokens[: self.head]), chunk_digest(self.body)
+        return unscored(prompt_layout, 1, digests, 0.0)
+
+
+KeepPassage = Callable[[WantedPassage, Kv], bool]  # store it in the chunk cache; False if not stored
+
+
+class RemoteChunkFetch:
+    """The passages of one prompt. Always `close` it."""
+
+    def __init__(
+        self,
+        wanted: Sequence[WantedPassage],
+        source: OriginPassages,
+        keep: KeepPassage,
+        failed: Callable[[str], None],
+        bandwidth: Bandwidth,
+    ) -> None:
+        """Start the lookups. `failed` is called with the reason of a failure; `bandwidth` is that of the link.
+
+        Raises `RuntimeError` if no thread can be started."""
+        self._source, self._keep, self._failed, self._bandwidth = source, keep, failed, bandwidth
+        self._changed = threading.Condition()
+        self._open = {passage.number: passage for passage in wanted}  # neither arrived nor given up
+        self._tokens = {passage.number: len(passage.span) for passage in wanted}
+        self._offers: dict[int, PassageOffer] = {}  # passages that were found
+        self._sizes: dict[int, int] = {}
+        self._here: set[int] = set()
+        self._stop = Stop()
+        self._fetching: PassageOffer | None = None
+        self._found: queue.SimpleQueue[tuple[WantedPassage, PassageOffer] | None] = queue.SimpleQueue()
+        self._events: list[tuple[int, float, float]] = []
+        for target in (self._look, self._bring):
+            name = f"rekindle-arrivals{target.__name__}"
+            threading.Thread(target=self._run, args=(target,), name=name, daemon=True).start()
+
+    @property
+    def here(self) -> frozenset[int]:
+        """Numbers of the passages that have arrived."""
+        with self._changed:
+            return frozenset(self._here)
+
+    def left(self) -> tuple[WantedPassage, ...]:
+        """Passages that may still arrive, in prompt order."""
+        with self._changed:
+            return tuple(sorted(self._open.values(), key=lambda passage: passage.number))
+
+    def expected(self) -> dict[int, float] | None:
+        """Expected transfer seconds of each passage left, by number; None while unknown."""
+        speed = self._bandwidth.bytes_per_second()
+        with self._changed:
+            left, offers = list(self._open.values()), dict(self._offers)
+        if speed is None or not offers:
+            return None
+        token_bytes = sum(self._sizes[number] for number in offers) / sum(self._tokens[number] for number in offers)
+        bytes_left = {
+            one.number: offers[one.number].left_bytes if one.number in offers else len(one.span) * token_bytes
+            for one in left
+        }
+        return {number: size / speed for number, size in bytes_left.items()}
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a passage arrives or is given up, or `seconds` pass."""
+        with self._changed:
+            before = len(self._open)
+            self._changed.wait_for(lambda: not self._open or len(self._open) != before, seconds)
+
+    def skip(self, stop: int) -> None:
+        """Give up passages that begin before `stop`: they are computed."""
+        with self._changed:
+            self._open = {number: one for number, one in self._open.items() if one.span.start >= stop}
+            self._changed.notify_all()
+
+    def events(self, begun: float, layers: int) -> list[TimelineEvent]:
+        """Arrivals, for a timeline."""
+        with self._changed:
+            return [
+                TimelineEvent("link", number, 0, layers, max(0.0, start - begun), max(0.0, stop - begun))
+                for number, start, stop in self._events
+            ]
+
+    def close(self) -> None:
+        """Fetch nothing more. Idempotent; does not wait for a hanging transfer."""
+        self._stop.set()
+        with self._changed:
+            self._open = {}
+            fetching = self._fetching
+            self._changed.notify_all()
+        if fetching is not None:
+            fetching.cancel()
+
+    def _wants(self, passage: WantedPassage) -> bool:
+        with self._changed:
+            return passage.number in self._open
+
+    def _end(self, passage: WantedPassage, *, here: bool) -> None:
+        with self._changed:
+            self._open.pop(passage.number, None)
+            if here:
+                self._here.add(passage.number)
+            self._changed.notify_all()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        """Run a thread; after any failure the missing passages are computed."""
+        try:
+            work()
+        except Cancelled:
+            self.close()
+        except OriginFailed as error:
+            self._give_up(str(error))
+        except Exception as error:
+            log.exception("Passages from the origin could not be used.")
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def _give_up(self, reason: str) -> None:
+        if not self._stop.is_set:
+            self._failed(reason)
+        self.close()
+
+    def _look(self) -> None:
+        try:
+            for passage in reversed(self.left()):
+                if not self._wants(passage):
+                    continue
+                offer = self._source.find(passage, self._stop)
+                if offer is None:
+                    self._end(passage, here=False)
+                    continue
+                with self._changed:
+                    self._offers[passage.number], self._sizes[passage.number] = offer, offer.left_bytes
+                self._found.put((passage, offer))
+        finally:
+            self._found.put(None)
+
+    def _bring(self) -> None:
+        while (found := self._found.get()) is not None:
+            passage, offer = found
+            with self._changed:
+                self._fetching = offer
+            if not self._wants(passage):
+                continue
+            begun = time.monotonic()
+            kv = offer.fetch()
+            if not self._wants(passage):  # computed meanwhile, or closed
+                continue
+            with self._changed:
+                self._events.append((passage.number, begun, time.monotonic()))
+            self._end(passage, here=self._keep(passage, kv))
+
+
+class OriginPassages:
+    """Passages of one model at an origin. `level` chooses the level to fetch; None: do not fetch."""
+
+    def __init__(
+        self,
+        origin: Origin,
+        model: KvModel,
+        level: Callable[[PublishedPrefix], str | None],
+        bandwidth: Bandwidth,
+        timeout_seconds: float,
+    ) -> None:
+        """`bandwidth` is updated by every slice."""
+        self._origin, self._model, self._level = origin, model, level
+        self._bandwidth, self._patience_seconds = bandwidth, timeout_seconds
+
+    def find(self, passage: WantedPassage, stop: Stop) -> PassageOffer | None:
+        """An offer of a complete passage; None if the origin has none. Raises `OriginFailed`, and `Cancelled`."""
+        whose, patience = self._model, self._patience_seconds
+        found = self._origin.find(
+            passage.tokens, whose.identity, whose.layout, whose.adapter, timeout_seconds=patience, stop=stop
+        )
+        level = None if found is None or found.tokens < len(passage.tokens) else self._level(found)
+        if found is None or level is None:
+            return None
+        span = Span(passage.start, len(passage.tokens))
+        return PassageOffer(self._origin, found, level, span, self._bandwidth)
+
+
+class PassageOffer:
+    """The slices of a published context that hold some of its tokens."""
+
+    def __init__(self, origin: Origin, found: PublishedPrefix, level: str, span: Span, bandwidth: Bandwidth) -> None:
+        self._found, self._span, self._bandwidth = found, span, bandwidth
+        spans = found.manifest.cells.spans
+        self._chunks = [n for n, one in enumerate(spans) if one.start < span.stop and one.stop > span.start]
+        self._layers = range(len(found.manifest.model.layout.layers))
+        cells = [Cell(chunk, layer) for chunk in self._chunks for layer in self._layers]
+        self._sizes = found.sizes(level)
+        self.left_bytes = int(self._sizes[self._chunks].sum())
+        self._transfer: SliceTransfer = origin.fetch(found, cells, level)
+
+    def fetch(self) -> Kv:
+        """Its KV at its published position. Raises `OriginFailed`, and `Cancelled`."""
+        layers: list[list[LayerKv]] = [[] for _ in self._layers]
+        since = time.monotonic()
+        for piece in self._transfer:
+            now, size = time.monotonic(), int(self._sizes[piece.cell])
+            self._bandwidth.add(TransferSample(size, now - since, now))
+            self.left_bytes, since = self.left_bytes - size, now
+            part = self._cut(decode_slice(self._found, *piece.cell, piece.data), self._found.span(piece.cell.chunk))
+            layers[piece.cell.layer].append(part)
+        return Kv(self._span, self._found.manifest.model.layout, tuple(map(_joined, layers)))
+
+    def _cut(self, kv: LayerKv, chunk: Span) -> LayerKv:
+        """The wanted tokens of a chunk."""
+        own = slice(max(0, self._span.start - chunk.start), self._span.stop - chunk.start)
+        return LayerKv(kv.keys[:, own], kv.values[:, own])
+
+    def cancel(self) -> None:
+        """End `fetch`, from any thread."""
+        self._transfer.cancel()
+
+
+def _joined(parts: Sequence[LayerKv]) -> LayerKv:
+    """Concatenate along tokens."""
+    return LayerKv(
+        np.concatenate([part.keys for part in parts], axis=1), np.concatenate([part.values for part in parts], axis=1)
+    )
+
+
+def unknown_passages(
+    prompt_layout: PromptLayout, tokens: Sequence[int], known: Iterable[Span], start: int
+) -> Iterator[WantedPassage]:
+    """The passages from `start` on that are not known, except the first, which is exact when computed.
+
+    Passages are published right behind the head, so each takes the first one's place in `WantedPassage.tokens`.
+    """
+    first, spans = prompt_layout.chunks[0].start, frozenset(known)
+    for number, span in enumerate(prompt_layout.chunks, start=1):
+        if number > 1 and span.start >= start and span not in spans:
+            moved = (*tokens[:first], *tokens[span.start : span.stop])
+            yield WantedPassage(number, span, moved, prompt_layout.head, first)

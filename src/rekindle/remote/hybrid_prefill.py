@@ -1,0 +1,258 @@
+"""Prefill of a prompt whose beginning an origin has: computed and fetched at the same time.
+
+    compute   [chunks 0 and 1][chunk 2, from below][question]
+    link      [chunk 5][chunk 4][chunk 3][chunk 2, from above]
+
+Both lanes move towards each other until they meet, in the middle of a chunk: at every layer a step checks whether
+everything above has arrived. `schedule` predicts where they meet and is asked again after every step, with the current
+speed of the link and of computing. Whatever the link does, the prompt is finished, and nothing but the lowest layer is
+computed twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rekindle.core.cells import Cell, CellGrid, Progress, RemoteReport, Schedule, TimelineEvent, steps
+from rekindle.core.kv import LayerKv, Span
+from rekindle.engine.base import Engine, EngineSequence, KvFeed, Logits, Row, StayingFeed
+from rekindle.errors import Cancelled
+from rekindle.remote.latency import MIN_BANDWIDTH, LayerTiming
+from rekindle.remote.schedule import RemainingWork, StreamCosts, meet_in_the_middle
+from rekindle.remote.transfer_queue import TransferQueue
+
+_TINY = 1e-9  # seconds
+_LOOK_SECONDS = 0.02  # how often a wait for the link recomputes the schedule
+_FAR = 0.75  # share of the way to the expected meeting point that one step may cover
+_TELLING = 8  # minimum layers of a step for a timing
+_TRUST = 0.5  # weight of the newest step in `_pace`
+
+
+@dataclass(frozen=True)
+class ComputeStep:
+    """Some chunks, through their first `depth` layers.
+
+    enough  whether it ends as soon as everything above has arrived
+    """
+
+    chunks: range
+    depth: int
+    enough: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _CellFeed:
+    """Arrived slices: some layers of one chunk."""
+
+    span: Span
+    layers: range
+    kv: dict[int, LayerKv]
+
+    def fill(self, layer: int, out: LayerKv) -> None:
+        out.keys[...] = self.kv[layer].keys
+        out.values[...] = self.kv[layer].values
+
+
+class HybridPrefill:
+    """Prefill of one prompt into a sequence that is empty or has its first chunks. Used by one thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sequence: EngineSequence,
+        tokens: Sequence[int],
+        cells: CellGrid,
+        link: TransferQueue,
+        costs: StreamCosts,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> None:
+        """`cells`: the prefix of `tokens` that `link` can fetch; the rest is computed at the end."""
+        if not 0 < cells.tokens < len(tokens):
+            raise ValueError(f"{cells.tokens} of {len(tokens)} tokens are streamed: the last must be computed")
+        if sequence.length % cells.chunk_tokens or sequence.length >= cells.tokens:
+            raise ValueError(f"{sequence.length} of {cells.tokens} tokens are here: not some of the first chunks")
+        self._engine, self._sequence, self._tokens = engine, sequence, tokens
+        self._cells, self._link, self._costs = cells, link, costs
+        self._cancelled = cancelled
+        here = sequence.length // cells.chunk_tokens
+        self._computed = [cells.layers] * here + [0] * (cells.chunks - here)
+        self._pace = 1.0  # actual over expected time of steps
+        self.since = time.monotonic()  # start of the timeline
+        self.alone: Callable[[], bool] = lambda: True  # else steps are short: other requests wait
+        self.report = RemoteReport()
+        self.samples: list[LayerTiming] = []  # timings of layers
+
+    def run(self) -> Logits:
+        """Prefill the whole prompt; returns the logits of its last token. Raises `Cancelled`."""
+        while True:
+            self._check_cancelled()
+            progress = self._progress()
+            schedule = self.plan(progress)
+            self._link.want(schedule.order)
+            if self._is_complete():
+                break
+            step = self.next_step(schedule, progress)
+            if step is None:
+                self._link.wait(_LOOK_SECONDS)
+            else:
+                self._compute(step)
+        self._link.close()
+        logits = self._question()
+        self._finish_report()
+        return logits
+
+    def _now(self) -> StreamCosts:
+        """Costs at the current speed of link and machine."""
+        costs, pace = self._costs, self._pace
+        speed = self._link.bytes_per_second()
+        if speed is None:  # unknown: assume as fast as computing
+            speed = float(costs.size_bytes.sum() / max(costs.depth_seconds[:, -1].sum() * pace, _TINY))
+        return replace(
+            costs,
+            compute_seconds=costs.compute_seconds * pace,
+            top_seconds=costs.top_seconds * pace,
+            question_seconds=costs.question_seconds * pace,
+            bandwidth=max(speed, MIN_BANDWIDTH),
+        )
+
+    def _progress(self) -> Progress:
+        link = self._link
+        return Progress(tuple(self._computed), link.arrived_cells, link.flying, link_busy_seconds=link.busy_seconds)
+
+    def plan(self, progress: Progress) -> Schedule:
+        """Where both lanes are now expected to meet, and the order of the link."""
+        return meet_in_the_middle(RemainingWork.of(self._now(), progress))
+
+    def next_step(self, schedule: Schedule, progress: Progress) -> ComputeStep | None:
+        """The next step; None if what is missing is about to arrive."""
+        split, layers = schedule.split, self._cells.layers
+        low = [chunk for chunk, depth in steps(split, progress) if depth == 1]
+        if low and not self.report.events:  # keys and values of the lowest layer need no attention: all at once
+            return ComputeStep(range(max(low[0], split.chunks - self._max_chunks), split.chunks), 1)
+        tops = [self._top(chunk) for chunk in range(split.chunks)]  # read once: more arrives meanwhile
+        front = next((chunk for chunk, top in enumerate(tops) if top), None)
+        if front is None:
+            return None
+        depth = tops[front]
+        flying = {cell.layer for cell in progress.flying if cell.chunk == front}
+        coming = all(layer in flying for layer in range(depth) if not self._has(front, layer))
+        if coming and progress.link_busy_seconds < self._costs.depth_seconds[front, depth] * self._pace:
+            return None
+        far = sum(count == layers for count in split.computed[front:])
+        untouched = (*(top == layers for top in tops[front:]), False).index(False)
+        count = min(int(_FAR * far), untouched, self._max_chunks)
+        return ComputeStep(range(front, front + max(1, count)), depth, enough=True)
+
+    @property
+    def _max_chunks(self) -> int:
+        return max(1, self._engine.prefill_tokens // self._cells.chunk_tokens) if self.alone() else 1
+
+    def _top(self, chunk: int) -> int:
+        """Number of layers of a chunk to compute if nothing more arrives."""
+        layers = reversed(range(self._cells.layers))
+        return next((layer + 1 for layer in layers if not self._has(chunk, layer)), 0)
+
+    def _is_complete(self) -> bool:
+        return not any(map(self._top, range(self._cells.chunks)))
+
+    def _has(self, chunk: int, layer: int) -> bool:
+        return layer < self._computed[chunk] or Cell(chunk, layer) in self._link.arrived
+
+    def _compute(self, step: ComputeStep) -> None:
+        start, stop = self._cells.span(step.chunks[0]).start, self._cells.span(step.chunks[-1]).stop
+        ended = step.depth
+
+        def enough(layer: int) -> bool:
+            """Whether everything above has arrived; records where the step ends."""
+            nonlocal ended
+            above = range(layer + 1, step.depth)
+            if not all(self._has(chunk, higher) for chunk in step.chunks for higher in above):
+                return False
+            ended = layer + 1
+            return True
+
+        row = self.row(step, Span(start, stop))
+        begun = time.monotonic()
+        self._engine.step([replace(row, enough=enough) if step.enough else row], self._cancelled)
+        for chunk in step.chunks:
+            self._computed[chunk] = ended
+        took, expected = time.monotonic() - begun, float(self._costs.depth_seconds[step.chunks, ended].sum())
+        if expected > 0 and ended > 1:  # the lowest layer alone is mostly overhead
+            self._pace += _TRUST * (took / expected - self._pace)
+        if ended >= _TELLING:  # the last layer computes keys and values only
+            self.samples.append(LayerTiming(stop - start, start, took / (ended - 1)))
+        self._note(step.chunks, ended, begun)
+
+    def row(self, step: ComputeStep, span: Span) -> Row:
+        """The engine row of a step over these tokens."""
+        return Row(
+            self._sequence,
+            self._tokens[span.start : span.stop],
+            np.arange(span.start, span.stop, dtype=np.int64),
+            logits="none",
+            feeds=self._feeds(step.chunks[0], step.depth - 1),
+            until=step.depth,
+            replay=False,
+            prefill=True,
+        )
+
+    def _feeds(self, before: int, layers: int) -> tuple[KvFeed, ...]:
+        """Feeds of the first layers of earlier chunks: computed and still in the buffers, or arrived."""
+        feeds: list[KvFeed] = []
+        for chunk in range(before):
+            span = self._cells.span(chunk)
+            if span.stop <= self._sequence.length or not layers:
+                continue
+            own = min(self._computed[chunk], layers)
+            if own:
+                feeds.append(StayingFeed(span, range(own)))
+            if own < layers:
+                kv = {layer: self._link.arrived[Cell(chunk, layer)] for layer in range(own, layers)}
+                feeds.append(_CellFeed(span, range(own, layers), kv))
+        return tuple(feeds)
+
+    def _question(self) -> Logits:
+        """Compute the rest of the prompt."""
+        at, most = self._cells.tokens, max(1, self._engine.prefill_tokens)
+        feeds = self._feeds(self._cells.chunks, self._cells.layers)
+        while True:
+            self._check_cancelled()
+            stop = min(len(self._tokens), at + most)
+            last = stop == len(self._tokens)
+            row = Row(
+                self._sequence,
+                self._tokens[at:stop],
+                np.arange(at, stop, dtype=np.int64),
+                logits="last" if last else "none",
+                feeds=feeds,
+                replay=False,
+                prefill=True,
+            )
+            start = time.monotonic()
+            (logits,) = self._engine.step([row], self._cancelled)
+            self._note(range(self._cells.chunks, self._cells.chunks + 1), self._cells.layers, start)
+            if last:
+                return logits
+            at, feeds = stop, ()
+
+    def _note(self, chunks: range, layers: int, start: float) -> None:
+        """Record a step in the timeline, each of its chunks with an equal share of the time."""
+        times = np.linspace(start, time.monotonic(), len(chunks) + 1) - self.since
+        for chunk, begun, over in zip(chunks, times[:-1].tolist(), times[1:].tolist(), strict=True):
+            self.report.events.append(TimelineEvent("compute", chunk, 0, layers, begun, over))
+
+    def _finish_report(self) -> None:
+        self.report.computed = tuple(self._computed)
+        self.report.streamed_cells = sum(cell.layer >= self._computed[cell.chunk] for cell in self._link.arrived_cells)
+        self.report.failed = self._link.failed
+        for cell, start, stop in self._link.arrivals:
+            times = (start - self.since, stop - self.since)
+            self.report.events.append(TimelineEvent("link", cell.chunk, cell.layer, cell.layer + 1, *times))
+
+    def _check_cancelled(self) -> None:
+        if self._cancelled is not None and self._cancelled():
+            raise Cancelled("The request was cancelled.")

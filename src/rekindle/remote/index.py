@@ -1,0 +1,176 @@
+"""Where KV is at an origin: names of chunks and contexts, paths of files, and the index.
+
+    root(model) --tokens 0..127--> chunk --tokens 128..255--> chunk --...--> the last, maybe partial, chunk
+
+A chunk's digest covers the model and all tokens up to it, so equal digests mean equal context, and a prompt that shares
+only the first chunks of a context has the same first digests. With a secret every digest is keyed: without it, nobody
+can test whether a guessed text is published.
+
+    by-chunk/LOOKUP.json          the index: contexts that begin alike; LOOKUP is a hash of a chunk's digest
+    contexts/CONTEXT/manifest     what is published of a context, signed
+    contexts/CONTEXT/DIGEST.kv    its slices at one level, named after the digest of the content
+    contexts/CONTEXT/DIGEST.tokens
+
+The index is not signed: it only names manifests, which are, so a wrong one wastes a few requests at worst. It holds two
+bytes of each chunk's digest, enough to see how many chunks a context shares with a prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rekindle.codec.cipher import Secret
+from rekindle.core.cells import CHUNK_TOKENS
+from rekindle.core.identity import digest_of_fields
+from rekindle.core.keys import TOKEN_BYTES, layout_text, token_bytes
+from rekindle.core.kv import KvLayout
+from rekindle.safe_read import parse_untrusted_json
+
+CHAIN_BYTES = 32  # of a chunk's digest: collision-resistant against authors of documents
+NAME_BYTES = 16  # of a lookup or a context: for finding, not for trust
+
+LOOKUP = re.compile(r"[0-9a-f]{32}")
+CONTEXT = re.compile(r"[0-9a-f]{32}")
+FILE = re.compile(r"[0-9a-f]{64}\.(?:kv|tokens)")
+INDEX_FOLDER, CONTEXT_FOLDER, MANIFEST = "by-chunk", "contexts", "manifest"
+SERVED = re.compile(
+    rf"{INDEX_FOLDER}/{LOOKUP.pattern}\.json|{CONTEXT_FOLDER}/{CONTEXT.pattern}/(?:{MANIFEST}|{FILE.pattern})"
+)
+
+
+@dataclass(frozen=True)
+class KvModel:
+    """What must be equal for KV of the same tokens to be interchangeable.
+
+    `identity` is the digest of the engine's identity, `adapter` the digest of a LoRA, None for the model alone.
+    """
+
+    identity: str
+    layout: KvLayout
+    adapter: str | None = None
+
+    @cached_property
+    def digest(self) -> bytes:
+        """One digest of all fields."""
+        adapter = "base" if self.adapter is None else f"adapter:{self.adapter}"
+        return bytes.fromhex(digest_of_fields("rekindle/origin/1", self.identity, adapter, layout_text(self.layout)))
+
+
+class ContextNames:
+    """Digests and names of chunks and contexts; keyed by the secret if there is one."""
+
+    def __init__(self, secret: Secret | None = None) -> None:
+        self._key = b"" if secret is None else secret.derive(b"names")
+
+    def chain(self, model: KvModel, tokens: Sequence[int]) -> tuple[bytes, ...]:
+        """The digests of the chunks of a prompt, in order; the last chunk may be partial."""
+        data, size = token_bytes(tokens), CHUNK_TOKENS * TOKEN_BYTES
+        parent = self._hash(b"root", model.digest, CHAIN_BYTES)
+        chain = []
+        for start in range(0, len(data), size):
+            parent = self._hash(
+                b"chunk", parent + data[start : start + size], CHAIN_BYTES
+            )  # the parent's size is fixed
+            chain.append(parent)
+        return tuple(chain)
+
+    def lookup(self, chunk: bytes) -> str:
+        """The lookup that lists contexts beginning with everything up to this chunk."""
+        return self._hash(b"lookup", chunk, NAME_BYTES).hex()
+
+    def context(self, last_chunk: bytes, publisher: str) -> str:
+        """The name of a context that ends with this chunk; different for each publisher."""
+        return self._hash(b"context", last_chunk + publisher.encode(), NAME_BYTES).hex()
+
+    def _hash(self, purpose: bytes, data: bytes, size: int) -> bytes:
+        return hashlib.blake2b(data, digest_size=size, key=self._key, person=b"rk/o/" + purpose).digest()
+
+
+def listed_depths(chunks: int) -> list[int]:
+    """The chunks, counted from 1, under which a context of `chunks` whole chunks is listed: 1, 2, 4, 8, ...
+
+    The first is enough unless too many contexts begin alike, for example with the same instructions.
+    """
+    return [1 << power for power in range(chunks.bit_length())]
+
+
+def index_path(lookup: str) -> str:
+    """Path of the index of a lookup."""
+    return f"{INDEX_FOLDER}/{lookup}.json"
+
+
+def context_path(context: str, file: str = MANIFEST) -> str:
+    """Path of a file of a context."""
+    return f"{CONTEXT_FOLDER}/{context}/{file}"
+
+
+FORMAT = "rekindle-index/1"
+MAX_ENTRIES = 32  # newest in one file; more are listed under a later chunk
+_HINT_BYTES = 2
+
+
+@dataclass(frozen=True)
+class IndexEntry:
+    """A context, its publisher, and a hint of each of its chunks."""
+
+    context: str
+    key: str
+    hints: bytes
+
+    def count_shared(self, chain: Sequence[bytes]) -> int:
+        """Number of leading chunks it seems to share with a prompt."""
+        mine = hints_of(chain)
+        shared = 0
+        while shared < min(len(mine), len(self.hints)) and mine[shared] == self.hints[shared]:
+            shared += 1
+        return shared // _HINT_BYTES
+
+
+@dataclass(frozen=True)
+class Index:
+    """The contexts of one lookup, newest first. `full`: there are more."""
+
+    entries: tuple[IndexEntry, ...] = ()
+    full: bool = False
+
+    def adding(self, entry: IndexEntry) -> Index:
+        """A copy with this entry, replacing an older one of the same context."""
+        entries = (entry, *(old for old in self.entries if old.context != entry.context))
+        return Index(entries[:MAX_ENTRIES], self.full or len(entries) > MAX_ENTRIES)
+
+    def without(self, context: str) -> Index:
+        """A copy without this context."""
+        return Index(tuple(entry for entry in self.entries if entry.context != context), self.full)
+
+    def to_bytes(self) -> bytes:
+        entries = [{"context": e.context, "hints": e.hints.hex(), "key": e.key} for e in self.entries]
+        return json.dumps({"contexts": entries, "format": FORMAT, "full": self.full}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Index:
+        """Raises `ValueError` for invalid files."""
+        try:
+            fields = parse_untrusted_json(data)
+            if fields["format"] != FORMAT or type(fields["full"]) is not bool:
+                raise ValueError("a format that is not known here")
+            entries = tuple(_parse_entry(one) for one in fields["contexts"][:MAX_ENTRIES])
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"no index: {error!r}") from error
+        return cls(entries, fields["full"])
+
+
+def hints_of(chain: Sequence[bytes]) -> bytes:
+    """The leading bytes of each digest."""
+    return b"".join(digest[:_HINT_BYTES] for digest in chain)
+
+
+def _parse_entry(fields: Any) -> IndexEntry:
+    if not CONTEXT.fullmatch(fields["context"]) or not isinstance(fields["key"], str):
+        raise ValueError("no index: an entry is none")
+    return IndexEntry(fields["context"], fields["key"], bytes.fromhex(fields["hints"]))

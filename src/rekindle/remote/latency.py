@@ -1,0 +1,227 @@
+"""How fast the link is and how long a layer takes: the inputs of the schedule.
+
+`Bandwidth` is a window over the last transfers. `Roofline` predicts the seconds of a layer from three coefficients,
+none negative. `LayerCosts` collects timings while a session runs, fits a roofline when it ends, and stores it for this
+model on this machine.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from itertools import combinations
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.cache.cost import machine_and_model
+from rekindle.core.cells import CellGrid
+from rekindle.engine.base import Engine
+from rekindle.json_file import JsonMemo
+from rekindle.settings.folders import home_folder
+
+MIN_BANDWIDTH = 1.0  # bytes a second: speed of a dead link, to avoid dividing by 0
+_TRANSFERS = 16  # size of the window
+_FADE = 0.9  # weight of a transfer relative to the next newer one
+_TELLING = 4  # minimum transfers before one may count as a stall
+_STALLED = 4.0  # times slower than the others: a stall, if it is the only one
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSample:
+    """`size_bytes` arrived in `seconds`, ending at `at` of a monotonic clock."""
+
+    size_bytes: int
+    seconds: float
+    at: float
+
+
+class Bandwidth:
+    """A window over the last transfers. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._transfers: deque[TransferSample] = deque(maxlen=_TRANSFERS)
+        self._lock = threading.Lock()
+
+    def add(self, transfer: TransferSample) -> None:
+        """Add a transfer that has ended, also one that failed after some bytes."""
+        if transfer.seconds > 0 and transfer.size_bytes >= 0:
+            with self._lock:
+                self._transfers.append(transfer)
+
+    def bytes_per_second(self, underway: TransferSample | None = None) -> float | None:
+        """Speed of the link while in use; None until something was measured.
+
+        Pauses do not count, and parallel transfers count once. A single transfer far slower than the others is left out
+        as a stall. `underway` is an unfinished transfer: it counts as soon as it is slower than the others, so the
+        bandwidth of a dying link drops quickly.
+        """
+        with self._lock:
+            window = list(self._transfers)
+        rate = _rate(_without_stall(window)) if window else None
+        if underway is not None and underway.seconds > 0:
+            now = max(MIN_BANDWIDTH, underway.size_bytes / underway.seconds)
+            typical = np.median([transfer.seconds for transfer in window]) if window else 0.0
+            if rate is None:
+                return now if underway.size_bytes else None
+            if underway.seconds > _STALLED * typical:
+                return min(rate, max(now, rate * _STALLED * typical / underway.seconds))
+        return rate
+
+
+def _rate(transfers: Sequence[TransferSample]) -> float:
+    """Bytes per busy second, newer transfers weighted more."""
+    size = busy = 0.0
+    taken: list[tuple[float, float]] = []  # disjoint busy intervals, latest last
+    for transfer in sorted(transfers, key=lambda transfer: transfer.at):
+        start, stop = transfer.at - transfer.seconds, transfer.at
+        alone = transfer.seconds
+        while taken and taken[-1][1] >= start:
+            first, last = taken.pop()
+            alone -= last - max(first, start)
+            start = min(start, first)
+        taken.append((start, stop))
+        size, busy = _FADE * size + transfer.size_bytes, _FADE * busy + max(0.0, alone)
+    return max(MIN_BANDWIDTH, size / max(busy, 1e-9))
+
+
+def _without_stall(transfers: list[TransferSample]) -> list[TransferSample]:
+    """All transfers but the slowest, if it alone is far slower than the rest."""
+    if len(transfers) < _TELLING:
+        return transfers
+    slowest = max(transfers, key=lambda transfer: transfer.seconds / (transfer.size_bytes + 1))
+    others = [transfer for transfer in transfers if transfer is not slowest]
+    return others if _rate([slowest]) * _STALLED < min(_rate([other]) for other in others) else transfers
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTiming:
+    """Seconds that one layer took for `tokens` new tokens after `context` others."""
+
+    tokens: int
+    context: int
+    seconds: float
+
+
+class LayerModel(Protocol):
+    """Predicts how long a layer takes."""
+
+    def predict(self, tokens: int, context: int) -> float:
+        """The seconds of one layer."""
+
+
+def _pairs(tokens: float, context: float) -> float:
+    return tokens * (context + tokens / 2)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """`fixed + per_token * n + per_pair * n * (c + n / 2)`: weights are read, tokens projected, pairs attend."""
+
+    fixed: float
+    per_token: float
+    per_pair: float
+
+    @classmethod
+    def fit(cls, samples: Sequence[LayerTiming]) -> Roofline:
+        """The non-negative coefficients with the least relative error. Raises `ValueError` without samples."""
+        if not samples:
+            raise ValueError("nothing to fit")
+        features = np.array([(1.0, s.tokens, _pairs(s.tokens, s.context)) for s in samples])
+        scaled = features / np.array([s.seconds for s in samples])[:, None]
+        scale = np.maximum(np.abs(scaled).max(axis=0), 1e-300)  # equal column scales, for numerical stability
+        found = _never_negative(scaled / scale, np.ones(len(samples))) / scale
+        return cls(*found.tolist())
+
+    def predict(self, tokens: int, context: int) -> float:
+        """The seconds of one layer."""
+        return self.fixed + self.per_token * tokens + self.per_pair * _pairs(tokens, context)
+
+    @classmethod
+    def recalled(cls, remembered: object) -> Roofline | None:
+        """From stored coefficients; None if they are invalid."""
+        try:
+            fixed, per_token, per_pair = map(float, remembered)  # type: ignore[call-overload]
+        except (TypeError, ValueError):
+            return None
+        sound = all(0 <= c < math.inf for c in (fixed, per_token, per_pair))
+        return cls(fixed, per_token, per_pair) if sound else None
+
+
+def _never_negative(matrix: Floats, target: Floats) -> Floats:
+    """Non-negative least squares by trying all subsets of the few columns."""
+    width = matrix.shape[1]
+    best, least = np.zeros(width), float(np.square(target).sum())
+    for count in range(1, width + 1):
+        for chosen in combinations(range(width), count):
+            found = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)[0]
+            error = float(np.square(matrix[:, chosen] @ found - target).sum())
+            if (found >= 0).all() and error < least * (1 - 1e-9):
+                best, least = np.zeros(width), error
+                best[list(chosen)] = found
+    return best
+
+
+def cell_seconds(model: LayerModel, cells: CellGrid) -> Floats:
+    """[chunks, layers] seconds of each cell, all layers alike."""
+    rows = [model.predict(len(span), span.start) for span in cells.spans]
+    return np.repeat(np.array(rows)[:, None], cells.layers, axis=1)
+
+
+_MAX_MODELS = 64  # pairs of machine and model
+_MAX_SAMPLES, _MIN_SAMPLES = 400, 25
+_NEWS = 0.2  # share of samples that must be new for another fit
+
+
+class LayerCosts:
+    """Layer timings of this model on this machine. Thread-safe."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._name = machine_and_model(engine)
+        known = _remembered().recall(self._name)
+        known = known if isinstance(known, dict) else {}
+        self.model = Roofline.recalled(known.get("roofline"))
+        self._samples = deque(_samples(known.get("samples")), maxlen=_MAX_SAMPLES)
+        self._new = 0
+        self._lock = threading.Lock()
+
+    def learn(self, samples: Iterable[LayerTiming]) -> None:
+        with self._lock:
+            new = [sample for sample in samples if sample.seconds > 0]
+            self._samples.extend(new)
+            self._new += len(new)
+
+    def seconds(self, cells: CellGrid) -> Floats | None:
+        """[chunks, layers] seconds of each cell; None while unknown."""
+        return None if self.model is None else cell_seconds(self.model, cells)
+
+    def close(self) -> None:
+        """Fit and store a roofline for the next run, if there are enough new timings."""
+        with self._lock:
+            samples, new = list(self._samples), self._new
+            self._new = 0
+        if len(samples) < _MIN_SAMPLES or new < _NEWS * len(samples):
+            return
+        self.model = Roofline.fit(samples)
+        numbers = [[sample.tokens, sample.context, sample.seconds] for sample in samples]
+        _remembered().keep(self._name, {"roofline": astuple(self.model), "samples": numbers})
+
+
+def _samples(remembered: object) -> list[LayerTiming]:
+    found = []
+    for entry in remembered if isinstance(remembered, list) else []:
+        if isinstance(entry, list) and len(entry) == 3 and all(isinstance(n, int | float) for n in entry):
+            tokens, context, seconds = entry
+            if tokens > 0 and context >= 0 and seconds > 0:
+                found.append(LayerTiming(int(tokens), int(context), float(seconds)))
+    return found
+
+
+def _remembered() -> JsonMemo:
+    return JsonMemo(home_folder() / "layers.json", _MAX_MODELS)

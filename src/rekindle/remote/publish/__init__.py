@@ -1,0 +1,1 @@
+"""Publishing KV for others, and serving it."""

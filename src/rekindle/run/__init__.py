@@ -1,1 +1,0 @@
-"""Running requests: prompt, prefill, decode, and the session that holds them together."""

@@ -1,0 +1,117 @@
+"""Errors as OpenAI's clients expect them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from rekindle.errors import (
+    AdapterNotFound,
+    AdapterRefused,
+    Cancelled,
+    Closed,
+    ContextOverflow,
+    DocumentNotFound,
+    EntryNotFound,
+    InvalidSetting,
+    KnowledgeError,
+    KnowledgeUnusable,
+    LibraryFull,
+    ModelError,
+    ModelNotFound,
+    NothingKnown,
+    OutOfMemory,
+    PinRefused,
+    RekindleError,
+    RequestError,
+)
+
+log = logging.getLogger("rekindle.server")
+
+
+class ApiError(Exception):
+    """An error response."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's type of this error."""
+        by_status = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+        if self.status == 429:
+            return "rate_limit_error"
+        return by_status.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    @property
+    def outcome(self) -> str:
+        """The label in metrics: 4xx, 5xx."""
+        return f"{self.status // 100}xx"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The body, in OpenAI's format."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        body = json.dumps(self.as_dict(), ensure_ascii=False).encode("utf-8", "replace")
+        return Response(body, self.status, self.headers, media_type="application/json")
+
+
+def api_error_of(error: Exception) -> ApiError:
+    """The API error for an exception. An unexpected one is logged, and its details are not sent."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ContextOverflow):
+        return ApiError(400, str(error), code="context_length_exceeded", param="messages")
+    if isinstance(error, (RequestError, InvalidSetting, AdapterRefused)):
+        return ApiError(400, str(error))
+    if isinstance(error, (EntryNotFound, ModelNotFound, AdapterNotFound)):
+        return ApiError(404, str(error))
+    if isinstance(error, PinRefused):
+        return ApiError(409, str(error), code="pins_full")
+    if isinstance(error, KnowledgeError):
+        return _knowledge_problem(error)
+    if isinstance(error, (OutOfMemory, Closed)):
+        return ApiError(503, str(error), headers={"Retry-After": "5"})
+    if isinstance(error, Cancelled):
+        return ApiError(503, "The request was cancelled: the server is stopping, or its app was killed.")
+    if isinstance(error, (ModelError, RekindleError)):
+        log.error("%s", error)
+        return ApiError(500, str(error))
+    log.exception("A request failed.", exc_info=error)
+    return ApiError(500, "Something went wrong in the server; its log tells what.")
+
+
+def _knowledge_problem(error: KnowledgeError) -> ApiError:
+    if isinstance(error, DocumentNotFound):
+        advice = "GET /v1/rekindle/documents lists those there are."
+        return ApiError(404, f"There is no such document. {advice}", code="document_not_found")
+    if isinstance(error, NothingKnown):
+        advice = "Do that first: POST /v1/rekindle/documents."
+        return ApiError(404, f"Nothing was ingested yet. {advice}", code="nothing_known")
+    if isinstance(error, LibraryFull):
+        log.error("%s", error)  # it names a folder of this machine, so clients get another sentence
+        message = "The library is full: there is no room for more documents. Forget some, or ask who runs the server."
+        return ApiError(507, message, code="library_full")
+    log.error("%s", error)
+    if isinstance(error, KnowledgeUnusable):
+        message = "The library cannot be used now; the log of the server tells why."
+        return ApiError(503, message, code="library_unusable", headers={"Retry-After": "5"})
+    return ApiError(500, str(error))

@@ -1,0 +1,93 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from rekindle.core.reply import Reply, SampledToken, TextPiece
+from rekindle.server.call import Call, plan_header
+from rekindle.server.errors import ApiError
+from rekindle.server.job import ChoiceEvent, Finished
+from rekindle.server.openai.request import completion_requests, prompts_of, request_of_choice
+from rekindle.server.openai.response import completion_logprobs, new_id, rekindle_of, timings_of, usage_of
+from rekindle.server.schema import MAX_CHOICES, CompletionRequest
+
+_MAX_REPLIES = 8 * MAX_CHOICES
+
+
+async def answer_completion(call: Call, body: CompletionRequest) -> Response:
+    """The continuation of a text, whole or as a stream."""
+    adapter = call.adapter_of(body.model)
+    for prompt in prompts_of(body.prompt)[: _MAX_REPLIES + 1]:
+        call.check_tokens(prompt)
+    asked = completion_requests(body, call.caller.tenant, call.service.token_limit())
+    if not asked or len(asked) * body.n > _MAX_REPLIES:
+        raise ApiError(400, f"Give 1 to {_MAX_REPLIES // body.n} prompts.", param="prompt")
+    asked = [replace(request, adapter=adapter) for request in asked]
+    requests = [request_of_choice(request, number) for request in asked for number in range(body.n)]
+    events = call.service.answer(requests, call.caller, body)
+    head = {
+        "id": new_id("cmpl"),
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": adapter or call.service.model,
+    }
+    echoes = [_echo(call, prompt) if body.echo else "" for prompt in prompts_of(body.prompt) for _ in range(body.n)]
+    if body.stream:
+        first, rest = await call.begin(events)
+        return call.stream(_chunks(rest, call, body, head, echoes), first, rest)
+    planned, replies = await call.collect(events, len(requests))
+    choices = [_choice(number, reply, body, echoes[number]) for number, reply in enumerate(replies)]
+    stats = {"usage": usage_of(replies, len(asked)), "timings": timings_of(replies[0])}
+    about = rekindle_of(replies[0].reuse, call.ignored(body))
+    return JSONResponse({**head, "choices": choices, **stats, "rekindle": about}, headers=plan_header(planned))
+
+
+def _echo(call: Call, prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else call.service.session.engine.tokenizer.decode(prompt)
+
+
+def _choice(number: int, reply: Reply, body: CompletionRequest, echo: str) -> dict[str, Any]:
+    likely = None if body.logprobs is None else completion_logprobs(reply.logprobs, len(echo))
+    return {"index": number, "text": echo + reply.text, "logprobs": likely, "finish_reason": reply.finish_reason}
+
+
+async def _chunks(
+    events: AsyncGenerator[ChoiceEvent, None],
+    call: Call,
+    body: CompletionRequest,
+    head: Mapping[str, Any],
+    echoes: Sequence[str],
+) -> AsyncGenerator[Mapping[str, Any], None]:
+    written = [0 for _ in echoes]  # characters
+    sent = [0 for _ in echoes]  # tokens
+    replies: dict[int, Reply] = {}
+
+    def chunk(number: int, text: str, drawn: Sequence[SampledToken] = (), reason: str | None = None) -> dict[str, Any]:
+        likely = completion_logprobs(drawn, written[number]) if drawn else None
+        written[number] += len(text)
+        sent[number] += len(drawn)
+        return {
+            **head,
+            "choices": [{"index": number, "text": text, "logprobs": likely, "finish_reason": reason}],
+        }
+
+    for number, echo in enumerate(echoes):
+        if echo:
+            yield chunk(number, echo)
+    async for item in events:
+        if isinstance(item.event, TextPiece):
+            yield chunk(item.choice, item.event, item.event.logprobs)
+        elif isinstance(item.event, Finished):
+            reply = replies[item.choice] = item.event.reply
+            about = rekindle_of(reply.reuse, call.ignored(body))
+            last = chunk(item.choice, "", reply.logprobs[sent[item.choice] :], reply.finish_reason)
+            yield {**last, "timings": timings_of(reply), "rekindle": about}
+    if body.stream_options is not None and body.stream_options.include_usage:
+        ordered = [replies[number] for number in sorted(replies)]
+        yield {**head, "choices": [], "usage": usage_of(ordered, len(ordered) // body.n)}

@@ -1,0 +1,229 @@
+"""From the body of an HTTP request to a request of the session."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from rekindle.core.grammar import Grammar
+from rekindle.core.request import Message, Options, PromptLike, Request
+from rekindle.server.errors import ApiError
+from rekindle.server.schema import (
+    MAX_SALT,
+    AskRequest,
+    CacheBody,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    DocumentText,
+    PromptRequest,
+    RequestBody,
+    SamplingBody,
+)
+from rekindle.session.ask import AskOptions
+
+_Body = TypeVar("_Body", bound=RequestBody)
+_SEEDS = 2**64
+
+
+def parse(kind: type[_Body], body: bytes) -> _Body:
+    """Validate a body. Raises `ApiError` 400 that names the first wrong field.
+
+    The parser refuses surrogates, and nesting of more than 200 levels.
+    """
+    try:
+        return kind.model_validate_json(body or b"null")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "json_invalid":
+            raise ApiError(400, f"The body is not JSON: {first['msg']}.") from None
+        raise ApiError(400, f"{where or 'The body'}: {first['msg']}.", param=where or None) from None
+
+
+def salt_of(body: RequestBody | None, query: Mapping[str, str]) -> str | None:
+    """The cache salt of a call: from its body if it has one, else from the query. Raises `ApiError` 400."""
+    salt = query.get("cache_salt") if body is None else getattr(body, "cache_salt", None)
+    if isinstance(salt, str) and len(salt) > MAX_SALT:
+        raise ApiError(400, f"cache_salt has up to {MAX_SALT:,} characters.", param="cache_salt")
+    return salt if isinstance(salt, str) else None
+
+
+def salt_of_refused(body: bytes) -> str | None:
+    """The cache salt of a refused body, so that metrics count it where it belongs."""
+    try:
+        parsed = from_json(body)
+    except ValueError:
+        return None
+    salt = parsed.get("cache_salt") if isinstance(parsed, dict) else None
+    return salt if isinstance(salt, str) else None
+
+
+def chat_request(body: ChatRequest, tenant: str, token_limit: int) -> Request:
+    """The session's request of a chat. Raises `RequestError` and `ApiError`."""
+    options = _options(body, tenant, token_limit, body.max_completion_tokens)
+    if body.logprobs:
+        options["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs=true.", param="top_logprobs")
+    if body.tools:
+        options["tools"] = body.tools
+        if body.tool_choice is not None:
+            options["tool_choice"] = body.tool_choice
+        options["parallel_tool_calls"] = body.parallel_tool_calls is not False
+    elif body.tool_choice not in (None, "none", "auto"):
+        raise ApiError(400, "tool_choice needs tools. Send them along.", param="tool_choice")
+    if body.prediction is not None:
+        options["drafts"] = [_text_of(body.prediction.content) or ""]
+    if body.rekindle is not None and body.rekindle.answers is not None:
+        options["answers"] = body.rekindle.answers
+    if body.rekindle is not None and body.rekindle.reuse is not None:
+        options.setdefault("reuse", body.rekindle.reuse)
+    if body.rekindle is not None and body.rekindle.documents:
+        options["documents"] = documents_of(body.rekindle.documents, "rekindle.documents")
+        if body.rekindle.knowledge is not None:
+            raise ApiError(400, "Give either documents or knowledge.", param="rekindle.knowledge")
+    return Request.of(messages_of(body.messages), **options)
+
+
+def documents_of(given: Sequence[str | DocumentText], field: str) -> list[dict[str, str]]:
+    """Documents as the session takes them. Raises `ApiError` 400 that names an empty one."""
+    found = []
+    for number, item in enumerate(given):
+        text = item if isinstance(item, str) else item.content
+        if not text.strip():
+            message = "It has no text. Give one, as a text or as {'text': ..., 'title': ...}."
+            raise ApiError(400, f"{field}.{number}: {message}", param=f"{field}.{number}")
+        about = {} if isinstance(item, str) else item.model_dump(include={"title", "source"}, exclude_none=True)
+        found.append({"text": text, **about})
+    return found
+
+
+def last_user_text(body: ChatRequest) -> str:
+    """The last message of the user, to search the library with. Raises `ApiError` 400 if it is empty."""
+    texts = [_text_of(message.content) for message in body.messages if message.role == "user"]
+    if not texts or not (texts[-1] or "").strip():
+        raise ApiError(400, "The user said nothing that could be looked for.", param="messages")
+    return str(texts[-1])
+
+
+def ask_options(body: AskRequest, tenant: str, token_limit: int) -> AskOptions:
+    """The options of `Session.ask` for a question."""
+    options: dict[str, Any] = {**_options(body, tenant, token_limit, None)}
+    options |= {"top_k": body.top_k, "retrieval": body.retrieval}  # passages, not tokens to draw from
+    if body.temperature is None:
+        options["temperature"] = 0.0
+    if body.instructions is not None:
+        options["instructions"] = body.instructions
+    if body.answers is not None:
+        options["answers"] = body.answers
+    if body.reuse is not None:
+        options.setdefault("reuse", body.reuse)
+    return cast(AskOptions, options)
+
+
+def completion_requests(body: CompletionRequest, tenant: str, token_limit: int) -> list[Request]:
+    """The session's requests of a completion, one for each prompt."""
+    if body.suffix:
+        raise ApiError(400, "suffix is not supported: this server continues texts. Leave it out.", param="suffix")
+    if body.best_of is not None and body.best_of != body.n:
+        raise ApiError(400, "best_of is not supported. Leave it out, or make it equal to n.", param="best_of")
+    if body.echo and body.logprobs is not None:
+        raise ApiError(400, "echo with logprobs is not supported. Leave one of them out.", param="echo")
+    options = _options(body, tenant, token_limit, None)
+    if body.logprobs is not None:
+        options["logprobs"] = body.logprobs
+    return [Request.of(prompt, **options) for prompt in prompts_of(body.prompt)]
+
+
+def prompt_request(body: PromptRequest, tenant: str) -> Request:
+    """A request that only prefills a prompt."""
+    if (body.messages is None) == (body.prompt is None):
+        raise ApiError(400, "Give either messages or a prompt.", param="messages")
+    prompt: PromptLike = messages_of(body.messages) if body.messages is not None else body.prompt or ""
+    options: Options = {**_cache_options(body, tenant), "max_tokens": 0}
+    return Request.of(prompt, **options)
+
+
+def prompts_of(given: str | Sequence[Any]) -> list[PromptLike]:
+    """One prompt or several: texts, or lists of token ids."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return [given]
+    return list(given)
+
+
+def request_of_choice(request: Request, number: int) -> Request:
+    """The request of the n-th choice: with a seed, each choice gets its own."""
+    seed = request.sampling.seed
+    if number == 0 or seed is None:
+        return request
+    return replace(request, sampling=replace(request.sampling, seed=(seed + number) % _SEEDS))
+
+
+def messages_of(messages: Sequence[ChatMessage]) -> list[Message | Mapping[str, Any]]:
+    """Messages as the session takes them: content parts are joined."""
+    return [
+        {"role": message.role, "content": _text_of(message.content), **(message.model_extra or {})}
+        for message in messages
+    ]
+
+
+def _text_of(content: str | list[dict[str, Any]] | None) -> str | None:
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        if part.get("type") not in ("text", "input_text") or not isinstance(part.get("text"), str):
+            kind = json.dumps(part.get("type"))[:50]
+            raise ApiError(400, f"A part of type {kind} is not supported: only text is.", param="messages")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _options(body: SamplingBody, tenant: str, token_limit: int, wanted_tokens: int | None) -> Options:
+    options = _cache_options(body, tenant)
+    chosen = body.max_tokens if wanted_tokens is None else wanted_tokens
+    options["max_tokens"] = token_limit if chosen is None else min(chosen, token_limit)
+    options["temperature"] = 1.0 if body.temperature is None else float(body.temperature)
+    for name in ("top_p", "min_p", "repetition_penalty", "min_tokens"):
+        if (value := getattr(body, name)) is not None:
+            options[name] = value
+    if body.top_k is not None and body.top_k > 0:
+        options["top_k"] = body.top_k
+    if body.seed is not None:
+        options["seed"] = body.seed % _SEEDS
+    if body.stop:
+        options["stop"] = body.stop
+    grammar = _grammar(body)
+    if grammar is not None:
+        options["grammar"] = grammar
+    return options
+
+
+def _grammar(body: SamplingBody) -> Grammar | None:
+    form = body.response_format
+    if form is None or form.type == "text":
+        return None if not body.grammar else Grammar.gbnf(body.grammar)
+    if body.grammar:
+        raise ApiError(400, "Give either a grammar or a response_format.", param="grammar")
+    if form.type == "json_object":
+        return Grammar.json_object()
+    if form.json_schema is None:
+        raise ApiError(400, "response_format json_schema needs a json_schema.", param="response_format.json_schema")
+    return Grammar.json_schema(form.json_schema.body)
+
+
+def _cache_options(body: CacheBody, tenant: str) -> Options:
+    options: Options = {"tenant": tenant}
+    if body.cache_salt is not None:
+        options["cache_salt"] = body.cache_salt
+    if body.cache_prompt is False:
+        options["reuse"] = "off"
+    if body.app_id:  # session_id, user and so on are not apps: nothing says when they end
+        options |= {"app": body.app_id, "app_state": body.app_state}
+    return options

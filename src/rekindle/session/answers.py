@@ -1,0 +1,247 @@
+"""Earlier answers to the questions of a session: when they are looked up, given, checked, and kept.
+
+consult   a question whose passages were found: the stored answer that may be given, drafts for the model to check
+keep      the question with its answer, in the background
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from rekindle.answers.bank import AnswerBank, AnswerText, BankLookup, BankQuestion, SimilarQuestion
+from rekindle.core.identity import Identity, digest_of_fields
+from rekindle.core.reply import QuestionOrigin, Reply, StoredAnswer
+from rekindle.core.request import MAX_DRAFTS, AnswersWay, Request, ReuseLevel
+from rekindle.core.size import parse_limit
+from rekindle.engine.base import Engine
+from rekindle.engine.lora_manager import LoraManager
+from rekindle.errors import InvalidSetting, RekindleError
+from rekindle.knowledge.retrieve import Retrieval, RetrievalResult
+from rekindle.session.draft import MIN_RUN
+from rekindle.session.library import INSTRUCTIONS, Knowledge
+from rekindle.settings import Settings
+
+log = logging.getLogger("rekindle.answers")
+
+_MAX_BANKS = 32
+
+
+@dataclass(frozen=True)
+class Consulted:
+    """A question that the bank was asked about."""
+
+    bank: AnswerBank
+    question: BankQuestion
+    found: BankLookup
+    tokenizer: str
+    level: ReuseLevel  # of the request, and so of what is stored for it
+    direct: AnswerText | None = None
+
+    def used(self, reply: Reply) -> SimilarQuestion | None:
+        """The earlier answer that took part: the one that was given, else the draft that the reply begins like."""
+        if self.direct is not None:
+            return self.found.direct
+        if not reply.usage.drafted_tokens:
+            return None
+        best = max(self.found.drafts, key=lambda near: _common(near, reply), default=None)
+        return best if best is not None and _common(best, reply) >= MIN_RUN else None
+
+    def stored(self, reply: Reply) -> StoredAnswer | None:
+        """What to say of it in an answer; None if it had no part in it."""
+        near = self.used(reply)
+        if near is None or near.entry.answer is None:
+            return None
+        saved = near.entry.answer.seconds if self.direct is not None else None
+        way = "direct" if self.direct is not None else "verified"
+        entry = near.entry
+        return StoredAnswer(way, entry.question, entry.origin, entry.made, near.similarity, saved)  # type: ignore[arg-type]
+
+
+class Answers:
+    """The banks of a session. Used from several threads."""
+
+    def __init__(
+        self, settings: Settings, knowledge: Knowledge, adapters: LoraManager, engine: Callable[[], Engine]
+    ) -> None:
+        """Raises `InvalidSetting`: later, what is wrong with a bank would only mean that there is none."""
+        threshold = settings.similarity_threshold
+        if not 0.0 <= threshold <= 1.0:
+            raise InvalidSetting(f"similarity_threshold={threshold} makes no sense. Use a number from 0 to 1.")
+        self._limit = parse_limit(settings.answers_limit)
+        self._settings = settings
+        self._knowledge = knowledge
+        self._adapters = adapters
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._banks: dict[str, AnswerBank] = {}
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="rekindle-answers")
+        self._writing: set[Future[None]] = set()
+
+    def bank(self, tenant: str | None = None, salt: str | None = None) -> AnswerBank:
+        """The bank of a tenant; the session's own unless another is named."""
+        library = self._knowledge.library(tenant, salt)
+        with self._lock:
+            bank = self._banks.pop(str(library.path), None)
+            if bank is None or bank.library is not library:
+                embedder = self._knowledge.embedder()
+                disk = shutil.disk_usage(library.path.parent).total
+                limit = self._limit.resolve(disk)
+                bank = AnswerBank(library, embedder.digest, embedder.dimensions, limit_bytes=limit, soon=self._soon)
+            self._banks[str(library.path)] = bank
+            while len(self._banks) > _MAX_BANKS:
+                del self._banks[next(iter(self._banks))]
+        return bank
+
+    def way(self, request: Request) -> AnswersWay:
+        """How earlier answers may take part in a request."""
+        return request.answers or self._settings.answers
+
+    def heeds(self, request: Request) -> bool:
+        """Whether earlier answers may take part in a request: they are texts, and say nothing else."""
+        plain = request.grammar is None and not request.tools and request.logprobs is None
+        return self.way(request) != "off" and plain and request.max_tokens > 0
+
+    def consult(
+        self,
+        text: str,
+        request: Request,
+        retrieved: RetrievalResult,
+        *,
+        top_k: int,
+        instructions: str | None,
+        generation: int,
+    ) -> Consulted | None:
+        """Ask the bank about a question whose passages were found; `generation` is the library's from before that.
+
+        None if it cannot be asked: then the model answers, as if there were none.
+        """
+        try:
+            question = self._question(text, request, retrieved, top_k, instructions, generation)
+            bank, tokenizer = self.bank(request.tenant, request.cache_salt), self._identity().tokenizer
+            found = self._look(bank, question, request)
+        except (RekindleError, OSError, ValueError) as error:
+            log.warning("Earlier answers cannot be used: %s", error)
+            return None
+        direct = None if found.direct is None else _whole(found.direct.entry.answer, request, self._engine())
+        return Consulted(bank, question, found, tokenizer, request.reuse or self._settings.reuse, direct)
+
+    def _question(
+        self,
+        text: str,
+        request: Request,
+        retrieved: RetrievalResult,
+        top_k: int,
+        instructions: str | None,
+        generation: int,
+    ) -> BankQuestion:
+        vector = retrieved.vector
+        if vector is None:
+            vector = self._knowledge.embedder().embed([text]).vectors[0]
+        return BankQuestion(
+            text.strip(),
+            vector,
+            self._terms(request, instructions, f"{top_k} {retrieved.retrieval}"),
+            top_k,
+            retrieved.retrieval,
+            tuple(hit.chunk.id for hit in retrieved.hits),
+            tuple({hit.chunk.document for hit in retrieved.hits}),
+            generation,
+        )
+
+    def _look(self, bank: AnswerBank, question: BankQuestion, request: Request) -> BankLookup:
+        threshold = self._settings.similarity_threshold if self.way(request) == "direct" else None
+        retrieve = self.retrieving(request.tenant, request.cache_salt)
+        return bank.lookup(question, retrieve, threshold)
+
+    def drafting(self, request: Request, consulted: Consulted | None) -> Request:
+        """The request, with the drafts that were found."""
+        if consulted is None:
+            return request
+        drafts: list[str | tuple[int, ...]] = []
+        for near in consulted.found.drafts:
+            answer = near.entry.answer
+            if answer is not None:
+                drafts.append(answer.tokens if answer.tokenizer == consulted.tokenizer else answer.text)
+        return replace(request, drafts=(*request.drafts, *drafts)[:MAX_DRAFTS])
+
+    def keep(self, consulted: Consulted, reply: Reply, seconds: float, origin: QuestionOrigin = "user") -> None:
+        """Keep a question with its answer, soon; what an earlier answer saved is counted."""
+        near = consulted.used(reply)
+        if consulted.direct is not None:
+            answer = None  # the true one is found when idle
+        else:
+            answer = AnswerText(reply.text, reply.tokens, consulted.tokenizer, reply.finish_reason, seconds)
+
+        def work() -> None:
+            consulted.bank.keep(consulted.question, answer, origin)
+            if near is not None and near.entry.answer is not None:
+                consulted.bank.record_use(near.entry.id, max(0.0, near.entry.answer.seconds - seconds))
+
+        self._soon(work)
+
+    def retrieving(self, tenant: str | None, salt: str | None) -> Callable[[str, int, Retrieval], Sequence[int]]:
+        """What finds the passages for a question now."""
+
+        def retrieve(question: str, top_k: int, retrieval: Retrieval) -> Sequence[int]:
+            found = self._knowledge.search(question, top_k, retrieval, tenant=tenant, cache_salt=salt)
+            return [hit.chunk.id for hit in found.hits]
+
+        return retrieve
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything is kept; False if that takes longer."""
+        with self._lock:
+            waiting = set(self._writing)
+        return not wait(waiting, timeout_seconds).not_done
+
+    def close(self) -> None:
+        """Keep what is waiting. Idempotent."""
+        self._writer.shutdown(wait=True)
+
+    def _soon(self, work: Callable[[], None]) -> None:
+        def safely() -> None:
+            try:
+                work()
+            except RekindleError as error:
+                log.warning("An answer could not be kept: %s", error)
+
+        with self._lock:
+            self._writing = {future for future in self._writing if not future.done()}
+            with suppress(RuntimeError):  # the session was closed meanwhile
+                self._writing.add(self._writer.submit(safely))
+
+    def _identity(self) -> Identity:
+        engine = self._engine()
+        return engine.identity(engine.regime(1))
+
+    def _terms(self, request: Request, instructions: str | None, retrieval: str) -> str:
+        """A digest of what an answer depends on beside the question and its passages."""
+        drawn = replace(request.sampling, seed=None)
+        level = request.reuse or self._settings.reuse
+        adapter = self._adapters.digest(request.adapter) or ""
+        asked = (instructions or INSTRUCTIONS, retrieval, repr(drawn), repr(request.stop), str(request.min_tokens))
+        return digest_of_fields("rekindle/answer/1", self._identity().digest, adapter, level, *asked)
+
+
+def _common(near: SimilarQuestion, reply: Reply) -> int:
+    """How many tokens a reply begins with that an earlier answer begins with, too."""
+    tokens = () if near.entry.answer is None else near.entry.answer.tokens
+    return next(
+        (place for place, pair in enumerate(zip(tokens, reply.tokens, strict=False)) if pair[0] != pair[1]),
+        min(len(tokens), len(reply.tokens)),
+    )
+
+
+def _whole(answer: AnswerText | None, request: Request, engine: Engine) -> AnswerText | None:
+    """A stored answer, if the request would have let the model write all of it, and no more than it."""
+    if answer is None:
+        return None
+    if answer.finish == "stop":
+        return answer if len(answer.tokens) <= request.max_tokens else None
+    return answer if len(answer.tokens) == min(request.max_tokens, engine.context_tokens) else None

@@ -1,0 +1,175 @@
+"""Questions about documents: retrieve, quote, answer, and tell the sources.
+
+The order of the passages is the retrieval's, never the cache's. What the prompt shares with earlier ones, the system
+prompt and the longest run of equal passages, is reused like any other beginning.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from rekindle.cache.prefill import IsCancelled
+from rekindle.core.keys import token_bytes
+from rekindle.core.reply import Answer, AnswerSource, Reply, Reuse, TextPiece, Timings, Usage
+from rekindle.core.request import MessageLike, ReplyOptions, Request
+from rekindle.engine.fairness import CURRENT, IDLE
+from rekindle.knowledge.library import Library
+from rekindle.knowledge.retrieve import Retrieval, RetrievalResult
+from rekindle.session.answers import Consulted
+from rekindle.session.prompt import PromptTokens
+from rekindle.session.reply_stream import ReplyStream
+from rekindle.session.reply_stream import Run as Running
+from rekindle.store.tiered import TieredStore
+
+Keeping = Callable[[Consulted, Reply, float], None]
+
+
+class AskOptions(ReplyOptions, total=False):
+    """The keyword arguments of `Session.ask`. `top_k` is how many passages, not how many tokens to draw from.
+
+    `messages` is a chat that is answered in place of the question, which is then only what is looked for.
+    """
+
+    top_k: int
+    retrieval: Retrieval
+    instructions: str | None
+    messages: Sequence[MessageLike]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A question whose passages were found: what to ask the model, and what its sources are."""
+
+    question: str
+    request: Request
+    retrieved: RetrievalResult
+    sources: tuple[AnswerSource, ...]
+    prompt_tokens: int
+    consulted: Consulted | None = None  # what is known of earlier answers, if they may take part
+
+    @property
+    def given(self) -> Reply | None:
+        """The stored answer, if it is to be given at once."""
+        text = None if self.consulted is None else self.consulted.direct
+        if text is None:
+            return None
+        usage = Usage(self.prompt_tokens, len(text.tokens), quoted_passages=len(self.sources))
+        assert self.consulted is not None
+        reuse = Reuse(self.consulted.level, computed=0)
+        return Reply(text.text, text.tokens, text.finish, usage, Timings(0.0, 0.0, None), reuse)
+
+    def answer(self, reply: Reply, seconds: float) -> Answer:
+        """The reply with its sources; `seconds` went by before the model was asked."""
+        parts = {part.name: getattr(reply, part.name) for part in fields(Reply)}
+        timings = replace(reply.timings, first_token_seconds=reply.timings.first_token_seconds + seconds)
+        return Answer(
+            **{**parts, "timings": timings},
+            question=self.question,
+            sources=self.sources,
+            retrieval=self.retrieved.retrieval,
+            retrieve_seconds=self.retrieved.seconds,
+            left_out=len(self.retrieved.hits) - len(self.sources),
+            stored=None if self.consulted is None else self.consulted.stored(reply),
+            refused=None if self.consulted is None else self.consulted.found.refused,
+        )
+
+
+class AnswerStream(ReplyStream):
+    """Pieces of an answer as they are decoded. `sources` are known before the first one."""
+
+    def __init__(self, prepared: Prepared, run: Running, started: float, keep: Keeping) -> None:
+        super().__init__(lambda cancelled: _answering(prepared, run, cancelled, started, keep))
+        self.request = prepared.request
+        self.sources = prepared.sources
+        self.retrieved = prepared.retrieved
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer; reads what is left of the stream first."""
+        reply = self.reply
+        assert isinstance(reply, Answer)
+        return reply
+
+
+def sources_of(retrieved: RetrievalResult, prompt: PromptTokens) -> tuple[AnswerSource, ...]:
+    """The passages that stand in a prompt, numbered as there."""
+    return tuple(
+        AnswerSource(
+            number, hit.chunk.name, hit.chunk.source, hit.chunk.title, hit.chunk.passage.shown, hit.score, used.cut
+        )
+        for number, used in enumerate(prompt.quoted, start=1)
+        for hit in (retrieved.hits[used.index],)
+    )
+
+
+def sources_then(consulted: Consulted) -> tuple[AnswerSource, ...]:
+    """The passages that a stored answer came from, as it numbers them; none of them is gone, or it were not given."""
+    near = consulted.found.direct
+    assert near is not None
+    chunks = consulted.bank.library.chunks(near.entry.evidence)
+    kept = [chunks[id] for id in near.entry.evidence if id in chunks]
+    return tuple(
+        AnswerSource(number, chunk.name, chunk.source, chunk.title, chunk.passage.shown, near.similarity)
+        for number, chunk in enumerate(kept, start=1)
+    )
+
+
+class Evidence:
+    """The passages of a library in a prompt. Sees to it that no KV of them outlives them. A job for the keeper.
+
+    Before KV of them is kept, their tokens are noted in the library, so that `forget` finds it. Should they be
+    removed before it is listed, it is not listed.
+    """
+
+    def __init__(self, library: Library, tokenizer: str, tokens: Mapping[int, bytes]) -> None:
+        self._library = library
+        self._tokenizer = tokenizer
+        self._tokens = tokens
+        self._counts = CURRENT.get() is not IDLE  # what nobody asked for says nothing of what is used
+        self.allows = False  # whether KV of it may be kept
+
+    @classmethod
+    def of(cls, library: Library, tokenizer: str, request: Request, prompt: PromptTokens) -> Evidence | None:
+        """What of a library stands in a prompt; None if nothing does."""
+        tokens: dict[int, bytes] = {}
+        for used in prompt.quoted:
+            chunk = request.quotes[used.index].chunk
+            if chunk is not None:
+                tokens[chunk] = token_bytes(prompt.tokens[used.span.start : used.span.stop])
+        return cls(library, tokenizer, tokens) if tokens else None
+
+    def do(self, store: TieredStore) -> str:  # noqa: ARG002  (a job gets it)
+        """Note the tokens, and count that the passages were used."""
+        self.note()
+        if self.allows and self._counts:
+            self._library.note_retrieved(list(self._tokens))
+        return "noted"
+
+    def note(self) -> None:
+        """Note the tokens: KV of them may be kept then, unless one of the passages is gone."""
+        self.allows = self._library.note_tokens(self._tokenizer, self._tokens)
+
+    def present(self) -> bool:
+        """Whether all of the passages are still there."""
+        return self._library.has_passages(self._tokens)
+
+    def detached_bytes(self) -> int:
+        """Next to nothing."""
+        return 0
+
+
+def _answering(
+    prepared: Prepared, run: Running, cancelled: IsCancelled, started: float, keep: Keeping
+) -> Generator[TextPiece, None, Reply]:
+    """Give the stored answer, or let the model write one; then keep it."""
+    before = time.perf_counter() - started
+    reply = prepared.given
+    if reply is not None:
+        yield TextPiece(reply.text)
+    else:
+        reply = yield from run(cancelled)
+    if prepared.consulted is not None:
+        keep(prepared.consulted, reply, time.perf_counter() - started)
+    return prepared.answer(reply, before)

@@ -1,0 +1,1 @@
+"""What a model needs where answers may be nearly the same, measured: `rekindle calibrate`."""

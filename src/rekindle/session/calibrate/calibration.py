@@ -1,0 +1,177 @@
+"""`rekindle calibrate`: what a model needs where answers may be nearly the same, measured and kept for its sessions.
+
+budget  the share of reused passages' tokens that is recomputed under `approximate`    session/calibrate/budget
+bits    how many bits the KV of each layer gets under `near`                             session/calibrate/bits
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rekindle.cache.coders import remember_coder
+from rekindle.chunks.match import remember_budgets
+from rekindle.chunks.select import OURS
+from rekindle.codec.bits import BitPlan
+from rekindle.engine.base import Engine
+from rekindle.engine.load import EngineOptions, load_engine
+from rekindle.engine.lora_files import read_adapter
+from rekindle.errors import InvalidSetting
+from rekindle.session.calibrate.bits import Advance, FoundBits, codes_kv, find_bits
+from rekindle.session.calibrate.budget import FoundBudget, find_budget
+from rekindle.session.calibrate.prompts import read_questions, read_texts
+from rekindle.settings import Settings
+from rekindle.settings.keywords import SettingsLike
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+PROMPTS = 24  # at most; twelve come with the package
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was found for a model, and kept. None where its engine cannot do it; `notes` say why, in sentences."""
+
+    model: str
+    budget: FoundBudget | None
+    bits: FoundBits | None
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def summary(self) -> str:
+        """One sentence: what sessions of this model do from now on."""
+        parts = []
+        if self.budget is not None:
+            parts.append(f"compute {self.budget.budget:.0%} of the tokens of reused passages anew (reuse=approximate)")
+        if self.bits is not None:
+            kept = [self.bits.kept("whole"), self.bits.kept("difference")]
+            sizes = [f"{one.bits:.1f} bits a number" for one in kept if one is not None]
+            parts.append(f"keep KV with {', differences of adapters with '.join(sizes)} (reuse=near)")
+        return f"From now on sessions of {self.model} {' and '.join(parts)}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        bits: dict[str, Any] | None = None
+        if self.bits is not None:
+            bits = {"tried": [asdict(one) | {"quantized": one.near} for one in self.bits.tried]}
+            for name, plan in (("whole_plan", self.bits.coder.whole), ("delta_plan", self.bits.coder.delta)):
+                layers = plan.layers if isinstance(plan, BitPlan) else ()
+                bits[name] = [[layer.keys, layer.values] for layer in layers]
+        return {
+            "model": self.model,
+            "budget": None if self.budget is None else asdict(self.budget),
+            "bits": bits,
+            "notes": list(self.notes),
+            "summary": self.summary,
+            "seconds": round(self.seconds, 1),
+        }
+
+
+def calibrate(
+    model: str | os.PathLike[str] | Engine,
+    *,
+    quality: float = 0.9,
+    adapters: str | os.PathLike[str] | None = None,
+    data: str | os.PathLike[str] | None = None,
+    prompts: int = PROMPTS,
+    progress: Advance | None = None,
+    **settings: Unpack[SettingsLike],
+) -> Calibration:
+    """Measure a model, and keep what was found for every session of it that is opened from now on.
+
+    model      as for `Session`
+    quality    how near answers from reused passages must be to the full computation: ROUGE-L of their tokens, up to 1
+    adapters   a folder that PEFT saved, or one of such folders: differences under adapters are measured with them
+    data       a folder of your own material: `.jsonl` files with `question` and `contexts` ([{title, text}]), and
+               `.txt` and `.md` files; what it lacks comes from a sample in the package
+    prompts    so many questions at most
+    progress   called with a word on each part before it begins
+
+    Takes minutes with a small model. Raises as `Session` does, and `InvalidSetting` where the engine can do neither.
+    """
+    if not 0.0 < quality <= 1.0:
+        raise InvalidSetting(f"quality={quality} is out of range: use a ROUGE-L above 0, up to 1, for example 0.9.")
+    if prompts < 2:
+        raise InvalidSetting(f"prompts={prompts} is too few: passages of one prompt come from another. Use 2 or more.")
+    folders = () if adapters is None else adapter_folders(Path(adapters))
+    advance = progress or _say_nothing
+    if isinstance(model, (str, os.PathLike)):
+        advance("load the model")
+        engine = load_engine(os.fspath(model), EngineOptions.of(Settings.load(settings)))
+        try:
+            return _calibrate(engine, quality, folders, None if data is None else Path(data), prompts, advance)
+        finally:
+            engine.close()
+    return _calibrate(model, quality, folders, None if data is None else Path(data), prompts, advance)
+
+
+def adapter_folders(folder: Path) -> tuple[Path, ...]:
+    """The adapters in a folder: itself, or the folders in it. Raises `InvalidSetting` if there are none."""
+    found = sorted(path.parent for path in (*folder.glob("adapter_config.json"), *folder.glob("*/adapter_config.json")))
+    if not found:
+        raise InvalidSetting(f"--adapters {folder} has no adapters that PEFT saved (folders with adapter_config.json).")
+    return tuple(found)
+
+
+def _calibrate(
+    engine: Engine, quality: float, folders: Sequence[Path], data: Path | None, prompts: int, advance: Advance
+) -> Calibration:
+    started = time.perf_counter()
+    notes = []
+    if folders and not engine.capabilities.adapters:
+        raise InvalidSetting(f"{engine.name} takes no adapters with this engine: leave --adapters out.")
+    budget = bits = None
+    if engine.capabilities.recompute == "none" or not engine.capabilities.spans:
+        notes.append(f"{engine.name} cannot reuse passages of other prompts: there is no budget to find.")
+    else:
+        questions = read_questions(data)
+        if not questions:
+            notes.append(f"{data} has no .jsonl files with question and contexts: the budget is found with the sample.")
+            questions = read_questions(None)
+        budget = find_budget(engine, questions, quality, prompts, advance)
+        if budget is None:
+            notes.append(f"The questions do not fit the {engine.context_tokens} tokens of {engine.name}: no budget.")
+        else:
+            remember_budgets(engine, {budget.recompute_policy: budget.budget, OURS: budget.budget})
+            notes += _about_budget(engine, budget)
+    if not codes_kv(engine):
+        why = engine.capabilities.opaque or "this engine quantizes its KV itself"
+        notes.append(f"The bits of {engine.name} stay as they are: {why}.")
+    else:
+        texts = read_texts(data)
+        if not texts:
+            notes.append(f"{data} has no texts: bits are chosen with the sample.")
+            texts = read_texts(None)
+        bits = find_bits(engine, texts, [read_adapter(folder) for folder in folders], advance)
+        remember_coder(engine, bits.coder)
+        notes += [
+            f"Even {one.bits:.1f} bits a number change answers more than they should: prefer reuse=exact."
+            for one in (bits.kept("whole"), bits.kept("difference"))
+            if one is not None and not one.near
+        ]
+        if not folders:
+            notes.append("Differences of adapters stay as they were: --adapters names some to measure with.")
+    if budget is None and bits is None:
+        raise InvalidSetting(" ".join(notes))
+    return Calibration(engine.name, budget, bits, tuple(notes), time.perf_counter() - started)
+
+
+def _about_budget(engine: Engine, found: FoundBudget) -> list[str]:
+    notes = []
+    if engine.capabilities.recompute == "leading":
+        notes.append("This engine cannot recompute chosen tokens: the first ones of each passage are.")
+    if not found.reached:
+        best = max(one.rouge_l for one in found.tried)
+        most = found.tried[-1].budget
+        notes.append(f"Up to a budget of {most:g} the quality is {best:.3f} at best: passages are computed whole.")
+    return notes
+
+
+def _say_nothing(_: str) -> None:
+    pass

@@ -1,0 +1,267 @@
+"""Reuse by checkpoint, for models whose state cannot be cut: recurrent, hybrid, sliding-window ones.
+
+    prompt       [system ...........][user ......][assistant ...][user ....]..reply..
+    checkpoints                     ^            ^              ^         ^         ^    where messages end
+
+A checkpoint is the whole state after some first tokens, and can only be restored whole. It is kept as pages, each of
+which stands where the KV of a token would: so limits, tiers, digests and crashes are the store's business as ever. The
+chain that the pages hang on begins with a digest of all the tokens and their number, so the checkpoints of a KV space
+can be listed, and one is found by exactly its tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rekindle.cache.context import Context
+from rekindle.cache.lookup import CacheLookup
+from rekindle.cache.matches import Found, Matches
+from rekindle.cache.planner import PrefillSteps, make_plan
+from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult, TimedFeed
+from rekindle.cache.writer import WriteJob
+from rekindle.core.keys import TOKEN_BYTES, KvSpace, token_bytes
+from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
+from rekindle.core.plan import Plan, Tier
+from rekindle.core.scope import Asker
+from rekindle.errors import KvLost
+from rekindle.session.prefix_cache import EARLY_TOKENS, PrefixCache
+from rekindle.store.prefix_index import Match
+from rekindle.store.tiered import TieredStore
+
+GRID_TOKENS = 512  # where a text without messages is kept
+_MAX_PLACES = 4  # of one prompt
+_APART_TOKENS = 32  # a checkpoint nearer to the next one is not worth its time
+_PENDING_SECONDS = 0.1
+_NAME_PAGES = 9  # carry the name: the digest of the tokens, four bytes each, and how many they are
+_HEAD = struct.Struct("<8sQQ")  # what it is, tokens, bytes of the snapshot
+_MAGIC = b"rkcheck1"
+_LENGTHS = (1 << 5, 1 << 8, 1 << 11, 1 << 14, 1 << 17, 1 << 20)  # pages looked for
+
+
+class CheckpointCache(PrefixCache):
+    """A prefix cache that keeps and restores whole states."""
+
+    def plan(self, known: CacheLookup) -> Plan:
+        """What to do about it; steps end where a state shall be kept."""
+        return make_plan(known.matches, self.costs.rates, self._cut(known))
+
+    def _cut(self, known: CacheLookup) -> PrefillSteps:
+        return self.cut if known.off else replace(self.cut, edges=self._places(known))
+
+    def _places(self, known: CacheLookup) -> tuple[int, ...]:
+        return places(known.tokens, self._stops, self.cut.piece_tokens)
+
+    def _spans(self, known: CacheLookup, stop: int) -> list[Span]:
+        return self._cut(known).spans(0, stop)
+
+    def keep_early(self, context: Context) -> None:
+        """Keep the state of a long new prompt before its reply changes it."""
+        new = context.prompt_tokens - context.stored_tokens
+        if not context.passing and not self.cut.piece_tokens and new >= EARLY_TOKENS:
+            self._keep(context, context.prompt_tokens)
+
+    def keep(self, context: Context) -> None:
+        """Store the present state, note whose the checkpoints on its way are, and let it wait."""
+        asked = None if context.passing else _WasAsked(context.kv_space, context.tokens, context.asker)
+        super().keep(context)
+        if asked is not None:
+            self.offer(asked)  # behind the keeping of them
+
+    def miss(self, known: CacheLookup, plan: Plan, lost: str | None = None) -> str | None:
+        """Why not everything but the last token is reused, in a word; None if it is."""
+        word = super().miss(known, plan, lost)
+        return "checkpoint" if word == "differs" else word
+
+    @property
+    def _stops(self) -> Set[int]:
+        return self._engine.tokenizer.stop_ids
+
+    def _take_parked(self, kv_space: KvSpace, tokens: Sequence[int], *, exact: bool) -> Context | None:  # noqa: ARG002
+        return self._parked.take(kv_space, tokens, whole=True)
+
+    def _find(
+        self,
+        store: TieredStore,
+        kv_space: KvSpace,
+        tokens: Sequence[int],
+        in_engine: int,
+        follow: int,  # noqa: ARG002  (a state cannot be cut where a draft turns out to be wrong)
+    ) -> Matches:
+        if self.writer is not None:  # the last state of this chat may be on its way: it is worth waiting for
+            self.writer.flush(_PENDING_SECONDS)
+        for name, match in _kept(store, kv_space, tokens, Span(in_engine + 1, len(tokens))):
+            if match is not None:
+                held = all(store.holds(piece) for piece in match.pieces)
+                coded = any(piece.coding != "raw" for piece in match.pieces)
+                tier: Tier = "memory" if held else "coded" if coded else "disk"
+                found = Found(Span(0, name.tokens), tier, match.length * kv_space.layout.token_bytes)
+                return Matches(len(tokens), in_engine, (found,), match)
+        return Matches(len(tokens), in_engine)
+
+    def _prefill(self, context: Context, known: CacheLookup, cancelled: IsCancelled) -> Prefill:
+        def reached(length: int) -> None:
+            if not known.off and length in edges:
+                self._keep(context, length)
+
+        edges = self._places(known)
+        return replace(super()._prefill(context, known, cancelled), reached=reached)
+
+    def _used(self, match: Match, tokens: int) -> Match:  # noqa: ARG002  (all of it, or nothing)
+        return match
+
+    def _run(self, work: Prefill, context: Context, plan: Plan, feed: TimedFeed) -> PrefillResult:
+        pages = len(feed.span)
+        snapshot = _Pages(self._engine.layout, pages)
+        self._patience.ask(lambda: feed.fill(0, snapshot.out), feed.timeout_seconds, work.cancelled)
+        context.sequence.restore(snapshot.content(plan.reused), plan.reused)
+        context.tokens = tuple(work.tokens[: plan.reused])
+        return replace(work.run(context, plan), load_seconds=feed.busy_seconds)
+
+    def _cut_to_pieces(self, context: Context) -> None:
+        """Whole pieces were kept on the way; what came after cannot be cut off."""
+        context.truncate(0)
+
+    def _keep(self, context: Context, count: int) -> None:
+        """Keep the state as it is now: that of the first `count` tokens."""
+        if self.writer is None or count <= context.stored_tokens or context.sequence.length != count:
+            return
+        kv = _as_pages(self._engine.layout, context.sequence.snapshot(), count)
+        (name,) = _names(context.tokens, [count])
+        job = WriteJob(context.kv_space, tuple(name.ids(len(kv.span))), lambda span: _part(kv, span))
+        job.guard, job.asker = context.guard, context.asker
+        job.detach()
+        if self.writer.offer(job):
+            context.stored_tokens = count
+
+
+def places(tokens: Sequence[int], stops: Set[int], piece_tokens: int | None = None) -> tuple[int, ...]:
+    """After how many tokens of a prompt the state is worth keeping: where its first and its last messages end.
+
+    A text without messages is kept at regular distances. With `piece_tokens` only whole pieces count.
+    """
+    last = len(tokens) - 1
+    if piece_tokens:
+        return tuple(range(piece_tokens, last + 1, piece_tokens)[-_MAX_PLACES:])
+    ends = [place + 1 for place, token in enumerate(tokens[:last]) if token in stops]
+    if not ends:
+        return tuple(range(GRID_TOKENS, last - _APART_TOKENS, GRID_TOKENS)[-_MAX_PLACES:])
+    chosen: list[int] = []
+    for end in (ends[-1], ends[0], *reversed(ends[1:-1])):
+        if len(chosen) < _MAX_PLACES - 1 and all(abs(end - other) >= _APART_TOKENS for other in chosen):
+            chosen.append(end)
+    return tuple(sorted(chosen))
+
+
+@dataclass(frozen=True)
+class _Name:
+    """What a checkpoint is found by: how many tokens it is the state of, and their digest."""
+
+    tokens: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, beginning: bytes) -> _Name:
+        """The name of the checkpoint whose pages begin so."""
+        return cls(int.from_bytes(beginning[32:36], "little"), beginning[:32])
+
+    def ids(self, pages: int) -> list[int]:
+        """What stands for tokens in the chain of its pages: the name, then numbers."""
+        return [*np.frombuffer(self.digest, "<u4").tolist(), self.tokens, *range(_NAME_PAGES, pages)]
+
+
+def _names(tokens: Sequence[int], lengths: Iterable[int]) -> Iterator[_Name]:
+    """The names of the states after the first tokens, one for each length."""
+    data, start = token_bytes(tokens), 0
+    state = hashlib.blake2b(b"rekindle/checkpoint/1", digest_size=32)
+    for length in sorted(lengths):
+        state.update(data[start : TOKEN_BYTES * length])
+        start = TOKEN_BYTES * length
+        yield _Name(length, state.copy().digest())
+
+
+@dataclass(frozen=True)
+class _WasAsked:
+    """Notes which app used the checkpoints of a prompt and its reply. They are found by name, not by the tokens."""
+
+    kv_space: KvSpace
+    tokens: tuple[int, ...]
+    asker: Asker | None
+
+    def do(self, store: TieredStore) -> str:
+        """All that are on the way, restored or not, as with tokens."""
+        if store.tracks_use_of(self.asker):
+            found = _kept(store, self.kv_space, self.tokens, Span(0, len(self.tokens) + 1))
+            store.record_use_by(
+                self.asker, [piece for _, match in found if match is not None for piece in match.pieces]
+            )
+        return "noted"
+
+    def detached_bytes(self) -> int:
+        """Next to nothing."""
+        return 0
+
+
+def _kept(
+    store: TieredStore, kv_space: KvSpace, tokens: Sequence[int], lengths: Span
+) -> Iterator[tuple[_Name, Match | None]]:
+    """The checkpoints of a prompt's first tokens, of as many as `lengths` says: the longest first."""
+    kept = {_Name.of(beginning) for beginning in store.beginnings(kv_space)}
+    own = set(_names(tokens, {name.tokens for name in kept if name.tokens in lengths}))
+    for name in sorted(kept & own, key=lambda name: -name.tokens):
+        yield name, _lookup(store, kv_space, name)
+
+
+def _lookup(store: TieredStore, kv_space: KvSpace, name: _Name) -> Match | None:
+    for pages in _LENGTHS:
+        match = store.lookup(kv_space, name.ids(pages))
+        asked = match.root == kv_space.namespace.root and match.tokens == token_bytes(name.ids(pages))
+        if not asked or match.length < _NAME_PAGES:
+            return None
+        if match.length < pages:
+            return match
+    return None
+
+
+class _Pages:
+    """Room for the pages of a checkpoint: keys take the first half of its bytes, values the second."""
+
+    def __init__(self, layout: KvLayout, pages: int) -> None:
+        (shape,) = layout.layers
+        self.out = LayerKv(
+            np.zeros((1, pages, shape.key_dim), np.uint8), np.zeros((1, pages, shape.value_dim), np.uint8)
+        )
+
+    def content(self, tokens: int) -> bytes:
+        """The snapshot in it. Raises `KvLost` if it is of another number of tokens, or not all of it is there."""
+        data = self.out.keys.tobytes() + self.out.values.tobytes()
+        magic, kept, size = _HEAD.unpack_from(data)
+        pages, page_bytes = self.out.keys.shape[1], len(data) // self.out.keys.shape[1]
+        if (magic, kept, _page_count(size, page_bytes)) != (_MAGIC, tokens, pages):
+            raise KvLost("A checkpoint is not whole any more; its tokens are computed instead.")
+        return data[_HEAD.size : _HEAD.size + size]
+
+
+def _as_pages(layout: KvLayout, snapshot: bytes, tokens: int) -> Kv:
+    (shape,) = layout.layers
+    pages = _page_count(len(snapshot), shape.key_dim + shape.value_dim)
+    data = np.zeros(pages * (shape.key_dim + shape.value_dim), np.uint8)
+    content = _HEAD.pack(_MAGIC, tokens, len(snapshot)) + snapshot
+    data[: len(content)] = np.frombuffer(content, np.uint8)
+    half = pages * shape.key_dim
+    layer = LayerKv(data[:half].reshape(1, pages, -1), data[half:].reshape(1, pages, -1))
+    return Kv(Span(0, pages), layout, (layer,))
+
+
+def _page_count(snapshot_bytes: int, page_bytes: int) -> int:
+    return max(_NAME_PAGES, -(-(_HEAD.size + snapshot_bytes) // page_bytes))
+
+
+def _part(kv: Kv, span: Span) -> Kv:
+    start, stop = span.start, span.stop
+    layers = (LayerKv(layer.keys[:, start:stop], layer.values[:, start:stop]) for layer in kv.layers)
+    return Kv(span, kv.layout, tuple(layers))

@@ -1,0 +1,124 @@
+"""Drafts: what a reply may well say, checked by the model several tokens at a time.
+
+A stored answer, an earlier reply to the same prompt, or a passage that is quoted often says what comes next. The model
+computes the guessed tokens in one step, and each is taken only if it is the one that would have been drawn there:
+
+    guess     the  lamp  was  lit  at  noon
+    drawn     the  lamp  was  lit  at  dusk      five tokens for one step, and the text is the model's own
+
+So a draft may be wrong, old, or another question's: it can cost a little time, never change a reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, takewhile
+
+from rekindle.cache.lookup import CacheLookup
+from rekindle.core.request import Request
+from rekindle.engine.base import Engine
+from rekindle.engine.step_width import max_exact_step
+from rekindle.text.base import Tokenizer
+
+MIN_RUN = 2  # so many tokens of a draft must have been written, before it is followed from there
+_MIN_QUOTED_RUN = 3  # the same for the prompt, which is longer and less to the point
+_FEWEST, _MOST = 7, 63  # tokens guessed at once: with the one before them, a step has 8 to 64
+_MAX_CHARACTERS = 1 << 18  # of a draft are read: replies are shorter, and longer texts take seconds
+_PATIENCE = 3  # guesses of the prompt without any token taken, after which it is left alone
+
+
+class Drafts:
+    """What may come next in one reply."""
+
+    def __init__(
+        self, texts: Sequence[Sequence[int]], prompt: Sequence[int] = (), room: Callable[[], int] | None = None
+    ) -> None:
+        """`texts` are whole replies, the likeliest first; `prompt` may be quoted.
+
+        `room` tells how many tokens may be guessed at once, asked when there is something to guess; None: any number.
+        """
+        self._room = room
+        self._texts = [tuple(text) for text in texts if text]
+        self._places = _runs(self._texts, MIN_RUN)
+        self._prompt = tuple(prompt)
+        self._quoted = _runs([self._prompt], _MIN_QUOTED_RUN)
+        self._most, self._most_quoted = _FEWEST, _FEWEST
+        self._in_vain = 0
+        self._from_prompt = False
+        self.taken = 0
+
+    def guess(self, written: Sequence[int]) -> Sequence[int]:
+        """The tokens that may follow what was written so far; none if nothing is known that goes on like it."""
+        found = self._guess(written)
+        return found[: self._room()] if found and self._room is not None else found
+
+    def _guess(self, written: Sequence[int]) -> Sequence[int]:
+        self._from_prompt = False
+        for text in self._texts:
+            if text[: len(written)] == tuple(written):
+                return text[len(written) : len(written) + self._most]
+        place = self._places.get(tuple(written[-MIN_RUN:]))
+        if place is not None:
+            text, stop = self._texts[place[0]], place[1]
+            return text[stop : stop + self._most]
+        place = self._quoted.get(tuple(written[-_MIN_QUOTED_RUN:]))
+        if place is None or self._in_vain >= _PATIENCE:
+            return ()
+        self._from_prompt = True
+        return self._prompt[place[1] : place[1] + self._most_quoted]
+
+    def checked(self, guessed: int, taken: int) -> None:
+        """So many of the guessed tokens were right: guess more at once, or fewer."""
+        self.taken += taken
+        longer = taken == guessed
+        if self._from_prompt:
+            self._in_vain = 0 if taken else self._in_vain + 1
+            self._most_quoted = _next(self._most_quoted, longer=longer)
+        else:
+            self._most = _next(self._most, longer=longer)
+
+
+def _next(most: int, *, longer: bool) -> int:
+    return min(2 * most + 1, _MOST) if longer else max(most // 2, _FEWEST)
+
+
+def _runs(texts: Sequence[Sequence[int]], length: int) -> dict[tuple[int, ...], tuple[int, int]]:
+    """Where each run of that many tokens ends: the text and the place, of the first text and its last place."""
+    return dict(chain.from_iterable(_of(number, texts[number], length) for number in reversed(range(len(texts)))))
+
+
+def _of(number: int, text: Sequence[int], length: int) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
+    for stop in range(length, len(text)):  # what nothing follows is of no use
+        yield tuple(text[stop - length : stop]), (number, stop)
+
+
+def drafts_for(request: Request, known: CacheLookup, engine: Engine) -> Drafts | None:
+    """The drafts of a request whose `answers` is settled: those it came with, and what followed its prompt before.
+
+    None if there may be none.
+    """
+    own = [_encoded(draft, engine.tokenizer) for draft in request.drafts]
+    if not request.drafted_tokens:
+        return Drafts(own, room=_room(engine)) if own else None
+    return Drafts([*own, _earlier(known)], known.tokens, _room(engine))
+
+
+def _room(engine: Engine) -> Callable[[], int]:
+    """How many tokens may stand behind the one that was drawn last."""
+    return lambda: max_exact_step(engine) - 1
+
+
+def _earlier(known: CacheLookup) -> Sequence[int]:
+    """What came after this very prompt before."""
+    parked, count = known.parked, len(known.tokens)
+    if parked is not None and len(parked.tokens) > count and parked.tokens[:count] == tuple(known.tokens):
+        return parked.tokens[count:]
+    return known.matches.goes_on
+
+
+def _encoded(draft: str | Sequence[int], tokenizer: Tokenizer) -> Sequence[int]:
+    if not isinstance(draft, str):
+        size = tokenizer.vocabulary_size
+        return list(takewhile(lambda token: token < size, draft))  # the tokens of another model mean nothing
+    begins = len(tokenizer.encode(""))  # what a text begins with is no part of a reply
+    return tokenizer.encode(draft[:_MAX_CHARACTERS])[begins:]

@@ -1,0 +1,65 @@
+"""How long a model stays in memory after its last request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class KeepAlive:
+    """Counts who uses a model, and lets it rest when nobody did for `seconds`. Used from several threads."""
+
+    def __init__(self, seconds: float | None, rest: Callable[[], None]) -> None:
+        """None: for ever."""
+        self._seconds = seconds
+        self._rest = rest
+        self._lock = threading.Lock()
+        self._users = 0
+        self._closed = False
+        self._timer: threading.Timer | None = None
+        with self._lock:
+            self._start()
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """The model stays while this lasts."""
+        with self._lock:
+            self._users += 1
+            self._stop()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                self._start()
+
+    def stay(self, seconds: float | None) -> None:
+        """Set how long the model stays loaded after its last request; None: for ever."""
+        with self._lock:
+            if not self._closed:
+                self._seconds = seconds
+                self._stop()
+                self._start()
+
+    def close(self) -> None:
+        """Let nothing rest any more."""
+        with self._lock:
+            self._closed, self._seconds = True, None
+            self._stop()
+
+    def _start(self) -> None:
+        if self._seconds is not None and not self._users:
+            self._timer = threading.Timer(self._seconds, self._over)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _over(self) -> None:
+        with self._lock:  # a request that comes now waits until the model is gone, and loads it again
+            if not self._users and self._seconds is not None:
+                self._rest()

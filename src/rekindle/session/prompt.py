@@ -1,0 +1,226 @@
+"""From a request to the tokens of its prompt, within the model's context."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rekindle.core.chunk import MIN_CHUNK_TOKENS, PromptLayout
+from rekindle.core.kv import Span
+from rekindle.core.reply import Reply
+from rekindle.core.request import Message, Request
+from rekindle.core.scope import Scope, scope_of
+from rekindle.engine.base import Engine
+from rekindle.engine.lora_manager import LoraManager
+from rekindle.errors import ContextOverflow, InvalidPrompt
+from rekindle.settings import Settings
+from rekindle.text.base import Written
+
+
+@dataclass(frozen=True, slots=True)
+class Quoted:
+    """A passage in a prompt: which of the request's quotes it is, and where it stands. `cut`: only its beginning."""
+
+    index: int
+    span: Span
+    cut: bool = False
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """The tokens to prefill, and what had to be left out for them to fit."""
+
+    tokens: tuple[int, ...]
+    dropped_messages: int = 0
+    quoted: tuple[Quoted, ...] = ()  # the passages that fit
+    head: int = 0  # so many tokens stand before them
+
+    @property
+    def prompt_layout(self) -> PromptLayout | None:
+        """Where the passages stand that are long enough to be worth finding; None if none is."""
+        long = {number: used.span for number, used in enumerate(self.quoted, 1) if len(used.span) >= MIN_CHUNK_TOKENS}
+        return PromptLayout(self.head, tuple(long.values()), tuple(long)) if long else None
+
+
+def encode_prompt(engine: Engine, request: Request, written: Written | None = None) -> PromptTokens:
+    """The prompt's tokens, with room for at least one more. Raises `InvalidPrompt` or `ContextOverflow`.
+
+    `written` has the tokens of replies that shall stand in for their text.
+    """
+    try:
+        encoded = _encode(engine, request, written)
+    except ContextOverflow as found:  # by its length
+        raise ContextOverflow(found.prompt_tokens, engine.context_tokens, _advice(request), counted=False) from None
+    if not encoded.tokens:
+        raise InvalidPrompt("The prompt has no tokens. Give some text.")
+    if len(encoded.tokens) > _room(engine, request):
+        raise ContextOverflow(len(encoded.tokens), engine.context_tokens, _advice(request))
+    return encoded
+
+
+def _encode(engine: Engine, request: Request, written: Written | None) -> PromptTokens:
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return PromptTokens(tuple(engine.tokenizer.encode(prompt, token_limit=_room(engine, request))))
+    if isinstance(prompt[0], Message):
+        messages = [m for m in prompt if isinstance(m, Message)]
+        if request.quotes:
+            return _encode_quoting(engine, messages, request)
+        return _encode_chat(engine, messages, request, written)
+    return PromptTokens(_checked_ids(prompt, engine.tokenizer.vocabulary_size))
+
+
+def _encode_chat(engine: Engine, messages: list[Message], request: Request, written: Written | None) -> PromptTokens:
+    room, dropped = _room(engine, request), 0
+    while True:
+        droppable = request.overflow == "drop-oldest" and _oldest_droppable(messages) is not None
+        try:
+            tokens = engine.tokenizer.encode_chat(messages, written, tools=request.tools, token_limit=room)
+            if len(tokens) <= room or not droppable:
+                return PromptTokens(tuple(tokens), dropped)
+        except ContextOverflow:
+            if not droppable:
+                raise
+        dropped += _drop_oldest_turn(messages)
+
+
+def _encode_quoting(engine: Engine, messages: list[Message], request: Request) -> PromptTokens:
+    """As `_encode_chat`, with the first passages that fit, each behind its number; a quarter is left for the reply."""
+    texts = [text for number, quote in enumerate(request.quotes) for text in (f"[{number + 1}] ", quote.shown)]
+    reply = min(request.max_tokens, max(1, engine.context_tokens // 4))
+    dropped = 0
+    while True:
+        droppable = request.overflow == "drop-oldest" and _oldest_droppable(messages) is not None
+        try:
+            most = engine.context_tokens
+            parts = engine.tokenizer.encode_quoting(messages, texts, tools=request.tools, token_limit=most)
+            room = most - reply - len(parts.before) - len(parts.after)
+            if room > 0 or not droppable:
+                break
+        except ContextOverflow:
+            if not droppable:
+                raise
+        dropped += _drop_oldest_turn(messages)
+    marks, bodies = parts.quotes[::2], parts.quotes[1::2]
+    if all(len(marks[0]) + len(body) > room for body in bodies):
+        bodies = [bodies[0][: max(0, room - len(marks[0]))]]  # better a part of the best one than nothing
+    tokens, quoted = list(parts.before), list[Quoted]()
+    for index, body in enumerate(bodies):
+        mark = marks[len(quoted)]  # a passage that is left out leaves its number to the next one
+        if body and len(mark) + len(body) <= room:
+            tokens += mark
+            span = Span(len(tokens), len(tokens) + len(body))
+            tokens += body
+            quoted.append(Quoted(index, span, cut=len(body) < len(parts.quotes[2 * index + 1])))
+            room -= len(mark) + len(body)
+    return PromptTokens((*tokens, *parts.after), dropped, tuple(quoted), len(parts.before))
+
+
+def _drop_oldest_turn(messages: list[Message]) -> int:
+    """Drop the oldest message and whatever answered it: what is left begins with a user again."""
+    dropped = 0
+    while (oldest := _oldest_droppable(messages)) is not None and (dropped == 0 or messages[oldest].role != "user"):
+        del messages[oldest]
+        dropped += 1
+    return dropped
+
+
+def _oldest_droppable(messages: list[Message]) -> int | None:
+    """The oldest message that is neither an instruction nor the last one."""
+    for index, message in enumerate(messages[:-1]):
+        if message.role not in ("system", "developer"):
+            return index
+    return None
+
+
+def _room(engine: Engine, request: Request) -> int:
+    """How long a prompt may be: one token of the reply must fit, unless none is wanted."""
+    return engine.context_tokens - min(1, request.max_tokens)
+
+
+def _advice(request: Request) -> str:
+    messages = [m for m in request.prompt if isinstance(m, Message)]
+    if request.overflow == "refuse" and _oldest_droppable(messages) is not None:
+        return "Shorten it, or let the oldest messages go with overflow='drop-oldest'."
+    if messages and request.overflow == "drop-oldest":
+        return "The system messages and the last message alone are too long: shorten them."
+    return "Shorten it."
+
+
+def _checked_ids(ids: tuple[object, ...], vocabulary_size: int) -> tuple[int, ...]:
+    tokens = tuple(int(i) for i in ids)  # type: ignore[call-overload]
+    wrong = [token for token in tokens if not 0 <= token < vocabulary_size]
+    if wrong:
+        raise InvalidPrompt(f"Token id {wrong[0]} is outside the model's vocabulary of {vocabulary_size:,}.")
+    return tokens
+
+
+class _Reply(NamedTuple):
+    salt: str
+    adapter: str | None
+    text: str
+
+
+class WrittenReplies:
+    """The tokens of the last replies of a session, if it keeps them. Used from several threads."""
+
+    def __init__(self, settings: Settings, adapters: LoraManager, most: int = 256, max_tenants: int = 64) -> None:
+        """Remembers a number of replies for each tenant, under all its salts, of the tenants answered last."""
+        self._settings, self._adapters = settings, adapters
+        self._most, self._max_tenants = most, max_tenants
+        self._tenants: dict[str, dict[_Reply, tuple[int, ...]]] = {}
+        self._lock = threading.Lock()
+
+    def of(self, request: Request) -> OwnReplies | None:
+        """The replies to whoever asks this: others' must not change how a prompt is read. None if none are kept."""
+        if not self._settings.keep_reply_tokens:
+            return None
+        scope = scope_of(self._settings, request.tenant, request.cache_salt)
+        return OwnReplies(self, scope, self._adapters.digest(request.adapter))
+
+    def known(self, tenant: str) -> Mapping[_Reply, tuple[int, ...]]:
+        """The replies to a tenant."""
+        with self._lock:
+            return dict(self._tenants.get(tenant, {}))
+
+    def put(self, tenant: str, reply: _Reply, tokens: tuple[int, ...]) -> None:
+        """Remember a reply; the oldest go for it."""
+        with self._lock:
+            own = self._tenants.pop(tenant, {})
+            self._tenants[tenant] = own  # the last one stands last
+            own.pop(reply, None)
+            own[reply] = tokens
+            while len(own) > self._most:
+                del own[next(iter(own))]
+            while len(self._tenants) > self._max_tenants:
+                del self._tenants[next(iter(self._tenants))]
+
+
+class OwnReplies(Mapping[str, Sequence[int]]):
+    """The replies to one scope with one adapter, by their text, as they were when it was made."""
+
+    def __init__(self, replies: WrittenReplies, scope: Scope, adapter: str | None) -> None:
+        self._replies, self._scope, self._adapter = replies, scope, adapter
+        self._tokens = {
+            reply.text: tokens
+            for reply, tokens in replies.known(scope.tenant).items()
+            if (reply.salt, reply.adapter) == (scope.salt, adapter)
+        }
+
+    def note(self, engine: Engine, reply: Reply) -> None:
+        """Remember a reply, if its tokens decode to exactly its text."""
+        stops = engine.tokenizer.stop_ids
+        tokens = reply.tokens[:-1] if reply.tokens and reply.tokens[-1] in stops else reply.tokens
+        if tokens and engine.tokenizer.decode(tokens) == reply.text:
+            self._replies.put(self._scope.tenant, _Reply(self._scope.salt, self._adapter, reply.text), tokens)
+
+    def __getitem__(self, text: str) -> tuple[int, ...]:
+        return self._tokens[text]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tokens)
+
+    def __len__(self) -> int:
+        return len(self._tokens)

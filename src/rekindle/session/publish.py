@@ -1,0 +1,67 @@
+"""What a session publishes: prompts whose KV is in the engine, for an origin to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from rekindle.cache.coders import quantized_coder
+from rekindle.core.request import Request
+from rekindle.errors import InvalidSetting
+from rekindle.remote.index import KvModel
+from rekindle.remote.publish.publisher import PublishSource
+from rekindle.remote.slices import RAW, Level, level_named
+from rekindle.session.library import asking, quote_of
+from rekindle.session.prompt import encode_prompt
+from rekindle.session.session import Session
+
+
+@contextmanager
+def computed(session: Session, request: Request) -> Iterator[PublishSource]:
+    """A prompt whose KV is in the engine, computed or loaded, exactly: never quantized, never from other prompts.
+
+    One that quotes passages ends with the last of them: whatever is asked about them goes on from there, and a passage
+    that was published alone is found wherever it stands.
+
+    Raises as `Session.generate` does, and `InvalidSetting` for an engine whose KV cannot be taken apart.
+    """
+    if (why := session.engine.capabilities.opaque) is not None:
+        raise InvalidSetting(f"KV of this model cannot be published: {why}.")
+    session.stay(None)  # until all of it was taken out
+    with session.adapters.use(request.adapter) as adapter:
+        exact = replace(request, adapter=adapter, reuse="off" if request.reuse == "off" else "exact", max_tokens=0)
+        prompt = encode_prompt(session.engine, exact)
+        tokens = prompt.tokens if prompt.prompt_layout is None else prompt.tokens[: prompt.prompt_layout.question]
+        cache = session.cache
+        known = cache.lookup(exact, tokens, lambda: False)
+        filled = cache.fill(known, cache.plan(known), len(tokens), lambda: False)
+        try:
+            context, kv_space = filled.context, known.kv_space
+            assert context.quantized_tokens == 0 and context.exact_tokens >= len(tokens), "not what computing gives"
+            whose = KvModel(kv_space.namespace.identity, kv_space.layout, kv_space.adapter)
+            yield PublishSource(whose, tokens, context.sequence.export, kv_space.namespace.tenant, session.engine.name)
+        finally:
+            cache.keep(filled.context)
+
+
+def levels_of(text: str, session: Session) -> list[Level]:
+    """The levels that a list of names means. Raises `InvalidSetting`."""
+    engine, found = session.engine, []
+    for name in (part.strip() for part in text.split(",") if part.strip()):
+        coder = quantized_coder(engine, session.settings) if name == "quantized" else None
+        if name != "quantized":
+            found.append(level_named(name, engine.layout))
+        elif coder is not None and coder.whole is not None:
+            found.append(Level("quantized", coder.whole))
+        else:  # its KV is not quantized: by the engine already, or because somebody said so
+            found.append(level_named(RAW, engine.layout))
+    return list({level.name: level for level in found}.values())
+
+
+def beginnings(session: Session, passages: int) -> list[Request]:
+    """What questions about documents begin with: the system prompt, and passages, each alone behind it; those
+    that came first most are the first, and then those that nobody asked for yet."""
+    chunks = session.knowledge.library(None, None).top_retrieved(passages, others=True)
+    quotes = [[], *([quote_of(chunk)] for chunk in chunks)]
+    return [Request.of(asking(""), documents=some, max_tokens=0) for some in quotes]

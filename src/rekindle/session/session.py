@@ -1,0 +1,424 @@
+"""A model ready to answer: the life of a request.
+
+request   what people write becomes a `Request`               core/request
+retrieve  passages for a question about documents             session/library, session/ask
+answers   earlier answers: given, or checked as drafts        session/answers, session/draft
+tokens    the model's own template, within its context        session/prompt
+lookup    what is known of the prompt                         cache/matches
+plan      what to load and what to compute                    cache/planner
+prefill   KV into a sequence, loading while computing         cache/prefill
+decode    tokens to text, cancellable at every one            session/generate
+keep      what was new, in the background                     cache/writer
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rekindle.apps.registry import Apps
+from rekindle.cache.explain import Explanation, Prompt
+from rekindle.cache.lookup import CacheLookup
+from rekindle.cache.prefill import IsCancelled
+from rekindle.core.reply import Answer, Reply, Reuse, TextPiece
+from rekindle.core.request import MessageLike, Options, PromptLike, Request, as_messages, as_prompts
+from rekindle.core.scope import scope_of
+from rekindle.core.size import parse_duration
+from rekindle.engine.base import Engine
+from rekindle.engine.batching import BatchingEngine
+from rekindle.engine.fairness import FairShare
+from rekindle.engine.llamacpp import is_llamacpp
+from rekindle.engine.load import EngineOptions, load_engine
+from rekindle.engine.lora_manager import LoraManager
+from rekindle.engine.reloadable import ReloadableEngine
+from rekindle.errors import Closed, InvalidSetting
+from rekindle.knowledge.ingest import IngestResult
+from rekindle.models.download import Progress
+from rekindle.session.answers import Answers
+from rekindle.session.ask import AnswerStream, AskOptions, Evidence, Prepared, sources_of, sources_then
+from rekindle.session.checkpoint_cache import CheckpointCache
+from rekindle.session.draft import drafts_for
+from rekindle.session.generate import Generation, decode
+from rekindle.session.keep_alive import KeepAlive
+from rekindle.session.library import Forgotten, Knowledge, asking, purging, quote_of
+from rekindle.session.prefix_cache import PrefixCache
+from rekindle.session.prompt import PromptTokens, WrittenReplies, encode_prompt
+from rekindle.session.reply_stream import AsyncReplyStream, ReplyStream
+from rekindle.settings import Settings
+from rekindle.settings.keywords import SettingsLike
+from rekindle.text.constraint import Constraint, GrammarBackend
+from rekindle.text.tools.grammar import call_grammar
+from rekindle.text.tools.parse import parse_reply_calls
+from rekindle.text.tools.styles import detect_style
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+    from rekindle.remote.remote_kv import Prefetched
+
+Told = Callable[[Reuse], None]
+
+
+class Session:
+    """One loaded model. May be used from several threads and inside a running event loop.
+
+        with Session("smollm2") as session:
+            print(session.chat("What is a cache?"))
+
+    model      a name (smollm2), a folder, a .gguf file, ORG/NAME on the hub, or an engine already loaded
+    settings   cache="...", reuse="exact", memory_limit="512MB", disk_limit="10%", deterministic=False, device="auto",
+               ...: see `rekindle.settings`. What is not given comes from the environment and `rekindle.toml`.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Engine = "smollm2",
+        *,
+        progress: Progress | None = None,
+        **settings: Unpack[SettingsLike],
+    ) -> None:
+        """Load the model, pulling it first if it must be, and open the cache.
+
+        Raises `ModelError`, `EngineMissing`, `InvalidSetting`, and `CacheUnusable` for a folder that was named.
+        """
+        self.settings = Settings.load(settings)
+        self.shares = FairShare()  # among apps, where requests share steps
+        parallel, stays = self.settings.parallel, self.settings.keep_alive
+        if parallel is not None and parallel < 1:
+            raise InvalidSetting(f"parallel={parallel} makes no sense. Use 1 or more, or leave it out.")
+        stays_seconds = None if stays is None else parse_duration(stays)
+        self._owns_engine = isinstance(model, (str, os.PathLike))
+        self._resting: ReloadableEngine | None = None
+        loaded = self._load(model, progress)
+        self.engine_kind = "llamacpp" if is_llamacpp(self._resting.awake if self._resting else loaded) else "hf"
+        self._engine: Engine | None = self._sharing(loaded)
+        self._grammars: GrammarBackend | None = None
+        kind = PrefixCache if self._engine.capabilities.spans else CheckpointCache
+        self.adapters = LoraManager(self._engine, self.settings.adapter)
+        self._written = WrittenReplies(self.settings, self.adapters)
+        self.cache = kind(self._engine, self.settings, self.adapters)
+        # What another session kept in the user's own folder goes, too, if this one keeps nothing.
+        self.knowledge = Knowledge(
+            self.settings, purging(self.settings) if self.cache.store is None else self.cache.purge
+        )
+        self.answers = Answers(self.settings, self.knowledge, self.adapters, lambda: self.engine)
+        self._alive = KeepAlive(stays_seconds, self._rest)
+        # A program that ends without closing its sessions still keeps what they computed.
+        self._finalizer = weakref.finalize(self, self.cache.close)
+
+    def _load(self, model: str | os.PathLike[str] | Engine, progress: Progress | None) -> Engine:
+        stays = self.settings.keep_alive is None
+        if isinstance(model, (str, os.PathLike)):
+            spec, options = os.fspath(model), EngineOptions.of(self.settings)
+            load = functools.partial(load_engine, spec, options, progress)
+            if stays and self.settings.parallel is None:
+                return load()
+            self._resting = ReloadableEngine(load)
+            return self._resting
+        if not stays:
+            raise InvalidSetting("keep_alive is for a model given by name: an engine that was given stays loaded.")
+        return model
+
+    def _sharing(self, engine: Engine) -> Engine:
+        """The engine, whose steps the requests share, if several are answered at the same time."""
+        parallel = self.settings.parallel
+        if parallel is None:
+            return engine
+        return BatchingEngine(engine, self.shares, together=not self.settings.deterministic and parallel > 1)
+
+    def _rest(self) -> None:
+        """Let the model go until the next request; what it computed is kept first."""
+        assert self._resting is not None
+        if self.cache.rest():
+            self._resting.rest()
+
+    def stay(self, seconds: float | None) -> bool:
+        """Free the model after `seconds` without a request, from now on; None: never. False if it cannot be freed.
+
+        That is possible for a model given by name, with `keep_alive` or `parallel`.
+        """
+        if self._resting is None:
+            return False
+        self._alive.stay(seconds)
+        return True
+
+    @property
+    def resting(self) -> bool:
+        """Whether the model is out of memory now, until the next request."""
+        return self._resting is not None and self._resting.resting
+
+    @property
+    def engine(self) -> Engine:
+        """The engine underneath. Raises `Closed` after `close`."""
+        if self._engine is None:
+            raise Closed("The session was closed. Make a new one.")
+        return self._engine
+
+    @property
+    def apps(self) -> Apps:
+        """The apps that asked, and their states: `apps.ls()`, `apps.set("mail", "killed")`."""
+        disk = None if self.cache.store is None else self.cache.store.disk
+        return Apps(disk, scope_of(self.settings, None, None), self.cache.unpark)
+
+    def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Reply:
+        """Continue a plain text or a list of token ids.
+
+        Raises `InvalidPrompt`, `InvalidSampling`, `InvalidSetting` or `ContextOverflow`.
+        """
+        return self.stream(prompt, **options).reply
+
+    def chat(self, messages: str | Sequence[MessageLike], **options: Unpack[Options]) -> Reply:
+        """Answer a chat: a list of `{"role": ..., "content": ...}`, or the text of a single user message.
+
+        `overflow="drop-oldest"` lets the oldest messages go when the chat outgrows the context; system messages and
+        the last message always stay. Raises as `generate` does.
+        """
+        return self.stream(as_messages(messages), **options).reply
+
+    def stream(self, prompt: PromptLike, **options: Unpack[Options]) -> ReplyStream:
+        """The same, piece by piece: text and token ids are continued, messages are answered."""
+        return self.answer(Request.of(prompt, **options))
+
+    def answer(
+        self,
+        request: Request,
+        cancelled: threading.Event | None = None,
+        planned: Callable[[Reuse], None] | None = None,
+    ) -> ReplyStream:
+        """The same for a `Request`. `planned` is called with what will be reused, before anything is computed.
+
+        Setting `cancelled` stops it within a token.
+        """
+        return ReplyStream(lambda stop: self._answer(request, stop, planned), cancelled)
+
+    def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
+        """Answer a question from the documents that were ingested, with sources.
+
+        top_k         so many passages are quoted, if they fit
+        retrieval     how they are found: fused (by words and by meaning), weighted, bm25, embedding
+        instructions  in place of the system message
+
+        The other options are those of `chat`. Raises `NothingKnown` if nothing was ingested, and as `chat` does.
+        """
+        return self.ask_stream(question, **options).answer
+
+    def ask_stream(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
+        """The same, piece by piece; its `sources` are there at once."""
+        started = time.perf_counter()
+        prepared = self.prepare(question, **options)
+        return AnswerStream(
+            prepared, lambda stop: self._answer(prepared.request, stop, None), started, self.answers.keep
+        )
+
+    def prepare(self, question: str, **options: Unpack[AskOptions]) -> Prepared:
+        """Find the passages for a question, and the request that asks it: for `answer`."""
+        chosen: dict[str, Any] = {**options}
+        if chosen.pop("documents", None):
+            raise InvalidSetting("ask() finds its documents itself. Give yours to chat(), or ingest them.")
+        top_k, retrieval = chosen.pop("top_k", 5), chosen.pop("retrieval", "fused")
+        instructions, messages = chosen.pop("instructions", None), chosen.pop("messages", None)
+        whose: dict[str, Any] = {"tenant": chosen.get("tenant"), "cache_salt": chosen.get("cache_salt")}
+        generation = self.knowledge.generation(**whose)
+        retrieved = self.knowledge.search(question, top_k, retrieval, **whose)
+        quotes = [quote_of(hit.chunk) for hit in retrieved.hits]
+        request = Request.of(messages or asking(question, instructions), documents=quotes, **chosen)
+        consulted = None
+        with self._alive.use():
+            prompt = encode_prompt(self.engine, request)
+            if messages is None and self.answers.heeds(request):
+                consulted = self.answers.consult(
+                    question, request, retrieved, top_k=top_k, instructions=instructions, generation=generation
+                )
+                request = self.answers.drafting(request, consulted)
+        given = consulted is not None and consulted.direct is not None
+        sources = sources_then(consulted) if given and consulted else sources_of(retrieved, prompt)
+        return Prepared(question, request, retrieved, sources, len(prompt.tokens), consulted)
+
+    def ingest(self, paths: str | Path | Sequence[str | Path] = (), **choices: Any) -> IngestResult:
+        """Put files, folders, patterns or given documents into the library. See `Knowledge.ingest`."""
+        return self.knowledge.ingest(paths, **choices)
+
+    def forget(self, *names: str, **choices: Any) -> Forgotten:
+        """Remove documents and everything that was computed from them. See `Knowledge.forget`."""
+        return self.knowledge.forget(*names, **choices)
+
+    async def aask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
+        """`ask` for coroutines."""
+        stream = await asyncio.to_thread(lambda: self.ask_stream(question, **options))
+        answer = await AsyncReplyStream(stream).reply()
+        assert isinstance(answer, Answer)
+        return answer
+
+    async def agenerate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Reply:
+        """`generate` for coroutines: the event loop stays free, cancelling the task stops the model."""
+        return await self.astream(prompt, **options).reply()
+
+    async def achat(self, messages: str | Sequence[MessageLike], **options: Unpack[Options]) -> Reply:
+        """`chat` for coroutines."""
+        return await self.astream(as_messages(messages), **options).reply()
+
+    def astream(self, prompt: PromptLike, **options: Unpack[Options]) -> AsyncReplyStream:
+        """`stream` for coroutines: `async for piece in session.astream(...)`."""
+        return AsyncReplyStream(self.stream(prompt, **options))
+
+    def warm(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        **options: Unpack[Options],
+    ) -> list[Reuse]:
+        """Compute prompts now and keep their KV, so that they start at once later. What is known costs nothing.
+
+        One prompt, or several: texts, lists of messages, lists of token ids. Returns when all of it is kept.
+        Raises as `generate` does.
+        """
+        return self._warm([(prompt, options) for prompt in as_prompts(prompts)], progress)
+
+    def warm_knowledge(
+        self, passages: int = 8, *, progress: Callable[[int, int], None] | None = None, **options: Unpack[Options]
+    ) -> list[Reuse]:
+        """The same for what questions begin with: the system prompt of `ask`, the passages that came first most."""
+        library = self.knowledge.library(options.get("tenant"), options.get("cache_salt"))
+        quotes = [[], *([quote_of(chunk)] for chunk in library.top_retrieved(passages))]
+        return self._warm([(asking(""), {**options, "documents": some}) for some in quotes], progress)
+
+    def _warm(
+        self, prompts: Sequence[tuple[PromptLike, Options]], progress: Callable[[int, int], None] | None
+    ) -> list[Reuse]:
+        done = []
+        for number, (prompt, options) in enumerate(prompts):
+            chosen: Options = {**options, "max_tokens": 0}
+            done.append(self.stream(prompt, **chosen).reply.reuse)
+            if progress is not None:
+                progress(number + 1, len(prompts))
+        self.flush()
+        return done
+
+    def prefetch(self, request: Request) -> Prefetched | None:
+        """Let the prompt of a request that has to wait come from the origin meanwhile. `close` what is returned."""
+        with self._alive.use(), self.adapters.use(request.adapter) as adapter:
+            settled = replace(request, adapter=adapter)
+            prompt = encode_prompt(self.engine, settled, self._written.of(settled))
+            return self.cache.prefetch(settled, prompt.tokens, self._evidence(settled, prompt), prompt.prompt_layout)
+
+    def flush(self, timeout_seconds: float = 60.0) -> bool:
+        """Wait until everything computed so far is on disk; False if that takes longer."""
+        return self.answers.flush(timeout_seconds) and self.cache.flush(timeout_seconds)
+
+    def _answer(
+        self, request: Request, cancelled: IsCancelled, planned: Told | None
+    ) -> Generator[TextPiece, None, Reply]:
+        with self._alive.use(), self.adapters.use(request.adapter) as adapter, ExitStack() as opened:
+            settled = replace(request, adapter=adapter, answers=request.answers or self.settings.answers)
+            return (yield from self._reply(settled, cancelled, planned, opened))
+
+    def _reply(
+        self, request: Request, cancelled: IsCancelled, planned: Told | None, opened: ExitStack
+    ) -> Generator[TextPiece, None, Reply]:
+        started = time.perf_counter()
+        engine, cache = self.engine, self.cache
+        prompt = encode_prompt(engine, request, written := self._written.of(request))
+        constraint = self._constraint(request, cancelled, opened)
+        generation = Generation(engine, request, prompt, constraint, started=started)
+        drafts = engine.capabilities.spans and not self.settings.deterministic
+        evidence = self._evidence(request, prompt)
+        reuse: Reuse | None = None
+        while generation.finish_reason is None:  # once; again where a longer context needs other KV
+            prompt_layout = prompt.prompt_layout if reuse is None else None  # what was said of the reply stays true
+            known = cache.lookup(request, generation.context, cancelled, evidence, prompt_layout)
+            plan = cache.plan(known)
+            if drafts and generation.drafts is None:
+                generation.drafts = drafts_for(request, known, engine)
+            if planned is not None and reuse is None:
+                planned(cache.reuse(known, plan))
+            filled = cache.fill(known, plan, generation.capacity, cancelled)
+            try:
+                text = generation.take(filled.logits)
+                if reuse is None:
+                    reuse = cache.reuse(known, plan, filled)
+                    if evidence is not None:
+                        cache.offer(evidence)
+                    cache.note(known, self._prompt(request, known), reuse, filled, time.perf_counter() - started)
+                cache.keep_early(filled.context)
+                if text:
+                    yield text
+                yield from decode(engine, generation, filled.context, cancelled)
+            finally:
+                cache.keep(filled.context)
+        assert reuse is not None
+        reply = parse_reply_calls(generation.reply(reuse), request, engine.tokenizer.template)
+        if written is not None:
+            written.note(engine, reply)
+        return reply
+
+    def _evidence(self, request: Request, prompt: PromptTokens) -> Evidence | None:
+        """The passages of a library that stand in the prompt; None if there are none."""
+        if all(request.quotes[used.index].chunk is None for used in prompt.quoted):
+            return None
+        library = self.knowledge.library(request.tenant, request.cache_salt)
+        tokenizer = self.engine.identity(self.engine.regime(len(prompt.tokens))).tokenizer
+        return Evidence.of(library, tokenizer, request, prompt)
+
+    def _constraint(self, request: Request, cancelled: IsCancelled, opened: ExitStack) -> Constraint | None:
+        """What the reply must obey; None if anything goes."""
+        grammar = request.grammar
+        if grammar is None and request.tool_choice.forces:
+            style, several = detect_style(self.engine.tokenizer.template), request.parallel_tool_calls
+            grammar = call_grammar(style, request.tools, request.tool_choice, parallel=several)
+        if grammar is None:
+            return None
+        self._grammars = self._grammars or GrammarBackend(self.engine.tokenizer, self.settings.parallel or 2)
+        return opened.enter_context(self._grammars.start(grammar, cancelled))
+
+    def explain(self, prompt: PromptLike, **options: Unpack[Options]) -> Explanation:
+        """Where the KV of a prompt would come from and why not more of it, without running it.
+
+        Names the first token that differs from what is known, and text that changes from request to request.
+        """
+        return self.explain_request(Request.of(prompt, **options))
+
+    def explain_request(self, request: Request) -> Explanation:
+        """The same for a request that was built before."""
+        with self._alive.use():
+            prompt = encode_prompt(self.engine, request, self._written.of(request))
+            known = self.cache.look(request, prompt.tokens, prompt.prompt_layout)
+            plan = self.cache.plan(known)
+            reuse = self.cache.reuse(known, plan)
+            self.cache.forget(known)
+            match, explainer = known.matches.match, self.cache.explainer(known.kv_space)
+            return explainer.explain(self._prompt(request, known), plan, match, reuse)
+
+    def _prompt(self, request: Request, known: CacheLookup) -> Prompt:
+        identity = self.engine.identity(self.engine.regime(len(known.tokens)))
+        return Prompt(known.kv_space, identity, self.engine.name, known.tokens, request.prompt)
+
+    def close(self) -> None:
+        """Keep what is waiting, within a bounded time, and free the model, unless it was given. Idempotent."""
+        self._alive.close()
+        self._finalizer()
+        self.answers.close()
+        self.knowledge.close()
+        if self._grammars is not None:
+            self._grammars.close()
+        engine, self._engine = self._engine, None
+        if engine is not None and self._owns_engine:
+            engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Session {self._engine.name if self._engine else 'closed'}>"

@@ -1,0 +1,394 @@
+"""Every setting, once: name, type, default, meaning, group, and whether a stranger's file may set it.
+
+    given         arguments and flags        memory_limit="1GB", --memory-limit 1GB
+    environment   REKINDLE_ and the name     REKINDLE_MEMORY_LIMIT=1GB
+    local file    ./rekindle.toml            context = 4096
+    user's file   the user's own             memory_limit = "1GB"
+    default       the one below
+
+The upper beats the lower. `REKINDLE_CONFIG` names a file in place of both. The one in the current folder may be
+anybody's, as in a repository that was cloned: unless the user trusts it (`rekindle trust FILE`), only settings marked
+`anywhere` are taken from it; the others are not even looked at, and named once in a warning.
+
+A name that is unknown, or a value of the wrong type, is refused in all of them. What a text may say (a size, a policy,
+a device) is checked by the part that uses it.
+
+To add a setting, declare it here and run `make reference`: its variable, its key in files, its flag, its row in the
+reference and its keyword argument (`rekindle.settings.keywords`) follow from the declaration.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rekindle.errors import InvalidSetting, nearest
+from rekindle.settings.file import SettingsFile, is_trusted, local_file, users_file
+from rekindle.settings.setting import PREFIX, Setting, a_path, a_size, a_time, expand, setting, settings_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+log = logging.getLogger("rekindle.settings")
+
+GROUPS = {
+    "model": "Model",
+    "cache": "Cache",
+    "chunks": "Chunk reuse",
+    "library": "Documents",
+    "answers": "Answers",
+    "remote": "Remote KV",
+    "retention": "What the cache keeps",
+    "serving": "Several requests",
+    "server": "Server",
+}
+API_KEYS_VARIABLE = f"{PREFIX}API_KEYS"  # keys are secrets: never in `rekindle.toml`, so they are no setting
+_OTHER_VARIABLES = (f"{PREFIX}HOME", f"{PREFIX}CONFIG", API_KEYS_VARIABLE)
+
+
+class _Loadable:
+    @classmethod
+    def load(
+        cls,
+        given: Mapping[str, object] | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        file: Path | None = None,
+    ) -> Self:
+        """Collect the settings from everywhere.
+
+        given        by name; None counts as not given, "none" is the value None
+        environment  in place of the process's `REKINDLE_*` variables; an empty value counts as not given
+        file         in place of the one that `REKINDLE_CONFIG` names, else the user's own with `rekindle.toml` of the
+                     current folder over it; that one may set little unless the user trusts it
+
+        Raises `InvalidSetting` for unknown names, wrong values and files that cannot be read, also where a stronger
+        source overrules them. Paths in a file are relative to its folder; `~` is the user's home everywhere.
+        """
+        own = {name: SETTINGS[name] for name in cls.__annotations__}
+        variables = os.environ if environment is None else environment
+        if file is None and (chosen := variables.get(f"{PREFIX}CONFIG")):
+            file = Path(expand(chosen) or chosen)
+        values = _from_found_files() if file is None else _from_file(file)
+        values |= _from_environment(variables)
+        return cls(**{n: value for n, value in values.items() if n in own} | _from_arguments(given or {}, own))
+
+
+@dataclass(frozen=True)
+class Settings(_Loadable):
+    """What can be chosen about a session. Make one with `Settings.load`: the constructor takes its values unchecked."""
+
+    engine: Literal["auto", "hf", "llamacpp"] = setting(
+        "model",
+        "auto",
+        "The engine: hf (Hugging Face transformers), llamacpp (llama.cpp), auto (llamacpp for GGUF files and models of "
+        "Ollama, hf for the rest; the other one if that is not installed).",
+    )
+    device: str = setting(
+        "model", "auto", "Where the model runs: auto, cpu, cuda, cuda:1, mps; for llamacpp auto, cpu, gpu."
+    )
+    dtype: str = setting("model", "auto", "hf: the dtype of weights and KV: auto, float32, bfloat16, float16.")
+    context: int | None = setting(
+        "model",
+        None,
+        "Maximum number of tokens of context; none: all that the model has, with llamacpp up to 8192.",
+        anywhere=True,
+    )
+    threads: int | None = setting("model", None, "llamacpp: number of threads; none: one per core.")
+    gpu_layers: int | None = setting(
+        "model", None, "llamacpp: number of layers on the GPU; none: all, if there is one."
+    )
+    flash_attention: Literal["auto", "on", "off"] = setting(
+        "model",
+        "auto",
+        "llamacpp: flash attention: on, off, auto (on for GPUs and quantized KV; off for CPUs, where a few tokens "
+        "after many are slower with it).",
+    )
+    kv_type: str = setting("model", "f16", "llamacpp: the dtype of KV: f16, f32, bf16, q8_0, q5_1, q5_0, q4_1, q4_0.")
+    kv_tokens: int | None = setting(
+        "model",
+        None,
+        "llamacpp: number of tokens that its KV buffer holds, for all contexts together; none: one context and 4096.",
+    )
+    batch_tokens: int = setting("model", 2048, "llamacpp: maximum number of tokens in a batch.")
+    micro_batch_tokens: int = setting("model", 512, "llamacpp: maximum number of tokens computed at once.")
+    adapter: str | None = setting(
+        "model",
+        None,
+        "The LoRA adapter that the model answers with: a name known from `rekindle adapters`, NAME=PATH, or "
+        "NAME=PATH,scale=0.5; none: the model alone.",
+    )
+    deterministic: bool = setting(
+        "model", False, "Cut cold and warm prefills into the same pieces, so that their logits are bit-equal."
+    )
+    keep_reply_tokens: bool = setting(
+        "model",
+        False,
+        "In chats, let the tokens that the model generated stand in for its reply, if they decode to exactly its text.",
+    )
+    cache: str | None = setting(
+        "cache",
+        None,
+        "The folder of the cache; none: the user's own cache folder; off: no cache at all.",
+        kind=a_path("a folder, or off"),
+    )
+    reuse: Literal["exact", "quantized", "approximate", "off"] = setting(
+        "cache",
+        "exact",
+        "What may be reused: exact (same tokens, same bits), quantized (KV kept with fewer bits: nearly the same), "
+        "approximate (also passages computed in other prompts, partly recomputed), off (compute everything, keep "
+        "nothing). Every reply says what was really done.",
+    )
+    codec: Literal["auto", "raw", "q8", "q5", "q4", "q3"] = setting(
+        "cache",
+        "auto",
+        "How KV is coded on disk: auto (KV of an adapter as a difference from the base model's, without loss; under "
+        "quantized all of it, with the bits that were calibrated for the model), raw (never), q8, q5, q4, q3 "
+        "(under quantized: about this many bits a number).",
+    )
+    memory_limit: str = setting(
+        "cache",
+        "512MB",
+        "How much KV is held in memory: bytes, 512MB, or 10% of all memory.",
+        kind=a_size("512MB, 10%"),
+    )
+    disk_limit: str = setting(
+        "cache",
+        "10%",
+        "How much the cache takes on disk: bytes, 20GB, or 10% of what is free or already the cache's.",
+        kind=a_size("20GB, 10%"),
+    )
+    tenant: str = setting("cache", "local", "Whose KV it is: tenants never share any.")
+    cache_salt: str = setting("cache", "", "KV is shared only where this text is the same.")
+    recompute_budget: float | None = setting(
+        "chunks",
+        None,
+        "The share of the passages' tokens that is recomputed under approximate; none: what was calibrated, else a "
+        "safe share.",
+    )
+    library: str | None = setting(
+        "library",
+        None,
+        "The folder of ingested documents; none: beside the cache if its folder is named (DIR-library), else "
+        "`knowledge` in the user's folder of data.",
+        kind=a_path("a folder"),
+    )
+    library_limit: str | None = setting(
+        "library",
+        "10GB",
+        "How much all ingested documents may take on disk: bytes, 10GB, or 10% of what is free or already theirs; "
+        "beyond it nothing is added. none: no limit.",
+        kind=a_size("10GB, 10%"),
+    )
+    embedder: str = setting(
+        "library", "minilm", "The model that makes vectors of documents and questions: a name or a folder."
+    )
+    answers: Literal["off", "verified", "direct"] = setting(
+        "answers",
+        "off",
+        "Whether earlier answers help with new ones: off, verified (as drafts that the model checks: the text is what "
+        "it would have written anyway), direct (the stored answer to nearly the same question is given at once; the "
+        "reply says so). Questions and answers are then kept with the documents.",
+    )
+    similarity_threshold: float = setting(
+        "answers",
+        0.85,
+        "answers=direct: how near a question must be to an earlier one (cosine); besides, nothing in the two may "
+        "differ that matters (see the guard).",
+    )
+    answers_limit: str = setting(
+        "answers",
+        "100MB",
+        "How much stored questions and answers take on disk: bytes, or 100MB.",
+        kind=a_size("100MB"),
+    )
+    origin: str | None = setting(
+        "remote",
+        None,
+        "The address of an origin: KV of long prompts that others published is fetched from there, if that is faster "
+        "than computing all of it. Under exact only what lost nothing (level raw). See `rekindle origin`.",
+    )
+    origin_keys: str | None = setting(
+        "remote", None, "The public keys of trusted publishers, or the files with them, with commas between."
+    )
+    origin_token: str | None = setting(
+        "remote", None, "The file with the token that the origin asks for.", kind=a_path("a file")
+    )
+    origin_secret: str | None = setting(
+        "remote",
+        None,
+        "The file with the secret that published KV is encrypted with; the origin does not have it.",
+        kind=a_path("a file"),
+    )
+    local_tenants: str = setting(
+        "remote",
+        "",
+        "Tenants, with commas between, whose prompts are never published nor looked for at an origin; *: all.",
+    )
+    policy: str = setting(
+        "retention",
+        "utility",
+        "What is evicted first: utility (by what reuse saves, how likely it is, and the state of the apps that ask), "
+        "lru (what was not used for longest).",
+    )
+    ttl: str | None = setting(
+        "retention",
+        None,
+        "KV older than this is not served: 90s, 30m, 12h, 7d; none: of any age.",
+        kind=a_time("12h, 7d"),
+    )
+    killed_ttl: str | None = setting(
+        "retention",
+        "60s",
+        "When KV that only killed apps used is evicted, after the last was killed; none: when space is needed.",
+        kind=a_time("30s, 5m"),
+    )
+    admission: Literal["always", "second-use"] = setting(
+        "retention", "always", "What is kept: always (everything), second-use (only what was seen before)."
+    )
+    write_budget: str | None = setting(
+        "retention",
+        None,
+        "Maximum written within an hour, to spare flash: 10GB; none: no limit.",
+        kind=a_size("10GB"),
+    )
+    key_file: str | None = setting(
+        "retention",
+        None,
+        "A file with 16 to 64 secret bytes: digests are keyed, and KV that others wrote is never served.",
+        kind=a_path("a file"),
+    )
+    parallel: int | None = setting(
+        "serving",
+        None,
+        "Number of requests answered at the same time, sharing the engine's steps; none: 8 in the server, else those "
+        "of several threads take turns.",
+    )
+    keep_alive: str | None = setting(
+        "serving",
+        None,
+        "Free the model after this long without a request (30s, 5m), and load it again for the next; its KV stays "
+        "warm. none: never.",
+        kind=a_time("30s, 5m"),
+    )
+
+
+@dataclass(frozen=True)
+class ServerSettings(_Loadable):
+    """What can be chosen about `rekindle serve` beside its session. The server checks the values."""
+
+    host: str = setting("server", "127.0.0.1", "The address to listen on.")
+    port: int = setting("server", 8377, "The port to listen on; 0 takes a free one.")
+    api_key_file: str | None = setting(
+        "server",
+        None,
+        f"A file with API keys as --api-key takes them, one a line. Also the variable {API_KEYS_VARIABLE}.",
+        kind=a_path("a file"),
+    )
+    allow_unauthenticated: bool = setting("server", False, "Let others in without a key.")
+    allowed_hosts: tuple[str, ...] = setting(
+        "server",
+        (),
+        "Names in the Host header that are answered, with commas between, * for any; empty: those of this machine on "
+        "loopback, else any. The flag may be given several times.",
+    )
+    cors_origin: tuple[str, ...] = setting(
+        "server",
+        (),
+        "Origins whose web pages may send requests and read replies, with commas between, * for any. The flag may be "
+        "given several times.",
+    )
+    queue: int = setting("server", 64, "Maximum number of waiting requests; more are refused with 429.")
+    max_connections: int = setting(  # many systems allow a process 1024 files, and the cache needs some
+        "server", 256, "Maximum number of open connections, silent ones included; more are refused with 503."
+    )
+    max_body: str = setting("server", "8MB", "The largest body that is read.", kind=a_size("8MB"))
+    max_reply: int | None = setting("server", None, "The longest reply, in tokens; none: as long as the context.")
+    timeout: str = setting(
+        "server", "10m", "The longest a request may take, waiting included.", kind=a_time("30s, 10m")
+    )
+    client_timeout: str = setting(
+        "server",
+        "30s",
+        "How long a client may take to send its request, or to say something on an open connection.",
+        kind=a_time("30s, 10m"),
+    )
+    stop_timeout: str = setting(
+        "server", "15s", "How long replies may go on after a signal to stop.", kind=a_time("15s, 1m")
+    )
+    idle: bool = setting("server", False, "Work ahead while there are no requests, as `rekindle idle` does.")
+    quiet: str = setting("server", "30s", "With idle: start after this long without a request.", kind=a_time("30s, 5m"))
+    on_battery: bool = setting("server", False, "With idle: also without mains.")
+
+
+SETTINGS: Mapping[str, Setting] = settings_of(Settings) | settings_of(ServerSettings)
+
+
+def names_in(*groups: str) -> list[str]:
+    """The settings of these groups."""
+    return [one.name for one in SETTINGS.values() if one.group in groups]
+
+
+def _from_arguments(given: Mapping[str, object], own: Mapping[str, Setting]) -> dict[str, Any]:
+    _refuse_unknown(given, own, "argument")
+    return {n: own[n].parse(value, f"The argument {n}") for n, value in given.items() if value is not None}
+
+
+def _from_environment(variables: Mapping[str, str]) -> dict[str, Any]:
+    given = {name: text for name, text in variables.items() if name.startswith(PREFIX) and text}
+    known = {one.variable: one for one in SETTINGS.values()}
+    _refuse_unknown(given, {*known, *_OTHER_VARIABLES}, "variable")
+    return {known[v].name: known[v].parse(text, f"The variable {v}") for v, text in given.items() if v in known}
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    found = SettingsFile.read(path)
+    return _parse_file(found, _names_in(found))
+
+
+def _from_found_files() -> dict[str, Any]:
+    """The user's own file, and over it the one of the current folder as far as it is trusted."""
+    own, here = users_file(), local_file()
+    values = {} if own is None else _from_file(own)
+    return values if here is None else values | _from_local_file(here)
+
+
+def _from_local_file(path: Path) -> dict[str, Any]:
+    found = SettingsFile.read(path)
+    names = _names_in(found)
+    ignored = [] if is_trusted(found) else [name for name in names if not SETTINGS[name].anywhere]
+    if ignored:
+        _tell_ignored(found.place, tuple(ignored))
+    return _parse_file(found, [name for name in names if name not in ignored])
+
+
+def _names_in(file: SettingsFile) -> list[str]:
+    _refuse_unknown(file.values, SETTINGS, f"key in {file.path}:")
+    return list(file.values)
+
+
+def _parse_file(file: SettingsFile, names: Iterable[str]) -> dict[str, Any]:
+    folder = file.path.absolute().parent
+    return {name: SETTINGS[name].parse(file.values[name], f"{name} in {file.path}", folder) for name in names}
+
+
+@cache  # once a process, however often settings are read
+def _tell_ignored(place: str, names: tuple[str, ...]) -> None:
+    log.warning(
+        "%s is not trusted, so what it says of these is ignored: %s. If you want it: rekindle trust %s",
+        place,
+        ", ".join(names),
+        shlex.quote(place),
+    )
+
+
+def _refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    for name in given:
+        if name not in known:
+            raise InvalidSetting(f"Unknown {what} {name[:80]!r}.{nearest(name[:80], known)}")

@@ -1,0 +1,1 @@
+"""Checks, reports and archives of a cache folder."""

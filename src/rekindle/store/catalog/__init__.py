@@ -1,0 +1,1 @@
+"""The SQLite catalog: what is in a cache folder."""

@@ -1,0 +1,373 @@
+"""The apps of a catalog, their states, and which of them used which blocks. Functions take the transaction.
+
+    apps   one row an app: its state, since when, and the process that is watched for it
+    users  one row for an app and an extent: the app used the extent's blocks up to and with place `last`
+
+Uses of an extent are always of its first blocks, so one number says which. Who gives no name is user 0: it has no
+row among the apps, counts as in the background and is never killed. Users of an extent are noted from the first app
+on that comes across it: what has none belongs to nobody who gave a name.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rekindle.core.identity import digest_of_fields
+from rekindle.core.scope import AppState, Asker, Scope
+
+NOBODY = 0  # the user who gave no name
+MAX_APPS = 1024  # of a tenant
+MAX_USERS = 16  # of an extent
+MAX_ROWS = 50_000  # of users in all
+_LATE_SECONDS = 600.0  # what was said of an app so long after a use that is only now written, a wrong clock said
+_APP_BYTES, _USER_BYTES = 8192, 4096  # what a row may make the catalog grow by: a page of each index, at worst
+
+
+@dataclass(frozen=True)
+class AppRow:
+    """An app as the catalog knows it. `process` and `born` are the id and the start of the process that is watched."""
+
+    id: int
+    tenant: str
+    salt_digest: str
+    name: str
+    state: AppState
+    since: float
+    seen: float
+    requests: int = 0
+    process: int | None = None
+    born: float | None = None
+
+
+# Times are compared with others: in a damaged catalog they may be anything.
+_COLUMNS = "id, tenant, salt_digest, name, state, CAST(since AS REAL), CAST(seen AS REAL), requests, process, born"
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """How many apps of each state use something. Nobody at all counts as one in the background."""
+
+    foreground: int = 0
+    background: int = 0
+    killed: int = 0
+
+    @property
+    def live(self) -> int:
+        """How many of them may ask again."""
+        return self.foreground + self.background
+
+    @property
+    def dead(self) -> bool:
+        """Whether it is of killed apps alone."""
+        return self.killed > 0 and self.live == 0
+
+
+@dataclass(frozen=True, slots=True)
+class UsedBlocks:
+    """The blocks of an extent up to and with `last`; the name tells whether it is still the same one."""
+
+    extent: int
+    name: str
+    last: int
+
+
+class Allows(Protocol):
+    """Whether the catalog may grow by `size_bytes` in this transaction."""
+
+    def __call__(self, connection: sqlite3.Connection, size_bytes: int, /) -> bool: ...
+
+
+@dataclass(frozen=True)
+class AppAccess:
+    """Somebody used blocks: an app, or, without one, nobody who gave a name.
+
+    `requests` is how many requests that was, if it is to be counted here.
+    """
+
+    app: Asker | None
+    places: Sequence[UsedBlocks]
+    at: float
+    allows: Allows
+    requests: int = 0
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        """Note it, as far as there is room; not if everything was removed since."""
+        (cleared,) = connection.execute("SELECT CAST(cleared AS REAL) FROM totals").fetchone()
+        if cleared - _LATE_SECONDS <= self.at <= cleared:  # what is older, a wrong clock said
+            return
+        if self.app is None:
+            for place in self.places:
+                if _has_users(connection, place.extent):
+                    add_user(connection, place, NOBODY, self.at, self.allows)
+            return
+        id = record_request(connection, self.app, self.at, self.allows, self.requests)
+        for place in self.places:
+            if not _has_users(connection, place.extent):  # somebody kept it who gave no name
+                add_user(connection, _whole(connection, place), NOBODY, self.at, self.allows)
+            if id is not None:
+                add_user(connection, place, id, self.at, self.allows)
+
+
+def record_request(
+    connection: sqlite3.Connection, asker: Asker, now: float, allows: Allows, requests: int = 0
+) -> int | None:
+    """An app asks: its number; None if it is new and there is no room. One that was killed is alive again.
+
+    But not if it was killed after it began to ask: requests are noted late.
+    """
+    row = app(connection, asker.scope, asker.name)
+    began = now if asker.at is None else min(asker.at, now)
+    if row is None:
+        state = asker.state or "foreground"
+        return _add(connection, _new(asker.scope, asker.name, state, began, now, requests), allows)
+    state = _state(row, asker, now)
+    since = row.since if state == row.state else began
+    connection.execute(
+        "UPDATE apps SET state=?, since=?, seen=?, requests=requests+? WHERE id=?",
+        (state, since, now, requests, row.id),
+    )
+    return row.id
+
+
+def _state(row: AppRow, asker: Asker, now: float = math.inf) -> AppState:
+    """The state of an app that asks: as it says, unless somebody said something of it since it began to ask."""
+    if asker.at is not None and asker.at <= row.since <= now + _LATE_SECONDS:
+        return row.state
+    return asker.state or ("foreground" if row.state == "killed" else row.state)
+
+
+def set_state(
+    connection: sqlite3.Connection, scope: Scope, name: str, state: AppState, now: float, allows: Allows
+) -> bool:
+    """Somebody says in what state an app is, new or not; False if it is new and there is no room for it."""
+    row = app(connection, scope, name)
+    if row is None:
+        return _add(connection, _new(scope, name, state, now, now), allows) is not None
+    if row.state != state:
+        connection.execute("UPDATE apps SET state=?, since=? WHERE id=?", (state, now, row.id))
+    if state == "killed":
+        connection.execute("UPDATE apps SET process=NULL, born=NULL WHERE id=?", (row.id,))
+    return True
+
+
+def watch(connection: sqlite3.Connection, scope: Scope, name: str, process: int, born: float) -> None:
+    """An app lives as long as that process does."""
+    connection.execute(
+        "UPDATE apps SET process=?, born=? WHERE tenant=? AND salt_digest=? AND name=?",
+        (process, born, scope.tenant, salt_digest(scope.salt), name),
+    )
+
+
+def kill(connection: sqlite3.Connection, row: AppRow, now: float) -> None:
+    """The process that was watched for an app ended; nothing if another one is watched since."""
+    connection.execute(
+        "UPDATE apps SET state='killed', since=?, process=NULL, born=NULL WHERE id=? AND process IS ? AND born IS ?",
+        (now, row.id, row.process, row.born),
+    )
+
+
+def salt_digest(salt: str) -> str:
+    """What a salt is known by: nothing needs the salt itself."""
+    return digest_of_fields("rekindle/app-salt/1", salt) if salt else ""
+
+
+def apps(connection: sqlite3.Connection, scope: Scope | None = None) -> list[AppRow]:
+    """The apps of a scope, or of all, those seen last at the end."""
+    select = f"SELECT {_COLUMNS} FROM apps WHERE ?1 IS NULL OR (tenant=?1 AND salt_digest=?2) ORDER BY seen, id"
+    return [AppRow(*row) for row in connection.execute(select, _whose(scope)).fetchall()]
+
+
+def _whose(scope: Scope | None) -> tuple[str | None, str | None]:
+    return (None, None) if scope is None else (scope.tenant, salt_digest(scope.salt))
+
+
+def app(connection: sqlite3.Connection, scope: Scope, name: str) -> AppRow | None:
+    select = f"SELECT {_COLUMNS} FROM apps WHERE tenant=? AND salt_digest=? AND name=?"
+    row = connection.execute(select, (scope.tenant, salt_digest(scope.salt), name)).fetchone()
+    return None if row is None else AppRow(*row)
+
+
+def sweep(connection: sqlite3.Connection) -> None:
+    """Remove the apps of tenants of whom nothing else is left, unless their process is watched."""
+    connection.execute("DELETE FROM apps WHERE process IS NULL AND tenant NOT IN (SELECT tenant FROM kv_spaces)")
+
+
+def any_known(connection: sqlite3.Connection) -> bool:
+    """Whether any app gave its name so far."""
+    return connection.execute("SELECT 1 FROM apps LIMIT 1").fetchone() is not None
+
+
+def add_user(connection: sqlite3.Connection, place: UsedBlocks, app: int, now: float, allows: Allows) -> None:
+    """An app used an extent's first blocks; nothing if the number means another extent since.
+
+    Rows are bounded, of an extent and of all. What is deleted for a new one leaves a place to write to, so the
+    catalog does not grow. Where nothing can be, the extent has no users at all afterwards: some would be worse, since
+    it would be taken for private when those are killed.
+    """
+    if connection.execute("SELECT 1 FROM extents WHERE id=? AND name=?", (place.extent, place.name)).fetchone() is None:
+        return
+    known = connection.execute("SELECT 1 FROM app_uses WHERE extent=? AND app=?", (place.extent, app)).fetchone()
+    if known is None:
+        own, every = connection.execute(
+            "SELECT (SELECT count(*) FROM app_uses WHERE extent=?), (SELECT count(*) FROM app_uses)", (place.extent,)
+        ).fetchone()
+        if own >= MAX_USERS:
+            _merge_user(connection, place.extent)
+        elif every >= MAX_ROWS or not allows(connection, _USER_BYTES):
+            if own == every:  # there is no other that could make place
+                connection.execute("DELETE FROM app_uses WHERE extent=?", (place.extent,))
+                return
+            _drop_users(connection, place.extent)
+    connection.execute(
+        "INSERT INTO app_uses VALUES (?,?,?,?) ON CONFLICT (extent, app) DO UPDATE SET last=max(last, excluded.last), "
+        "used=excluded.used",
+        (place.extent, app, place.last, now),
+    )
+
+
+def crowds(connection: sqlite3.Connection, *, whole: bool) -> dict[int, Crowd]:
+    """Who uses the last live block of each extent, or, with `whole`, any of its blocks; those of nobody left out."""
+    rows = connection.execute(
+        "SELECT u.extent, total(a.state='foreground'), total(a.state IS NULL OR a.state='background'), "
+        "total(a.state='killed') FROM app_uses u JOIN extents e ON e.id=u.extent LEFT JOIN apps a ON a.id=u.app "
+        "WHERE ? OR u.last>=e.live-1 GROUP BY u.extent",
+        (whole,),
+    )
+    return {extent: Crowd(*map(int, counts)) for extent, *counts in rows}
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateBlocks:
+    """The blocks of an extent from `start` on are of killed apps alone."""
+
+    extent: int
+    start: int
+    block_bytes: int  # what one of them takes, about
+
+
+def private(connection: sqlite3.Connection, killed_before: float, extent: int | None = None) -> list[PrivateBlocks]:
+    """What is of apps alone that have been killed since then, in all extents or one, the deepest first.
+
+    Whether something else hangs on it is for `first_free_block` to say. Pinned extents are nobody's private ones.
+    """
+    rows = connection.execute(
+        "SELECT u.extent, e.bytes / max(1, e.blocks), "
+        "max(CASE WHEN a.state='killed' AND a.since<=:killed_before THEN -1 ELSE u.last END) AS shared "
+        "FROM app_uses u JOIN extents e ON e.id=u.extent LEFT JOIN apps a ON a.id=u.app "
+        "WHERE e.state='live' AND NOT e.pinned AND (:extent IS NULL OR e.id=:extent) "
+        "GROUP BY u.extent HAVING shared<e.live-1 ORDER BY e.depth DESC",
+        {"killed_before": killed_before, "extent": extent},
+    )
+    return [PrivateBlocks(id, shared + 1, size_bytes) for id, size_bytes, shared in rows.fetchall()]
+
+
+def first_free_block(connection: sqlite3.Connection, extent: int) -> int:
+    """The first place from which on no other extent needs an extent's blocks."""
+    row = connection.execute(
+        "SELECT max(place) FROM (SELECT b.place FROM blocks b "
+        "JOIN blocks c ON c.parent=b.key AND c.kv_space=b.kv_space AND c.extent<>b.extent WHERE b.extent=?1 "
+        "UNION ALL SELECT place+blocks-1 FROM delta_bases WHERE base=?1)",
+        (extent,),
+    ).fetchone()
+    return 0 if row[0] is None else int(row[0]) + 1
+
+
+@dataclass(frozen=True)
+class AppShare:
+    """What an app has in a cache: bytes that it used, and those of them that no other did."""
+
+    size_bytes: int = 0
+    private_bytes: int = 0
+
+
+def shares(connection: sqlite3.Connection, scope: Scope | None = None) -> dict[int, AppShare]:
+    """What each app has, by its number. What several apps used counts for each of them."""
+    rows = connection.execute(
+        "SELECT u.app, e.bytes, e.blocks, min(u.last+1, e.live), (SELECT max(o.last)+1 FROM app_uses o "
+        "WHERE o.extent=u.extent AND o.app<>u.app) FROM app_uses u JOIN apps a ON a.id=u.app "
+        "JOIN extents e ON e.id=u.extent WHERE e.state='live' "
+        "AND (?1 IS NULL OR (a.tenant=?1 AND a.salt_digest=?2))",
+        _whose(scope),
+    )
+    found: dict[int, AppShare] = {}
+    for app, size_bytes, blocks, used, others in rows:
+        had = found.get(app, AppShare())
+        own = size_bytes * used // max(1, blocks)
+        alone = size_bytes * max(0, used - (others or 0)) // max(1, blocks)
+        found[app] = AppShare(had.size_bytes + own, had.private_bytes + alone)
+    return found
+
+
+def _add(connection: sqlite3.Connection, new: AppRow, allows: Allows) -> int | None:
+    """Add an app; its number. Where there is no room, another of its tenant is forgotten for it."""
+    (count,) = connection.execute("SELECT count(*) FROM apps WHERE tenant=?", (new.tenant,)).fetchone()
+    if count >= MAX_APPS or not allows(connection, _APP_BYTES):
+        if not count:
+            return None
+        _forget(connection, new.tenant)
+    cursor = connection.execute(
+        "INSERT INTO apps (tenant, salt_digest, name, state, since, seen, requests) VALUES (?,?,?,?,?,?,?)",
+        (new.tenant, new.salt_digest, new.name, new.state, new.since, new.seen, new.requests),
+    )
+    return cursor.lastrowid
+
+
+def _new(scope: Scope, name: str, state: AppState, since: float, seen: float, requests: int = 0) -> AppRow:
+    return AppRow(0, scope.tenant, salt_digest(scope.salt), name, state, since, seen, requests)
+
+
+def _forget(connection: sqlite3.Connection, tenant: str) -> None:
+    """Forget an app, a killed one first, else the longest unseen; what it used is from now on of no name."""
+    (id,) = connection.execute(
+        "SELECT id FROM apps WHERE tenant=? ORDER BY state<>'killed', seen, id LIMIT 1", (tenant,)
+    ).fetchone()
+    for (extent,) in connection.execute("SELECT extent FROM app_uses WHERE app=?", (id,)).fetchall():
+        _unname(connection, extent, id)
+    connection.execute("DELETE FROM apps WHERE id=?", (id,))
+
+
+def _unname(connection: sqlite3.Connection, extent: int, app: int) -> None:
+    """What an app used of an extent is from now on of no name, and so never taken for private."""
+    (last,) = connection.execute("SELECT last FROM app_uses WHERE extent=? AND app=?", (extent, app)).fetchone()
+    connection.execute("UPDATE app_uses SET last=max(last, ?) WHERE extent=? AND app=0", (last, extent))
+    connection.execute("UPDATE OR IGNORE app_uses SET app=0 WHERE extent=? AND app=?", (extent, app))
+    connection.execute("DELETE FROM app_uses WHERE extent=? AND app=? AND app<>0", (extent, app))
+
+
+def _merge_user(connection: sqlite3.Connection, extent: int) -> None:
+    """Make place for another user of an extent: a killed one goes, else the oldest loses its name."""
+    app, state = connection.execute(
+        "SELECT u.app, a.state FROM app_uses u LEFT JOIN apps a ON a.id=u.app WHERE u.extent=? AND u.app<>0 "
+        "ORDER BY a.state IS NOT 'killed', u.used LIMIT 1",
+        (extent,),
+    ).fetchone()
+    if state == "killed":
+        connection.execute("DELETE FROM app_uses WHERE extent=? AND app=?", (extent, app))
+    else:
+        _unname(connection, extent, app)
+
+
+def _drop_users(connection: sqlite3.Connection, extent: int) -> None:
+    """Make place for a user of an extent: forget all users of another, so that nobody takes that one for private.
+
+    One that no killed app used, if there is one, else the one that was used longest ago.
+    """
+    (other,) = connection.execute(
+        "SELECT u.extent FROM app_uses u LEFT JOIN apps a ON a.id=u.app WHERE u.extent<>? GROUP BY u.extent "
+        "ORDER BY total(a.state IS 'killed')>0, max(u.used) LIMIT 1",
+        (extent,),
+    ).fetchone()
+    connection.execute("DELETE FROM app_uses WHERE extent=?", (other,))
+
+
+def _has_users(connection: sqlite3.Connection, extent: int) -> bool:
+    return connection.execute("SELECT 1 FROM app_uses WHERE extent=? LIMIT 1", (extent,)).fetchone() is not None
+
+
+def _whole(connection: sqlite3.Connection, place: UsedBlocks) -> UsedBlocks:
+    row = connection.execute("SELECT live FROM extents WHERE id=?", (place.extent,)).fetchone()
+    return place if row is None else UsedBlocks(place.extent, place.name, max(place.last, int(row[0]) - 1))

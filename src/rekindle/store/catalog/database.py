@@ -1,0 +1,453 @@
+"""The SQLite file under the catalog: opening, versions, connections, transactions.
+
+One connection reads, one writes; each is opened, used and closed under its own lock. The file is looked at before every
+use: if the folder was deleted, replaced or set aside, or the process forked, the connection is opened anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rekindle.errors import CacheUnusable
+from rekindle.store.catalog.schema import APPLICATION_ID, MIGRATIONS, is_of_another_program, statements
+from rekindle.store.files import Files
+
+READ_TIMEOUT_SECONDS = 0.2  # a lookup must not wait for long: a miss is cheaper
+WRITE_TIMEOUT_SECONDS = 10.0  # writing happens in the background
+_PAGE_BYTES = 4096
+_CUT_ATTEMPTS, _CUT_PAUSE_SECONDS, _CUT_AGAIN_SECONDS = 50, 0.005, 1.0
+_SCRUB_ATTEMPTS, _SCRUB_WAIT_SECONDS = 20, 0.25
+
+Connect = Callable[..., sqlite3.Connection]
+
+
+class SharedConnection:
+    """A connection and its lock. Only the holder of the lock opens, uses or closes it."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.lock = threading.RLock()
+        self.timeout_seconds = timeout_seconds
+        self.connection: sqlite3.Connection | None = None
+        self.inode: tuple[int, int] | None = None
+        self.process = os.getpid()
+        self.abandoned: list[Any] = []  # of a forked parent: closing them here could disturb it
+
+    def forget(self) -> None:
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                connection.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: use nothing of the parent's."""
+        self.abandoned.append(self.connection)
+        self.connection = None
+        self.process = os.getpid()
+
+
+class Database:
+    """A catalog file. Raises `CacheUnusable` when it cannot be opened; a corrupt one is set aside and made anew.
+
+    `claim` makes the folder, or makes sure of it, before the file is opened, written or set aside.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        files: Files,
+        *,
+        connect: Connect = sqlite3.connect,
+        migrations: tuple[str, ...] = MIGRATIONS,
+        write_timeout_seconds: float = WRITE_TIMEOUT_SECONDS,
+        log_bytes: int = 8 << 20,
+        durable: bool = False,
+        claim: Callable[[], None] | None = None,
+    ) -> None:
+        """`durable`: a transaction that was committed survives a loss of power."""
+        self.path = path
+        self.read_only = False
+        self.log_limit_bytes = log_bytes
+        self._files = files
+        self._connect = connect
+        self._claim = claim or partial(files.make_folder, path.parent)
+        self._migrations = migrations
+        self._synchronous = "FULL" if durable else "NORMAL"
+        self._next_cut = 0.0
+        self._open_lock = threading.Lock()
+        self._reader = SharedConnection(READ_TIMEOUT_SECONDS)
+        self._writer = SharedConnection(write_timeout_seconds)
+        with self._reader.lock:
+            self._ensure(self._reader)
+        _OPEN.add(self)
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """One consistent view of the catalog; within another one, the same. Never waits for writers."""
+        with self._reader.lock:
+            outer = self._reader.connection if self._reader.process == os.getpid() else None
+            if outer is not None and outer.in_transaction:  # whose else could it be: the lock is ours
+                yield outer
+                return
+            with self._transaction(self._reader, "BEGIN") as connection:
+                yield connection
+
+    @contextmanager
+    def scanning(self) -> Iterator[sqlite3.Connection]:
+        """A view for long reads: beside `reading`, so that no lookup waits, and no writer of another process."""
+        with self._transaction(self._reader if self.read_only else self._writer, "BEGIN") as connection:
+            yield connection
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction: all of it or nothing.
+
+        Raises `CacheUnusable` if the catalog can only be read, or if its log is long and cannot be cut: half of what
+        the log may take is for this transaction.
+        """
+        if self.read_only:
+            raise CacheUnusable(f"{self.path.parent} can only be read.")
+        with self._writer.lock:
+            self._claim()
+            self._cut_log(self.log_limit_bytes // 4)
+            if self.log_bytes() > self.log_limit_bytes // 2:
+                raise CacheUnusable("Somebody has been reading the catalog for too long: its log cannot be cut.")
+            with self._transaction(self._writer, "BEGIN IMMEDIATE") as connection:
+                yield connection
+
+    @contextmanager
+    def _transaction(self, channel: SharedConnection, begin: str) -> Iterator[sqlite3.Connection]:
+        with channel.lock:
+            try:
+                connection = self._ensure(channel)
+                connection.execute(begin)
+                try:
+                    yield connection
+                    connection.execute("COMMIT")
+                except BaseException as error:
+                    if connection.in_transaction:
+                        with contextlib.suppress(sqlite3.Error):
+                            connection.execute("ROLLBACK")
+                    # A transaction that cannot be ended, or a query that broke off and still holds its view, would
+                    # block what comes after it.
+                    if connection.in_transaction or isinstance(error, sqlite3.Error):
+                        channel.forget()
+                    raise
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+                if _is_corruption(error):
+                    self._set_aside(channel)
+                raise
+
+    def size_bytes(self) -> int:
+        """Bytes of the catalog and its log."""
+        return self._file_bytes("") + self.log_bytes()
+
+    def claimed_bytes(self) -> int:
+        """The same, but with all the room that the log may take: it grows with every transaction."""
+        return self._file_bytes("") + max(self.log_bytes(), self.log_limit_bytes)
+
+    def log_bytes(self) -> int:
+        """Bytes of the log and its index."""
+        return self._file_bytes("-wal") + self._file_bytes("-shm")
+
+    def shrink(self, *, rewrite: bool) -> None:
+        """Give the space of removed rows back to the disk, and cut the log.
+
+        Free pages always; with `rewrite`, for which the log takes as much as the file for a moment, what is free inside
+        of pages, too.
+        """
+        if self.read_only:
+            return
+        with self._writer.lock:
+            while self._free_pages(most=max(1, self.log_limit_bytes // 32 // _PAGE_BYTES)):
+                pass
+            if rewrite:
+                self._ensure(self._writer).execute("VACUUM")
+            self._cut_log(above_bytes=0)
+
+    def _free_pages(self, most: int) -> bool:
+        """Cut at most `most` free pages off the file, in one transaction; whether there may be more."""
+        with self.writing() as connection:
+            before = int(connection.execute("PRAGMA freelist_count").fetchone()[0])
+            for _ in range(min(most, before)):
+                connection.execute("PRAGMA incremental_vacuum(1)")  # Python steps it once, which is one page
+            after = int(connection.execute("PRAGMA freelist_count").fetchone()[0])
+        return 0 < after < before
+
+    def scrub(self) -> None:
+        """Write the file anew, so that no trace of removed rows is in it, and empty the log: also after power loss.
+
+        For a moment the log takes as much as the file, and memory too. Raises `CacheUnusable` if another process
+        has been reading for so long that the log could not be emptied.
+        """
+        if self.read_only:
+            raise CacheUnusable(f"{self.path.parent} can only be read.")
+        with self._writer.lock:
+            self._cut_log(above_bytes=0)
+            # Zeroing what is deleted is not enough: pages that were balanced keep copies of rows that moved away.
+            self._ensure(self._writer).execute("PRAGMA checkpoint_fullfsync=1")  # macOS: past the drive's cache
+            self._ensure(self._writer).execute("VACUUM")
+            for _ in range(_SCRUB_ATTEMPTS):
+                self._next_cut = 0.0
+                if self._cut_log(above_bytes=0, wait_seconds=_SCRUB_WAIT_SECONDS):
+                    # What is in it by now was written since. SQLite syncs the file when it moves the log there, but not
+                    # the log when it empties it.
+                    self._files.sync_file(Path(f"{self.path}-wal"))
+                    self._files.sync_folder(self.path.parent)
+                    return
+        raise CacheUnusable(
+            f"Another process has been reading {self.path} for too long, so its log still holds what was removed. "
+            "Run it again when that process is done."
+        )
+
+    def discard(self) -> None:
+        """Set the catalog aside: it cannot be repaired."""
+        with self._writer.lock:
+            self._ensure(self._writer)
+            self._set_aside(self._writer)
+
+    def close(self) -> None:
+        """Close both connections. Idempotent; a later use opens them again."""
+        for channel in (self._reader, self._writer):
+            with channel.lock:
+                channel.forget()
+
+    def before_fork(self) -> None:
+        """SQLite must not be carried through a fork: the child would believe in locks that it does not have."""
+        for channel in (self._reader, self._writer):
+            channel.lock.acquire()
+            if channel.connection is not None and not channel.connection.in_transaction:
+                channel.forget()
+
+    def after_fork(self) -> None:
+        """Go on, in parent and child alike; each opens its own connections when it needs them."""
+        for channel in (self._writer, self._reader):
+            channel.lock.release()
+
+    def _cut_log(self, above_bytes: int, wait_seconds: float = 0.0) -> bool:
+        """Move the log into the file, if that did not happen by itself: others were reading, or at it themselves.
+
+        With `wait_seconds` it is tried once, and writers wait meanwhile. Whether the log was empty for a moment.
+        """
+        if self.log_bytes() <= above_bytes or time.monotonic() < self._next_cut:
+            return False
+        connection = self._ensure(self._writer)
+        # SQLite waits with its hands on the locks.
+        connection.execute(f"PRAGMA busy_timeout={int(wait_seconds * 1000)}")
+        try:
+            for _ in range(1 if wait_seconds else _CUT_ATTEMPTS):
+                try:
+                    busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+                except sqlite3.OperationalError:
+                    busy = 1
+                if not busy:
+                    return True
+                time.sleep(_CUT_PAUSE_SECONDS)
+            self._next_cut = time.monotonic() + _CUT_AGAIN_SECONDS
+            return False
+        finally:
+            connection.execute(f"PRAGMA busy_timeout={int(self._writer.timeout_seconds * 1000)}")
+
+    def _file_bytes(self, suffix: str) -> int:
+        try:
+            return Path(f"{self.path}{suffix}").stat().st_size
+        except OSError:
+            return 0
+
+    def _ensure(self, channel: SharedConnection) -> sqlite3.Connection:
+        """The connection, reopened if the process forked or the file was replaced."""
+        if channel.process != os.getpid():
+            channel.leave_to_parent()
+        if channel.connection is not None and _inode(self.path) != channel.inode:
+            channel.forget()  # deleted or replaced meanwhile
+        if channel.connection is None:
+            with self._open_lock:
+                self._open(channel)
+        assert channel.connection is not None
+        return channel.connection
+
+    def _open(self, channel: SharedConnection) -> None:
+        try:
+            try:
+                self._open_file(channel)
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+                if not _is_corruption(error):
+                    raise
+                self._set_aside(channel)
+                self._open_file(channel)
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            channel.forget()
+            raise CacheUnusable(f"The cache's catalog {self.path} cannot be opened: {error}.") from error
+        except OSError as error:
+            channel.forget()
+            raise CacheUnusable(f"The cache folder {self.path.parent} cannot be used: {error}.") from error
+        except BaseException:
+            channel.forget()
+            raise
+
+    def _open_file(self, channel: SharedConnection) -> None:
+        self._claim()
+        self.read_only = not self._prepare_file()
+        channel.inode = _inode(self.path)
+        if self.read_only:
+            channel.connection = self._connect_read_only()
+            self._check_version(channel.connection)
+        else:
+            # A file that is still being made, maybe by several processes at once, is worth waiting for.
+            new = self._file_bytes("") <= _PAGE_BYTES
+            channel.connection = self._connection(self._writer.timeout_seconds if new else channel.timeout_seconds)
+            self._migrate(channel.connection)
+            channel.connection.execute(f"PRAGMA busy_timeout={int(channel.timeout_seconds * 1000)}")
+
+    def _prepare_file(self) -> bool:
+        """Make the file with narrow rights; SQLite gives its log the same. False if they can only be read."""
+        try:
+            if not self.path.exists():
+                with contextlib.suppress(FileExistsError):
+                    self._files.close(self._files.create(self.path))
+        except PermissionError:
+            if not self.path.exists():
+                raise
+            return False
+        except OSError:
+            if self.path.parent.is_dir() and self.path.exists():
+                return False
+            raise
+        return os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
+
+    def _connection(self, timeout_seconds: float) -> sqlite3.Connection:
+        connection = self._connect(
+            self.path, timeout=timeout_seconds, isolation_level=None, check_same_thread=False, cached_statements=64
+        )
+        try:
+            if self._check_version(connection) == 0:
+                connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            connection.execute("PRAGMA journal_mode=WAL").fetchall()
+            # NORMAL may lose the last commits with the power. In a catalog that is a missing entry, never a wrong one.
+            connection.execute(f"PRAGMA synchronous={self._synchronous}")
+            connection.execute(f"PRAGMA fullfsync={self._synchronous == 'FULL':d}")  # macOS: past the drive's cache
+            connection.execute("PRAGMA secure_delete=ON")  # tokens of removed rows are nobody's any more
+            connection.execute("PRAGMA cache_size=-4096")
+            connection.execute("PRAGMA temp_store=MEMORY")
+            connection.execute(f"PRAGMA wal_autocheckpoint={max(1, self.log_limit_bytes // 8 // _PAGE_BYTES)}")
+            connection.execute(f"PRAGMA journal_size_limit={self.log_limit_bytes // 8}")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _connect_read_only(self) -> sqlite3.Connection:
+        # `immutable` is for folders where not even the log's index can be made: then nobody writes it either.
+        for mode in ("mode=ro", "mode=ro&immutable=1"):
+            address = f"{self.path.resolve().as_uri()}?{mode}"
+            connection = self._connect(
+                address, uri=True, timeout=READ_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False
+            )
+            try:
+                connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+                return connection
+            except sqlite3.OperationalError:
+                connection.close()
+                if "immutable" in mode:
+                    raise
+        raise AssertionError
+
+    def _check_version(self, connection: sqlite3.Connection) -> int:
+        # The tables first: another process may make them, together with the numbers, between one look and the next.
+        tables = int(connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
+        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+        application = int(connection.execute("PRAGMA application_id").fetchone()[0])
+        if tables and application != APPLICATION_ID:
+            raise CacheUnusable(f"{self.path} is not a Rekindle catalog. Choose another folder for the cache.")
+        if version > len(self._migrations):
+            raise CacheUnusable(
+                f"{self.path} was written by a newer Rekindle (format {version}, this one knows "
+                f"{len(self._migrations)}). Upgrade, or choose another folder for the cache."
+            )
+        return version
+
+    def _migrate(self, connection: sqlite3.Connection) -> None:
+        if self._check_version(connection) == len(self._migrations):
+            return
+        connection.execute("BEGIN EXCLUSIVE")
+        try:
+            done = self._check_version(connection)  # another process may have been first
+            for number, script in enumerate(self._migrations[done:], start=done + 1):
+                for statement in statements(script):
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA user_version={number}")
+            connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+            connection.execute("COMMIT")
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()  # our number into the file itself
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+
+    def _set_aside(self, channel: SharedConnection) -> None:
+        """Rename a catalog that cannot be read, unless it is another program's; the other one finds the new file."""
+        channel.forget()
+        if _inode(self.path) != channel.inode:
+            return  # another process did it already
+        self._claim()
+        if is_of_another_program(self._files.read(self.path, 100)):
+            raise CacheUnusable(f"{self.path} is not a Rekindle catalog. Choose another folder for the cache.")
+        stamp = f"broken-{time.time_ns()}"
+        for suffix in ("-wal", "-shm", ""):  # the file last: as long as it is there, nobody makes a new log
+            with contextlib.suppress(OSError):
+                Path(f"{self.path}{suffix}").replace(f"{self.path}.{stamp}{suffix}")
+
+
+def _is_corruption(error: sqlite3.DatabaseError | UnicodeDecodeError) -> bool:
+    if isinstance(error, UnicodeDecodeError):  # a text of the schema, or SQLite's complaint about it, is no text
+        return True
+    code = getattr(error, "sqlite_errorcode", None)  # Python 3.11
+    if code is not None:
+        return code & 0xFF in (11, 26)  # SQLITE_CORRUPT, SQLITE_NOTADB
+    return "malformed" in str(error) or "not a database" in str(error)
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    return about.st_dev, about.st_ino
+
+
+# SQLite must not be in use while its process forks: every open database stops for it, and goes on in parent and child.
+_OPEN: weakref.WeakSet[Database] = weakref.WeakSet()
+
+
+class _Stopped(threading.local):
+    """The databases that the forking thread has stopped."""
+
+    databases: list[Database] = []  # noqa: RUF012  (always replaced, never changed)
+
+
+_stopped = _Stopped()
+
+
+def _before_fork() -> None:
+    _stopped.databases = list(_OPEN)
+    for database in _stopped.databases:
+        database.before_fork()
+
+
+def _after_fork() -> None:
+    for database in reversed(_stopped.databases):
+        database.after_fork()
+    _stopped.databases = []
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

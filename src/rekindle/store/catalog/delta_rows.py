@@ -1,0 +1,126 @@
+"""The rows of delta bases: which extents a delta is taken from, and where a base could be found."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rekindle.core.keys import BLOCK_TOKENS, NodeKey, layout_text
+from rekindle.core.kv import KvLayout
+from rekindle.store.catalog import catalog
+from rekindle.store.catalog.catalog import Extent, Fresh
+from rekindle.store.prefix_index import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class BaseBlocks:
+    """The base of a part of a delta: its blocks from number `at` on are those of the extent `base` from `place` on."""
+
+    base: int
+    at: int
+    place: int
+    blocks: int
+
+
+def bases_of(connection: sqlite3.Connection, id: int) -> tuple[BaseBlocks, ...]:
+    """The base of a delta, in order; empty for any other extent."""
+    rows = connection.execute("SELECT base, at, place, blocks FROM delta_bases WHERE extent=? ORDER BY at", (id,))
+    return tuple(BaseBlocks(*row) for row in rows.fetchall())
+
+
+def add(connection: sqlite3.Connection, id: int, parts: Sequence[BaseBlocks]) -> bool:
+    """Record the base of a delta; False if it is gone."""
+    for part in parts:
+        row = catalog.extent(connection, part.base)
+        if row is None or row.state != "live" or row.live < part.place + part.blocks:
+            return False
+        connection.execute(
+            "INSERT INTO delta_bases (extent, base, at, place, blocks) VALUES (?,?,?,?,?)",
+            (id, part.base, part.at, part.place, part.blocks),
+        )
+    return True
+
+
+def deltas_of(connection: sqlite3.Connection, ids: Iterable[int]) -> list[Extent]:
+    """The deltas from any of these extents, most recently used first."""
+    rows: dict[int, Extent] = {}
+    for id in ids:  # one by one: the number of variables of a statement is limited
+        found = catalog.extents(connection, "id IN (SELECT extent FROM delta_bases WHERE base=?)", (id,))
+        rows.update((row.id, row) for row in found)
+    return sorted(rows.values(), key=lambda row: (-row.used, row.id))
+
+
+def with_descendants(connection: sqlite3.Connection, ids: Iterable[int]) -> set[int]:
+    """Extents, and all that hang on them, on those again, and so on."""
+    found = set(ids)
+    todo = list(found)
+    while todo:
+        below = connection.execute(
+            "SELECT DISTINCT c.extent FROM blocks b JOIN blocks c ON c.parent=b.key AND c.kv_space=b.kv_space "
+            "WHERE b.extent=? AND c.extent<>b.extent",
+            (todo.pop(),),
+        ).fetchall()
+        new = {id for (id,) in below} - found
+        found |= new
+        todo += new
+    return found
+
+
+def reaching(connection: sqlite3.Connection, base: int, place: int) -> dict[int, int]:
+    """The deltas from an extent's blocks from `place` on, each with its first block that depends on them."""
+    rows = connection.execute(
+        "SELECT extent, min(at+max(0, ?2-place)) FROM delta_bases WHERE base=?1 AND place+blocks>?2 GROUP BY extent",
+        (base, place),
+    )
+    return dict(rows.fetchall())
+
+
+def sibling_kv_spaces(
+    connection: sqlite3.Connection, kv_space: str, codec: str, layout: KvLayout, key: NodeKey
+) -> list[tuple[int, str]]:
+    """KV spaces, by number and digest, that differ from that one in the adapter alone and know a node; the base model's
+    first, then in the order in which they came to know it."""
+    rows = connection.execute(
+        "SELECT s.id, s.digest FROM blocks b JOIN kv_spaces s ON s.id=b.kv_space WHERE b.key=?1 AND s.digest<>?2 "
+        "AND s.codec=?3 AND s.layout=?4 AND substr(s.digest, instr(s.digest, ':'))=substr(?2, instr(?2, ':')) "
+        "ORDER BY s.adapter IS NOT NULL, b.extent",
+        (key, kv_space, codec, layout_text(layout)),
+    )
+    return [(int(id), str(digest)) for id, digest in rows.fetchall()]
+
+
+def whole_run(
+    connection: sqlite3.Connection, kv_space: int, keys: Sequence[NodeKey], fresh: Fresh
+) -> BaseBlocks | None:
+    """The whole extent that has the first of these blocks, and how many after it; None if none has."""
+    row = connection.execute(
+        "SELECT b.extent, b.place FROM blocks b JOIN extents e ON e.id=b.extent WHERE b.key=? AND b.kv_space=? "
+        "AND e.state='live' AND (e.kept BETWEEN ? AND ? OR e.pinned) "
+        "AND NOT EXISTS (SELECT 1 FROM delta_bases a WHERE a.extent=e.id)",
+        (keys[0], kv_space, fresh.oldest, fresh.newest),
+    ).fetchone()
+    if row is None:
+        return None
+    known = connection.execute(
+        "SELECT key FROM blocks WHERE extent=? AND place>=? ORDER BY place LIMIT ?", (*row, len(keys))
+    ).fetchall()
+    same = [key == wanted for (key,), wanted in zip(known, keys, strict=False)]
+    return BaseBlocks(int(row[0]), 0, int(row[1]), same.index(False) if False in same else len(same))
+
+
+def codings(connection: sqlite3.Connection, ids: Sequence[int]) -> dict[int, tuple[str, int]]:
+    """How those of the extents are coded that are, and how many tokens their files hold about."""
+    marks = ",".join("?" * len(ids))
+    select = f"SELECT id, coding, blocks FROM extents WHERE coding<>'raw' AND id IN ({marks})"
+    return {id: (coding, blocks * BLOCK_TOKENS) for id, coding, blocks in connection.execute(select, list(ids))}
+
+
+def coded_pieces(pieces: Sequence[Piece], known: Mapping[int, tuple[str, int]]) -> tuple[Piece, ...]:
+    """The pieces, with how they are coded. What is coded without loss is decoded as a whole."""
+    reported = []
+    for piece in pieces:
+        coding, tokens = known.get(piece.extent, ("raw", 0))
+        overread = max(0, tokens - len(piece.span)) if coding == "exact" else 0
+        reported.append(replace(piece, coding=coding, overread=overread))
+    return tuple(reported)

@@ -1,0 +1,381 @@
+"""The rows of variants in the catalog: each says where in a chain the KV of a chunk stands, and what was scored there.
+
+A row is sealed by a digest of all it says, keyed if the store has a key; one that does not fit its seal says nothing.
+Functions take the transaction they belong to, or the catalog where they need several.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import struct
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rekindle.codec.digest import Digester
+from rekindle.core.chunk import ChunkDigest, ChunkScores, EarlierChunk, Variant
+from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, NodeKey
+from rekindle.core.kv import Span
+from rekindle.store.catalog import catalog
+from rekindle.store.catalog.database import Database
+from rekindle.store.nonprefix_kv import DIGEST_TOKENS, SUFFIX
+from rekindle.store.prefix_index import Piece
+
+_CANDIDATES = 8  # children of a node that are looked at: nearly always the first will do
+_ROWS_A_TRANSACTION = 1024
+_ROW_BYTES = 1024  # beside what is counted: numbers, indexes, pages that are not full
+
+# Where bits were flipped, a column may be of another type: made what it should be, it can at least be read.
+_COLUMNS = (
+    "id, CAST(parent AS BLOB), CAST(tail AS BLOB), CAST(start AS INTEGER), CAST(stop AS INTEGER), "
+    "CAST(outside AS BLOB), CAST(received AS BLOB), CAST(intra AS REAL), CAST(earlier AS BLOB), CAST(drift AS REAL), "
+    "CAST(seal AS BLOB), CAST(frequency AS REAL)"
+)
+_HOLDING = (
+    "SELECT b.extent, e.name, b.place, e.depth, b.tokens FROM blocks b JOIN extents e ON e.id=b.extent "
+    "WHERE e.state='live' AND (e.kept BETWEEN ? AND ? OR e.pinned) AND b.kv_space=? AND "
+)
+_BEGINNING = f"b.parent=? AND b.tokens>=? ORDER BY b.tokens LIMIT {_CANDIDATES}"
+# The first child that is not before the tail begins with it, if any does.
+_LOST = (
+    "(SELECT substr(b.tokens, 1, length(v.tail)) FROM blocks b WHERE b.parent=v.parent AND b.kv_space=v.kv_space "
+    "AND b.tokens>=v.tail ORDER BY b.tokens LIMIT 1) IS NOT v.tail"
+)
+
+_EARLIER = struct.Struct("<16sId")
+_HALF = np.dtype("<f2")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLocation:
+    """A chunk's place in a chain. `span` counts from the chain's root."""
+
+    parent: NodeKey
+    tail: bytes
+    span: Span
+
+    @property
+    def last(self) -> int:
+        """The last block it needs, counted from the root."""
+        return (self.span.stop - 1) // BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLocation:
+    """A block that may be used: its extent, its place there, and how many blocks are above the extent."""
+
+    extent: int
+    name: str
+    place: int
+    depth: int
+
+
+def chunk_location(root: NodeKey, keys: Sequence[NodeKey], tokens: bytes, span: Span) -> ChunkLocation:
+    """Where `span` stands in a prompt of `tokens` whose blocks have these keys."""
+    last = (span.stop - 1) // BLOCK_TOKENS
+    tail = tokens[last * BLOCK_BYTES : span.stop * TOKEN_BYTES]
+    return ChunkLocation(keys[last - 1] if last else root, tail, span)
+
+
+@dataclass(frozen=True)
+class SpaceRow:
+    """One of the two KV spaces on which variants are found."""
+
+    number: int
+    digest: str
+    nonprefix: bool
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class VariantRow:
+    """A variant as it is listed."""
+
+    id: int
+    location: ChunkLocation
+    variant: Variant
+    frequency: float
+
+
+@dataclass(frozen=True, eq=False)
+class Listing:
+    """A variant to be listed."""
+
+    location: ChunkLocation
+    variant: Variant
+    packed: PackedScores
+    seal: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """What its row takes in the catalog, at most."""
+        packed = self.packed
+        return (
+            len(packed.outside) + len(packed.received) + len(packed.earlier) + 2 * len(self.location.tail) + _ROW_BYTES
+        )
+
+    def columns(self) -> tuple[object, ...]:
+        """What is written over when the same is listed again."""
+        span, packed = self.variant.span, self.packed
+        said = (packed.outside, packed.received, packed.intra, packed.earlier, float(self.variant.drift))
+        return span.start, span.stop, *said, self.seal
+
+
+def listing(digester: Digester, kv_space_digest: str, location: ChunkLocation, variant: Variant) -> Listing:
+    """A variant at its location, sealed. Raises `ValueError` if its scores are none."""
+    packed = pack_scores(variant.scores)
+    unpack_scores(packed, len(variant.span))
+    if variant.drift != variant.drift or packed.intra != packed.intra:
+        raise ValueError("a score is no number")
+    seal = _seal(digester, kv_space_digest, variant.digest, location, (variant.span, float(variant.drift)), packed)
+    return Listing(location, variant, packed, seal)
+
+
+@dataclass(frozen=True)
+class ChunkView:
+    """The blocks of one KV space, in one transaction; see `catalog.View`. Blocks that may not be used are left out.
+
+    A chunk's KV is found from its end, walking back to its beginning:
+
+        chain     [ block ][ block ][ block ][ block ...
+        chunk          [...............]
+                                    ^ tail: the tokens of the last block it needs, up to its end; `parent` is the node
+                                      above that block
+
+    The last block may be kept again, longer, when its prompt goes on: any child of the parent that begins with the
+    tail will do. Above it, each extent names the node it hangs on.
+    """
+
+    connection: sqlite3.Connection
+    kv_space: int
+    fresh: catalog.Fresh
+    lost: Container[str] = ()
+
+    def find_pieces(self, location: ChunkLocation, tokens: bytes) -> tuple[Piece, ...] | None:
+        """The pieces that hold a chunk of these tokens, in order, with spans counted from the root.
+
+        None if not all of it is there. Only the tail is compared: the node above it stands for all tokens before, and
+        whoever loads the pieces compares every token with what their files say.
+        """
+        span, block, tail = location.span, location.last, location.tail
+        if not tokens or len(tokens) != len(span) * TOKEN_BYTES:
+            return None
+        shared = min(len(tail), len(tokens))
+        if len(tail) != (span.stop - block * BLOCK_TOKENS) * TOKEN_BYTES or tail[-shared:] != tokens[-shared:]:
+            return None
+        found = self.beginning(location.parent, tail)
+        stop, pieces = span.stop, list[Piece]()
+        while found is not None and found.depth + found.place == block:
+            start = max(span.start, found.depth * BLOCK_TOKENS)
+            first = start // BLOCK_TOKENS - found.depth
+            pieces.append(Piece(found.extent, found.name, first, Span(start, stop), start % BLOCK_TOKENS))
+            if start == span.start:
+                return tuple(reversed(pieces))
+            stop, block = start, found.depth - 1
+            above = self.above(found.extent)
+            found = None if above is None else self.holding(above)
+        return None
+
+    def beginning(self, parent: NodeKey, tokens: bytes) -> BlockLocation | None:
+        """A child of `parent` that begins with `tokens`."""
+        for *holding, held in self._holdings(_BEGINNING, parent, tokens):
+            if not held.startswith(tokens):
+                return None
+            if holding[1] not in self.lost:
+                return BlockLocation(*holding)
+        return None
+
+    def holding(self, key: NodeKey) -> BlockLocation | None:
+        """The block of a node."""
+        for *holding, _ in self._holdings("b.key=?", key):
+            if holding[1] not in self.lost:
+                return BlockLocation(*holding)
+        return None
+
+    def above(self, extent: int) -> NodeKey | None:
+        """The node that an extent hangs on."""
+        row = self.connection.execute("SELECT parent FROM blocks WHERE extent=? AND place=0", (extent,)).fetchone()
+        return None if row is None else row[0]
+
+    def _holdings(self, where: str, *values: bytes) -> list[tuple[Any, ...]]:
+        """Extent, name, place, depth and tokens of blocks that may be used."""
+        given = (self.fresh.oldest, self.fresh.newest, self.kv_space, *values)
+        return self.connection.execute(_HOLDING + where, given).fetchall()
+
+
+def rows(
+    connection: sqlite3.Connection, digester: Digester, space: SpaceRow, digest: ChunkDigest
+) -> Iterator[tuple[int, VariantRow | None]]:
+    """The variants of a chunk by number; None for those that make no sense."""
+    select = f"SELECT {_COLUMNS} FROM variants WHERE digest=? AND kv_space=?"
+    for values in connection.execute(select, (digest, space.number)).fetchall():
+        yield values[0], _row(digester, space, digest, values)
+
+
+def add(
+    connection: sqlite3.Connection, kv_space: int, listed: Sequence[Listing], now: float, most: int, max_a_chunk: int
+) -> int:
+    """List variants, each location once; how many are new. The least used go for them, the oldest of those first."""
+    (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM variants").fetchone()
+    for one in listed:
+        at = (one.variant.digest, kv_space, one.location.parent, one.location.tail)
+        connection.execute(
+            "INSERT INTO variants (digest, kv_space, parent, tail, start, stop, outside, received, intra, earlier, "
+            "drift, seal, used) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?) "
+            "ON CONFLICT (digest, kv_space, parent, tail) DO UPDATE SET "
+            "(start, stop, outside, received, intra, earlier, drift, seal) = (excluded.start, excluded.stop, "
+            "excluded.outside, excluded.received, excluded.intra, excluded.earlier, excluded.drift, excluded.seal)",
+            (*at, *one.columns(), now),
+        )
+        _trim(connection, "digest=? AND kv_space=?", (one.variant.digest, kv_space), max_a_chunk, last)
+    _trim(connection, "kv_space=?", (kv_space,), most, last)
+    (new,) = connection.execute("SELECT count(*) FROM variants WHERE id>?", (last,)).fetchone()
+    return int(new)
+
+
+def drop(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
+    """Remove rows; non-prefix KV goes with its row."""
+    for id in ids:
+        extents = connection.execute(
+            "SELECT b.extent FROM variants v JOIN kv_spaces s ON s.id=v.kv_space "
+            "JOIN blocks b ON b.parent=v.parent AND b.kv_space=v.kv_space AND b.tokens=v.tail "
+            "JOIN extents e ON e.id=b.extent WHERE v.id=? AND substr(s.codec, -length(?))=? AND NOT e.pinned",
+            (id, SUFFIX, SUFFIX),
+        ).fetchall()
+        connection.execute("DELETE FROM variants WHERE id=?", (id,))
+        for (extent,) in extents:
+            catalog.cut(connection, extent, 0)
+
+
+@dataclass(frozen=True)
+class VariantAccess:
+    """A variant was used, which adds to its frequency."""
+
+    id: int
+    digest: ChunkDigest
+    gain: float
+    at: float
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        """Count it, if the number still means the same chunk."""
+        connection.execute(
+            "UPDATE variants SET frequency=frequency+?, used=max(used, ?) WHERE id=? AND digest=?",
+            (self.gain, self.at, self.id, self.digest),
+        )
+
+
+def sweep(database: Database, after: int = 0, max_rows: int | None = None) -> int:
+    """Remove rows after number `after` whose blocks are gone, looking at `max_rows`; the last one, 0 at the end."""
+    looked_at = 0
+    while max_rows is None or looked_at < max_rows:
+        with database.scanning() as connection:
+            ids = connection.execute(
+                f"SELECT id, {_LOST} FROM variants v WHERE id>? ORDER BY id LIMIT {_ROWS_A_TRANSACTION}", (after,)
+            ).fetchall()
+        if not ids:
+            return 0
+        lost = [(id,) for id, is_lost in ids if is_lost]
+        if lost:
+            with database.writing() as connection:
+                connection.executemany(f"DELETE FROM variants AS v WHERE id=? AND {_LOST}", lost)
+        after = ids[-1][0]
+        looked_at += len(ids)
+    return after
+
+
+def nonprefix_kv_spaces(connection: sqlite3.Connection) -> set[int]:
+    """The numbers of all KV spaces that hold non-prefix KV."""
+    select = "SELECT id FROM kv_spaces WHERE substr(codec, -length(?))=?"
+    return {id for (id,) in connection.execute(select, (SUFFIX, SUFFIX)).fetchall()}
+
+
+def cut_nonprefix(connection: sqlite3.Connection) -> list[catalog.Extent]:
+    """Extents of non-prefix KV that lost their last blocks: the rest is useless."""
+    kv_spaces = ",".join(map(str, nonprefix_kv_spaces(connection)))
+    return (
+        catalog.extents(connection, f"state='live' AND live<blocks AND kv_space IN ({kv_spaces})") if kv_spaces else []
+    )
+
+
+def _trim(connection: sqlite3.Connection, where: str, values: Sequence[object], most: int, last: int) -> None:
+    """Remove the rows beyond `most`, those used least first, those numbered above `last` only if nothing else is."""
+    (count,) = connection.execute(f"SELECT count(*) FROM variants WHERE {where}", values).fetchone()
+    excess = count - most
+    for newness in ("id<=?", "id>?"):
+        if excess > 0:
+            select = f"SELECT id FROM variants WHERE {where} AND {newness} ORDER BY frequency, used, id LIMIT ?"
+            ids = [id for (id,) in connection.execute(select, (*values, last, excess)).fetchall()]
+            drop(connection, ids)
+            excess -= len(ids)
+
+
+def _row(digester: Digester, space: SpaceRow, digest: ChunkDigest, values: Sequence[Any]) -> VariantRow | None:
+    """A row, if it fits its seal."""
+    id, parent, tail, start, stop, outside, received, intra, earlier, drift, seal, frequency = values
+    try:
+        span = Span(start, stop)
+        location = ChunkLocation(
+            parent, tail, Span(DIGEST_TOKENS, DIGEST_TOKENS + len(span)) if space.nonprefix else span
+        )
+        packed = PackedScores(outside, received, intra, earlier)
+        if seal != _seal(digester, space.digest, digest, location, (span, drift), packed):
+            return None
+        variant = Variant(digest, span, unpack_scores(packed, len(span)), drift)
+        return VariantRow(id, location, variant, float(frequency))
+    except (ValueError, TypeError, OverflowError, struct.error):
+        return None
+
+
+def _seal(
+    digester: Digester,
+    kv_space_digest: str,
+    digest: ChunkDigest,
+    location: ChunkLocation,
+    computed: tuple[Span, float],
+    packed: PackedScores,
+) -> bytes:
+    span, drift = computed
+    numbers = struct.pack("<QQdd", span.start, span.stop, drift, packed.intra)
+    texts = (
+        kv_space_digest.encode(),
+        digest,
+        location.parent,
+        location.tail,
+        packed.outside,
+        packed.received,
+        packed.earlier,
+    )
+    sizes = struct.pack("<7Q", *map(len, texts))
+    return digester.header(b"".join((b"rekindle/variant/1", numbers, sizes, *texts)))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedScores:
+    """Scores as they are kept."""
+
+    outside: bytes
+    received: bytes
+    intra: float
+    earlier: bytes
+
+
+def pack_scores(scores: ChunkScores) -> PackedScores:
+    """Scores as bytes. Raises `ValueError` for those of no chunk."""
+    outside, received = (np.asarray(of_tokens, _HALF) for of_tokens in (scores.outside, scores.received))
+    try:
+        earlier = [_EARLIER.pack(chunk.digest, chunk.tokens, chunk.mass) for chunk in scores.earlier]
+    except struct.error as error:
+        raise ValueError(f"not a chunk: {error}") from error
+    return PackedScores(outside.tobytes(), received.tobytes(), float(scores.intra), b"".join(earlier))
+
+
+def unpack_scores(packed: PackedScores, tokens: int) -> ChunkScores:
+    """The scores of a chunk of `tokens` tokens. Raises `ValueError` if they are not."""
+    if not len(packed.outside) == len(packed.received) == tokens * _HALF.itemsize:
+        raise ValueError("there is not one score a token")
+    if len(packed.earlier) % _EARLIER.size:
+        raise ValueError("a chunk before it is cut off")
+    earlier = [EarlierChunk(ChunkDigest(digest), *rest) for digest, *rest in _EARLIER.iter_unpack(packed.earlier)]
+    outside, received = np.frombuffer(packed.outside, _HALF), np.frombuffer(packed.received, _HALF)
+    return ChunkScores(outside, received, packed.intra, tuple(earlier))

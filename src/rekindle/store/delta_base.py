@@ -1,0 +1,157 @@
+"""Deltas and their bases: KV of the same tokens under the base model, or under another adapter.
+
+    KV space of the base   [block][block][block][block]      whole: the delta base
+    KV space of an adapter [    delta     ][ whole ...]      what the base covers, and the rest
+
+All adapters of a namespace have the same nodes, so a base is found by the keys of its blocks. A base is always
+whole: to read a delta, one other extent is read at each place, never a chain of them. While an extent is the base of a
+delta, eviction leaves it alone; where it must go all the same, the delta is re-based before, or goes along
+(`catalog.cut` sees to that whatever happens).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from rekindle.codec.coder import Coder
+from rekindle.codec.extent import ExtentPlan
+from rekindle.core.keys import NodeKey, chain
+from rekindle.core.kv import KvLayout, LayerKv
+from rekindle.store.catalog import catalog, delta_rows
+from rekindle.store.catalog.catalog import Extent, Fresh
+from rekindle.store.catalog.database import Database
+from rekindle.store.catalog.delta_rows import BaseBlocks
+from rekindle.store.extents import BaseFile, CodedExtent, ExtentFiles, OpenBase, OpenExtent
+
+
+@dataclass(frozen=True)
+class DeltaBase:
+    """A KV space, by its digest, and which of its extents cover the first `blocks` blocks of a run."""
+
+    kv_space: str
+    parts: tuple[BaseBlocks, ...]
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks of the run it covers, from the first on."""
+        return self.parts[-1].at + self.parts[-1].blocks if self.parts else 0
+
+    def until(self, blocks: int) -> DeltaBase:
+        """The same for the first `blocks` blocks alone."""
+        parts = [replace(p, blocks=min(p.blocks, blocks - p.at)) for p in self.parts if p.at < blocks]
+        return DeltaBase(self.kv_space, tuple(parts))
+
+
+def find_base(
+    connection: sqlite3.Connection,
+    kv_space: str,
+    codec: str,
+    layout: KvLayout,
+    keys: Sequence[NodeKey],
+    fresh: Fresh,
+    without: Container[int] = (),
+) -> DeltaBase | None:
+    """What the run of blocks with these keys, in the KV space of that digest, could be a delta from; None: nothing.
+
+    The base model's KV before an adapter's, and of adapters what was there first, unless another covers more.
+    """
+    best: DeltaBase | None = None
+    for number, digest in delta_rows.sibling_kv_spaces(connection, kv_space, codec, layout, keys[0]):
+        found = DeltaBase(digest, _cover(connection, number, keys, fresh, without))
+        if found.blocks > (best.blocks if best else 0):
+            best = found
+    return best
+
+
+def base_of_copy(
+    connection: sqlite3.Connection,
+    row: Extent,
+    plan: ExtentPlan,
+    tokens: bytes,
+    fresh: Fresh,
+    without: Container[int] | None,
+) -> DeltaBase | None:
+    """The base of a copy of an extent's live tokens: the same as before, unless that is about to go."""
+    if plan.coding is None or plan.coding.base_kv_space is None or not tokens:
+        return None
+    keys = chain(plan.parent, tokens)
+    if without is None:
+        return DeltaBase(plan.coding.base_kv_space, delta_rows.bases_of(connection, row.id)).until(len(keys))
+    (codec,) = connection.execute("SELECT codec FROM kv_spaces WHERE id=?", (row.kv_space,)).fetchone()
+    found = find_base(connection, plan.kv_space, codec, plan.layout, keys, fresh, without)
+    return found if found is not None and found.blocks == len(keys) else None
+
+
+def encode(
+    database: Database,
+    extents: ExtentFiles,
+    plan: ExtentPlan,
+    layers: Callable[[], Iterable[LayerKv]],
+    coder: Coder,
+    base: DeltaBase | None,
+) -> CodedExtent | None:
+    """KV as it will be written; None if it stays as it is, because that is the way, or it cannot be coded.
+
+    Raises as reading does if the base cannot be read.
+    """
+    if base is None:
+        if coder.whole is None:
+            return None
+        opened: tuple[OpenBase, ...] = ()
+    else:
+        with database.reading() as connection:
+            files = base_files(connection, base.parts)
+        opened = extents.open_bases(files, plan)
+    try:
+        return extents.encode(plan, layers(), coder, None if base is None else base.kv_space, opened)
+    except ValueError:  # numbers that are not finite
+        return None
+    finally:
+        for part in opened:
+            extents.release(part.extent)
+
+
+def _cover(
+    connection: sqlite3.Connection, kv_space: int, keys: Sequence[NodeKey], fresh: Fresh, without: Container[int]
+) -> tuple[BaseBlocks, ...]:
+    """The extents that hold the first of these blocks, as far as they are whole, may be used, and have no gap."""
+    parts: list[BaseBlocks] = []
+    at = 0
+    while at < len(keys):
+        found = delta_rows.whole_run(connection, kv_space, keys[at:], fresh)
+        if found is None or found.base in without:
+            break
+        parts.append(BaseBlocks(found.base, at, found.place, found.blocks))
+        at += found.blocks
+    return tuple(parts)
+
+
+def open_extent(
+    database: Database, extents: ExtentFiles, row: Extent, kv_space_digest: str, *, fresh: bool = False
+) -> OpenExtent:
+    """An extent with its bases, ready to be read. Release it. Raises `Damaged` or `OSError`."""
+    if row.coding == "raw":
+        return extents.open(row, kv_space_digest, fresh=fresh)
+    for last in (False, True):
+        with database.reading() as connection:
+            stands_on = base_files(connection, delta_rows.bases_of(connection, row.id))
+        try:
+            return extents.open(row, kv_space_digest, stands_on, fresh=fresh)
+        except FileNotFoundError:  # what it stands on may have been written anew meanwhile
+            if last:
+                raise
+    raise AssertionError("it was opened, or could not be")
+
+
+def base_files(connection: sqlite3.Connection, parts: Sequence[BaseBlocks]) -> list[BaseFile]:
+    """The files behind parts of a base. Raises `FileNotFoundError` if one is not listed any more."""
+    files = []
+    for part in parts:
+        row = catalog.extent(connection, part.base)
+        if row is None or row.state != "live" or row.live < part.place + part.blocks:
+            raise FileNotFoundError("what it is a difference from was evicted meanwhile")
+        (digest,) = connection.execute("SELECT digest FROM kv_spaces WHERE id=?", (row.kv_space,)).fetchone()
+        files.append(BaseFile(row, digest, part.at, part.place, part.blocks))
+    return files

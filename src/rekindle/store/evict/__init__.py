@@ -1,0 +1,1 @@
+"""What goes when space is needed."""

@@ -1,0 +1,199 @@
+"""The longest known prefix of a prompt, token by token, without reading any KV.
+
+Chains are prefix-closed (tails are evicted before heads), so the deepest known block is found by binary search over
+the chained keys. From there the extents that hold the chain are walked back to the root, one step an extent, and all
+tokens are compared. Inside the first block that differs, the two neighbours of the prompt's tokens among the parent's
+children share the longest beginning with it: KV of the beginning of a block is a slice of the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, NodeKey, chain, common_tokens
+from rekindle.core.kv import Span
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRef:
+    """Where a block is: the extent, and its place among the extent's blocks."""
+
+    extent: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A child of a node."""
+
+    spot: BlockRef
+    tokens: bytes
+
+
+class BlockIndex(Protocol):
+    """What the search needs of a catalog, from one consistent view of it."""
+
+    def find(self, key: NodeKey) -> BlockRef | None:
+        """The block of a node."""
+
+    def name(self, extent: int) -> str | None:
+        """The name of an extent; None if it may not be used."""
+
+    def tokens(self, spot: BlockRef) -> bytes:
+        """The tokens of an extent's blocks up to and with that place."""
+
+    def neighbours(self, parent: NodeKey, tokens: bytes) -> Sequence[Neighbour]:
+        """The children of `parent` just below (or at) and just above `tokens`, in the order of their bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a prompt's tokens whose KV is in one extent, from its block `first` on; the last may be used in part.
+
+    So may the first: its `skip` first tokens are left out. The name makes sure: numbers of extents begin anew when a
+    catalog is lost.
+    """
+
+    extent: int
+    name: str
+    first: int
+    span: Span
+    skip: int = 0
+    coding: str = "raw"  # exact, near: it takes decoding
+    overread: int = 0  # tokens that have to be decoded with it
+
+    @property
+    def last(self) -> int:
+        """The place of the last block used."""
+        return self.first + (self.skip + len(self.span) - 1) // BLOCK_TOKENS
+
+
+@dataclass(frozen=True)
+class Match:
+    """What is known of a prompt: pieces that tile `[0, length)` in order."""
+
+    root: NodeKey
+    tokens: bytes
+    keys: tuple[NodeKey, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def length(self) -> int:
+        """How many tokens are known, from the first on."""
+        return self.pieces[-1].span.stop if self.pieces else 0
+
+    @property
+    def full_blocks(self) -> int:
+        """How many whole blocks are known."""
+        return self.length // BLOCK_TOKENS
+
+    def key_before(self, block: int) -> NodeKey:
+        """The node that block number `block` of the prompt hangs on."""
+        return self.keys[block - 1] if block else self.root
+
+    def until(self, length: int) -> Match:
+        """The same, of at most the first `length` tokens: for loading less than is known."""
+        pieces = [
+            replace(piece, span=Span(piece.span.start, min(piece.span.stop, length)))
+            for piece in self.pieces
+            if piece.span.start < length
+        ]
+        return Match(self.root, self.tokens, self.keys, tuple(pieces))
+
+    def gap(self) -> Span | None:
+        """What is to be kept of the prompt: from the first block not known whole. None if every token is known."""
+        count = len(self.tokens) // TOKEN_BYTES
+        return None if self.length >= count else Span(self.full_blocks * BLOCK_TOKENS, count)
+
+
+def search(rows: BlockIndex, root: NodeKey, tokens: bytes) -> Match:
+    """The longest known prefix of `tokens`."""
+    keys = chain(root, tokens)
+    pieces = _whole_blocks(rows, keys[: len(tokens) // BLOCK_BYTES], tokens)
+    known = pieces[-1].span.stop // BLOCK_TOKENS if pieces else 0
+    rest = tokens[known * BLOCK_BYTES : (known + 1) * BLOCK_BYTES]
+    if rest and (piece := _inside_block(rows, keys[known - 1] if known else root, rest, known)):
+        if pieces and pieces[-1].extent == piece.extent and pieces[-1].last + 1 == piece.first:
+            last = pieces.pop()
+            piece = Piece(last.extent, last.name, last.first, Span(last.span.start, piece.span.stop))
+        pieces.append(piece)
+    return Match(root, tokens, tuple(keys), tuple(pieces))
+
+
+def _whole_blocks(rows: BlockIndex, keys: Sequence[NodeKey], tokens: bytes) -> list[Piece]:
+    limit = len(keys)
+    while limit:
+        depth, spot = _deepest(rows, keys[:limit])
+        if spot is None:
+            return []
+        pieces: list[Piece] = []
+        while spot is not None:
+            first = depth - 1 - spot.place  # the depth of the extent's first block
+            name = rows.name(spot.extent) if first >= 0 else None
+            if name is None or rows.tokens(spot) != tokens[first * BLOCK_BYTES : depth * BLOCK_BYTES]:
+                # Damaged, expired, or a collision: what hangs below it is of no use either.
+                limit = max(0, min(first, depth - 1))
+                break
+            pieces.append(Piece(spot.extent, name, 0, Span(first * BLOCK_TOKENS, depth * BLOCK_TOKENS)))
+            if first == 0:
+                return pieces[::-1]
+            depth, limit = first, first - 1
+            spot = rows.find(keys[depth - 1])
+    return []
+
+
+def _deepest(rows: BlockIndex, keys: Sequence[NodeKey]) -> tuple[int, BlockRef | None]:
+    """How many of the chained keys are known, and where the last known one is."""
+    known, unknown, spot = 0, len(keys) + 1, None
+    while unknown - known > 1:
+        middle = (known + unknown) // 2
+        found = rows.find(keys[middle - 1])
+        if found is None:
+            unknown = middle
+        else:
+            known, spot = middle, found
+    return known, spot
+
+
+def _inside_block(rows: BlockIndex, parent: NodeKey, rest: bytes, depth: int) -> Piece | None:
+    best: Piece | None = None
+    start = depth * BLOCK_TOKENS
+    for neighbour in rows.neighbours(parent, rest):
+        common = common_tokens(neighbour.tokens, rest)
+        spot = neighbour.spot
+        if common > (len(best.span) if best else 0) and (name := rows.name(spot.extent)) is not None:
+            best = Piece(spot.extent, name, spot.place, Span(start, start + common))
+    return best
+
+
+def following(rows: BlockIndex, match: Match, most: int) -> bytes:
+    """Up to `most` tokens that come after a whole match. Of several, those of the nearest in the order of bytes."""
+    block = match.full_blocks
+    parent, known = match.key_before(block), match.tokens[block * BLOCK_BYTES :]
+    found = b""
+    while len(found) < most * TOKEN_BYTES:
+        near = [child.tokens for child in rows.neighbours(parent, known) if child.tokens.startswith(known)]
+        longer = max(near, key=len, default=known)[:BLOCK_BYTES]
+        more = longer[len(known) :]
+        if not more or len(more) % TOKEN_BYTES:
+            break
+        found, known = found + more, longer  # one that goes on like it may be longer still
+        if len(known) == BLOCK_BYTES:
+            (parent,), known = chain(parent, known), b""
+    return found[: most * TOKEN_BYTES]
+
+
+def continuation(rows: BlockIndex, match: Match) -> bytes | None:
+    """The tokens with which something known goes on where `match` ends and the prompt does not; None if nothing does.
+
+    Of several, those of the nearest in the order of token bytes.
+    """
+    block = match.full_blocks
+    rest = match.tokens[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+    known = (match.length - block * BLOCK_TOKENS) * TOKEN_BYTES
+    for neighbour in rows.neighbours(match.key_before(block), rest):
+        if neighbour.tokens[:known] == rest[:known] and len(neighbour.tokens) > known:
+            return neighbour.tokens[known:]
+    return None

@@ -1,0 +1,1 @@
+"""Removing every trace of tokens and texts."""

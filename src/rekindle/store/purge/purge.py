@@ -1,0 +1,384 @@
+"""Removing every trace of runs of tokens from a cache folder: rows, KV, history, and what deleting leaves behind.
+
+    chains     every block that has a token of a run goes, and what hangs on it      rows, a chunk at a time
+    nonprefix  all non-prefix KV goes, and all states kept as a whole: what they were computed behind, they do not tell
+    files      what lost blocks, now or earlier, is written anew without them        or dropped, where that cannot be
+    history    requests that had a run, or quote a text, are forgotten
+    catalog    written anew, its log emptied: pages keep copies of rows that went
+
+Every step leaves the folder sound, and none relies on what an earlier one remembered: after a crash, do it all again.
+Who reads meanwhile finds less, never anything wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, parse_layout
+from rekindle.errors import CacheUnusable
+from rekindle.store.catalog import catalog, delta_rows, variant_rows
+from rekindle.store.catalog.chains import Chains, ExtentTokens
+from rekindle.store.disk import DiskStore
+from rekindle.store.evict.evict import blocks_a_transaction
+from rekindle.store.extents import Damaged
+from rekindle.store.limits import Refused
+from rekindle.store.prefix_index import BlockRef
+from rekindle.store.purge.search import Segment, Snippets, TokenRun, TokenRuns
+from rekindle.store.purge.traces import await_writers, being_written, remove_traces
+
+__all__ = ["Purged", "TokenRun", "purge"]
+
+_BLOCKS_A_CHUNK = 16_384
+_FILES_A_CHUNK = 256
+_ATTEMPTS = 3  # to rewrite what others change
+_ROUNDS = 20  # of looking at what others kept meanwhile
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Purged:
+    """What was removed: blocks, the files they were in (gone or rewritten), their bytes, and requests of the past."""
+
+    blocks: int
+    extents: int
+    bytes: int
+    requests: int
+
+
+def purge(
+    disk: DiskStore,
+    tenant: str,
+    salt: str,
+    runs: Sequence[TokenRun],
+    *,
+    texts: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Purged:
+    """Remove every trace of the runs from all KV spaces of that tenant and salt, and of requests that quote a text.
+
+    A block goes if it has a token of a run, wherever the run stands, also if only its first eight tokens or more are
+    there because what was kept ends before it does; all that hangs on the block goes with it, pinned or not, and all
+    non-prefix KV, which may have been computed behind it. Variants go with their blocks. What is before it stays,
+    unless its file cannot be read, or written anew for want of room or of the key: then the whole file goes. A run
+    counts on KV spaces of its tokenizer, and where the tokenizer was never noted.
+
+    For a moment the catalog takes twice its size. Raises `CacheUnusable` if it cannot be finished, with what to do;
+    what was done till then stays done, and running it again does the rest.
+    """
+    if not runs and not texts:
+        return Purged(0, 0, 0, 0)
+    if disk.database.read_only:
+        raise CacheUnusable(f"{disk.folder} can only be read: nothing can be removed from it.")
+    try:
+        return _Purge(disk, tenant, salt, runs, progress).run(texts)
+    except (OSError, sqlite3.Error) as error:
+        raise CacheUnusable(f"Not everything could be removed from {disk.folder}: {error}. Run it again.") from error
+
+
+@dataclass(frozen=True)
+class _Group:
+    """KV spaces, by number with their digests, on which the same runs count."""
+
+    runs: TokenRuns
+    kv_spaces: dict[int, str]
+
+
+@dataclass(frozen=True)
+class _TokenPlace:
+    """A token: `start` tokens after the beginning of an extent, or, negative, before it."""
+
+    stretch: ExtentTokens
+    start: int
+
+    def spot(self, connection: sqlite3.Connection, chains: Chains) -> BlockRef | None:
+        """The block that has it; None if it went."""
+        if self.start >= 0:
+            return BlockRef(self.stretch.extent, self.start // BLOCK_TOKENS)
+        return chains.above(connection, self.stretch, -(self.start // BLOCK_TOKENS))
+
+
+class _Purge:
+    """One purge: what it goes through, and what it has removed so far."""
+
+    def __init__(
+        self, disk: DiskStore, tenant: str, salt: str, runs: Sequence[TokenRun], progress: Progress | None
+    ) -> None:
+        self._disk = disk
+        self._database = disk.database
+        self._room = disk.room
+        self._progress = progress
+        self._groups = self._group(tenant, salt, runs)
+        self._blocks = self._bytes = 0
+        self._names: set[str] = set()  # of files that went
+        self._shorter: set[int] = set()  # extents that lost their last blocks
+        self._done = self._total = 0
+
+    def run(self, texts: Sequence[str]) -> Purged:
+        self._room.recover()
+        self._room.sweep()
+        groups = [group for group in self._groups if group.runs]
+        with self._database.scanning() as connection:
+            self._total = sum(Chains(list(group.kv_spaces)).count(connection) for group in groups)
+        for group in groups:
+            self._purge_chains(group)
+            self._purge_nonprefix(group)
+            for row in self._holding(group):
+                self._rewrite(row, group.kv_spaces[row.kv_space])
+        requests = self._purge_requests(Snippets(texts))
+        kv_spaces = {kv_space for group in self._groups for kv_space in group.kv_spaces}
+        with self._database.writing() as connection:
+            catalog.pin(connection, (), pinned=True)
+            # A key tells nothing, but who has a text can tell that it was asked.
+            connection.executemany("DELETE FROM seen_keys WHERE kv_space=?", [(kv_space,) for kv_space in kv_spaces])
+        variant_rows.sweep(self._database)
+        remove_traces(self._disk, lambda row: row.kv_space in kv_spaces)
+        return Purged(self._blocks, len(self._names), self._bytes, requests)
+
+    def _group(self, tenant: str, salt: str, runs: Sequence[TokenRun]) -> list[_Group]:
+        select = (
+            "SELECT s.id, s.digest, i.fields FROM kv_spaces s LEFT JOIN identities i ON i.digest=s.identity "
+            "WHERE s.tenant=? AND s.salt=?"
+        )
+        with self._database.reading() as connection:
+            rows = connection.execute(select, (tenant, salt)).fetchall()
+        kv_spaces: dict[str | None, dict[int, str]] = {}
+        for id, digest, fields in rows:
+            kv_spaces.setdefault(_tokenizer(fields), {})[id] = digest
+        return [
+            _Group(TokenRuns(run.tokens for run in runs if tokenizer in (None, run.tokenizer)), found)
+            for tokenizer, found in kv_spaces.items()
+        ]
+
+    # -- chains ----------------------------------------------------------------------------------------------------
+
+    def _purge_chains(self, group: _Group) -> None:
+        """Cut every chain before its first run; then look at what others were keeping, until nobody is."""
+        chains = Chains(list(group.kv_spaces))
+        last = 0
+        for _ in range(_ROUNDS):
+            while stretches := self._cut_next(chains, group, last):
+                last = stretches[-1].extent
+                self._done += sum(-(-len(s.tokens) // (BLOCK_TOKENS * TOKEN_BYTES)) for s in stretches)
+                if self._progress is not None:
+                    self._total = max(self._total, self._done)
+                    self._progress(self._done, self._total)
+            writing = being_written(self._disk, group.kv_spaces)
+            if not writing:
+                return
+            await_writers(partial(self._still_written, group, writing))
+            last = min(writing) - 1
+
+    def _cut_next(self, chains: Chains, group: _Group, last: int) -> Sequence[ExtentTokens]:
+        """Cut the next chains; which they were."""
+        with self._database.scanning() as connection:
+            stretches = chains.after(connection, last, _BLOCKS_A_CHUNK)
+            found, below = self._find(connection, chains, group.runs, stretches)
+        while found:
+            for row in below:
+                self._blocks += row.live
+                self._count_file(row)
+            self._shorten(chains, group, found)
+            self._room.cut_all(below)
+            shorter = self._cut(chains, found)
+            self._room.sweep()
+            with self._database.scanning() as connection:  # where they end now, another run may begin
+                again = [chains.read(connection, id, fresh=True) for id in shorter]
+                found, below = self._find(connection, chains, group.runs, [one for one in again if one is not None])
+        return stretches
+
+    def _find(
+        self, connection: sqlite3.Connection, chains: Chains, runs: TokenRuns, stretches: Sequence[ExtentTokens]
+    ) -> tuple[list[_TokenPlace], list[catalog.Extent]]:
+        """Where the first runs in stretches begin, and the extents that hang on that."""
+        segments = []
+        for stretch in stretches:
+            before = chains.before(connection, stretch, runs.longest - 1)
+            segments.append(Segment(before + stretch.tokens, len(before) // TOKEN_BYTES))
+        found = [
+            _TokenPlace(stretch, start - segment.own)
+            for stretch, segment, start in zip(stretches, segments, runs.first(segments), strict=True)
+            if start is not None
+        ]
+        return found, self._below(connection, filter(None, [place.spot(connection, chains) for place in found]))
+
+    def _below(self, connection: sqlite3.Connection, spots: Iterator[BlockRef]) -> list[catalog.Extent]:
+        """The extents that hang on blocks from these on, the deepest first: so that no transaction becomes long."""
+        todo = deque((spot.extent, spot.place) for spot in spots)
+        found: dict[int, None] = {}
+        while todo:
+            children = connection.execute(
+                "SELECT DISTINCT c.extent FROM blocks b JOIN blocks c ON c.parent=b.key AND c.kv_space=b.kv_space "
+                "WHERE b.extent=? AND b.place>=? AND c.extent<>b.extent",
+                todo.popleft(),
+            ).fetchall()
+            new = [id for (id,) in children if id not in found]
+            found.update(dict.fromkeys(new))
+            todo.extend((id, 0) for id in new)
+        return [row for id in reversed(found) if (row := catalog.extent(connection, id)) is not None]
+
+    def _shorten(self, chains: Chains, group: _Group, found: Sequence[_TokenPlace]) -> None:
+        """Take the runs out of differences from blocks that are about to go: else all of them would go along."""
+        with self._database.scanning() as connection:
+            spots = [spot for place in found if (spot := place.spot(connection, chains)) is not None]
+            first: dict[int, int] = {}  # of each difference, the first block that goes
+            for spot in spots:
+                for id, place in delta_rows.reaching(connection, spot.extent, spot.place).items():
+                    first[id] = min(place, first.get(id, place))
+        for id, place in first.items():
+            if place == 0:
+                continue  # it goes along
+            with self._database.writing() as connection:
+                row = catalog.extent(connection, id)
+                if row is None or row.state != "live" or row.kv_space not in group.kv_spaces:
+                    continue
+                if row.live > place:
+                    catalog.cut(connection, id, place)
+                    self._blocks += row.live - place
+            self._rewrite(row, group.kv_spaces[row.kv_space])
+
+    def _cut(self, chains: Chains, found: Sequence[_TokenPlace]) -> set[int]:
+        """Cut where runs begin, as the rows are now: what moved to another extent meanwhile comes later.
+
+        Which extents are shorter by that.
+        """
+        shorter: set[int] = set()
+        todo = deque(found)
+        while todo:
+            blocks = blocks_a_transaction(self._database)
+            with self._database.writing() as connection:
+                while todo and blocks > 0:
+                    spot = todo.popleft().spot(connection, chains)
+                    row = None if spot is None else catalog.extent(connection, spot.extent)
+                    if spot is None or row is None or row.live <= spot.place:
+                        continue
+                    catalog.cut(connection, row.id, spot.place)
+                    self._blocks += row.live - spot.place
+                    blocks -= row.live - spot.place
+                    if spot.place == 0:
+                        self._count_file(row)
+                    else:
+                        shorter.add(row.id)
+        self._shorter |= shorter
+        return shorter
+
+    def _still_written(self, group: _Group, ids: set[int]) -> set[int]:
+        return ids & being_written(self._disk, group.kv_spaces)
+
+    def _purge_nonprefix(self, group: _Group) -> None:
+        with self._database.scanning() as connection:
+            kv_spaces = (
+                variant_rows.nonprefix_kv_spaces(connection) | _state_kv_spaces(connection)
+            ) & group.kv_spaces.keys()
+            rows = [row for row in catalog.extents(connection, "state='live'") if row.kv_space in kv_spaces]
+        for row in rows:
+            self._blocks += row.live
+            self._count_file(row)
+        self._room.cut_all(rows)
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def _holding(self, group: _Group) -> list[catalog.Extent]:
+        """The extents whose files still hold a run, or cannot be looked into, behind their live blocks."""
+        chains = Chains(list(group.kv_spaces))
+        with self._database.scanning() as connection:
+            rows = catalog.extents(connection, "state='live' AND live<blocks ORDER BY id")
+        rows = [row for row in rows if row.kv_space in group.kv_spaces]
+        holding: list[catalog.Extent] = []
+        for first in range(0, len(rows), _FILES_A_CHUNK):
+            looked_at, segments = [], []
+            for row in rows[first : first + _FILES_A_CHUNK]:
+                segment = None if row.id in self._shorter else self._behind(chains, row, group.runs)
+                if segment is None:
+                    holding.append(row)
+                else:
+                    looked_at.append(row)
+                    segments.append(segment)
+            found = group.runs.first(segments)
+            holding += [row for row, start in zip(looked_at, found, strict=True) if start is not None]
+        return holding
+
+    def _behind(self, chains: Chains, row: catalog.Extent, runs: TokenRuns) -> Segment | None:
+        """What an extent's file holds behind its live blocks; None if that is unknown."""
+        with self._database.scanning() as connection:
+            stretch = chains.read(connection, row.id)
+            if stretch is None:
+                return Segment(b"", 0)  # it went meanwhile
+            before = chains.before(connection, stretch, runs.longest - 1)
+        try:
+            tokens = self._disk.extents.tokens(row)
+        except (OSError, Damaged):
+            return None
+        if not tokens.startswith(stretch.tokens):
+            return None
+        return Segment(before + tokens, (len(before) + len(stretch.tokens)) // TOKEN_BYTES)
+
+    def _rewrite(self, row: catalog.Extent, kv_space_digest: str) -> None:
+        """Write an extent anew without the blocks that are not live; where that cannot be, drop it."""
+        with self._database.scanning() as connection:
+            key = connection.execute("SELECT key FROM blocks WHERE extent=? AND place=0", (row.id,)).fetchone()
+        own_key = kv_space_digest.endswith(f":{self._disk.digester.name}")
+        if not own_key or not any(self._is_rewritten(row, kv_space_digest) for _ in range(_ATTEMPTS)):
+            self._room.cut_all([row])
+        select = "SELECT e.bytes FROM blocks b JOIN extents e ON e.id=b.extent WHERE b.key=? AND b.kv_space=?"
+        with self._database.scanning() as connection:
+            left = None if key is None else connection.execute(select, (*key, row.kv_space)).fetchone()
+        self._count_file(row, 0 if left is None else left[0])
+
+    def _is_rewritten(self, row: catalog.Extent, kv_space_digest: str) -> bool:
+        """Try once; True also if there is nothing left to rewrite."""
+        with self._database.scanning() as connection:
+            now = catalog.extent(connection, row.id)
+        if now is None or now.name != row.name or now.state != "live":
+            return True
+        try:
+            return self._room.rewrite(now, kv_space_digest, evict=True)
+        except Refused:
+            return False  # no room, or it changed meanwhile
+
+    def _count_file(self, row: catalog.Extent, left_bytes: int = 0) -> None:
+        self._names.add(row.name)
+        self._bytes += row.size_bytes - left_bytes
+
+    # -- history ---------------------------------------------------------------------------------------------------
+
+    def _purge_requests(self, snippets: Snippets) -> int:
+        """Forget the requests that had a run or quote a text; how many."""
+        runs = {kv_space: group.runs for group in self._groups for kv_space in group.kv_spaces}
+        with self._database.writing() as connection:  # behind whoever saw the text there and is about to note it
+            rows = connection.execute("SELECT id, kv_space, tokens, record FROM requests").fetchall()
+            rows = [row for row in rows if row[1] in runs]
+            quoted = snippets.quoted([row[3] for row in rows])
+            ids = [
+                (id,)
+                for (id, kv_space, tokens, _), quotes in zip(rows, quoted, strict=True)
+                if quotes or tokens in runs[kv_space]
+            ]
+            connection.executemany("DELETE FROM requests WHERE id=?", ids)
+        return len(ids)
+
+
+def _tokenizer(fields: str | None) -> str | None:
+    """The tokenizer among the fields of an identity; None if they were not noted, or make no sense."""
+    try:
+        found = None if fields is None else json.loads(fields)["tokenizer"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _state_kv_spaces(connection: sqlite3.Connection) -> set[int]:
+    """The numbers of all KV spaces that hold whole states of models: these are found by name, not by tokens."""
+    states = set()
+    for id, text in connection.execute("SELECT id, layout FROM kv_spaces").fetchall():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged row, which nothing can be loaded from
+            layout = parse_layout(text)
+            if layout.dtype == "uint8" and len(layout.layers) == 1:
+                states.add(id)
+    return states

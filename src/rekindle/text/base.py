@@ -1,0 +1,136 @@
+"""The contract of every tokenizer, and bounds on how many tokens a text has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rekindle.core.request import Message
+from rekindle.core.tools import Tool
+from rekindle.errors import ContextOverflow
+
+Written = Mapping[str, Sequence[int]]  # text of a reply -> the tokens it was generated as
+
+
+@dataclass(frozen=True)
+class QuotedChat:
+    """The tokens of a chat with quotes: what comes before the quotes, each quote, what comes after."""
+
+    before: Sequence[int]
+    quotes: Sequence[Sequence[int]]
+    after: Sequence[int]
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back. Text of users never becomes a control token."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end a reply."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids are below this."""
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound on the number of tokens of a text, in no time; 0 where none is known."""
+
+    def encode(self, text: str, *, token_limit: int | None = None) -> list[int]:
+        """Tokens of a plain text, with whatever the model wants at its start.
+
+        Raises `ContextOverflow` without tokenizing, which takes seconds for a long text, if the text must have more
+        than `token_limit`. A text with slightly more may be returned all the same.
+        """
+
+    @property
+    def template(self) -> str:
+        """The source of the model's chat template; empty if it has none, or none that can be read."""
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        written: Written | None = None,
+        *,
+        tools: Sequence[Tool] = (),
+        token_limit: int | None = None,
+    ) -> list[int]:
+        """Tokens of the model's own chat template, up to where the reply begins.
+
+        A template that takes `tools` writes them itself; otherwise tools, calls and results are written as text.
+
+        `written` maps replies to the tokens the model generated for them. These replace the tokens of an assistant
+        message of exactly that text, if the rest of the chat is tokenized the same with and without it.
+
+        Raises `InvalidPrompt` if the model has no template or it refuses the messages, and `ContextOverflow` as
+        `encode` does.
+        """
+
+    def encode_quoting(
+        self,
+        messages: Sequence[Message],
+        quotes: Sequence[str],
+        *,
+        tools: Sequence[Tool] = (),
+        token_limit: int | None = None,
+    ) -> QuotedChat:
+        """Tokens of a chat with quotes placed before the first user message's text.
+
+        Every part is tokenized alone, so a quote has the same tokens wherever it stands. A quote longer than
+        `token_limit` is cut. Raises as `encode_chat` does, and if there is no user message.
+        """
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, control tokens left out."""
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """The text of tokens with control tokens spelled out, for people comparing prompts."""
+
+    def pieces(self) -> list[bytes]:
+        """The bytes that each token id adds inside a text; empty for control tokens and unused ids.
+
+        A list of `vocabulary_size`; the first call takes about 100 ms. A space that `decode` strips from the start
+        of a text is part of the piece.
+        """
+
+
+_CONTINUING = frozenset(range(0x80, 0xC0))  # every character past ASCII has one of these bytes
+_LEADING = frozenset(range(0xC2, 0xF5))
+
+
+@dataclass(frozen=True)
+class TokenLength:
+    """A token covers at most `characters` characters. The characters in `vanishing` may be in no token."""
+
+    characters: int
+    vanishing: str = ""
+
+    @classmethod
+    def of(
+        cls, pieces: Sequence[bytes], names: Iterable[str] = (), *, whole: bool, doubled: bool = False
+    ) -> TokenLength | None:
+        """The bound for a vocabulary with byte fallback; None without one.
+
+        names     other spellings that a token may match
+        whole     a character with an unknown byte vanishes as a whole; else only that byte does
+        doubled   normalizing may turn two characters into one byte
+        """
+        single = {piece[0] for piece in pieces if len(piece) == 1}
+        if not single >= (_CONTINUING | _LEADING if whole else _CONTINUING):
+            return None
+        longest = max(1, *map(len, pieces), *(len(name.encode("utf-8")) for name in names))
+        return cls(
+            2 * longest if doubled else longest, "".join(chr(byte) for byte in range(0x80) if byte not in single)
+        )
+
+    def fewest_tokens(self, text: str) -> int:
+        return -(-(len(text) - sum(map(text.count, self.vanishing))) // self.characters)
+
+
+def check_length(text: str, token_limit: int | None, fewest_tokens: Callable[[str], int]) -> None:
+    """Raise `ContextOverflow` for a text that must have more than `token_limit`."""
+    if token_limit is None or len(text) <= token_limit:  # every token covers at least one character
+        return
+    fewest = fewest_tokens(text)
+    if fewest > token_limit:
+        raise ContextOverflow(fewest, token_limit, "Shorten it.", counted=False)

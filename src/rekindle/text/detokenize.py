@@ -1,0 +1,83 @@
+"""Incremental detokenizing: whole characters only, and nothing past a stop string."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from rekindle.text.base import Tokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_CONTEXT_PIECES = 4  # decoded again with each new token, so that spaces and accents join as in the whole text
+
+
+class Detokenizer:
+    """The text of a growing list of tokens, in pieces that are final.
+
+    `context` are the tokens before it, so that a reply that continues a text begins with the right space.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = list(context)
+        self._decoded = len(self._tokens)  # number of tokens whose text was given out
+        # Decoding starts at the first of these: where a piece ended, never inside a character.
+        self._edges = deque([0, self._decoded], maxlen=_CONTEXT_PIECES)
+
+    def add(self, token: int) -> str:
+        """The text that became final with this token; an incomplete character is held back."""
+        self._tokens.append(token)
+        before, text = self._decode(self._decoded), self._decode(len(self._tokens))
+        if text.endswith(_REPLACEMENT) or len(text) <= len(before):
+            return ""
+        self._decoded = len(self._tokens)
+        self._edges.append(self._decoded)
+        return text[len(before) :]
+
+    def finish(self) -> str:
+        """The text that was held back."""
+        before, text = self._decode(self._decoded), self._decode(len(self._tokens))
+        if not text.startswith(before):  # half a character makes some tokenizers drop the characters before it
+            before, text = "", self._tokenizer.decode(self._tokens[self._decoded :])
+        self._decoded = len(self._tokens)
+        return text[len(before) :]
+
+    def _decode(self, stop: int) -> str:
+        return self._tokenizer.decode(self._tokens[self._edges[0] : stop])
+
+
+class StopChecker:
+    """Looks for stop strings in a growing text; holds back what may begin one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found: str | None = None
+
+    def add(self, text: str) -> str:
+        """The text that is safe to give out: none once `found` is set."""
+        if self.found is not None:
+            return ""
+        self._held += text
+        hits = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if hits:
+            at, self.found = min(hits)
+            safe, self._held = self._held[:at], ""
+            return safe
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        safe, self._held = self._held[:cut], self._held[cut:]
+        return safe
+
+    def finish(self) -> str:
+        """The text that was held back: it began no stop string."""
+        safe, self._held = self._held, ""
+        return safe
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Number of characters at the end of the text that may begin the stop string."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-length:]):
+            return length
+    return 0

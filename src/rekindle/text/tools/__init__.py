@@ -1,0 +1,1 @@
+"""Tool calls: how models write them, how they are parsed and forced."""

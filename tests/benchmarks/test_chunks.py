@@ -1,0 +1,83 @@
+"""What `python -m benchmarks chunks` does before and after a model is asked: prompts, donors, budgets, refusals."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.chunks.endurance import slope
+from benchmarks.chunks.prompts import held
+from benchmarks.quality import best_f1
+from rekindle.session.calibrate.budget import TriedBudget, min_budget
+from rekindle.session.calibrate.prompts import PASSAGES, read_questions
+
+
+def tried(*pairs: tuple[float, float]) -> list[TriedBudget]:
+    return [TriedBudget(budget, rouge, 0.0, budget) for budget, rouge in pairs]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_passage_stands_in_one_donor_without_the_others_of_its_prompt(seed: int) -> None:
+    drawn = held(read_questions(None), calibration=3, test=6, seed=seed)
+    assert len(drawn.calibration) == 3 and len(drawn.test) == 6
+    standing = [quote for donor in drawn.donors for quote in donor.quotes]
+    for prompt in (*drawn.calibration, *drawn.test):
+        assert len(prompt.quotes) == PASSAGES
+        for quote in prompt.quotes:
+            assert standing.count(quote) == 1
+        for donor in drawn.donors:
+            assert len(set(donor.quotes) & set(prompt.quotes)) <= 1
+            if set(donor.quotes) & set(prompt.quotes):
+                assert donor.question != prompt.question and donor.quotes[0] != prompt.quotes[0]
+
+
+def test_calibration_and_test_share_no_prompt_even_where_there_are_too_few() -> None:
+    drawn = held(read_questions(None), calibration=24, test=150, seed=0)
+    assert len(drawn.calibration) == 3 and len(drawn.test) == 9
+    assert not set(drawn.calibration) & set(drawn.test)
+
+
+def test_the_sample_answers_its_questions_in_what_is_marked() -> None:
+    for one in read_questions(None):
+        marked = " ".join(quote.text for quote in one.paragraphs[:3])
+        assert len(one.paragraphs) == 6 and all(answer in marked for answer in one.answers), one.question
+
+
+def test_the_budget_lies_between_the_last_that_was_too_small_and_the_first_that_was_enough() -> None:
+    assert min_budget(tried((0.1, 0.7), (0.2, 0.8), (0.3, 0.9)), 0.85) == pytest.approx(0.25)
+    assert min_budget(tried((0.1, 0.7)), 0.5) == 0.1
+    assert min_budget(tried((0.1, 0.7), (0.2, 0.6), (0.3, 0.9)), 0.8) == pytest.approx(0.25)  # noise is not believed
+    assert min_budget(tried((0.1, 0.7), (0.7, 0.8)), 0.9) is None
+
+
+def test_a_wanted_quality_of_more_never_takes_a_smaller_budget() -> None:
+    some = tried((0.05, 0.61), (0.1, 0.6), (0.2, 0.83), (0.4, 0.8), (0.7, 0.97))
+    budgets = [min_budget(some, quality / 100) or 1.0 for quality in range(50, 100)]
+    assert budgets == sorted(budgets)
+
+
+def test_a_steady_decay_has_an_interval_above_nothing() -> None:
+    decay = slope([(number, 0.01 * number + 0.001 * (number % 3)) for number in range(40)], seed=0)
+    assert decay is not None and decay["low"] > 0 and decay["per_100"] == pytest.approx(1.0, abs=0.05)
+    assert slope([(0, 1.0), (1, 1.0)], seed=0) is None
+
+
+def test_the_best_of_several_answers_counts() -> None:
+    assert best_f1("It is the river Tamsel.", ["Corrow", "river Tamsel"]) == pytest.approx(2 * 2 / 6)
+    assert best_f1("anything", []) is None
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["store", "--calibrate"],
+        ["knowledge", "--quality", "0.9"],
+        ["chunks", "--quality", "0.9"],
+        ["chunks", "--calibrate"],
+        ["chunks", "--calibrate", "--quality", "1.5"],
+    ],
+)
+def test_calibrating_needs_the_chunks_and_a_quality(arguments: list[str]) -> None:
+    done = CliRunner().invoke(app, [*arguments])
+    assert done.exit_code != 0 and "quality" in str(done.exception)

@@ -1,0 +1,262 @@
+"""Coded KV that a device restores against what the codec decodes: the same bits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from benchmarks import shapes
+from benchmarks.adapters import shape as delta_shape
+from benchmarks.base import BenchOptions
+from benchmarks.waiting import device_decoder as module
+from benchmarks.waiting.device_decoder import LayerTensors, can_unpack, unpack
+from rekindle.codec.bits import BitPlan, LayerBits
+from rekindle.codec.coder import SAME_LAYER, Coder
+from rekindle.codec.dtypes import FLOAT_TYPES, narrow
+from rekindle.codec.quantized import locate_parts
+from rekindle.core.kv import KvType, LayerKv, Span
+from rekindle.engine.hf.sequence import TORCH_TYPE, raw_view
+from tests.codec.arrays import decode, self_described
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda", 0), marks=CUDA)]
+BITS = [LayerBits(3, 2.75), LayerBits(0, 4), LayerBits(1.5, 0), LayerBits(8, 6), LayerBits(2, 8)]
+PLAN = BitPlan(tuple(BITS))
+MARGIN = 5  # tokens around the place of the KV in a buffer
+
+
+def some_kv(shape: tuple[int, int, int, int], dtype: KvType, seed: int) -> list[LayerKv]:
+    """KV of each layer [heads, tokens, dim], with outliers: codes of them become strays."""
+    heads, tokens, key_dim, value_dim = shape
+    random = np.random.default_rng(seed)
+
+    def half(dim: int, layer: int) -> NDArray[np.generic]:
+        numbers = random.standard_normal((heads, tokens, dim), np.float32)
+        if layer % 2:
+            numbers /= np.sqrt(random.chisquare(3, numbers.shape) / 3)
+        numbers[random.random(numbers.shape) < 1 / 1000] *= 8
+        return narrow(numbers.astype(np.float32), dtype)
+
+    return [LayerKv(half(key_dim, layer), half(value_dim, layer)) for layer in range(len(BITS))]
+
+
+def cut(kv: LayerKv, span: Span | None) -> LayerKv:
+    part = slice(None) if span is None else slice(span.start, span.stop)
+    return LayerKv(kv.keys[:, part], kv.values[:, part])
+
+
+def places(expected: Sequence[LayerKv], dtype: KvType, device: torch.device) -> list[LayerTensors]:
+    """Views into larger buffers, as of a sequence."""
+
+    def place(half: NDArray[np.generic]) -> torch.Tensor:
+        heads, tokens, dim = half.shape
+        buffer = torch.full((heads, tokens + 2 * MARGIN, dim), 7.0, dtype=TORCH_TYPE[dtype], device=device)
+        return buffer[:, MARGIN : MARGIN + tokens]
+
+    return [LayerTensors(place(kv.keys), place(kv.values)) for kv in expected]
+
+
+def assert_same(out: Sequence[LayerTensors], expected: Sequence[LayerKv]) -> None:
+    for ours, theirs in zip(out, expected, strict=True):
+        for got, wanted in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            assert np.ascontiguousarray(raw_view(got.cpu())).tobytes() == np.ascontiguousarray(wanted).tobytes()
+            buffer = got._base
+            assert buffer is not None
+            assert bool((buffer[:, :MARGIN] == 7).all() & (buffer[:, -MARGIN:] == 7).all())
+
+
+def check(
+    blobs: list[bytes], dtype: KvType, anchor: list[LayerKv] | None, span: Span | None, device: torch.device
+) -> None:
+    below = None if anchor is None else [cut(kv, span) for kv in anchor]
+    expected = [decode(blob, dtype, None if below is None else below[i], span) for i, blob in enumerate(blobs)]
+    out = places(expected, dtype, device)
+    unpack(blobs, out, below, span, threads=3)
+    assert_same(out, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("shape", [(2, 300, 16, 16), (3, 256, 8, 12), (1, 1, 4, 4), (3, 393, 5, 7), (2, 40, 64, 64)])
+@pytest.mark.parametrize("kind", ["whole", "difference"])
+def test_a_device_restores_the_bits_that_the_codec_decodes(
+    kind: str, shape: tuple[int, int, int, int], dtype: KvType, device: torch.device
+) -> None:
+    kv, anchor = some_kv(shape, dtype, 1), some_kv(shape, dtype, 2) if kind == "difference" else None
+    coder = Coder(whole=PLAN, delta=PLAN)
+    blobs = [coder.encode(i, kv[i], None if anchor is None else anchor[i], dtype) for i in range(len(kv))]
+    tokens = shape[1]
+    for span in (None, Span(0, tokens // 2), Span(tokens // 3, tokens), Span(tokens - 1, tokens)):
+        check(blobs, dtype, anchor, span, device)
+
+
+def test_the_shapes_of_these_tests_have_strays_and_every_density() -> None:
+    coder = Coder(whole=PLAN)
+    blobs = [coder.encode(i, kv, None, "float32") for i, kv in enumerate(some_kv((2, 300, 16, 16), "float32", 1))]
+    found = locate_parts(blobs, "whole", self_described(blobs[0], "float32"))
+    assert set(found.per_byte.reshape(-1).tolist()) == {1, 2, 3, 4}
+    assert found.strays.sum() > 10
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_layers_of_the_anchor_itself_stand_among_differences(device: torch.device) -> None:
+    anchor = some_kv((2, 150, 8, 8), "bfloat16", 3)
+    kv = [own if layer in (0, 3) else other for layer, (own, other) in
+          enumerate(zip(anchor, some_kv((2, 150, 8, 8), "bfloat16", 4), strict=True))]  # fmt: skip
+    blobs = [Coder(delta=PLAN).encode(i, kv[i], anchor[i], "bfloat16") for i in range(len(kv))]
+    assert [blob == SAME_LAYER for blob in blobs] == [True, False, False, True, False]
+    assert can_unpack(blobs)
+    for span in (None, Span(20, 140)):
+        check(blobs, "bfloat16", anchor, span, device)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_an_anchor_may_be_on_the_device_already(device: torch.device) -> None:
+    kv, anchor = some_kv((2, 150, 8, 8), "float16", 3), some_kv((2, 150, 8, 8), "float16", 4)
+    blobs = [Coder(delta=PLAN).encode(i, kv[i], anchor[i], "float16") for i in range(len(kv))]
+    there = [LayerTensors(*(torch.from_numpy(half).to(device) for half in (a.keys, a.values))) for a in anchor]
+    expected = [decode(blob, "float16", anchor[i]) for i, blob in enumerate(blobs)]
+    out = places(expected, "float16", device)
+    unpack(blobs, out, there)
+    assert_same(out, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_many_layers_are_restored_in_several_batches(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BATCH_NUMBERS", 2 * 2 * 2 * 130 * 8)
+    kv, anchor = some_kv((2, 130, 8, 8), "float16", 5), some_kv((2, 130, 8, 8), "float16", 6)
+    blobs = [Coder(delta=PLAN).encode(i, kv[i], anchor[i], "float16") for i in range(len(kv))]
+    expected = [decode(blob, "float16", anchor[i]) for i, blob in enumerate(blobs)]
+    assert len(list(module.cut_batches(blobs, places(expected, "float16", device), anchor))) == 3
+    check(blobs, "float16", anchor, None, device)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_numbers_beyond_the_type_become_its_largest(device: torch.device) -> None:
+    kv = some_kv((1, 130, 4, 4), "float16", 7)
+    far = [LayerKv(half.keys.copy(), half.values.copy()) for half in kv]
+    for each in far:
+        each.keys[0, 5], each.values[0, 6] = 65504, -65504
+    blobs = [Coder(whole=PLAN).encode(i, each, None, "float16") for i, each in enumerate(far)]
+    assert any(np.abs(decode(blob, "float16", None).keys).max() == 65504 for blob in blobs)
+    check(blobs, "float16", None, None, device)
+
+
+def test_no_tokens_and_no_layers_are_nothing_to_do() -> None:
+    unpack([], [])
+    blobs = [
+        Coder(whole=PLAN).encode(i, kv, None, "float32") for i, kv in enumerate(some_kv((2, 0, 4, 4), "float32", 1))
+    ]
+    check(blobs, "float32", None, None, torch.device("cpu"))
+    blobs = [
+        Coder(whole=PLAN).encode(i, kv, None, "float32") for i, kv in enumerate(some_kv((2, 9, 4, 4), "float32", 1))
+    ]
+    check(blobs, "float32", None, Span(3, 3), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_damaged_bytes_are_refused_or_decode_as_in_the_codec(device: torch.device) -> None:
+    """Not all damage shows: then it is the same numbers as the codec's. Nothing else may come of it."""
+    kv = some_kv((2, 140, 4, 4), "float32", 8)
+    blobs = [Coder(whole=PLAN).encode(i, each, None, "float32") for i, each in enumerate(kv)]
+    sound = [decode(blob, "float32", None) for blob in blobs]
+    random = np.random.default_rng(9)
+    refused = 0
+    for turn in range(150):
+        layer = turn % len(blobs)
+        broken = bytearray(blobs[layer])
+        for place in random.integers(0, 140 if turn % 2 else len(broken), 1 + turn % 3):
+            broken[place] ^= 1 << int(random.integers(0, 8))
+        damaged = [bytes(broken) if index == layer else blob for index, blob in enumerate(blobs)]
+        out = places(sound, "float32", device)
+        try:
+            expected = [decode(blob, "float32", None) for blob in damaged]
+        except ValueError:
+            refused += 1
+            expected = []
+        if [kv.keys.shape for kv in expected] == [kv.keys.shape for kv in sound]:
+            unpack(damaged, out, threads=2)
+            assert_same(out, expected)
+        else:
+            with pytest.raises(ValueError, match=r".+"):
+                unpack(damaged, out, threads=2)
+    assert refused > 50
+
+
+def test_bytes_that_are_cut_off_or_go_on_are_refused() -> None:
+    kv, anchor = some_kv((2, 140, 4, 4), "float16", 8), some_kv((2, 140, 4, 4), "float16", 9)
+    blobs = [Coder(delta=PLAN).encode(i, kv[i], anchor[i], "float16") for i in range(len(kv))]
+    out = places(kv, "float16", torch.device("cpu"))
+    sizes = [0, 3, 4, 20, 40, 100, len(blobs[1]) // 2, len(blobs[1]) - 1]
+    for broken in [*(blobs[1][:size] for size in sizes), blobs[1] + b"\0", SAME_LAYER + b"\0"]:
+        with pytest.raises(ValueError, match=r".+"):
+            unpack([blobs[0], broken, *blobs[2:]], out, anchor)
+
+
+def test_strays_that_do_not_match_are_refused() -> None:
+    """A stray more or fewer than there are marks, in a frame that is otherwise sound."""
+    kv = some_kv((2, 300, 16, 16), "float32", 1)
+    blobs = [Coder(whole=PLAN).encode(i, each, None, "float32") for i, each in enumerate(kv)]
+    out = places(kv, "float32", torch.device("cpu"))
+    # Two groups' counts are exchanged: as many strays in all, but not where they belong.
+    size = np.dtype([("bytes", "<u4", 2), ("strays", "<u4", 2), ("per_byte", "u1", 2)])
+    for layer, (a, b) in itertools.product(range(len(blobs)), [(0, 1), (0, 2)]):
+        data = bytearray(blobs[layer])
+        sizes = np.frombuffer(data, size, 3, 28)
+        if sizes["strays"][a, 0] == sizes["strays"][b, 0]:
+            continue
+        sizes["strays"][[a, b], 0] = sizes["strays"][[b, a], 0]
+        with pytest.raises(ValueError, match="strays"):
+            decode(bytes(data), "float32", None)
+        with pytest.raises(ValueError, match="strays"):
+            unpack([*blobs[:layer], bytes(data), *blobs[layer + 1 :]], out)
+        return
+    pytest.fail("no two groups of these have different numbers of strays")
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    kv, anchor = some_kv((2, 30, 4, 4), "float16", 1), some_kv((2, 30, 4, 4), "float16", 2)
+    deltas = [Coder(delta=PLAN).encode(i, kv[i], anchor[i], "float16") for i in range(len(kv))]
+    wholes = [Coder(whole=PLAN).encode(i, kv[i], None, "float16") for i in range(len(kv))]
+    exact = [Coder(delta="exact").encode(i, kv[i], anchor[i], "float16") for i in range(len(kv))]
+    device = torch.device("cpu")
+    out = places(kv, "float16", device)
+    assert can_unpack(deltas)
+    assert can_unpack(wholes)
+    assert not can_unpack(exact)
+    wide = [LayerKv(each.keys.astype(np.float32), each.values.astype(np.float32)) for each in anchor]
+    for layers, room, below, span in (
+        (deltas, out, None, None),
+        (wholes, out, anchor, None),
+        (exact, out, anchor, None),
+        (deltas, out, wide, None),
+        (deltas, out, [cut(each, Span(0, 29)) for each in anchor], None),
+        (deltas, out[:-1], anchor, None),
+        (deltas, out, anchor[:-1], None),
+        (wholes, places(wide, "float32", device), None, None),
+        (wholes, out, None, Span(0, 29)),
+        (wholes, out, None, Span(10, 40)),
+    ):
+        with pytest.raises(ValueError, match=r".+"):
+            unpack(layers, room, below, span)
+
+
+def test_a_shape_is_timed_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = {**shapes.SHAPES["smollm2-135m"], "vocab_size": 320, "hidden_size": 48, "intermediate_size": 64}
+    tiny |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
+    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny)
+    parts: list[str] = []
+    report = delta_shape.run_shape(BenchOptions(shape="tiny", device="cpu", quick=True, limit=1), parts.append)
+    fields = report.fields
+    assert (fields["shape"], fields["tokens"]) == ("tiny", delta_shape.QUICK_TOKENS)
+    for name in ("compute_s", "delta_s", "whole_s", "raw_s", "delta_speedup"):
+        assert fields[name] > 0
+    assert set(fields["parts"]) == {"decompress_s", "copy_s", "unpack_s"}
+    assert 2 < fields["delta_bits"] < fields["whole_bits"] < 8
+    assert len(report.rows) == 3
+    assert parts

@@ -1,0 +1,233 @@
+"""Requests that share steps: each gets what it would get alone, in a fair order, and none waits for another's fault."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rekindle.engine.base import Logits, Row
+from rekindle.engine.batching import BatchingEngine
+from rekindle.engine.fairness import FairShare, Requester, taking
+from rekindle.engine.fake import FakeEngine
+from rekindle.errors import Cancelled, StepRefused
+
+
+class Watched(FakeEngine):
+    """Notes how many tokens of each sequence a step had, and can be held up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[list[int]] = []
+        self.sequences: list[list[object]] = []
+        self.go = threading.Event()
+        self.go.set()
+        self.entered = threading.Event()
+        self.refuses: object = None
+
+    def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        self.entered.set()
+        assert self.go.wait(30)
+        self.steps.append([len(row.tokens) for row in rows])
+        self.sequences.append([row.sequence for row in rows])
+        if any(row.sequence is self.refuses for row in rows):
+            raise StepRefused("not this one")
+        return super().step(rows, cancelled)
+
+
+class Asking(threading.Thread):
+    """A request: a prompt, then some tokens, one after the other."""
+
+    def __init__(self, engine: Any, prompt: list[int], tokens: int, turn: Requester | None = None) -> None:
+        super().__init__(daemon=True)
+        self.engine, self.prompt, self.tokens, self.turn = engine, prompt, tokens, turn or Requester()
+        self.sequence = engine.open(len(prompt) + tokens, engine.regime(1))
+        self.cancelled = threading.Event()
+        self.said: list[int] = []
+        self.logits: list[np.ndarray] = []
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            with taking(self.turn):
+                row = Row.following(self.sequence, self.prompt)
+                for _ in range(self.tokens):
+                    (logits,) = self.engine.step([row], self.cancelled.is_set)
+                    self.logits.append(logits)
+                    self.said.append(int(logits[-1].argmax()))
+                    row = Row.following(self.sequence, self.said[-1:])
+        except Exception as error:  # noqa: BLE001
+            self.error = error
+
+
+def together(engine: Watched, asking: Sequence[Asking]) -> None:
+    """Start all of them at once: they meet in front of the engine."""
+    engine.go.clear()
+    for request in asking:
+        request.start()
+    engine.go.set()
+    for request in asking:
+        request.join(60)
+        assert not request.is_alive()
+
+
+@pytest.fixture
+def company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were in the last step are waited for, however slow this machine gives them a core."""
+    monkeypatch.setattr("rekindle.engine.batching._DRAW_SECONDS", 1.0)
+    monkeypatch.setattr("rekindle.engine.batching._WAIT_SECONDS", 1.0)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 250, length).tolist()
+
+
+def alone(given: list[int], tokens: int) -> list[np.ndarray]:
+    request = Asking(FakeEngine(), given, tokens)
+    request.run()
+    return request.logits
+
+
+@pytest.mark.parametrize("merges", [True, False])
+def test_requests_that_share_steps_say_what_each_says_alone(merges: bool) -> None:
+    inner = Watched()
+    engine = BatchingEngine(inner, together=merges)
+    asking = [Asking(engine, prompt(5 + 40 * number, number), 4 + number) for number in range(5)]
+    together(inner, asking)
+    for request in asking:
+        expected = alone(request.prompt, request.tokens)
+        assert request.error is None
+        assert all(np.array_equal(a, b) for a, b in zip(request.logits, expected, strict=True))
+
+
+@pytest.mark.usefixtures("company")
+def test_replies_that_are_written_at_the_same_time_share_their_steps() -> None:
+    inner = Watched()
+    engine = BatchingEngine(inner)
+    meet(inner, Asking(engine, prompt(5), 1), [Asking(engine, prompt(4, number), 40) for number in range(4)])
+    assert len(inner.steps) < 0.7 * 4 * 40
+    assert max(len(step) for step in inner.steps) == 4
+
+
+def test_without_sharing_every_row_is_computed_alone_and_whole() -> None:
+    inner = Watched()
+    engine = BatchingEngine(inner, together=False)
+    together(inner, [Asking(engine, prompt(90, number), 6) for number in range(3)])
+    assert all(len(step) == 1 for step in inner.steps)
+    assert sorted(step[0] for step in inner.steps) == [1] * 15 + [90] * 3
+
+
+@pytest.mark.usefixtures("company")
+def test_a_long_prompt_is_cut_so_that_replies_go_on_meanwhile() -> None:
+    inner = Watched()
+    inner.prefill_tokens = 64  # a fast machine may compute all of it within the time that others can wait
+    engine = BatchingEngine(inner)
+    writer, reader = Asking(engine, prompt(3), 60), Asking(engine, prompt(600, 1), 1)
+    meet(inner, Asking(engine, prompt(5), 1), [writer, reader])
+    pieces = [step for step, owners in zip(inner.steps, inner.sequences, strict=True) if reader.sequence in owners]
+    assert len(pieces) > 2
+    assert any(len(step) == 2 and 1 in step for step in pieces)
+    assert np.array_equal(reader.logits[0], alone(reader.prompt, 1)[0])
+
+
+def test_a_request_that_is_cancelled_leaves_the_others_alone_and_nothing_behind() -> None:
+    inner = Watched()
+    engine = BatchingEngine(inner)
+    gone, stays = Asking(engine, prompt(900), 1), Asking(engine, prompt(5, 1), 30)
+    inner.go.clear()
+    gone.start()
+    stays.start()
+    assert inner.entered.wait(30)
+    gone.cancelled.set()
+    inner.go.set()
+    gone.join(60)
+    stays.join(60)
+    assert isinstance(gone.error, Cancelled)
+    assert gone.sequence.length == 0
+    assert stays.error is None and len(stays.said) == 30
+
+
+def test_only_the_row_whose_fault_it_is_fails() -> None:
+    inner = Watched()
+    engine = BatchingEngine(inner)
+    asking = [Asking(engine, prompt(6, number), 10) for number in range(3)]
+    inner.refuses = asking[1].sequence
+    together(inner, asking)
+    assert isinstance(asking[1].error, StepRefused)
+    for request in (asking[0], asking[2]):
+        assert request.error is None
+        assert np.array_equal(request.logits[-1], alone(request.prompt, 10)[-1])
+
+
+def meet(inner: Watched, first: Asking, others: Sequence[Asking]) -> None:
+    """The others wait together behind `first`, which is in the middle of a step."""
+    inner.go.clear()
+    first.start()
+    assert inner.entered.wait(30)
+    for request in others:
+        request.start()
+    engine: Any = first.engine
+    while len(engine._waiting) < 1 + len(others):
+        threading.Event().wait(0.001)
+    inner.go.set()
+    for request in (first, *others):
+        request.join(60)
+        assert request.error is None
+
+
+def finishing_order(inner: Watched, asking: Sequence[Asking]) -> list[int]:
+    last = {
+        number: max(place for place, owners in enumerate(inner.sequences) if request.sequence in owners)
+        for number, request in enumerate(asking)
+    }
+    return sorted(last, key=lambda number: last[number])
+
+
+def test_the_foreground_comes_before_the_background() -> None:
+    inner = Watched()
+    engine = BatchingEngine(inner, together=False)
+    first = Asking(engine, prompt(5), 1)
+    asking = [
+        Asking(engine, prompt(20, 1), 1, Requester("a", background=True)),
+        Asking(engine, prompt(20, 2), 1, Requester("b")),
+    ]
+    meet(inner, first, asking)
+    assert finishing_order(inner, asking) == [1, 0]
+
+
+def test_who_was_served_least_comes_first() -> None:
+    inner, shares = Watched(), FairShare()
+    engine = BatchingEngine(inner, shares, together=False)
+    for app in ("greedy", "modest"):
+        shares.enter(app)
+    shares.serve("greedy", 100)
+    asking = [
+        Asking(engine, prompt(20, 1), 1, Requester("greedy")),
+        Asking(engine, prompt(20, 2), 1, Requester("modest")),
+    ]
+    meet(inner, Asking(engine, prompt(5), 1), asking)
+    assert finishing_order(inner, asking) == [1, 0]
+
+
+def test_an_app_that_comes_back_has_no_claim_to_what_it_missed() -> None:
+    shares = FairShare()
+    shares.enter("old")
+    shares.serve("old", 1000)
+    shares.enter("new")
+    assert shares.served("new") == shares.served("old") == 1000
+    shares.serve("new", 5)
+    shares.leave("new")
+    shares.serve("old", 1)
+    shares.enter("new")
+    assert shares.served("new") == 1005
+
+
+def test_of_apps_that_left_only_so_many_are_remembered() -> None:
+    shares = FairShare()
+    for number in range(1100):
+        shares.enter(f"app {number}")
+        shares.leave(f"app {number}")
+    assert len(shares._served) <= 1024

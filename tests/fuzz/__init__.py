@@ -1,0 +1,4 @@
+"""Hostile inputs of every parser. One module a family of them; each has its name."""
+
+FAMILIES = ("adapters", "archives", "coded_layers", "extents", "ggufs", "manifests", "model_folders", "settings")
+THOROUGH = True  # left out of `make quick`, not even imported

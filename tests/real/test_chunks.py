@@ -1,0 +1,129 @@
+"""Mending with real weights: exact answers stay exact, mended ones stay near, and nothing stale is kept."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rekindle import Session
+from rekindle.core.request import Request
+from tests.chunks.mending import Outcome, compute, kv_space_of, prefill, stored_kv
+from tests.parity.sessions import Unmeasured
+
+pytestmark = pytest.mark.real
+
+PASSAGES = {
+    "Harbour": "The harbour of Vesk was dug in 1712 by order of the governor, Ilse Marn. Ships of up to forty feet "
+    "could anchor there, and the fee for a night was two crowns, payable to the keeper of the lighthouse.",
+    "Lighthouse": "The lighthouse stands on the northern rock. Its keeper, Tomas Ivarsen, lit the lamp every evening "
+    "for thirty-one years and kept a diary about the weather, which is now in the town's museum.",
+    "Bakery": "In the bakery behind the chapel bread is baked at four in the morning. The rye comes from Ormund by "
+    "ferry, and on Sundays there are small cakes with caraway for the children of the choir.",
+    "Ferry": "The ferry to Ormund leaves on Tuesdays and Fridays at six. It costs eleven crowns, children pay half, "
+    "and whoever carries mail for the post office travels free of charge.",
+}
+ENGINES = [
+    pytest.param("hf", id="hf"),
+    pytest.param(
+        "llamacpp",
+        marks=[
+            pytest.mark.llamacpp,
+            pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama.cpp is not installed"),
+        ],
+    ),
+]
+TOLERANCE = {"hf": 1e-4, "llamacpp": 5e-2}  # of the largest logit: what rounding may do to a prompt cut otherwise
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    folder = tmp_path_factory.mktemp("mend") / "cache"
+    options: dict[str, Any] = {"engine": request.param, "device": "cpu"}
+    if request.param == "hf":
+        options["dtype"] = "float32"
+    with Session("smollm2", cache=folder, reuse="approximate", recompute_budget=0.3, **options) as session:
+        session.cache.costs = Unmeasured()
+        for names in (("Harbour", "Lighthouse"), ("Ferry", "Bakery")):
+            prefill(session, about("What is this?", *names))
+        yield session
+
+
+def about(question: str, *names: str, **options: Any) -> Request:
+    messages = [{"role": "system", "content": "Answer from the passages."}, {"role": "user", "content": question}]
+    documents = [{"text": PASSAGES[name], "title": name} for name in names]
+    return Request.of(messages, documents=documents, **options)
+
+
+def off_by(session: Session, logits: np.ndarray, outcome: Outcome) -> float:
+    right = compute(session.engine, outcome.tokens)[0]
+    return float(np.abs(logits - right).max() / np.abs(right).max())
+
+
+def test_exact_is_exact_beside_mending_and_nothing_stale_is_kept(session: Session) -> None:
+    tolerance = TOLERANCE[session.engine_kind]
+    order = ("Bakery", "Lighthouse", "Harbour")
+    mended = prefill(session, about("Who lit the lamp?", *order))
+    assert mended.reuse.level == "approximate"
+    exact = prefill(session, about("Who lit the lamp?", *order, reuse="exact"))
+    assert exact.reuse.level == "exact" and off_by(session, exact.logits, exact) <= tolerance
+    found = stored_kv(session, kv_space_of(session), exact.tokens)
+    assert found is not None
+    right = compute(session.engine, exact.tokens)[1]
+    for ours, theirs in zip(found.layers, right.layers, strict=True):
+        a, b = ours.keys.astype(np.float32), theirs.keys[:, : len(found.span)].astype(np.float32)
+        assert np.abs(a - b).max() <= tolerance * np.abs(b).max()
+
+
+def test_mending_comes_nearer_to_the_right_logits_than_reusing_as_it_is(session: Session) -> None:
+    chosen = session.cache.chunks.recompute_policy
+    distances = {}
+    try:
+        for budget in (0.0, 0.3, 0.9):
+            session.cache.chunks.recompute_policy = type(chosen)(**{**vars(chosen), "budget": budget})
+            distances[budget] = 0.0
+            for names in (
+                ("Ferry", "Lighthouse", "Harbour"),
+                ("Bakery", "Harbour", "Lighthouse"),
+                ("Bakery", "Ferry", "Harbour"),
+            ):
+                session.cache.unpark()
+                done = prefill(session, about("Who lit the lamp, and for how long?", *names))
+                assert done.reuse.recomputed == round(budget * done.reuse.from_chunks) and done.reuse.from_chunks > 40
+                right = compute(session.engine, done.tokens)[0]
+                distances[budget] += divergence(right[-1], done.logits[-1])
+    finally:
+        session.cache.chunks.recompute_policy = chosen
+    assert distances[0.9] < distances[0.0] and distances[0.3] < 2 * distances[0.0]
+    assert distances[0.9] < 0.5
+
+
+def divergence(right: np.ndarray, ours: np.ndarray) -> float:
+    """The KL divergence of two distributions over tokens."""
+    p, q = (np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in (right.astype(np.float64), ours.astype(float)))
+    return float((p * (np.log(p + 1e-30) - np.log(q + 1e-30))).sum())
+
+
+def test_exact_replies_between_mended_ones_are_those_with_everything_computed(session: Session) -> None:
+    question = "What does the ferry to Ormund cost?"
+    for order in (("Lighthouse", "Ferry", "Harbour"), ("Ferry", "Harbour"), ("Bakery", "Ferry")):
+        mended, exact, plain = (
+            session.answer(about(question, *order, max_tokens=12, reuse=level)).reply
+            for level in ("approximate", "exact", "off")
+        )
+        assert mended.reuse.from_chunks > 0 and exact.reuse.level == "exact" and plain.reuse.level == "off"
+        assert exact.tokens == plain.tokens
+
+
+def test_a_chat_goes_on_from_a_mended_context_and_says_so(session: Session) -> None:
+    session.cache.unpark()
+    first = about("Who lit the lamp?", "Harbour", "Ferry", "Lighthouse", max_tokens=8)
+    reply = session.answer(first).reply
+    assert reply.reuse.level == "approximate"
+    more = [{"role": "assistant", "content": reply.text}, {"role": "user", "content": "And when?"}]
+    follow = prefill(session, Request.of([*first.prompt, *more], documents=list(first.quotes)))
+    assert follow.plan.in_engine and follow.reuse.level == "approximate"
+    assert follow.reuse.from_chunks == reply.reuse.from_chunks

@@ -1,0 +1,54 @@
+"""Passages from an origin with real weights: what comes is mended, marked, and nearly what computing gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rekindle import Session
+from rekindle.core.request import Request
+from rekindle.remote import remote_kv as streams
+from rekindle.remote.fetch import RemoteChunkFetch
+from rekindle.remote.publish.publisher import Publisher
+from rekindle.remote.publish.serve import OriginServer, OriginSettings
+from rekindle.remote.signing import SigningKey
+from rekindle.session.publish import computed, levels_of
+from tests.real.test_chunks import PASSAGES
+
+pytestmark = pytest.mark.real
+
+TEXTS = [" ".join([*list(PASSAGES.values())[first:], *list(PASSAGES.values())[:first]]) for first in range(3)]
+OPTIONS: dict[str, Any] = {"engine": "hf", "device": "cpu", "dtype": "float32"}
+
+
+def about(question: str, texts: list[str]) -> Request:
+    messages = [{"role": "system", "content": "Answer from the passages."}, {"role": "user", "content": question}]
+    return Request.of(messages, documents=texts, max_tokens=8, temperature=0)
+
+
+def test_passages_come_and_the_reply_is_nearly_the_exact_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
+    key = SigningKey.new()
+    with Session("smollm2", cache="off", **OPTIONS) as publisher:
+        for text in TEXTS[1:]:
+            with computed(publisher, about("", [text])) as source:
+                Publisher(tmp_path / "files", key).publish(source, levels_of("raw", publisher))
+        with OriginServer(tmp_path / "files", OriginSettings(port=0)).running() as url:
+            own: dict[str, Any] = {"origin": url, "origin_keys": key.public, "recompute_budget": 0.4}
+            with Session(publisher.engine, cache=tmp_path / "cache", reuse="approximate", **own) as session:
+                request = about("Who lit the lamp?", TEXTS)
+                ahead = session.prefetch(request)
+                assert ahead is not None and session.cache.streams is not None
+                for coming in session.cache.streams.ahead:
+                    while isinstance(coming, RemoteChunkFetch) and coming.left():
+                        coming.wait(0.1)
+                reply = session.answer(request).reply
+                ahead.close()
+                assert [chunk.source for chunk in reply.reuse.chunks] == ["exact", "reused", "reused"]
+                assert [chunk.streamed for chunk in reply.reuse.chunks] == [False, True, True]
+                exact = publisher.answer(request).reply
+                assert reply.reuse.level == "approximate" and exact.reuse.level == "off"
+                assert reply.tokens[0] == exact.tokens[0]
+                assert reply.reuse.reused + reply.reuse.computed == reply.usage.prompt_tokens

@@ -1,0 +1,288 @@
+"""A prompt that is computed and streamed at once: the same logits as computed alone, whatever the link does."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.baselines.streaming import Steered, Steering
+from benchmarks.stream.modes import Given
+from benchmarks.waiting.timeline import LinkCosts, order_of
+from rekindle.core.cells import Cell, CellGrid, Schedule, Split
+from rekindle.core.kv import Kv, LayerKv, Span
+from rekindle.engine.base import Engine, Logits, Row, StayingFeed
+from rekindle.engine.fake import FakeEngine
+from rekindle.engine.hf.device import choose_placement
+from rekindle.engine.hf.engine import HfEngine
+from rekindle.errors import Cancelled, KvLost, StepRefused
+from rekindle.remote.hybrid_prefill import HybridPrefill
+from rekindle.remote.schedule import StreamCosts
+from rekindle.remote.transfer_queue import TransferQueue
+from tests.engine.contract import Stored
+from tests.server.serving import eventually
+from tests.tiny import byte_tokenizer, tiny_engine, tiny_model
+
+CHUNK, CHUNKS, QUESTION = 16, 5, 7
+SLICE_BYTES = 1000
+
+
+class Carrier:
+    """Brings KV that was computed before, each slice after a while; or no more, from some slice on."""
+
+    def __init__(
+        self, kv: Kv, cells: CellGrid, waits: Sequence[float] = (0.0,), most: int | None = None, hang: bool = False
+    ) -> None:
+        """`waits` are taken in turns."""
+        self._kv, self._cells, self._waits, self._most, self._hang = kv, cells, itertools.cycle(waits), most, hang
+        self._cancelled = threading.Event()
+        self.hangs = threading.Event()
+        self.brought: list[Cell] = []
+
+    def carry(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, LayerKv]]:
+        for cell in cells:
+            if self._most is not None and len(self.brought) >= self._most:
+                if self._hang:
+                    self.hangs.set()
+                    self._cancelled.wait()
+                    raise Cancelled("The transfer was cancelled.")
+                raise KvLost("The origin is gone.")
+            self._cancelled.wait(next(self._waits))
+            if self._cancelled.is_set():
+                raise Cancelled("The transfer was cancelled.")
+            span, layer = self._cells.span(cell.chunk), self._kv.layers[cell.layer]
+            self.brought.append(cell)
+            yield cell, LayerKv(layer.keys[:, span.start : span.stop], layer.values[:, span.start : span.stop])
+
+    def size_bytes(self, cell: Cell) -> int:
+        assert cell.layer < self._cells.layers
+        return SLICE_BYTES
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+
+class Prompt:
+    """A prompt whose beginning is published, and what computing it alone gives."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.layers = len(engine.layout.layers)
+        self.cells = CellGrid(CHUNK * CHUNKS - 5, self.layers, CHUNK)  # the last chunk is shorter
+        self.tokens = [3 + (7 * choose_placement) % 50 for choose_placement in range(self.cells.tokens + QUESTION)]
+        sequence = engine.open(len(self.tokens), engine.regime(len(self.tokens)))
+        self.logits = self._alone(sequence)
+        self.kv = sequence.export(Span(0, len(self.tokens)))
+        sequence.close()
+
+    def _alone(self, sequence: Any) -> Logits:
+        for span in self.cells.spans:
+            self.engine.step([Row.following(sequence, self.tokens[span.start : span.stop], logits="none")])
+        return self.engine.step([Row.following(sequence, self.tokens[self.cells.tokens :])])[0]
+
+    def costs(self, compute: float = 1.0, top: float = 0.2) -> StreamCosts:
+        shape = (self.cells.chunks, self.layers)
+        return LinkCosts(
+            np.full(shape, compute * 1e-3),
+            np.full(shape, top * 1e-3),
+            np.full(shape, float(SLICE_BYTES)),
+            np.full(self.layers, 1e-4),
+            bandwidth=1.0,
+        )
+
+
+def run(
+    prompt: Prompt,
+    carrier: Carrier,
+    costs: StreamCosts | None = None,
+    steering: Steering | None = None,
+    here: int = 0,
+    after_link: bool = False,
+) -> tuple[Logits, Kv, HybridPrefill]:
+    """Stream and compute it, its first chunks being `here`; all but the first step after what the link can bring."""
+    engine, tokens = prompt.engine, prompt.tokens
+    sequence = engine.open(len(tokens), engine.regime(len(tokens)))
+    if here:
+        engine.step([Row.following(sequence, tokens[: here * CHUNK], logits="none")])
+    link = TransferQueue(carrier)
+    streaming = Steered(engine, sequence, tokens, prompt.cells, link, costs or prompt.costs())
+    streaming.steering = steering
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if after_link:
+                steps = itertools.count()
+
+                def step(*given: Any) -> list[Logits]:
+                    if next(steps):
+                        eventually(lambda: link.failed or carrier.hangs.is_set() or not (link._wanted or link._flying))
+                    return type(engine).step(engine, *given)
+
+                patch.setattr(engine, "step", step)
+            logits = streaming.run()
+        assert sequence.length == len(tokens)
+        return logits, sequence.export(Span(0, len(tokens))), streaming
+    finally:
+        link.close()
+        sequence.close()
+
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture(
+    scope="module", params=["fake", "llama", "mistral", "gemma3_text", "qwen3", pytest.param("cuda", marks=CUDA)]
+)
+def prompt(request: pytest.FixtureRequest) -> Iterator[Prompt]:
+    engine: Engine
+    if request.param == "fake":
+        engine = FakeEngine()
+    elif request.param == "cuda":
+        placement = choose_placement("cuda", "float32")
+        model = tiny_model("llama").to(placement.device, placement.dtype)
+        engine = HfEngine(model, byte_tokenizer(), name="llama", placement=placement)
+    else:
+        engine = tiny_engine(request.param)
+    yield Prompt(engine)
+    engine.close()
+
+
+def assert_same(prompt: Prompt, logits: Logits, kv: Kv) -> None:
+    tolerance = 0.0 if isinstance(prompt.engine, FakeEngine) else 1e-4
+    np.testing.assert_allclose(logits, prompt.logits, rtol=0, atol=tolerance)
+    for got, expected in zip(kv.layers, prompt.kv.layers, strict=True):
+        np.testing.assert_allclose(got.keys, expected.keys, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(got.values, expected.values, rtol=0, atol=tolerance)
+
+
+def test_a_fast_link_brings_nearly_all(prompt: Prompt) -> None:
+    logits, kv, streaming = run(prompt, Carrier(prompt.kv, prompt.cells), after_link=True)
+    assert_same(prompt, logits, kv)
+    told = streaming.report
+    assert told.streamed_cells >= 0.5 * prompt.cells.chunks * prompt.layers and told.failed is None
+    assert told.streamed_cells + sum(told.computed) == prompt.cells.chunks * prompt.layers
+
+
+def test_a_slow_link_is_not_waited_for(prompt: Prompt) -> None:
+    logits, kv, streaming = run(prompt, Carrier(prompt.kv, prompt.cells, waits=[30.0]))
+    assert_same(prompt, logits, kv)
+    assert streaming.report.computed == (prompt.layers,) * prompt.cells.chunks and not streaming.report.streamed_cells
+
+
+@pytest.mark.parametrize("most", [0, 1, 3, 7])
+@pytest.mark.parametrize("hang", [True, False])
+def test_an_origin_that_dies_or_hangs_costs_no_answer(prompt: Prompt, most: int, hang: bool) -> None:
+    carrier = Carrier(prompt.kv, prompt.cells, most=most, hang=hang)
+    logits, kv, streaming = run(prompt, carrier, after_link=True)
+    assert_same(prompt, logits, kv)
+    assert streaming.report.streamed_cells <= most
+    assert hang or (streaming.report.failed is None) == (most >= prompt.cells.chunks * prompt.layers)
+
+
+@settings(max_examples=40)
+@given(
+    splits=st.lists(st.integers(0, 4), min_size=CHUNKS, max_size=CHUNKS),
+    order=st.randoms(use_true_random=False),
+)
+def test_any_split_gives_the_logits_of_computing_alone(splits: list[int], order: Any) -> None:
+    """Whatever is computed and streamed, in whatever order it comes: not by schedule, step by step."""
+    prompt = _fake_prompt()
+    layers = prompt.layers
+    computed = [min(layers, count) for count in splits]
+    missing = [Cell(t, layer) for t in range(CHUNKS) for layer in range(computed[t], layers)]
+    order.shuffle(missing)
+    schedule = Schedule(Split(layers, tuple(computed)), order_of(layers, missing), 0.0)
+    logits, kv, streaming = run(prompt, Carrier(prompt.kv, prompt.cells), steering=Given(schedule))
+    assert_same(prompt, logits, kv)
+    assert streaming.report.computed == tuple(computed) and streaming.report.streamed_cells == len(missing)
+
+
+def test_what_stays_between_what_comes_is_not_overwritten(prompt: Prompt) -> None:
+    """On a device what comes for a layer may land in one copy, with what lies between."""
+    layers = prompt.layers
+    computed = (layers, 0, min(2, layers), 0, min(3, layers))
+    missing = [Cell(chunk, layer) for chunk, count in enumerate(computed) for layer in range(count, layers)]
+    schedule = Schedule(Split(layers, computed), order_of(layers, missing), 0.0)
+    logits, kv, _ = run(prompt, Carrier(prompt.kv, prompt.cells), steering=Given(schedule))
+    assert_same(prompt, logits, kv)
+
+
+@settings(max_examples=40)
+@given(waits=st.lists(st.sampled_from([0.0, 0.001, 0.004, 0.02]), min_size=1, max_size=8), here=st.integers(0, 3))
+def test_both_lanes_meet_whatever_the_link_does(waits: list[float], here: int) -> None:
+    """However fast each slice comes, every chunk is computed at most once, but for its lowest layer alone."""
+    prompt = _fake_prompt()
+    carrier = Carrier(prompt.kv, prompt.cells, waits=waits)
+    logits, kv, streaming = run(prompt, carrier, prompt.costs(compute=0.1, top=0.02), here=here)
+    assert_same(prompt, logits, kv)
+    told = streaming.report
+    assert told.computed[:here] == (prompt.layers,) * here
+    assert told.streamed_cells + sum(told.computed) == prompt.cells.chunks * prompt.layers
+    deep = [event.chunk for event in told.events if event.lane == "compute" and event.stop_layer > 1]
+    assert len(set(deep)) == len(deep) and min(deep) >= here
+
+
+def test_a_step_ends_at_the_layer_where_it_is_told(prompt: Prompt) -> None:
+    engine, tokens, span = prompt.engine, prompt.tokens, prompt.cells.span(0)
+    sequence, asked = engine.open(len(tokens), engine.regime(len(tokens))), []
+
+    def enough(layer: int) -> bool:
+        asked.append(layer)
+        return layer == 1
+
+    row = Row.following(sequence, tokens[: span.stop], logits="none")
+    engine.step([replace(row, until=prompt.layers, enough=enough)])
+    assert asked == [0, 1] and sequence.length == 0
+    rest = Stored(prompt.kv, span, range(2, prompt.layers))
+    at = np.arange(span.stop, len(tokens))
+    row = Row(sequence, tokens[span.stop :], at, feeds=(StayingFeed(span, range(2)), rest))
+    (logits,) = engine.step([row])
+    assert_same(prompt, logits, sequence.export(Span(0, len(tokens))))
+    with pytest.raises(StepRefused, match="may end sooner"):
+        engine.step([replace(Row.following(sequence, [1]), enough=enough)])
+    sequence.close()
+
+
+def test_chunks_that_are_here_must_be_whole() -> None:
+    prompt = _fake_prompt()
+    for length in (1, CHUNK + 1, prompt.cells.tokens):
+        sequence = prompt.engine.open(len(prompt.tokens), prompt.engine.regime(len(prompt.tokens)))
+        prompt.engine.step([Row.following(sequence, prompt.tokens[:length], logits="none")])
+        with pytest.raises(ValueError, match="not some of the first chunks"):
+            HybridPrefill(prompt.engine, sequence, prompt.tokens, prompt.cells, None, prompt.costs())  # type: ignore[arg-type]
+        sequence.close()
+
+
+_PROMPTS: dict[str, Prompt] = {}
+
+
+def _fake_prompt() -> Prompt:
+    return _PROMPTS.setdefault("fake", Prompt(FakeEngine()))
+
+
+def test_it_can_be_cancelled_while_it_waits(prompt: Prompt) -> None:
+    engine, tokens = prompt.engine, prompt.tokens
+    sequence = engine.open(len(tokens), engine.regime(len(tokens)))
+    link = TransferQueue(Carrier(prompt.kv, prompt.cells, most=0, hang=True))
+    asked = iter([False] * 3)
+    costs = prompt.costs(compute=1e9, top=1e9)  # computing is out of the question
+    streaming = HybridPrefill(engine, sequence, tokens, prompt.cells, link, costs, lambda: next(asked, True))
+    try:
+        with pytest.raises(Cancelled):
+            streaming.run()
+    finally:
+        link.close()
+        sequence.close()
+
+
+def test_the_last_token_is_always_computed(prompt: Prompt) -> None:
+    whole = CellGrid(len(prompt.tokens), prompt.layers, CHUNK)
+    with pytest.raises(ValueError, match="must be computed"):
+        HybridPrefill(prompt.engine, None, prompt.tokens, whole, None, prompt.costs())  # type: ignore[arg-type]

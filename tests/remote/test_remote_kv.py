@@ -1,0 +1,297 @@
+"""Sessions with an origin: the reply is the one without it, it says what came from where, and nothing hangs on it."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rekindle import Session
+from rekindle.cache.explain import Explanation
+from rekindle.cache.matches import Matches
+from rekindle.core.request import Request
+from rekindle.engine.fake import FakeEngine
+from rekindle.errors import InvalidSetting
+from rekindle.remote import remote_kv as streams
+from rekindle.remote.publish.publisher import Publisher
+from rekindle.remote.publish.serve import OriginServer, OriginSettings
+from rekindle.remote.signing import SigningKey, make_secret
+from rekindle.session.publish import computed, levels_of
+from rekindle.store import history
+from tests.parity.engines import make
+
+PROMPT = "The keeper lights the lamp at dusk and writes the hour into the book. " * 6
+LEVELS = "raw,q8"
+
+
+@dataclass(frozen=True)
+class Published:
+    folder: Path
+    key: SigningKey
+    secret: Path | None
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return publish(tmp_path_factory.mktemp("origin"), encrypted=False)
+
+
+@pytest.fixture(scope="module", params=["plain", "encrypted"])
+def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return publish(tmp_path_factory.mktemp("origin"), encrypted=request.param == "encrypted")
+
+
+def publish(folder: Path, *, encrypted: bool) -> Published:
+    key, secret = SigningKey.new(), folder / "secret" if encrypted else None
+    made = None if secret is None else make_secret(secret)
+    with Session(FakeEngine(), cache="off") as session, computed(session, Request.of(PROMPT)) as source:
+        Publisher(folder / "files", key, secret=made).publish(source, levels_of(LEVELS, session))
+    return Published(folder / "files", key, secret)
+
+
+@pytest.fixture(autouse=True)
+def worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model of these tests is small: as if its prompts were worth streaming."""
+    monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(streams, "_FLOP_PER_SECOND", 1e4)
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    with OriginServer(folder, OriginSettings(port=0)).running() as url:
+        yield url
+
+
+def opened(published: Published, url: str, cache: Path, **more: Any) -> Session:
+    secret = None if published.secret is None else str(published.secret)
+    own = {"origin": url, "origin_keys": published.key.public, "origin_secret": secret, **more}
+    return Session(FakeEngine(), cache=cache, **own)
+
+
+@pytest.fixture
+def alone() -> Any:
+    with Session(FakeEngine(), cache="off") as session:
+        return session.generate(PROMPT + "And then", max_tokens=8)
+
+
+@pytest.mark.usefixtures("origin_first")
+@pytest.mark.parametrize("level", ["exact", "quantized"])
+def test_a_prompt_comes_partly_from_the_origin(either: Published, alone: Any, level: str, tmp_path: Path) -> None:
+    with serving(either.folder) as url, opened(either, url, tmp_path / "cache", reuse=level) as session:
+        reply = session.generate(PROMPT + "And then", max_tokens=8)
+        assert reply.reuse.streamed > 0
+        assert reply.reuse.reused + reply.reuse.computed == reply.usage.prompt_tokens
+        assert reply.reuse.level == level and (reply.reuse.quantized > 0) == (level == "quantized")
+        assert level == "quantized" or reply.tokens == alone.tokens
+        assert "streamed" in reply.summary()
+        assert {event.lane for event in reply.reuse.timeline} == {"compute", "link"}
+        session.flush()
+        assert session.cache.store is not None
+        (noted,) = history.last(session.cache.store.disk, 1)
+        last = Explanation.from_dict(noted.record)
+        assert last.reused == reply.reuse.reused and last.timeline == reply.reuse.timeline
+        assert "  link " in str(last) and "streamed from the origin" in str(last)
+        session.flush()
+        again = session.generate(PROMPT + "And then", max_tokens=8)  # from here now
+        assert again.reuse.streamed == 0 and again.reuse.computed <= 1 and again.tokens == reply.tokens
+
+
+@pytest.mark.usefixtures("origin_first")
+@pytest.mark.parametrize("where", ["engine", "disk"])
+@pytest.mark.parametrize("known", [100, 130, 256])
+def test_what_is_known_here_does_not_come(
+    published: Published, alone: Any, where: str, known: int, tmp_path: Path
+) -> None:
+    """Tokens are bytes here: the beginning comes from here, the rest from the origin or by computing."""
+    with serving(published.folder) as url:
+        with opened(published, url, tmp_path / "cache", local_tenants="*") as session:
+            session.generate(PROMPT[:known], max_tokens=0)
+            session.flush()
+        with opened(published, url, tmp_path / "cache") as session:
+            if where == "engine":
+                session.cache.streams, streaming = None, session.cache.streams
+                session.generate(PROMPT[:known], max_tokens=0)
+                session.cache.streams = streaming
+            reply = session.generate(PROMPT + "And then", max_tokens=8)
+    assert reply.tokens == alone.tokens
+    here = reply.reuse.engine if where == "engine" else reply.reuse.disk
+    assert reply.reuse.streamed > 0 and here >= known - 32
+    assert reply.reuse.reused + reply.reuse.computed == reply.usage.prompt_tokens
+    first = min(event.chunk for event in reply.reuse.timeline if event.lane == "link")
+    assert first >= known // 128
+
+
+def test_what_does_not_begin_alike_is_computed(published: Published, tmp_path: Path) -> None:
+    with serving(published.folder) as url, opened(published, url, tmp_path / "cache") as session:
+        reply = session.generate("Something else. " * 30, max_tokens=2)
+        assert reply.reuse.streamed == 0
+
+
+@pytest.mark.usefixtures("origin_first")
+@pytest.mark.parametrize("tenants", ["local", "a, local", "*"])
+def test_nothing_is_asked_for_tenants_that_are_local(published: Published, tenants: str, tmp_path: Path) -> None:
+    with serving(published.folder) as url:
+        with opened(published, url, tmp_path / "cache", local_tenants=tenants) as session:
+            assert session.generate(PROMPT, max_tokens=2).reuse.streamed == 0
+        with opened(published, url, tmp_path / "other", local_tenants="b") as session:
+            assert session.generate(PROMPT, max_tokens=2).reuse.streamed > 0
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [{"deterministic": True}, {"reuse": "off"}, {"origin_keys": SigningKey.new().public}],
+    ids=["deterministic", "off", "another key"],
+)
+def test_what_may_not_be_streamed_is_computed(
+    published: Published, alone: Any, choice: dict[str, Any], tmp_path: Path
+) -> None:
+    with serving(published.folder) as url, opened(published, url, tmp_path / "cache", **choice) as session:
+        reply = session.generate(PROMPT + "And then", max_tokens=8)
+        assert reply.reuse.streamed == 0 and reply.tokens == alone.tokens
+
+
+def test_an_origin_that_is_not_there_costs_no_answer(published: Published, alone: Any, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with opened(published, f"http://127.0.0.1:{port}", tmp_path / "cache") as session:
+        reply = session.generate(PROMPT + "And then", max_tokens=8)
+        assert reply.tokens == alone.tokens and reply.reuse.streamed == 0
+
+
+@pytest.mark.usefixtures("origin_first")
+def test_an_origin_that_never_answers_is_left_alone(
+    published: Published, alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "FIND_SECONDS", 0.1)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with opened(published, url, tmp_path / "cache") as session:
+            assert session.generate(PROMPT + "And then", max_tokens=8).tokens == alone.tokens
+            silent.settimeout(5)
+            silent.accept()[0].close()
+            silent.settimeout(0.3)
+            assert session.generate(PROMPT * 2, max_tokens=2).reuse.streamed == 0
+            with pytest.raises(TimeoutError):  # nobody asked it again
+                silent.accept()
+
+
+def test_an_origin_that_is_silent_to_the_end_is_not_waited_for(
+    published: Published, alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "FIND_SECONDS", 600.0)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with opened(published, f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path / "cache") as session:
+            reply = session.generate(PROMPT + "And then", max_tokens=8)
+            longer = session.generate(PROMPT * 3, max_tokens=2)
+    assert reply.tokens == alone.tokens and reply.reuse.streamed == longer.reuse.streamed == 0
+    assert reply.reuse.computed == reply.usage.prompt_tokens
+
+
+def test_what_became_known_meanwhile_does_not_come_as_well(published: Published, alone: Any, tmp_path: Path) -> None:
+    request = Request.of(PROMPT + "And then", max_tokens=8)
+    with serving(published.folder) as url, opened(published, url, tmp_path / "cache") as session:
+        own = session.cache.streams
+        session.cache.streams = None
+        session.generate(PROMPT + "And then", max_tokens=0)
+        session.flush()
+        session.cache.streams = own
+        assert own is not None
+        known = session.cache.look(request, tuple(PROMPT.encode() + b"And then"))
+        unknown = replace(known, parked=None, matches=Matches(len(known.tokens)))
+        session.cache.forget(known)
+        ahead = own.prefetch(unknown, session.cache.plan(unknown), session.cache.costs.rates, session.cache.passages)
+        assert ahead is not None and len(own.ahead) == 1
+        reply = session.generate(PROMPT + "And then", max_tokens=8)
+        assert reply.reuse.streamed == 0 and reply.reuse.computed <= 1 and not own.ahead
+        ahead.close()
+    assert reply.tokens == alone.tokens
+
+
+@pytest.mark.usefixtures("origin_first")
+def test_slices_that_are_damaged_are_computed(either: Published, alone: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    shutil.copytree(either.folder, folder)
+    for path in folder.glob("contexts/*/*.kv"):
+        path.write_bytes(bytes(path.stat().st_size))
+    with serving(folder) as url, opened(either, url, tmp_path / "cache") as session:
+        reply = session.generate(PROMPT + "And then", max_tokens=8)
+        assert reply.tokens == alone.tokens and reply.reuse.streamed == 0
+
+
+@pytest.mark.usefixtures("origin_first")
+def test_what_is_near_here_is_said_though_nothing_comes(published: Published, tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    shutil.copytree(published.folder, folder)
+    for path in folder.glob("contexts/*/*.kv"):
+        path.write_bytes(bytes(path.stat().st_size))
+    with serving(folder) as url:
+        with opened(published, url, tmp_path / "cache", reuse="quantized", local_tenants="*") as session:
+            session.generate(PROMPT[:200], max_tokens=0)
+            session.flush()
+        with opened(published, url, tmp_path / "cache", reuse="quantized") as session:
+            reply = session.generate(PROMPT + "And then", max_tokens=2)
+    assert reply.reuse.disk > 0 and not reply.reuse.streamed
+    assert reply.reuse.level == "quantized" and 0 < reply.reuse.quantized <= reply.reuse.disk
+
+
+@pytest.mark.parametrize(
+    ("choice", "says"),
+    [
+        ({"origin_keys": None}, "public key"),
+        ({"origin_keys": "zz"}, "zz"),
+        ({"origin": "ftp://somewhere"}, "ftp"),
+        ({"origin_secret": "/nowhere"}, "nowhere"),
+        ({"origin_token": "/nowhere"}, "nowhere"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_used_are_refused(choice: dict[str, Any], says: str, tmp_path: Path) -> None:
+    own: dict[str, Any] = {"origin": "http://127.0.0.1:1", "origin_keys": SigningKey.new().public, **choice}
+    with pytest.raises(InvalidSetting, match=says):
+        Session(FakeEngine(), cache=tmp_path / "cache", **own)
+
+
+@pytest.mark.usefixtures("origin_first")
+def test_several_requests_stream_at_once(published: Published, alone: Any, tmp_path: Path) -> None:
+    replies: list[Any] = []
+    with serving(published.folder) as url, opened(published, url, tmp_path / "cache", cache_salt="x") as session:
+        threads = [
+            threading.Thread(
+                target=lambda salt=f"s{number}": replies.append(
+                    session.generate(PROMPT + "And then", max_tokens=8, cache_salt=salt)
+                )
+            )
+            for number in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [reply.tokens for reply in replies] == [alone.tokens] * 3
+    assert any(reply.reuse.streamed for reply in replies)
+
+
+@pytest.mark.usefixtures("origin_first")
+def test_a_model_of_layers_streams_too(tmp_path: Path) -> None:
+    key = SigningKey.new()
+    with closing(make("hf")) as engine:
+        with Session(engine, cache="off") as session, computed(session, Request.of(PROMPT)) as source:
+            Publisher(tmp_path / "files", key).publish(source, levels_of("raw", session))
+            expected = session.generate(PROMPT + "And then", max_tokens=8)
+        with serving(tmp_path / "files") as url:
+            own = {"origin": url, "origin_keys": key.public}
+            with Session(engine, cache=tmp_path / "cache", **own) as session:
+                reply = session.generate(PROMPT + "And then", max_tokens=8)
+                assert reply.reuse.streamed > 0 and reply.tokens == expected.tokens

@@ -1,0 +1,190 @@
+"""The level `quantized`: KV is kept quantized, every reply that used it says so, and nothing exact ever meets it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rekindle import Session
+from rekindle.cache.cost import Costs
+from rekindle.core.kv import Span
+from rekindle.engine.fake import FakeEngine
+from rekindle.errors import InvalidSetting
+from tests.lora import fake_pairs, save_lora
+
+pytestmark = pytest.mark.thorough
+
+PROMPT = "Once there was a harbour with three cranes, and each of them had a name of its own. " * 3
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REKINDLE_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield save_lora(tmp_path / "lora", fake_pairs(1))
+
+
+def opened(tmp_path: Path, **settings: Any) -> Session:
+    """A session with nothing but the folder: what it knows, it reads."""
+    return Session(FakeEngine(), cache=str(tmp_path / "cache"), memory_limit="0", **settings)
+
+
+def codings(session: Session) -> set[str]:
+    session.flush()
+    assert session.cache.store is not None
+    return {row.coding for row in session.cache.store.disk.entries()}
+
+
+def ask(session: Session, **options: Any) -> Any:
+    session.flush()
+    session.cache.costs = type(session.cache.costs)()  # nothing is known of costs: whatever is known is reused
+    return session.generate(PROMPT, max_tokens=4, **options).reuse
+
+
+def test_kv_is_kept_quantized_and_the_reply_says_so(tmp_path: Path) -> None:
+    with opened(tmp_path, reuse="quantized") as session:
+        first = ask(session)
+        assert (first.level, first.quantized) == ("exact", 0)  # computed: nothing was lost yet
+        assert codings(session) == {"quantized"}
+        again = ask(session)
+        assert again.level == "quantized"
+        assert again.quantized == again.disk > 0
+        assert "quantized" in session.generate(PROMPT, max_tokens=1).summary()
+
+
+def test_exact_requests_never_meet_what_was_quantized(tmp_path: Path) -> None:
+    with opened(tmp_path) as session:
+        ask(session, reuse="quantized")
+        assert codings(session) == {"quantized"}
+        assert ask(session).reused == 0
+        assert ask(session).level == "exact"
+
+
+def test_near_requests_use_what_is_exact_and_say_that(tmp_path: Path) -> None:
+    with opened(tmp_path) as session:
+        ask(session)
+        found = ask(session, reuse="quantized")
+        assert (found.level, found.quantized) == ("exact", 0)
+        assert found.disk > 0
+
+
+@pytest.mark.parametrize("level", ["exact", "quantized"])
+def test_an_adapter_is_kept_as_a_difference(tmp_path: Path, folder: Path, level: Any) -> None:
+    with opened(tmp_path, reuse=level) as session:
+        session.adapters.load("writer", folder)
+        ask(session)
+        ask(session, adapter="writer")
+        found = ask(session, adapter="writer")
+        assert found.level == level
+        assert found.disk > 0
+        assert codings(session) == ({"raw", "exact"} if level == "exact" else {"quantized"})
+        store = session.cache.store
+        assert store is not None
+        with store.disk.database.reading() as connection:
+            assert connection.execute("SELECT count(*) FROM delta_bases").fetchone() == (1,)
+
+
+def test_exact_answers_with_an_adapter_are_those_without_a_cache(tmp_path: Path, folder: Path) -> None:
+    with Session(FakeEngine(), cache="off") as alone:
+        alone.adapters.load("writer", folder)
+        right = alone.generate(PROMPT, max_tokens=24, adapter="writer").text
+    with opened(tmp_path) as session:
+        session.adapters.load("writer", folder)
+        session.generate(PROMPT, max_tokens=24)
+        for _ in range(2):
+            session.flush()
+            session.cache.costs = type(session.cache.costs)()
+            assert session.generate(PROMPT, max_tokens=24, adapter="writer").text == right
+
+
+@pytest.mark.parametrize(
+    ("codec", "level", "expected"),
+    [
+        ("raw", "quantized", {"raw"}),
+        ("raw", "exact", {"raw"}),
+        ("q4", "quantized", {"quantized"}),
+        ("q4", "exact", {"raw", "exact"}),
+        ("auto", "approximate", {"raw", "exact"}),
+        ("q8", "approximate", {"quantized"}),
+    ],
+)
+def test_the_codec_is_what_was_chosen(tmp_path: Path, folder: Path, codec: Any, level: Any, expected: set[str]) -> None:
+    with opened(tmp_path, codec=codec, reuse=level) as session:
+        session.adapters.load("writer", folder)
+        ask(session)
+        ask(session, adapter="writer")
+        assert codings(session) == expected
+
+
+def test_a_context_that_stays_in_the_engine_remembers_what_was_quantized(tmp_path: Path) -> None:
+    with opened(tmp_path, reuse="quantized") as session:
+        ask(session)
+    with Session(FakeEngine(), cache=str(tmp_path / "cache"), reuse="quantized") as session:
+        loaded = ask(session)
+        stayed = ask(session)
+        assert loaded.quantized > 0
+        assert stayed.engine > 0
+        assert (stayed.level, stayed.quantized) == ("quantized", loaded.quantized)
+
+
+def test_near_and_deterministic_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetting, match="deterministic"):
+        opened(tmp_path, reuse="quantized", deterministic=True)
+    with opened(tmp_path, deterministic=True) as session:  # per request, the promise of the session counts
+        ask(session, reuse="quantized")
+        assert "quantized" not in codings(session)
+
+
+def test_a_difference_that_takes_longer_than_computing_is_not_loaded(tmp_path: Path, folder: Path) -> None:
+    with opened(tmp_path) as session:
+        session.adapters.load("writer", folder)
+        ask(session)
+        ask(session, adapter="writer")
+        session.flush()
+        costs = session.cache.costs = type(session.cache.costs)()
+        size = len(PROMPT) * session.engine.layout.token_bytes
+        for tokens in (16, 64, 256):
+            costs.computed(Span(0, tokens), 1e-4 * tokens)
+            for tier in ("memory", "disk"):
+                costs.loaded(tier, size * tokens, 1e-6 * tokens)
+            costs.loaded("coded", size * tokens, 10.0 * tokens)
+        slow = session.generate(PROMPT, max_tokens=1, adapter="writer").reuse
+        assert (slow.miss, slow.reused) == ("slower", 0)
+        assert session.generate(PROMPT, max_tokens=1).reuse.disk > 0  # what is not coded is
+
+
+def test_what_was_slow_once_is_tried_again_and_then_known_better() -> None:
+    """A machine that was busy made every load look slow: without a try, it would for ever."""
+    costs, size = Costs(), 10**6
+    for _ in range(20):
+        costs.loaded("coded", size, 10.0)
+    expected = []
+    while not expected or expected[-1] > 1.0:  # what computing takes
+        expected.append(costs.rates.load_seconds("coded", size))
+        costs.refused({"coded"})
+    assert expected[0] == pytest.approx(10.0) and 3 < len(expected) < 12
+    costs.loaded("coded", size, 0.1)
+    assert costs.rates.load_seconds("coded", size) == pytest.approx(0.1)
+    costs.loaded("coded", size, 10.0)  # and a busy moment does not undo it
+    assert costs.rates.load_seconds("coded", size) < 10.0
+
+
+def test_a_refused_load_is_noted(tmp_path: Path) -> None:
+    with opened(tmp_path, reuse="quantized") as session:
+        ask(session)
+        session.flush()
+        costs = session.cache.costs = Costs()
+        size = len(PROMPT) * session.engine.layout.token_bytes
+        for tokens in (64, 256):
+            costs.computed(Span(0, tokens), 1e-4 * tokens)
+            costs.loaded("coded", size, 1000.0)
+        before = costs.rates.load_seconds("coded", size)
+        assert session.generate(PROMPT, max_tokens=1).reuse.miss == "slower"
+        after = costs.rates.load_seconds("coded", size)
+        assert before is not None and after is not None and after < before

@@ -1,0 +1,57 @@
+"""Two pieces of work side by side: what the helper thread does, lets go of, and leaves behind."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+
+from rekindle.store.read_pool import ReadHelper
+
+
+class _Buffer:
+    """Stands for an engine's memory: something whose end can be seen."""
+
+    def fill(self) -> None:
+        pass
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "rekindle-read"]
+
+
+def test_both_are_done_and_the_thread_ends_with_close() -> None:
+    helper, done = ReadHelper(), []
+    before = _threads()
+    helper.run(lambda: done.append(threading.get_ident()), lambda: done.append(threading.get_ident()))
+    assert len(set(done)) == 2
+    helper.close()
+    assert _threads() == before
+    helper.close()
+
+
+def test_what_was_written_to_is_let_go_of_before_the_run_ends() -> None:
+    """A thread that frees an engine's memory while the interpreter ends makes torch end the process."""
+    helper, buffer = ReadHelper(), _Buffer()
+    last = weakref.ref(buffer)
+
+    def work(into: _Buffer = buffer) -> None:
+        into.fill()
+
+    del buffer
+    helper.run(work, lambda: None)
+    del work
+    assert last() is None
+    helper.close()
+
+
+def test_what_the_helper_raises_reaches_whoever_asked() -> None:
+    helper = ReadHelper()
+
+    def fail() -> None:
+        raise OSError("it cannot be read")
+
+    with pytest.raises(OSError, match="cannot be read"):
+        helper.run(fail, lambda: None)
+    helper.close()
