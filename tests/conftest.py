@@ -99,6 +99,15 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rekindle.session.prefix_cache.LOAD_SECONDS", 120.0)
 
 
+@pytest.fixture(autouse=True)
+def unmeasured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model may compute sooner than it loads: a test of reuse must not depend on which. Real models measure."""
+    if not any(request.node.get_closest_marker(name) for name in ("real", "docs", "measured_costs")):
+        from tests.unmeasured_costs import UnmeasuredCosts
+
+        monkeypatch.setattr("rekindle.session.prefix_cache.recall_costs", lambda engine: UnmeasuredCosts())
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """One thread for tiny models: several only wait for each other, ten times longer where others work too."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+import rekindle
 
 ROOT = Path(__file__).parents[1]
 PARTS = {"rekindle": ROOT / "src" / "rekindle", "benchmarks": ROOT / "benchmarks"}
@@ -32,6 +35,12 @@ USED_TWICE = frozenset(
 )
 
 SO_MANY = 31  # docstrings that say it. "Number of tokens.", not "So many tokens."
+
+
+def test_no_package_hides_a_public_name() -> None:
+    """`import rekindle.NAME.something` would put the package where users expect a function."""
+    hidden = [name for name in rekindle.__all__ if importlib.util.find_spec(f"rekindle.{name}") is not None]
+    assert not hidden
 
 
 @cache

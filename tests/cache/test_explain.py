@@ -165,6 +165,7 @@ def test_another_template_is_named(folder: str, tiny_folder: Path, tmp_path: Pat
         assert told.reason.differs_in == ("template",) and told.reused == 0
 
 
+@pytest.mark.measured_costs
 def test_costs_are_remembered_so_that_the_first_plan_of_a_process_predicts(folder: str) -> None:
     with Session(FakeEngine(), cache=folder) as session:
         assert session.explain(RULES).cold_seconds is None
@@ -214,6 +215,7 @@ def test_what_others_ask_does_not_drive_out_what_is_known_of_ones_own(folder: st
         assert session.explain(RULES, cache_salt="one").reason == before and before.differs_in == ("model",)
 
 
+@pytest.mark.measured_costs
 def test_text_that_changes_with_every_request_is_named_with_what_moving_it_saves(folder: str) -> None:
     with Session(FakeEngine(), cache=folder) as session:
         for day in ("Monday", "Tuesday", "Friday"):

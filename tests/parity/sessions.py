@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from rekindle import Session
-from rekindle.cache.cost import Costs, Rates
-from rekindle.core.kv import Span
 from rekindle.core.reply import Reply
 from rekindle.engine.base import Engine, EngineSequence, Row
 from rekindle.errors import Closed
 from tests.parity.engines import KINDS, STOP, make
+from tests.unmeasured_costs import UnmeasuredCosts
 
 ROOM = {"disk_limit": "200MB"}
 
@@ -30,24 +29,12 @@ MESSAGE = 60  # so many tokens of PROMPT are a message: where there are checkpoi
 PROMPT = [*tokens_of(MESSAGE - 1), STOP, *tokens_of(N)[MESSAGE:]]
 
 
-class Unmeasured(Costs):
-    """Costs that never learn."""
-
-    def computed(self, span: Span, seconds: float) -> None: ...
-
-    def loaded(self, tier: object, size_bytes: int, seconds: float) -> None: ...
-
-    @property
-    def rates(self) -> Rates:
-        return Rates()
-
-
 def opened(what: str | Callable[[], Engine] | Engine, folder: Path | str, **settings: Any) -> Session:
     """A session that reuses whatever it knows: with an engine that is made here and goes with it, or a given one."""
     made = isinstance(what, str) or not hasattr(what, "step")
     engine: Any = make(what) if isinstance(what, str) else what() if made else what  # type: ignore[operator]
     session = Session(engine, cache=folder, **{**ROOM, **settings})
-    session.cache.costs = Unmeasured()
+    session.cache.costs = UnmeasuredCosts()
     session._owns_engine = made
     return session
 

@@ -17,7 +17,8 @@ import pytest
 
 from rekindle import Session
 from tests.parity.engines import each, gguf_file
-from tests.parity.sessions import PROMPT, ROOM, N, Unmeasured, ask
+from tests.parity.sessions import PROMPT, ROOM, N, ask
+from tests.unmeasured_costs import UnmeasuredCosts
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("one_thread")]
 
@@ -38,7 +39,7 @@ def model(kind: str, request: pytest.FixtureRequest) -> Path:
 def loaded(kind: str, model: Path, folder: Path, **changes: Any) -> Iterator[Session]:
     settings = {**SETTINGS[kind], **ROOM, **changes}
     with Session(model, engine=kind, cache=folder, device="cpu", **settings) as session:
-        session.cache.costs = Unmeasured()
+        session.cache.costs = UnmeasuredCosts()
         yield session
 
 

@@ -12,7 +12,7 @@ import pytest
 from rekindle import Session
 from rekindle.core.request import Request
 from tests.chunks.mending import Outcome, compute, kv_space_of, prefill, stored_kv
-from tests.parity.sessions import Unmeasured
+from tests.unmeasured_costs import UnmeasuredCosts
 
 pytestmark = pytest.mark.real
 
@@ -46,7 +46,7 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param == "hf":
         options["dtype"] = "float32"
     with Session("smollm2", cache=folder, reuse="approximate", recompute_budget=0.3, **options) as session:
-        session.cache.costs = Unmeasured()
+        session.cache.costs = UnmeasuredCosts()
         for names in (("Harbour", "Lighthouse"), ("Ferry", "Bakery")):
             prefill(session, about("What is this?", *names))
         yield session

@@ -22,7 +22,6 @@ pytest.importorskip("llama_cpp")
 import llama_cpp
 
 from rekindle import Session
-from rekindle.cache.cost import Costs, Rates
 from rekindle.core.kv import Span
 from rekindle.core.reply import Reply
 from rekindle.core.request import Message, parse_prompt
@@ -32,6 +31,7 @@ from rekindle.engine.llamacpp.options import LlamaOptions
 from rekindle.models.sources import find
 from tests.engine.contract import Stored
 from tests.engine.llamacpp.texts import CHATS, TEXTS
+from tests.unmeasured_costs import UnmeasuredCosts
 
 pytestmark = [pytest.mark.real, pytest.mark.llamacpp]
 
@@ -56,18 +56,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Unmeasured(Costs):
-    """Costs that never learn: whatever is known is reused."""
-
-    def computed(self, span: Span, seconds: float) -> None: ...
-
-    def loaded(self, tier: object, size_bytes: int, seconds: float) -> None: ...
-
-    @property
-    def rates(self) -> Rates:
-        return Rates()
-
-
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Session]]:
     opened: list[Session] = []
@@ -76,7 +64,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Session]]:
         # One thread: where others work too, several wait for each other.
         given = {"device": "cpu", "threads": 1, "context": 2048, "disk_limit": "500MB", **settings}
         opened.append(Session("smollm2", engine="llamacpp", cache=str(cache), **given))
-        opened[-1].cache.costs = Unmeasured()
+        opened[-1].cache.costs = UnmeasuredCosts()
         return opened[-1]
 
     yield begin

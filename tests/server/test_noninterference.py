@@ -21,8 +21,6 @@ pytest.importorskip("torch")  # makes the tiny embedder
 
 from rekindle import Session
 from rekindle.cache import context
-from rekindle.cache.cost import Costs
-from rekindle.core.kv import Span
 from rekindle.core.request import Message
 from rekindle.engine.fake import START, ByteTokenizer
 from rekindle.idle.idle import Idle, IdleOptions
@@ -32,6 +30,7 @@ from rekindle.session import prefix_cache as cache
 from rekindle.text.base import Written
 from tests.server.serving import ADMIN, ALICE, BOB, Gated, Served, fake_session, serving
 from tests.server.soak import tiny_embedder
+from tests.unmeasured_costs import UnmeasuredCosts
 
 OWN = "/v1/rekindle"
 LAMP = "The lamp of the lighthouse is lit at dusk by the keeper, who carries the oil up two hundred steps."
@@ -55,16 +54,6 @@ class Speller(Gated):
     def __init__(self) -> None:
         super().__init__()
         self.tokenizer = TwoSpellings()
-
-
-class NoCosts(Costs):
-    """Nothing is ever measured: plans do not hang on how fast the machine is just now."""
-
-    def computed(self, span: Span, seconds: float) -> None: ...
-
-    def loaded(self, *_: Any) -> None: ...
-
-    def refused(self, *_: Any) -> None: ...
 
 
 @dataclass
@@ -196,7 +185,7 @@ def start(tmp_path: Path, embedder: str, monkeypatch: pytest.MonkeyPatch) -> Ite
         def started(name: str, keys: ApiKeys) -> Served:
             settings = {"embedder": embedder, "keep_reply_tokens": True, "answers": "verified"}
             session = fake_session(tmp_path / name, Speller(), **settings)
-            session.cache.costs = NoCosts()
+            session.cache.costs = UnmeasuredCosts()
             return stack.enter_context(serving(session, keys=keys))
 
         yield started

@@ -141,6 +141,7 @@ def test_near_and_deterministic_exclude_each_other(tmp_path: Path) -> None:
         assert "quantized" not in codings(session)
 
 
+@pytest.mark.measured_costs
 def test_a_difference_that_takes_longer_than_computing_is_not_loaded(tmp_path: Path, folder: Path) -> None:
     with opened(tmp_path) as session:
         session.adapters.load("writer", folder)

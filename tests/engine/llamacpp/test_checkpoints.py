@@ -13,8 +13,6 @@ import pytest
 pytest.importorskip("llama_cpp")
 
 from rekindle import Session
-from rekindle.cache.cost import Costs, Rates
-from rekindle.core.kv import Span
 from rekindle.core.reply import Reply
 from rekindle.engine.llamacpp import engine as module
 from rekindle.engine.llamacpp.sequence import LlamaSequence
@@ -25,6 +23,7 @@ from rekindle.store.catalog import catalog
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.tiny_hybrids import OPAQUE, write_gemma2, write_mamba, write_qwen2vl
+from tests.unmeasured_costs import UnmeasuredCosts
 
 pytestmark = [pytest.mark.llamacpp]
 
@@ -39,18 +38,6 @@ ASKED = [
     "Good night.",
 ]
 FORCED = "forced"
-
-
-class Unmeasured(Costs):
-    """Costs that never learn: whatever is known is reused."""
-
-    def computed(self, span: Span, seconds: float) -> None: ...
-
-    def loaded(self, tier: object, size_bytes: int, seconds: float) -> None: ...
-
-    @property
-    def rates(self) -> Rates:
-        return Rates()
 
 
 @pytest.fixture(params=[*OPAQUE, FORCED])
@@ -83,7 +70,7 @@ def start(path: Path, folder: Path) -> Iterator[Open]:
     def begin(file: Path = path, cache: Path | str = folder, **settings: Any) -> Session:
         given = {"disk_limit": "200MB", "threads": 1, **settings}
         session = Session(str(file), engine="llamacpp", cache=str(cache), **given)
-        session.cache.costs = Unmeasured()
+        session.cache.costs = UnmeasuredCosts()
         opened.append(session)
         return session
 
@@ -182,7 +169,7 @@ def test_a_text_without_messages_is_kept_on_a_grid(folder: Path, tmp_path: Path)
     with Session(str(path), cache=str(folder), **settings) as session:
         session.generate(shared + " And then?", max_tokens=3)
     with Session(str(path), cache=str(folder), **settings) as session:
-        session.cache.costs = Unmeasured()
+        session.cache.costs = UnmeasuredCosts()
         reply = session.generate(other, max_tokens=8, min_tokens=8)
     assert reply.text == expected
     assert reply.reuse.disk == 1200 // GRID_TOKENS * GRID_TOKENS
@@ -231,7 +218,7 @@ def test_a_state_of_more_pages_than_the_prompt_has_tokens_is_kept_in_every_turn(
         for old in sessions:
             old.close()
         sessions.append(Session(str(path), engine="llamacpp", cache=str(folder), threads=1, disk_limit="500MB"))
-        sessions[-1].cache.costs = Unmeasured()
+        sessions[-1].cache.costs = UnmeasuredCosts()
         return sessions[-1]
 
     _, replies = talk(restarted)
@@ -321,7 +308,7 @@ def test_a_checkpoint_of_which_some_pages_were_evicted_is_computed(
 
     def answer(cache: Path | str = folder) -> Reply:
         with Session(str(path), cache=str(cache), **settings) as session:
-            session.cache.costs = Unmeasured()
+            session.cache.costs = UnmeasuredCosts()
             return ask(session, chat)
 
     expected = answer("off")
@@ -349,7 +336,7 @@ def test_a_tiny_cache_evicts_and_never_answers_otherwise(tmp_path: Path, folder:
     with Session(str(path), cache="off", **settings) as without:
         expected = [ask(without, chat).text for chat in chats]
     with Session(str(path), cache=str(folder), **settings) as session:
-        session.cache.costs = Unmeasured()
+        session.cache.costs = UnmeasuredCosts()
         for _ in range(3):
             for chat, text in zip(chats, expected, strict=True):
                 assert ask(session, chat).text == text

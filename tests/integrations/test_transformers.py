@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
-from rekindle.attach.transformers import Attached, attach
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Kv
 from rekindle.engine.hf.sequence import raw_view
 from rekindle.errors import Closed, InvalidPrompt, InvalidSetting, UnsupportedModel
+from rekindle.integrations.transformers import Attached, attach
 from rekindle.store.tiered import Kept, TieredStore
 from tests.tiny import FAMILIES, OTHERS, VOCABULARY, WINDOW, tiny_model
 
@@ -765,7 +765,7 @@ def test_trouble_in_the_bookkeeping_never_ends_a_forward(
 
     for name in ("begin", "commit", "snapshot", "tokens"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"rekindle.attach.tracked_cache.Track.{name}", fail)
+            patch.setattr(f"rekindle.integrations.tracked_cache.Track.{name}", fail)
             for new in (NEW, 1):
                 assert greedy(model, ids, new, past_key_values=kv.match(ids)) == expected[:new]
             assert kv.flush()

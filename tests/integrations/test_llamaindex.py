@@ -18,12 +18,12 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
 from rekindle import Session
-from rekindle.attach.llamaindex import RekindleLLM, RekindleRetriever
 from rekindle.core.request import Request
 from rekindle.errors import InvalidPrompt, InvalidSetting, NothingKnown
+from rekindle.integrations.llamaindex import RekindleLLM, RekindleRetriever
 from rekindle.session.library import asking
 from rekindle.session.prompt import encode_prompt
-from tests.attach.frameworks import BOATS, CountingEngine, import_without, session_in, wait_in_search
+from tests.integrations.frameworks import BOATS, CountingEngine, import_without, session_in, wait_in_search
 from tests.server.soak import tiny_embedder
 
 QUESTION = "What does the ferry from Vesk to Ormund cost?"
@@ -220,7 +220,7 @@ def test_the_metadata_is_the_model_s(session: Session, llm: RekindleLLM) -> None
 
 
 def test_without_llamaindex_the_import_says_what_to_install() -> None:
-    assert 'pip install "rekindle[llamaindex]"' in import_without("llama_index", "rekindle.attach.llamaindex")
+    assert 'pip install "rekindle[llamaindex]"' in import_without("llama_index", "rekindle.integrations.llamaindex")
 
 
 @pytest.mark.real

@@ -15,11 +15,11 @@ from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rekindle.attach.framework_passages import FrameworkPassage, id_of, metadata_of, quotes_of, reply_metadata
 from rekindle.core.document import title_above
 from rekindle.core.reply import Reply
 from rekindle.core.request import DEFAULT_MAX_TOKENS, PromptLike, Request
 from rekindle.errors import ExtraMissing, InvalidPrompt, InvalidSetting
+from rekindle.integrations.framework_passages import FrameworkPassage, id_of, metadata_of, quotes_of, reply_metadata
 from rekindle.knowledge.retrieve import Hit, Retrieval, check_retrieval
 from rekindle.session.reply_stream import AsyncReplyStream
 from rekindle.session.session import Session

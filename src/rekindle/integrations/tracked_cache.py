@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from rekindle.attach.weights import Weights
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.engine.hf.rope import Rope
 from rekindle.engine.hf.sequence import TORCH_TYPE, raw_view
 from rekindle.errors import InvalidPrompt, KvLost
+from rekindle.integrations.weights import Weights
 
 LayerTensors = tuple[Tensor, Tensor]  # keys, values: [1, kv_heads, tokens, dim] each
 

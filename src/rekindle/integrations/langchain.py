@@ -15,11 +15,11 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rekindle.attach.framework_passages import FrameworkPassage, id_of, metadata_of, quotes_of, reply_metadata
 from rekindle.core.reply import Reply
 from rekindle.core.request import DEFAULT_MAX_TOKENS, Request
 from rekindle.core.tools import ToolCall
 from rekindle.errors import ExtraMissing, InvalidPrompt
+from rekindle.integrations.framework_passages import FrameworkPassage, id_of, metadata_of, quotes_of, reply_metadata
 from rekindle.knowledge.retrieve import Retrieval
 from rekindle.session.reply_stream import AsyncReplyStream
 from rekindle.session.session import Session

@@ -23,16 +23,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rekindle.attach.tracked_cache import (
-    OTHER_TOKENS,
-    CacheSnapshot,
-    DecoderCall,
-    LayerTensors,
-    MatchedCache,
-    MatchTerms,
-    Track,
-)
-from rekindle.attach.weights import Interference, Weights, refuse_unfit, refuse_untested
 from rekindle.cache.deadline import DeadlineCaller, NoAnswer
 from rekindle.cache.open_store import open_store
 from rekindle.cache.writer import BackgroundWriter, WriteJob
@@ -44,6 +34,16 @@ from rekindle.engine.hf.decoder import Decoder
 from rekindle.engine.hf.rope import Rope
 from rekindle.engine.hf.sequence import TORCH_TYPE, raw_view
 from rekindle.errors import Closed, InvalidPrompt, InvalidSetting, KvLost, RekindleError, nearest
+from rekindle.integrations.tracked_cache import (
+    OTHER_TOKENS,
+    CacheSnapshot,
+    DecoderCall,
+    LayerTensors,
+    MatchedCache,
+    MatchTerms,
+    Track,
+)
+from rekindle.integrations.weights import Interference, Weights, refuse_unfit, refuse_untested
 from rekindle.session.prefix_cache import CLOSE_SECONDS, LOAD_SECONDS
 from rekindle.settings import Settings
 from rekindle.settings.keywords import CacheSettings

@@ -27,12 +27,12 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 
 from rekindle import Session
-from rekindle.attach.langchain import ChatRekindle, RekindleRetriever
 from rekindle.core.request import Request
 from rekindle.errors import InvalidPrompt, InvalidSetting, NothingKnown
+from rekindle.integrations.langchain import ChatRekindle, RekindleRetriever
 from rekindle.session.library import asking
 from rekindle.session.prompt import encode_prompt
-from tests.attach.frameworks import BOATS, CountingEngine, import_without, session_in, wait_in_search
+from tests.integrations.frameworks import BOATS, CountingEngine, import_without, session_in, wait_in_search
 from tests.server.soak import tiny_embedder
 
 QUESTION = "What does the ferry from Vesk to Ormund cost?"
@@ -302,7 +302,7 @@ def test_what_is_traced_does_not_hold_the_session(chat: ChatRekindle) -> None:
 
 
 def test_without_langchain_the_import_says_what_to_install() -> None:
-    assert 'pip install "rekindle[langchain]"' in import_without("langchain_core", "rekindle.attach.langchain")
+    assert 'pip install "rekindle[langchain]"' in import_without("langchain_core", "rekindle.integrations.langchain")
 
 
 @pytest.mark.real
