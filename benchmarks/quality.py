@@ -84,19 +84,19 @@ def best_f1(text: str, answers: Iterable[str]) -> float | None:
 
 def _greedy(engine: Engine, starts: Sequence[StartedPrompt], tokens: int) -> tuple[list[list[int]], LogProbabilities]:
     """The first tokens of each reply, and the log-probabilities `[positions, vocabulary]` of the first one."""
-    lengths = [one.filled.context.sequence.length for one in starts]
-    replies = [[int(one.filled.logits[-1].argmax())] for one in starts]
-    first = [starts[0].filled.logits[-1]]
+    lengths = [one.result.context.sequence.length for one in starts]
+    replies = [[int(one.result.logits[-1].argmax())] for one in starts]
+    first = [starts[0].result.logits[-1]]
     for _ in range(tokens - 1):
         rows = [
-            Row.following(one.filled.context.sequence, reply[-1:]) for one, reply in zip(starts, replies, strict=True)
+            Row.following(one.result.context.sequence, reply[-1:]) for one, reply in zip(starts, replies, strict=True)
         ]
         logits = engine.step(rows)
         first.append(logits[0][-1])
         for reply, found in zip(replies, logits, strict=True):
             reply.append(int(found[-1].argmax()))
     for one, length in zip(starts, lengths, strict=True):
-        one.filled.context.sequence.truncate(length)
+        one.result.context.sequence.truncate(length)
     return replies, log_softmax(np.stack(first[:POSITIONS]))
 
 
@@ -104,13 +104,13 @@ def _forced(engine: Engine, starts: Sequence[StartedPrompt], reply: Sequence[int
     """The log-probabilities of each `[positions, vocabulary]` along the same continuation."""
     if not starts:
         return []
-    sequences = [one.filled.context.sequence for one in starts]
+    sequences = [one.result.context.sequence for one in starts]
     lengths = [sequence.length for sequence in sequences]
     logits = engine.step([Row.following(sequence, reply, logits="all") for sequence in sequences])
     for sequence, length in zip(sequences, lengths, strict=True):
         sequence.truncate(length)
     return [
-        log_softmax(np.concatenate([one.filled.logits[-1:], found])) for one, found in zip(starts, logits, strict=True)
+        log_softmax(np.concatenate([one.result.logits[-1:], found])) for one, found in zip(starts, logits, strict=True)
     ]
 
 

@@ -95,8 +95,8 @@ def own_home(
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared machine may be slow: only tests of deadlines have any."""
-    monkeypatch.setattr("rekindle.session.prefix_cache.LOOKUP_SECONDS", 120.0)
-    monkeypatch.setattr("rekindle.session.prefix_cache.LOAD_SECONDS", 120.0)
+    monkeypatch.setattr("rekindle.cache.stored_kv.LOOKUP_SECONDS", 120.0)
+    monkeypatch.setattr("rekindle.cache.stored_kv.LOAD_SECONDS", 120.0)
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +105,7 @@ def unmeasured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if not any(request.node.get_closest_marker(name) for name in ("real", "docs", "measured_costs")):
         from tests.unmeasured_costs import UnmeasuredCosts
 
-        monkeypatch.setattr("rekindle.session.prefix_cache.recall_costs", lambda engine: UnmeasuredCosts())
+        monkeypatch.setattr("rekindle.cache.stored_kv.recall_costs", lambda engine: UnmeasuredCosts())
 
 
 @pytest.fixture(scope="module")

@@ -45,6 +45,5 @@ def _known(session: Session, question: str) -> float:
     """The share of a question's prompt that has KV."""
     request = session.prepare(question, top_k=TOP_K).request
     prompt = encode_prompt(session.engine, request)
-    known = session.cache.look(request, prompt.tokens, prompt.prompt_layout)
-    session.cache.forget(known)
-    return known.matches.length / len(prompt.tokens)
+    with session.cache.peek(request, prompt.tokens, prompt.prompt_layout) as prefill:
+        return prefill.lookup.matches.length / len(prompt.tokens)

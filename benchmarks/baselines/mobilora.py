@@ -111,6 +111,6 @@ def opened(engine: Engine, **settings: Any) -> Session:
     """A session whose differences are coded, and whose KV is evicted, as published."""
     policies.install()
     with mock.patch(
-        "rekindle.session.prefix_cache.quantized_coder", lambda *_: PublishedCoder(len(engine.layout.layers))
+        "rekindle.session.open_cache.quantized_coder", lambda *_: PublishedCoder(len(engine.layout.layers))
     ):
         return Session(engine, **{**settings, "reuse": "quantized", "policy": "mobilora"})

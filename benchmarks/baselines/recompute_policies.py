@@ -21,19 +21,18 @@ import numpy as np
 from benchmarks.baselines import selectors
 from benchmarks.baselines.cache_craft import set_cache
 from benchmarks.baselines.choose_in_layers import ChooseByDeviation, ChooseByFocus
+from rekindle.cache.stored_kv import StoredKv
 from rekindle.chunks import prefill
-from rekindle.chunks.match import ChunkCache, calibration_of, match_chunks
+from rekindle.chunks.match import calibration_of
+from rekindle.chunks.prefill import ChunkPrefill
 from rekindle.chunks.recompute import Recomputed, SelectiveRecompute
 from rekindle.chunks.select import OURS, LeadingPolicy, Positions, RecomputePolicy, StaleTokens, recompute_policy_for
 from rekindle.core.chunk import ChunkDigest
 from rekindle.core.chunk_match import ChunkMatch, ChunkMatches, LoadableVariant
-from rekindle.core.keys import KvSpace, token_bytes
 from rekindle.core.kv import Span
-from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
 from rekindle.session.session import Session
 from rekindle.settings import Settings
-from rekindle.store.tiered import TieredStore
 
 RECOMPUTE_POLICIES = (OURS, "leading", "random", "h2o", "cache-craft", "full-cache", "set-cache")
 
@@ -126,26 +125,24 @@ def mender_of(name: str, budget: float | None = None, calibrated: float | None =
     return SignalMender(share, name=name, signals=signals)
 
 
-class PublishedChunks(ChunkCache):
+class PublishedChunks(ChunkPrefill):
     """A session's chunks, mended in another way."""
 
-    def __init__(self, engine: Engine, settings: Settings, name: str, budget: float | None) -> None:
+    def __init__(self, kv: StoredKv, settings: Settings, name: str, budget: float | None) -> None:
         """Raises `InvalidSetting`."""
-        super().__init__(engine, settings)
+        super().__init__(kv, settings)
+        engine = kv.engine
         if engine.capabilities.recompute == "leading" and name != "full-cache":
             name = "leading"
         self.recompute_policy = mender_of(name, budget, calibration_of(engine, name))
 
-    def find(
-        self, store: TieredStore, kv_space: KvSpace, tokens: Sequence[int], passages: ChunkMatches
-    ) -> ChunkMatches:
-        """Look the chunks up."""
-        if self.recompute_policy.name != "set-cache":
-            return super().find(store, kv_space, tokens, passages)
-        spans = zip(passages.digests[1:], passages.prompt_layout.chunks, strict=True)
-        wanted = {digest: token_bytes(tokens[span.start : span.stop]) for digest, span in spans}
-        found = only_the_set(passages.digests, store.variants.find(kv_space, wanted))
-        return replace(passages, picked=match_chunks(passages.prompt_layout, passages.digests, found))
+    def match(
+        self, passages: ChunkMatches, found: Mapping[ChunkDigest, Sequence[LoadableVariant]]
+    ) -> tuple[ChunkMatch, ...]:
+        """The chunks of a prompt, each with the variant to reuse."""
+        if self.recompute_policy.name == "set-cache":
+            found = only_the_set(passages.digests, found)
+        return super().match(passages, found)
 
 
 def only_the_set(
@@ -182,4 +179,4 @@ class PublishedMending(SelectiveRecompute):
 def use(session: Session, name: str, budget: float | None = None) -> None:
     """From now on the session mends in this way. Raises `InvalidSetting`."""
     prefill.SelectiveRecompute = PublishedMending  # type: ignore[attr-defined]
-    session.cache.chunks = PublishedChunks(session.engine, session.settings, name, budget)
+    session.cache.chunks = PublishedChunks(session.cache.kv, session.settings, name, budget)

@@ -261,7 +261,7 @@ class _Measure:
 def _seen(some: StartedPrompt, seconds: float, quality: Quality | None) -> Seen:
     return Seen(
         seconds,
-        some.filled.load_seconds,
+        some.result.load_seconds,
         some.reuse.computed,
         some.recomputed,
         some.computed_share,

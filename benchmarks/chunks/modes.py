@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.base import Advance, BenchOptions
 from benchmarks.baselines import recompute_policies
-from rekindle.chunks.match import ChunkCache
+from rekindle.cache.prefix_cache import ChunkStrategy
 from rekindle.chunks.select import OURS
 from rekindle.core.request import ReuseLevel
 from rekindle.engine.base import Engine
@@ -82,7 +82,7 @@ class Kitchen(PassageTrials):
     def __init__(self, session: Session, options: BenchOptions) -> None:
         super().__init__(session)
         self.options = options
-        self._modes: dict[Mode, ChunkCache] = {}
+        self._modes: dict[Mode, ChunkStrategy] = {}
 
     @classmethod
     @contextmanager

@@ -146,16 +146,14 @@ def _fill(
     cache = session.cache
     request = Request(tuple(tokens), reuse=level)  # type: ignore[arg-type]
     started = time.perf_counter()
-    known = cache.lookup(request, tokens, lambda: False, None, prompt_layout)
-    plan = cache.plan(known)
-    filled = cache.fill(known, plan, len(tokens) + 1, lambda: False)
-    seconds = time.perf_counter() - started
-    reuse = cache.reuse(known, plan, filled)
-    filled.context.passing = not keep
-    cache.keep(filled.context)
+    with cache.prepare(request, tokens, lambda: False, None, prompt_layout) as prefill:
+        prefill.run(len(tokens) + 1, lambda: False)
+        seconds = time.perf_counter() - started
+        result, reuse = prefill.result, prefill.reuse
+        prefill.context.passing = not keep
     return {
         "seconds": seconds,
-        "load_seconds": filled.load_seconds,
+        "load_seconds": result.load_seconds,
         "mended": reuse.from_chunks,
         "recomputed": reuse.recomputed,
     }

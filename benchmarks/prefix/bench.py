@@ -27,10 +27,10 @@ from benchmarks.prefix.fresh import ASKED_TOKENS
 from benchmarks.prefix.report import ENDING, SHARES, SIZES, Found, SizeFound, plotter, tell
 from benchmarks.prefix.rivals import rivals_of
 from benchmarks.prompts import Prompt, prompts
+from rekindle.cache.stored_kv import PIECE_TOKENS
 from rekindle.core.reply import Reply
 from rekindle.core.request import Request
 from rekindle.engine.base import Engine, Logits
-from rekindle.session.prefix_cache import PIECE_TOKENS
 from rekindle.session.session import Session
 
 

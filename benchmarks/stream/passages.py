@@ -23,12 +23,14 @@ from benchmarks.base import Advance
 from benchmarks.quality import ANSWER_TOKENS, Quality, judge
 from benchmarks.stream.shaped_origin import ShapedOrigin
 from benchmarks.stream.traces import made_trace
+from rekindle.core.plan import RAW
 from rekindle.core.request import Request
 from rekindle.engine.base import Engine
 from rekindle.remote.fetch import RemoteChunkFetch
 from rekindle.remote.publish.publisher import Publisher
+from rekindle.remote.remote_kv import RemoteKv
 from rekindle.remote.signing import SigningKey
-from rekindle.remote.slices import RAW, level_named
+from rekindle.remote.slices import level_named
 from rekindle.session.calibrate.budget import StartedPrompt, start_prompt
 from rekindle.session.library import asking
 from rekindle.session.prompt import PromptTokens, encode_prompt
@@ -138,10 +140,10 @@ class Passages:
     @staticmethod
     def _fetch(session: Session, request: Request, stack: ExitStack) -> None:
         """Wait until all passages have come."""
-        ahead, streams = session.prefetch(request), session.cache.streams
-        assert ahead is not None and streams is not None
+        ahead, remote = session.prefetch(request), session.cache.remote
+        assert ahead is not None and isinstance(remote, RemoteKv)
         stack.callback(ahead.close)
-        for coming in streams.ahead:
+        for coming in remote.ahead:
             while isinstance(coming, RemoteChunkFetch) and coming.left():
                 coming.wait(1.0)
 

@@ -30,7 +30,7 @@ from rekindle.engine.base import Engine, EngineSequence, Logits, Row
 from rekindle.errors import Cancelled
 from rekindle.remote.client import Origin, PublishedPrefix
 from rekindle.remote.connection import OriginFailed, OriginLimits
-from rekindle.remote.fetch import RemotePrefix, RemotePrefixFetch
+from rekindle.remote.fetch import RemotePrefixFetch
 from rekindle.remote.index import KvModel
 from rekindle.remote.publish.publisher import Publisher, PublishSource
 from rekindle.remote.remote_kv import MAX_PATIENCE_SECONDS, PATIENCE
@@ -253,7 +253,7 @@ class Site:
         if mode.level is None:
             return TransferQueue(_Nothing()), None
         try:
-            return self._offer(self._connected(stack), mode.level).link, None
+            return TransferQueue(self._offer(self._connected(stack), mode.level)), None
         except OriginFailed as failed:
             return TransferQueue(_Nothing()), str(failed)
 
@@ -265,7 +265,7 @@ class Site:
         level = mode.level or LEVEL
         coming = RemotePrefixFetch(lambda _stop: self._offer(origin, level), 0, failed.append)
         stack.callback(coming.close)
-        coming.wait(min(PATIENCE * local_seconds, MAX_PATIENCE_SECONDS))
+        coming.wait_for_lookup(min(PATIENCE * local_seconds, MAX_PATIENCE_SECONDS))
         chunk, last = setting.cells.chunk_tokens, setting.cells.spans[-1].start
         while not coming.over and sequence.length < last:
             stop = min(
@@ -275,16 +275,15 @@ class Site:
             self._engine.step([replace(row, replay=False, prefill=True)])
         if coming.offer is None:
             return TransferQueue(_Nothing()), failed[0] if failed else "The origin did not answer in time."
-        return coming.offer.link, None
+        return coming, None
 
     def _connected(self, stack: ExitStack) -> Origin:
         origin = Origin(self._url, [self._key.public], limits=_LIMITS)
         stack.callback(origin.close)
         return origin
 
-    def _offer(self, origin: Origin, level: str) -> RemotePrefix:
-        carrier = OriginSlices(origin, self._find(origin), level)
-        return RemotePrefix(carrier, TransferQueue(carrier))
+    def _offer(self, origin: Origin, level: str) -> OriginSlices:
+        return OriginSlices(origin, self._find(origin), level)
 
     def _near(self, sequence: EngineSequence, logits: Logits) -> tuple[float, float]:
         """KL and top-1 agreement with the full computation, along its own reply."""

@@ -45,7 +45,7 @@ class Outcome:
     known: CacheLookup
     plan: Plan
     planned: Reuse
-    filled: PrefillResult
+    result: PrefillResult
     reuse: Reuse
     kv: Kv
 
@@ -55,23 +55,18 @@ class Outcome:
 
     @property
     def logits(self) -> np.ndarray:
-        return self.filled.logits
+        return self.result.logits
 
 
 def prefill(session: Session, request: Request, cancelled: Callable[[], bool] = lambda: False) -> Outcome:
     """Everything that a session does before the first token of a reply, and what it does after the last."""
-    cache = session.cache
     prompt = encode_prompt(session.engine, request)
-    known = cache.lookup(request, prompt.tokens, cancelled, None, prompt.prompt_layout)
-    plan = cache.plan(known)
-    planned = cache.reuse(known, plan)
-    filled = cache.fill(known, plan, len(prompt.tokens) + 8, cancelled)
-    try:
-        kv = filled.context.sequence.export(Span(0, len(prompt.tokens)))
-        outcome = Outcome(prompt, known, plan, planned, filled, cache.reuse(known, plan, filled), kv)
-        cache.keep_early(filled.context)
-    finally:
-        cache.keep(filled.context)
+    with session.cache.prepare(request, prompt.tokens, cancelled, None, prompt.prompt_layout) as done:
+        planned = done.reuse
+        done.run(len(prompt.tokens) + 8, cancelled)
+        kv = done.context.sequence.export(Span(0, len(prompt.tokens)))
+        outcome = Outcome(prompt, done.lookup, done.plan, planned, done.result, done.reuse, kv)
+        done.commit_prompt()
     assert session.flush()
     assert_adds_up(outcome)
     return outcome
@@ -132,12 +127,12 @@ def assert_adds_up(outcome: Outcome) -> None:
         assert min(counts) >= 0, counts
         assert reuse.loaded + reuse.from_chunks + reuse.computed - reuse.recomputed == count
         assert (reuse.level == "approximate") == (reuse.from_chunks > 0)
-    reuse, mend = outcome.reuse, outcome.filled.plan.reuse_chunks
-    if outcome.filled.lost is None:
+    reuse, mend = outcome.reuse, outcome.result.plan.reuse_chunks
+    if outcome.result.lost is None:
         assert outcome.planned.level == reuse.level and outcome.planned.from_chunks == reuse.from_chunks
     stale = [range(span.start, span.stop) for span in (mend.spans if mend is not None else ())]
-    assert len(set(outcome.filled.recomputed_positions)) == reuse.recomputed
-    assert all(any(place in span for span in stale) for place in outcome.filled.recomputed_positions)
+    assert len(set(outcome.result.recomputed_positions)) == reuse.recomputed
+    assert all(any(place in span for span in stale) for place in outcome.result.recomputed_positions)
     for chunk in reuse.chunks:
         assert (
             list(chunk.recomputed_positions) == sorted(set(chunk.recomputed_positions))

@@ -95,7 +95,7 @@ def test_a_beginning_that_ends_inside_a_passage_is_the_same_from_the_store_and_t
         stored = prefill(session, asked([A2, C]))
         assert stored.plan.reuse_chunks is not None and not stored.plan.in_engine
         assert stored.plan.reused == stored.plan.reuse_chunks.spans[0].start
-        assert stored.filled.lost is None and stored.reuse.level == "approximate"
+        assert stored.result.lost is None and stored.reuse.level == "approximate"
         right = compute(uncached(kind).engine, stored.tokens)[1]
         for layer, (ours, theirs) in enumerate(zip(stored.kv.layers, right.layers, strict=True)):
             assert_same(kind, ours.keys[:, : stored.plan.reused], theirs.keys[:, : stored.plan.reused])
@@ -130,7 +130,7 @@ def test_kv_that_is_lost_or_hangs_is_computed(kind: str, folder: Path, monkeypat
         if kind == "fake":  # which fills on the thread that computes
             return
         with monkeypatch.context() as patch:
-            patch.setattr("rekindle.session.prefix_cache.LOAD_SECONDS", 0.1)
+            patch.setattr("rekindle.cache.stored_kv.LOAD_SECONDS", 0.1)
             break_feeds(patch, lambda feed, layer: go.wait(60) and None if feed.span.start else None)
             hanging = prefill(session, asked([A2, B, A]))
             assert_right(kind, hanging)

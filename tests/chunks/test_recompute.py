@@ -127,7 +127,7 @@ def test_without_a_budget_the_logits_are_those_over_kv_turned_by_hand(tmp_path: 
     assert mended.reuse.recomputed == 0 and mended.reuse.from_chunks > 0
     engine, tokens = FakeEngine(), mended.tokens
     sequence = engine.open(len(tokens), "plain")
-    head = mended.filled.plan.reused
+    head = mended.result.plan.reused
     places = dict(zip((A, B, C), (used.span for used in source.prompt.quoted), strict=True))
     for layer, kv in enumerate(source.kv.layers):
         _put(sequence.buffer(layer, Span(0, head)), kv, 0, 0)
@@ -274,7 +274,8 @@ def test_kv_computed_behind_mended_passages_is_found_by_mending_only(session: Se
     assert variants.stats().nonprefix == 1
     assert_store_is_exact(session, kv_space_of(session), [done.tokens])
     session.cache.unpark()
-    known = session.cache.look(asked([B, A, C], reuse="exact"), done.tokens, done.prompt.prompt_layout)
+    with session.cache.peek(asked([B, A, C], reuse="exact"), done.tokens, done.prompt.prompt_layout) as peeked:
+        known = peeked.lookup
     assert known.matches.length <= done.prompt.quoted[0].span.start + 1 and known.passages is None
     again = prefill(session, asked([C, B], "Who says so?"))
     assert [chunk.source for chunk in again.reuse.chunks] == ["reused", "reused"]
@@ -358,7 +359,7 @@ def test_a_damaged_variant_is_computed_and_the_reply_is_that_without_a_cache(
         break_feeds(monkeypatch, lose)
         done = prefill(session, asked([B, A]))
         assert_is_exact(done)
-        assert done.plan.reuse_chunks is not None and done.reuse.miss == "lost" and done.filled.lost is not None
+        assert done.plan.reuse_chunks is not None and done.reuse.miss == "lost" and done.result.lost is not None
         monkeypatch.undo()
         again = prefill(session, asked([A, C, B]))
         assert again.reuse.level == "approximate"
@@ -404,24 +405,19 @@ def test_a_variant_evicted_between_lookup_and_load_is_computed(tmp_path: Path) -
         warmed(session, [A, B])
         request = asked([B, A])
         prompt = encode_prompt(session.engine, request)
-        known = session.cache.lookup(request, prompt.tokens, lambda: False, None, prompt.prompt_layout)
-        plan = session.cache.plan(known)
-        assert plan.reuse_chunks is not None and session.cache.store is not None
-        disk = session.cache.store.disk
-        disk.remove(disk.entries())
-        disk.collect()
-        filled = session.cache.fill(known, plan, len(prompt.tokens) + 8, lambda: False)
-        try:
-            assert np.array_equal(filled.logits, cold(prompt.tokens)[0])
-            assert filled.lost is not None and filled.context.chunk_reuse[0].source == "exact"
-            assert session.cache.reuse(known, plan, filled).level == "exact"
-        finally:
-            session.cache.keep(filled.context)
+        with session.cache.prepare(request, prompt.tokens, lambda: False, None, prompt.prompt_layout) as done:
+            assert done.plan.reuse_chunks is not None and session.cache.store is not None
+            disk = session.cache.store.disk
+            disk.remove(disk.entries())
+            disk.collect()
+            assert np.array_equal(done.run(len(prompt.tokens) + 8, lambda: False), cold(prompt.tokens)[0])
+            assert done.result.lost is not None and done.context.chunk_reuse[0].source == "exact"
+            assert done.reuse.level == "exact"
 
 
 def test_a_variant_that_comes_too_late_is_computed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     warmed(session, [A, B])
-    monkeypatch.setattr("rekindle.session.prefix_cache.LOAD_SECONDS", 0.05)
+    monkeypatch.setattr("rekindle.cache.stored_kv.LOAD_SECONDS", 0.05)
     break_feeds(monkeypatch, lambda layer: time.sleep(0.2 if layer else 0.0))
     done = prefill(session, asked([B, A]))
     assert_is_exact(done)
@@ -431,7 +427,7 @@ def test_a_variant_that_comes_too_late_is_computed(session: Session, monkeypatch
 def test_feeds_that_open_too_late_are_closed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     assert session.cache.store is not None
     warmed(session, [A, B])
-    monkeypatch.setattr("rekindle.session.prefix_cache.LOAD_SECONDS", 0.05)
+    monkeypatch.setattr("rekindle.cache.stored_kv.LOAD_SECONDS", 0.05)
     variants, feeds, go = session.cache.store.variants, list[StoredFeed](), threading.Event()
     real, closed = variants.load, list[StoredFeed]()
 
@@ -456,10 +452,9 @@ def test_feeds_that_open_too_late_are_closed(session: Session, monkeypatch: pyte
 
 def prefill_without_flush(session: Session, request: Request) -> Any:
     prompt = encode_prompt(session.engine, request)
-    known = session.cache.lookup(request, prompt.tokens, lambda: False, None, prompt.prompt_layout)
-    filled = session.cache.fill(known, session.cache.plan(known), len(prompt.tokens) + 8, lambda: False)
-    session.cache.keep(filled.context)
-    return filled
+    with session.cache.prepare(request, prompt.tokens, lambda: False, None, prompt.prompt_layout) as done:
+        done.run(len(prompt.tokens) + 8, lambda: False)
+    return done.result
 
 
 # -- cancelling ------------------------------------------------------------------------------------------------------

@@ -57,8 +57,8 @@ hanging = each("hf", "llamacpp", "llamacpp-opaque")  # each law takes seconds: t
 @pytest.fixture(autouse=True)
 def deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than on a machine of one's own, far shorter than the hangs."""
-    monkeypatch.setattr("rekindle.session.prefix_cache.LOOKUP_SECONDS", 2.0)
-    monkeypatch.setattr("rekindle.session.prefix_cache.LOAD_SECONDS", 2.0)
+    monkeypatch.setattr("rekindle.cache.stored_kv.LOOKUP_SECONDS", 2.0)
+    monkeypatch.setattr("rekindle.cache.stored_kv.LOAD_SECONDS", 2.0)
 
 
 class Hang:
@@ -96,7 +96,7 @@ def hang() -> Iterator[Hang]:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing waits a second for what is to be kept."""
-    monkeypatch.setattr("rekindle.session.prefix_cache.CLOSE_SECONDS", 1.0)
+    monkeypatch.setattr("rekindle.cache.prefix_cache.CLOSE_SECONDS", 1.0)
 
 
 @pytest.fixture(params=params(*PRINCIPAL))
@@ -275,7 +275,7 @@ def test_while_a_lookup_hangs_what_is_in_the_engine_is_still_reused(kind: str, f
 def test_a_hang_that_is_over_leaves_no_thread_behind(folder: Path) -> None:
     """Twenty hangs, each of them over before the next."""
     with warmed("fake", folder) as session, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rekindle.session.prefix_cache.LOOKUP_SECONDS", 0.01)
+        patch.setattr("rekindle.cache.stored_kv.LOOKUP_SECONDS", 0.01)
         real = store_of(session).lookup
         before = threading.active_count()
         for number in range(20):
@@ -296,10 +296,10 @@ OTHER = [*tokens_of(MESSAGE - 1, seed=77), PROMPT[MESSAGE - 1], *tokens_of(N - M
 
 def match_of(session: Session, tokens: Sequence[int]) -> Match:
     """What is found of a prompt: its KV, or the pages of its last checkpoint."""
-    known = session.cache.look(Request.of(list(tokens)), tokens)
-    session.cache.forget(known)
-    assert known.matches.match is not None
-    return known.matches.match
+    with session.cache.peek(Request.of(list(tokens)), tokens) as prefill:
+        match = prefill.lookup.matches.match
+    assert match is not None
+    return match
 
 
 def of_other_tokens(ours: Match, other: Match) -> Match:
@@ -472,7 +472,7 @@ def test_a_feed_that_hangs_in_the_middle_of_a_layer_is_left_alone(
 
 @each("hf", "llamacpp")
 def test_several_threads_survive_a_feed_that_hangs(kind: str, folder: Path, hang: Hang, monkeypatch: Any) -> None:
-    monkeypatch.setattr("rekindle.session.prefix_cache.LOAD_SECONDS", 1.0)
+    monkeypatch.setattr("rekindle.cache.stored_kv.LOAD_SECONDS", 1.0)
     prompts = [[*PROMPT[:90], *tokens_of(10, seed=number)] for number in range(6)]
     with warmed(kind, folder) as session, pytest.MonkeyPatch.context() as patch:
         files = store_of(session).disk.files
@@ -498,7 +498,7 @@ def test_several_threads_survive_a_feed_that_hangs(kind: str, folder: Path, hang
 
 @hanging
 def test_cancelling_does_not_wait_for_a_feed_that_hangs(kind: str, folder: Path, hang: Hang, monkeypatch: Any) -> None:
-    monkeypatch.setattr("rekindle.session.prefix_cache.LOAD_SECONDS", 20.0)
+    monkeypatch.setattr("rekindle.cache.stored_kv.LOAD_SECONDS", 20.0)
     with warmed(kind, folder) as session, pytest.MonkeyPatch.context() as patch:
         files = store_of(session).disk.files
         patch.setattr(files, "read_at", HangingReads(files, 3, hang))
@@ -515,7 +515,7 @@ def test_cancelling_does_not_wait_for_a_feed_that_hangs(kind: str, folder: Path,
 
 
 def _has_answered(session: Session) -> bool:
-    hanging = session.cache._patience._hanging
+    hanging = session.cache.kv.deadlines._hanging
     return hanging is None or hanging.answered.is_set()
 
 
@@ -543,7 +543,7 @@ def test_a_load_that_is_given_up_leaves_no_file_open(kind: str, how: str, folder
                 patch.setattr(files, "read_at", real_read)
             else:  # the files are opened when nobody waits for them any more
                 hang = Hang()
-                patch.setattr("rekindle.session.prefix_cache.LOAD_SECONDS", 0.05)
+                patch.setattr("rekindle.cache.stored_kv.LOAD_SECONDS", 0.05)
                 patch.setattr(files, "open", hang.wrap(real_open))
                 missed = stream.reply.reuse.miss
                 hits += missed == "lost"
@@ -976,7 +976,7 @@ ABSURD = [
 @pytest.mark.parametrize("costs", ABSURD, ids=range(len(ABSURD)))
 def test_absurd_remembered_costs_fail_no_request(costs: Any, folder: Path) -> None:
     with warmed("fake", folder) as session:
-        session.cache.costs = Costs(costs)
+        session.cache.kv.costs = Costs(costs)
         for _ in range(2):
             assert_right("fake", ask_in_time(session))
             session.flush()

@@ -34,7 +34,7 @@ def opened(what: str | Callable[[], Engine] | Engine, folder: Path | str, **sett
     made = isinstance(what, str) or not hasattr(what, "step")
     engine: Any = make(what) if isinstance(what, str) else what() if made else what  # type: ignore[operator]
     session = Session(engine, cache=folder, **{**ROOM, **settings})
-    session.cache.costs = UnmeasuredCosts()
+    session.cache.kv.costs = UnmeasuredCosts()
     session._owns_engine = made
     return session
 

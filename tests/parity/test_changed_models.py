@@ -39,7 +39,7 @@ def model(kind: str, request: pytest.FixtureRequest) -> Path:
 def loaded(kind: str, model: Path, folder: Path, **changes: Any) -> Iterator[Session]:
     settings = {**SETTINGS[kind], **ROOM, **changes}
     with Session(model, engine=kind, cache=folder, device="cpu", **settings) as session:
-        session.cache.costs = UnmeasuredCosts()
+        session.cache.kv.costs = UnmeasuredCosts()
         yield session
 
 

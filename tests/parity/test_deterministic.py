@@ -44,7 +44,7 @@ def test_deterministic_logits_are_bit_equal_cold_and_warm_at_every_split(
     kind: str, restarts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     piece = 32
-    monkeypatch.setattr("rekindle.session.prefix_cache.PIECE_TOKENS", piece)
+    monkeypatch.setattr("rekindle.cache.stored_kv.PIECE_TOKENS", piece)
     prompt = tokens_of(150, seed=5)
     _, expected = logits_of(kind, tmp_path / "cold", [prompt], restarts=False)
     splits = range(0, 151, 9 if restarts else 13)

@@ -589,7 +589,7 @@ def test_a_load_that_waited_for_the_engine_is_not_called_late(
     """Others compute first: that is no fault of the cache, and computing everything would only take longer."""
     with opened(kind, tmp_path / "cache") as session:
         session.warm([PROMPT])
-    monkeypatch.setattr("rekindle.session.prefix_cache.LOAD_SECONDS", 0.7)
+    monkeypatch.setattr("rekindle.cache.stored_kv.LOAD_SECONDS", 0.7)
     real = StoredFeed.fill
     monkeypatch.setattr(StoredFeed, "fill", lambda *args: (time.sleep(0.02), real(*args))[1])
     with opened(kind, tmp_path / "cache") as session, busy(session.engine, 1.5):

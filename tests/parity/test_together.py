@@ -166,7 +166,7 @@ def test_seventeen_requests_at_once_wait_for_each_other_and_all_succeed(
             assert_right(kind, reply, prompt, 8)
         session.cache.unpark()
         assert not any(map(is_open, sequences))
-        assert session.cache._room._running == 0
+        assert session.cache._memory_gate._running == 0
         cells: Any = session.engine
         assert cells._cells._reserved == 0
         # Nothing was lost of the room: the largest request that fits at all still does.
@@ -187,7 +187,7 @@ def test_a_request_that_waits_for_room_can_be_cancelled(kind: str, tmp_path: Pat
             _ = waiting.reply
         assert 0.2 < time.monotonic() - started < 5
         assert_right(kind, running.reply, PROMPT, 400)
-        assert session.cache._room._running == 0
+        assert session.cache._memory_gate._running == 0
 
 
 @crowded
@@ -204,7 +204,7 @@ def test_room_is_there_again_however_a_request_ends(kind: str, how: str, tmp_pat
                 getattr(running, how)()
                 assert list(running) == []
             assert_right(kind, ask(session, question), question)
-        assert session.cache._room._running == 0
+        assert session.cache._memory_gate._running == 0
 
 
 @crowded
@@ -219,7 +219,7 @@ def test_what_only_waits_in_the_engine_makes_room(kind: str, tmp_path: Path) -> 
             reply = ask(session, question, 20)
             assert_right(kind, reply, question, 20)
             known = [*question, *reply.tokens[:-1]]
-        assert session.cache._room._running == 0
+        assert session.cache._memory_gate._running == 0
 
 
 @principal

@@ -46,7 +46,7 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param == "hf":
         options["dtype"] = "float32"
     with Session("smollm2", cache=folder, reuse="approximate", recompute_budget=0.3, **options) as session:
-        session.cache.costs = UnmeasuredCosts()
+        session.cache.kv.costs = UnmeasuredCosts()
         for names in (("Harbour", "Lighthouse"), ("Ferry", "Bakery")):
             prefill(session, about("What is this?", *names))
         yield session

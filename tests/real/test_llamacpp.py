@@ -64,7 +64,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Session]]:
         # One thread: where others work too, several wait for each other.
         given = {"device": "cpu", "threads": 1, "context": 2048, "disk_limit": "500MB", **settings}
         opened.append(Session("smollm2", engine="llamacpp", cache=str(cache), **given))
-        opened[-1].cache.costs = UnmeasuredCosts()
+        opened[-1].cache.kv.costs = UnmeasuredCosts()
         return opened[-1]
 
     yield begin

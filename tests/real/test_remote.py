@@ -40,8 +40,8 @@ def test_passages_come_and_the_reply_is_nearly_the_exact_one(tmp_path: Path, mon
             with Session(publisher.engine, cache=tmp_path / "cache", reuse="approximate", **own) as session:
                 request = about("Who lit the lamp?", TEXTS)
                 ahead = session.prefetch(request)
-                assert ahead is not None and session.cache.streams is not None
-                for coming in session.cache.streams.ahead:
+                assert ahead is not None and session.cache.remote is not None
+                for coming in session.cache.remote.ahead:
                     while isinstance(coming, RemoteChunkFetch) and coming.left():
                         coming.wait(0.1)
                 reply = session.answer(request).reply

@@ -74,4 +74,4 @@ def _has_come(sought: RemoteFetch) -> bool:
     if (offer := sought.offer) is None:
         return sought.over
     last = [Cell(offer.cells.chunks - 1, layer) for layer in range(1, offer.cells.layers)]  # the lowest is computed
-    return offer.link.failed is not None or offer.link.arrived_cells.issuperset(last)
+    return sought.failed is not None or sought.arrived_cells.issuperset(last)

@@ -118,7 +118,8 @@ def test_what_comes_is_what_computing_gives_to_the_last_bit(origin: Path, key: S
         ask(session)
         request = asked(PASSAGES[3:], QUESTION, max_tokens=4)
         prompt = encode_prompt(session.engine, request)
-        known = session.cache.look(request, prompt.tokens, prompt.prompt_layout)
+        with session.cache.peek(request, prompt.tokens, prompt.prompt_layout) as peeked:
+            known = peeked.lookup
         assert known.passages is not None and session.cache.store is not None
         last = known.passages.picked[-1].known
         alone = encode_prompt(session.engine, asked([PASSAGES[4]], ""))
@@ -130,7 +131,6 @@ def test_what_comes_is_what_computing_gives_to_the_last_bit(origin: Path, key: S
         got = taken(feed, expected, span)
         own = [LayerKv(layer.keys[:, span.start :], layer.values[:, span.start :]) for layer in expected.layers]
         assert same_kv(got, Kv(span, expected.layout, tuple(own)))
-        session.cache.forget(known)
 
 
 def taken(feed: Any, like: Kv, span: Span) -> Kv:
@@ -223,14 +223,13 @@ def test_what_a_guard_forbids_is_not_kept(origin: Path, key: SigningKey, tmp_pat
     with serving(origin) as url, opened(url, key, tmp_path / "cache") as session:
         request, cache = asked(PASSAGES, QUESTION, max_tokens=4), session.cache
         prompt = encode_prompt(session.engine, request)
-        known = cache.lookup(request, prompt.tokens, lambda: False, Forbids(), prompt.prompt_layout)
-        filled = cache.fill(known, cache.plan(known), len(prompt.tokens) + 4, lambda: False)
-        assert filled.plan.reuse_chunks is None
-        cache.keep(filled.context)
+        with cache.prepare(request, prompt.tokens, lambda: False, Forbids(), prompt.prompt_layout) as prefill:
+            prefill.run(len(prompt.tokens) + 4, lambda: False)
+            assert prefill.result.plan.reuse_chunks is None
         assert session.flush()
-        again = cache.look(request, prompt.tokens, prompt.prompt_layout)
-        assert again.passages is not None and all(chunk.known is None for chunk in again.passages.picked)
-        cache.forget(again)
+        with cache.peek(request, prompt.tokens, prompt.prompt_layout) as again:
+            passages = again.lookup.passages
+        assert passages is not None and all(chunk.known is None for chunk in passages.picked)
 
 
 @pytest.mark.usefixtures("origin_first")
@@ -249,9 +248,9 @@ def test_passages_of_a_library_come_and_are_forgotten_with_it(key: SigningKey, t
     ):
         session.ingest(documents=documents)
         prepared = session.prepare(QUESTION, max_tokens=4)
-        assert session.cache.streams is not None and session.cache.store is not None
+        assert session.cache.remote is not None and session.cache.store is not None
         waits = session.prefetch(prepared.request) if ahead else None
-        for coming in session.cache.streams.ahead:
+        for coming in session.cache.remote.ahead:
             while isinstance(coming, RemoteChunkFetch) and coming.left():
                 coming.wait(0.1)
         reply = session.answer(prepared.request).reply
@@ -267,8 +266,8 @@ def test_they_come_while_the_request_waits(origin: Path, key: SigningKey, tmp_pa
     with serving(origin) as url, opened(url, key, tmp_path / "cache") as session:
         request = asked(PASSAGES, QUESTION, max_tokens=4)
         ahead = session.prefetch(request)
-        assert ahead is not None and session.cache.streams is not None
-        (coming,) = session.cache.streams.ahead
+        assert ahead is not None and session.cache.remote is not None
+        (coming,) = session.cache.remote.ahead
         assert isinstance(coming, RemoteChunkFetch)
         deadline = time.monotonic() + 30
         while coming.left() and time.monotonic() < deadline:
@@ -297,8 +296,8 @@ def test_a_model_of_layers_takes_passages_too(key: SigningKey, tmp_path: Path) -
         publish(engine, tmp_path / "files", key, PASSAGES, levels="raw")
         with serving(tmp_path / "files") as url, opened(url, key, tmp_path / "cache", engine) as session:
             ahead = session.prefetch(asked(PASSAGES, QUESTION, max_tokens=4))
-            assert ahead is not None and session.cache.streams is not None
-            (coming,) = session.cache.streams.ahead
+            assert ahead is not None and session.cache.remote is not None
+            (coming,) = session.cache.remote.ahead
             while coming.left():  # type: ignore[union-attr]
                 coming.wait(0.1)
             reply = ask(session)

@@ -116,9 +116,9 @@ def test_what_is_known_here_does_not_come(
             session.flush()
         with opened(published, url, tmp_path / "cache") as session:
             if where == "engine":
-                session.cache.streams, streaming = None, session.cache.streams
+                session.cache.remote, streaming = None, session.cache.remote
                 session.generate(PROMPT[:known], max_tokens=0)
-                session.cache.streams = streaming
+                session.cache.remote = streaming
             reply = session.generate(PROMPT + "And then", max_tokens=8)
     assert reply.tokens == alone.tokens
     here = reply.reuse.engine if where == "engine" else reply.reuse.disk
@@ -202,16 +202,15 @@ def test_an_origin_that_is_silent_to_the_end_is_not_waited_for(
 def test_what_became_known_meanwhile_does_not_come_as_well(published: Published, alone: Any, tmp_path: Path) -> None:
     request = Request.of(PROMPT + "And then", max_tokens=8)
     with serving(published.folder) as url, opened(published, url, tmp_path / "cache") as session:
-        own = session.cache.streams
-        session.cache.streams = None
+        own = session.cache.remote
+        session.cache.remote = None
         session.generate(PROMPT + "And then", max_tokens=0)
         session.flush()
-        session.cache.streams = own
+        session.cache.remote = own
         assert own is not None
-        known = session.cache.look(request, tuple(PROMPT.encode() + b"And then"))
-        unknown = replace(known, parked=None, matches=Matches(len(known.tokens)))
-        session.cache.forget(known)
-        ahead = own.prefetch(unknown, session.cache.plan(unknown), session.cache.costs.rates, session.cache.passages)
+        with session.cache.peek(request, tuple(PROMPT.encode() + b"And then")) as peeked:
+            unknown = replace(peeked.lookup, parked=None, matches=Matches(len(peeked.lookup.tokens)))
+        ahead = own.prefetch(unknown, session.cache.plan(unknown))
         assert ahead is not None and len(own.ahead) == 1
         reply = session.generate(PROMPT + "And then", max_tokens=8)
         assert reply.reuse.streamed == 0 and reply.reuse.computed <= 1 and not own.ahead

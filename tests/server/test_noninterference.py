@@ -21,12 +21,12 @@ pytest.importorskip("torch")  # makes the tiny embedder
 
 from rekindle import Session
 from rekindle.cache import context
+from rekindle.cache import stored_kv as cache
 from rekindle.core.request import Message
 from rekindle.engine.fake import START, ByteTokenizer
 from rekindle.idle.idle import Idle, IdleOptions
 from rekindle.server.auth import ApiKeys
 from rekindle.server.routes import ENDPOINTS
-from rekindle.session import prefix_cache as cache
 from rekindle.text.base import Written
 from tests.server.serving import ADMIN, ALICE, BOB, Gated, Served, fake_session, serving
 from tests.server.soak import tiny_embedder
@@ -185,7 +185,7 @@ def start(tmp_path: Path, embedder: str, monkeypatch: pytest.MonkeyPatch) -> Ite
         def started(name: str, keys: ApiKeys) -> Served:
             settings = {"embedder": embedder, "keep_reply_tokens": True, "answers": "verified"}
             session = fake_session(tmp_path / name, Speller(), **settings)
-            session.cache.costs = UnmeasuredCosts()
+            session.cache.kv.costs = UnmeasuredCosts()
             return stack.enter_context(serving(session, keys=keys))
 
         yield started

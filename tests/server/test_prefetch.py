@@ -44,9 +44,8 @@ def served(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def ahead(served: Served) -> int:
     """How many cells of prompts that wait are here."""
-    assert served.session.cache.streams is not None
-    offers = [coming.offer for coming in served.session.cache.streams.ahead]
-    return sum(len(offer.link.arrived_cells) for offer in offers if offer is not None)
+    assert served.session.cache.remote is not None
+    return sum(len(coming.arrived_cells) for coming in served.session.cache.remote.ahead)
 
 
 def busy(served: Served) -> Asking:
@@ -86,8 +85,8 @@ def test_few_prompts_come_ahead(served: Served) -> None:
     others = [Asking(lambda end=end: served.post(PATH, prompt=PROMPT + end, **ASKED)) for end in ("a", "b", "c", "d")]
     eventually(lambda: served.service.line.waiting == 4)
     eventually(lambda: ahead(served) > 0)
-    assert served.session.cache.streams is not None
-    assert len(served.session.cache.streams.ahead) <= streams.MAX_AHEAD
+    assert served.session.cache.remote is not None
+    assert len(served.session.cache.remote.ahead) <= streams.MAX_AHEAD
     served.engine.go.set()
     assert [asked.result().status_code for asked in (first, *others)] == [200] * 5
-    assert not served.session.cache.streams.ahead
+    assert not served.session.cache.remote.ahead

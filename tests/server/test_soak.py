@@ -123,7 +123,7 @@ class Rig:
         assert not service._jobs and not service._tasks
         assert not self.session.shares._here
         assert not cache._inflight._flying
-        assert cache._room._running == cache._room._waiting == 0
+        assert cache._memory_gate._running == cache._room._waiting == 0
         assert not engine._waiting and not engine._leading  # type: ignore[attr-defined]
         parked = cache._parked._parked
         assert len(self.counted.open) == len(parked) <= 8

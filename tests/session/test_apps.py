@@ -30,9 +30,8 @@ def ask(session: Session, text: str, **options: object) -> None:
 
 
 def look(session: Session, text: str) -> CacheLookup:
-    known = session.cache.look(Request.of(SYSTEM + text), session.engine.tokenizer.encode(SYSTEM + text))
-    session.cache.forget(known)
-    return known
+    with session.cache.peek(Request.of(SYSTEM + text), session.engine.tokenizer.encode(SYSTEM + text)) as prefill:
+        return prefill.lookup
 
 
 def kept(session: Session, text: str) -> int:

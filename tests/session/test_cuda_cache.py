@@ -52,7 +52,7 @@ def test_what_comes_back_gives_the_same_logits(engine: Watched, tmp_path: Path, 
         for count in (30, 199, 640, 700):
             asked = [*TOKENS[:count], 5, 6, 7]
             session.cache.unpark()
-            session.cache.costs = Costs()  # a tiny model is computed sooner than loaded
+            session.cache.kv.costs = Costs()  # a tiny model is computed sooner than loaded
             warm = session.generate(asked, max_tokens=1)
             got = engine.seen[-1]
             session.generate(asked, max_tokens=1, reuse="off")
@@ -71,7 +71,7 @@ def test_deterministic_prefills_are_bit_equal_cold_and_warm(engine: Watched, tmp
                 for _ in range(3):  # often enough for a step to be recorded
                     for reuse in ("off", "exact"):
                         session.cache.unpark()
-                        session.cache.costs = Costs()
+                        session.cache.kv.costs = Costs()
                         reply = session.generate(asked, max_tokens=1, reuse=reuse)
                         logits.append(engine.seen[-1])
                     assert reply.reuse.reused >= 256

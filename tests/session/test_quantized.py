@@ -43,7 +43,7 @@ def codings(session: Session) -> set[str]:
 
 def ask(session: Session, **options: Any) -> Any:
     session.flush()
-    session.cache.costs = type(session.cache.costs)()  # nothing is known of costs: whatever is known is reused
+    session.cache.kv.costs = type(session.cache.costs)()  # nothing is known of costs: whatever is known is reused
     return session.generate(PROMPT, max_tokens=4, **options).reuse
 
 
@@ -99,7 +99,7 @@ def test_exact_answers_with_an_adapter_are_those_without_a_cache(tmp_path: Path,
         session.generate(PROMPT, max_tokens=24)
         for _ in range(2):
             session.flush()
-            session.cache.costs = type(session.cache.costs)()
+            session.cache.kv.costs = type(session.cache.costs)()
             assert session.generate(PROMPT, max_tokens=24, adapter="writer").text == right
 
 
@@ -148,7 +148,7 @@ def test_a_difference_that_takes_longer_than_computing_is_not_loaded(tmp_path: P
         ask(session)
         ask(session, adapter="writer")
         session.flush()
-        costs = session.cache.costs = type(session.cache.costs)()
+        costs = session.cache.kv.costs = type(session.cache.costs)()
         size = len(PROMPT) * session.engine.layout.token_bytes
         for tokens in (16, 64, 256):
             costs.computed(Span(0, tokens), 1e-4 * tokens)
@@ -180,7 +180,7 @@ def test_a_refused_load_is_noted(tmp_path: Path) -> None:
     with opened(tmp_path, reuse="quantized") as session:
         ask(session)
         session.flush()
-        costs = session.cache.costs = Costs()
+        costs = session.cache.kv.costs = Costs()
         size = len(PROMPT) * session.engine.layout.token_bytes
         for tokens in (64, 256):
             costs.computed(Span(0, tokens), 1e-4 * tokens)

@@ -58,7 +58,7 @@ class Matches:
         return max(self.in_engine, self.stored[-1].span.stop if self.stored else 0)
 
 
-def lookup(
+def find_matches(
     store: TieredStore,
     kv_space: KvSpace,
     tokens: Sequence[int],
@@ -71,7 +71,7 @@ def lookup(
     `instead` is a KV space that is preferred where it knows as much. Up to `follow` tokens that came next are told too.
     """
     if instead is not None:
-        own, better = (lookup(store, place, tokens, in_engine, follow=follow) for place in (kv_space, instead))
+        own, better = (find_matches(store, place, tokens, in_engine, follow=follow) for place in (kv_space, instead))
         known = 0 if better.match is None else better.match.length
         preferred = known and known >= (own.match.length if own.match is not None else 0)
         return replace(better, kv_space=instead) if preferred else own

@@ -1,95 +1,25 @@
-"""The chunk cache of a session: find passages stored by other prompts, and store those of this one."""
+"""Which stored variant fits each passage of a prompt, and which passages of a prompt to store."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from rekindle.cache.context import Context
-from rekindle.cache.cost import Costs
-from rekindle.cache.prefill import PrefillResult
 from rekindle.cache.writer import BackgroundJob, WriteGuard
 from rekindle.chunks.scores import ChunkScorer, context_impact, disorder, fix_overhead, overlap, preference, unscored
-from rekindle.chunks.select import OURS, recompute_policy_for
+from rekindle.chunks.select import OURS
 from rekindle.core.chunk import ChunkDigest, PromptLayout, Variant
 from rekindle.core.chunk_match import ChunkMatch, ChunkMatches, LoadableVariant
-from rekindle.core.keys import KvSpace, token_bytes
+from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Kv, Span
 from rekindle.core.plan import Plan
-from rekindle.core.request import Request
 from rekindle.core.scope import Asker
 from rekindle.engine.base import Engine
-from rekindle.errors import InvalidSetting
 from rekindle.json_file import JsonMemo
-from rekindle.settings import Settings
 from rekindle.settings.folders import home_folder
 from rekindle.store.tiered import TieredStore
-from rekindle.store.variants import KnownVariant
 
 _MODELS = 64  # number of stored calibrations
-_PASS_TOKENS = 4  # times `prefill_tokens`: the largest pass of a prompt with reused chunks
-
-
-class ChunkCache:
-    """Chunk reuse of a session. The budget comes from the settings, else from the model's calibration."""
-
-    def __init__(self, engine: Engine, settings: Settings) -> None:
-        """Raises `InvalidSetting`."""
-        self._engine = engine
-        self._settings = settings
-        if settings.deterministic and settings.reuse == "approximate":
-            raise InvalidSetting("reuse='approximate' and deterministic exclude each other: leave one of them out.")
-        self.recompute_policy = recompute_policy_for(
-            engine.capabilities.recompute, settings.recompute_budget, calibration_of(engine)
-        )
-        self.token_limit = _PASS_TOKENS * engine.prefill_tokens
-
-    def allowed(self, request: Request) -> bool:
-        """Whether a request may reuse chunks of other prompts."""
-        level = self._settings.reuse if request.reuse is None else request.reuse
-        able = self._engine.capabilities.recompute != "none" and self._engine.capabilities.spans
-        return level == "approximate" and able and not self._settings.deterministic
-
-    def find(
-        self, store: TieredStore, kv_space: KvSpace, tokens: Sequence[int], passages: ChunkMatches
-    ) -> ChunkMatches:
-        """Look the chunks up in the store."""
-        spans = passages.prompt_layout.chunks
-        wanted = {
-            digest: token_bytes(tokens[span.start : span.stop])
-            for digest, span in zip(passages.digests[1:], spans, strict=True)
-        }
-        found = store.variants.find(kv_space, wanted)
-        return replace(passages, picked=match_chunks(passages.prompt_layout, passages.digests, found))
-
-    def scoring(self, passages: ChunkMatches, tokens: int) -> ChunkScorer | None:
-        """A scorer of chunks while they are computed; None if the engine has no probes."""
-        layers = len(self._engine.layout.layers)
-        return ChunkScorer(passages.prompt_layout, tokens, layers) if self._engine.capabilities.probes else None
-
-    @staticmethod
-    def note_use(
-        passages: ChunkMatches,
-        store: TieredStore,
-        costs: Costs,
-        filled: PrefillResult,
-        cold_seconds: float,
-        asker: Asker | None,
-    ) -> None:
-        """Record the use of variants, by whom and what it saved, and the time to load them."""
-        plan, tiers = filled.plan, {load.tier for load in filled.plan.loads} - {"engine"}
-        size_bytes = 0
-        for chunk in passages.reused_in(plan):
-            assert isinstance(chunk.known, KnownVariant)
-            share = len(chunk.span) / plan.tokens
-            store.variants.record_use(chunk.known, chunk.overhead or 0.0, cold_seconds * share * 1e3)
-            store.record_use_by(asker, chunk.known.pieces)
-            size_bytes += chunk.known.size_bytes
-            tiers.add(chunk.known.tier)
-        if len(tiers) == 1:
-            tokens = sum(len(chunk.span) for chunk in passages.reused_in(plan))
-            prefix = 0 if plan.in_engine else plan.reused
-            costs.loaded(tiers.pop(), size_bytes * (tokens + prefix) // tokens, filled.load_seconds)
 
 
 class ChunksToKeep:
@@ -132,40 +62,25 @@ class ChunksToKeep:
         return unscored(prompt_layout, number, digests, drift)
 
 
-class _Guarded:
-    """A write job that runs only if its guard allows it."""
-
-    def __init__(self, guard: WriteGuard | None) -> None:
-        self._guard = guard
-
-    def do(self, store: TieredStore) -> str:
-        """Run it if still allowed; returns the outcome."""
-        if self._guard is not None and not self._guard.allows:
-            return "barred"
-        return self._do(store)
-
-    def _do(self, store: TieredStore) -> str:
-        raise NotImplementedError
-
-    def detached_bytes(self) -> int:
-        return 0
-
-
-class WriteVariants(_Guarded):
+class WriteVariants:
     """Records the chunks of a prompt that was just stored."""
 
     def __init__(
         self, kv_space: KvSpace, tokens: Sequence[int], variants: Sequence[Variant], guard: WriteGuard | None
     ) -> None:
-        super().__init__(guard)
-        self._kv_space, self._tokens, self._variants = kv_space, tokens, variants
+        self._kv_space, self._tokens, self._variants, self._guard = kv_space, tokens, variants, guard
 
-    def _do(self, store: TieredStore) -> str:
+    def do(self, store: TieredStore) -> str:
+        if _is_barred(self._guard):
+            return "barred"
         store.variants.keep(self._kv_space, self._tokens, self._variants)
         return "noted"
 
+    def detached_bytes(self) -> int:
+        return 0
 
-class WriteNonprefixKv(_Guarded):
+
+class WriteNonprefixKv:
     """Stores a chunk computed behind reused ones, where only chunk reuse finds it."""
 
     def __init__(
@@ -177,10 +92,12 @@ class WriteNonprefixKv(_Guarded):
         guard: WriteGuard | None,
         asker: Asker | None = None,
     ) -> None:
-        super().__init__(guard)
-        self._kv_space, self._tokens, self._kv, self._variant, self._asker = kv_space, tokens, kv, variant, asker
+        self._kv_space, self._tokens, self._kv, self._variant = kv_space, tokens, kv, variant
+        self._guard, self._asker = guard, asker
 
-    def _do(self, store: TieredStore) -> str:
+    def do(self, store: TieredStore) -> str:
+        if _is_barred(self._guard):
+            return "barred"
         present = None if self._guard is None else self._guard.present
         kept = store.variants.keep_nonprefix(
             self._kv_space, self._tokens, self._kv, self._variant, app=self._asker, present=present
@@ -190,6 +107,10 @@ class WriteNonprefixKv(_Guarded):
     def detached_bytes(self) -> int:
         """Size of its copy of the KV."""
         return len(self._kv.span) * self._kv.layout.token_bytes
+
+
+def _is_barred(guard: WriteGuard | None) -> bool:
+    return guard is not None and not guard.allows
 
 
 def calibration_of(engine: Engine, recompute_policy: str = OURS) -> float | None:

@@ -4,102 +4,159 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rekindle.cache.context import Context
-from rekindle.cache.cost import Costs, Rates
-from rekindle.cache.deadline import DeadlineCaller, NoAnswer
+from rekindle.cache.cost import Rates
+from rekindle.cache.deadline import NoAnswer
 from rekindle.cache.lookup import CacheLookup
-from rekindle.cache.planner import PrefillSteps, make_plan
-from rekindle.cache.prefill import Prefill, PrefillResult, TimedFeed
-from rekindle.chunks.match import ChunkCache, ChunksToKeep
-from rekindle.chunks.recompute import SelectiveRecompute
+from rekindle.cache.prefill import Prefill, PrefillResult
+from rekindle.cache.stored_kv import StoredKv
+from rekindle.chunks.match import ChunksToKeep, calibration_of, match_chunks
+from rekindle.chunks.recompute import ChunkFeeds, SelectiveRecompute
 from rekindle.chunks.scores import ChunkScorer
-from rekindle.chunks.select import LOOK_LAYERS, RecomputePolicy
-from rekindle.core.chunk import MIN_CHUNK_TOKENS, PromptLayout
-from rekindle.core.chunk_match import ChunkMatch, ChunkMatches
+from rekindle.chunks.select import LOOK_LAYERS, RecomputePolicy, recompute_policy_for
+from rekindle.core.chunk import MIN_CHUNK_TOKENS, ChunkDigest, PromptLayout
+from rekindle.core.chunk_match import ChunkMatch, ChunkMatches, LoadableVariant
+from rekindle.core.keys import KvSpace, token_bytes
 from rekindle.core.kv import Span
 from rekindle.core.plan import Compute, Load, Plan, ReuseChunks, Step
-from rekindle.errors import KvLost
+from rekindle.core.request import Request
+from rekindle.core.scope import Asker
+from rekindle.errors import InvalidSetting, KvLost
+from rekindle.settings import Settings
 from rekindle.store.tiered import TieredStore
+from rekindle.store.variants import KnownVariant
 
 log = logging.getLogger("rekindle.cache")
 
-RunPlan = Callable[[Prefill, Context, CacheLookup, Plan], PrefillResult]  # runs a plan without chunk reuse
+_PASS_TOKENS = 4  # times `prefill_tokens`: the largest pass of a prompt with reused chunks
 
 
-@dataclass(frozen=True)
-class TimeLimits:
-    """Timeouts: of a lookup, and of a load by the seconds it saves."""
-
-    look: Callable[[], float]
-    load: Callable[[float], float]
-
-
-@dataclass(frozen=True)
 class ChunkPrefill:
-    """Prefill with chunk reuse. `left` is called with feeds that may still be busy."""
+    """Chunk reuse of a session. The budget comes from the settings, else from the model's calibration."""
 
-    store: TieredStore
-    chunks: ChunkCache
-    costs: Costs
-    cut: PrefillSteps
-    asking: DeadlineCaller
-    run_plan: RunPlan
-    left: Callable[[TimedFeed], None]
-    times: TimeLimits
-
-    def plan(self, known: CacheLookup) -> Plan:
-        """The plan for a prompt."""
-        exact = make_plan(known.matches, self.costs.rates, self.cut)
-        if known.passages is None:
-            return exact
-        prompt_layout, picked = known.passages.prompt_layout, known.passages.picked
-        return plan_chunk_reuse(
-            exact, prompt_layout, picked, self.chunks.recompute_policy, self.costs.rates, self.chunks.token_limit
+    def __init__(self, kv: StoredKv, settings: Settings) -> None:
+        """Raises `InvalidSetting`."""
+        if settings.deterministic and settings.reuse == "approximate":
+            raise InvalidSetting("reuse='approximate' and deterministic exclude each other: leave one of them out.")
+        self.kv = kv
+        self._settings = settings
+        self.recompute_policy = recompute_policy_for(
+            kv.engine.capabilities.recompute, settings.recompute_budget, calibration_of(kv.engine)
         )
 
-    def fill(self, work: Prefill, context: Context, known: CacheLookup, plan: Plan) -> PrefillResult:
-        """Run a plan. Raises `Cancelled`, and what the engine raises."""
-        passages = known.passages
+    def allowed(self, request: Request) -> bool:
+        """Whether a request may reuse chunks of other prompts."""
+        level = self._settings.reuse if request.reuse is None else request.reuse
+        can = self.kv.engine.capabilities
+        return level == "approximate" and can.recompute != "none" and can.spans and not self._settings.deterministic
+
+    def find(self, kv_space: KvSpace, tokens: Sequence[int], passages: ChunkMatches) -> ChunkMatches:
+        """Look the chunks up in the store. Raises `NoAnswer`."""
+        spans = zip(passages.digests[1:], passages.prompt_layout.chunks, strict=True)
+        wanted = {digest: token_bytes(tokens[span.start : span.stop]) for digest, span in spans}
+        found = self.kv.ask_store(lambda: self._store.variants.find(kv_space, wanted))
+        return replace(passages, picked=self.match(passages, found))
+
+    def match(
+        self, passages: ChunkMatches, found: Mapping[ChunkDigest, Sequence[LoadableVariant]]
+    ) -> tuple[ChunkMatch, ...]:
+        """The chunks of a prompt, each with the variant to reuse."""
+        return match_chunks(passages.prompt_layout, passages.digests, found)
+
+    def plan(self, lookup: CacheLookup, exact: Plan) -> Plan:
+        """A plan that reuses chunks, if it is expected to be faster than the exact one; else the exact one."""
+        passages, rates = lookup.passages, self.kv.costs.rates
         assert passages is not None
-        scoring = self.chunks.scoring(passages, len(known.tokens))
-        work = replace(work, probe=None if scoring is None else scoring.probe)
-        filled = self.run(work, context, known, plan)
-        self.note_result(context, passages, filled, scoring)
-        return filled
+        token_limit = _PASS_TOKENS * self.kv.engine.prefill_tokens
+        return plan_chunk_reuse(
+            exact, passages.prompt_layout, passages.picked, self.recompute_policy, rates, token_limit
+        )
+
+    def run(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult:
+        """Run a plan. Raises `Cancelled`, and what the engine raises."""
+        passages = lookup.passages
+        assert passages is not None
+        scorer = self.scorer(passages, len(lookup.tokens))
+        work = replace(work, probe=None if scorer is None else scorer.probe)
+        result = self.run_unnoted(work, context, lookup, plan)
+        self.note_result(context, passages, result, scorer)
+        return result
+
+    def scorer(self, passages: ChunkMatches, tokens: int) -> ChunkScorer | None:
+        """A scorer of chunks while they are computed; None if the engine has no probes."""
+        engine = self.kv.engine
+        layers = len(engine.layout.layers)
+        return ChunkScorer(passages.prompt_layout, tokens, layers) if engine.capabilities.probes else None
+
+    def run_unnoted(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult:
+        """Run a plan without `note_result`."""
+        return (self.kv.run if plan.reuse_chunks is None else self._reuse)(work, context, lookup, plan)
 
     def note_result(
-        self, context: Context, passages: ChunkMatches, filled: PrefillResult, scoring: ChunkScorer | None
+        self, context: Context, passages: ChunkMatches, result: PrefillResult, scorer: ChunkScorer | None
     ) -> None:
         """Note in the context where the KV of the passages came from, and which of them to store."""
-        context.chunk_reuse = passages.report(filled.plan, filled.recomputed_positions, context.chunk_reuse)
-        context.watched = ChunksToKeep(passages, filled.plan, scoring)
+        context.chunk_reuse = passages.report(result.plan, result.recomputed_positions, context.chunk_reuse)
+        context.watched = ChunksToKeep(passages, result.plan, scorer)
 
-    def run(self, work: Prefill, context: Context, known: CacheLookup, plan: Plan) -> PrefillResult:
-        """Run a plan without `note_result`."""
-        return (self.run_plan if plan.reuse_chunks is None else self._reuse)(work, context, known, plan)
-
-    def _reuse(self, work: Prefill, context: Context, known: CacheLookup, plan: Plan) -> PrefillResult:
-        passages = known.passages
+    def _reuse(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult:
+        passages, kv = lookup.passages, self.kv
         assert passages is not None
-        saved = self.costs.rates.compute_seconds(Span(0, plan.tokens)) or 0.0
+        saved = kv.costs.rates.compute_seconds(Span(0, plan.tokens)) or 0.0
         recompute = SelectiveRecompute(
-            work, passages.prompt_layout, passages.reused_in(plan), self.chunks.recompute_policy, self.asking
+            work, passages.prompt_layout, passages.reused_in(plan), self.recompute_policy, kv.deadlines
         )
         try:
-            filled = recompute.load(self.store, known, context, plan, self.times.load(saved), self.left)
+            result = self._load(recompute, context, lookup, plan, kv.load_timeout(saved))
         except (KvLost, NoAnswer) as error:
             log.info("computing instead: %s", error)
             context.truncate(plan.reused if plan.in_engine else 0)
-            instead = plan.without_chunk_reuse(self.cut.spans(plan.reused, plan.tokens))
-            return replace(self.run_plan(work, context, known, instead), lost=str(error))
-        self.chunks.note_use(passages, self.store, self.costs, filled, saved, known.asker)
-        if plan.loads and not plan.in_engine and known.matches.match is not None:
-            context.quantized_tokens = known.quantized_tokens(plan)
-            self.store.record_use(known.matches.match.until(plan.reused))
-        return filled
+            instead = plan.without_chunk_reuse(kv.steps.spans(plan.reused, plan.tokens))
+            return replace(kv.run(work, context, lookup, instead), lost=str(error))
+        self._record_use(passages, result, saved, lookup.asker)
+        if plan.loads and not plan.in_engine and lookup.matches.match is not None:
+            context.quantized_tokens = lookup.quantized_tokens(plan)
+            self._store.record_use(lookup.matches.match.until(plan.reused))
+        return result
+
+    def _load(
+        self, recompute: SelectiveRecompute, context: Context, lookup: CacheLookup, plan: Plan, timeout_seconds: float
+    ) -> PrefillResult:
+        opened = partial(ChunkFeeds.open, self._store, lookup, plan, recompute.chunks, timeout_seconds)
+        feeds = self.kv.deadlines.ask(opened, timeout_seconds)
+        try:
+            return recompute.run(context, plan, feeds)
+        finally:
+            feeds.close()
+            for feed in feeds.all:
+                self.kv.note_busy(feed)
+
+    def _record_use(
+        self, passages: ChunkMatches, result: PrefillResult, cold_seconds: float, asker: Asker | None
+    ) -> None:
+        """Record the use of variants, by whom and what it saved, and the time to load them."""
+        plan, tiers = result.plan, {load.tier for load in result.plan.loads} - {"engine"}
+        size_bytes = 0
+        for chunk in passages.reused_in(plan):
+            assert isinstance(chunk.known, KnownVariant)
+            share = len(chunk.span) / plan.tokens
+            self._store.variants.record_use(chunk.known, chunk.overhead or 0.0, cold_seconds * share * 1e3)
+            self._store.record_use_by(asker, chunk.known.pieces)
+            size_bytes += chunk.known.size_bytes
+            tiers.add(chunk.known.tier)
+        if len(tiers) == 1:
+            tokens = sum(len(chunk.span) for chunk in passages.reused_in(plan))
+            prefix = 0 if plan.in_engine else plan.reused
+            self.kv.costs.loaded(tiers.pop(), size_bytes * (tokens + prefix) // tokens, result.load_seconds)
+
+    @property
+    def _store(self) -> TieredStore:
+        assert self.kv.store is not None
+        return self.kv.store
 
 
 def plan_chunk_reuse(
@@ -132,13 +189,15 @@ def plan_chunk_reuse(
     numbers = tuple(chunk.known.id for chunk in usable if chunk.known is not None)
     gaps = _gaps(start, spans, exact.tokens)
     seconds = _seconds(loads, usable, gaps, prompt_layout, recompute_policy, rates, exact.tokens)
-    recomputed = sum(map(len, gaps)) + recompute_policy.expected_recomputed(usable)
-    limits = [limit for limit in (exact.predicted_seconds, exact.cold_seconds) if limit is not None]
-    if recomputed > token_limit or (seconds is not None and seconds >= min(limits, default=math.inf)):
+    expected = recompute_policy.expected_recomputed(usable)
+    limit = min([one for one in (exact.predicted_seconds, exact.cold_seconds) if one is not None], default=math.inf)
+    if sum(map(len, gaps)) + expected > token_limit or (seconds is not None and seconds >= limit):
         return exact
     steps: tuple[Step, ...] = (
         *loads,
-        ReuseChunks(spans, numbers, recompute_policy.name, recompute_policy.budget),
+        ReuseChunks(
+            spans, numbers, recompute_policy.name, recompute_policy.budget, recompute_policy.calibrated, expected
+        ),
         *map(Compute, gaps),
     )
     return Plan(exact.tokens, steps, seconds, exact.cold_seconds)

@@ -8,9 +8,8 @@ leading      chunk by chunk: its first tokens are computed, the KV of the others
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -43,7 +42,7 @@ class ChunkFeeds:
     def open(
         cls,
         store: TieredStore,
-        known: CacheLookup,
+        lookup: CacheLookup,
         plan: Plan,
         chunks: Sequence[ChunkMatch],
         timeout_seconds: float,
@@ -52,12 +51,12 @@ class ChunkFeeds:
         opened: list[TimedFeed] = []
         deadline = Deadline(timeout_seconds)
         try:
-            match = known.matches.match
+            match = lookup.matches.match
             if match is not None and plan.loads and not plan.in_engine:
-                opened.append(TimedFeed.open(store, known.source, match.until(plan.reused), timeout_seconds))
+                opened.append(TimedFeed.open(store, lookup.source, match.until(plan.reused), timeout_seconds))
             for chunk in chunks:
                 assert isinstance(chunk.known, KnownVariant)
-                opened.append(TimedFeed(store.variants.load(known.kv_space, chunk.known), timeout_seconds))
+                opened.append(TimedFeed(store.variants.load(lookup.kv_space, chunk.known), timeout_seconds))
                 if deadline.passed:  # too late
                     raise KvLost("KV from the cache was opened too late; it is computed instead.")
         except BaseException:
@@ -94,26 +93,7 @@ class SelectiveRecompute:
     prompt_layout: PromptLayout
     chunks: tuple[ChunkMatch, ...]
     recompute_policy: RecomputePolicy
-    patience: DeadlineCaller
-
-    def load(
-        self,
-        store: TieredStore,
-        known: CacheLookup,
-        context: Context,
-        plan: Plan,
-        timeout_seconds: float,
-        left: Callable[[TimedFeed], None],
-    ) -> PrefillResult:
-        """`run` with feeds from the store; `left` is called with each, as they may still be busy."""
-        ask = partial(ChunkFeeds.open, store, known, plan, self.chunks, timeout_seconds)
-        feeds = self.patience.ask(ask, timeout_seconds)
-        try:
-            return self.run(context, plan, feeds)
-        finally:
-            feeds.close()
-            for feed in feeds.all:
-                left(feed)
+    deadlines: DeadlineCaller
 
     def run(self, context: Context, plan: Plan, feeds: ChunkFeeds) -> PrefillResult:
         """Run the plan; what it loads comes from the feeds, or is in the context already.
@@ -249,7 +229,7 @@ class SelectiveRecompute:
             for layer, out in enumerate(layers):
                 feed.fill(layer, out)
 
-        self.patience.ask(bring, feed.timeout_seconds, self.work.cancelled)
+        self.deadlines.ask(bring, feed.timeout_seconds, self.work.cancelled)
         behind = (LayerKv(layer.keys[:, skip:], layer.values[:, skip:]) for layer in layers)
         return Kv(Span(start + skip, start + count), layout, tuple(behind))
 

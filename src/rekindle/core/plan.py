@@ -14,6 +14,7 @@ from typing import Literal
 from rekindle.core.cells import CellGrid
 from rekindle.core.kv import Span
 
+RAW = "raw"  # the level of KV as it was computed
 Tier = Literal["engine", "memory", "disk", "coded"]  # nearest first; coded: decoded while loading
 
 
@@ -36,16 +37,20 @@ class Compute:
 class ReuseChunks:
     """Chunks whose KV comes from other prompts: it is moved to its new position, and some tokens are recomputed.
 
-    spans      the positions of the chunks
-    variants   the number of the variant of each
-    recompute_policy  how the tokens to recompute are chosen
-    budget     how many: a share of the chunks' tokens, as the recompute policy interprets it
+    spans                the positions of the chunks
+    variants             the number of the variant of each
+    recompute_policy     how the tokens to recompute are chosen
+    budget               how many: a share of the chunks' tokens, as the recompute policy interprets it
+    calibrated           whether the budget was measured for this model
+    expected_recomputed  number of tokens
     """
 
     spans: tuple[Span, ...]
     variants: tuple[int, ...]
     recompute_policy: str
     budget: float
+    calibrated: bool = False
+    expected_recomputed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,11 @@ class FetchRemote:
     layers: int
     computed: tuple[int, ...]
     level: str
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether what is fetched differs from what computing gives."""
+        return self.level != RAW
 
     @property
     def brings(self) -> bool:

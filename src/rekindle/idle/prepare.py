@@ -185,11 +185,11 @@ class Preparer:
 
     def missing(self, request: Request) -> int:
         """Number of prompt tokens without KV anywhere; 0 if less than a block."""
-        prompt, cache = encode_prompt(self._session.engine, request), self._session.cache
-        known = cache.look(request, prompt.tokens, prompt.prompt_layout)
-        cache.forget(known)
+        prompt = encode_prompt(self._session.engine, request)
+        with self._session.cache.peek(request, prompt.tokens, prompt.prompt_layout) as prefill:
+            found = prefill.lookup.matches.length
         end = prompt.quoted[-1].span.stop if prompt.quoted else len(prompt.tokens)  # what follows the quotes is short
-        unknown = end - known.matches.length
+        unknown = end - found
         return unknown if unknown >= BLOCK_TOKENS else 0  # a partly different block is only found up to its start
 
     def has_room(self, tokens: int) -> bool:

@@ -25,6 +25,8 @@ from transformers import PreTrainedModel
 
 from rekindle.cache.deadline import DeadlineCaller, NoAnswer
 from rekindle.cache.open_store import open_store
+from rekindle.cache.prefix_cache import CLOSE_SECONDS
+from rekindle.cache.stored_kv import LOAD_SECONDS
 from rekindle.cache.writer import BackgroundWriter, WriteJob
 from rekindle.core.identity import Identity
 from rekindle.core.keys import KvSpace, Namespace, common_tokens, token_bytes
@@ -44,7 +46,6 @@ from rekindle.integrations.tracked_cache import (
     Track,
 )
 from rekindle.integrations.weights import Interference, Weights, refuse_unfit, refuse_untested
-from rekindle.session.prefix_cache import CLOSE_SECONDS, LOAD_SECONDS
 from rekindle.settings import Settings
 from rekindle.settings.keywords import CacheSettings
 from rekindle.store.prefix_index import Match

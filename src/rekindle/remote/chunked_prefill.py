@@ -16,38 +16,32 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from rekindle.cache.context import Context
-from rekindle.cache.cost import Rates
 from rekindle.cache.deadline import NoAnswer
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.matches import Matches
-from rekindle.cache.planner import make_plan
 from rekindle.cache.prefill import Prefill, PrefillResult
+from rekindle.cache.stored_kv import StoredKv
 from rekindle.chunks.match import WriteNonprefixKv
 from rekindle.chunks.prefill import ChunkPrefill
 from rekindle.core.cells import CHUNK_TOKENS, RemoteReport, TimelineEvent
 from rekindle.core.chunk import PromptLayout
-from rekindle.core.chunk_match import ChunkMatches
 from rekindle.core.kv import Kv, Span
-from rekindle.core.plan import Compute, FetchRemote, Load, Plan, Step
+from rekindle.core.plan import RAW, Compute, FetchRemote, Load, Plan, Step
 from rekindle.engine.base import Logits
-from rekindle.remote.fetch import RemoteChunkFetch, RemotePrefix, RemotePrefixFetch, WantedPassage
+from rekindle.remote.fetch import RemoteChunkFetch, RemotePrefixFetch, WantedPassage
 from rekindle.remote.hybrid_prefill import HybridPrefill
 from rekindle.remote.schedule import count_computed
-from rekindle.remote.slices import RAW
+from rekindle.remote.transfer_queue import OriginSlices
 from rekindle.store.tiered import TieredStore
-
-RunExactPlan = Callable[[Prefill, Plan], PrefillResult]  # as without an origin
 
 
 class ChunkedPrefill:
-    """One prompt. `plan` is the exact plan without an origin; `run_plan` runs such plans."""
+    """One prompt. `plan` is the exact plan without an origin."""
 
-    def __init__(self, work: Prefill, context: Context, known: CacheLookup, plan: Plan, run_plan: RunExactPlan) -> None:
-        self.work, self.context, self.known, self.plan = work, context, known, plan
-        self._run_plan = run_plan
+    def __init__(self, kv: StoredKv, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> None:
+        self._kv, self.work, self.context, self.lookup, self.plan = kv, work, context, lookup, plan
         self.begun = time.monotonic()
         self.events: list[TimelineEvent] = []
         self._first: PrefillResult | None = None  # the piece that loaded from the cache
@@ -78,9 +72,9 @@ class ChunkedPrefill:
         at, start, begun = self.at, self.following, time.monotonic()
         loads = (Load(Span(0, at), "engine"),) if at else self.plan.loads
         plan = Plan(stop, (*loads, Compute(Span(start, stop))))
-        filled = self._run_plan(replace(self.work, tokens=self.known.tokens[:stop]), plan)
-        self._first = self._first or (filled if not self.plan.in_engine else replace(filled, plan=self.plan))
-        layers, ended = len(self.known.kv_space.layout.layers), time.monotonic()
+        result = self._run(replace(self.work, tokens=self.lookup.tokens[:stop]), plan)
+        self._first = self._first or (result if not self.plan.in_engine else replace(result, plan=self.plan))
+        layers, ended = len(self.lookup.kv_space.layout.layers), time.monotonic()
         token_seconds = (ended - begun) / (stop - start)
         for name, span in parts:
             own = max(start, span.start) - start, min(stop, span.stop) - start
@@ -90,11 +84,14 @@ class ChunkedPrefill:
     def end(self) -> PrefillResult:
         """Compute the rest."""
         if self._first is None:
-            return self._run_plan(self.work, self.plan)
+            return self._run(self.work, self.plan)
         left = [step.span for step in self.plan.computes if step.span.stop > self.at]
         rest = tuple(Compute(Span(max(span.start, self.at), span.stop)) for span in left)
-        filled = self._run_plan(self.work, Plan(self.plan.tokens, (Load(Span(0, self.at), "engine"), *rest)))
-        return self.make_result(filled.logits, (*self.computed_before(rest[0].span.start), *rest))
+        result = self._run(self.work, Plan(self.plan.tokens, (Load(Span(0, self.at), "engine"), *rest)))
+        return self.make_result(result.logits, (*self.computed_before(rest[0].span.start), *rest))
+
+    def _run(self, work: Prefill, plan: Plan) -> PrefillResult:
+        return self._kv.run(work, self.context, self.lookup, plan)
 
     def computed_before(self, place: int) -> tuple[Compute, ...]:
         """The step that computed the tokens between what was loaded and `place`."""
@@ -133,11 +130,11 @@ class PrefixPrefill(ChunkedPrefill):
         following = (at // CHUNK_TOKENS + 1) * CHUNK_TOKENS
         return max(following, min(following + (max(1, most) - 1) * CHUNK_TOKENS, last))
 
-    def is_ready(self, coming: RemotePrefixFetch) -> bool:
+    def is_ready(self, fetch: RemotePrefixFetch) -> bool:
         """Whether to fetch now, or to compute the rest."""
-        if self._boundary >= self.plan.tokens or (coming.over and coming.offer is None):
+        if self._boundary >= self.plan.tokens or (fetch.over and fetch.offer is None):
             return True
-        return coming.offer is not None and self.is_between_chunks
+        return fetch.offer is not None and self.is_between_chunks
 
     def next_piece(self) -> None:
         """Load what the cache has, and compute up to the end of a chunk."""
@@ -145,86 +142,55 @@ class PrefixPrefill(ChunkedPrefill):
         chunks = range(self.following // CHUNK_TOKENS, stop // CHUNK_TOKENS)
         self.go_on(stop, [(chunk, Span(chunk * CHUNK_TOKENS, (chunk + 1) * CHUNK_TOKENS)) for chunk in chunks])
 
-    def streamed(self, streaming: HybridPrefill, offer: RemotePrefix, logits: Logits) -> PrefillResult:
+    def streamed(self, streaming: HybridPrefill, offer: OriginSlices, logits: Logits) -> PrefillResult:
         """The result after hybrid prefill."""
-        cells, report, level = offer.cells, streaming.report, offer.carrier.level
+        cells, report, level = offer.cells, streaming.report, offer.level
         report.events[:0] = self.events
-        self.context.tokens = tuple(self.known.tokens)
+        self.context.tokens = tuple(self.lookup.tokens)
         if level != RAW and report.streamed_cells:
             self.context.quantized_tokens = cells.tokens  # upper bound
         first = -(-self.loaded // CHUNK_TOKENS)
         span = Span(first * CHUNK_TOKENS, cells.tokens)
         stream = FetchRemote(span, cells.layers, report.computed[first:], level)
         last = Compute(Span(span.stop, self.plan.tokens))
-        filled = self.make_result(logits, (*self.computed_before(span.start), stream, last))
-        return replace(filled, lost=filled.lost or report.failed, streamed=report)
+        result = self.make_result(logits, (*self.computed_before(span.start), stream, last))
+        return replace(result, lost=result.lost or report.failed, streamed=report)
 
 
 def prefill_with_arrivals(
-    fill: ChunkPrefill, work: Prefill, context: Context, known: CacheLookup, arrivals: RemoteChunkFetch
+    chunks: ChunkPrefill, work: Prefill, context: Context, lookup: CacheLookup, arrivals: RemoteChunkFetch
 ) -> PrefillResult:
     """Prefill a prompt whose passages are being fetched. Raises `Cancelled`, and what the engine raises."""
-    passages = known.passages
+    passages = lookup.passages
     assert passages is not None
-    scoring = fill.chunks.scoring(passages, len(known.tokens))
-    work = replace(work, probe=None if scoring is None else scoring.probe)
-    if context.tokens or known.matches.in_engine:  # what is in the engine is in the context
-        known = replace(known, matches=_of_engine(known.matches, len(context.tokens)))
-    prefill = _meet(fill, work, context, known, passages.prompt_layout, arrivals)
-    passages = _look_again(fill, known, passages)
-    known = replace(known, matches=_of_engine(known.matches, prefill.at), passages=passages)
-    plan = fill.plan(known)
+    scorer = chunks.scorer(passages, len(lookup.tokens))
+    work = replace(work, probe=None if scorer is None else scorer.probe)
+    if context.tokens or lookup.matches.in_engine:  # what is in the engine is in the context
+        lookup = replace(lookup, matches=_of_engine(lookup.matches, len(context.tokens)))
+    prefill = PassagePrefill(chunks.kv, work, context, lookup, chunks.kv.plan(lookup), passages.prompt_layout)
+    prefill.meet(arrivals, 1.0 - min(1.0, chunks.recompute_policy.budget))
+    try:
+        passages = chunks.find(lookup.kv_space, lookup.tokens, passages)
+    except NoAnswer as late:
+        log.warning("The cache does not answer: %s.", late)
+    lookup = replace(lookup, matches=_of_engine(lookup.matches, prefill.at), passages=passages)
+    plan = chunks.plan(lookup, chunks.kv.plan(lookup))
     context.truncate(min(plan.reused, prefill.at))
-    filled = prefill.result_with(fill.run(work, context, known, plan), arrivals)
-    fill.note_result(context, passages, filled, scoring)
+    result = prefill.result_with(chunks.run_unnoted(work, context, lookup, plan), arrivals)
+    chunks.note_result(context, passages, result, scorer)
     came = {passages.prompt_layout.chunks[number - 1].start for number in arrivals.here}
     context.chunk_reuse = tuple(
         replace(chunk, streamed=chunk.source == "reused" and chunk.start in came) for chunk in context.chunk_reuse
     )
-    return filled
+    return result
 
 
-def keep_arrived(store: TieredStore, known: CacheLookup, passage: WantedPassage, kv: Kv) -> bool:
+def keep_arrived(store: TieredStore, lookup: CacheLookup, passage: WantedPassage, kv: Kv) -> bool:
     """Store a fetched passage in the chunk cache; False if it was not stored."""
-    if known.guard is not None:
-        known.guard.note()
-    job = WriteNonprefixKv(known.kv_space, passage.body, kv, passage.variant, known.guard, known.asker)
+    if lookup.guard is not None:
+        lookup.guard.note()
+    job = WriteNonprefixKv(lookup.kv_space, passage.body, kv, passage.variant, lookup.guard, lookup.asker)
     return job.do(store) in ("kept", "known")
-
-
-def _meet(
-    fill: ChunkPrefill,
-    work: Prefill,
-    context: Context,
-    known: CacheLookup,
-    prompt_layout: PromptLayout,
-    arrivals: RemoteChunkFetch,
-) -> PassagePrefill:
-    """Compute passages from the front until all others have arrived or are given up."""
-    exact = make_plan(known.matches, fill.costs.rates, fill.cut)
-    run_plan = lambda work, plan: fill.run_plan(work, context, known, plan)  # noqa: E731
-    prefill = PassagePrefill(work, context, known, exact, run_plan, prompt_layout, fill.costs.rates)
-    spared = 1.0 - min(1.0, fill.chunks.recompute_policy.budget)
-    while (spans := prefill.next_passages(arrivals.expected())) and arrivals.left():
-        stop, patience = spans[-1].stop, spared * prefill.seconds(spans[:1])
-        if _wait_for_arrivals(arrivals, patience, work.cancelled):
-            break
-        if stop == prompt_layout.question:  # nothing arrives in time: the rest is computed as without an origin
-            break
-        arrivals.skip(stop)
-        prefill.compute(stop)
-    arrivals.close()
-    return prefill
-
-
-def _look_again(fill: ChunkPrefill, known: CacheLookup, passages: ChunkMatches) -> ChunkMatches:
-    """Look the passages up again in the local cache."""
-    try:
-        find = partial(fill.chunks.find, fill.store, known.kv_space, known.tokens, passages)
-        return fill.asking.ask(find, fill.times.look())
-    except NoAnswer as late:
-        log.warning("The cache does not answer: %s.", late)
-        return passages
 
 
 def _of_engine(matches: Matches, tokens: int) -> Matches:
@@ -248,16 +214,29 @@ class PassagePrefill(ChunkedPrefill):
 
     def __init__(
         self,
+        kv: StoredKv,
         work: Prefill,
         context: Context,
-        known: CacheLookup,
+        lookup: CacheLookup,
         plan: Plan,
-        run_plan: Callable[[Prefill, Plan], PrefillResult],
         prompt_layout: PromptLayout,
-        rates: Rates,
     ) -> None:
-        super().__init__(work, context, known, plan, run_plan)
-        self._prompt_layout, self._rates = prompt_layout, rates
+        super().__init__(kv, work, context, lookup, plan)
+        self._prompt_layout, self._rates = prompt_layout, kv.costs.rates
+
+    def meet(self, arrivals: RemoteChunkFetch, spared: float) -> None:
+        """Compute passages from the front until all others have arrived or are given up.
+
+        `spared`: share of a passage's compute time that an arrival saves."""
+        while (spans := self.next_passages(arrivals.expected())) and arrivals.left():
+            stop, patience = spans[-1].stop, spared * self.seconds(spans[:1])
+            if _wait_for_arrivals(arrivals, patience, self.work.cancelled):
+                break
+            if stop == self._prompt_layout.question:  # nothing arrives in time: the rest is computed without an origin
+                break
+            arrivals.skip(stop)
+            self.compute(stop)
+        arrivals.close()
 
     def next_passages(self, expected: Mapping[int, float] | None) -> list[Span]:
         """What to compute next: most of the passages before the meeting point, if transfer times are known. Else
@@ -288,17 +267,17 @@ class PassagePrefill(ChunkedPrefill):
         ]
         self.go_on(stop, named)
 
-    def result_with(self, filled: PrefillResult, arrivals: RemoteChunkFetch) -> PrefillResult:
+    def result_with(self, result: PrefillResult, arrivals: RemoteChunkFetch) -> PrefillResult:
         """The result with what was loaded, computed and fetched before."""
-        layers, ended = len(self.known.kv_space.layout.layers), time.monotonic() - self.begun
+        layers, ended = len(self.lookup.kv_space.layout.layers), time.monotonic() - self.begun
         computed_until = max((event.stop for event in self.events), default=0.0)
         if arrivals.here:
             question = TimelineEvent("compute", len(self._prompt_layout.chunks) + 1, 0, layers, computed_until, ended)
             events = [*self.events, question, *arrivals.events(self.begun, layers)]
-            filled = replace(filled, streamed=RemoteReport(events=events))
+            result = replace(result, streamed=RemoteReport(events=events))
         if not self.events:
-            return filled
-        rest = tuple(step for step in filled.plan.steps if not isinstance(step, Load))
-        result = self.make_result(filled.logits, (*self.computed_before(filled.plan.reused), *rest))
-        load_seconds = result.load_seconds + filled.load_seconds
-        return replace(filled, plan=result.plan, load_seconds=load_seconds, lost=filled.lost or result.lost)
+            return result
+        rest = tuple(step for step in result.plan.steps if not isinstance(step, Load))
+        whole = self.make_result(result.logits, (*self.computed_before(result.plan.reused), *rest))
+        load_seconds = whole.load_seconds + result.load_seconds
+        return replace(result, plan=whole.plan, load_seconds=load_seconds, lost=result.lost or whole.lost)

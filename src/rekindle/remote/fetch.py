@@ -35,30 +35,23 @@ from rekindle.remote.transfer_queue import OriginSlices, TransferQueue
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RemotePrefix:
-    """The prefix of a prompt at one level, being fetched."""
+class RemotePrefixFetch(TransferQueue):
+    """Finds the prefix of one prompt, then fetches its slices, from the back until others are wanted."""
 
-    carrier: OriginSlices
-    link: TransferQueue
-
-    @property
-    def cells(self) -> CellGrid:
-        return self.carrier.cells
-
-
-class RemotePrefixFetch:
-    """The prefix of one prompt. Always `close` it."""
-
-    def __init__(self, find: Callable[[Stop], RemotePrefix | None], tokens: int, failed: Callable[[str], None]) -> None:
-        """Start the lookup. `find` may raise `OriginFailed`, whose text goes to `failed`. The first `tokens` are
-        here already, or computed soon: they are not fetched."""
-        self._find, self._here, self._failed = find, tokens, failed
+    def __init__(
+        self,
+        find: Callable[[Stop], OriginSlices | None],
+        tokens: int,
+        on_failure: Callable[[str], None],
+        bandwidth: Bandwidth | None = None,
+    ) -> None:
+        """Start the lookup. `find` may raise `OriginFailed`, whose text goes to `on_failure`. The first `tokens` are
+        here already, or computed soon: they are not fetched. Raises `RuntimeError` if no thread can be started."""
+        self._find, self._here, self._on_failure = find, tokens, on_failure
         self._stop = Stop()
-        self._changed = threading.Condition()
-        self._offer: RemotePrefix | None = None
         self._over = False
-        threading.Thread(target=self._run, name="rekindle-coming", daemon=True).start()
+        self._offer: OriginSlices | None = None
+        super().__init__(None, bandwidth)
 
     @property
     def over(self) -> bool:
@@ -67,12 +60,12 @@ class RemotePrefixFetch:
             return self._over
 
     @property
-    def offer(self) -> RemotePrefix | None:
+    def offer(self) -> OriginSlices | None:
         """What was found; None until then."""
         with self._changed:
             return self._offer
 
-    def wait(self, seconds: float) -> None:
+    def wait_for_lookup(self, seconds: float) -> None:
         """Wait until the lookup ends or `seconds` pass."""
         with self._changed:
             self._changed.wait_for(lambda: self._over, seconds)
@@ -82,36 +75,32 @@ class RemotePrefixFetch:
         self._stop.set()
         with self._changed:
             self._over = True
-            offer = self._offer
-            self._changed.notify_all()
-        if offer is not None:
-            offer.link.close()
+        super().close()
 
     def _run(self) -> None:
-        offer = self._found()
+        offer = self._look()
         with self._changed:
-            late, self._over = self._stop.is_set, True
-            self._offer = None if late else offer
+            self._over = True
+            if offer is not None and not self._closed:
+                self._source = self._offer = offer
+                self._wanted = _backwards(offer.cells, self._here)
             self._changed.notify_all()
-        if offer is not None and late:
-            offer.link.close()
+        if self._offer is not None:
+            super()._run()
 
-    def _found(self) -> RemotePrefix | None:
+    def _look(self) -> OriginSlices | None:
         try:
-            offer = self._find(self._stop)
+            return self._find(self._stop)
         except Cancelled:
             return None
         except OriginFailed as failed:
             if not self._stop.is_set:
-                self._failed(str(failed))
+                self._on_failure(str(failed))
             return None
         except Exception as error:  # any failure: the prompt is computed
             log.exception("Looking for a prompt at the origin failed.")
-            self._failed(f"{type(error).__name__}: {error}")
+            self._on_failure(f"{type(error).__name__}: {error}")
             return None
-        if offer is not None:
-            offer.link.want(_backwards(offer.cells, self._here))
-        return offer
 
 
 def _backwards(cells: CellGrid, here: int) -> list[Cell]:

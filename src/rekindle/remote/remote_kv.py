@@ -28,25 +28,19 @@ from rekindle.core.cells import CHUNK_TOKENS
 from rekindle.core.chunk_match import ChunkMatches
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
-from rekindle.core.plan import Plan
+from rekindle.core.plan import RAW, Plan
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting, KvLost, StepRefused
-from rekindle.remote.chunked_prefill import (
-    PrefixPrefill,
-    RunExactPlan,
-    keep_arrived,
-    prefill_with_arrivals,
-)
+from rekindle.remote.chunked_prefill import PrefixPrefill, keep_arrived, prefill_with_arrivals
 from rekindle.remote.client import Origin, PublishedPrefix
 from rekindle.remote.connection import Stop
-from rekindle.remote.fetch import OriginPassages, RemoteChunkFetch, RemotePrefix, RemotePrefixFetch, unknown_passages
+from rekindle.remote.fetch import OriginPassages, RemoteChunkFetch, RemotePrefixFetch, unknown_passages
 from rekindle.remote.hybrid_prefill import HybridPrefill
 from rekindle.remote.index import KvModel
 from rekindle.remote.latency import Bandwidth, LayerCosts
 from rekindle.remote.schedule import StreamCosts
 from rekindle.remote.signing import read_public, read_secret
-from rekindle.remote.slices import RAW
-from rekindle.remote.transfer_queue import OriginSlices, TransferQueue
+from rekindle.remote.transfer_queue import OriginSlices
 from rekindle.safe_read import read_secret_file
 from rekindle.settings import Settings
 
@@ -72,8 +66,8 @@ def local_tenants(text: str) -> frozenset[str]:
 class RemoteKv:
     """Remote KV for a session. Thread-safe."""
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
-        """Raises `InvalidSetting`."""
+    def __init__(self, chunks: ChunkPrefill, settings: Settings) -> None:
+        """`chunks` reuses passages that arrive. Raises `InvalidSetting`."""
         if settings.origin is None:
             raise InvalidSetting("There is no origin. Name one: origin=URL.")
         if settings.origin_keys is None:
@@ -81,7 +75,8 @@ class RemoteKv:
         keys = [read_public(part.strip()) for part in settings.origin_keys.split(",") if part.strip()]
         secret = None if settings.origin_secret is None else read_secret(Path(settings.origin_secret))
         self._origin = Origin(settings.origin, keys, token=_read_token(settings.origin_token), secret=secret)
-        self._engine = engine
+        self._kv, self._chunks = chunks.kv, chunks
+        self._engine = engine = chunks.kv.engine
         self._local = local_tenants(settings.local_tenants)
         has = engine.capabilities
         self._can_fetch_prefix = has.layer_feeds and has.spans and not settings.deterministic
@@ -93,32 +88,41 @@ class RemoteKv:
         self._closed = False
         self._backoff_until = 0.0
 
-    def start_fetch(
-        self, known: CacheLookup, plan: Plan, rates: Rates, passages: ChunkPrefill | None
-    ) -> RemoteFetch | None:
-        """Start a fetch for a prompt if allowed and worth it, or take over one that was prefetched; None if not.
+    def run(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult | None:
+        """Prefill a prompt from the local cache, the origin and computing; None if the origin is not asked.
 
-        `passages` stores those that arrive."""
+        Raises `Cancelled`, and what the engine raises.
+        """
+        fetch = self.start_fetch(lookup, plan)
+        if fetch is None:
+            return None
+        try:
+            if isinstance(fetch, RemoteChunkFetch):
+                return prefill_with_arrivals(self._chunks, work, context, lookup, fetch)
+            return self._prefill_prefix(fetch, PrefixPrefill(self._kv, work, context, lookup, plan))
+        finally:
+            fetch.close()
+
+    def start_fetch(self, lookup: CacheLookup, plan: Plan) -> RemoteFetch | None:
+        """Start a fetch for a prompt if allowed and worth it, or take over one that was prefetched; None if not."""
         with self._lock:
-            ahead = self._ahead.pop(_prompt_key(known), None)
-        if ahead is not None and not self._is_allowed(known, plan):  # in the local cache by now
+            ahead = self._ahead.pop(_prompt_key(lookup), None)
+        if ahead is not None and not self._is_allowed(lookup, plan):  # in the local cache meanwhile
             ahead.close()
             return None
-        return ahead or self._start_fetch(known, plan, rates, passages)
+        return ahead or self._start_fetch(lookup, plan)
 
-    def prefetch(
-        self, known: CacheLookup, plan: Plan, rates: Rates, passages: ChunkPrefill | None
-    ) -> Prefetched | None:
+    def prefetch(self, lookup: CacheLookup, plan: Plan) -> Prefetched | None:
         """Start the fetch of a prompt that waits for its turn; None if not worth it."""
-        key = _prompt_key(known)
+        key = _prompt_key(lookup)
         with self._lock:
             if len(self._ahead) >= MAX_AHEAD or key in self._ahead or self._closed:
                 return None
-            coming = self._start_fetch(known, plan, rates, passages)  # only starts it
-            if coming is None:
+            fetch = self._start_fetch(lookup, plan)  # only starts it
+            if fetch is None:
                 return None
-            self._ahead[key] = coming
-        return Prefetched(self, key, coming)
+            self._ahead[key] = fetch
+        return Prefetched(self, key, fetch)
 
     @property
     def ahead(self) -> tuple[RemoteFetch, ...]:
@@ -126,105 +130,85 @@ class RemoteKv:
         with self._lock:
             return tuple(self._ahead.values())
 
-    def drop(self, key: PromptKey, coming: RemoteFetch) -> None:
+    def drop(self, key: PromptKey, fetch: RemoteFetch) -> None:
         """Close a prefetch unless `start_fetch` has taken it over."""
         with self._lock:
-            if self._ahead.get(key) is not coming:
+            if self._ahead.get(key) is not fetch:
                 return
             del self._ahead[key]
-        coming.close()
+        fetch.close()
 
-    def _start_fetch(
-        self, known: CacheLookup, plan: Plan, rates: Rates, passages: ChunkPrefill | None
-    ) -> RemoteFetch | None:
-        if not self._is_allowed(known, plan):
+    def _start_fetch(self, lookup: CacheLookup, plan: Plan) -> RemoteFetch | None:
+        if not self._is_allowed(lookup, plan):
             return None
-        left = rates.compute_seconds(Span(plan.reused, plan.tokens))
+        left = self._kv.costs.rates.compute_seconds(Span(plan.reused, plan.tokens))
         if left is not None and left < WORTH_SECONDS:
             return None
         try:
-            if known.passages is not None:
-                return None if passages is None else self._start_passages(known, known.passages, passages)
-            return RemotePrefixFetch(lambda stop: self._find(known, stop), plan.reused, self._back_off)
+            if lookup.passages is not None:
+                return self._start_passages(lookup, lookup.passages)
+            return RemotePrefixFetch(
+                lambda stop: self._find(lookup, stop), plan.reused, self._back_off, self._bandwidth
+            )
         except RuntimeError as error:  # no thread left
             log.warning("The origin is not asked: %s.", error)
             return None
 
-    def _start_passages(
-        self, known: CacheLookup, passages: ChunkMatches, kept: ChunkPrefill
-    ) -> RemoteChunkFetch | None:
+    def _start_passages(self, lookup: CacheLookup, passages: ChunkMatches) -> RemoteChunkFetch | None:
         """Start to fetch passages missing here. Raises `RuntimeError` if no thread can be started."""
-        kv_space, here = known.kv_space, [chunk.span for chunk in passages.picked if chunk.known is not None]
-        wanted = list(unknown_passages(passages.prompt_layout, known.tokens, here, known.matches.length))
+        kv_space, here = lookup.kv_space, [chunk.span for chunk in passages.picked if chunk.known is not None]
+        wanted = list(unknown_passages(passages.prompt_layout, lookup.tokens, here, lookup.matches.length))
         if not passages.picked or sum(len(passage.span) for passage in wanted) < CHUNK_TOKENS:
             return None
         source = OriginPassages(
             self._origin,
             KvModel(kv_space.namespace.identity, kv_space.layout, kv_space.adapter),
-            lambda found: self._level(found, known),
+            lambda found: self._level(found, lookup),
             self._bandwidth,
             FIND_SECONDS,
         )
-        keep = partial(keep_arrived, kept.store, known)
+        assert self._kv.store is not None
+        keep = partial(keep_arrived, self._kv.store, lookup)
         return RemoteChunkFetch(wanted, source, keep, self._back_off, self._bandwidth)
 
-    @staticmethod
-    def fill_passages(
-        coming: RemoteFetch, fill: ChunkPrefill, work: Prefill, context: Context, known: CacheLookup
-    ) -> PrefillResult:
-        """Prefill a prompt whose passages are being fetched. Raises as `fill` does."""
-        assert isinstance(coming, RemoteChunkFetch)  # see `_start_fetch`
-        return prefill_with_arrivals(fill, work, context, known, coming)
-
-    def fill(
-        self,
-        coming: RemoteFetch,
-        work: Prefill,
-        context: Context,
-        known: CacheLookup,
-        plan: Plan,
-        rates: Rates,
-        run_plan: RunExactPlan,
-    ) -> PrefillResult:
-        """Prefill a prompt from the local cache, the origin and computing. Raises `Cancelled`, and what the engine
-        raises."""
-        assert isinstance(coming, RemotePrefixFetch)  # see `_start_fetch`
-        prefill = PrefixPrefill(work, context, known, plan, run_plan)
+    def _prefill_prefix(self, fetch: RemotePrefixFetch, prefill: PrefixPrefill) -> PrefillResult:
+        """Compute chunk by chunk until the origin has answered; then compute and fetch the rest at the same time."""
+        plan, rates = prefill.plan, self._kv.costs.rates
         if prefill.is_between_chunks:  # else load or compute first
             left = rates.compute_seconds(Span(plan.reused, plan.tokens))
-            coming.wait(MAX_PATIENCE_SECONDS if left is None else min(PATIENCE * left, MAX_PATIENCE_SECONDS))
-        while not prefill.is_ready(coming):
+            fetch.wait_for_lookup(MAX_PATIENCE_SECONDS if left is None else min(PATIENCE * left, MAX_PATIENCE_SECONDS))
+        while not prefill.is_ready(fetch):
             prefill.next_piece()
-        offer = coming.offer
+        offer = fetch.offer
         if offer is None or not prefill.is_between_chunks or offer.cells.tokens <= prefill.at:
             return prefill.end()
-        return self._stream(prefill, offer, rates) or prefill.end()
+        return self._stream(prefill, fetch, offer, rates) or prefill.end()
 
     def close(self) -> None:
         """Close the connections, and store the layer costs. Idempotent."""
         with self._lock:
             self._closed = True
             waiting = list(self._ahead.items())
-        for key, coming in waiting:
-            self.drop(key, coming)
+        for key, fetch in waiting:
+            self.drop(key, fetch)
         self._origin.close()
         try:
             self._layers.close()
         except Exception:  # not worth failing for
             log.exception("What layers cost could not be learned.")
 
-    def _is_allowed(self, known: CacheLookup, plan: Plan) -> bool:
+    def _is_allowed(self, lookup: CacheLookup, plan: Plan) -> bool:
         return (
-            (self._can_fetch_prefix if known.passages is None else self._engine.capabilities.spans)
-            and not known.off
+            (self._can_fetch_prefix if lookup.passages is None else self._engine.capabilities.spans)
+            and not lookup.off
             and plan.tokens - plan.reused > CHUNK_TOKENS
-            and not self._local & {known.kv_space.namespace.tenant, "*"}
+            and not self._local & {lookup.kv_space.namespace.tenant, "*"}
             and time.monotonic() >= self._backoff_until
         )
 
-    def _find(self, known: CacheLookup, stop: Stop) -> RemotePrefix | None:
-        kv_space = known.kv_space
-        tokens = known.tokens[: len(known.tokens) - 1]  # the last token is computed
+    def _find(self, lookup: CacheLookup, stop: Stop) -> OriginSlices | None:
+        kv_space = lookup.kv_space
+        tokens = lookup.tokens[: len(lookup.tokens) - 1]  # the last token is computed
         found = self._origin.find(
             tokens,
             kv_space.namespace.identity,
@@ -233,21 +217,22 @@ class RemoteKv:
             timeout_seconds=FIND_SECONDS,
             stop=stop,
         )
-        level = None if found is None else self._level(found, known)
+        level = None if found is None else self._level(found, lookup)
         if found is None or level is None:
             return None
-        carrier = OriginSlices(self._origin, found, level)
-        return RemotePrefix(carrier, TransferQueue(carrier, self._bandwidth))
+        return OriginSlices(self._origin, found, level)
 
     @staticmethod
-    def _level(found: PublishedPrefix, known: CacheLookup) -> str | None:
+    def _level(found: PublishedPrefix, lookup: CacheLookup) -> str | None:
         """The level to fetch; None if none may be used."""
-        allowed = LEVELS if is_quantized(known.kv_space.codec) else (RAW,)
+        allowed = LEVELS if is_quantized(lookup.kv_space.codec) else (RAW,)
         return next((level for level in allowed if level in found.levels), None)
 
-    def _stream(self, prefill: PrefixPrefill, offer: RemotePrefix, rates: Rates) -> PrefillResult | None:
+    def _stream(
+        self, prefill: PrefixPrefill, link: RemotePrefixFetch, offer: OriginSlices, rates: Rates
+    ) -> PrefillResult | None:
         """Hybrid prefill of the rest; None if it has to be computed."""
-        context, tokens, link = prefill.context, prefill.known.tokens, offer.link
+        context, tokens = prefill.context, prefill.lookup.tokens
         try:
             costs = self._costs(offer, len(tokens), rates)
             streaming = HybridPrefill(
@@ -268,7 +253,7 @@ class RemoteKv:
             self._layers.learn(streaming.samples)
         return prefill.streamed(streaming, offer, logits)
 
-    def _costs(self, offer: RemotePrefix, tokens: int, rates: Rates) -> StreamCosts:
+    def _costs(self, offer: OriginSlices, tokens: int, rates: Rates) -> StreamCosts:
         """The estimated costs of every cell."""
         cells = offer.cells
         compute = self._layers.seconds(cells)
@@ -279,14 +264,14 @@ class RemoteKv:
         return StreamCosts(
             compute,
             compute * self._top_share,
-            offer.carrier.sizes.astype(np.float64),
+            offer.sizes.astype(np.float64),
             np.full(cells.layers, question),
             bandwidth=1.0,
         )
 
     def _seconds(self, span: Span, rates: Rates) -> float:
-        known = rates.compute_seconds(span)
-        return 2.0 * self._engine.parameters * len(span) / _FLOP_PER_SECOND if known is None else known
+        seconds = rates.compute_seconds(span)
+        return 2.0 * self._engine.parameters * len(span) / _FLOP_PER_SECOND if seconds is None else seconds
 
     def _back_off(self, reason: str) -> None:
         log.warning("The origin is left alone for %.0f s: %s", BACKOFF_SECONDS, reason)
@@ -297,18 +282,18 @@ class RemoteKv:
 class Prefetched:
     """The fetch of a prompt that waits for its turn. `close` it when the prompt starts or is dropped."""
 
-    _streams: RemoteKv
+    _remote: RemoteKv
     _key: PromptKey
-    _coming: RemoteFetch
+    _fetch: RemoteFetch
 
     def close(self) -> None:
         """Idempotent."""
-        self._streams.drop(self._key, self._coming)
+        self._remote.drop(self._key, self._fetch)
 
 
-def _prompt_key(known: CacheLookup) -> PromptKey:
+def _prompt_key(lookup: CacheLookup) -> PromptKey:
     """The same prompt is fetched differently when its passages may be reused."""
-    return known.kv_space, tuple(known.tokens), known.passages is not None
+    return lookup.kv_space, tuple(lookup.tokens), lookup.passages is not None
 
 
 def _top_share(engine: Engine) -> float:

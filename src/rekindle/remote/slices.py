@@ -21,9 +21,9 @@ from rekindle.codec.dtypes import carrier
 from rekindle.codec.planes import Planes, PlanesSpec, read, write
 from rekindle.codec.quantized import PRESETS
 from rekindle.core.kv import KvLayout, LayerKv
+from rekindle.core.plan import RAW
 from rekindle.errors import InvalidSetting, nearest
 
-RAW = "raw"
 MAGIC = b"RKr1"
 NAME = re.compile(r"[a-z][a-z0-9]{0,15}")
 _SLACK_BYTES = 1 << 12  # headers and frames of an incompressible slice

@@ -54,9 +54,9 @@ class SliceSource(Protocol):
 class TransferQueue:
     """Fetches one context: call `want`, then `wait`. Always `close` it."""
 
-    def __init__(self, carrier: SliceSource, bandwidth: Bandwidth | None = None) -> None:
-        """`bandwidth`: the estimate so far, updated by every slice."""
-        self._carrier = carrier
+    def __init__(self, source: SliceSource | None, bandwidth: Bandwidth | None = None) -> None:
+        """`bandwidth`: the estimate so far, updated by every slice. A subclass may find its source later."""
+        self._source = source
         self._changed = threading.Condition()
         self._bandwidth = bandwidth or Bandwidth()
         self._wanted: list[Cell] = []
@@ -99,7 +99,7 @@ class TransferQueue:
             speed = self._bandwidth.bytes_per_second()
             if not self._flying or speed is None or self._is_stalled():
                 return 0.0
-            left = sum(map(self._carrier.size_bytes, self._flying)) / speed
+            left = sum(map(self._size_bytes, self._flying)) / speed
             return max(0.0, left - (time.monotonic() - self._since))
 
     def _is_stalled(self) -> bool:
@@ -107,7 +107,7 @@ class TransferQueue:
         if not self._flying:
             return False
         speed = self._bandwidth.bytes_per_second()
-        expected = 0.0 if speed is None else self._carrier.size_bytes(self._flying[0]) / speed
+        expected = 0.0 if speed is None else self._size_bytes(self._flying[0]) / speed
         return time.monotonic() - self._since > max(_STALLED_SECONDS, _STALLED * expected)
 
     def bytes_per_second(self) -> float | None:
@@ -118,7 +118,7 @@ class TransferQueue:
             underway = None
             if self._flying:
                 now = time.monotonic()
-                underway = TransferSample(self._carrier.size_bytes(self._flying[0]), now - self._since, now)
+                underway = TransferSample(self._size_bytes(self._flying[0]), now - self._since, now)
             return self._bandwidth.bytes_per_second(underway)
 
     def want(self, order: TransferOrder | Iterable[Cell]) -> None:
@@ -139,7 +139,13 @@ class TransferQueue:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._carrier.cancel()
+            source = self._source
+        if source is not None:
+            source.cancel()
+
+    def _size_bytes(self, cell: Cell) -> int:
+        assert self._source is not None  # nothing is requested before
+        return self._source.size_bytes(cell)
 
     def _run(self) -> None:
         while (cells := self._next()) is not None:
@@ -166,7 +172,7 @@ class TransferQueue:
             room = speed * AT_A_TIME_SECONDS if speed is not None else 0.0
             most = min(_MAX_CELLS, max(_FIRST_CELLS, len(self._wanted) // _PARTS))
             while self._wanted and len(taken) < most:
-                room -= self._carrier.size_bytes(self._wanted[0])
+                room -= self._size_bytes(self._wanted[0])
                 if room < 0 and len(taken) >= _FIRST_CELLS:
                     break
                 taken.append(self._wanted.pop(0))
@@ -175,12 +181,13 @@ class TransferQueue:
             return self._flying
 
     def _mean_bytes(self, cells: Sequence[Cell]) -> float:
-        return max(1.0, sum(map(self._carrier.size_bytes, cells)) / len(cells))
+        return max(1.0, sum(map(self._size_bytes, cells)) / len(cells))
 
     def _bring(self, cells: Sequence[Cell]) -> None:
-        for cell, kv in self._carrier.carry(cells):
+        assert self._source is not None
+        for cell, kv in self._source.carry(cells):
             with self._changed:
-                now, size = time.monotonic(), self._carrier.size_bytes(cell)
+                now, size = time.monotonic(), self._size_bytes(cell)
                 self._bandwidth.add(TransferSample(size, now - self._since, now))  # includes decoding and the request
                 self._arrivals.append((cell, self._since, now))
                 self._since = now

@@ -30,7 +30,7 @@ from rekindle.session.session import Session
 from rekindle.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from rekindle.remote.remote_kv import Prefetched
+    from rekindle.cache.prefix_cache import Prefetch
 
 DEFAULT_PARALLEL = 8
 
@@ -161,9 +161,9 @@ class Service:
             if self.idle_thread is not None:
                 self.idle_thread.leave()
 
-    def _prefetch(self, request: Request, turn: Requester) -> Future[Prefetched | None] | None:
+    def _prefetch(self, request: Request, turn: Requester) -> Future[Prefetch | None] | None:
         """Start fetching a queued request's prompt KV from the origin."""
-        if self.session.cache.streams is None or self.line.is_free(turn):
+        if self.session.cache.remote is None or self.line.is_free(turn):
             return None
         return self.side_threads.submit(self.session.prefetch, request)
 
@@ -208,7 +208,7 @@ def _too_late(limit: float) -> ApiError:
     )
 
 
-def _drop(prefetch: Future[Prefetched | None]) -> None:
+def _drop(prefetch: Future[Prefetch | None]) -> None:
     """Release a prefetch whose request has begun or was given up, whatever its outcome."""
     if not prefetch.cancelled() and prefetch.exception() is None and (prefetched := prefetch.result()) is not None:
         prefetched.close()

@@ -92,7 +92,7 @@ def _of(number: int, text: Sequence[int], length: int) -> Iterator[tuple[tuple[i
         yield tuple(text[stop - length : stop]), (number, stop)
 
 
-def drafts_for(request: Request, known: CacheLookup, engine: Engine) -> Drafts | None:
+def drafts_for(request: Request, lookup: CacheLookup, engine: Engine) -> Drafts | None:
     """The drafts of a request whose `answers` is settled: those it came with, and what followed its prompt before.
 
     None if there may be none.
@@ -100,7 +100,7 @@ def drafts_for(request: Request, known: CacheLookup, engine: Engine) -> Drafts |
     own = [_encoded(draft, engine.tokenizer) for draft in request.drafts]
     if not request.drafted_tokens:
         return Drafts(own, room=_room(engine)) if own else None
-    return Drafts([*own, _earlier(known)], known.tokens, _room(engine))
+    return Drafts([*own, _earlier(lookup)], lookup.tokens, _room(engine))
 
 
 def _room(engine: Engine) -> Callable[[], int]:
@@ -108,12 +108,12 @@ def _room(engine: Engine) -> Callable[[], int]:
     return lambda: max_exact_step(engine) - 1
 
 
-def _earlier(known: CacheLookup) -> Sequence[int]:
+def _earlier(lookup: CacheLookup) -> Sequence[int]:
     """What came after this very prompt before."""
-    parked, count = known.parked, len(known.tokens)
-    if parked is not None and len(parked.tokens) > count and parked.tokens[:count] == tuple(known.tokens):
+    parked, count = lookup.parked, len(lookup.tokens)
+    if parked is not None and len(parked.tokens) > count and parked.tokens[:count] == tuple(lookup.tokens):
         return parked.tokens[count:]
-    return known.matches.goes_on
+    return lookup.matches.goes_on
 
 
 def _encoded(draft: str | Sequence[int], tokenizer: Tokenizer) -> Sequence[int]:

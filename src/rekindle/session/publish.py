@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from rekindle.cache.coders import quantized_coder
+from rekindle.core.plan import RAW
 from rekindle.core.request import Request
 from rekindle.errors import InvalidSetting
 from rekindle.remote.index import KvModel
 from rekindle.remote.publish.publisher import PublishSource
-from rekindle.remote.slices import RAW, Level, level_named
+from rekindle.remote.slices import Level, level_named
 from rekindle.session.library import asking, quote_of
 from rekindle.session.prompt import encode_prompt
 from rekindle.session.session import Session
@@ -33,16 +34,12 @@ def computed(session: Session, request: Request) -> Iterator[PublishSource]:
         exact = replace(request, adapter=adapter, reuse="off" if request.reuse == "off" else "exact", max_tokens=0)
         prompt = encode_prompt(session.engine, exact)
         tokens = prompt.tokens if prompt.prompt_layout is None else prompt.tokens[: prompt.prompt_layout.question]
-        cache = session.cache
-        known = cache.lookup(exact, tokens, lambda: False)
-        filled = cache.fill(known, cache.plan(known), len(tokens), lambda: False)
-        try:
-            context, kv_space = filled.context, known.kv_space
+        with session.cache.prepare(exact, tokens, lambda: False) as prefill:
+            prefill.run(len(tokens), lambda: False)
+            context, kv_space = prefill.context, prefill.lookup.kv_space
             assert context.quantized_tokens == 0 and context.exact_tokens >= len(tokens), "not what computing gives"
             whose = KvModel(kv_space.namespace.identity, kv_space.layout, kv_space.adapter)
             yield PublishSource(whose, tokens, context.sequence.export, kv_space.namespace.tenant, session.engine.name)
-        finally:
-            cache.keep(filled.context)
 
 
 def levels_of(text: str, session: Session) -> list[Level]:

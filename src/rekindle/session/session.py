@@ -45,12 +45,11 @@ from rekindle.knowledge.ingest import IngestResult
 from rekindle.models.download import Progress
 from rekindle.session.answers import Answers
 from rekindle.session.ask import AnswerStream, AskOptions, Evidence, Prepared, sources_of, sources_then
-from rekindle.session.checkpoint_cache import CheckpointCache
 from rekindle.session.draft import drafts_for
 from rekindle.session.generate import Generation, decode
 from rekindle.session.keep_alive import KeepAlive
 from rekindle.session.library import Forgotten, Knowledge, asking, purging, quote_of
-from rekindle.session.prefix_cache import PrefixCache
+from rekindle.session.open_cache import open_cache
 from rekindle.session.prompt import PromptTokens, WrittenReplies, encode_prompt
 from rekindle.session.reply_stream import AsyncReplyStream, ReplyStream
 from rekindle.settings import Settings
@@ -63,7 +62,7 @@ from rekindle.text.tools.styles import detect_style
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from rekindle.remote.remote_kv import Prefetched
+    from rekindle.cache.prefix_cache import Prefetch
 
 Told = Callable[[Reuse], None]
 
@@ -102,10 +101,9 @@ class Session:
         self.engine_kind = "llamacpp" if is_llamacpp(self._resting.awake if self._resting else loaded) else "hf"
         self._engine: Engine | None = self._sharing(loaded)
         self._grammars: GrammarBackend | None = None
-        kind = PrefixCache if self._engine.capabilities.spans else CheckpointCache
         self.adapters = LoraManager(self._engine, self.settings.adapter)
         self._written = WrittenReplies(self.settings, self.adapters)
-        self.cache = kind(self._engine, self.settings, self.adapters)
+        self.cache = open_cache(self._engine, self.settings, self.adapters)
         # What another session kept in the user's own folder goes, too, if this one keeps nothing.
         self.knowledge = Knowledge(
             self.settings, purging(self.settings) if self.cache.store is None else self.cache.purge
@@ -304,8 +302,8 @@ class Session:
         self.flush()
         return done
 
-    def prefetch(self, request: Request) -> Prefetched | None:
-        """Let the prompt of a request that has to wait come from the origin meanwhile. `close` what is returned."""
+    def prefetch(self, request: Request) -> Prefetch | None:
+        """Start to fetch the prompt of a request that waits for its turn from the origin. `close` what is returned."""
         with self._alive.use(), self.adapters.use(request.adapter) as adapter:
             settled = replace(request, adapter=adapter)
             prompt = encode_prompt(self.engine, settled, self._written.of(settled))
@@ -330,31 +328,26 @@ class Session:
         prompt = encode_prompt(engine, request, written := self._written.of(request))
         constraint = self._constraint(request, cancelled, opened)
         generation = Generation(engine, request, prompt, constraint, started=started)
-        drafts = engine.capabilities.spans and not self.settings.deterministic
+        may_draft = engine.capabilities.spans and not self.settings.deterministic
         evidence = self._evidence(request, prompt)
         reuse: Reuse | None = None
         while generation.finish_reason is None:  # once; again where a longer context needs other KV
-            prompt_layout = prompt.prompt_layout if reuse is None else None  # what was said of the reply stays true
-            known = cache.lookup(request, generation.context, cancelled, evidence, prompt_layout)
-            plan = cache.plan(known)
-            if drafts and generation.drafts is None:
-                generation.drafts = drafts_for(request, known, engine)
-            if planned is not None and reuse is None:
-                planned(cache.reuse(known, plan))
-            filled = cache.fill(known, plan, generation.capacity, cancelled)
-            try:
-                text = generation.take(filled.logits)
+            prompt_layout = prompt.prompt_layout if reuse is None else None  # the report of the first time stays true
+            with cache.prepare(request, generation.context, cancelled, evidence, prompt_layout) as prefill:
+                if may_draft and generation.drafts is None:
+                    generation.drafts = drafts_for(request, prefill.lookup, engine)
+                if planned is not None and reuse is None:
+                    planned(prefill.reuse)
+                text = generation.take(prefill.run(generation.capacity, cancelled))
                 if reuse is None:
-                    reuse = cache.reuse(known, plan, filled)
+                    reuse = prefill.reuse
                     if evidence is not None:
                         cache.offer(evidence)
-                    cache.note(known, self._prompt(request, known), reuse, filled, time.perf_counter() - started)
-                cache.keep_early(filled.context)
+                    prefill.note(self._prompt(request, prefill.lookup), time.perf_counter() - started)
+                prefill.commit_prompt()
                 if text:
                     yield text
-                yield from decode(engine, generation, filled.context, cancelled)
-            finally:
-                cache.keep(filled.context)
+                yield from decode(engine, generation, prefill.context, cancelled)
         assert reuse is not None
         reply = parse_reply_calls(generation.reply(reuse), request, engine.tokenizer.template)
         if written is not None:
@@ -391,16 +384,12 @@ class Session:
         """The same for a request that was built before."""
         with self._alive.use():
             prompt = encode_prompt(self.engine, request, self._written.of(request))
-            known = self.cache.look(request, prompt.tokens, prompt.prompt_layout)
-            plan = self.cache.plan(known)
-            reuse = self.cache.reuse(known, plan)
-            self.cache.forget(known)
-            match, explainer = known.matches.match, self.cache.explainer(known.kv_space)
-            return explainer.explain(self._prompt(request, known), plan, match, reuse)
+            with self.cache.peek(request, prompt.tokens, prompt.prompt_layout) as prefill:
+                return prefill.explain(self._prompt(request, prefill.lookup))
 
-    def _prompt(self, request: Request, known: CacheLookup) -> Prompt:
-        identity = self.engine.identity(self.engine.regime(len(known.tokens)))
-        return Prompt(known.kv_space, identity, self.engine.name, known.tokens, request.prompt)
+    def _prompt(self, request: Request, lookup: CacheLookup) -> Prompt:
+        identity = self.engine.identity(self.engine.regime(len(lookup.tokens)))
+        return Prompt(lookup.kv_space, identity, self.engine.name, lookup.tokens, request.prompt)
 
     def close(self) -> None:
         """Keep what is waiting, within a bounded time, and free the model, unless it was given. Idempotent."""

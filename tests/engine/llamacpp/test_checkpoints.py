@@ -13,12 +13,12 @@ import pytest
 pytest.importorskip("llama_cpp")
 
 from rekindle import Session
+from rekindle.cache.checkpoint_kv import GRID_TOKENS, CheckpointKv
 from rekindle.core.reply import Reply
 from rekindle.engine.llamacpp import engine as module
 from rekindle.engine.llamacpp.sequence import LlamaSequence
 from rekindle.engine.llamacpp.state import UnknownLayout
 from rekindle.errors import KvLost
-from rekindle.session.checkpoint_cache import GRID_TOKENS, CheckpointCache
 from rekindle.store.catalog import catalog
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
@@ -70,7 +70,7 @@ def start(path: Path, folder: Path) -> Iterator[Open]:
     def begin(file: Path = path, cache: Path | str = folder, **settings: Any) -> Session:
         given = {"disk_limit": "200MB", "threads": 1, **settings}
         session = Session(str(file), engine="llamacpp", cache=str(cache), **given)
-        session.cache.costs = UnmeasuredCosts()
+        session.cache.kv.costs = UnmeasuredCosts()
         opened.append(session)
         return session
 
@@ -107,7 +107,7 @@ def test_a_conversation_is_the_same_with_and_without_the_cache(start: Open) -> N
     expected, cold = talk(lambda: without)
     assert len(set(expected)) == len(expected) and not any(reply.reuse.reused for reply in cold)
     session = start()
-    assert isinstance(session.cache, CheckpointCache)
+    assert isinstance(session.cache.kv, CheckpointKv)
     texts, replies = talk(lambda: session)
     assert texts == expected
     assert replies[0].reuse.reused == 0 and all(reply.reuse.reused > 60 for reply in replies[1:])
@@ -169,7 +169,7 @@ def test_a_text_without_messages_is_kept_on_a_grid(folder: Path, tmp_path: Path)
     with Session(str(path), cache=str(folder), **settings) as session:
         session.generate(shared + " And then?", max_tokens=3)
     with Session(str(path), cache=str(folder), **settings) as session:
-        session.cache.costs = UnmeasuredCosts()
+        session.cache.kv.costs = UnmeasuredCosts()
         reply = session.generate(other, max_tokens=8, min_tokens=8)
     assert reply.text == expected
     assert reply.reuse.disk == 1200 // GRID_TOKENS * GRID_TOKENS
@@ -218,7 +218,7 @@ def test_a_state_of_more_pages_than_the_prompt_has_tokens_is_kept_in_every_turn(
         for old in sessions:
             old.close()
         sessions.append(Session(str(path), engine="llamacpp", cache=str(folder), threads=1, disk_limit="500MB"))
-        sessions[-1].cache.costs = UnmeasuredCosts()
+        sessions[-1].cache.kv.costs = UnmeasuredCosts()
         return sessions[-1]
 
     _, replies = talk(restarted)
@@ -308,7 +308,7 @@ def test_a_checkpoint_of_which_some_pages_were_evicted_is_computed(
 
     def answer(cache: Path | str = folder) -> Reply:
         with Session(str(path), cache=str(cache), **settings) as session:
-            session.cache.costs = UnmeasuredCosts()
+            session.cache.kv.costs = UnmeasuredCosts()
             return ask(session, chat)
 
     expected = answer("off")
@@ -336,7 +336,7 @@ def test_a_tiny_cache_evicts_and_never_answers_otherwise(tmp_path: Path, folder:
     with Session(str(path), cache="off", **settings) as without:
         expected = [ask(without, chat).text for chat in chats]
     with Session(str(path), cache=str(folder), **settings) as session:
-        session.cache.costs = UnmeasuredCosts()
+        session.cache.kv.costs = UnmeasuredCosts()
         for _ in range(3):
             for chat, text in zip(chats, expected, strict=True):
                 assert ask(session, chat).text == text

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rekindle.cache.prefill import PrefillResult
-from rekindle.chunks.match import ChunkCache
+from rekindle.cache.prefix_cache import PrefixCache
+from rekindle.chunks.prefill import ChunkPrefill
 from rekindle.chunks.select import OURS
 from rekindle.core.chunk import PromptLayout
 from rekindle.core.reply import Reuse
@@ -27,7 +28,6 @@ from rekindle.core.request import Request, ReuseLevel
 from rekindle.engine.base import Engine, Logits, Row
 from rekindle.session.calibrate.nearness import nearness, rouge_l
 from rekindle.session.calibrate.prompts import PassagePrompt, PassageQuestion, distinct_prompts, donors_of
-from rekindle.session.prefix_cache import PrefixCache
 from rekindle.session.prompt import PromptTokens
 from rekindle.session.session import Session
 
@@ -107,7 +107,7 @@ class StartedPrompt:
     fallback        passages were known, and all of it was computed
     """
 
-    filled: PrefillResult
+    result: PrefillResult
     reuse: Reuse
     seconds: float
     recomputed: float
@@ -117,37 +117,35 @@ class StartedPrompt:
     def end(self, cache: PrefixCache, *, keep: bool) -> None:
         """Give its context back; nothing of it is kept unless it shall be."""
         if not keep:
-            self.filled.context.passing = True
-        cache.keep(self.filled.context)
+            self.result.context.passing = True
+        cache.commit(self.result.context)
 
 
 def start_prompt(
     cache: PrefixCache, engine: Engine, request: Request, prompt: PromptTokens, more_tokens: int
 ) -> StartedPrompt:
-    """Look a prompt up, plan and fill, with room for more; the clock runs until its first logits are there."""
+    """Prefill a prompt, with room for more; the clock runs until its first logits are there."""
     assert prompt.prompt_layout is not None
     began = time.perf_counter()
-    known = cache.lookup(request, prompt.tokens, _never, None, prompt.prompt_layout)
-    plan = cache.plan(known)
-    filled = cache.fill(known, plan, len(prompt.tokens) + more_tokens, _never)
-    seconds = time.perf_counter() - began
-    filled.context.land()  # the next one begins with the same tokens, and would wait for it
-    picked = () if known.passages is None else known.passages.picked
-    usable = any(chunk.known is not None and chunk.span.stop > filled.plan.reused for chunk in picked)
-    shares = _shares(prompt.prompt_layout, filled, len(engine.layout.layers))
-    return StartedPrompt(
-        filled, cache.reuse(known, plan, filled), seconds, *shares, usable and filled.plan.reuse_chunks is None
-    )
+    prefill = cache.prepare(request, prompt.tokens, _never, None, prompt.prompt_layout)
+    prefill.run(len(prompt.tokens) + more_tokens, _never)
+    seconds, result = time.perf_counter() - began, prefill.result
+    result.context.land()  # the next one begins with the same tokens, and would wait for it
+    passages = prefill.lookup.passages
+    picked = () if passages is None else passages.picked
+    usable = any(chunk.known is not None and chunk.span.stop > result.plan.reused for chunk in picked)
+    shares = _shares(prompt.prompt_layout, result, len(engine.layout.layers))
+    return StartedPrompt(result, prefill.reuse, seconds, *shares, usable and result.plan.reuse_chunks is None)
 
 
-def _shares(prompt_layout: PromptLayout, filled: PrefillResult, layers: int) -> tuple[float, float]:
+def _shares(prompt_layout: PromptLayout, result: PrefillResult, layers: int) -> tuple[float, float]:
     tokens = sum(map(len, prompt_layout.chunks))
     whole = sum(  # tokens of passages that nothing was known of
         max(0, min(step.span.stop, span.stop) - max(step.span.start, span.start))
-        for step in filled.plan.computes
+        for step in result.plan.computes
         for span in prompt_layout.chunks
     )
-    return (len(filled.recomputed_positions) + whole) / tokens, (filled.cells + whole * layers) / (tokens * layers)
+    return (len(result.recomputed_positions) + whole) / tokens, (result.cells + whole * layers) / (tokens * layers)
 
 
 def _never() -> bool:
@@ -227,8 +225,9 @@ class BudgetTrials(PassageTrials):
         return sorted(tried, key=lambda one: one.budget)
 
     def choose(self, budget: float) -> None:
-        """Compute so much anew from now on."""
-        self.session.cache.chunks = ChunkCache(self.engine, replace(self.session.settings, recompute_budget=budget))
+        """Recompute this share of passages from now on."""
+        settings = replace(self.session.settings, recompute_budget=budget)
+        self.session.cache.chunks = ChunkPrefill(self.session.cache.kv, settings)
 
     def _try(self, budget: float) -> TriedBudget:
         self.choose(budget)
@@ -247,7 +246,7 @@ class BudgetTrials(PassageTrials):
 
     def _greedy(self, some: StartedPrompt) -> tuple[list[int], Logits]:
         """The answer up to where the model ends it, and the logits of its first tokens; the sequence is as before."""
-        sequence, logits = some.filled.context.sequence, [some.filled.logits[-1]]
+        sequence, logits = some.result.context.sequence, [some.result.logits[-1]]
         length, answer = sequence.length, [int(logits[0].argmax())]
         while len(answer) < ANSWER_TOKENS and answer[-1] not in self.engine.tokenizer.stop_ids:
             (found,) = self.engine.step([Row.following(sequence, answer[-1:])])
@@ -259,7 +258,7 @@ class BudgetTrials(PassageTrials):
     def _forced(self, some: StartedPrompt, answer: Sequence[int]) -> Logits:
         """The logits `[answer, vocabulary]` along another answer."""
         if len(answer) == 1:
-            return some.filled.logits[-1:]
-        sequence = some.filled.context.sequence
+            return some.result.logits[-1:]
+        sequence = some.result.context.sequence
         (found,) = self.engine.step([Row.following(sequence, answer[:-1], logits="all")])
-        return np.concatenate([some.filled.logits[-1:], found])
+        return np.concatenate([some.result.logits[-1:], found])

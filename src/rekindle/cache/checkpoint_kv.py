@@ -18,18 +18,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rekindle.cache.context import Context
+from rekindle.cache.context import Context, ParkedContexts
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.matches import Found, Matches
 from rekindle.cache.planner import PrefillSteps, make_plan
 from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult, TimedFeed
-from rekindle.cache.writer import WriteJob
+from rekindle.cache.stored_kv import EARLY_TOKENS, StoredKv
+from rekindle.cache.writer import BackgroundJob, WriteJob
 from rekindle.core.keys import TOKEN_BYTES, KvSpace, token_bytes
 from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
 from rekindle.core.plan import Plan, Tier
 from rekindle.core.scope import Asker
 from rekindle.errors import KvLost
-from rekindle.session.prefix_cache import EARLY_TOKENS, PrefixCache
 from rekindle.store.prefix_index import Match
 from rekindle.store.tiered import TieredStore
 
@@ -43,57 +43,34 @@ _MAGIC = b"rkcheck1"
 _LENGTHS = (1 << 5, 1 << 8, 1 << 11, 1 << 14, 1 << 17, 1 << 20)  # pages looked for
 
 
-class CheckpointCache(PrefixCache):
-    """A prefix cache that keeps and restores whole states."""
+class CheckpointKv(StoredKv):
+    """Stores and restores whole states."""
 
-    def plan(self, known: CacheLookup) -> Plan:
-        """What to do about it; steps end where a state shall be kept."""
-        return make_plan(known.matches, self.costs.rates, self._cut(known))
-
-    def _cut(self, known: CacheLookup) -> PrefillSteps:
-        return self.cut if known.off else replace(self.cut, edges=self._places(known))
-
-    def _places(self, known: CacheLookup) -> tuple[int, ...]:
-        return places(known.tokens, self._stops, self.cut.piece_tokens)
-
-    def _spans(self, known: CacheLookup, stop: int) -> list[Span]:
-        return self._cut(known).spans(0, stop)
-
-    def keep_early(self, context: Context) -> None:
-        """Keep the state of a long new prompt before its reply changes it."""
-        new = context.prompt_tokens - context.stored_tokens
-        if not context.passing and not self.cut.piece_tokens and new >= EARLY_TOKENS:
-            self._keep(context, context.prompt_tokens)
-
-    def keep(self, context: Context) -> None:
-        """Store the present state, note whose the checkpoints on its way are, and let it wait."""
-        asked = None if context.passing else _WasAsked(context.kv_space, context.tokens, context.asker)
-        super().keep(context)
-        if asked is not None:
-            self.offer(asked)  # behind the keeping of them
-
-    def miss(self, known: CacheLookup, plan: Plan, lost: str | None = None) -> str | None:
-        """Why not everything but the last token is reused, in a word; None if it is."""
-        word = super().miss(known, plan, lost)
-        return "checkpoint" if word == "differs" else word
-
-    @property
-    def _stops(self) -> Set[int]:
-        return self._engine.tokenizer.stop_ids
-
-    def _take_parked(self, kv_space: KvSpace, tokens: Sequence[int], *, exact: bool) -> Context | None:  # noqa: ARG002
-        return self._parked.take(kv_space, tokens, whole=True)
-
-    def _find(
+    def take_parked(
         self,
-        store: TieredStore,
+        parked: ParkedContexts,
+        kv_space: KvSpace,
+        tokens: Sequence[int],
+        *,
+        exact: bool,  # noqa: ARG002  (nothing else is possible)
+    ) -> Context | None:
+        return parked.take(kv_space, tokens, whole=True)
+
+    def find(
+        self,
         kv_space: KvSpace,
         tokens: Sequence[int],
         in_engine: int,
+        preferred: KvSpace | None,  # noqa: ARG002  (nothing is quantized)
         follow: int,  # noqa: ARG002  (a state cannot be cut where a draft turns out to be wrong)
     ) -> Matches:
-        if self.writer is not None:  # the last state of this chat may be on its way: it is worth waiting for
-            self.writer.flush(_PENDING_SECONDS)
+        """The longest checkpoint of a prompt. Raises `NoAnswer`."""
+        return self.ask_store(lambda: self._find(kv_space, tokens, in_engine))
+
+    def _find(self, kv_space: KvSpace, tokens: Sequence[int], in_engine: int) -> Matches:
+        store = self.store
+        assert store is not None and self.writer is not None
+        self.writer.flush(_PENDING_SECONDS)  # the last state of this chat may be queued: it is worth waiting for
         for name, match in _kept(store, kv_space, tokens, Span(in_engine + 1, len(tokens))):
             if match is not None:
                 held = all(store.holds(piece) for piece in match.pieces)
@@ -103,40 +80,67 @@ class CheckpointCache(PrefixCache):
                 return Matches(len(tokens), in_engine, (found,), match)
         return Matches(len(tokens), in_engine)
 
-    def _prefill(self, context: Context, known: CacheLookup, cancelled: IsCancelled) -> Prefill:
-        def reached(length: int) -> None:
-            if not known.off and length in edges:
-                self._keep(context, length)
+    def plan(self, lookup: CacheLookup) -> Plan:
+        """The fastest plan; its steps end where a state is written."""
+        return make_plan(lookup.matches, self.costs.rates, self._steps_of(lookup))
 
-        edges = self._places(known)
-        return replace(super()._prefill(context, known, cancelled), reached=reached)
+    def miss(self, lookup: CacheLookup, plan: Plan, lost: str | None = None) -> str | None:
+        """Why not everything but the last token is reused, in a word; None if it is."""
+        word = super().miss(lookup, plan, lost)
+        return "checkpoint" if word == "differs" else word
+
+    def work(self, context: Context, lookup: CacheLookup, cancelled: IsCancelled, alone: IsCancelled) -> Prefill:
+        """The prefill of a prompt, which writes states on its way."""
+        edges = self._places(lookup)
+
+        def reached(length: int) -> None:
+            if not lookup.off and length in edges:
+                self.write(context, length)
+
+        return replace(super().work(context, lookup, cancelled, alone), reached=reached)
+
+    def _steps_of(self, lookup: CacheLookup) -> PrefillSteps:
+        return self.steps if lookup.off else replace(self.steps, edges=self._places(lookup))
+
+    def _places(self, lookup: CacheLookup) -> tuple[int, ...]:
+        return places(lookup.tokens, self.engine.tokenizer.stop_ids, self.steps.piece_tokens)
 
     def _used(self, match: Match, tokens: int) -> Match:  # noqa: ARG002  (all of it, or nothing)
         return match
 
     def _run(self, work: Prefill, context: Context, plan: Plan, feed: TimedFeed) -> PrefillResult:
         pages = len(feed.span)
-        snapshot = _Pages(self._engine.layout, pages)
-        self._patience.ask(lambda: feed.fill(0, snapshot.out), feed.timeout_seconds, work.cancelled)
+        snapshot = _Pages(self.engine.layout, pages)
+        self.deadlines.ask(lambda: feed.fill(0, snapshot.out), feed.timeout_seconds, work.cancelled)
         context.sequence.restore(snapshot.content(plan.reused), plan.reused)
         context.tokens = tuple(work.tokens[: plan.reused])
         return replace(work.run(context, plan), load_seconds=feed.busy_seconds)
 
-    def _cut_to_pieces(self, context: Context) -> None:
-        """Whole pieces were kept on the way; what came after cannot be cut off."""
-        context.truncate(0)
+    def write_early(self, context: Context) -> None:
+        """Write the state of a long new prompt before its reply changes it."""
+        new = context.prompt_tokens - context.stored_tokens
+        if not context.passing and not self.steps.piece_tokens and new >= EARLY_TOKENS:
+            self.write(context, context.prompt_tokens)
 
-    def _keep(self, context: Context, count: int) -> None:
-        """Keep the state as it is now: that of the first `count` tokens."""
+    def write(self, context: Context, count: int) -> None:
+        """Write the state as it is now: that of the first `count` tokens."""
         if self.writer is None or count <= context.stored_tokens or context.sequence.length != count:
             return
-        kv = _as_pages(self._engine.layout, context.sequence.snapshot(), count)
+        kv = _as_pages(self.engine.layout, context.sequence.snapshot(), count)
         (name,) = _names(context.tokens, [count])
         job = WriteJob(context.kv_space, tuple(name.ids(len(kv.span))), lambda span: _part(kv, span))
         job.guard, job.asker = context.guard, context.asker
         job.detach()
         if self.writer.offer(job):
             context.stored_tokens = count
+
+    def use_note(self, context: Context) -> BackgroundJob:
+        """Checkpoints are found by name, not by their tokens."""
+        return _CheckpointsUsed(context.kv_space, context.tokens, context.asker)
+
+    def cut_to_pieces(self, context: Context) -> None:
+        """Whole pieces were written on the way; what came after cannot be cut off."""
+        context.truncate(0)
 
 
 def places(tokens: Sequence[int], stops: Set[int], piece_tokens: int | None = None) -> tuple[int, ...]:
@@ -185,8 +189,8 @@ def _names(tokens: Sequence[int], lengths: Iterable[int]) -> Iterator[_Name]:
 
 
 @dataclass(frozen=True)
-class _WasAsked:
-    """Notes which app used the checkpoints of a prompt and its reply. They are found by name, not by the tokens."""
+class _CheckpointsUsed:
+    """Notes which app used the checkpoints of a prompt and its reply."""
 
     kv_space: KvSpace
     tokens: tuple[int, ...]

@@ -1,0 +1,421 @@
+"""The prefix cache of a session: one handle for the prefill of a prompt, from lookup to commit.
+
+    with cache.prepare(request, tokens, cancelled) as prefill:     looked up and planned
+        logits = prefill.run(capacity, cancelled)                  loaded, computed
+        ...                                                        decode into prefill.context
+                                                                   leaving commits: written in the background, parked
+
+Nothing in here fails or delays a request for longer than computing would take.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import psutil
+
+from rekindle.cache.context import Context, ParkedContexts
+from rekindle.cache.cost import Costs, remember_costs
+from rekindle.cache.deadline import NoAnswer
+from rekindle.cache.explain import Explainer, Explanation, Prompt
+from rekindle.cache.inflight import InflightPrefills
+from rekindle.cache.kv_spaces import KvSpaces
+from rekindle.cache.lookup import CacheLookup, refused_tiers
+from rekindle.cache.matches import Matches
+from rekindle.cache.memory_gate import MemoryGate
+from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult
+from rekindle.cache.request_log import Note, Stayed
+from rekindle.cache.reuse_report import report_reuse
+from rekindle.cache.stored_kv import StoredKv
+from rekindle.cache.writer import BackgroundJob, BackgroundWriter, WriteGuard
+from rekindle.core.chunk import PromptLayout
+from rekindle.core.chunk_match import ChunkMatches
+from rekindle.core.keys import KvSpace
+from rekindle.core.plan import Plan
+from rekindle.core.reply import Reuse
+from rekindle.core.request import Request
+from rekindle.core.scope import Scope
+from rekindle.core.size import parse_limit
+from rekindle.engine.base import Logits
+from rekindle.engine.lora_manager import LoraManager
+from rekindle.errors import OutOfMemory
+from rekindle.settings import Settings
+from rekindle.store.purge.purge import TokenRun
+from rekindle.store.tiered import TieredStore
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+log = logging.getLogger("rekindle.cache")
+
+CLOSE_SECONDS, REST_SECONDS = 10.0, 60.0
+
+
+class ChunkStrategy(Protocol):
+    """Reuse of passages anywhere in a prompt (`chunks/`): may find more, plan better, and then runs the plan."""
+
+    def allowed(self, request: Request) -> bool:
+        """Whether a request may reuse passages of other prompts."""
+
+    def find(self, kv_space: KvSpace, tokens: Sequence[int], passages: ChunkMatches) -> ChunkMatches:
+        """Look the passages up. Raises `NoAnswer`."""
+
+    def plan(self, lookup: CacheLookup, exact: Plan) -> Plan:
+        """A plan that reuses passages, if that is expected to be faster than the exact one."""
+
+    def run(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult:
+        """Run a plan of a prompt with passages."""
+
+
+class Prefetch(Protocol):
+    """A fetch of a prompt that waits for its turn."""
+
+    def close(self) -> None:
+        """The prompt starts now or is dropped. Idempotent."""
+
+
+class RemoteStrategy(Protocol):
+    """KV from an origin (`remote/`), fetched while the rest is computed."""
+
+    def prefetch(self, lookup: CacheLookup, plan: Plan) -> Prefetch | None:
+        """Start to fetch a prompt that waits for its turn; None if it is not worth it."""
+
+    def run(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult | None:
+        """Run a plan, and fetch what it would compute; None if the origin is not asked."""
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+
+
+class PrefixCache:
+    """One for each session. With `cache="off"` it finds and keeps nothing."""
+
+    def __init__(
+        self,
+        kv: StoredKv,
+        settings: Settings,
+        adapters: LoraManager,
+        chunks: ChunkStrategy,
+        remote: RemoteStrategy | None = None,
+    ) -> None:
+        """Raises `InvalidSetting`."""
+        self.kv, self.chunks, self.remote = kv, chunks, remote
+        self._settings = settings
+        self.kv_spaces = KvSpaces(kv.engine, settings, adapters, kv.steps.piece_tokens)
+        memory = parse_limit(settings.memory_limit).resolve(psutil.virtual_memory().total)
+        crowded = kv.engine.capabilities.crowded  # then parked contexts take no memory that is not taken anyway
+        # A parked context has no age: with a time to live, there are none.
+        parks = kv.store is not None and settings.ttl is None and memory > 0
+        self._parked = ParkedContexts((sys.maxsize if crowded else memory // 2) if parks else 0)
+        self._memory_gate, self._inflight = MemoryGate(self.unpark), InflightPrefills()
+        self._warned = False  # that the store does not answer: once, until it does again
+        self.owner_asks = True  # False in a server: whoever asks there may not be the owner of the folder
+        self._closed = False
+
+    @property
+    def store(self) -> TieredStore | None:
+        return self.kv.store
+
+    @property
+    def writer(self) -> BackgroundWriter | None:
+        return self.kv.writer
+
+    @property
+    def costs(self) -> Costs:
+        return self.kv.costs
+
+    # -- a request ---------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        request: Request,
+        tokens: Sequence[int],
+        cancelled: IsCancelled,
+        guard: WriteGuard | None = None,
+        prompt_layout: PromptLayout | None = None,
+    ) -> PromptPrefill:
+        """Look a prompt up and plan its prefill; waits while another request computes the same prefix.
+
+        prompt_layout   where its passages stand
+        guard           whether what is computed may be written, asked then
+
+        Raises `Cancelled`.
+        """
+        while True:
+            lookup = self._look(request, tokens, guard, prompt_layout)
+            if lookup.off or not self.kv.engine.capabilities.spans:
+                return PromptPrefill(self, lookup)
+            inflight, own = self._inflight.join(lookup.kv_space, tokens, lookup.matches.length)
+            if own:
+                return PromptPrefill(self, replace(lookup, inflight=inflight))
+            self.park(lookup.parked)
+            inflight.wait(cancelled)
+
+    def peek(self, request: Request, tokens: Sequence[int], prompt_layout: PromptLayout | None = None) -> PromptPrefill:
+        """The same without waiting, for a prompt that is not run: see its `lookup`, `plan` and `reuse`."""
+        return PromptPrefill(self, self._look(request, tokens, None, prompt_layout))
+
+    def prefetch(
+        self, request: Request, tokens: Sequence[int], guard: WriteGuard | None, prompt_layout: PromptLayout | None
+    ) -> Prefetch | None:
+        """Start to fetch a prompt that waits for its turn from the origin; None if it is not worth it."""
+        if self.remote is None:
+            return None
+        lookup = self._look(request, tokens, guard, prompt_layout)
+        self.park(lookup.parked)
+        lookup = replace(lookup, parked=None)
+        return self.remote.prefetch(lookup, self.plan(lookup))
+
+    def _look(
+        self, request: Request, tokens: Sequence[int], guard: WriteGuard | None, prompt_layout: PromptLayout | None
+    ) -> CacheLookup:
+        """What is stored of a prompt. `park` its parked context afterwards, or go on from it."""
+        kv_space = self.kv_spaces.of(request, len(tokens))
+        asker = request.asker(kv_space.namespace.scope)
+        if self.store is None or request.reuse == "off":
+            return CacheLookup(kv_space, tokens, Matches(len(tokens)), off=True, guard=guard, asker=asker)
+        exact = not self.chunks.allowed(request)
+        passages = None if exact or prompt_layout is None else ChunkMatches.of(prompt_layout, tokens)
+        parked = self.kv.take_parked(self._parked, kv_space, tokens, exact=exact)
+        in_engine = 0 if parked is None else parked.common(tokens, exact=exact)
+        nothing = CacheLookup(
+            kv_space, tokens, Matches(len(tokens), in_engine), parked, guard=guard, passages=passages, asker=asker
+        )
+        if in_engine >= len(tokens) - 1:
+            return nothing
+        try:
+            preferred = self.kv_spaces.exact(kv_space)
+            found = self.kv.find(kv_space, tokens, in_engine, preferred, request.drafted_tokens)
+            if passages is not None and request.max_tokens and found.length < passages.prompt_layout.question:
+                passages = self.chunks.find(kv_space, tokens, passages)
+        except NoAnswer as late:
+            log.log(logging.DEBUG if self._warned else logging.WARNING, "The cache does not answer: %s.", late)
+            self._warned = True
+            return replace(nothing, trouble=f"the cache does not answer: {late}")
+        self._warned = False
+        return replace(nothing, matches=found, passages=passages)
+
+    def plan(self, lookup: CacheLookup) -> Plan:
+        """What to load and what to compute."""
+        exact = self.kv.plan(lookup)
+        return exact if lookup.passages is None else self.chunks.plan(lookup, exact)
+
+    def run(self, lookup: CacheLookup, plan: Plan, capacity: int, cancelled: IsCancelled) -> PrefillResult:
+        """Run a plan into a context with room for `capacity` tokens: a parked one or a new one."""
+        self._memory_gate.enter()
+        context = None
+        try:
+            context = self._continue_parked(lookup, plan, capacity)
+            if self.kv.engine.capabilities.crowded:
+                self.unpark()
+            if context is None:
+                if plan.in_engine:  # there is no room to go on from it
+                    plan = self.kv.plan_computing(lookup, plan)
+                regime = self.kv.engine.regime(len(lookup.tokens))
+                opened = partial(self.kv.engine.open, capacity, regime, lookup.kv_space.adapter)
+                context = Context(lookup.kv_space, self._memory_gate.take(opened, cancelled))
+            _begin(context, lookup)
+            self.costs.refused(refused_tiers(lookup, plan, self.kv.steps))
+            work = self.kv.work(context, lookup, cancelled, self._memory_gate.is_alone)
+            fetched = None if self.remote is None else self.remote.run(work, context, lookup, plan)
+            return fetched or (self.kv if lookup.passages is None else self.chunks).run(work, context, lookup, plan)
+        except BaseException:
+            if lookup.inflight is not None:
+                lookup.inflight.land()
+            if context is not None:
+                context.close()
+            self._memory_gate.leave()
+            raise
+
+    def _continue_parked(self, lookup: CacheLookup, plan: Plan, capacity: int) -> Context | None:
+        """The context that the plan continues, cut to what it shares and with room for more; None for a new one."""
+        context = lookup.parked
+        if context is None or not plan.in_engine:
+            self.park(context)
+            return None
+        try:
+            context.truncate(plan.reused)
+            context.reserve(capacity)
+        except OutOfMemory:
+            context.close()
+            return None
+        self.kv.offer(Stayed(lookup.kv_space, lookup.tokens[: plan.reused], self.costs))
+        return context
+
+    def park(self, context: Context | None) -> None:
+        """Let a context wait in the engine for its next request."""
+        if context is not None:
+            self._parked.park(context)
+
+    def commit(self, context: Context) -> None:
+        """Write what a context holds, prompt and reply, in the background, and park it."""
+        asked = None if context.passing else self.kv.use_note(context)
+        try:
+            if context.passing or self._closed:
+                context.close()
+                return
+            if self.kv.steps.piece_tokens:
+                self.kv.cut_to_pieces(context)
+            if context.tokens:
+                self.kv.write(context, len(context.tokens))
+                for job in context.jobs():
+                    self.kv.offer(job)
+                self._parked.park(context)
+            else:
+                context.close()
+            if asked is not None:
+                self.kv.offer(asked)  # behind the write jobs: then all of it is found
+        finally:
+            context.land()
+            self._memory_gate.leave()
+
+    def explainer(self, kv_space: KvSpace) -> Explainer:
+        """What explains requests of a KV space. Only the owner of the folder may learn what others' prompts share."""
+        engine, own = self.kv.engine, Scope(self._settings.tenant, self._settings.cache_salt)
+        everyone, why = self.owner_asks and kv_space.namespace.scope == own, engine.capabilities.opaque
+        return Explainer(self.store, engine.tokenizer, self.costs, everyone=everyone, opaque=why)
+
+    def offer(self, job: BackgroundJob) -> None:
+        """Queue another job for the store."""
+        self.kv.offer(job)
+
+    # -- the whole cache ---------------------------------------------------------------------------------------------
+
+    def unpark(self, scope: Scope | None = None, app: str | None = None) -> None:
+        """Close all parked contexts, or those of one scope, or of one app of it. Their KV is in memory or on disk."""
+        self._parked.clear(scope, app)
+
+    def rest(self) -> bool:
+        """Write everything and close all contexts, so that the engine can free its model; False if it cannot."""
+        done = self.flush(REST_SECONDS)
+        self.unpark()
+        return done
+
+    def purge(
+        self, tenant: str, salt: str, runs: Sequence[TokenRun], texts: Sequence[str], *, everything: bool = False
+    ) -> None:
+        """Remove every trace of some runs of tokens, and of some texts; all KV of the tenant and salt if `everything`.
+
+        Raises `CacheError` if it cannot be done.
+        """
+        self.flush(REST_SECONDS)
+        self.unpark(Scope(tenant, salt))
+        if self.store is not None:
+            if everything:
+                self.store.remove_all(tenant, salt)
+            self.store.purge(tenant, salt, runs, texts=texts)
+
+    def clear(self) -> int:
+        """Remove everything of all tenants; returns the number of files removed. Raises `CacheError`."""
+        self.rest()
+        return 0 if self.store is None else self.store.clear()
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything offered so far is written; False if that takes longer."""
+        return self.writer is None or self.writer.flush(timeout_seconds)
+
+    def close(self) -> None:
+        """Write what is queued, within a bounded time, and remember the costs. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._inflight.land()
+        remember_costs(self.kv.engine, self.costs)
+        self.kv.close(CLOSE_SECONDS)
+        self._parked.clear()
+        if self.remote is not None:
+            self.remote.close()
+
+
+def _begin(context: Context, lookup: CacheLookup) -> None:
+    context.passing, context.inflight, context.guard = lookup.off, lookup.inflight, lookup.guard
+    context.prompt_tokens, context.asker = len(lookup.tokens), lookup.asker
+    context.stored_tokens = max(lookup.stored_tokens, context.stored_tokens)
+
+
+class PromptPrefill:
+    """The prefill of one prompt. Use it as a context manager: leaving commits what was run, or gives back the rest."""
+
+    def __init__(self, cache: PrefixCache, lookup: CacheLookup) -> None:
+        self._cache = cache
+        self.lookup = lookup
+        try:
+            self.plan = cache.plan(lookup)
+        except BaseException:
+            self._give_back()
+            raise
+        self._result: PrefillResult | None = None
+        self._ended = False  # committed, given back, or failed
+
+    @property
+    def result(self) -> PrefillResult:
+        """What `run` did."""
+        assert self._result is not None, "the prefill was not run"
+        return self._result
+
+    @property
+    def context(self) -> Context:
+        """The context that holds the prompt, after `run`."""
+        return self.result.context
+
+    @property
+    def reuse(self) -> Reuse:
+        """What is reused: as planned before `run`, as it came out after it."""
+        lookup, result = self.lookup, self._result
+        plan, lost = (self.plan, None) if result is None else (result.plan, result.lost)
+        return report_reuse(lookup, plan, result, self._cache.kv.miss(lookup, plan, lost))
+
+    def run(self, capacity: int, cancelled: IsCancelled) -> Logits:
+        """Load and compute the prompt, with room for `capacity` tokens; returns the logits after its last token.
+
+        What cannot be loaded is computed. Raises `Cancelled`, and what the engine raises.
+        """
+        self._ended = True  # a run that fails gives back what it took
+        self._result = self._cache.run(self.lookup, self.plan, capacity, cancelled)
+        self._ended = False
+        return self._result.logits
+
+    def note(self, prompt: Prompt, first_token_seconds: float) -> None:
+        """Remember the request for `explain`, in the background."""
+        if not self.lookup.off:
+            explainer, match = self._cache.explainer(self.lookup.kv_space), self.lookup.matches.match
+            plan, guard = self.result.plan, self.lookup.guard
+            self._cache.offer(Note(explainer, prompt, plan, match, self.reuse, first_token_seconds, guard))
+
+    def explain(self, prompt: Prompt) -> Explanation:
+        """Where the KV of the prompt would come from, and why not more of it."""
+        explainer = self._cache.explainer(self.lookup.kv_space)
+        return explainer.explain(prompt, self.plan, self.lookup.matches.match, self.reuse)
+
+    def commit_prompt(self) -> None:
+        """Write a long new prompt while its reply is being decoded."""
+        self._cache.kv.write_early(self.context)
+
+    def commit(self) -> None:
+        """Write what the context holds now, prompt and reply, and park it; without `run`, give back what was taken.
+
+        Idempotent.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        if self._result is not None:
+            self._cache.commit(self._result.context)
+        else:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self._cache.park(self.lookup.parked)
+        if self.lookup.inflight is not None:
+            self.lookup.inflight.land()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.commit()

@@ -1,0 +1,62 @@
+"""What was reused for a prompt, for its reply."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rekindle.cache.lookup import CacheLookup
+from rekindle.cache.prefill import PrefillResult
+from rekindle.core.plan import Plan
+from rekindle.core.reply import ChunkReuse, Reuse
+
+
+def report_reuse(lookup: CacheLookup, plan: Plan, result: PrefillResult | None, miss: str | None) -> Reuse:
+    """What a plan reuses; with a result, what really was."""
+    tiers = Counter({load.tier: 0 for load in plan.loads})
+    for load in plan.loads:
+        tiers[load.tier] += len(load.span)
+    chunks = _chunks(lookup, plan) if result is None else result.context.chunk_reuse
+    reused, stream = plan.reuse_chunks, plan.stream
+    stayed, moved = _reused_before(chunks, plan), 0 if reused is None else sum(map(len, reused.spans))
+    tiers["engine"] -= stayed  # still there from the last request
+    from_chunks = stayed + moved
+    quantized = lookup.quantized_tokens(plan) if result is None else min(result.context.quantized_tokens, plan.reused)
+    is_quantized = quantized > 0
+    streamed = 0 if stream is None else stream.tokens
+    if stream is not None and stream.is_quantized:
+        quantized = lookup.quantized_tokens(plan) + streamed
+        is_quantized = quantized > 0 or stream.brings  # also what is less than a token's worth
+    expected = 0 if reused is None else reused.expected_recomputed
+    recomputed = expected if result is None else len(result.recomputed_positions)
+    return Reuse(
+        level="off" if lookup.off else "approximate" if from_chunks else "quantized" if is_quantized else "exact",
+        computed=len(lookup.tokens) - plan.reused - moved + recomputed - streamed,
+        engine=tiers["engine"],
+        memory=tiers["memory"],
+        disk=tiers["disk"] + tiers["coded"],
+        quantized=quantized,
+        from_chunks=from_chunks,
+        recomputed=recomputed,
+        streamed=streamed,
+        timeline=() if result is None or result.streamed is None else tuple(result.streamed.events),
+        load_seconds=0.0 if result is None else result.load_seconds,
+        predicted_seconds=plan.predicted_seconds,
+        cold_seconds=plan.cold_seconds,
+        miss=miss,
+        chunks=chunks if from_chunks or lookup.passages is not None else (),
+        recompute_policy=None if reused is None else reused.recompute_policy,
+        budget=None if reused is None else reused.budget,
+        calibrated=None if reused is None else reused.calibrated,
+    )
+
+
+def _chunks(lookup: CacheLookup, plan: Plan) -> tuple[ChunkReuse, ...]:
+    """Where the KV of the passages will come from."""
+    before = lookup.passages_before(plan)
+    return before if lookup.passages is None else lookup.passages.report(plan, (), before)
+
+
+def _reused_before(chunks: Sequence[ChunkReuse], plan: Plan) -> int:
+    """Number of tokens of passages that earlier requests reused; what stands behind them is computed."""
+    return sum(max(0, min(chunk.stop, plan.reused) - chunk.start) for chunk in chunks if chunk.source == "reused")

@@ -1,0 +1,187 @@
+"""How the KV of one engine is found in the store, loaded into a context while the rest is computed, and written back.
+
+Nothing in here fails or delays a request for longer than computing would take: a store that cannot be read or does not
+answer knows nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from rekindle.cache.context import Context, ParkedContexts
+from rekindle.cache.cost import recall_costs
+from rekindle.cache.deadline import DeadlineCaller, Late, NoAnswer
+from rekindle.cache.lookup import CacheLookup, why_missed
+from rekindle.cache.matches import Matches, find_matches
+from rekindle.cache.planner import PrefillSteps, make_plan
+from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult, TimedFeed
+from rekindle.cache.request_log import WasAsked
+from rekindle.cache.writer import BackgroundJob, BackgroundWriter
+from rekindle.core.keys import KvSpace
+from rekindle.core.kv import Span
+from rekindle.core.plan import Plan, Tier
+from rekindle.engine.base import Engine
+from rekindle.errors import KvLost
+from rekindle.settings import Settings
+from rekindle.store.prefix_index import Match
+from rekindle.store.tiered import TieredStore
+
+log = logging.getLogger("rekindle.cache")
+
+PIECE_TOKENS = 256  # of a deterministic prefill
+EARLY_TOKENS = 256  # a prompt with this many new tokens is written while its reply is being decoded
+LOOKUP_SECONDS = 0.25  # timeout of a question to the catalog
+# The shortest timeout of a load, which holds while costs are unknown; then what computing takes; the longest.
+LOAD_SECONDS, MAX_LOAD_SECONDS = 1.0, 60.0
+T = TypeVar("T")
+
+
+class StoredKv:
+    """KV by spans of tokens. `CheckpointKv` is for models whose state cannot be cut. Thread-safe."""
+
+    def __init__(self, engine: Engine, settings: Settings, store: TieredStore | None) -> None:
+        """Without a store nothing is found or written."""
+        self.engine, self.store = engine, store
+        self.writer = None if store is None else BackgroundWriter(store)
+        self.costs = recall_costs(engine)
+        self.steps = PrefillSteps(engine.prefill_tokens, PIECE_TOKENS if settings.deterministic else None)
+        self.deadlines = DeadlineCaller()
+        self._slow: TimedFeed | None = None  # a read that did not end in time
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def take_parked(
+        self, parked: ParkedContexts, kv_space: KvSpace, tokens: Sequence[int], *, exact: bool
+    ) -> Context | None:
+        """Take the parked context that is of most use for a prompt; None if none is."""
+        return parked.take(kv_space, tokens, exact=exact)
+
+    def ask_store(self, question: Callable[[], T]) -> T:
+        """The answer of the catalog. Raises `NoAnswer` if it fails or takes too long."""
+        if self._slow is not None and self._slow.filling:
+            raise Late("it is still busy with an earlier load")
+        return self.deadlines.ask(question, LOOKUP_SECONDS)
+
+    def find(
+        self, kv_space: KvSpace, tokens: Sequence[int], in_engine: int, preferred: KvSpace | None, follow: int
+    ) -> Matches:
+        """The longest stored prefix of a prompt. Raises `NoAnswer`."""
+        store = self.store
+        assert store is not None
+        return self.ask_store(lambda: find_matches(store, kv_space, tokens, in_engine, preferred, follow))
+
+    def plan(self, lookup: CacheLookup) -> Plan:
+        """The plan with the shortest expected time."""
+        return make_plan(lookup.matches, self.costs.rates, self.steps)
+
+    def miss(self, lookup: CacheLookup, plan: Plan, lost: str | None = None) -> str | None:
+        """Why not everything but the last token is reused, in a word; None if it is. See `Reuse`."""
+        return why_missed(lookup, plan, self.steps, lost)
+
+    def work(self, context: Context, lookup: CacheLookup, cancelled: IsCancelled, alone: IsCancelled) -> Prefill:  # noqa: ARG002  (for subclasses)
+        """The prefill of a prompt into a context; `alone`: whether no other request waits."""
+        replay = self.steps.piece_tokens is None
+        return Prefill(self.engine, self.costs, lookup.tokens, cancelled, replay, alone=alone)
+
+    def run(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult:
+        """Run a plan that loads a prefix and computes the rest. What cannot be loaded is computed.
+
+        Raises `Cancelled`, and what the engine raises.
+        """
+        if not plan.loads or plan.in_engine:
+            return work.run(context, plan)
+        store, match = self.store, lookup.matches.match
+        assert store is not None and match is not None
+        saved = self.costs.rates.compute_seconds(Span(0, plan.reused)) or 0.0
+        timeout = self.load_timeout(saved)
+        used = self._used(match, plan.reused)
+        try:
+            feed = self.deadlines.ask(lambda: TimedFeed.open(store, lookup.source, used, timeout), timeout)
+            try:
+                result = self._run(work, context, plan, feed)
+            finally:
+                feed.close()
+                self.note_busy(feed)
+        except (KvLost, NoAnswer) as error:
+            log.info("computing instead: %s", error)
+            context.stored_tokens = 0
+            return replace(work.run(context, self.plan_computing(lookup, plan)), lost=str(error))
+        context.quantized_tokens = lookup.quantized_tokens(plan)
+        tiers: set[Tier] = {load.tier for load in plan.loads}
+        if len(tiers) == 1:
+            self.costs.loaded(tiers.pop(), lookup.matches.load_bytes(plan.reused), result.load_seconds)
+        store.record_use(used, max(0.0, saved - result.load_seconds) * 1e3, lookup.asker)
+        return result
+
+    def plan_computing(self, lookup: CacheLookup, plan: Plan) -> Plan:
+        """The plan that computes everything instead."""
+        return Plan.computing(self._steps_of(lookup).spans(0, plan.tokens), plan.cold_seconds)
+
+    def load_timeout(self, saved_seconds: float) -> float:
+        """Timeout of a load, by the seconds it saves."""
+        return min(max(LOAD_SECONDS, saved_seconds), MAX_LOAD_SECONDS)
+
+    def note_busy(self, feed: TimedFeed) -> None:
+        """After a load: while its feed hangs in a read, the store is not asked."""
+        if feed.filling:
+            self._slow = feed
+
+    def _steps_of(self, lookup: CacheLookup) -> PrefillSteps:  # noqa: ARG002  (for subclasses)
+        return self.steps
+
+    def _used(self, match: Match, tokens: int) -> Match:
+        """The part of a match that the first `tokens` tokens need."""
+        return match.until(tokens)
+
+    def _run(self, work: Prefill, context: Context, plan: Plan, feed: TimedFeed) -> PrefillResult:
+        return work.run(context, plan, feed)
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def write_early(self, context: Context) -> None:
+        """Write a long new prompt while its reply is being decoded: nobody else should have to compute it again."""
+        awaited = context.inflight is not None and context.inflight.waiting > 0
+        new = min(context.prompt_tokens, context.exact_tokens) - context.stored_tokens
+        if not context.passing and new >= (1 if awaited else EARLY_TOKENS):
+            self.write(context, context.prompt_tokens)
+        else:
+            context.land()
+
+    def write(self, context: Context, count: int) -> None:
+        """Write the first `count` tokens of a context in the background."""
+        count = self.steps.reusable(min(count, context.exact_tokens))
+        if self.writer is None or count <= context.stored_tokens:
+            context.land()
+            return
+        job = context.keep(count)
+        job.then = None if context.inflight is None else context.inflight.land
+        if self.writer.offer(job):
+            context.inflight = None  # it lands when the job is done
+        else:
+            context.land()
+
+    def use_note(self, context: Context) -> BackgroundJob:
+        """The job that notes which app used what is stored of a context."""
+        return WasAsked(context.kv_space, context.tokens, context.asker)
+
+    def cut_to_pieces(self, context: Context) -> None:
+        """Deterministic: drop what was not prefilled in whole pieces, which is never reused."""
+        context.truncate(min(len(context.tokens), self.steps.reusable(context.prompt_tokens)))
+
+    def offer(self, job: BackgroundJob) -> None:
+        """Queue another job for the store."""
+        if self.writer is not None:
+            self.writer.offer(job)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Write what is queued, within the timeout, and close the store. Idempotent."""
+        idle = self.writer is None or self.writer.close(timeout_seconds)
+        if self.store is not None and idle:
+            try:
+                self.deadlines.ask(self.store.close, timeout_seconds)
+            except NoAnswer as reason:
+                log.warning("The cache could not be closed: %s.", reason)
+        self.deadlines.close()
