@@ -1,10 +1,10 @@
-"""One request on its way through the session: a thread computes, the event loop reads its events."""
+"""One request on its way through the session: a thread computes, its events go straight to the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ class ChoiceEvent:
 
 
 class ReplyJob:
-    """A request being answered. `events` is read once, by one task."""
+    """A request being answered."""
 
     def __init__(self, session: Session, request: Request, turn: Requester) -> None:
         self._session = session
@@ -52,42 +52,37 @@ class ReplyJob:
         """Stop within a token."""
         self._cancelled.set()
 
-    async def events(self, threads: Executor) -> AsyncGenerator[Event, None]:
-        """The events in order. Raises what the session raises. Closing the generator stops the work."""
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+    async def run(self, threads: Executor, on_event: Callable[[Event], None]) -> None:
+        """Compute the reply in a thread; `on_event` is called on the event loop. Cancelling stops the work.
 
-        def emit(event: Event | BaseException) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, event)
+        Raises what the session raises, after the last event.
+        """
+        loop = asyncio.get_running_loop()
+
+        def emit(event: Event) -> None:
+            loop.call_soon_threadsafe(on_event, event)
 
         running = loop.run_in_executor(threads, self._work, emit)
         try:
-            while True:
-                event = await queue.get()
-                if isinstance(event, BaseException):
-                    raise event
-                yield event
-                if isinstance(event, Finished):
-                    return
+            await asyncio.shield(running)
         finally:
             self.cancel()
             await _ended(running)
 
-    def _work(self, emit: Callable[[Event | BaseException], None]) -> None:
-        try:
-            with taking(self._turn):
-                stream = self._session.answer(self._request, self._cancelled, lambda reuse: emit(Planned(reuse)))
-                for piece in stream:
-                    emit(piece)
-                emit(Finished(stream.reply))
-        except BaseException as error:  # noqa: BLE001  (raised again by the reader)
-            emit(error)
+    def _work(self, emit: Callable[[Event], None]) -> None:
+        with taking(self._turn):
+            stream = self._session.answer(self._request, self._cancelled, lambda reuse: emit(Planned(reuse)))
+            for piece in stream:
+                emit(piece)
+            emit(Finished(stream.reply))
 
 
 async def _ended(running: asyncio.Future[None]) -> None:
     """Wait for the thread even if cancelled meanwhile: its slot is not free before."""
     while not running.done():
         try:
-            await asyncio.shield(running)
+            await asyncio.wait([running])
         except asyncio.CancelledError:
             continue
+    if not running.cancelled():
+        running.exception()  # seen: whoever waits for it is gone

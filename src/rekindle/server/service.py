@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from rekindle.core.request import Request
@@ -23,7 +22,7 @@ from rekindle.server.auth import ApiKeys, Caller
 from rekindle.server.client_apps import ClientApps
 from rekindle.server.errors import ApiError
 from rekindle.server.idle_thread import IdleThread
-from rekindle.server.job import ChoiceEvent, Finished, ReplyJob
+from rekindle.server.job import ChoiceEvent, Event, Finished, ReplyJob
 from rekindle.server.metrics import Metrics
 from rekindle.server.schema import CacheBody
 from rekindle.session.session import Session
@@ -140,13 +139,15 @@ class Service:
                     prefetch.cancel()
                     prefetch.add_done_callback(_drop)
                 waited = time.perf_counter() - arrived
+
+                def pass_on(event: Event) -> None:
+                    self.metrics.record(owner[0], event, waited)
+                    queue.put_nowait(ChoiceEvent(number, event))
+
                 job = ReplyJob(self.session, request, turn)
                 self._jobs.add(job)
                 try:
-                    async with aclosing(job.events(self.threads)) as events:
-                        async for event in events:
-                            self.metrics.record(owner[0], event, waited)
-                            queue.put_nowait(ChoiceEvent(number, event))
+                    await job.run(self.threads, pass_on)
                 finally:
                     self._jobs.discard(job)
         except asyncio.CancelledError:  # killed; or the reader is gone, then nobody gets this either

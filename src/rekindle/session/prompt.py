@@ -157,6 +157,28 @@ def _checked_ids(ids: tuple[object, ...], vocabulary_size: int) -> tuple[int, ..
     return tokens
 
 
+class EncodedPrompts:
+    """Prompts encoded before their request is answered: to know its sources, or while it waits. Thread-safe."""
+
+    def __init__(self, max_prompts: int = 64) -> None:
+        self._prompts: dict[int, tuple[Request, PromptTokens]] = {}  # by the identity of the request
+        self._max_prompts = max_prompts
+        self._lock = threading.Lock()
+
+    def put(self, request: Request, prompt: PromptTokens) -> None:
+        """Keep a prompt until its request is answered, or too many others came."""
+        with self._lock:
+            self._prompts[id(request)] = request, prompt
+            while len(self._prompts) > self._max_prompts:
+                del self._prompts[next(iter(self._prompts))]
+
+    def take(self, request: Request) -> PromptTokens | None:
+        """The prompt of a request; None if it was not encoded yet."""
+        with self._lock:
+            found = self._prompts.pop(id(request), None)
+        return None if found is None else found[1]
+
+
 class _Reply(NamedTuple):
     salt: str
     adapter: str | None

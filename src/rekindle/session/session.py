@@ -50,7 +50,7 @@ from rekindle.session.generate import Generation, decode
 from rekindle.session.keep_alive import KeepAlive
 from rekindle.session.library import Forgotten, Knowledge, asking, purging, quote_of
 from rekindle.session.open_cache import open_cache
-from rekindle.session.prompt import PromptTokens, WrittenReplies, encode_prompt
+from rekindle.session.prompt import EncodedPrompts, PromptTokens, WrittenReplies, encode_prompt
 from rekindle.session.reply_stream import AsyncReplyStream, ReplyStream
 from rekindle.settings import Settings
 from rekindle.settings.keywords import SettingsLike
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     from rekindle.cache.prefix_cache import Prefetch
 
-Told = Callable[[Reuse], None]
+OnPlanned = Callable[[Reuse], None]
 
 
 class Session:
@@ -103,6 +103,7 @@ class Session:
         self._grammars: GrammarBackend | None = None
         self.adapters = LoraManager(self._engine, self.settings.adapter)
         self._written = WrittenReplies(self.settings, self.adapters)
+        self._encoded = EncodedPrompts()
         self.cache = open_cache(self._engine, self.settings, self.adapters)
         # What another session kept in the user's own folder goes, too, if this one keeps nothing.
         self.knowledge = Knowledge(
@@ -190,7 +191,7 @@ class Session:
         self,
         request: Request,
         cancelled: threading.Event | None = None,
-        planned: Callable[[Reuse], None] | None = None,
+        planned: OnPlanned | None = None,
     ) -> ReplyStream:
         """The same for a `Request`. `planned` is called with what will be reused, before anything is computed.
 
@@ -237,6 +238,7 @@ class Session:
                     question, request, retrieved, top_k=top_k, instructions=instructions, generation=generation
                 )
                 request = self.answers.drafting(request, consulted)
+        self._keep_encoded(request, prompt)
         given = consulted is not None and consulted.direct is not None
         sources = sources_then(consulted) if given and consulted else sources_of(retrieved, prompt)
         return Prepared(question, request, retrieved, sources, len(prompt.tokens), consulted)
@@ -307,25 +309,38 @@ class Session:
         with self._alive.use(), self.adapters.use(request.adapter) as adapter:
             settled = replace(request, adapter=adapter)
             prompt = encode_prompt(self.engine, settled, self._written.of(settled))
+            self._keep_encoded(request, prompt)
             return self.cache.prefetch(settled, prompt.tokens, self._evidence(settled, prompt), prompt.prompt_layout)
+
+    def _keep_encoded(self, request: Request, prompt: PromptTokens) -> None:
+        """A prompt is tokenized once, unless a reply that is written meanwhile may change how."""
+        if request.quotes or not self.settings.keep_reply_tokens:
+            self._encoded.put(request, prompt)
 
     def flush(self, timeout_seconds: float = 60.0) -> bool:
         """Wait until everything computed so far is on disk; False if that takes longer."""
         return self.answers.flush(timeout_seconds) and self.cache.flush(timeout_seconds)
 
     def _answer(
-        self, request: Request, cancelled: IsCancelled, planned: Told | None
+        self, request: Request, cancelled: IsCancelled, planned: OnPlanned | None
     ) -> Generator[TextPiece, None, Reply]:
         with self._alive.use(), self.adapters.use(request.adapter) as adapter, ExitStack() as opened:
             settled = replace(request, adapter=adapter, answers=request.answers or self.settings.answers)
-            return (yield from self._reply(settled, cancelled, planned, opened))
+            encoded = self._encoded.take(request)
+            return (yield from self._reply(settled, encoded, cancelled, planned, opened))
 
     def _reply(
-        self, request: Request, cancelled: IsCancelled, planned: Told | None, opened: ExitStack
+        self,
+        request: Request,
+        encoded: PromptTokens | None,
+        cancelled: IsCancelled,
+        planned: OnPlanned | None,
+        opened: ExitStack,
     ) -> Generator[TextPiece, None, Reply]:
         started = time.perf_counter()
         engine, cache = self.engine, self.cache
-        prompt = encode_prompt(engine, request, written := self._written.of(request))
+        written = self._written.of(request)
+        prompt = encoded or encode_prompt(engine, request, written)
         constraint = self._constraint(request, cancelled, opened)
         generation = Generation(engine, request, prompt, constraint, started=started)
         may_draft = engine.capabilities.spans and not self.settings.deterministic
