@@ -51,6 +51,26 @@ def test_an_answer_names_its_sources_in_the_order_of_the_prompt(session: Session
     assert "2 passages" in answer.summary()
 
 
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_the_prompt_of_a_question_is_tokenized_once(
+    session: Session, prefetched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded, encode = list[object](), type(session.engine.tokenizer).encode_quoting
+
+    def count(*args: Any, **options: Any) -> Any:
+        encoded.append(args)
+        return encode(*args, **options)
+
+    monkeypatch.setattr(type(session.engine.tokenizer), "encode_quoting", count)
+    if prefetched:  # as in a server, where a request waits
+        request = Request.of([{"role": "user", "content": "Who?"}], documents=[LAMPS, BOATS], max_tokens=2)
+        session.prefetch(request)
+        assert session.answer(request).reply.usage.quoted_passages == 2
+    else:
+        assert session.ask("What does the ferry cost?", max_tokens=2).sources
+    assert len(encoded) == 1
+
+
 def test_an_answer_is_the_same_with_and_without_the_cache(session: Session, tmp_path: Path, embedder: str) -> None:
     question = "When is bread baked, and by whom?"
     with Session(
