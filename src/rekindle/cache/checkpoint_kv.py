@@ -3,10 +3,10 @@
     prompt       [system ...........][user ......][assistant ...][user ....]..reply..
     checkpoints                     ^            ^              ^         ^         ^    where messages end
 
-A checkpoint is the whole state after some first tokens, and can only be restored whole. It is kept as pages, each of
-which stands where the KV of a token would: so limits, tiers, digests and crashes are the store's business as ever. The
-chain that the pages hang on begins with a digest of all the tokens and their number, so the checkpoints of a KV space
-can be listed, and one is found by exactly its tokens.
+A checkpoint is the whole state after some first tokens, and can only be restored whole. It is stored as pages, each in
+place of the KV of one token, so limits, tiers, digests and crash safety are the store's. The chain of pages begins with
+a digest of all the tokens and their number: the checkpoints of a KV space can be listed, and one is found by exactly
+its tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rekindle.errors import KvLost
 from rekindle.store.prefix_index import Match
 from rekindle.store.tiered import TieredStore
 
-GRID_TOKENS = 512  # where a text without messages is kept
+GRID_TOKENS = 512  # distance of checkpoints in a text without messages
 _MAX_PLACES = 4  # of one prompt
 _APART_TOKENS = 32  # a checkpoint nearer to the next one is not worth its time
 _PENDING_SECONDS = 0.1
@@ -144,9 +144,9 @@ class CheckpointKv(StoredKv):
 
 
 def places(tokens: Sequence[int], stops: Set[int], piece_tokens: int | None = None) -> tuple[int, ...]:
-    """After how many tokens of a prompt the state is worth keeping: where its first and its last messages end.
+    """After how many tokens of a prompt the state is worth storing: where its first and its last messages end.
 
-    A text without messages is kept at regular distances. With `piece_tokens` only whole pieces count.
+    A text without messages has checkpoints at regular distances. With `piece_tokens` only whole pieces count.
     """
     last = len(tokens) - 1
     if piece_tokens:
@@ -163,7 +163,7 @@ def places(tokens: Sequence[int], stops: Set[int], piece_tokens: int | None = No
 
 @dataclass(frozen=True)
 class _Name:
-    """What a checkpoint is found by: how many tokens it is the state of, and their digest."""
+    """The name of a checkpoint: the number of its tokens, and their digest."""
 
     tokens: int
     digest: bytes
@@ -174,7 +174,7 @@ class _Name:
         return cls(int.from_bytes(beginning[32:36], "little"), beginning[:32])
 
     def ids(self, pages: int) -> list[int]:
-        """What stands for tokens in the chain of its pages: the name, then numbers."""
+        """The token ids of its pages: the name, then numbers."""
         return [*np.frombuffer(self.digest, "<u4").tolist(), self.tokens, *range(_NAME_PAGES, pages)]
 
 
@@ -197,7 +197,6 @@ class _CheckpointsUsed:
     asker: Asker | None
 
     def do(self, store: TieredStore) -> str:
-        """All that are on the way, restored or not, as with tokens."""
         if store.tracks_use_of(self.asker):
             found = _kept(store, self.kv_space, self.tokens, Span(0, len(self.tokens) + 1))
             store.record_use_by(
@@ -206,14 +205,13 @@ class _CheckpointsUsed:
         return "noted"
 
     def detached_bytes(self) -> int:
-        """Next to nothing."""
         return 0
 
 
 def _kept(
     store: TieredStore, kv_space: KvSpace, tokens: Sequence[int], lengths: Span
 ) -> Iterator[tuple[_Name, Match | None]]:
-    """The checkpoints of a prompt's first tokens, of as many as `lengths` says: the longest first."""
+    """The checkpoints of a prompt whose length is in `lengths`, the longest first."""
     kept = {_Name.of(beginning) for beginning in store.beginnings(kv_space)}
     own = set(_names(tokens, {name.tokens for name in kept if name.tokens in lengths}))
     for name in sorted(kept & own, key=lambda name: -name.tokens):
@@ -232,7 +230,7 @@ def _lookup(store: TieredStore, kv_space: KvSpace, name: _Name) -> Match | None:
 
 
 class _Pages:
-    """Room for the pages of a checkpoint: keys take the first half of its bytes, values the second."""
+    """Buffers for the pages of a checkpoint: keys take the first half of its bytes, values the second."""
 
     def __init__(self, layout: KvLayout, pages: int) -> None:
         (shape,) = layout.layers

@@ -1,4 +1,4 @@
-"""How the KV of a model is coded where nearly the same is good enough, remembered between runs."""
+"""How the KV of a model is quantized, remembered between runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sequence and the tokens whose KV it holds; and those that nobody uses now but somebody may soon."""
+"""A sequence of the engine with the tokens it holds; and parked ones, which the next request may continue."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ _MAX_PARKED = 8
 
 
 class ChunkJobs(Protocol):
-    """A prompt whose chunks may be worth keeping."""
+    """A prompt whose chunks may be worth storing."""
 
     def jobs(self, context: Context, guard: WriteGuard | None) -> list[BackgroundJob]:
-        """What is to be kept of the chunks, once the prompt itself was offered."""
+        """Write jobs of the chunks, to queue after the prompt itself."""
 
 
 @dataclass(frozen=True)
 class _ParkedKey:
     tokens: bytes
-    turn: int  # how many were parked before
+    turn: int  # number of contexts parked before
 
 
 class Context:
-    """A sequence of the engine with what it holds. Used by one request at a time; the keeper may copy from it."""
+    """A sequence of the engine with what it holds. Used by one request at a time; the writer may copy from it."""
 
     def __init__(self, kv_space: KvSpace, sequence: EngineSequence) -> None:
         self.kv_space = kv_space
         self.sequence = sequence
         self.tokens: tuple[int, ...] = ()  # as many as are present in the sequence
-        self.prompt_tokens = 0  # so many were prefilled, the others came one by one
-        self.passing = False  # it is for one request only: nothing of it is kept
-        self.guard: WriteGuard | None = None  # decides whether it may be kept
+        self.prompt_tokens = 0  # number of tokens that were prefilled; the others were decoded
+        self.passing = False  # used by one request only: nothing is written
+        self.guard: WriteGuard | None = None  # decides whether it may be written
         self.asker: Asker | None = None  # the app that it was computed for
         self.inflight: InflightPrefill | None = None  # others may wait for what is being computed here
-        self.watched: ChunkJobs | None = None  # its chunks may be worth keeping
+        self.watched: ChunkJobs | None = None  # its chunks may be worth storing
         self.chunk_reuse: tuple[ChunkReuse, ...] = ()  # its passages, if some of them were computed in other prompts
-        self.quantized_tokens = 0  # so many of its tokens have KV that was quantized
+        self.quantized_tokens = 0  # number of its tokens whose KV was quantized
         self._keeps: list[WriteJob] = []
         self._stored_tokens = 0
 
     @property
     def stored_tokens(self) -> int:
-        """How many of its tokens the store knows, as far as is known: found by a lookup, or kept since."""
+        """Number of its tokens in the store: found by the lookup, or written since."""
         kept = [len(job.tokens) for job in self._keeps if job.kept]
         self._stored_tokens = min(max([self._stored_tokens, *kept]), len(self.tokens) or self._stored_tokens)
         return self._stored_tokens
@@ -62,22 +62,22 @@ class Context:
 
     @property
     def size_bytes(self) -> int:
-        """What its buffers take."""
+        """Bytes of its buffers."""
         return self.sequence.size_bytes
 
     @property
     def exact_tokens(self) -> int:
-        """How many of its first tokens have exactly the KV that computing gives: the others come after reused ones."""
+        """Number of its first tokens with exactly the KV that computing gives: those before any reused passage."""
         reused_chunks = [chunk.start for chunk in self.chunk_reuse if chunk.source == "reused"]
         return min([len(self.tokens), *reused_chunks])
 
     def common(self, tokens: Sequence[int], *, exact: bool = True) -> int:
-        """How many first tokens it has in common with `tokens`; with `exact` only those whose KV is."""
+        """Number of first tokens in common with `tokens`; with `exact` only those whose KV is exact."""
         shared = common_tokens(token_bytes(tokens), token_bytes(self.tokens))
         return min(shared, self.exact_tokens) if exact else shared
 
     def keep(self, count: int) -> WriteJob:
-        """The job of keeping its first `count` tokens."""
+        """The job that writes its first `count` tokens."""
         known = self.stored_tokens  # before those that are done are forgotten
         job = WriteJob(self.kv_space, self.tokens[:count], self._export, known=known)
         job.guard, job.asker = self.guard, self.asker
@@ -85,18 +85,18 @@ class Context:
         return job
 
     def jobs(self) -> list[BackgroundJob]:
-        """What is to be kept of its chunks: once, after it was offered itself."""
+        """Write jobs of its chunks. Call it once, after `keep`."""
         watched, self.watched = self.watched, None
         return [] if watched is None else watched.jobs(self, self.guard)
 
     def reserve(self, capacity: int) -> None:
-        """Make room for `capacity` tokens; jobs that read from the old buffers copy first."""
+        """Make room for `capacity` tokens; write jobs copy from the old buffers first."""
         if capacity > self.sequence.capacity:
             self._detach(0)
             self.sequence.reserve(capacity)
 
     def truncate(self, length: int) -> None:
-        """Forget every token from `length` on; jobs that still need them copy them first."""
+        """Drop every token from `length` on; write jobs that need them copy them first."""
         self._detach(length)
         self.sequence.truncate(length)
         self._stored_tokens = min(self.stored_tokens, length)
@@ -105,7 +105,7 @@ class Context:
         self.quantized_tokens = min(self.quantized_tokens, length)
 
     def land(self) -> None:
-        """Nobody need wait for it any more."""
+        """End the wait of requests with the same prefix."""
         if self.inflight is not None:
             self.inflight.land()
             self.inflight = None
@@ -128,7 +128,7 @@ class Context:
 
 
 def cut_passages(passages: Sequence[ChunkReuse], length: int) -> tuple[ChunkReuse, ...]:
-    """What is left of passages where only the first `length` tokens of a context stay."""
+    """The passages within the first `length` tokens of a context."""
     left = []
     for chunk in passages:
         if chunk.start < length:
@@ -139,10 +139,10 @@ def cut_passages(passages: Sequence[ChunkReuse], length: int) -> tuple[ChunkReus
 
 
 class ParkedContexts:
-    """Contexts of finished requests, as they are in the engine: a request that goes on from one needs no loading.
+    """Contexts of finished requests, still in the engine: a request that continues one loads nothing.
 
-    Never more bytes than the limit. A long one stays longer than a short one: the title of a chat does not drive the
-    chat out. Used from several threads.
+    Never more bytes than the limit. A long one stays longer than a short one: the title request of a chat does not
+    evict the chat. Thread-safe.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -154,12 +154,12 @@ class ParkedContexts:
     def take(
         self, kv_space: KvSpace, tokens: Sequence[int], *, whole: bool = False, exact: bool = True
     ) -> Context | None:
-        """The context that has most in common with `tokens`, out of the park; None if none is worth taking.
+        """Take the context that has most in common with `tokens`; None if none is worth taking.
 
-        What comes after reused passages does not count, unless it need not be `exact`.
+        With `exact`, tokens behind reused passages do not count.
 
-        Going on from a context forgets the rest of it, so at least half of it must be of use: else it stays for
-        whoever it was computed for. With `whole` all of it must be, and something must be left to compute.
+        Continuing a context drops the rest of it, so at least half of it must be of use: else it stays for its own
+        chat. With `whole` all of it must be, and something must be left to compute.
         """
         given = token_bytes(tokens)
         with self._lock:
@@ -177,7 +177,7 @@ class ParkedContexts:
             return best
 
     def park(self, context: Context) -> None:
-        """Let a context wait for its next request."""
+        """Keep a context for its next request."""
         with self._lock:
             self._turn += 1
             self._parked[context] = _ParkedKey(token_bytes(context.tokens), self._turn)
@@ -190,12 +190,12 @@ class ParkedContexts:
             gone.close()
 
     def _worth(self, context: Context) -> float:
-        """What it would cost to compute again, the less the longer ago it was used."""
+        """Tokens to compute again, discounted by age."""
         place = self._parked[context]
         return len(place.tokens) / (self._turn - place.turn + 1)
 
     def clear(self, scope: Scope | None = None, app: str | None = None) -> None:
-        """Give all sequences back, or those of one scope, or of one app of it."""
+        """Close all contexts, or those of one scope, or of one app of it."""
         with self._lock:
             leaving = [context for context in self._parked if scope is None or _is_of(context, scope, app)]
             for context in leaving:

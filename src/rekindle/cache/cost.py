@@ -29,11 +29,11 @@ from rekindle.settings.folders import home_folder
 
 _MACHINES_AND_MODELS = 64  # whose costs are remembered
 
-_MEASUREMENTS = 48  # the last so many of each kind
+_MEASUREMENTS = 48  # number of the last ones of each kind
 _FADE = 0.97  # each is worth this share of the next newer one
-_TELLING_BYTES = 1 << 20  # what takes time to bring less is not its size
-_HOPE = 0.7  # each time a load was refused, the next is expected to take this share of what is known
-_CHANGED = 2.0  # a load that takes so many times less than it should says that what was known is old
+_TELLING_BYTES = 1 << 20  # the time of a smaller load does not depend on its size
+_HOPE = 0.7  # after each refused load, the next is expected to take this share of the estimate
+_CHANGED = 2.0  # a load this many times faster than expected shows that the measurements are outdated
 _NO_DOUBT, _DOUBT = 0.999, 0.5  # how much less error another answer must have
 
 
@@ -87,7 +87,7 @@ class Costs:
         self._add(tier, (1.0, float(size_bytes), seconds))
 
     def refused(self, tiers: Iterable[Tier]) -> None:
-        """What is known there was not loaded, because computing seemed sooner.
+        """Record that stored KV was not loaded, because computing seemed faster.
 
         What is never tried is never measured again: with every refusal the next try becomes likelier.
         """
@@ -124,7 +124,7 @@ class Costs:
 
 
 def fit(measurements: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """The coefficients, none negative, with the least relative error; of no measurements, none.
+    """The non-negative coefficients with the least relative error; none for no measurements.
 
     A measurement is its features and the seconds. With three features at most, trying every subset of them is the
     simplest way to the best answer without negative ones.
@@ -153,7 +153,7 @@ def fit(measurements: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
 
 
 def fit_load(measurements: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """The same for loads. As long as all were tiny, nothing is known of what bytes cost: more is worth a try."""
+    """The same for loads. While all were tiny, the cost of a byte is unknown: larger ones are worth a try."""
     if measurements and all(row[1] < _TELLING_BYTES for row in measurements):
         return (fit([(1.0, row[-1]) for row in measurements])[0], 0.0)
     return fit(measurements)
@@ -169,7 +169,7 @@ def _sum(coefficients: Sequence[float], features: Sequence[float]) -> float:
 
 
 def _sound(rows: Any, width: int) -> list[tuple[float, ...]]:
-    """JsonMemo measurements, as far as they make sense."""
+    """The remembered measurements that make sense."""
     if not isinstance(rows, list):
         return []
     kept = []
@@ -181,18 +181,18 @@ def _sound(rows: Any, width: int) -> list[tuple[float, ...]]:
 
 
 def _is_sound(measurement: Sequence[float]) -> bool:
-    """Whether this can be a measurement: no machine takes a day for a step, or less than a nanosecond."""
+    """Whether this can be a measurement: no step takes a day, or less than a nanosecond."""
     *features, seconds = measurement
     return 1e-9 < seconds < 1e5 and all(0 <= feature < 1e15 for feature in features)
 
 
 def recall_costs(engine: Engine) -> Costs:
-    """What was measured in earlier runs."""
+    """The costs measured in earlier runs."""
     return Costs(_remembered().recall(machine_and_model(engine)))
 
 
 def remember_costs(engine: Engine, costs: Costs) -> None:
-    """Keep what was measured for later runs."""
+    """Keep the measurements for later runs."""
     _remembered().keep(machine_and_model(engine), costs.as_json())
 
 
@@ -201,6 +201,6 @@ def _remembered() -> JsonMemo:
 
 
 def machine_and_model(engine: Engine) -> str:
-    """Under which name what was measured is remembered."""
+    """The key under which measurements are remembered."""
     identity = engine.identity(engine.regime(1)).digest
     return digest_of_fields(platform.node(), platform.machine(), str(os.cpu_count()), engine.device, identity)

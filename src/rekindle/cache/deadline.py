@@ -1,6 +1,6 @@
-"""Asking something that may not answer: on a thread of its own, with a deadline.
+"""Calls that may hang: on a thread of their own, with a deadline.
 
-A disk on a network, a dying drive or a locked catalog can hold a call for minutes. A request must not wait for that.
+A network disk, a dying drive or a locked catalog can hold a call for minutes. A request must not wait for that.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Generic, TypeVar
 from rekindle.errors import Cancelled
 
 _LAST_SECONDS = 1.0  # how long `close` waits for the threads
-_LOOK_SECONDS = 0.005  # how often a question that may be cancelled looks whether it was
+_LOOK_SECONDS = 0.005  # how often a wait checks for cancellation
 T = TypeVar("T")
 
 
 class NoAnswer(Exception):
-    """The question failed, whatever the reason. This is where failures of reading end."""
+    """The call failed, whatever the reason."""
 
 
 class Late(NoAnswer):
-    """No answer within the deadline, or the last question was not answered yet."""
+    """No answer within the deadline, or an earlier call still hangs."""
 
 
 class _Question(Generic[T]):
@@ -35,7 +35,7 @@ class _Question(Generic[T]):
 
 
 class DeadlineCaller:
-    """Asks one question at a time of each kind of caller; while one hangs, all others are late at once."""
+    """Runs calls with a deadline; while one hangs, all others fail at once as late."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,10 +43,7 @@ class DeadlineCaller:
         self._idle: list[_Line] = []
 
     def ask(self, question: Callable[[], T], timeout_seconds: float, cancelled: Callable[[], bool] | None = None) -> T:
-        """The answer. Raises `NoAnswer` if the question raised anything, `Late` if that took too long.
-
-        Raises `Cancelled` as soon as nobody wants to know any more.
-        """
+        """The result. Raises `NoAnswer` if the call raised anything, `Late` if it took too long, and `Cancelled`."""
         asked: _Question[T] = _Question(question)
         with self._lock:
             if self._hanging is not None and not self._hanging.answered.is_set():
@@ -92,7 +89,7 @@ class DeadlineCaller:
 
 
 class _Line:
-    """A thread and what it is asked."""
+    """A thread and its queue."""
 
     def __init__(self) -> None:
         self.questions: SimpleQueue[_Question[object] | None] = SimpleQueue()
@@ -106,7 +103,7 @@ def _answer(questions: SimpleQueue[_Question[object] | None]) -> None:
         except BaseException as error:  # noqa: BLE001  (raised again by whoever asked)
             question.error = error
         answered = question.answered
-        del question  # nobody shall be kept alive by the last answer
+        del question  # do not keep the last result alive
         answered.set()
 
 

@@ -48,7 +48,7 @@ class PromptPart:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token that differs from something known, and both texts, made visible."""
+    """The first token that differs from a stored prompt, and both texts, made visible."""
 
     position: int
     before: str  # what both begin with, its end
@@ -72,7 +72,7 @@ class ChangingText:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything that is known about why a prompt takes as long as it does. `str()` tells it to people."""
+    """Why a prompt takes as long as it does. `str()` is for people."""
 
     model: str
     tokens: int
@@ -116,7 +116,7 @@ class Explanation:
 
     @property
     def reused(self) -> int:
-        """How many tokens are not computed."""
+        """Number of tokens that are not computed."""
         known = sum(part.stop - part.start for part in self.parts if part.source not in ("compute", "streamed"))
         return known + self.streamed - self.recomputed
 
@@ -139,20 +139,20 @@ class Explanation:
         if shown:
             lines.append("  " + ", ".join(shown))
         lines.append(f"why: {self.reason.sentence}")
-        lines += _tell_passages(self)
+        lines += _passage_lines(self)
         lines += timeline_lines(self.timeline)
         if self.opaque is not None:
             lines.append(f"reuse is by checkpoint, where messages end: {self.opaque}")
         if self.difference is not None:
-            lines += _tell_difference(self.difference)
+            lines += _difference_lines(self.difference)
         if self.change is not None:
-            lines += _tell_change(self.change)
+            lines += _change_lines(self.change)
         return lines
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt to be explained: where it belongs, its tokens, and what was asked whatever the model makes of it."""
+    """A prompt to explain: its KV space, its tokens, and what was asked before it was tokenized."""
 
     kv_space: KvSpace
     identity: Identity
@@ -162,22 +162,22 @@ class Prompt:
 
     @cached_property
     def content(self) -> bytes:
-        """Digests of what was asked; made when they are wanted, which is never before the first token."""
+        """Digests of what was asked; computed when needed, never before the first token."""
         return content_of(self.asked)
 
 
 @dataclass(frozen=True)
 class Explainer:
-    """What explaining needs. Slow parts (the catalog's history) are read when it is used, off a request's path."""
+    """Explains prompts. Reads the catalog's history, which is slow: never on the path of a request."""
 
     store: TieredStore | None
     tokenizer: Tokenizer
     costs: Costs
-    everyone: bool = False  # whether the reader may learn that another tenant or salt knows a prompt
+    everyone: bool = False  # whether the reader may learn of prompts of other tenants and salts
     opaque: str | None = None  # why the model's state is kept and restored whole, if it is
 
     def explain(self, prompt: Prompt, plan: Plan, match: Match | None, reuse: Reuse) -> Explanation:
-        """Explain a plan for a prompt of which the store knows `match`. A store in trouble explains less."""
+        """Explain the plan of a prompt whose stored prefix is `match`. A store in trouble explains less."""
         if self.opaque is not None:
             match = None  # its pages are no tokens
         goes_on = difference = change = None
@@ -191,7 +191,7 @@ class Explainer:
                 sight = self._sight(prompt, sight, goes_on is not None)
                 change = self._change(prompt)
             except (OSError, sqlite3.Error, CacheError, ValueError):
-                pass  # what the catalog cannot tell stays untold
+                pass  # explain without the history
         reason = judge(sight)
         if goes_on is None or reason.kind not in ("differs", "gone", "elsewhere"):
             difference = None
@@ -215,7 +215,7 @@ class Explainer:
         )
 
     def _goes_on(self, prompt: Prompt, match: Match | None, reused: int) -> list[int] | None:
-        """The tokens with which something known goes on where the reuse ends."""
+        """How a stored prompt continues where the reuse ends."""
         assert self.store is not None
         if match is None:
             match = self.store.lookup(prompt.kv_space, prompt.tokens)
@@ -299,15 +299,17 @@ def _parts(plan: Plan, match: Match | None) -> tuple[PromptPart, ...]:
     return tuple(sorted(parts, key=lambda part: part.start))
 
 
-def _tell_passages(told: Explanation) -> list[str]:
-    if not any(chunk.source == "reused" for chunk in told.passages):
+def _passage_lines(explanation: Explanation) -> list[str]:
+    if not any(chunk.source == "reused" for chunk in explanation.passages):
         return []
     lines = []
-    if told.recompute_policy is not None and told.budget is not None:
-        advice = "calibrated" if told.calibrated else "not calibrated: rekindle calibrate MODEL"
-        lines.append(f"passages: recompute policy {told.recompute_policy}, budget {told.budget:.2f} ({advice}):")
-    for chunk in told.passages:
-        lines.append(f"  [{chunk.number or '-'}] {_PASSAGES[chunk.source]}{_tell_scores(chunk)}")
+    if explanation.recompute_policy is not None and explanation.budget is not None:
+        advice = "calibrated" if explanation.calibrated else "not calibrated: rekindle calibrate MODEL"
+        lines.append(
+            f"passages: recompute policy {explanation.recompute_policy}, budget {explanation.budget:.2f} ({advice}):"
+        )
+    for chunk in explanation.passages:
+        lines.append(f"  [{chunk.number or '-'}] {_PASSAGES[chunk.source]}{_scores(chunk)}")
     return lines
 
 
@@ -323,7 +325,7 @@ _PASSAGES = {
 }
 
 
-def _tell_scores(chunk: ChunkReuse) -> str:
+def _scores(chunk: ChunkReuse) -> str:
     if chunk.source != "reused" or chunk.impact is None:
         return ""
     came = ", come from the origin" if chunk.streamed else ""
@@ -340,7 +342,7 @@ def _tell_scores(chunk: ChunkReuse) -> str:
     )
 
 
-def _tell_difference(difference: Difference) -> list[str]:
+def _difference_lines(difference: Difference) -> list[str]:
     lines = [
         f"first difference: token {difference.position}, after {difference.before!r}"
         if difference.before
@@ -353,7 +355,7 @@ def _tell_difference(difference: Difference) -> list[str]:
     return lines
 
 
-def _tell_change(change: ChangingText) -> list[str]:
+def _change_lines(change: ChangingText) -> list[str]:
     saved = "" if change.saved_seconds is None else f", about {_seconds(change.saved_seconds)} a request"
     return [
         f"this text changes from request to request: {change.now}  (tokens {change.start} to {change.stop})",

@@ -1,4 +1,4 @@
-"""Prompts that are being computed just now: who needs the same beginning waits for it instead of computing it too."""
+"""Single flight: a request waits for a prefix that another request is computing, instead of computing it too."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from rekindle.core.keys import TOKEN_BYTES, KvSpace, common_tokens, token_bytes
 from rekindle.errors import Cancelled
 
-_MIN_TOKENS = 64  # fewer are computed sooner than waited for
+_MIN_TOKENS = 64  # fewer are computed faster than waited for
 _LOOK_SECONDS = 0.05
 
 
 class InflightPrefill:
-    """One prompt on its way. `landed` once others find it in the store, or it failed."""
+    """A prompt being computed. It lands once others find it in the store, or it has failed."""
 
     def __init__(self, inflight_prefills: InflightPrefills, kv_space: KvSpace, tokens: bytes, known: int) -> None:
         self._inflight = inflight_prefills
@@ -24,28 +24,28 @@ class InflightPrefill:
         self._landed = threading.Event()
 
     def land(self) -> None:
-        """Whoever waits looks again. Idempotent."""
+        """Wake those who wait: they look it up again. Idempotent."""
         self._inflight.forget(self)
         self._landed.set()
 
     def wait(self, cancelled: Callable[[], bool]) -> None:
-        """Until it has landed. Raises `Cancelled`."""
+        """Wait until it lands. Raises `Cancelled`."""
         while not self._landed.wait(_LOOK_SECONDS):
             if cancelled():
                 raise Cancelled("The request was cancelled.")
 
 
 class InflightPrefills:
-    """All prompts that are being computed. Used from several threads."""
+    """All prompts being computed. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._flying: list[InflightPrefill] = []
 
     def join(self, kv_space: KvSpace, tokens: Sequence[int], known: int) -> tuple[InflightPrefill, bool]:
-        """One's own flight and True, or that of somebody who computes the same, which is worth waiting for.
+        """A new entry and True, or the entry of a prompt that is worth waiting for and False.
 
-        It is if it spares at least half of what is being computed there: else it would last too long.
+        It is if the shared prefix is at least half of what is being computed there: else the wait is too long.
         """
         given = token_bytes(tokens)
         with self._lock:
@@ -63,14 +63,14 @@ class InflightPrefills:
             return own, True
 
     def land(self) -> None:
-        """All of them: nothing will be kept any more."""
+        """End all waits: nothing will be written any more."""
         with self._lock:
             flying = list(self._flying)
         for inflight in flying:
             inflight.land()
 
     def forget(self, inflight: InflightPrefill) -> None:
-        """It is over."""
+        """Remove an entry that has landed."""
         with self._lock:
             if inflight in self._flying:
                 self._flying.remove(inflight)

@@ -1,4 +1,4 @@
-"""Where the KV of a request belongs."""
+"""The KV space of a request."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rekindle.engine.lora_manager import LoraManager
 from rekindle.errors import InvalidSetting
 from rekindle.settings import Settings
 
-_MOST = 256  # remembered
+_MAX_SPACES = 256  # remembered
 _EXACT = "raw"
 
 
 class KvSpaces:
     """The KV spaces of a session: by the regime of a prompt's length, the tenant, the salt, the adapter and the level.
 
-    KV that may have lost something stands apart: what is exact never meets it.
+    Quantized KV has its own: exact KV never meets it.
     """
 
     def __init__(self, engine: Engine, settings: Settings, adapters: LoraManager, piece_tokens: int | None) -> None:
-        """`piece_tokens`: what deterministic prefills are cut into."""
+        """`piece_tokens`: the piece length of deterministic prefills."""
         self._engine = engine
         self._adapters = adapters
         self._settings = settings
@@ -39,27 +39,27 @@ class KvSpaces:
         scope = scope_of(self._settings, request.tenant, request.cache_salt)
         regime = self._engine.regime(tokens)
         adapter = self._adapters.digest(request.adapter)
-        near = self._near(request)
-        known = self._known.get((regime, scope, adapter, near))
+        quantized = self._is_quantized(request)
+        known = self._known.get((regime, scope, adapter, quantized))
         if known is None:
             namespace = Namespace(self._engine.identity(regime).digest, scope.tenant, scope.salt)
             # Pieces are part of what the bits depend on: KV computed in others is in another KV space.
             bits = digest_of_fields(str(self._piece_tokens), self._engine.arithmetic)
-            codec = QUANTIZED if near else f"{_EXACT}/{bits}" if self._piece_tokens else _EXACT
+            codec = QUANTIZED if quantized else f"{_EXACT}/{bits}" if self._piece_tokens else _EXACT
             known = KvSpace(namespace, self._engine.layout, adapter, codec, self._engine.name)
-            if len(self._known) >= _MOST:
+            if len(self._known) >= _MAX_SPACES:
                 self._known.clear()
-            self._known[regime, scope, adapter, near] = known
+            self._known[regime, scope, adapter, quantized] = known
         return known
 
     def exact(self, kv_space: KvSpace) -> KvSpace | None:
-        """The KV space beside one for KV that may have lost something, where nothing has; None for any other."""
+        """The exact counterpart of a quantized KV space; None for any other."""
         return replace(kv_space, codec=_EXACT) if is_quantized(kv_space.codec) else None
 
-    def _near(self, request: Request) -> bool:
-        """Whether a request may be answered from KV that was quantized, and its own may be.
+    def _is_quantized(self, request: Request) -> bool:
+        """Whether a request may use quantized KV, and its own may be quantized.
 
-        Where passages are reused, only if a codec was chosen: one error is enough, unless somebody wants both.
+        With chunk reuse only if a codec was chosen: one source of error is enough, unless the user wants both.
         """
         settings = self._settings
         level = settings.reuse if request.reuse is None else request.reuse

@@ -1,4 +1,4 @@
-"""What is known of one prompt while it is answered, and what it was spared in the end."""
+"""The result of looking a prompt up, and why not more of it is reused."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from rekindle.core.scope import Asker
 
 @dataclass(frozen=True)
 class CacheLookup:
-    """What is known of a prompt, and the context it can go on from, which is its own until it is given back."""
+    """What is stored of a prompt, and the parked context it can continue, which is taken until it is parked again."""
 
     kv_space: KvSpace
     tokens: Sequence[int]
     matches: Matches
     parked: Context | None = None
     trouble: str | None = None
-    off: bool = False  # nothing was looked for, and nothing shall be kept
-    guard: WriteGuard | None = None  # which decides whether it may be kept
-    inflight: InflightPrefill | None = None  # by which others know that it is being computed
-    passages: ChunkMatches | None = None  # if some of it may come from other prompts
+    off: bool = False  # no lookup, and nothing is written
+    guard: WriteGuard | None = None  # decides whether its KV may be written
+    inflight: InflightPrefill | None = None  # others may wait for it
+    passages: ChunkMatches | None = None  # if passages may come from other prompts
     asker: Asker | None = None  # the app that asks
 
     def passages_before(self, plan: Plan) -> tuple[ChunkReuse, ...]:
-        """The passages that stand in the context that a plan goes on from, as far as it does."""
+        """The passages in the part of the context that a plan continues."""
         return cut_passages(self.parked.chunk_reuse, plan.reused) if self.parked is not None and plan.in_engine else ()
 
     @property
     def source(self) -> KvSpace:
-        """Where what the store knows of it stands."""
+        """The KV space of the stored prefix."""
         return self.matches.kv_space or self.kv_space
 
     @property
     def stored_tokens(self) -> int:
-        """How many tokens the store knows, where the prompt's own KV belongs."""
+        """Number of tokens stored in the prompt's own KV space."""
         matches = self.matches
         return matches.stored[-1].span.stop if matches.stored and matches.kv_space is None else 0
 
     def quantized_tokens(self, plan: Plan) -> int:
-        """How many of the tokens that a plan reuses have KV that was quantized."""
+        """Number of tokens that a plan reuses whose KV was quantized."""
         if plan.in_engine:
             return 0 if self.parked is None else min(self.parked.quantized_tokens, plan.reused)
         return self.matches.quantized_tokens(plan.reused)
@@ -71,7 +71,7 @@ def why_missed(known: CacheLookup, plan: Plan, cut: PrefillSteps, lost: str | No
 
 
 def refused_tiers(known: CacheLookup, plan: Plan, cut: PrefillSteps) -> set[Tier]:
-    """Where something is known that a plan does not load, because computing is expected to be sooner."""
+    """The tiers of stored KV that a plan does not load, because computing is expected to be faster."""
     if known.off or why_missed(known, plan, cut, None) != "slower":
         return set()
     return {found.tier for found in known.matches.stored if found.span.stop > plan.reused}

@@ -1,4 +1,4 @@
-"""What is known of a prompt, tier by tier. Looking changes nothing."""
+"""The stored prefix of a prompt, tier by tier. Reading changes nothing."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Found:
     tier: Tier
     size_bytes: int
     quantized: bool = False  # it was quantized
-    beside_bytes: int = 0  # are decoded too, of no use here
+    beside_bytes: int = 0  # decoded as well, of no use here
 
 
 @dataclass(frozen=True)
 class Matches:
-    """Everything known of a prompt of `tokens` tokens.
+    """What is stored of a prompt of `tokens` tokens.
 
-    in_engine   so many tokens, from the first on, are still in a sequence that nobody uses
+    in_engine   number of its first tokens in a parked context
     stored      runs in memory or on disk, which tile `[0, n)`; `match` is what the store needs to load them
-    KV space       where they stand, if not where the prompt's own KV belongs
-    goes_on     the tokens that came after the whole prompt before, if they were asked for
+    kv_space    where they are stored, if not in the prompt's own KV space
+    goes_on     the tokens that followed the whole prompt before, if they were asked for
     """
 
     tokens: int
@@ -41,11 +41,11 @@ class Matches:
     goes_on: tuple[int, ...] = ()
 
     def quantized_tokens(self, stop: int) -> int:
-        """How many of the first `stop` tokens were quantized."""
+        """Number of the first `stop` tokens that were quantized."""
         return sum(max(0, min(found.span.stop, stop) - found.span.start) for found in self.stored if found.quantized)
 
     def load_bytes(self, stop: int) -> int:
-        """What bringing the first `stop` tokens brings, with what is decoded beside them."""
+        """Bytes to load for the first `stop` tokens, with what is decoded beside them."""
         used = [found for found in self.stored if found.span.start < stop]
         beside = sum(found.beside_bytes for found in used)
         return beside + sum(
@@ -54,7 +54,7 @@ class Matches:
 
     @property
     def length(self) -> int:
-        """How many tokens are known, wherever."""
+        """Number of first tokens found anywhere."""
         return max(self.in_engine, self.stored[-1].span.stop if self.stored else 0)
 
 
@@ -66,9 +66,9 @@ def find_matches(
     instead: KvSpace | None = None,
     follow: int = 0,
 ) -> Matches:
-    """Ask the store for the longest known prefix of `tokens`. A store in trouble knows nothing.
+    """The longest stored prefix of `tokens`. A store in trouble finds nothing.
 
-    `instead` is a KV space that is preferred where it knows as much. Up to `follow` tokens that came next are told too.
+    `instead` is a KV space that is preferred where it has as much. Up to `follow` tokens that came next come too.
     """
     if instead is not None:
         own, better = (find_matches(store, place, tokens, in_engine, follow=follow) for place in (kv_space, instead))

@@ -1,4 +1,4 @@
-"""Who waits for the engine's memory."""
+"""Waiting for the engine's memory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import TypeVar
 
 from rekindle.errors import Cancelled, OutOfMemory
 
-_LOOK_SECONDS = 0.05  # how often one that waits looks whether it is still wanted
+_LOOK_SECONDS = 0.05  # how often a wait checks for cancellation
 _LONELY_LOOKS = 20
 _LONGEST_SECONDS = 600.0
 T = TypeVar("T")
 
 
 class MemoryGate:
-    """Counts the requests that run. Used from several threads."""
+    """Counts running requests; those without memory wait for others to end. Thread-safe."""
 
     def __init__(self, make: Callable[[], None]) -> None:
-        """`make` frees memory that nobody uses now."""
+        """`make` frees memory that is not in use."""
         self._make = make
         self._changed = threading.Condition()
         self._changes = 0
@@ -27,19 +27,19 @@ class MemoryGate:
         self._waiting = 0  # of those, for memory
 
     def enter(self) -> None:
-        """Run from now on, until `leave`."""
+        """Count a request, until `leave`."""
         with self._changed:
             self._running += 1
 
     def is_alone(self) -> bool:
-        """Whether at most one runs."""
+        """Whether at most one request runs."""
         with self._changed:
             return self._running <= 1
 
     def take(self, get: Callable[[], T], cancelled: Callable[[], bool]) -> T:
-        """What `get` gives, as soon as there is memory for it: what only waits makes way, then others must end.
+        """Call `get` until it does not raise `OutOfMemory`: parked contexts are closed first, then others must end.
 
-        Raises `OutOfMemory` if there is none though nobody else has any, and `Cancelled`.
+        Raises `OutOfMemory` if no other request holds memory, and `Cancelled`.
         """
         try:
             return get()
@@ -54,7 +54,7 @@ class MemoryGate:
                 self._waiting -= 1
 
     def leave(self) -> None:
-        """One that was running has ended."""
+        """A counted request has ended."""
         with self._changed:
             self._running -= 1
             self._changes += 1
@@ -70,7 +70,7 @@ class MemoryGate:
                 return get()
             except OutOfMemory:
                 lonely = 0 if others else lonely + 1
-                if lonely > _LONELY_LOOKS:  # nor is anybody just about to give back what he had
+                if lonely > _LONELY_LOOKS:  # and no memory is about to be freed
                     raise
             with self._changed:
                 if self._changes == seen:

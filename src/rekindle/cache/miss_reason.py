@@ -1,4 +1,4 @@
-"""Why tokens were not reused, from what is known and what was asked before. Pure.
+"""Why tokens were not reused, from what is stored and what was asked before. Pure.
 
 The first of these that is true:
 
@@ -40,7 +40,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Sight:
-    """What a reason is judged by.
+    """What decides the reason.
 
     reused      tokens of the prompt that are reused, of `tokens`
     asked       the longest beginning, in tokens, that an earlier request on the same KV space had in common with it

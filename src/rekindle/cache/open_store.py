@@ -23,8 +23,8 @@ log = logging.getLogger("rekindle.cache")
 def open_store(settings: Settings, *, share: float = 0.5, quantized: Coder | None = None) -> TieredStore | None:
     """The store that the settings name; None if they want none, or the user's own folder cannot be used.
 
-    `share` of the memory limit is for its memory tier; the rest is for contexts parked in the engine. `near` is how KV
-    is coded under the level of that name.
+    `share` of the memory limit is for its memory tier; the rest is for contexts parked in the engine. `quantized` is
+    how KV is coded under the level of that name.
     """
     if settings.cache == "off" or settings.reuse == "off":
         return None

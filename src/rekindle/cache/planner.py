@@ -1,4 +1,4 @@
-"""From what is known and what it costs to the plan. Pure: same arguments, same plan."""
+"""The plan of a prompt, from what is stored and what things cost. Pure: same arguments, same plan."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class PrefillSteps:
     """How a prefill is cut into steps of the engine: at most `token_limit` each.
 
     With `piece_tokens` every prefill, cold or warm, is cut at the same places and only whole pieces are reused: each
-    token is then computed in the same company, so that its KV and logits are the same to the last bit.
-    At each of the `edges` a step ends: there a state shall be kept.
+    token is then computed with the same neighbours, so that its KV and logits are the same to the last bit.
+    At each of the `edges` a step ends: there a checkpoint is written.
     """
 
     token_limit: int
@@ -26,7 +26,7 @@ class PrefillSteps:
     edges: tuple[int, ...] = ()
 
     def reusable(self, tokens: int) -> int:
-        """How many of `tokens` known ones may be reused."""
+        """How many of `tokens` stored ones may be reused."""
         return tokens - tokens % self.piece_tokens if self.piece_tokens else tokens
 
     def spans(self, start: int, stop: int) -> list[Span]:
@@ -60,7 +60,7 @@ def _worth(plan: Plan) -> tuple[int, bool]:
 
 
 def _choices(matches: Matches, cut: PrefillSteps) -> Iterator[tuple[Load, ...]]:
-    """What could be reused: ever more of what is stored, or what is already in the engine."""
+    """The loads to choose from: ever longer stored prefixes, or what is in the engine."""
     last = matches.tokens - 1
     loads: list[Load] = []
     for found in matches.stored:
@@ -78,7 +78,7 @@ def _computing(start: int, matches: Matches, cut: PrefillSteps) -> tuple[Step, .
 
 
 def _seconds(steps: tuple[Step, ...], rates: Rates, matches: Matches) -> float | None:
-    """What the steps take one after the other, though they may overlap; None where a cost is unknown."""
+    """Seconds of the steps one after the other, though they may overlap; None if a cost is unknown."""
     token_bytes = matches.stored[0].size_bytes // len(matches.stored[0].span) if matches.stored else 0
     beside = {found.span.start: found.beside_bytes for found in matches.stored}
     total = 0.0

@@ -1,4 +1,4 @@
-"""Carrying out a plan: KV streams into a sequence while the layers before are computed; the rest is computed."""
+"""Running a plan: KV is loaded layer by layer while the layers before are computed; the rest is computed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TimedFeed:
     """A feed with a deadline, which knows how long it took."""
 
     def __init__(self, feed: StoredFeed, timeout_seconds: float) -> None:
-        """The time runs from the first fill on: waiting for the engine's turn is not the feed's fault."""
+        """The clock starts with the first fill: waiting for the engine does not count."""
         self._feed = feed
         self.span, self.layers = feed.span, feed.layers
         self.timeout_seconds = timeout_seconds
@@ -43,7 +43,7 @@ class TimedFeed:
         """A feed of what the store found. Raises `KvLost` if it is gone."""
         deadline = Deadline(timeout_seconds)
         feed = cls(store.load(kv_space, match), timeout_seconds)
-        if deadline.passed:  # nobody waits for it any more
+        if deadline.passed:  # the caller has given up
             feed.close()
         return feed
 
@@ -100,7 +100,7 @@ class PrefillResult:
 
 @dataclass(frozen=True)
 class Prefill:
-    """The tokens of a prompt on their way into a context."""
+    """Computes the tokens of a prompt into a context."""
 
     engine: Engine
     costs: Costs
@@ -108,11 +108,11 @@ class Prefill:
     cancelled: IsCancelled
     replay: bool = True  # see `Row`
     probe: Probe | None = None  # watches what is computed
-    reached: Callable[[int], None] | None = None  # told how many tokens are computed, after each step but the last
+    reached: Callable[[int], None] | None = None  # called with the tokens present, after each step but the last
     alone: IsCancelled = lambda: True  # whether no other request waits for its steps to end
 
     def run(self, context: Context, plan: Plan, feed: TimedFeed | None = None) -> PrefillResult:
-        """Carry out a plan whose loads come by `feed`, or are in the context already.
+        """Run a plan whose loads come from `feed`, or are in the context already.
 
         Raises `KvLost` if the feed fails or is late, and `Cancelled`; the context then holds what it held before.
         """

@@ -1,4 +1,4 @@
-"""Keeping what was new: in the background, after the first token, and never for longer than allowed at the end."""
+"""Writing new KV: in the background, after the first token, and within a time limit at the end."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ log = logging.getLogger("rekindle.keep")
 _MAX_JOBS = 64
 _MAX_DETACHED_BYTES = 1 << 30
 _LAST_SECONDS = 5.0
-_IDLE_SECONDS = 0.5  # without work, before the store tidies up
+_IDLE_SECONDS = 0.5  # without work, before the store does its maintenance
 
 
 class BackgroundJob(Protocol):
-    """Something to do with the store when there is time."""
+    """Work on the store that nobody waits for."""
 
     def do(self, store: TieredStore) -> str:
-        """Do it; one word for what came of it. What it raises ends it: then it failed."""
+        """Do it; returns the outcome in one word. An exception means that it failed."""
 
     def detached_bytes(self) -> int:
-        """How much memory it holds that nobody else does."""
+        """Bytes of memory that only this job holds."""
 
 
 class WriteGuard(Protocol):
-    """Decides whether something may be kept that was allowed when it was asked for."""
+    """Decides when KV is written whether it may still be."""
 
     @property
     def allows(self) -> bool:
-        """Whether it may be kept, as things are now."""
+        """Whether it may be written now."""
 
     def note(self) -> None:
-        """Note what will be kept, so that it is found when it must go; from then on it may be allowed."""
+        """Record what will be written, so that `forget` finds it; from then on it may be allowed."""
 
     def present(self) -> bool:
-        """Whether all of it is still there. Asked when KV of it is listed: who removes it first looks for KV later."""
+        """Whether all sources are still there. Asked when the KV is listed: `forget` removes sources first, then KV."""
 
 
 class WriteJob:
-    """The KV of `tokens`, to be kept as far as it is new.
+    """Writes the KV of `tokens`, as far as it is new.
 
-    `export(span)` copies the KV of a span that begins at a block. It is called once, on the keeper's thread, or by
-    `detach`. Of the tokens the first `known` were in the store when this was made.
+    `export(span)` copies the KV of a span that begins at a block. It is called once, on the writer's thread or by
+    `detach`. The first `known` tokens were in the store when this was made.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class WriteJob:
         self._export: Callable[[Span], Kv] | None = export
         self._kv: Kv | None = None
         self._lock = threading.Lock()
-        self.kept = False  # whether the store has all of it by now
-        self.then: Callable[[], None] | None = None  # called when it is done, whatever came of it
+        self.kept = False  # whether the store has all of it
+        self.then: Callable[[], None] | None = None  # called when it is done, whatever the outcome
         self.guard: WriteGuard | None = None
         self.asker: Asker | None = None  # the app it was computed for
 
     def do(self, store: TieredStore) -> str:
-        """Keep what the store does not know yet."""
+        """Write what the store does not have yet."""
         try:
             if self.guard is None:
                 return self._do(store)
@@ -98,7 +98,7 @@ class WriteJob:
         return outcome
 
     def detach(self) -> None:
-        """Copy what will be needed now: whatever `export` reads from is about to change."""
+        """Copy what is needed now: the context is about to change."""
         with self._lock:
             if self._export is not None:
                 span = Span(self._start, len(self.tokens))
@@ -106,11 +106,11 @@ class WriteJob:
 
     @property
     def detached(self) -> bool:
-        """Whether `export` will not be called any more."""
+        """Whether it no longer reads from the context."""
         return self._export is None
 
     def detached_bytes(self) -> int:
-        """The size of the copy, if there is one."""
+        """Bytes of its copy."""
         kv = self._kv
         return 0 if kv is None else len(kv.span) * kv.layout.token_bytes
 
@@ -128,7 +128,7 @@ class WriteJob:
 
 
 class BackgroundWriter:
-    """A thread that does jobs in order. Its queue is bounded: what does not fit is not done, and counted."""
+    """A thread that runs jobs in order. Its queue is bounded: jobs that do not fit are dropped and counted."""
 
     def __init__(self, store: TieredStore) -> None:
         self._store = store
@@ -141,11 +141,11 @@ class BackgroundWriter:
 
     @property
     def backlog(self) -> int:
-        """How many jobs are not done yet."""
+        """Number of jobs left."""
         return len(self._jobs) + self._working
 
     def offer(self, job: BackgroundJob) -> bool:
-        """Queue a job; False if there is no room for it, or the keeper was closed."""
+        """Queue a job; False if the queue is full or closed."""
         with self._changed:
             held = sum(waiting.detached_bytes() for waiting in self._jobs)
             if self._closed or len(self._jobs) >= _MAX_JOBS or held > _MAX_DETACHED_BYTES:
@@ -159,7 +159,7 @@ class BackgroundWriter:
         return True
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until everything is done; False if it takes longer than that."""
+        """Wait until all jobs are done; False on timeout."""
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             while self._jobs or self._working:
@@ -168,7 +168,7 @@ class BackgroundWriter:
         return True
 
     def close(self, timeout_seconds: float) -> bool:
-        """Do what is left, within that time, and drop the rest. True if the store is not in use any more."""
+        """Run the jobs left within the timeout, and drop the rest. True if the store is no longer in use."""
         with self._changed:
             self._closed = True
         finished = self.flush(timeout_seconds)
@@ -177,7 +177,7 @@ class BackgroundWriter:
             self._jobs.clear()
             self._changed.notify_all()
         if finished and self._thread is not None and self._thread is not threading.current_thread():
-            # It lets go of what it kept. Were it still at that when the interpreter ends, torch would end it all.
+            # It frees tensors: at interpreter exit, torch would crash the process over that.
             self._thread.join(_LAST_SECONDS)
         if not finished:
             log.warning("The cache did not take everything within %.0f s: some KV was not kept.", timeout_seconds)
@@ -212,7 +212,7 @@ class BackgroundWriter:
                     mark_ended(self._store.disk)
             else:
                 self.outcomes[job.do(self._store)] += 1
-        except Exception as error:  # noqa: BLE001  (whatever it was: it is not kept, and those behind it still are)
+        except Exception as error:  # noqa: BLE001  (not written; the jobs behind it still run)
             self.outcomes["failed"] += 1
             log.debug("not kept: %s", error)
 
