@@ -74,7 +74,7 @@ def importance(stale: StaleTokens) -> NDArray[np.float64]:
     Raises `ValueError` if `seen` is None.
     """
     if stale.seen is None:
-        raise ValueError("where the question looks was not told")
+        raise ValueError("the attention of the question is missing")
     return clean(clean(stale.outside) * clean(stale.seen) * lead_weight(stale))
 
 

@@ -139,7 +139,7 @@ def _load_llamacpp(model: str, options: EngineOptions, progress: Progress | None
         from rekindle.engine.llamacpp.engine import LlamaCppEngine
     except (ImportError, OSError, RuntimeError) as error:  # its shared library does not fit this machine
         raise EngineMissing(
-            f"llama-cpp-python is installed but does not load ({error}). Install it anew: "
+            f"llama-cpp-python is installed but does not load ({error}). Install it again: "
             "pip install --force-reinstall --no-cache-dir llama-cpp-python"
         ) from error
     return LlamaCppEngine(files, options.llama, lambda share: _report(progress, "load", round(share * 100), 100))

@@ -354,7 +354,7 @@ def _prompt_of(input_ids: Tensor | Sequence[int]) -> tuple[int, ...]:
 
 
 def _read(store: TieredStore, kv_space: KvSpace, match: Match, *, pinned: bool) -> list[LayerTensors]:
-    """The KV of a match, in host memory. Raises `KvLost` if it is gone by now."""
+    """The KV of a match, in host memory. Raises `KvLost` if it was removed."""
     dtype = TORCH_TYPE[kv_space.layout.dtype]
     layers = []
     with store.load(kv_space, match) as feed:

@@ -47,11 +47,11 @@ class Prepared:
     retrieved: RetrievalResult
     sources: tuple[AnswerSource, ...]
     prompt_tokens: int
-    consulted: Consulted | None = None  # what is known of earlier answers, if they may take part
+    consulted: Consulted | None = None  # earlier answers, if they may be used
 
     @property
     def given(self) -> Reply | None:
-        """The stored answer, if it is to be given at once."""
+        """The stored answer, if it is given without the model."""
         text = None if self.consulted is None else self.consulted.direct
         if text is None:
             return None
@@ -105,7 +105,7 @@ def sources_of(retrieved: RetrievalResult, prompt: PromptTokens) -> tuple[Answer
 
 
 def sources_then(consulted: Consulted) -> tuple[AnswerSource, ...]:
-    """The passages that a stored answer came from, as it numbers them; none of them is gone, or it were not given."""
+    """The passages that a stored answer came from, numbered as there. All of them still exist, else it is not given."""
     near = consulted.found.direct
     assert near is not None
     chunks = consulted.bank.library.chunks(near.entry.evidence)
@@ -117,9 +117,9 @@ def sources_then(consulted: Consulted) -> tuple[AnswerSource, ...]:
 
 
 class Evidence:
-    """The passages of a library in a prompt. Sees to it that no KV of them outlives them. A job for the keeper.
+    """The passages of a library in a prompt: a write guard, so that no KV of them outlives them, and a background job.
 
-    Before KV of them is kept, their tokens are noted in the library, so that `forget` finds it. Should they be
+    Before KV of them is written, their tokens are recorded in the library, so that `forget` finds it. If they are
     removed before it is listed, it is not listed.
     """
 
@@ -127,7 +127,7 @@ class Evidence:
         self._library = library
         self._tokenizer = tokenizer
         self._tokens = tokens
-        self._counts = CURRENT.get() is not IDLE  # what nobody asked for says nothing of what is used
+        self._counts = CURRENT.get() is not IDLE  # idle work does not count as use
         self.allows = False  # whether KV of it may be kept
 
     @classmethod
@@ -148,7 +148,7 @@ class Evidence:
         return "noted"
 
     def note(self) -> None:
-        """Note the tokens: KV of them may be kept then, unless one of the passages is gone."""
+        """Record the tokens: KV of them may be written then, unless one of the passages was removed."""
         self.allows = self._library.note_tokens(self._tokenizer, self._tokens)
 
     def present(self) -> bool:
@@ -156,7 +156,6 @@ class Evidence:
         return self._library.has_passages(self._tokens)
 
     def detached_bytes(self) -> int:
-        """Next to nothing."""
         return 0
 
 

@@ -20,7 +20,7 @@ from rekindle.engine.base import Engine
 from rekindle.engine.step_width import max_exact_step
 from rekindle.text.base import Tokenizer
 
-MIN_RUN = 2  # so many tokens of a draft must have been written, before it is followed from there
+MIN_RUN = 2  # number of tokens of a draft that must have been written before it is followed from there
 _MIN_QUOTED_RUN = 3  # the same for the prompt, which is longer and less to the point
 _FEWEST, _MOST = 7, 63  # tokens guessed at once: with the one before them, a step has 8 to 64
 _MAX_CHARACTERS = 1 << 18  # of a draft are read: replies are shorter, and longer texts take seconds
@@ -35,7 +35,7 @@ class Drafts:
     ) -> None:
         """`texts` are whole replies, the likeliest first; `prompt` may be quoted.
 
-        `room` tells how many tokens may be guessed at once, asked when there is something to guess; None: any number.
+        `room` returns how many tokens may be guessed in one step; None: any number.
         """
         self._room = room
         self._texts = [tuple(text) for text in texts if text]
@@ -48,7 +48,7 @@ class Drafts:
         self.taken = 0
 
     def guess(self, written: Sequence[int]) -> Sequence[int]:
-        """The tokens that may follow what was written so far; none if nothing is known that goes on like it."""
+        """The tokens that may follow what was written so far; none if no draft continues it."""
         found = self._guess(written)
         return found[: self._room()] if found and self._room is not None else found
 
@@ -68,7 +68,7 @@ class Drafts:
         return self._prompt[place[1] : place[1] + self._most_quoted]
 
     def checked(self, guessed: int, taken: int) -> None:
-        """So many of the guessed tokens were right: guess more at once, or fewer."""
+        """Note how many guessed tokens were right, and guess more or fewer next time."""
         self.taken += taken
         longer = taken == guessed
         if self._from_prompt:
@@ -104,7 +104,7 @@ def drafts_for(request: Request, lookup: CacheLookup, engine: Engine) -> Drafts 
 
 
 def _room(engine: Engine) -> Callable[[], int]:
-    """How many tokens may stand behind the one that was drawn last."""
+    """How many guessed tokens a step may have."""
     return lambda: max_exact_step(engine) - 1
 
 

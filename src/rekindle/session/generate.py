@@ -1,8 +1,7 @@
 """Decoding one reply, token by token.
 
-A `Generation` knows what to compute next (`row`) and what to do with the logits (`take`); whoever drives it may
-put the rows of several into one engine step. With a draft, a row has the tokens that are expected next, too; what the
-model would not have written is taken back (`decode`).
+A `Generation` says what to compute next (`row`) and takes the logits (`take`); rows of several may share a step.
+With a draft, a row also has the tokens expected next; those the model would not have written are dropped (`decode`).
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Generation:
         self._tokens: list[int] = []
         self._pieces: list[str] = []
         self._drawn: list[SampledToken] = []
-        self._told = 0  # so many of the drawn ones came with a piece of text
+        self._reported = 0  # number of drawn tokens that came with a piece of text
         self._first_at = self._last_at = started
         self.drafts: Drafts | None = None
         self.finish_reason: FinishReason | None = None
@@ -77,7 +76,7 @@ class Generation:
         return Row.following(sequence, [*self._tokens[-1:], *guess], logits="all" if guess else "last")
 
     def guess(self) -> Sequence[int]:
-        """The tokens that are expected next; none without a draft that goes on like the reply does."""
+        """The tokens expected next; none without a draft that continues the reply."""
         if self.drafts is None:
             return ()
         room = self._limit - len(self._tokens) - 1  # the last token drawn is never computed
@@ -174,8 +173,8 @@ class Generation:
     def _piece(self, text: str) -> TextPiece:
         """A piece of text, with the tokens that were drawn since the last one that had any."""
         self._pieces.append(text)
-        drawn = tuple(self._drawn[self._told :]) if text else ()
-        self._told += len(drawn)
+        drawn = tuple(self._drawn[self._reported :]) if text else ()
+        self._reported += len(drawn)
         return TextPiece(text, drawn)
 
     def _likelihoods(self, logits: NDArray[np.float32], token: int, count: int) -> SampledToken:

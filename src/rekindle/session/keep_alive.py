@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class KeepAlive:
-    """Counts who uses a model, and lets it rest when nobody did for `seconds`. Used from several threads."""
+    """Counts the users of a model, and frees it after `seconds` without any. Thread-safe."""
 
     def __init__(self, seconds: float | None, rest: Callable[[], None]) -> None:
         """None: for ever."""
@@ -60,6 +60,6 @@ class KeepAlive:
             self._timer = None
 
     def _over(self) -> None:
-        with self._lock:  # a request that comes now waits until the model is gone, and loads it again
+        with self._lock:  # a request that comes now waits until the model is freed, and loads it again
             if not self._users and self._seconds is not None:
                 self._rest()

@@ -102,11 +102,11 @@ class Knowledge:
         return current_file(library_path(self.folder, *self._key(tenant, salt))).exists()
 
     def losses(self, tenant: str | None = None, cache_salt: str | None = None) -> list[Loss]:
-        """What was lost to damage and nobody has acknowledged yet."""
+        """Damage that was not acknowledged yet."""
         return self.library(tenant, cache_salt).losses() if self.holds(tenant, cache_salt) else []
 
     def warn(self, tenant: str | None = None, cache_salt: str | None = None) -> list[Loss]:
-        """Log what was lost to damage and nobody has acknowledged yet; what that is."""
+        """Log and return the damage that was not acknowledged yet."""
         losses = self.losses(tenant, cache_salt)
         for loss in losses:
             log.warning("%s", loss.sentence(ADVICE))
@@ -170,7 +170,7 @@ class Knowledge:
         cache_salt: str | None = None,
         report: Callable[[IngestProgress], None] | None = None,
     ) -> IngestResult:
-        """Put files, or documents that are given, into the library; what is known already costs next to nothing.
+        """Put files, or documents that are given, into the library; what is in it already costs next to nothing.
 
         Files that were in one of the folders and are gone are removed, with their KV. Raises `KnowledgeError`,
         `InvalidPrompt` and `InvalidSetting`; a file that cannot be read is among the result's problems.
@@ -254,7 +254,7 @@ class Knowledge:
         runs = [TokenRun(row.tokenizer, row.tokens) for row in leaving if row.tokenizer is not None and row.tokens]
         texts = [row.text for row in leaving if row.text]
         try:
-            # Where tokens were lost to damage, KV of their passages cannot be told from the rest.
+            # Without the tokens of a damaged passage, its KV cannot be found among the rest.
             self._purge(library.tenant, library.salt, runs, texts, everything=library.unaccounted)
             library.purge_removed(leaving)
         except RekindleError as error:
@@ -277,7 +277,7 @@ class Knowledge:
         if opened is not made:  # another thread was faster
             made[0].close()
         if spare is not None:
-            spare[0].close()  # whoever still uses it opens it again
+            spare[0].close()  # reopened if it is still in use
         return opened
 
     def _key(self, tenant: str | None, salt: str | None) -> tuple[str, str]:

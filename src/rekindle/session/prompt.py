@@ -35,7 +35,7 @@ class PromptTokens:
     tokens: tuple[int, ...]
     dropped_messages: int = 0
     quoted: tuple[Quoted, ...] = ()  # the passages that fit
-    head: int = 0  # so many tokens stand before them
+    head: int = 0  # number of tokens before them
 
     @property
     def prompt_layout(self) -> PromptLayout | None:
@@ -196,7 +196,7 @@ class WrittenReplies:
         self._lock = threading.Lock()
 
     def of(self, request: Request) -> OwnReplies | None:
-        """The replies to whoever asks this: others' must not change how a prompt is read. None if none are kept."""
+        """The replies to the same scope and adapter: others' must not change how a prompt is read. None if off."""
         if not self._settings.keep_reply_tokens:
             return None
         scope = scope_of(self._settings, request.tenant, request.cache_salt)

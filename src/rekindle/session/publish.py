@@ -22,8 +22,8 @@ from rekindle.session.session import Session
 def computed(session: Session, request: Request) -> Iterator[PublishSource]:
     """A prompt whose KV is in the engine, computed or loaded, exactly: never quantized, never from other prompts.
 
-    One that quotes passages ends with the last of them: whatever is asked about them goes on from there, and a passage
-    that was published alone is found wherever it stands.
+    One that quotes passages ends with the last of them: every question about them continues from there, and a
+    passage that was published alone is found anywhere in a prompt.
 
     Raises as `Session.generate` does, and `InvalidSetting` for an engine whose KV cannot be taken apart.
     """
@@ -58,7 +58,7 @@ def levels_of(text: str, session: Session) -> list[Level]:
 
 def beginnings(session: Session, passages: int) -> list[Request]:
     """What questions about documents begin with: the system prompt, and passages, each alone behind it; those
-    that came first most are the first, and then those that nobody asked for yet."""
+    retrieved most often come first, then those never retrieved."""
     chunks = session.knowledge.library(None, None).top_retrieved(passages, others=True)
     quotes = [[], *([quote_of(chunk)] for chunk in chunks)]
     return [Request.of(asking(""), documents=some, max_tokens=0) for some in quotes]

@@ -115,7 +115,7 @@ class AsyncReplyStream(AsyncIterator[TextPiece]):
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            running.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody will ask for it
+            running.add_done_callback(lambda done: done.cancelled() or done.exception())  # mark it as seen
             self._stream.cancel()
             await asyncio.wait([loop.run_in_executor(self._threads, self._stream.close)])
             raise

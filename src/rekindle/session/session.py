@@ -4,11 +4,11 @@ request   what people write becomes a `Request`               core/request
 retrieve  passages for a question about documents             session/library, session/ask
 answers   earlier answers: given, or checked as drafts        session/answers, session/draft
 tokens    the model's own template, within its context        session/prompt
-lookup    what is known of the prompt                         cache/matches
+lookup    what is stored of the prompt                        cache/prefix_cache
 plan      what to load and what to compute                    cache/planner
-prefill   KV into a sequence, loading while computing         cache/prefill
+prefill   KV into a context, loading while computing          cache/prefill
 decode    tokens to text, cancellable at every one            session/generate
-keep      what was new, in the background                     cache/writer
+commit    new KV, in the background                           cache/writer
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Session:
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """Answer a question from the documents that were ingested, with sources.
 
-        top_k         so many passages are quoted, if they fit
+        top_k         number of passages to quote, if they fit
         retrieval     how they are found: fused (by words and by meaning), weighted, bm25, embedding
         instructions  in place of the system message
 
@@ -211,7 +211,7 @@ class Session:
         return self.ask_stream(question, **options).answer
 
     def ask_stream(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
-        """The same, piece by piece; its `sources` are there at once."""
+        """The same, piece by piece; its `sources` are there before the first."""
         started = time.perf_counter()
         prepared = self.prepare(question, **options)
         return AnswerStream(
@@ -277,7 +277,7 @@ class Session:
         progress: Callable[[int, int], None] | None = None,
         **options: Unpack[Options],
     ) -> list[Reuse]:
-        """Compute prompts now and keep their KV, so that they start at once later. What is known costs nothing.
+        """Compute prompts now and store their KV, so that they start fast later. What is stored already costs nothing.
 
         One prompt, or several: texts, lists of messages, lists of token ids. Returns when all of it is kept.
         Raises as `generate` does.
@@ -391,7 +391,7 @@ class Session:
     def explain(self, prompt: PromptLike, **options: Unpack[Options]) -> Explanation:
         """Where the KV of a prompt would come from and why not more of it, without running it.
 
-        Names the first token that differs from what is known, and text that changes from request to request.
+        Names the first token that differs from a stored prompt, and text that changes from request to request.
         """
         return self.explain_request(Request.of(prompt, **options))
 

@@ -112,7 +112,7 @@ class Publisher:
         if len(source.tokens) < CHUNK_TOKENS:
             raise InvalidSetting(
                 f"The prompt has {len(source.tokens)} tokens. It is published in chunks of {CHUNK_TOKENS}: give at "
-                "least so many, a short one is sooner computed than fetched."
+                "least that, a short one is computed faster than fetched."
             )
         if not levels or len({level.name for level in levels}) < len(levels):
             raise InvalidSetting("Name the levels to publish, each once.")

@@ -48,7 +48,7 @@ class Calibration:
         """One sentence: what sessions of this model do from now on."""
         parts = []
         if self.budget is not None:
-            parts.append(f"compute {self.budget.budget:.0%} of the tokens of reused passages anew (reuse=approximate)")
+            parts.append(f"recompute {self.budget.budget:.0%} of the tokens of reused passages (reuse=approximate)")
         if self.bits is not None:
             kept = [self.bits.kept("whole"), self.bits.kept("difference")]
             sizes = [f"{one.bits:.1f} bits a number" for one in kept if one is not None]
@@ -90,7 +90,7 @@ def calibrate(
     adapters   a folder that PEFT saved, or one of such folders: differences under adapters are measured with them
     data       a folder of your own material: `.jsonl` files with `question` and `contexts` ([{title, text}]), and
                `.txt` and `.md` files; what it lacks comes from a sample in the package
-    prompts    so many questions at most
+    prompts    maximum number of questions
     progress   called with a word on each part before it begins
 
     Takes minutes with a small model. Raises as `Session` does, and `InvalidSetting` where the engine can do neither.

@@ -89,7 +89,7 @@ def distinct_prompts(
 ) -> list[PassagePrompt]:
     """Every question with its first passages, shuffled; a passage that another prompt has is left out.
 
-    Raises `InvalidSetting` if fewer than two questions have so many passages of their own.
+    Raises `InvalidSetting` if fewer than two questions have enough passages of their own.
     """
     taken: set[Quote] = set()
     prompts = []
