@@ -1,4 +1,4 @@
-"""Costs that never learn: whatever is stored is reused, however fast a tiny model computes."""
+"""Costs that do not learn what loading takes: whatever is stored is reused, however fast a tiny model computes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import Any
 from rekindle.cache.cost import Costs
 
 
-class UnmeasuredCosts(Costs):
-    def computed(self, *_: Any) -> None: ...
-
+class UnmeasuredLoads(Costs):
     def loaded(self, *_: Any) -> None: ...
 
     def refused(self, *_: Any) -> None: ...
+
+
+class UnmeasuredCosts(UnmeasuredLoads):
+    """The same for computing."""
+
+    def computed(self, *_: Any) -> None: ...

@@ -215,7 +215,6 @@ def test_what_others_ask_does_not_drive_out_what_is_known_of_ones_own(folder: st
         assert session.explain(RULES, cache_salt="one").reason == before and before.differs_in == ("model",)
 
 
-@pytest.mark.measured_costs
 def test_text_that_changes_with_every_request_is_named_with_what_moving_it_saves(folder: str) -> None:
     with Session(FakeEngine(), cache=folder) as session:
         for day in ("Monday", "Tuesday", "Friday"):
