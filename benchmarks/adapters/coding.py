@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.baselines.mobilora import PublishedCoder
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import Coder
+from rekindle.codec.quantizer import BitPlan
 from rekindle.session.calibrate.kv_trial import Layers, Trial, decode_layers, encode, fitted, size_bits
 from rekindle.session.calibrate.nearness import Nearness
 

@@ -18,9 +18,8 @@ from benchmarks.adapters.coding import Measured, measure, plain_of
 from benchmarks.base import Advance, Report, Row
 from benchmarks.baselines.mobilora import PublishedCoder
 from rekindle.cache.coders import default_coder, recall_coder, remember_coder
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import Coder
-from rekindle.codec.dtypes import FLOAT_TYPES
+from rekindle.codec.quantizer import FLOAT_TYPES, BitPlan
 from rekindle.core.adapter import Lora
 from rekindle.engine.base import Engine
 from rekindle.engine.lora_files import read_adapter

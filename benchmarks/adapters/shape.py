@@ -23,9 +23,8 @@ from benchmarks.base import Advance, BenchOptions, Report, interleave, paired_ra
 from benchmarks.base import Row as TableRow
 from benchmarks.shapes import build
 from benchmarks.waiting.device_decoder import Copies, LayerTensors, cut_batches, default_threads, unpack
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import Coder, decode
-from rekindle.codec.dtypes import narrow, widen
+from rekindle.codec.quantizer import BitPlan, narrow, widen
 from rekindle.core.kv import Held, Kv, KvType, LayerKv, Span
 from rekindle.engine.base import Row
 from rekindle.engine.hf.engine import HfEngine

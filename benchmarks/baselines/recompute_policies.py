@@ -25,8 +25,7 @@ from rekindle.chunks import prefill
 from rekindle.chunks.match import ChunkCache, calibration_of, match_chunks
 from rekindle.chunks.recompute import Recomputed, SelectiveRecompute
 from rekindle.chunks.select import OURS, LeadingPolicy, Positions, RecomputePolicy, StaleTokens, recompute_policy_for
-from rekindle.core.chunk import ChunkDigest
-from rekindle.core.chunk_match import ChunkMatch, ChunkMatches, LoadableVariant
+from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkMatches, LoadableVariant
 from rekindle.core.keys import KvSpace, token_bytes
 from rekindle.core.kv import Span
 from rekindle.engine.base import Engine

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import EXACT, Coder
 from rekindle.codec.digest import KeyedDigester, PlainDigester
 from rekindle.codec.extent import (
@@ -27,6 +26,7 @@ from rekindle.codec.extent import (
     header_length,
     parse_header,
 )
+from rekindle.codec.quantizer import BitPlan
 from rekindle.core.keys import KvSpace, NodeKey, parse_layout, token_bytes
 from rekindle.core.kv import KvLayout, LayerKv, LayerShape, Span
 from rekindle.store.extents import ExtentFiles

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import EXACT, Coder
 from rekindle.codec.digest import PlainDigester
 from rekindle.codec.extent import Coding, ExtentHeader, ExtentPlan, parse_header
+from rekindle.codec.quantizer import BitPlan
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace, NodeKey, token_bytes
 from rekindle.core.kv import KvLayout, LayerKv, LayerShape, Span
 from rekindle.store.catalog.catalog import Extent

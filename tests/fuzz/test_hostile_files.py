@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import Coder
 from rekindle.codec.digest import PlainDigester
 from rekindle.codec.extent import Coding, ExtentPlan
+from rekindle.codec.quantizer import BitPlan
 from rekindle.core.keys import NodeKey, token_bytes
 from rekindle.core.kv import KvLayout, LayerShape
 

@@ -17,8 +17,7 @@ from rekindle.cache.planner import PrefillSteps, make_plan
 from rekindle.chunks.match import match_chunks
 from rekindle.chunks.prefill import plan_chunk_reuse
 from rekindle.chunks.select import RecomputePolicy
-from rekindle.core.chunk import ChunkDigest, ChunkScores, EarlierChunk, PromptLayout, Variant
-from rekindle.core.chunk_match import ChunkMatch
+from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkScores, EarlierChunk, PromptLayout, Variant
 from rekindle.core.kv import Span
 from rekindle.core.plan import Compute, Load, Plan, ReuseChunks
 from rekindle.errors import InvalidSetting

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from benchmarks.storm import disk_bytes
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import Coder
+from rekindle.codec.quantizer import BitPlan
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace, Namespace, token_bytes
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.errors import KvLost

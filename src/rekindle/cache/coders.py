@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import EXACT, Coder
 from rekindle.codec.quantized import PRESETS
+from rekindle.codec.quantizer import BitPlan
 from rekindle.engine.base import Engine
 from rekindle.json_file import JsonMemo
 from rekindle.settings import Settings

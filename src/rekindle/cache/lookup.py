@@ -10,7 +10,7 @@ from rekindle.cache.inflight import InflightPrefill
 from rekindle.cache.matches import Matches
 from rekindle.cache.planner import PrefillSteps
 from rekindle.cache.writer import WriteGuard
-from rekindle.core.chunk_match import ChunkMatches
+from rekindle.core.chunk import ChunkMatches
 from rekindle.core.keys import KvSpace
 from rekindle.core.plan import Plan, Tier
 from rekindle.core.reply import ChunkReuse

@@ -11,8 +11,7 @@ from rekindle.cache.prefill import PrefillResult
 from rekindle.cache.writer import BackgroundJob, WriteGuard
 from rekindle.chunks.scores import ChunkScorer, context_impact, disorder, fix_overhead, overlap, preference, unscored
 from rekindle.chunks.select import OURS, recompute_policy_for
-from rekindle.core.chunk import ChunkDigest, PromptLayout, Variant
-from rekindle.core.chunk_match import ChunkMatch, ChunkMatches, LoadableVariant
+from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkMatches, LoadableVariant, PromptLayout, Variant
 from rekindle.core.keys import KvSpace, token_bytes
 from rekindle.core.kv import Kv, Span
 from rekindle.core.plan import Plan

@@ -17,8 +17,7 @@ from rekindle.chunks.match import ChunkCache, ChunksToKeep
 from rekindle.chunks.recompute import SelectiveRecompute
 from rekindle.chunks.scores import ChunkScorer
 from rekindle.chunks.select import LOOK_LAYERS, RecomputePolicy
-from rekindle.core.chunk import MIN_CHUNK_TOKENS, PromptLayout
-from rekindle.core.chunk_match import ChunkMatch, ChunkMatches
+from rekindle.core.chunk import MIN_CHUNK_TOKENS, ChunkMatch, ChunkMatches, PromptLayout
 from rekindle.core.kv import Span
 from rekindle.core.plan import Compute, Load, Plan, ReuseChunks, Step
 from rekindle.errors import KvLost

@@ -19,8 +19,7 @@ from rekindle.cache.deadline import Deadline, DeadlineCaller
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import Prefill, PrefillResult, TimedFeed
 from rekindle.chunks.select import LOOK_LAYERS, RecomputePolicy, StaleTokens
-from rekindle.core.chunk import PromptLayout
-from rekindle.core.chunk_match import ChunkMatch
+from rekindle.core.chunk import ChunkMatch, PromptLayout
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.plan import Plan
 from rekindle.engine.base import KvFeed, Logits, MovedFeed, Row, StayingFeed, Wanted

@@ -25,9 +25,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import Coder
 from rekindle.codec.digest import Digester
+from rekindle.codec.quantizer import BitPlan
 from rekindle.core.keys import BLOCK_TOKENS, NODE_KEY_BYTES, TOKEN_BYTES, NodeKey, layout_text, parse_layout
 from rekindle.core.kv import KvLayout, LayerKv, Span
 from rekindle.safe_read import parse_untrusted_json

@@ -20,15 +20,18 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.codec.bits import LayerBits
-from rekindle.codec.dtypes import FLOAT_TYPES, carrier, narrow, widen
 from rekindle.codec.packing import DENSEST, Packed, expand, pack, squeeze, unpack
 from rekindle.codec.quantizer import (
+    FLOAT_TYPES,
+    LayerBits,
     QuantizedTensor,
+    carrier,
     dequantize_keys,
     dequantize_values,
+    narrow,
     quantize_keys,
     quantize_values,
+    widen,
     zeros,
 )
 from rekindle.core.keys import BLOCK_TOKENS

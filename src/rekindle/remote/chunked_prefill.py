@@ -28,8 +28,7 @@ from rekindle.cache.prefill import Prefill, PrefillResult
 from rekindle.chunks.match import WriteNonprefixKv
 from rekindle.chunks.prefill import ChunkPrefill
 from rekindle.core.cells import CHUNK_TOKENS, RemoteReport, TimelineEvent
-from rekindle.core.chunk import PromptLayout
-from rekindle.core.chunk_match import ChunkMatches
+from rekindle.core.chunk import ChunkMatches, PromptLayout
 from rekindle.core.kv import Kv, Span
 from rekindle.core.plan import Compute, FetchRemote, Load, Plan, Step
 from rekindle.engine.base import Logits

@@ -32,8 +32,7 @@ from rekindle.cache.request_log import Note, Stayed, WasAsked
 from rekindle.cache.writer import BackgroundJob, BackgroundWriter, WriteGuard
 from rekindle.chunks.match import ChunkCache
 from rekindle.chunks.prefill import ChunkPrefill, TimeLimits
-from rekindle.core.chunk import PromptLayout
-from rekindle.core.chunk_match import ChunkMatches
+from rekindle.core.chunk import ChunkMatches, PromptLayout
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
 from rekindle.core.plan import Plan, Tier

@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.cache.coders import default_coder, recall_coder
-from rekindle.codec.bits import FEWEST_BITS, MAX_BITS, BitPlan, allocate
 from rekindle.codec.coder import Coder
-from rekindle.codec.dtypes import FLOAT_TYPES
+from rekindle.codec.quantizer import FEWEST_BITS, FLOAT_TYPES, MAX_BITS, BitPlan, allocate
 from rekindle.core.adapter import Lora
 from rekindle.core.kv import LayerKv
 from rekindle.engine.base import Engine

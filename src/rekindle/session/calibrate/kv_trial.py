@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rekindle.codec.bits import FEWEST_BITS, MAX_BITS
 from rekindle.codec.coder import Coder, decode
+from rekindle.codec.quantizer import FEWEST_BITS, MAX_BITS
 from rekindle.core.adapter import Lora
 from rekindle.core.kv import Kv, KvLayout, KvType, LayerKv, Span
 from rekindle.engine.base import Engine, Logits, Row
