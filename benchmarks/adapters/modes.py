@@ -22,7 +22,7 @@ from rekindle.engine.base import Engine
 from rekindle.errors import CacheUnusable, RekindleError
 from rekindle.models.adapter_registry import RegisteredAdapter
 from rekindle.session.session import Session
-from rekindle.store.admin.report import summary, used_bytes
+from rekindle.store.report import summary, used_bytes
 
 REPLY_TOKENS = 2  # of every request: the first one is what counts
 _LOOK_SECONDS = 0.05

@@ -11,9 +11,8 @@ from rekindle.store.disk import Machine
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.kvs import SHELF, keep
-from tests.store import test_limits
-from tests.store.evict import test_apps as test_evict_apps
-from tests.store.evict.test_apps import ask, opened
+from tests.store import test_evict_apps, test_limits
+from tests.store.test_evict_apps import ask, opened
 from tests.store.test_limits import LOG_BYTES, Clock, prompt
 
 NAMES = ["weighted-lru", "lfu", "mobilora"]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rekindle.core.keys import KvSpace
 from rekindle.errors import KvLost
-from rekindle.store.admin.check import CacheProblem, check
+from rekindle.store.check import CacheProblem, check
 from rekindle.store.folder import CATALOG, FORMAT, MARKER
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rekindle.core.scope import Asker, Scope
-from rekindle.store.admin.check import check
 from rekindle.store.catalog import app_rows
+from rekindle.store.check import check
 from rekindle.store.disk import Machine
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from rekindle.errors import CacheUnusable, KvLost
-from rekindle.store.admin.check import check
 from rekindle.store.catalog.database import Database
 from rekindle.store.catalog.schema import APPLICATION_ID, MIGRATIONS
+from rekindle.store.check import check
 from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.files import Files
 from rekindle.store.settings import StoreSettings

@@ -19,11 +19,11 @@ import pytest
 from rekindle.core.keys import KvSpace, token_bytes
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.errors import CacheUnusable, KvLost
-from rekindle.store.admin.check import check
 from rekindle.store.catalog import catalog
+from rekindle.store.check import check
 from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.files import Handle
-from rekindle.store.purge.purge import TokenRun
+from rekindle.store.purge import TokenRun
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import REPOSITORY, copy, file_bytes, flip

@@ -17,7 +17,7 @@ from rekindle.codec.extent import ExtentHeader, digest_layer, header_length, par
 from rekindle.core.keys import BLOCK_TOKENS
 from rekindle.core.kv import LayerKv, Span
 from rekindle.errors import KvLost
-from rekindle.store.admin.check import check
+from rekindle.store.check import check
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import (

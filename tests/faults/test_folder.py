@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rekindle.errors import CacheUnusable
-from rekindle.store.admin.check import check
+from rekindle.store.check import check
 from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.files import Files, Handle
 from rekindle.store.memory import MemoryTier

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from rekindle.cli import cache as commands
 from rekindle.errors import CacheUnusable, RekindleError
-from rekindle.store.admin.check import check
+from rekindle.store.check import check
 from rekindle.store.disk import DiskStore, Machine
 from rekindle.store.files import Files, Handle
 from rekindle.store.folder import CATALOG, FORMAT, MARKER, CacheFolder

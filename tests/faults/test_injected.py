@@ -19,10 +19,10 @@ import pytest
 
 from rekindle.core.keys import token_bytes
 from rekindle.errors import CacheUnusable
-from rekindle.store.admin.check import check
+from rekindle.store.check import check
 from rekindle.store.disk import Machine
 from rekindle.store.files import Files, Handle
-from rekindle.store.purge.purge import TokenRun
+from rekindle.store.purge import TokenRun
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import NO_MEMORY, file_bytes, fill, load_or_lose, problems, prompt

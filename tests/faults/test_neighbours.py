@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.storm import disk_bytes
 from rekindle.core.kv import Span
-from rekindle.store.admin.check import check
 from rekindle.store.catalog import catalog
+from rekindle.store.check import check
 from rekindle.store.disk import CATALOG, DiskStore, Machine
 from rekindle.store.files import Files, Handle
 from rekindle.store.settings import StoreSettings

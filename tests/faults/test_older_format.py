@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.errors import CacheUnusable
-from rekindle.store.admin.check import check
+from rekindle.store.check import check
 from rekindle.store.disk import Machine
 from rekindle.store.files import Files, Handle
 from rekindle.store.folder import CATALOG, EXTENTS, FORMAT, MARKER, WRITERS, CacheFolder

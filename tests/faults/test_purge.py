@@ -18,16 +18,16 @@ from rekindle.core.identity import Identity
 from rekindle.core.keys import token_bytes
 from rekindle.core.kv import LayerKv
 from rekindle.errors import CacheUnusable, KvLost
-from rekindle.store.admin.check import check
 from rekindle.store.catalog import catalog
+from rekindle.store.check import check
 from rekindle.store.disk import DiskStore, Machine
 from rekindle.store.files import Files
-from rekindle.store.purge.purge import TokenRun, purge
+from rekindle.store.purge import TokenRun, purge
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import NO_MEMORY, copy, flip, load_or_lose, problems
 from tests.faults.test_injected import METHODS, BrokenFiles, Connections, FailingFiles, SharingFiles
 from tests.kvs import SHELF, keep, load, make_kv
-from tests.store.purge.test_purge import kv_traces, numbers, traces
+from tests.store.test_purge import kv_traces, numbers, traces
 
 SECRET, HEAD = numbers(0, 70), numbers(1, 70)
 ASKED = [*HEAD, *SECRET, *numbers(2, 60)]

@@ -15,15 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rekindle.core.chunk import chunk_digest
+from rekindle.core.chunk import chain_tokens, chunk_digest, nonprefix
 from rekindle.core.keys import BLOCK_TOKENS, token_bytes
 from rekindle.core.kv import Span
 from rekindle.errors import KvLost
-from rekindle.store.admin.check import check
 from rekindle.store.catalog import catalog
+from rekindle.store.check import check
 from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.files import Files
-from rekindle.store.nonprefix_kv import chain_tokens, nonprefix
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from rekindle.store.variants import VariantCounts

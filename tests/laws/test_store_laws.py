@@ -14,9 +14,9 @@ from rekindle.core.keys import BLOCK_TOKENS, KvSpace, Namespace
 from rekindle.core.kv import Span
 from rekindle.core.scope import APP_STATES, AppState, Asker, Scope
 from rekindle.core.size import human_bytes, parse_limit
-from rekindle.store.admin.check import check
 from rekindle.store.catalog import app_rows
-from rekindle.store.evict.policy import POLICIES
+from rekindle.store.check import check
+from rekindle.store.evict import POLICIES
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.kvs import SHELF, SMALL, keep, load

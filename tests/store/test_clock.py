@@ -10,8 +10,8 @@ import pytest
 
 from rekindle.core.scope import Asker
 from rekindle.store.catalog import app_rows
-from rekindle.store.clock import ClockMemory
 from rekindle.store.disk import Machine
+from rekindle.store.evict import ClockMemory
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.kvs import keep, load

@@ -21,18 +21,18 @@ from rekindle.codec.quantizer import BitPlan
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace, Namespace, token_bytes
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.errors import KvLost
-from rekindle.store.admin.archive import export, import_
-from rekindle.store.admin.check import CacheProblem, check
+from rekindle.store.archive import export, import_
 from rekindle.store.catalog import catalog, delta_rows
 from rekindle.store.catalog.catalog import Extent
+from rekindle.store.check import CacheProblem, check
 from rekindle.store.disk import Machine
 from rekindle.store.files import Files, Handle
-from rekindle.store.purge.purge import TokenRun
+from rekindle.store.purge import TokenRun
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import Kept, TieredStore
 from tests.kvs import SHELF, make_kv
-from tests.store.purge.test_purge import traces
 from tests.store.test_limits import Clock
+from tests.store.test_purge import traces
 
 pytestmark = pytest.mark.thorough
 

@@ -13,11 +13,11 @@ from rekindle.core.kv import Span
 from rekindle.core.scope import Scope
 from rekindle.core.size import Limit, parse_duration, parse_limit
 from rekindle.errors import InvalidSetting, PinRefused
-from rekindle.store.admin import report
-from rekindle.store.admin.check import check
+from rekindle.store import report
 from rekindle.store.catalog.catalog import Tail
+from rekindle.store.check import check
 from rekindle.store.disk import Machine
-from rekindle.store.evict.policy import POLICIES, Scene, chance, rank
+from rekindle.store.evict import POLICIES, Scene, chance, rank
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.kvs import SHELF, keep, load, make_kv

@@ -12,23 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rekindle.codec.digest import PlainDigester
-from rekindle.core.chunk import ChunkScores, Variant, chunk_digest
+from rekindle.core.chunk import ChunkScores, Variant, chunk_digest, nonprefix
 from rekindle.core.keys import KvSpace, Namespace, token_bytes
 from rekindle.core.kv import Span
 from rekindle.errors import Closed, InvalidSetting
-from rekindle.store.admin.archive import export, import_
-from rekindle.store.admin.check import check
+from rekindle.store.archive import export, import_
 from rekindle.store.catalog import catalog
 from rekindle.store.catalog.variant_rows import listing
+from rekindle.store.check import check
 from rekindle.store.disk import Machine
-from rekindle.store.nonprefix_kv import nonprefix
-from rekindle.store.purge.purge import TokenRun
+from rekindle.store.purge import TokenRun
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from rekindle.store.variants import VariantCounts
 from tests.kvs import SHELF, SMALL, keep, load, make_kv
-from tests.store.purge.test_purge import numbers, traces
 from tests.store.scored import assert_gives, assert_loads, find, is_same, variant
+from tests.store.test_purge import numbers, traces
 
 ON_DISK = StoreSettings(disk_limit="50MB", memory_limit=0)
 IN_MEMORY = StoreSettings(disk_limit="50MB", memory_limit="10MB")

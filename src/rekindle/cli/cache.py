@@ -34,7 +34,7 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
     """List the entries: model, tokens, size, hits."""
     from rekindle.cli.console import print_json, print_table
     from rekindle.core.size import human_bytes
-    from rekindle.store.admin import report
+    from rekindle.store import report
 
     with open_cache(folder, key_file) as store:
         entries = report.entries(store)
@@ -64,7 +64,7 @@ def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False)
     """Show totals: bytes, tokens, hits, time saved; by model with the room left; and the entries that saved most."""
     from rekindle.cli.console import print_json
     from rekindle.settings import Settings
-    from rekindle.store.admin import report
+    from rekindle.store import report
 
     with open_cache(folder, key_file) as store:
         room_bytes = _room_bytes(store)
@@ -127,7 +127,7 @@ def check(
     """Verify the catalog and every byte of every entry. Exit status 1 if problems remain."""
     from rekindle.cli.console import counting, print_json
     from rekindle.core.size import human_bytes
-    from rekindle.store.admin.check import check as verify
+    from rekindle.store.check import check as verify
 
     with open_cache(folder, key_file) as store, counting("check") as progress:
         found = verify(store, fix=fix, progress=progress)
@@ -167,7 +167,7 @@ def prune(
 ) -> None:
     """Make the cache smaller: to a size, by age, or by model. Pinned entries stay."""
     from rekindle.core.size import parse_duration, parse_limit
-    from rekindle.store.admin import report
+    from rekindle.store import report
 
     if to is None and unused is None and model is None:
         raise InvalidSetting("Say what to prune: --to 2GB, --unused 7d or --model NAME.")
@@ -193,13 +193,13 @@ def prune(
 @cache.command()
 def clear(yes: Yes = False, folder: Folder = None, key_file: KeyFile = None) -> None:
     """Remove everything, pinned entries too, and all traces: requests, apps, tenants, salts."""
-    from rekindle.store.purge import traces
+    from rekindle.store import purge
 
     with open_cache(folder, key_file, write=True) as store:
         rows = store.entries()
         if not yes and rows:
             typer.confirm(f"Remove all {len(rows)} entries of {store.folder}?", abort=True)
-        removed = traces.clear(store)
+        removed = purge.clear(store)
     typer.echo(f"{removed} removed")
 
 
@@ -238,7 +238,7 @@ def export_entries(
 ) -> None:
     """Write entries, and those they depend on, into one archive with digests."""
     from rekindle.cli.console import counting
-    from rekindle.store.admin.archive import export
+    from rekindle.store.archive import export
 
     if not file.absolute().parent.is_dir():
         raise InvalidSetting(f"{file.absolute().parent} is no folder: the archive cannot be written there.")
@@ -262,7 +262,7 @@ def import_entries(
 ) -> None:
     """Verify a whole archive, then keep what is new."""
     from rekindle.cli.console import counting, print_json
-    from rekindle.store.admin.archive import import_
+    from rekindle.store.archive import import_
     from rekindle.store.settings import StoreSettings
     from rekindle.store.tiered import TieredStore
 
@@ -321,7 +321,7 @@ def _room_bytes(store: DiskStore) -> int:
     """Bytes that may still be kept without evicting, under the limit of the settings."""
     from rekindle.core.size import parse_limit
     from rekindle.settings import Settings
-    from rekindle.store.admin import report
+    from rekindle.store import report
 
     used = report.used_bytes(store)
     limit = parse_limit(Settings.load().disk_limit).resolve(store.files.free_bytes(store.folder) + used)

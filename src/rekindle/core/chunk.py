@@ -12,13 +12,13 @@ import hashlib
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NewType, Protocol
+from typing import Any, NewType, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.core.keys import token_bytes
-from rekindle.core.kv import Span
+from rekindle.core.keys import TOKEN_BYTES, KvSpace, token_bytes
+from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.plan import Plan, Tier
 from rekindle.core.reply import ChunkReuse
 
@@ -203,3 +203,33 @@ def _reused(number: int, chunk: ChunkMatch, recomputed: Sequence[int]) -> ChunkR
     own = tuple(recomputed[start:stop])
     scores = (chunk.impact, chunk.overlap, chunk.disorder, chunk.overhead, chunk.known.variant.drift)
     return ChunkReuse(number, chunk.span.start, chunk.span.stop, "reused", len(own), own, *scores)
+
+
+DIGEST_TOKENS = 16 // TOKEN_BYTES
+NONPREFIX_SUFFIX = "/nonprefix"  # of a codec's name
+
+
+def nonprefix(kv_space: KvSpace) -> KvSpace:
+    """The KV space beside `kv_space` for its non-prefix KV: same model, tenant, salt and adapter."""
+    return replace(kv_space, codec=kv_space.codec + NONPREFIX_SUFFIX)
+
+
+def is_nonprefix(codec: str) -> bool:
+    """Whether a KV space of that codec holds non-prefix KV."""
+    return codec.endswith(NONPREFIX_SUFFIX)
+
+
+def chain_tokens(digest: ChunkDigest, tokens: bytes) -> bytes:
+    """The tokens of a chunk's own chain."""
+    return digest + tokens
+
+
+def chain_kv(kv: Kv) -> Kv:
+    """The KV of a chunk's own chain: a copy, with nothing at all for the name."""
+    layers = tuple(LayerKv(_behind_name(layer.keys), _behind_name(layer.values)) for layer in kv.layers)
+    return Kv(Span(0, DIGEST_TOKENS + len(kv.span)), kv.layout, layers)
+
+
+def _behind_name(array: NDArray[Any]) -> NDArray[Any]:
+    heads, _, dim = array.shape
+    return np.concatenate([np.zeros((heads, DIGEST_TOKENS, dim), array.dtype), array], axis=1)

@@ -32,7 +32,7 @@ from rekindle.models.pull import pull
 from rekindle.settings import Settings
 from rekindle.settings.folders import cache_folder
 from rekindle.store.folder import may_hold_cache
-from rekindle.store.purge.purge import TokenRun
+from rekindle.store.purge import TokenRun
 
 log = logging.getLogger("rekindle.knowledge")
 

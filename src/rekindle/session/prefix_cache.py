@@ -46,7 +46,7 @@ from rekindle.errors import KvLost, OutOfMemory
 from rekindle.session.reuse_report import spared
 from rekindle.settings import Settings
 from rekindle.store.prefix_index import Match
-from rekindle.store.purge.purge import TokenRun
+from rekindle.store.purge import TokenRun
 from rekindle.store.tiered import TieredStore
 
 if TYPE_CHECKING:

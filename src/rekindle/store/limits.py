@@ -11,7 +11,7 @@ from rekindle.core.size import parse_limit
 from rekindle.errors import PinRefused
 from rekindle.store.catalog import catalog
 from rekindle.store.catalog.database import Database
-from rekindle.store.clock import BEHIND_SECONDS, is_believed
+from rekindle.store.evict import BEHIND_SECONDS, is_believed
 from rekindle.store.files import Files
 from rekindle.store.settings import StoreSettings
 

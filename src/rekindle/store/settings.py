@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rekindle.codec.coder import EXACT, Coder, is_quantized
+from rekindle.core.chunk import is_nonprefix
 from rekindle.core.size import Limit, parse_limit
 from rekindle.errors import InvalidSetting
-from rekindle.store.evict.policy import POLICIES, Policy
-from rekindle.store.nonprefix_kv import is_nonprefix
+from rekindle.store.evict import POLICIES, Policy
 
 Admission = Literal["always", "second-use"]
 

@@ -21,10 +21,10 @@ from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.scope import Asker
 from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable, InvalidSetting
-from rekindle.store import history
-from rekindle.store.access_log import AccessLog, BlockAccess
+from rekindle.store import history, purge
 from rekindle.store.catalog import app_rows, catalog, delta_rows
 from rekindle.store.catalog.app_rows import AppAccess, UsedBlocks
+from rekindle.store.catalog.catalog import AccessLog, BlockAccess
 from rekindle.store.catalog.delta_rows import coded_pieces
 from rekindle.store.delta_base import DeltaBase
 from rekindle.store.disk import DiskStore, Machine, Written, check_present
@@ -33,8 +33,7 @@ from rekindle.store.feed import KvSource, KvSources, StoredFeed, is_in_place, st
 from rekindle.store.limits import Refused
 from rekindle.store.memory import HeldExtent, MemoryTier
 from rekindle.store.prefix_index import Match, Piece, continuation, following, search
-from rekindle.store.purge import purge
-from rekindle.store.purge.traces import clear, remove_traces
+from rekindle.store.purge import clear, remove_traces
 from rekindle.store.settings import StoreSettings
 from rekindle.store.variants import Variants
 

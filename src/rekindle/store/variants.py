@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from rekindle.core.chunk import ChunkDigest, Variant, chunk_digest
+from rekindle.core.chunk import DIGEST_TOKENS, ChunkDigest, Variant, chain_kv, chain_tokens, chunk_digest, nonprefix
 from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, KvSpace, chain, token_bytes
 from rekindle.core.kv import Kv, Span
 from rekindle.core.scope import Asker
 from rekindle.errors import InvalidSetting
-from rekindle.store.access_log import AccessLog, BlockAccess
 from rekindle.store.catalog import catalog, delta_rows, variant_rows
+from rekindle.store.catalog.catalog import AccessLog, BlockAccess
 from rekindle.store.catalog.variant_rows import (
     ChunkLocation,
     ChunkView,
@@ -35,7 +35,6 @@ from rekindle.store.failures import Failures, Kept
 from rekindle.store.feed import KvSource, KvSources, StoredFeed
 from rekindle.store.limits import Refused
 from rekindle.store.memory import HeldExtent, MemoryTier
-from rekindle.store.nonprefix_kv import DIGEST_TOKENS, chain_kv, chain_tokens, nonprefix
 from rekindle.store.prefix_index import Piece
 
 _A_TRANSACTION = 32

@@ -48,8 +48,8 @@ _COLUMNS = "id, tenant, salt_digest, name, state, CAST(since AS REAL), CAST(seen
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
-    """How many apps of each state use something. Nobody at all counts as one in the background."""
+class AppUsers:
+    """The number of apps in each state that use an extent."""
 
     foreground: int = 0
     background: int = 0
@@ -57,12 +57,12 @@ class Crowd:
 
     @property
     def live(self) -> int:
-        """How many of them may ask again."""
+        """Number of apps that may ask again."""
         return self.foreground + self.background
 
     @property
     def dead(self) -> bool:
-        """Whether it is of killed apps alone."""
+        """Whether only killed apps used it."""
         return self.killed > 0 and self.live == 0
 
 
@@ -229,7 +229,7 @@ def add_user(connection: sqlite3.Connection, place: UsedBlocks, app: int, now: f
     )
 
 
-def crowds(connection: sqlite3.Connection, *, whole: bool) -> dict[int, Crowd]:
+def users_by_extent(connection: sqlite3.Connection, *, whole: bool) -> dict[int, AppUsers]:
     """Who uses the last live block of each extent, or, with `whole`, any of its blocks; those of nobody left out."""
     rows = connection.execute(
         "SELECT u.extent, total(a.state='foreground'), total(a.state IS NULL OR a.state='background'), "
@@ -237,7 +237,7 @@ def crowds(connection: sqlite3.Connection, *, whole: bool) -> dict[int, Crowd]:
         "WHERE ? OR u.last>=e.live-1 GROUP BY u.extent",
         (whole,),
     )
-    return {extent: Crowd(*map(int, counts)) for extent, *counts in rows}
+    return {extent: AppUsers(*map(int, counts)) for extent, *counts in rows}
 
 
 @dataclass(frozen=True, slots=True)

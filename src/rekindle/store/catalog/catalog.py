@@ -7,11 +7,15 @@ and an extent has a row for as long as its file may exist.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
+import threading
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, KvSpace, NodeKey, layout_text
+from rekindle.store.catalog.database import Database
 from rekindle.store.prefix_index import BlockRef, Neighbour
 
 
@@ -369,7 +373,7 @@ def tail(connection: sqlite3.Connection, id: int) -> Tail | None:
     return None if row is None else Tail(*row)
 
 
-def most_hits(connection: sqlite3.Connection) -> int:
+def max_hits(connection: sqlite3.Connection) -> int:
     """How often the most used extent was used."""
     return int(connection.execute("SELECT coalesce(max(hits), 0) FROM extents WHERE state='live'").fetchone()[0])
 
@@ -397,3 +401,71 @@ def touch(connection: sqlite3.Connection, id: int, name: str, last: int, now: fl
         connection.execute(
             "UPDATE blocks SET hits=hits+1, used=max(used, ?) WHERE extent=? AND place<=?", (now, id, last)
         )
+
+
+log = logging.getLogger("rekindle.store")
+
+_ACCESSES_A_TRANSACTION = 16
+_MAX_ACCESSES = 10_000  # kept while the catalog cannot be written
+
+
+class Access(Protocol):
+    """A use of KV, to be written to the catalog."""
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        """Change the rows it is about, if they are still the same."""
+
+
+@dataclass(frozen=True)
+class BlockAccess:
+    """An extent's blocks up to and with `last` were used, and what that saved."""
+
+    extent: int
+    name: str
+    last: int
+    at: float
+    saved_ms: float
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        touch(connection, self.extent, self.name, self.last, self.at, self.saved_ms)
+
+
+class AccessLog:
+    """Uses of KV, buffered until the catalog is updated: a request must not wait for that. Bounded. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[Access] = []
+
+    def add(self, accesses: Sequence[Access]) -> None:
+        with self._lock:
+            self._waiting += accesses
+
+    def drop(self) -> None:
+        with self._lock:
+            self._waiting = []
+
+    def flush(self, database: Database) -> None:
+        """Write them to the catalog, a few in one transaction. Raises as it does; what was not written is kept.
+
+        What no catalog could take, whatever its state, is dropped: it would block all others.
+        """
+        with self._lock:
+            accesses, self._waiting = self._waiting, []
+        try:
+            while accesses:
+                with database.writing() as connection:
+                    for access in accesses[:_ACCESSES_A_TRANSACTION]:
+                        _write(connection, access)
+                del accesses[:_ACCESSES_A_TRANSACTION]
+        except BaseException:
+            with self._lock:
+                self._waiting = accesses[-_MAX_ACCESSES:] + self._waiting
+            raise
+
+
+def _write(connection: sqlite3.Connection, access: Access) -> None:
+    try:
+        access.write(connection)
+    except (TypeError, ValueError, OverflowError) as error:  # a value that SQLite has no type for, or cannot encode
+        log.debug("a use was not recorded: %s", error)

@@ -16,7 +16,7 @@ app_uses      which app used an extent's blocks, up to which place. Bounded; rem
 seen_keys     keys met once, for admission on second use.
 bytes_written bytes written, by minute, for the write budget.
 totals        the sum of all extents' bytes, kept by triggers: limits are checked at every keep.
-clock         the latest time that was believed, and since when the clock has been odd: see store/clock.
+clock         the latest time that was believed, and since when the clock has been odd: see store/evict.
 """
 
 from __future__ import annotations

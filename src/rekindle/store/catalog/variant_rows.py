@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from rekindle.codec.digest import Digester
-from rekindle.core.chunk import ChunkDigest, ChunkScores, EarlierChunk, Variant
+from rekindle.core.chunk import DIGEST_TOKENS, NONPREFIX_SUFFIX, ChunkDigest, ChunkScores, EarlierChunk, Variant
 from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, NodeKey
 from rekindle.core.kv import Span
 from rekindle.store.catalog import catalog
 from rekindle.store.catalog.database import Database
-from rekindle.store.nonprefix_kv import DIGEST_TOKENS, SUFFIX
 from rekindle.store.prefix_index import Piece
 
 _CANDIDATES = 8  # children of a node that are looked at: nearly always the first will do
@@ -241,7 +240,7 @@ def drop(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
             "SELECT b.extent FROM variants v JOIN kv_spaces s ON s.id=v.kv_space "
             "JOIN blocks b ON b.parent=v.parent AND b.kv_space=v.kv_space AND b.tokens=v.tail "
             "JOIN extents e ON e.id=b.extent WHERE v.id=? AND substr(s.codec, -length(?))=? AND NOT e.pinned",
-            (id, SUFFIX, SUFFIX),
+            (id, NONPREFIX_SUFFIX, NONPREFIX_SUFFIX),
         ).fetchall()
         connection.execute("DELETE FROM variants WHERE id=?", (id,))
         for (extent,) in extents:
@@ -287,7 +286,7 @@ def sweep(database: Database, after: int = 0, max_rows: int | None = None) -> in
 def nonprefix_kv_spaces(connection: sqlite3.Connection) -> set[int]:
     """The numbers of all KV spaces that hold non-prefix KV."""
     select = "SELECT id FROM kv_spaces WHERE substr(codec, -length(?))=?"
-    return {id for (id,) in connection.execute(select, (SUFFIX, SUFFIX)).fetchall()}
+    return {id for (id,) in connection.execute(select, (NONPREFIX_SUFFIX, NONPREFIX_SUFFIX)).fetchall()}
 
 
 def cut_nonprefix(connection: sqlite3.Connection) -> list[catalog.Extent]:

@@ -24,13 +24,13 @@ from typing import BinaryIO
 
 from rekindle.codec.digest import PlainDigester
 from rekindle.codec.extent import ExtentPlan, header_length, parse_header
+from rekindle.core.chunk import is_nonprefix
 from rekindle.core.keys import KvSpace, Namespace
 from rekindle.core.kv import KvLayout, LayerKv, Span
 from rekindle.errors import BrokenArchive
 from rekindle.safe_read import parse_untrusted_json
 from rekindle.store.extents import Damaged, ExtentFiles, OpenExtent
 from rekindle.store.files import Files, Handle
-from rekindle.store.nonprefix_kv import is_nonprefix
 
 FORMAT = "rekindle-archive/3"
 MANIFEST = "manifest.json"

@@ -21,18 +21,18 @@ from rekindle.core.keys import KvSpace, Namespace
 from rekindle.core.kv import Span
 from rekindle.core.scope import Asker
 from rekindle.errors import CacheUnusable
-from rekindle.store.admin.check import check
+from rekindle.store import purge as traces_module
 from rekindle.store.catalog import catalog
+from rekindle.store.check import check
 from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.files import Files
-from rekindle.store.purge import traces as traces_module
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import file_bytes
 from tests.kvs import SHELF, SMALL, keep, load, make_kv
 from tests.store.neighbour import Neighbour, neighbour
-from tests.store.purge.test_purge import numbers, purge, run, traces
 from tests.store.scored import variant
+from tests.store.test_purge import numbers, purge, run, traces
 
 pytestmark = pytest.mark.thorough
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.store.admin.archive_file import TarReader, TarWriter, header_of
+from rekindle.store.archive_file import TarReader, TarWriter, header_of
 
 
 def write(path: Path, members: dict[str, bytes]) -> Path:

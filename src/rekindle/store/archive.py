@@ -24,7 +24,7 @@ from rekindle.codec.extent import ExtentPlan
 from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, chain
 from rekindle.core.kv import Kv, Span
 from rekindle.errors import BrokenArchive, InvalidSetting
-from rekindle.store.admin.archive_file import (
+from rekindle.store.archive_file import (
     LARGEST_ENTRY_BYTES,
     MANIFEST,
     MANIFEST_BYTES,

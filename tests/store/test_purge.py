@@ -20,11 +20,11 @@ from rekindle.core.keys import BLOCK_TOKENS, KvSpace, Namespace, token_bytes
 from rekindle.core.kv import Span
 from rekindle.errors import CacheUnusable, InvalidSetting
 from rekindle.store import history, limits
-from rekindle.store.admin.check import check
 from rekindle.store.catalog import catalog
+from rekindle.store.check import check
 from rekindle.store.disk import CATALOG
-from rekindle.store.purge.purge import Purged, TokenRun
-from rekindle.store.purge.search import MIN_TOKENS, Segment, Snippets, TokenRuns
+from rekindle.store.purge import Purged, TokenRun
+from rekindle.store.purge_search import MIN_TOKENS, Segment, Snippets, TokenRuns
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from rekindle.text.visible import visible

@@ -14,9 +14,9 @@ import pytest
 
 from rekindle.core.keys import KvSpace, Namespace
 from rekindle.errors import BrokenArchive, EntryNotFound, InvalidSetting
-from rekindle.store.admin.archive import export, import_
-from rekindle.store.admin.archive_file import MANIFEST, TarWriter, manifest_bytes
-from rekindle.store.admin.check import check
+from rekindle.store.archive import export, import_
+from rekindle.store.archive_file import MANIFEST, TarWriter, manifest_bytes
+from rekindle.store.check import check
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.kvs import SMALL, keep, load

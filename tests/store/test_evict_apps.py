@@ -12,9 +12,9 @@ import pytest
 from benchmarks.storm import disk_bytes
 from rekindle.apps.registry import list_apps
 from rekindle.core.scope import AppState, Asker
-from rekindle.store.admin.check import check
 from rekindle.store.catalog import app_rows
-from rekindle.store.catalog.app_rows import Crowd
+from rekindle.store.catalog.app_rows import AppUsers
+from rekindle.store.check import check
 from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
@@ -176,7 +176,7 @@ def test_who_used_what_outlives_a_rewriting(store: TieredStore, clock: Clock) ->
     (after,) = store.disk.entries()
     assert after.name != before.name and after.live == 10
     with store.disk.database.reading() as connection:
-        assert app_rows.crowds(connection, whole=True) == {after.id: Crowd(foreground=1, killed=1)}
+        assert app_rows.users_by_extent(connection, whole=True) == {after.id: AppUsers(foreground=1, killed=1)}
     say(store, NOTES, "killed")
     clock.now += 1000
     store.tend()
@@ -319,8 +319,8 @@ def test_apps_are_bounded_and_what_a_forgotten_one_used_is_nobodys(
         ask(store, prompt(number), Asker("local", f"app-{number}"))
     with store.disk.database.reading() as connection:
         assert [row.name for row in app_rows.apps(connection)] == ["app-2", "app-3", "app-4"]
-        crowds = app_rows.crowds(connection, whole=True).values()
-    assert sorted((crowd.foreground, crowd.background) for crowd in crowds) == [(0, 1)] * 2 + [(1, 0)] * 3
+        users_by_extent = app_rows.users_by_extent(connection, whole=True).values()
+    assert sorted((users.foreground, users.background) for users in users_by_extent) == [(0, 1)] * 2 + [(1, 0)] * 3
 
 
 def test_apps_of_two_tenants_have_nothing_to_do_with_each_other(store: TieredStore, clock: Clock) -> None:
