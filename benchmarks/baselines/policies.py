@@ -30,7 +30,7 @@ class Weighted:
     by_app: bool = False
 
     def worth(self, tail: Tail, users: AppUsers, state: EvictionState) -> Worth:  # noqa: ARG002
-                weighed = chance(tail.hits, state.age_seconds(tail), state.max_hits)
+        weighed = chance(tail.hits, state.age_seconds(tail), state.max_hits)
         return Worth(True, weighed if self.recency else float(tail.hits))
 
 
