@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.apps.state import APP_STATES, LIFECYCLE, AppState, state_of
+from rekindle.apps import APP_STATES, LIFECYCLE, AppState, state_of
 from rekindle.core.request import Request
 from rekindle.core.scope import Asker, Scope
 from rekindle.errors import InvalidSetting

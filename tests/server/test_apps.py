@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rekindle.apps.registry import Apps, list_apps
+from rekindle.apps import Apps, list_apps
 from rekindle.core.scope import Scope
 from tests.server.conftest import Serve
 from tests.server.serving import ALICE, BOB, Served, eventually

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.storm import disk_bytes
-from rekindle.apps.registry import list_apps
+from rekindle.apps import list_apps
 from rekindle.core.scope import AppState, Asker
 from rekindle.store.catalog import app_rows
 from rekindle.store.catalog.app_rows import AppUsers

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from rekindle.apps.registry import mark_ended
+from rekindle.apps import mark_ended
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.scope import Asker

@@ -35,7 +35,7 @@ def list_apps(
     json: AsJson = False,
 ) -> None:
     """List apps: state, requests, and the KV kept for them, shared and private."""
-    from rekindle.apps.registry import list_apps, mark_ended
+    from rekindle.apps import list_apps, mark_ended
     from rekindle.cli.console import print_json, print_table
     from rekindle.core.size import human_bytes
 
@@ -76,7 +76,7 @@ def set_app(
     key_file: KeyFile = None,
 ) -> None:
     """Set the state of an app. KV that only a killed app used is evicted soon; what others use stays."""
-    from rekindle.apps.registry import Apps
+    from rekindle.apps import Apps
     from rekindle.settings import Settings
 
     with open_cache(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
@@ -98,7 +98,7 @@ def watch_app(
     key_file: KeyFile = None,
 ) -> None:
     """Mark an app killed when its process ends."""
-    from rekindle.apps.registry import process_name, wait_for_end, watch_process
+    from rekindle.apps import process_name, wait_for_end, watch_process
     from rekindle.settings import Settings
 
     own = name or process_name(process)

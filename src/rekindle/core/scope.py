@@ -52,7 +52,7 @@ class Asker:
         return Scope(self.tenant, self.salt)
 
 
-_HINT = "Use 'foreground' or 'background'; `rekindle.apps.state.state_of` maps the names of iOS and Android."
+_HINT = "Use 'foreground' or 'background'; `rekindle.apps.state_of` maps the names of iOS and Android."
 
 
 def check_name(name: str) -> None:

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rekindle.apps.registry import Apps
+from rekindle.apps import Apps
 from rekindle.cache.explain import Explanation, Prompt
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import IsCancelled

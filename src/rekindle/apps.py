@@ -1,6 +1,7 @@
-"""The apps that a cache knows: who asked, in what state they are, what is kept for them.
+"""Apps: the applications that ask, their states, and what the cache keeps for them.
 
-An app can be a process that is watched: when it ends, the app is marked killed by whichever process notices first.
+States have the names of iOS, Android and browsers too (`LIFECYCLE`). An app can be tied to a process: when that ends,
+whichever process notices first marks the app killed.
 """
 
 from __future__ import annotations
@@ -10,16 +11,89 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
-from rekindle.apps.state import state_of
-from rekindle.core.scope import AppState, Scope, check_name
-from rekindle.errors import CacheUnusable, InvalidSetting
+from rekindle.core.scope import APP_STATES, AppState, Scope, check_name
+from rekindle.errors import CacheUnusable, InvalidSetting, nearest
 from rekindle.store.catalog import app_rows
 from rekindle.store.catalog.app_rows import AppRow, AppShare
 from rekindle.store.disk import DiskStore
+
+Platform = Literal["ios", "android", "web"]
+
+
+@dataclass(frozen=True)
+class Lifecycle:
+    """A platform's name for a state. `also` are other names, such as the callback that announces it."""
+
+    platform: Platform
+    name: str
+    state: AppState
+    also: tuple[str, ...] = ()
+
+
+LIFECYCLE = (
+    Lifecycle("ios", "active", "foreground", ("sceneDidBecomeActive", "applicationDidBecomeActive")),
+    Lifecycle("ios", "inactive", "foreground", ("sceneWillResignActive", "sceneWillEnterForeground")),
+    Lifecycle("ios", "background", "background", ("sceneDidEnterBackground", "applicationDidEnterBackground")),
+    # As published, a suspended app counts as killed. But it is in memory, and a tap away: its KV is worth keeping.
+    Lifecycle("ios", "suspended", "background"),
+    Lifecycle("ios", "unattached", "killed", ("sceneDidDisconnect",)),
+    Lifecycle("ios", "not running", "killed", ("applicationWillTerminate", "terminated")),
+    Lifecycle("android", "resumed", "foreground", ("onResume",)),
+    Lifecycle("android", "started", "foreground", ("onStart",)),
+    Lifecycle("android", "created", "background", ("onCreate",)),
+    Lifecycle("android", "paused", "foreground", ("onPause",)),  # partly visible, or about to be hidden
+    Lifecycle("android", "stopped", "background", ("onStop",)),
+    Lifecycle("android", "destroyed", "killed", ("onDestroy",)),
+    Lifecycle("android", "IMPORTANCE_FOREGROUND", "foreground"),
+    Lifecycle("android", "IMPORTANCE_VISIBLE", "foreground"),
+    Lifecycle("android", "IMPORTANCE_FOREGROUND_SERVICE", "background"),
+    Lifecycle("android", "IMPORTANCE_TOP_SLEEPING", "background"),
+    Lifecycle("android", "IMPORTANCE_PERCEPTIBLE", "background"),
+    Lifecycle("android", "IMPORTANCE_SERVICE", "background"),
+    Lifecycle("android", "IMPORTANCE_CANT_SAVE_STATE", "background"),
+    Lifecycle("android", "IMPORTANCE_CACHED", "background"),
+    Lifecycle("android", "IMPORTANCE_GONE", "killed"),
+    # onTrimMemory: what it implies for the app itself, not how scarce memory is.
+    Lifecycle("android", "TRIM_MEMORY_RUNNING_MODERATE", "foreground"),
+    Lifecycle("android", "TRIM_MEMORY_RUNNING_LOW", "foreground"),
+    Lifecycle("android", "TRIM_MEMORY_RUNNING_CRITICAL", "foreground"),
+    Lifecycle("android", "TRIM_MEMORY_UI_HIDDEN", "background"),
+    Lifecycle("android", "TRIM_MEMORY_BACKGROUND", "background"),
+    Lifecycle("android", "TRIM_MEMORY_MODERATE", "background"),
+    Lifecycle("android", "TRIM_MEMORY_COMPLETE", "background"),
+    Lifecycle("web", "visible", "foreground"),
+    Lifecycle("web", "passive", "foreground"),
+    Lifecycle("web", "hidden", "background", ("pagehide",)),
+    Lifecycle("web", "frozen", "background"),
+    Lifecycle("web", "discarded", "killed"),
+)
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+_STATES: dict[str, AppState] = {
+    **{_plain(name): row.state for row in LIFECYCLE for name in (row.name, *row.also)},
+    **{state: state for state in APP_STATES},
+}
+
+
+def state_of(name: str) -> AppState:
+    """The state of a name: one of the three, or of `LIFECYCLE`. Case, spaces and underscores do not matter.
+
+    Raises `InvalidSetting` with the nearest name.
+    """
+    state = _STATES.get(_plain(name))
+    if state is None:
+        known = [*APP_STATES, *(row.name for row in LIFECYCLE)]
+        raise InvalidSetting(f"{name[:80]!r} is no state of an app.{nearest(name, known)} Use {', '.join(APP_STATES)}.")
+    return state
+
 
 OnKilled = Callable[[Scope, str], None]  # (scope, name)
 
@@ -146,15 +220,12 @@ def watch_process(disk: DiskStore, scope: Scope, name: str, process: int) -> Non
         born = psutil.Process(process).create_time()
     except (psutil.Error, ValueError) as error:
         raise InvalidSetting(f"There is no process {process} to watch ({error}).") from None
-    try:
-        with disk.database.writing() as connection:
-            row = app_rows.app(connection, scope, name)
-            state = "foreground" if row is None or row.state == "killed" else row.state
-            if not app_rows.set_state(connection, scope, name, state, disk.clock(), disk.room.allows):
-                raise CacheUnusable(f"There is no room to remember the app {name!r}. Raise the disk limit.")
-            app_rows.watch(connection, scope, name, process, born)
-    except (OSError, sqlite3.Error) as error:
-        raise CacheUnusable(f"The cache in {disk.folder} could not be used: {error}. Try again.") from error
+    with _writing(disk) as (_, connection):
+        row = app_rows.app(connection, scope, name)
+        state = "foreground" if row is None or row.state == "killed" else row.state
+        if not app_rows.set_state(connection, scope, name, state, disk.clock(), disk.room.allows):
+            raise CacheUnusable(f"There is no room to remember the app {name!r}. Raise the disk limit.")
+        app_rows.watch(connection, scope, name, process, born)
 
 
 def mark_ended(disk: DiskStore) -> list[str]:
