@@ -24,10 +24,17 @@ from rekindle.core.document import Document, Passage, Section
 from rekindle.engine.embedding.embedder import Embedder
 from rekindle.knowledge.ingest import Ingester, IngestResult
 from rekindle.knowledge.library import Library
-from rekindle.knowledge.retrieve import Retrieval, Retriever
+from rekindle.knowledge.retrieve import (
+    STORED_DTYPE,
+    Floats,
+    Retrieval,
+    Retriever,
+    VectorIndex,
+    VectorSnapshot,
+    to_stored,
+)
 from rekindle.knowledge.rows import SplitDocument
 from rekindle.knowledge.split import Splitting
-from rekindle.knowledge.vectors import STORED_DTYPE, Floats, VectorIndex, VectorSnapshot, to_stored
 from rekindle.models.pull import pull
 
 FIRST = 5

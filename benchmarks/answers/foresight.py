@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.answers.lanes import PUBLISHED_SIMILARITY, TOP_K
 from benchmarks.base import Advance
 from benchmarks.personal import Person, PersonalSet
-from rekindle.idle.questions.extracted import extract_questions, topic_words
+from rekindle.idle.extracted_questions import extract_questions, topic_words
 from rekindle.session.library import Knowledge
 
 STRIDES = (1, 2, 3, 5)  # questions made of a document

@@ -111,7 +111,7 @@ def _decode_any(data: bytes, base: LayerKv, spec: LayerSpec, span: Span | None =
     return decode(data, base, spec, span) if data[:4] == MAGIC else decode_quantized(data, base, spec, span)
 
 
-coder.decode_quantized = _decode_any  # type: ignore[attr-defined]  # where bytes of no other kind end up
+coder.decode_quantized = _decode_any  # where bytes of no other kind end up
 
 
 def opened(engine: Engine, **settings: Any) -> Session:

@@ -16,9 +16,8 @@ from benchmarks.baselines.unguarded import unguard
 from rekindle.answers.bank import DRAFT_SIMILARITY, AnswerBank, AnswerText, BankEntry, BankLookup, BankQuestion
 from rekindle.core.keys import token_bytes
 from rekindle.knowledge.library import Library
-from rekindle.knowledge.retrieve import Retrieval, Retriever
+from rekindle.knowledge.retrieve import Floats, Retrieval, Retriever, VectorIndex, to_stored
 from rekindle.knowledge.schema import MIGRATIONS
-from rekindle.knowledge.vectors import Floats, VectorIndex, to_stored
 from rekindle.store.catalog.schema import APPLICATION_ID
 from tests.knowledge.conftest import DIMENSIONS, cut, library, vector
 

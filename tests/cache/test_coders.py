@@ -15,7 +15,7 @@ from rekindle.codec.coder import Coder
 from rekindle.codec.quantizer import BitPlan, LayerBits
 from rekindle.core.kv import LayerKv
 from rekindle.engine.fake import FakeEngine
-from rekindle.settings.folders import home_folder
+from rekindle.machine import home_folder
 from tests.codec.arrays import decode
 
 ENGINE = FakeEngine()

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.idle.budget import Budget, IdleConditions, Spent, blocked_by, is_left
 from rekindle.idle.prepare import choose_strategy, first_passages, passages_to_read, spread
 from rekindle.idle.sources import rotate
+from rekindle.idle.worker import Budget, IdleConditions, Spent, blocked_by, is_left
 
 
 @pytest.mark.parametrize(("threshold", "strategy"), [(0.95, "prefill"), (0.9, "prefill"), (0.89, "answer")])

@@ -18,9 +18,8 @@ import pytest
 from rekindle.core.document import Document, Passage, Section
 from rekindle.errors import DocumentNotFound, KnowledgeUnusable
 from rekindle.knowledge.library import Library
-from rekindle.knowledge.retrieve import Retriever
+from rekindle.knowledge.retrieve import Retriever, VectorIndex, to_stored
 from rekindle.knowledge.rows import SplitDocument, passage_digest
-from rekindle.knowledge.vectors import VectorIndex, to_stored
 from tests.knowledge.conftest import DIMENSIONS, cut, library, vector
 
 ROOT = Path(__file__).parents[2]

@@ -22,9 +22,8 @@ from rekindle.answers.guard import disagreement, same_evidence
 from rekindle.core.keys import token_bytes, token_ids
 from rekindle.core.reply import FinishReason, QuestionOrigin
 from rekindle.knowledge.library import Library
-from rekindle.knowledge.retrieve import Retrieval
+from rekindle.knowledge.retrieve import Floats, Retrieval, VectorIndex, to_stored
 from rekindle.knowledge.rows import bump_answers, embedder_of
-from rekindle.knowledge.vectors import Floats, VectorIndex, to_stored
 
 State = Literal["open", "fresh", "stale"]
 DRAFT_SIMILARITY = 0.6  # (cosine) from here on, the other question's answer may well begin like this one's

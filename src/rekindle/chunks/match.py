@@ -20,8 +20,8 @@ from rekindle.core.scope import Asker
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
 from rekindle.json_file import JsonMemo
+from rekindle.machine import home_folder
 from rekindle.settings import Settings
-from rekindle.settings.folders import home_folder
 from rekindle.store.tiered import TieredStore
 from rekindle.store.variants import KnownVariant
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rekindle.cli.app import app
 from rekindle.cli.cache import Folder, KeyFile, open_cache
-from rekindle.cli.options import AsJson
+from rekindle.cli.options import AsJson, app
 
 if TYPE_CHECKING:
     from rekindle.core.scope import Scope

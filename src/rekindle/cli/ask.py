@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.app import app
-from rekindle.cli.options import AsJson, ModelOption, loading_options, sampling_options, takes
+from rekindle.cli.options import AsJson, ModelOption, app, loading_options, sampling_options, takes
 from rekindle.text.visible import printable
 
 if TYPE_CHECKING:

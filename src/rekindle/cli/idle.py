@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.app import app
-from rekindle.cli.options import AsJson, ModelOption, loading_options, takes
+from rekindle.cli.options import AsJson, ModelOption, app, loading_options, takes
 from rekindle.core.request import DEFAULT_MAX_TOKENS
 from rekindle.errors import NothingKnown
 from rekindle.text.visible import printable
@@ -55,8 +54,8 @@ def idle(
     """Do idle work: refresh answers, predict questions, prefill what they begin with. Ctrl-C stops within a token."""
     from rekindle.cli.console import notes, print_json, progress
     from rekindle.core.size import parse_duration
-    from rekindle.idle.budget import Budget, IdleConditions
     from rekindle.idle.idle import Idle, IdleOptions
+    from rekindle.idle.worker import Budget, IdleConditions
     from rekindle.session.session import Session
 
     if log:

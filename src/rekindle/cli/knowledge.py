@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.app import app
 from rekindle.cli.ask import Retrieval, TopK
-from rekindle.cli.options import AsJson, library_options, takes
+from rekindle.cli.options import AsJson, app, library_options, takes
 from rekindle.errors import ExtraMissing, InvalidSetting
 from rekindle.text.visible import printable
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, declared once; and prompts read from files.
+"""The root of the command line, options that several commands share, and prompts read from files.
 
     @takes(loading=loading_options, sampling=sampling_options)
     def run(prompt: str, loading: dict[str, Any], sampling: dict[str, Any]) -> None: ...
@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rekindle import __version__
 from rekindle.core.request import DEFAULT_MAX_TOKENS, PromptLike
 from rekindle.errors import InvalidPrompt
 from rekindle.settings import SETTINGS, names_in
@@ -189,3 +190,28 @@ def _parse(text: str, where: str) -> PromptLike:
             f'{where} is no prompt. Write a list of messages, {{"messages": ...}} or {{"prompt": ...}}.'
         )
     return value
+
+
+app = typer.Typer(
+    name="rekindle",
+    help="A language model on your own machine that never prefills the same context twice.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: it appears in half the time
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rekindle {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+    ),
+) -> None:
+    pass

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.app import app
-from rekindle.cli.options import AsJson, Model, loading_options, takes
-from rekindle.cli.warm import AsSystem, Raw
+from rekindle.cli.cache import AsSystem, Raw
+from rekindle.cli.options import AsJson, Model, app, loading_options, takes
 from rekindle.errors import InvalidPrompt, InvalidSetting
 from rekindle.safe_read import read_secret_file
 

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rekindle.cli.app import app
-from rekindle.cli.options import AsJson, Model, loading_options, server_options, serving_options, takes
+from rekindle.cli.options import AsJson, Model, app, loading_options, server_options, serving_options, takes
 from rekindle.errors import InvalidSetting
 from rekindle.safe_read import read_secret_file
 from rekindle.settings import API_KEYS_VARIABLE, ServerSettings, Settings

@@ -21,10 +21,7 @@ from rekindle.core.grammar import Grammar
 from rekindle.core.reply import Reply
 from rekindle.core.request import DEFAULT_MAX_TOKENS, Message, Request, Sampling
 from rekindle.errors import InvalidSetting
-from rekindle.idle.budget import Budget, IdleConditions, Spent
-from rekindle.idle.log import IdleAction
-from rekindle.idle.prepare import AskParameters, Preparer, Rule, Strategy, choose_strategy, first_passages, spread
-from rekindle.idle.questions.generated import (
+from rekindle.idle.generated_questions import (
     Origin,
     PredictedQuestion,
     list_grammar,
@@ -37,8 +34,10 @@ from rekindle.idle.questions.generated import (
     summary_grammar,
     summary_prompt,
 )
+from rekindle.idle.log import IdleAction
+from rekindle.idle.prepare import AskParameters, Preparer, Rule, Strategy, choose_strategy, first_passages, spread
 from rekindle.idle.sources import LibraryState
-from rekindle.idle.worker import IdleWorker, WorkResult
+from rekindle.idle.worker import Budget, IdleConditions, IdleWorker, Spent, WorkResult
 from rekindle.knowledge.retrieve import Retrieval
 from rekindle.session.library import asking, quote_of
 from rekindle.session.session import Session

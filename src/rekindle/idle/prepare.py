@@ -12,8 +12,8 @@ from rekindle.core.keys import BLOCK_TOKENS
 from rekindle.core.reply import QuestionOrigin
 from rekindle.core.request import DEFAULT_MAX_TOKENS, AnswersWay, Request
 from rekindle.errors import KnowledgeUnusable, NothingKnown, RequestError
+from rekindle.idle.generated_questions import SAME_QUESTION, PredictedQuestion, is_answerable
 from rekindle.idle.log import Action, IdleAction
-from rekindle.idle.questions.generated import SAME_QUESTION, PredictedQuestion, is_answerable
 from rekindle.idle.sources import QuestionSources
 from rekindle.idle.worker import IdleWorker, WorkResult
 from rekindle.knowledge.retrieve import Retrieval

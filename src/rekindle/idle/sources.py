@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from rekindle.answers.bank import AnswerBank
-from rekindle.idle.questions.extracted import extract_questions, topic_words
-from rekindle.idle.questions.generated import PredictedQuestion
+from rekindle.idle.extracted_questions import extract_questions, topic_words
+from rekindle.idle.generated_questions import PredictedQuestion
 from rekindle.knowledge.library import Library
-from rekindle.knowledge.vectors import STORED_DTYPE, Floats
+from rekindle.knowledge.retrieve import STORED_DTYPE, Floats
 
 _MAX_ASKED = 10  # earlier questions per prompt
 _MAX_VISITED = 200  # documents per run

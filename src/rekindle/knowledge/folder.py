@@ -17,8 +17,8 @@ from pathlib import Path
 
 from rekindle.core.size import human_bytes
 from rekindle.errors import CacheUnusable, LibraryFull
+from rekindle.machine import data_folder, home_folder
 from rekindle.settings import Settings
-from rekindle.settings.folders import data_folder, home_folder
 from rekindle.store.files import Files
 from rekindle.store.folder import OLD_LIBRARIES
 

@@ -20,11 +20,11 @@ from rekindle.engine.embedding.embedder import Embedder
 from rekindle.errors import ExtraMissing, InvalidPrompt, RekindleError, UnreadableDocument
 from rekindle.knowledge.library import Library
 from rekindle.knowledge.paths import FoundFiles, find_files, is_there
-from rekindle.knowledge.read.common import ReadProblem
+from rekindle.knowledge.read.clean_text import ReadProblem
 from rekindle.knowledge.read.file import read_file
+from rekindle.knowledge.retrieve import to_stored
 from rekindle.knowledge.rows import SplitDocument, document_digest, embedded_text, passage_digest
 from rekindle.knowledge.split import Splitting, split
-from rekindle.knowledge.vectors import to_stored
 
 _PASSAGES_AT_ONCE = 64
 _READ_BYTES = 1 << 20

@@ -26,7 +26,7 @@ from rekindle.json_file import JsonMemo
 from rekindle.knowledge.rows import bump_generation
 from rekindle.knowledge.salvage import Loss, SalvageResult, read_losses, salvage, write_losses, wrong_passages
 from rekindle.knowledge.schema import MIGRATIONS
-from rekindle.settings.folders import home_folder
+from rekindle.machine import home_folder
 from rekindle.store.catalog.database import Database, SharedConnection
 from rekindle.store.catalog.schema import APPLICATION_ID
 from rekindle.store.files import Files

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rekindle.core.identity import digest_of_fields
 from rekindle.json_file import JsonMemo
-from rekindle.settings.folders import home_folder
+from rekindle.machine import home_folder
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})(\.gguf)$", re.IGNORECASE)
 

@@ -20,6 +20,7 @@ from urllib.parse import urljoin
 import httpx
 
 from rekindle.errors import BrokenModel, DownloadFailed, ModelNotFound, NotAModel
+from rekindle.machine import models_folder
 from rekindle.models import hub, ollama, registry
 from rekindle.models.download import Progress, accept, download, http_client, no_space, require_space
 from rekindle.models.files import ModelFiles, part_names
@@ -43,7 +44,6 @@ from rekindle.models.sources import (
     other_tool_files,
     parse,
 )
-from rekindle.settings.folders import models_folder
 
 _INDEX = "https://pypi.org/simple"
 

@@ -22,6 +22,7 @@ from typing import Literal
 
 from rekindle.core.identity import digest_of_fields
 from rekindle.errors import BrokenModel, ModelNotFound, NotAModel
+from rekindle.machine import models_folder
 from rekindle.models import ollama, registry
 from rekindle.models.files import ModelFiles, is_file, is_folder, part_names
 from rekindle.models.gguf import check_parts, read_header
@@ -29,7 +30,6 @@ from rekindle.models.hf_folder import check_folder
 from rekindle.models.hub import HUB_NAME, choose_file, spec_for
 from rekindle.models.other_tools import find_models, folders_of
 from rekindle.models.registry import PulledModel
-from rekindle.settings.folders import models_folder
 
 Kind = Literal["decoder", "embedder"]
 Form = Literal["any", "gguf"]  # what an engine takes: anything, or only GGUF

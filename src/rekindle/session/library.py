@@ -28,9 +28,9 @@ from rekindle.knowledge.library_file import LibraryCheck, check_library, current
 from rekindle.knowledge.retrieve import Retrieval, RetrievalResult, Retriever, check_question, check_retrieval
 from rekindle.knowledge.salvage import Loss
 from rekindle.knowledge.split import Splitting
+from rekindle.machine import cache_folder
 from rekindle.models.pull import pull
 from rekindle.settings import Settings
-from rekindle.settings.folders import cache_folder
 from rekindle.store.folder import may_hold_cache
 from rekindle.store.purge import TokenRun
 

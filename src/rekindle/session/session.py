@@ -56,9 +56,8 @@ from rekindle.session.reply_stream import AsyncReplyStream, ReplyStream
 from rekindle.settings import Settings
 from rekindle.settings.keywords import SettingsLike
 from rekindle.text.constraint import Constraint, GrammarBackend
-from rekindle.text.tools.grammar import call_grammar
 from rekindle.text.tools.parse import parse_reply_calls
-from rekindle.text.tools.styles import detect_style
+from rekindle.text.tools.styles import call_grammar, detect_style
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack

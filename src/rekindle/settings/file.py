@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rekindle.errors import InvalidSetting
 from rekindle.json_file import JsonMemo
+from rekindle.machine import config_folder
 from rekindle.safe_read import read_small_file
-from rekindle.settings.folders import config_folder
 
 if sys.version_info >= (3, 11):
     import tomllib

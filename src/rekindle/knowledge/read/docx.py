@@ -12,7 +12,7 @@ from typing import Any
 
 from rekindle.core.document import Document
 from rekindle.errors import UnreadableDocument
-from rekindle.knowledge.read.common import SectionBuilder, make_document, parser_missing
+from rekindle.knowledge.read.clean_text import SectionBuilder, make_document, parser_missing
 
 MAX_UNPACKED_BYTES = 64 << 20  # of all XML in the package; a book has 5 MB
 MAX_PARTS = 5000

@@ -14,8 +14,8 @@ from typing import Literal
 
 from rekindle.core.grammar import Grammar
 from rekindle.core.request import Message
-from rekindle.idle.questions.english import EMPTY
-from rekindle.knowledge.vectors import Floats
+from rekindle.idle.english import EMPTY
+from rekindle.knowledge.retrieve import Floats
 
 Origin = Literal["abstract", "history", "passage"]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.idle.questions.generated import (
+from rekindle.idle.generated_questions import (
     PredictedQuestion,
     is_answerable,
     list_grammar,
