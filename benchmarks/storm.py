@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.synthetic import SHELF, keep, load
-from rekindle.core.scope import APP_STATES, Asker, Scope
+from rekindle.core.scope import APP_STATES, AppRef, Scope
 from rekindle.errors import KvLost
 from rekindle.store.catalog import app_rows
 from rekindle.store.settings import StoreSettings
@@ -62,7 +62,7 @@ def work(folder: Path, limit_bytes: int, rng: random.Random, seconds: float) -> 
                     done["tokens"] += load(store, tokens)
                 except KvLost:
                     done["lost"] += 1  # evicted by the other process between lookup and load
-                app = rng.choice([None, Asker("local", f"app-{rng.randrange(APPS)}")])
+                app = rng.choice([None, AppRef("local", f"app-{rng.randrange(APPS)}")])
                 done[keep(store, tokens, app=app).outcome] += 1
                 store.record_request(SHELF, tokens, app)
                 store.record_use(store.lookup(SHELF, tokens), saved_ms=1.0)

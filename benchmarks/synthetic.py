@@ -8,7 +8,7 @@ import numpy as np
 
 from rekindle.core.keys import KvSpace, Namespace
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.store.tiered import Kept, TieredStore
 
 # A small layout, with keys and values of different sizes.
@@ -37,7 +37,7 @@ def make_kv(tokens: Sequence[int], span: Span, kv_space: KvSpace = SHELF) -> Kv:
     return Kv(span, kv_space.layout, tuple(layers))
 
 
-def keep(store: TieredStore, tokens: Sequence[int], kv_space: KvSpace = SHELF, app: Asker | None = None) -> Kept:
+def keep(store: TieredStore, tokens: Sequence[int], kv_space: KvSpace = SHELF, app: AppRef | None = None) -> Kept:
     """Keep what is missing of a prompt."""
     gap = store.gap(kv_space, tokens)
     return Kept("known") if gap is None else store.keep(kv_space, tokens, make_kv(tokens, gap, kv_space), app=app)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rekindle.core.kv import Kv
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.store import disk, disk_space, evict, tiered
 from rekindle.store.catalog import app_rows, catalog
 from rekindle.store.catalog.app_rows import AppUsers
@@ -103,7 +103,7 @@ class NotingDisk(disk.DiskStore):
     """A disk store whose eviction knows what space is freed for."""
 
     def keep(self, kv_space: Any, root: Any, tokens: bytes, kv: Kv, **options: Any) -> Any:
-        app: Asker | None = options.get("app")
+        app: AppRef | None = options.get("app")
         users = NOBODY
         if app is not None:
             with self.database.scanning() as connection:
@@ -115,11 +115,11 @@ class NotingDisk(disk.DiskStore):
             _NEWCOMER.reset(noted)
 
 
-def users_of(connection: sqlite3.Connection, asker: Asker) -> AppUsers:
+def users_of(connection: sqlite3.Connection, app_ref: AppRef) -> AppUsers:
     """The users of KV that only this app asked for."""
-    row = app_rows.app(connection, asker.scope, asker.name)
+    row = app_rows.app(connection, app_ref.scope, app_ref.name)
     before = "foreground" if row is None or row.state == "killed" else row.state
-    state = asker.state or before
+    state = app_ref.state or before
     return AppUsers(int(state == "foreground"), int(state == "background"), int(state == "killed"))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.store.disk import Machine
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
@@ -68,11 +68,11 @@ def test_mobilora_refuses_what_is_worth_less_than_all_that_could_go(tmp_path: Pa
         with opened(tmp_path / policy, clock, policy, LOG_BYTES + 1_000_000) as store:
             number = 0
             while not store.disk.room.evicted_bytes["new"] and number < 60:
-                ask(store, prompt(number), Asker("local", "notes", "foreground"))
+                ask(store, prompt(number), AppRef("local", "notes", "foreground"))
                 number += 1
             before = test_evict_apps.known(store, *map(prompt, range(number)))
-            first = keep(store, prompt(100, 2560), app=Asker("local", "mail", "background"))
+            first = keep(store, prompt(100, 2560), app=AppRef("local", "mail", "background"))
             stayed = before == test_evict_apps.known(store, *map(prompt, range(number)))
-            second = keep(store, prompt(101, 2560), app=Asker("local", "notes", "foreground"))
+            second = keep(store, prompt(101, 2560), app=AppRef("local", "notes", "foreground"))
             outcomes[policy] = (first.outcome, stayed, second.outcome)
     assert outcomes == {"utility": ("kept", False, "kept"), "mobilora": ("refused", True, "kept")}

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rekindle.cli.main import app
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.errors import CacheUnusable, InvalidSetting
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
@@ -25,8 +25,8 @@ ROOMY = StoreSettings(disk_limit="50MB", memory_limit=0)
 def folder(tmp_path: Path) -> Path:
     with TieredStore(tmp_path / "c", ROOMY) as store:
         for name, tokens in (("mail", list(range(320))), ("notes", [*range(160), *range(900, 1060)])):
-            keep(store, tokens, app=Asker("local", name))
-            store.record_request(SHELF, tokens, Asker("local", name))
+            keep(store, tokens, app=AppRef("local", name))
+            store.record_request(SHELF, tokens, AppRef("local", name))
     return tmp_path / "c"
 
 

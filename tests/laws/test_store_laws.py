@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace, Namespace
 from rekindle.core.kv import Span
-from rekindle.core.scope import APP_STATES, AppState, Asker, Scope
+from rekindle.core.scope import APP_STATES, AppRef, AppState, Scope
 from rekindle.core.size import human_bytes, parse_limit
 from rekindle.store.catalog import app_rows
 from rekindle.store.check import check
@@ -78,9 +78,9 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), kv_space=st.sampled_from([SHELF, OTHER]), app=st.sampled_from([None, "mail", "notes"]))
     def keep(self, data: st.DataObject, kv_space: KvSpace, app: str | None) -> None:
         tokens = self._prompt(data, kv_space)
-        asker = None if app is None else Asker(kv_space.namespace.tenant, app)
-        outcome = keep(self.store, tokens, kv_space, asker).outcome
-        self.store.record_request(kv_space, tokens, asker)
+        app_ref = None if app is None else AppRef(kv_space.namespace.tenant, app)
+        outcome = keep(self.store, tokens, kv_space, app_ref).outcome
+        self.store.record_request(kv_space, tokens, app_ref)
         assert outcome in ("kept", "known")
         if tokens:
             self.kept[kv_space].append(tokens)

@@ -19,7 +19,7 @@ from rekindle.cli.main import app
 from rekindle.core.identity import Identity
 from rekindle.core.keys import KvSpace, Namespace
 from rekindle.core.kv import Span
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.errors import CacheUnusable
 from rekindle.store import purge as traces_module
 from rekindle.store.catalog import catalog
@@ -64,7 +64,7 @@ def fill(folder: Path) -> list[list[int]]:
         for tokens in prompts:
             assert keep(store, tokens, OWN).outcome == "kept"
             store.note(OWN, IDENTITY, tokens, b"", {"known": TEXT})
-            store.record_use(store.lookup(OWN, tokens), 1.0, Asker(TENANT, NAME))
+            store.record_use(store.lookup(OWN, tokens), 1.0, AppRef(TENANT, NAME))
         store.disk.pin(store.disk.entries()[:1])
         assert store.variants.keep(OWN, prompts[0], [variant(prompts[0], Span(32, 90))]) == 1
         shutil.copy(folder / CATALOG, folder / f"{CATALOG}.broken-1")
@@ -297,7 +297,7 @@ def test_new_salts_that_are_only_met_stay_within_the_limit(tmp_path: Path) -> No
 def test_forgetting_all_that_a_tenant_has_leaves_neither_its_name_nor_its_apps(tmp_path: Path) -> None:
     folder, secret = tmp_path / "c", numbers(1, 100)
     with TieredStore(folder, ROOMY) as store:
-        assert store.keep(OWN, secret, make_kv(secret, Span(0, 100)), app=Asker(TENANT, NAME)).outcome == "kept"
+        assert store.keep(OWN, secret, make_kv(secret, Span(0, 100)), app=AppRef(TENANT, NAME)).outcome == "kept"
         assert word_traces(folder, [TENANT, NAME])
         store.purge(TENANT, SALT, [run(secret)])
         assert traces(folder, secret) == [] and word_traces(folder, [TENANT, NAME, SALT]) == []

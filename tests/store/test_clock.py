@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.store.catalog import app_rows
 from rekindle.store.disk import Machine
 from rekindle.store.evict import ClockMemory
@@ -144,7 +144,7 @@ def test_clocks_that_jump_about_are_never_believed() -> None:
 
 def test_by_a_wrong_clock_nothing_of_killed_apps_is_deleted(tmp_path: Path, clock: Clock) -> None:
     settings = replace(WEEK, ttl_seconds=None, killed_ttl_seconds=5 * DAY)
-    app = Asker("local", "notes")
+    app = AppRef("local", "notes")
     with opened(tmp_path / "c", clock, settings) as store:
         assert keep(store, prompt(1), app=app).outcome == "kept"
         with store.disk.database.writing() as connection:

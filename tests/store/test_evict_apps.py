@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.storm import disk_bytes
 from rekindle.apps import list_apps
-from rekindle.core.scope import AppState, Asker
+from rekindle.core.scope import AppRef, AppState
 from rekindle.store.catalog import app_rows
 from rekindle.store.catalog.app_rows import AppUsers
 from rekindle.store.check import check
@@ -23,7 +23,7 @@ from tests.store.test_limits import LOG_BYTES, Clock, prompt
 
 pytestmark = pytest.mark.thorough
 
-MAIL, NOTES, CHAT = (Asker("local", name) for name in ("mail", "notes", "chat"))
+MAIL, NOTES, CHAT = (AppRef("local", name) for name in ("mail", "notes", "chat"))
 
 
 @pytest.fixture
@@ -44,15 +44,15 @@ def opened(
     return TieredStore(folder, settings, Machine(clock=clock))
 
 
-def say(store: TieredStore, asker: Asker, state: AppState) -> None:
+def say(store: TieredStore, app_ref: AppRef, state: AppState) -> None:
     with store.disk.database.writing() as connection:
-        app_rows.set_state(connection, asker.scope, asker.name, state, store.disk.clock(), store.disk.room.allows)
+        app_rows.set_state(connection, app_ref.scope, app_ref.name, state, store.disk.clock(), store.disk.room.allows)
 
 
-def ask(store: TieredStore, tokens: list[int], asker: Asker | None) -> None:
+def ask(store: TieredStore, tokens: list[int], app_ref: AppRef | None) -> None:
     """What a request does: keep what is new, then note whose it was."""
-    keep(store, tokens, app=asker)
-    store.record_request(SHELF, tokens, asker)
+    keep(store, tokens, app=app_ref)
+    store.record_request(SHELF, tokens, app_ref)
     store.tend()
 
 
@@ -69,8 +69,8 @@ def test_under_pressure_killed_apps_go_first_then_the_background(
     tmp_path: Path, clock: Clock, policy: str = "utility"
 ) -> None:
     with opened(tmp_path / "c", clock, policy, killed_ttl=None) as store:
-        for number, asker in enumerate((NOTES, MAIL, CHAT)):
-            ask(store, prompt(number), asker)
+        for number, app_ref in enumerate((NOTES, MAIL, CHAT)):
+            ask(store, prompt(number), app_ref)
             clock.now += 1
         say(store, NOTES, "foreground")
         say(store, MAIL, "background")
@@ -146,8 +146,8 @@ def test_an_app_that_asks_again_is_alive_and_its_kv_stays(store: TieredStore, cl
 
 @pytest.mark.parametrize("first", [True, False])
 def test_what_somebody_without_a_name_uses_is_nobodys_private_kv(store: TieredStore, clock: Clock, first: bool) -> None:
-    for asker in (None, MAIL) if first else (MAIL, None):
-        ask(store, prompt(0), asker)
+    for app_ref in (None, MAIL) if first else (MAIL, None):
+        ask(store, prompt(0), app_ref)
     say(store, MAIL, "killed")
     clock.now += 1000
     store.tend()
@@ -188,19 +188,19 @@ def test_who_used_what_outlives_a_rewriting(store: TieredStore, clock: Clock) ->
 @pytest.mark.parametrize("policy", ["utility", "lru"])
 def test_limits_hold_at_every_moment_whoever_asks_and_dies(tmp_path: Path, clock: Clock, policy: str) -> None:
     chance, limit = random.Random(policy), LOG_BYTES + 700_000
-    askers = [None, *(Asker("local", f"app-{number}") for number in range(40))]
+    app_refs = [None, *(AppRef("local", f"app-{number}") for number in range(40))]
     kept = 0
     with opened(tmp_path / "c", clock, policy, limit) as store:
         for step in range(80):
             clock.now += chance.choice([0, 1, 100])
-            asker = chance.choice(askers)
+            app_ref = chance.choice(app_refs)
             tokens = prompt(chance.randrange(6), 192) + prompt(chance.randrange(10, 40), chance.choice([100, 500]))
-            kept += keep(store, tokens, app=asker).outcome == "kept"
+            kept += keep(store, tokens, app=app_ref).outcome == "kept"
             assert disk_bytes(tmp_path / "c") <= limit
-            store.record_request(SHELF, tokens, asker)
+            store.record_request(SHELF, tokens, app_ref)
             store.record_use(store.lookup(SHELF, tokens), 3.0)
-            if asker is not None:
-                say(store, asker, chance.choice(["foreground", "background", "killed"]))
+            if app_ref is not None:
+                say(store, app_ref, chance.choice(["foreground", "background", "killed"]))
             if step % 4 == 0:
                 store.tend()
             assert disk_bytes(tmp_path / "c") <= limit
@@ -211,8 +211,8 @@ def test_limits_hold_at_every_moment_whoever_asks_and_dies(tmp_path: Path, clock
 def test_tails_go_before_heads_whoever_they_belong_to(tmp_path: Path, clock: Clock, policy: str = "utility") -> None:
     with opened(tmp_path / "c", clock, policy, killed_ttl=None) as store:
         system = prompt(0, 320)
-        for number, asker in enumerate((MAIL, NOTES, CHAT, None), start=1):
-            ask(store, system + prompt(number, 320), asker)
+        for number, app_ref in enumerate((MAIL, NOTES, CHAT, None), start=1):
+            ask(store, system + prompt(number, 320), app_ref)
         say(store, MAIL, "killed")  # who kept the head
         while store.disk.entries():
             prune_one(store)
@@ -225,15 +225,15 @@ def test_users_of_an_extent_are_bounded_and_none_that_lives_is_forgotten(
     store: TieredStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app_rows, "MAX_USERS", 4)
-    askers = [Asker("local", f"app-{number}") for number in range(9)]
-    for asker in askers:
+    app_refs = [AppRef("local", f"app-{number}") for number in range(9)]
+    for app_ref in app_refs:
         clock.now += 1
-        ask(store, prompt(0), asker)
+        ask(store, prompt(0), app_ref)
     with store.disk.database.reading() as connection:
         (count,) = connection.execute("SELECT count(*) FROM app_uses").fetchone()
     assert count <= 5  # those, and the one that stands for all who lost their names
-    for asker in askers[1:]:
-        say(store, asker, "killed")
+    for app_ref in app_refs[1:]:
+        say(store, app_ref, "killed")
     clock.now += 1000
     store.tend()
     assert known(store, prompt(0)) == [640]  # the first one lives, and its name was the first to be lost
@@ -316,7 +316,7 @@ def test_apps_are_bounded_and_what_a_forgotten_one_used_is_nobodys(
     monkeypatch.setattr(app_rows, "MAX_APPS", 3)
     for number in range(5):
         clock.now += 1
-        ask(store, prompt(number), Asker("local", f"app-{number}"))
+        ask(store, prompt(number), AppRef("local", f"app-{number}"))
     with store.disk.database.reading() as connection:
         assert [row.name for row in app_rows.apps(connection)] == ["app-2", "app-3", "app-4"]
         users_by_extent = app_rows.users_by_extent(connection, whole=True).values()
@@ -325,7 +325,7 @@ def test_apps_are_bounded_and_what_a_forgotten_one_used_is_nobodys(
 
 def test_apps_of_two_tenants_have_nothing_to_do_with_each_other(store: TieredStore, clock: Clock) -> None:
     ask(store, prompt(0), MAIL)
-    say(store, Asker("somebody else", "mail"), "killed")
+    say(store, AppRef("somebody else", "mail"), "killed")
     clock.now += 1000
     store.tend()
     assert known(store, prompt(0)) == [640]
@@ -333,7 +333,7 @@ def test_apps_of_two_tenants_have_nothing_to_do_with_each_other(store: TieredSto
 
 def test_apps_of_two_salts_have_nothing_to_do_with_each_other(store: TieredStore, clock: Clock) -> None:
     ask(store, prompt(0), MAIL)
-    say(store, Asker("local", "mail", salt="a salt"), "killed")
+    say(store, AppRef("local", "mail", salt="a salt"), "killed")
     clock.now += 1000
     store.tend()
     assert known(store, prompt(0)) == [640]

@@ -14,7 +14,7 @@ from rekindle.core.chunk import ChunkMatches
 from rekindle.core.keys import KvSpace
 from rekindle.core.plan import Plan, Tier
 from rekindle.core.reply import ChunkReuse
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class CacheLookup:
     guard: WriteGuard | None = None  # which decides whether it may be kept
     inflight: InflightPrefill | None = None  # by which others know that it is being computed
     passages: ChunkMatches | None = None  # if some of it may come from other prompts
-    asker: Asker | None = None  # the app that asks
+    app_ref: AppRef | None = None  # the app that asks
 
     def passages_before(self, plan: Plan) -> tuple[ChunkReuse, ...]:
         """The passages that stand in the context that a plan goes on from, as far as it does."""

@@ -12,7 +12,7 @@ from typing import Protocol
 from rekindle.apps import mark_ended
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace
 from rekindle.core.kv import Kv, LayerKv, Span
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.store.tiered import TieredStore
 
 log = logging.getLogger("rekindle.keep")
@@ -66,7 +66,7 @@ class WriteJob:
         self.kept = False  # whether the store has all of it by now
         self.then: Callable[[], None] | None = None  # called when it is done, whatever came of it
         self.guard: WriteGuard | None = None
-        self.asker: Asker | None = None  # the app it was computed for
+        self.app_ref: AppRef | None = None  # the app it was computed for
 
     def do(self, store: TieredStore) -> str:
         """Keep what the store does not know yet."""
@@ -93,7 +93,7 @@ class WriteJob:
         if kv is None:
             return "gone"
         present = None if self.guard is None else self.guard.present
-        outcome = store.keep(self.kv_space, self.tokens, kv, app=self.asker, present=present).outcome
+        outcome = store.keep(self.kv_space, self.tokens, kv, app=self.app_ref, present=present).outcome
         self.kept = outcome in ("kept", "known") and gap.stop == len(self.tokens)
         return outcome
 

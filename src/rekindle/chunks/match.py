@@ -16,7 +16,7 @@ from rekindle.core.keys import KvSpace, token_bytes
 from rekindle.core.kv import Kv, Span
 from rekindle.core.plan import Plan
 from rekindle.core.request import Request
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
 from rekindle.json_file import JsonMemo
@@ -73,7 +73,7 @@ class ChunkCache:
         costs: Costs,
         filled: PrefillResult,
         cold_seconds: float,
-        asker: Asker | None,
+        app_ref: AppRef | None,
     ) -> None:
         """Record the use of variants, by whom and what it saved, and the time to load them."""
         plan, tiers = filled.plan, {load.tier for load in filled.plan.loads} - {"engine"}
@@ -82,7 +82,7 @@ class ChunkCache:
             assert isinstance(chunk.known, KnownVariant)
             share = len(chunk.span) / plan.tokens
             store.variants.record_use(chunk.known, chunk.overhead or 0.0, cold_seconds * share * 1e3)
-            store.record_use_by(asker, chunk.known.pieces)
+            store.record_use_by(app_ref, chunk.known.pieces)
             size_bytes += chunk.known.size_bytes
             tiers.add(chunk.known.tier)
         if len(tiers) == 1:
@@ -116,7 +116,7 @@ class ChunksToKeep:
         for variant in nonprefix:
             chunk = context.tokens[variant.span.start : variant.span.stop]
             kv = context.sequence.export(variant.span)
-            jobs.append(WriteNonprefixKv(context.kv_space, chunk, kv, variant, guard, context.asker))
+            jobs.append(WriteNonprefixKv(context.kv_space, chunk, kv, variant, guard, context.app_ref))
         return jobs
 
     def _variant(self, number: int, span: Span, drift: float) -> Variant | None:
@@ -174,15 +174,15 @@ class WriteNonprefixKv(_Guarded):
         kv: Kv,
         variant: Variant,
         guard: WriteGuard | None,
-        asker: Asker | None = None,
+        app_ref: AppRef | None = None,
     ) -> None:
         super().__init__(guard)
-        self._kv_space, self._tokens, self._kv, self._variant, self._asker = kv_space, tokens, kv, variant, asker
+        self._kv_space, self._tokens, self._kv, self._variant, self._app_ref = kv_space, tokens, kv, variant, app_ref
 
     def _do(self, store: TieredStore) -> str:
         present = None if self._guard is None else self._guard.present
         kept = store.variants.keep_nonprefix(
-            self._kv_space, self._tokens, self._kv, self._variant, app=self._asker, present=present
+            self._kv_space, self._tokens, self._kv, self._variant, app=self._app_ref, present=present
         )
         return kept.outcome
 

@@ -94,7 +94,7 @@ class ChunkPrefill:
             context.truncate(plan.reused if plan.in_engine else 0)
             instead = plan.without_chunk_reuse(self.cut.spans(plan.reused, plan.tokens))
             return replace(self.run_plan(work, context, known, instead), lost=str(error))
-        self.chunks.note_use(passages, self.store, self.costs, filled, saved, known.asker)
+        self.chunks.note_use(passages, self.store, self.costs, filled, saved, known.app_ref)
         if plan.loads and not plan.in_engine and known.matches.match is not None:
             context.quantized_tokens = known.quantized_tokens(plan)
             self.store.record_use(known.matches.match.until(plan.reused))

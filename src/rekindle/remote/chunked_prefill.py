@@ -187,7 +187,7 @@ def keep_arrived(store: TieredStore, known: CacheLookup, passage: WantedPassage,
     """Store a fetched passage in the chunk cache; False if it was not stored."""
     if known.guard is not None:
         known.guard.note()
-    job = WriteNonprefixKv(known.kv_space, passage.body, kv, passage.variant, known.guard, known.asker)
+    job = WriteNonprefixKv(known.kv_space, passage.body, kv, passage.variant, known.guard, known.app_ref)
     return job.do(store) in ("kept", "known")
 
 

@@ -27,7 +27,7 @@ from rekindle.cache.writer import WriteJob
 from rekindle.core.keys import TOKEN_BYTES, KvSpace, token_bytes
 from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
 from rekindle.core.plan import Plan, Tier
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.errors import KvLost
 from rekindle.session.prefix_cache import EARLY_TOKENS, PrefixCache
 from rekindle.store.prefix_index import Match
@@ -67,7 +67,7 @@ class CheckpointCache(PrefixCache):
 
     def keep(self, context: Context) -> None:
         """Store the present state, note whose the checkpoints on its way are, and let it wait."""
-        asked = None if context.passing else _WasAsked(context.kv_space, context.tokens, context.asker)
+        asked = None if context.passing else _WasAsked(context.kv_space, context.tokens, context.app_ref)
         super().keep(context)
         if asked is not None:
             self.offer(asked)  # behind the keeping of them
@@ -133,7 +133,7 @@ class CheckpointCache(PrefixCache):
         kv = _as_pages(self._engine.layout, context.sequence.snapshot(), count)
         (name,) = _names(context.tokens, [count])
         job = WriteJob(context.kv_space, tuple(name.ids(len(kv.span))), lambda span: _part(kv, span))
-        job.guard, job.asker = context.guard, context.asker
+        job.guard, job.app_ref = context.guard, context.app_ref
         job.detach()
         if self.writer.offer(job):
             context.stored_tokens = count
@@ -190,14 +190,14 @@ class _WasAsked:
 
     kv_space: KvSpace
     tokens: tuple[int, ...]
-    asker: Asker | None
+    app_ref: AppRef | None
 
     def do(self, store: TieredStore) -> str:
         """All that are on the way, restored or not, as with tokens."""
-        if store.tracks_use_of(self.asker):
+        if store.tracks_use_of(self.app_ref):
             found = _kept(store, self.kv_space, self.tokens, Span(0, len(self.tokens) + 1))
             store.record_use_by(
-                self.asker, [piece for _, match in found if match is not None for piece in match.pieces]
+                self.app_ref, [piece for _, match in found if match is not None for piece in match.pieces]
             )
         return "noted"
 

@@ -112,7 +112,7 @@ class PrefixCache:
         """
         while True:
             known = self.look(request, tokens, prompt_layout)
-            known = replace(known, guard=guard, asker=request.asker(known.kv_space.namespace.scope))
+            known = replace(known, guard=guard, app_ref=request.app_ref(known.kv_space.namespace.scope))
             if known.off or not self._engine.capabilities.spans:
                 return known
             inflight, own = self._inflight.join(known.kv_space, tokens, known.matches.length)
@@ -168,7 +168,7 @@ class PrefixCache:
             return None
         known = self.look(request, tokens, prompt_layout)
         self.forget(known)
-        known = replace(known, parked=None, guard=guard, asker=request.asker(known.kv_space.namespace.scope))
+        known = replace(known, parked=None, guard=guard, app_ref=request.app_ref(known.kv_space.namespace.scope))
         return self.streams.prefetch(known, self.plan(known), self.costs.rates, self.passages)
 
     def plan(self, known: CacheLookup) -> Plan:
@@ -221,7 +221,7 @@ class PrefixCache:
         coming: RemotePrefixFetch | RemoteChunkFetch | None,
     ) -> PrefillResult:
         context.passing, context.inflight, context.guard = known.off, known.inflight, known.guard
-        context.prompt_tokens, context.asker = len(known.tokens), known.asker
+        context.prompt_tokens, context.app_ref = len(known.tokens), known.app_ref
         context.stored_tokens = max(known.stored_tokens, context.stored_tokens)
         self.costs.refused(refused_tiers(known, plan, self.cut))
         work = self._prefill(context, known, cancelled)
@@ -280,7 +280,7 @@ class PrefixCache:
         tiers: set[Tier] = {load.tier for load in plan.loads}
         if len(tiers) == 1:
             self.costs.loaded(tiers.pop(), known.matches.load_bytes(plan.reused), filled.load_seconds)
-        store.record_use(used, max(0.0, saved - filled.load_seconds) * 1e3, known.asker)
+        store.record_use(used, max(0.0, saved - filled.load_seconds) * 1e3, known.app_ref)
         return filled
 
     def _load_patience(self, saved_seconds: float) -> float:
@@ -347,7 +347,7 @@ class PrefixCache:
                 context.close()
                 return
             self._keep(context, len(context.tokens))
-            for job in (*context.jobs(), WasAsked(context.kv_space, context.tokens, context.asker)):
+            for job in (*context.jobs(), WasAsked(context.kv_space, context.tokens, context.app_ref)):
                 self.offer(job)
             self._parked.park(context)
         finally:

@@ -22,7 +22,7 @@ from rekindle.codec.digest import digester_for
 from rekindle.codec.extent import ExtentHeader, ExtentPlan
 from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, KvSpace, NodeKey, chain
 from rekindle.core.kv import Kv, Span
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable, EntryNotFound
 from rekindle.store.catalog import app_rows, catalog, variant_rows
@@ -116,7 +116,7 @@ class DiskStore:
         *,
         evict: bool = True,
         also: OnPublish | None = None,
-        app: Asker | None = None,
+        app: AppRef | None = None,
         coder: Coder | None = None,
         base: DeltaBase | None = None,
         lossy: bool = False,
@@ -173,7 +173,7 @@ class DiskStore:
         """An extent with its bases; see `open_extent`."""
         return open_extent(self.database, self.extents, row, kv_space_digest, fresh=fresh)
 
-    def _note_user(self, connection: sqlite3.Connection, room: Reservation, app: Asker, last: int) -> None:
+    def _note_user(self, connection: sqlite3.Connection, room: Reservation, app: AppRef, last: int) -> None:
         now, allows = self.clock(), self.room.allows
         if (id := app_rows.record_request(connection, app, now, allows)) is not None:
             app_rows.add_user(connection, app_rows.UsedBlocks(room.extent, room.name, last), id, now, allows)

@@ -18,7 +18,7 @@ import psutil
 from rekindle.core.identity import Identity
 from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, KvSpace, chain, token_bytes, token_ids
 from rekindle.core.kv import Kv, LayerKv, Span
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable, InvalidSetting
 from rekindle.store import history, purge
@@ -117,7 +117,7 @@ class TieredStore:
         """Whether a piece's KV is in memory, as far as is known without looking closer."""
         return self.memory.holds(piece.name)
 
-    def record_use(self, match: Match, saved_ms: float = 0.0, app: Asker | None = None) -> None:
+    def record_use(self, match: Match, saved_ms: float = 0.0, app: AppRef | None = None) -> None:
         """Record that what `match` found was used, and what that saved. Written to the catalog by `tend`.
 
         `app` is who used it; without one, `record_request` or `record_use_by` say so when the request is over.
@@ -130,18 +130,18 @@ class TieredStore:
         if app is not None:
             self.record_use_by(app, match.pieces)
 
-    def record_use_by(self, app: Asker | None, pieces: Sequence[Piece], requests: int = 0) -> None:
+    def record_use_by(self, app: AppRef | None, pieces: Sequence[Piece], requests: int = 0) -> None:
         """Record who used pieces, and with how many requests. Use without an app matters only where apps are known."""
         places = [UsedBlocks(piece.extent, piece.name, piece.last) for piece in pieces]
         self._access_log.add([AppAccess(app, places, self.disk.clock(), self.disk.room.allows, requests)])
         self._apps_to_flush = True
 
-    def record_request(self, kv_space: KvSpace, tokens: Sequence[int], app: Asker | None) -> None:
+    def record_request(self, kv_space: KvSpace, tokens: Sequence[int], app: AppRef | None) -> None:
         """Record a finished request: that app used all that is known of its tokens, also what it did not load."""
         if self.tracks_use_of(app):
             self.record_use_by(app, self.lookup(kv_space, tokens).pieces, requests=1)
 
-    def tracks_use_of(self, app: Asker | None) -> bool:
+    def tracks_use_of(self, app: AppRef | None) -> bool:
         """Whether uses by that app, or without an app, are recorded."""
         if self.disk.database.read_only:
             return False
@@ -175,7 +175,7 @@ class TieredStore:
         kv: Kv,
         *,
         evict: bool = True,
-        app: Asker | None = None,
+        app: AppRef | None = None,
         lossy: bool = False,
         present: Callable[[], bool] | None = None,
     ) -> Kept:

@@ -17,7 +17,7 @@ from typing import Literal
 from rekindle.core.chunk import DIGEST_TOKENS, ChunkDigest, Variant, chain_kv, chain_tokens, chunk_digest, nonprefix
 from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, KvSpace, chain, token_bytes
 from rekindle.core.kv import Kv, Span
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.errors import InvalidSetting
 from rekindle.store.catalog import catalog, delta_rows, variant_rows
 from rekindle.store.catalog.catalog import AccessLog, BlockAccess
@@ -178,7 +178,7 @@ class Variants:
         kv: Kv,
         variant: Variant,
         *,
-        app: Asker | None = None,
+        app: AppRef | None = None,
         present: Callable[[], bool] | None = None,
     ) -> Kept:
         """Keep KV of a chunk that is not exact, computed at the variant's span. No exact lookup will ever find it.

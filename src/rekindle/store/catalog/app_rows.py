@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rekindle.core.identity import digest_of_fields
-from rekindle.core.scope import AppState, Asker, Scope
+from rekindle.core.scope import AppRef, AppState, Scope
 
 NOBODY = 0  # the user who gave no name
 MAX_APPS = 1024  # of a tenant
@@ -88,7 +88,7 @@ class AppAccess:
     `requests` is how many requests that was, if it is to be counted here.
     """
 
-    app: Asker | None
+    app: AppRef | None
     places: Sequence[UsedBlocks]
     at: float
     allows: Allows
@@ -113,18 +113,18 @@ class AppAccess:
 
 
 def record_request(
-    connection: sqlite3.Connection, asker: Asker, now: float, allows: Allows, requests: int = 0
+    connection: sqlite3.Connection, app_ref: AppRef, now: float, allows: Allows, requests: int = 0
 ) -> int | None:
     """An app asks: its number; None if it is new and there is no room. One that was killed is alive again.
 
     But not if it was killed after it began to ask: requests are noted late.
     """
-    row = app(connection, asker.scope, asker.name)
-    began = now if asker.at is None else min(asker.at, now)
+    row = app(connection, app_ref.scope, app_ref.name)
+    began = now if app_ref.at is None else min(app_ref.at, now)
     if row is None:
-        state = asker.state or "foreground"
-        return _add(connection, _new(asker.scope, asker.name, state, began, now, requests), allows)
-    state = _state(row, asker, now)
+        state = app_ref.state or "foreground"
+        return _add(connection, _new(app_ref.scope, app_ref.name, state, began, now, requests), allows)
+    state = _state(row, app_ref, now)
     since = row.since if state == row.state else began
     connection.execute(
         "UPDATE apps SET state=?, since=?, seen=?, requests=requests+? WHERE id=?",
@@ -133,11 +133,11 @@ def record_request(
     return row.id
 
 
-def _state(row: AppRow, asker: Asker, now: float = math.inf) -> AppState:
+def _state(row: AppRow, app_ref: AppRef, now: float = math.inf) -> AppState:
     """The state of an app that asks: as it says, unless somebody said something of it since it began to ask."""
-    if asker.at is not None and asker.at <= row.since <= now + _LATE_SECONDS:
+    if app_ref.at is not None and app_ref.at <= row.since <= now + _LATE_SECONDS:
         return row.state
-    return asker.state or ("foreground" if row.state == "killed" else row.state)
+    return app_ref.state or ("foreground" if row.state == "killed" else row.state)
 
 
 def set_state(
