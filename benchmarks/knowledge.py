@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, Report, Row, Timing, scratch
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, Timing, scratch
 from benchmarks.personal import Person, PersonalSet, personal_sets
 from rekindle.core.document import Document, Passage, Section
 from rekindle.engine.embedding.embedder import Embedder
@@ -192,7 +192,9 @@ class _Large:
         report.fields["match_ms_1k"] = timing.median * 1e3
         published = PUBLISHED_SECONDS["match"]
         ratio = f"{published / timing.median:,.0f}x"
-        report.rows.append(Row("match a question with 1,000", str(timing), f"{published:.2f} s (published)", ratio))
+        report.rows.append(
+            TableRow("match a question with 1,000", str(timing), f"{published:.2f} s (published)", ratio)
+        )
 
     def passages(self, report: Report) -> None:
         """Retrieval among 100,000 passages, and beside it an index of their vectors."""
@@ -245,7 +247,7 @@ class _Large:
         }
         published = PUBLISHED_SECONDS["retrieve"]
         report.rows.append(
-            Row(
+            TableRow(
                 f"retrieve, {counts['documents']:,} documents, {counts['chunks']:,} passages",
                 str(timing),
                 f"{published:.2f} s (published)",
@@ -281,7 +283,7 @@ class _Large:
             "index_recall_100k": statistics.mean(shared),
         }
         report.rows.append(
-            Row(
+            TableRow(
                 "nearest 100 of 100,000 vectors, all read / HNSW index",
                 str(brute),
                 f"{timing} (built in {built:.0f} s, finds {statistics.mean(shared):.0%})",
@@ -305,7 +307,7 @@ def _total(report: Report) -> None:
     for name, told in sets.items():
         speed = f"{told['ingest_docs_per_s']:.1f}/s"
         report.rows.append(
-            Row(
+            TableRow(
                 f"ingest {told['documents']:,} documents, {told['passages']:,} passages ({name})",
                 speed,
                 f"again: {told['again_docs_per_s']:,.0f}/s",
@@ -316,7 +318,7 @@ def _total(report: Report) -> None:
         recall = told["recall5"]
         best = max(recall["bm25"], recall["embedding"])
         report.rows.append(
-            Row(
+            TableRow(
                 f"recall@5 of {told['questions']:,} questions ({name}), fused / words, meaning, weighted",
                 f"{recall['fused']:.3f}",
                 f"{recall['bm25']:.3f}, {recall['embedding']:.3f}, {recall['weighted']:.3f}",

@@ -20,7 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, Report, Row, Timing, drop_pages, interleave, paired_ratio, scratch
+from benchmarks.base import (
+    Advance,
+    BenchOptions,
+    Report,
+    TableRow,
+    Timing,
+    drop_pages,
+    interleave,
+    paired_ratio,
+    scratch,
+)
 from benchmarks.rows import VOCABULARY, fill_catalog
 from benchmarks.storm import storm
 from rekindle.core.keys import KvSpace, Namespace
@@ -44,7 +54,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     report = Report("store")
     report.fields |= {"device": "cpu", "shape": "SmolLM2-135M, float32", "tokens": TOKENS, "rounds": options.rounds(15)}
     with scratch() as folder:
-        measure = _Measure(Path(folder), options)
+        measure = _StoreMeasure(Path(folder), options)
         for part in (measure.put, measure.get, measure.evict, measure.rows, measure.storm):
             advance(part.__name__)
             part(report)
@@ -63,7 +73,7 @@ class CountingFiles(Files):
         super().sync(handle)
 
 
-class _Measure:
+class _StoreMeasure:
     """The parts of the bench, in one folder."""
 
     def __init__(self, folder: Path, options: BenchOptions) -> None:
@@ -109,7 +119,7 @@ class _Measure:
         }
         _compare(report, "keep 1,000 tokens", times, "plain", "")
         _compare(report, "keep, against diskcache (no fsync)", times, "diskcache", "")
-        report.rows.append(Row("fsyncs a keep", f"{report.fields['fsyncs_per_keep']:g}", "", "", "1"))
+        report.rows.append(TableRow("fsyncs a keep", f"{report.fields['fsyncs_per_keep']:g}", "", "", "1"))
 
     def get(self, report: Report) -> None:
         """Load 1,000 tokens into buffers that are there: from warm pages, from dropped ones, from memory."""
@@ -177,7 +187,7 @@ class _Measure:
             start = time.perf_counter()
             store.disk.room.prune(0)
             report.fields["evict_us"] = (time.perf_counter() - start) / count * 1e6
-        report.rows.append(Row("evict one of 200 entries", f"{report.fields['evict_us']:,.0f} us", "", ""))
+        report.rows.append(TableRow("evict one of 200 entries", f"{report.fields['evict_us']:,.0f} us", "", ""))
 
     def rows(self, report: Report) -> None:
         """Look 8,000 tokens up among 1,000 and among 1,000,000 rows; reopen; evict; memory."""
@@ -196,11 +206,13 @@ class _Measure:
                 report.fields[f"index_memory_mb_{name}"] = _index_memory(folder)
                 bar = "<= 2 ms" if name == "1m" else ""
                 shown = f"{max(times):,.0f} us"
-                report.rows.append(Row(f"look up 8,000 tokens, {count:,} rows (synthetic)", shown, "", "", bar))
+                report.rows.append(TableRow(f"look up 8,000 tokens, {count:,} rows (synthetic)", shown, "", "", bar))
                 if name == "1m":
                     self._at_a_million(report, folder, prompt)
         memory = [report.fields[f"index_memory_mb_{name}"] for name in ROWS]
-        report.rows.append(Row("memory of the index", f"{memory[1]:.1f} MB", f"{memory[0]:.1f} MB at 1,000 rows", ""))
+        report.rows.append(
+            TableRow("memory of the index", f"{memory[1]:.1f} MB", f"{memory[0]:.1f} MB at 1,000 rows", "")
+        )
 
     def _at_a_million(self, report: Report, folder: Path, prompt: list[int]) -> None:
         seconds = []
@@ -211,7 +223,7 @@ class _Measure:
                 seconds.append(time.perf_counter() - start)
         report.fields["reopen_s_1m"] = statistics.median(seconds)
         shown = f"{report.fields['reopen_s_1m']:.3f} s"
-        report.rows.append(Row("reopen and look up, 1,000,000 rows", shown, "", "", "<= 0.5 s"))
+        report.rows.append(TableRow("reopen and look up, 1,000,000 rows", shown, "", "", "<= 0.5 s"))
         with TieredStore(folder, StoreSettings(disk_limit="1TB", memory_limit=0)) as store:
             with store.disk.database.reading() as connection:
                 used = catalog.total_bytes(connection) + store.disk.database.size_bytes()
@@ -221,7 +233,7 @@ class _Measure:
             elapsed = time.perf_counter() - start
             report.fields["evict_us_1m"] = elapsed / max(1, before - len(store.disk.entries())) * 1e6
         shown = f"{report.fields['evict_us_1m']:,.0f} us"
-        report.rows.append(Row("evict 60 entries among 1,000,000 rows, each", shown, "", ""))
+        report.rows.append(TableRow("evict 60 entries among 1,000,000 rows, each", shown, "", ""))
 
     def storm(self, report: Report) -> None:
         """Two processes write, evict and read one folder, with every byte verified, while a third watches its size."""
@@ -237,7 +249,7 @@ class _Measure:
             "storm_verified_tokens": sum(process["tokens"] for process in seen.processes),
         }
         shown = f"{share:.3f} of the limit, {seen.samples:,} samples"
-        report.rows.append(Row(f"storm of {seconds} s: most bytes seen", shown, "", "", "<= 1"))
+        report.rows.append(TableRow(f"storm of {seconds} s: most bytes seen", shown, "", "", "<= 1"))
 
     def _make_kv(self) -> Kv:
         def half(heads: int, dim: int) -> Any:
@@ -324,7 +336,7 @@ def _compare(report: Report, measure: str, times: dict[str, Timing], baseline: s
     """A row whose ratio is a speed: theirs over ours, in time."""
     ratio = 1 / paired_ratio(times["ours"], times[baseline])
     name = f"{times[baseline]} {baseline}"
-    report.rows.append(Row(measure, str(times["ours"]), name, f"{ratio:.3f}", bar))
+    report.rows.append(TableRow(measure, str(times["ours"]), name, f"{ratio:.3f}", bar))
 
 
 def _plotter(report: Report) -> Callable[[Any], None]:

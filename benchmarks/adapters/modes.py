@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.adapters.workload import Ask, Kind, Workload
+from benchmarks.adapters.workload import AdapterRequest, AppWorkload, Kind
 from benchmarks.base import Advance
 from benchmarks.baselines import mobilora
 from rekindle.engine.base import Engine
@@ -30,7 +30,7 @@ _FLUSH_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class Mode:
+class CacheMode:
     """One way: the settings of its session. `exact`: its texts must be those of the computation without a cache."""
 
     name: str
@@ -48,13 +48,15 @@ class Mode:
 PEFT, PREFIX, DELTA, UTILITY, OURS = "peft", "prefix", "delta", "utility", "ours"
 EXACT, MOBILORA = "exact", "mobilora"
 MODES = (
-    Mode(PEFT, "no reuse", {"reuse": "off"}),
-    Mode(PREFIX, "whole KV, lru", {"reuse": "exact", "codec": "raw", "policy": "lru"}),
-    Mode(DELTA, "deltas, lru", {"reuse": "quantized", "codec": "auto", "policy": "lru"}, exact=False),
-    Mode(UTILITY, "whole KV, utility", {"reuse": "exact", "codec": "raw", "policy": "utility"}),
-    Mode(OURS, "deltas, utility", {"reuse": "quantized", "codec": "auto", "policy": "utility"}, exact=False),
-    Mode(EXACT, "lossless deltas, utility", {"reuse": "exact", "codec": "auto", "policy": "utility"}, everywhere=False),
-    Mode(MOBILORA, "as published", {"reuse": "quantized"}, False, False),
+    CacheMode(PEFT, "no reuse", {"reuse": "off"}),
+    CacheMode(PREFIX, "whole KV, lru", {"reuse": "exact", "codec": "raw", "policy": "lru"}),
+    CacheMode(DELTA, "deltas, lru", {"reuse": "quantized", "codec": "auto", "policy": "lru"}, exact=False),
+    CacheMode(UTILITY, "whole KV, utility", {"reuse": "exact", "codec": "raw", "policy": "utility"}),
+    CacheMode(OURS, "deltas, utility", {"reuse": "quantized", "codec": "auto", "policy": "utility"}, exact=False),
+    CacheMode(
+        EXACT, "lossless deltas, utility", {"reuse": "exact", "codec": "auto", "policy": "utility"}, everywhere=False
+    ),
+    CacheMode(MOBILORA, "as published", {"reuse": "quantized"}, False, False),
 )
 _EVERYWHERE: Mapping[str, Any] = {
     "memory_limit": "0",
@@ -64,7 +66,7 @@ _EVERYWHERE: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class AdapterReply:
     """What came of one request."""
 
     kind: Kind
@@ -77,20 +79,20 @@ class Answer:
 
 
 @dataclass
-class Lane:
+class ModeRun:
     """A mode at work. `reason` says why it is not."""
 
-    mode: Mode
+    mode: CacheMode
     folder: Path
     session: Session | None = None
     reason: str | None = None
-    filled: list[Answer] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    filled: list[AdapterReply] = field(default_factory=list)
+    answers: list[AdapterReply] = field(default_factory=list)
     peak_bytes: int = 0
     accounted_bytes: int = 0  # the most that the store itself thought it takes, with what was reserved
     states_lost: int = 0
 
-    def ask(self, ask: Ask, *, measured: bool) -> None:
+    def ask(self, ask: AdapterRequest, *, measured: bool) -> None:
         """Let an app's request be answered, then wait until everything is kept."""
         session = self.session
         assert session is not None
@@ -103,10 +105,10 @@ class Lane:
         if session.cache.store is not None:
             self.accounted_bytes = max(self.accounted_bytes, used_bytes(session.cache.store.disk))
         ttft, used = reply.timings.first_token_seconds, folder_bytes(self.folder)
-        answer = Answer(ask.kind, ttft, len(ask.prompt), reply.reuse.reused, reply.tokens, used, reply.reuse.miss)
+        answer = AdapterReply(ask.kind, ttft, len(ask.prompt), reply.reuse.reused, reply.tokens, used, reply.reuse.miss)
         (self.answers if measured else self.filled).append(answer)
 
-    def _tell(self, session: Session, ask: Ask) -> None:
+    def _tell(self, session: Session, ask: AdapterRequest) -> None:
         for app, state in ask.changes:
             try:
                 session.apps.set(app, state)
@@ -133,13 +135,13 @@ class Lane:
 
 @contextmanager
 def open_lanes(
-    engine: Engine, modes: Sequence[Mode], adapters: Sequence[RegisteredAdapter], folder: Path, limit_bytes: int
-) -> Iterator[list[Lane]]:
+    engine: Engine, modes: Sequence[CacheMode], adapters: Sequence[RegisteredAdapter], folder: Path, limit_bytes: int
+) -> Iterator[list[ModeRun]]:
     """A lane for each mode, with the adapters loaded. One that the engine or this version cannot do says why."""
-    lanes: list[Lane] = []
+    lanes: list[ModeRun] = []
     try:
         for mode in modes:
-            lanes.append(lane := Lane(mode, folder / mode.name))
+            lanes.append(lane := ModeRun(mode, folder / mode.name))
             try:
                 settings = {**_EVERYWHERE, **mode.settings, "cache": str(lane.folder), "disk_limit": limit_bytes}
                 lane.session = (mobilora.opened if mode.name == MOBILORA else Session)(engine, **settings)
@@ -154,7 +156,7 @@ def open_lanes(
             _close(lane)
 
 
-def _close(lane: Lane) -> None:
+def _close(lane: ModeRun) -> None:
     if lane.session is not None:
         lane.session.close()
         lane.session = None
@@ -164,12 +166,12 @@ class Watch:
     """A thread that looks how much the folder of one lane takes, while it is at work."""
 
     def __init__(self) -> None:
-        self._lane: Lane | None = None
+        self._lane: ModeRun | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="rekindle-bench-watch", daemon=True)
 
     @contextmanager
-    def over(self, lane: Lane) -> Iterator[None]:
+    def over(self, lane: ModeRun) -> Iterator[None]:
         """Look at this one inside the block."""
         self._lane = lane
         try:
@@ -192,7 +194,7 @@ class Watch:
         self._thread.join()
 
 
-def answer_all(lanes: Sequence[Lane], workload: Workload, watch: Watch, advance: Advance) -> float:
+def answer_all(lanes: Sequence[ModeRun], workload: AppWorkload, watch: Watch, advance: Advance) -> float:
     """Every request in every lane, the lanes in turns, each time another one first; the seconds it took.
 
     What fills the caches is not asked where nothing is kept.

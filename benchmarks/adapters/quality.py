@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.adapters.coding import Measured, measure, plain_of
-from benchmarks.base import Advance, Report, Row
+from benchmarks.adapters.coding import CodingResult, measure, plain_of
+from benchmarks.base import Advance, Report, TableRow
 from benchmarks.baselines.mobilora import PublishedCoder
 from rekindle.cache.coders import default_coder, recall_coder, remember_coder
 from rekindle.codec.coder import Coder
@@ -46,11 +46,11 @@ FIELDS = (
 class _Found:
     """By adapter, the same ways each."""
 
-    ours: dict[str, list[Measured]] = field(default_factory=dict)
-    plain: dict[str, list[Measured]] = field(default_factory=dict)
-    lossless: dict[str, list[Measured]] = field(default_factory=dict)
-    mobilora: dict[str, list[Measured]] = field(default_factory=dict)
-    whole: list[Measured] = field(default_factory=list)
+    ours: dict[str, list[CodingResult]] = field(default_factory=dict)
+    plain: dict[str, list[CodingResult]] = field(default_factory=dict)
+    lossless: dict[str, list[CodingResult]] = field(default_factory=dict)
+    mobilora: dict[str, list[CodingResult]] = field(default_factory=dict)
+    whole: list[CodingResult] = field(default_factory=list)
 
     def add(self, name: str, trial: Trial, coder: Coder, read: Any, anchor: Any) -> None:
         ours = measure(trial, coder, read)
@@ -91,7 +91,7 @@ def tell_calibration(engine: Engine, coder: Coder, seconds: float) -> Report:
             halves = [bits for layer in chosen.layers for bits in (layer.keys, layer.values)]
             spread = f"{chosen.mean_bits:.2f} ({min(halves):g} to {max(halves):g})"
             ratio = f"{chosen.mean_bits / before.mean_bits:.2f}"
-            report.rows.append(Row(f"bits a number, {name}", spread, f"{before.mean_bits:.2f}", ratio))
+            report.rows.append(TableRow(f"bits a number, {name}", spread, f"{before.mean_bits:.2f}", ratio))
             report.fields[f"{name}_plan"] = [[layer.keys, layer.values] for layer in chosen.layers]
     report.fields |= {"model": engine.name, "calibrated": True, "seconds": round(seconds, 1)}
     return report
@@ -169,14 +169,14 @@ def _told(found: _Found) -> dict[str, Any]:
     }
 
 
-def _bits(found: dict[str, list[Measured]]) -> float:
+def _bits(found: dict[str, list[CodingResult]]) -> float:
     return statistics.mean(one.bits for some in found.values() for one in some)
 
 
-def _middle_kl(found: dict[str, list[Measured]]) -> float:
+def _middle_kl(found: dict[str, list[CodingResult]]) -> float:
     """The median over adapters."""
     return statistics.median(_kl(some) for some in found.values())
 
 
-def _kl(some: Sequence[Measured]) -> float:
+def _kl(some: Sequence[CodingResult]) -> float:
     return statistics.mean(one.near.mean_kl for one in some)

@@ -8,9 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.adapters.modes import DELTA, EXACT, MOBILORA, MODES, OURS, PEFT, PREFIX, UTILITY, Answer, Lane, Mode
-from benchmarks.adapters.workload import Kind, Workload
-from benchmarks.base import Report, Row, mean
+from benchmarks.adapters.modes import (
+    DELTA,
+    EXACT,
+    MOBILORA,
+    MODES,
+    OURS,
+    PEFT,
+    PREFIX,
+    UTILITY,
+    AdapterReply,
+    CacheMode,
+    ModeRun,
+)
+from benchmarks.adapters.workload import AppWorkload, Kind
+from benchmarks.base import Report, TableRow, mean
 
 BARS = {
     "reduction_vs_best": ">= 0.351",
@@ -32,19 +44,19 @@ _ABLATIONS = {
 
 
 @dataclass(frozen=True)
-class Served:
+class ModeResult:
     """What one mode did in one scenario; `reason` says why it did not."""
 
-    mode: Mode
+    mode: CacheMode
     reason: str | None
-    answers: tuple[Answer, ...]
-    filled: tuple[Answer, ...]
+    answers: tuple[AdapterReply, ...]
+    filled: tuple[AdapterReply, ...]
     peak_bytes: int
     accounted_bytes: int
     kept: Mapping[str, Any]
 
     @classmethod
-    def of(cls, lane: Lane) -> Served:
+    def of(cls, lane: ModeRun) -> ModeResult:
         """What a lane has to tell, before it is closed."""
         answers, filled = tuple(lane.answers), tuple(lane.filled)
         return cls(lane.mode, lane.reason, answers, filled, lane.peak_bytes, lane.accounted_bytes, lane.kept())
@@ -55,22 +67,22 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Told:
+class ScenarioResult:
     """What one scenario gave."""
 
-    workload: Workload
-    served: Mapping[str, Served]
+    workload: AppWorkload
+    served: Mapping[str, ModeResult]
     working_set_bytes: int
     limit_bytes: int
     seconds: float
 
     @classmethod
     def of(
-        cls, workload: Workload, lanes: Sequence[Lane], working_set_bytes: int, limit_bytes: int, seconds: float
-    ) -> Told:
+        cls, workload: AppWorkload, lanes: Sequence[ModeRun], working_set_bytes: int, limit_bytes: int, seconds: float
+    ) -> ScenarioResult:
         """All lanes."""
         return cls(
-            workload, {lane.mode.name: Served.of(lane) for lane in lanes}, working_set_bytes, limit_bytes, seconds
+            workload, {lane.mode.name: ModeResult.of(lane) for lane in lanes}, working_set_bytes, limit_bytes, seconds
         )
 
     def ttft_s(self, mode: str) -> float | None:
@@ -90,7 +102,7 @@ class Told:
         return None if ours is None or theirs is None else 1 - ours / theirs
 
 
-def tell(report: Report, told: Sequence[Told], deltas: Mapping[str, Any]) -> None:
+def tell(report: Report, told: Sequence[ScenarioResult], deltas: Mapping[str, Any]) -> None:
     """Fields and rows."""
     rows = [_row_of(one, served.mode) for one in told for served in one.served.values()]
     report.fields |= {
@@ -111,13 +123,13 @@ def tell(report: Report, told: Sequence[Told], deltas: Mapping[str, Any]) -> Non
     report.rows += _last_rows(report.fields)
 
 
-def _compared(told: Sequence[Told], mode: str, against: str | None) -> float | None:
+def _compared(told: Sequence[ScenarioResult], mode: str, against: str | None) -> float | None:
     """By how much a mode comes sooner than another, or the best baseline: of the scenarios that have both."""
     found = [one.reduction(mode, against or one.best) for one in told]
     return mean([share for share in found if share is not None])
 
 
-def _scenario_of(told: Told) -> dict[str, Any]:
+def _scenario_of(told: ScenarioResult) -> dict[str, Any]:
     work = told.workload
     return {
         "scenario": work.scenario.name,
@@ -139,7 +151,7 @@ def _scenario_of(told: Told) -> dict[str, Any]:
     }
 
 
-def _row_of(told: Told, mode: Mode) -> dict[str, Any]:
+def _row_of(told: ScenarioResult, mode: CacheMode) -> dict[str, Any]:
     served = told.served[mode.name]
     about = {"scenario": told.workload.scenario.name, "mode": mode.name}
     if served.reason is not None or not served.answers:
@@ -164,7 +176,7 @@ def _row_of(told: Told, mode: Mode) -> dict[str, Any]:
     }
 
 
-def _reduction_with_filling(told: Told) -> float | None:
+def _reduction_with_filling(told: ScenarioResult) -> float | None:
     """The same against whole KV for each adapter, where the requests that fill empty caches count as well."""
     ours, theirs = told.served[OURS], told.served[PREFIX]
     means = [mean([answer.ttft_s for answer in (*some.filled, *some.answers)]) for some in (ours, theirs)]
@@ -178,17 +190,17 @@ def _texts_equal(rows: Sequence[Mapping[str, Any]]) -> bool | None:
     return all(share == 1.0 for share in shares) if shares else None
 
 
-def _used(served: Served) -> list[int]:
+def _used(served: ModeResult) -> list[int]:
     """What the folder took after each request."""
     return [answer.used_bytes for answer in (*served.filled, *served.answers)]
 
 
-def _reason(told: Sequence[Told]) -> str:
+def _reason(told: Sequence[ScenarioResult]) -> str:
     reasons = {served.reason for one in told for served in one.served.values() if served.reason is not None}
     return "; ".join(sorted(reasons)) or "nothing was asked"
 
 
-def _scenario_rows(told: Told) -> list[Row]:
+def _scenario_rows(told: ScenarioResult) -> list[TableRow]:
     name, best = told.workload.scenario.name, told.best
     rows = []
     for served in told.served.values():
@@ -200,16 +212,16 @@ def _scenario_rows(told: Told) -> list[Row]:
             assert theirs is not None
             ratio, baseline = f"{mean / theirs:.3f}", f"{theirs:.3f} s ({best})"
         if mean is None:
-            rows.append(Row(f"{name}, {mode.name}: {mode.title}", f"- ({served.reason})", baseline, ratio))
+            rows.append(TableRow(f"{name}, {mode.name}: {mode.title}", f"- ({served.reason})", baseline, ratio))
             continue
         ours = f"{mean:.3f} s, {row['hit_share']:.0%} reused"
         if mode.caches:
             ours += f", peak {served.peak_bytes / 1e6:,.1f} of {told.limit_bytes / 1e6:,.1f} MB"
-        rows.append(Row(f"{name}, {mode.name}: {mode.title}", ours, baseline, ratio))
+        rows.append(TableRow(f"{name}, {mode.name}: {mode.title}", ours, baseline, ratio))
     return rows
 
 
-def _last_rows(fields: Mapping[str, Any]) -> list[Row]:
+def _last_rows(fields: Mapping[str, Any]) -> list[TableRow]:
     def number(name: str, digits: int = 3) -> str:
         value = fields.get(name)
         return "-" if value is None else f"{value:.{digits}f}"
@@ -218,25 +230,27 @@ def _last_rows(fields: Mapping[str, Any]) -> list[Row]:
     if fields.get("plain_kl") is not None and fields.get("kl"):
         worse = f"{fields['plain_kl'] / fields['kl']:.1f}"
     return [
-        Row(
+        TableRow(
             "first token sooner than the best baseline", number("reduction_vs_best"), "", "", BARS["reduction_vs_best"]
         ),
         *(
-            Row(f"all, against {name.replace('_', ' ')}", "" if share is None else f"{share:+.1%}", "", "")
+            TableRow(f"all, against {name.replace('_', ' ')}", "" if share is None else f"{share:+.1%}", "", "")
             for name, share in fields["ablations"].items()
         ),
-        Row("bits of a difference", number("delta_bits", 2), number("delta_bits_lossless", 2), "", BARS["delta_bits"]),
-        Row("most likely token the same", number("top1"), "", "", BARS["top1"]),
-        Row("KL, median of adapters", number("kl", 4), f"{number('plain_kl', 4)} (plain)", worse, BARS["kl"]),
-        Row("KL, plain of the same size", number("plain_kl", 4), number("kl", 4), worse, BARS["plain_kl"]),
-        Row("as published: bits, KL", number("mobilora_bits", 2), number("mobilora_kl", 5), ""),
-        Row("read back", f"{number('decode_mb_s', 0)} MB/s", "", ""),
-        Row("within the limit", str(fields["within_limit"]), "", "", "True"),
-        Row("same texts where nothing is lost", str(fields["texts_equal"]), "", "", "True"),
+        TableRow(
+            "bits of a difference", number("delta_bits", 2), number("delta_bits_lossless", 2), "", BARS["delta_bits"]
+        ),
+        TableRow("most likely token the same", number("top1"), "", "", BARS["top1"]),
+        TableRow("KL, median of adapters", number("kl", 4), f"{number('plain_kl', 4)} (plain)", worse, BARS["kl"]),
+        TableRow("KL, plain of the same size", number("plain_kl", 4), number("kl", 4), worse, BARS["plain_kl"]),
+        TableRow("as published: bits, KL", number("mobilora_bits", 2), number("mobilora_kl", 5), ""),
+        TableRow("read back", f"{number('decode_mb_s', 0)} MB/s", "", ""),
+        TableRow("within the limit", str(fields["within_limit"]), "", "", "True"),
+        TableRow("same texts where nothing is lost", str(fields["texts_equal"]), "", "", "True"),
     ]
 
 
-def draw(figure: Any, told: Sequence[Told]) -> None:
+def draw(figure: Any, told: Sequence[ScenarioResult]) -> None:
     """What folders take, request by request, and first-token times."""
     left, right = figure.subplots(1, 2)
     first = told[0]

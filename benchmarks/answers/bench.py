@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.answers import foresight, guard, schedule, storage
-from benchmarks.answers.lanes import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Lane, Way
-from benchmarks.answers.report import Found, Measured, draw, tell
+from benchmarks.answers.lanes import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Way, WayRun
+from benchmarks.answers.report import AnswerResults, UserResults, draw, tell
 from benchmarks.answers.stream import people, stream
 from benchmarks.base import Advance, BenchOptions, Report, about, scratch
 from benchmarks.models import load
@@ -61,7 +61,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
         engine.close()
     guarded, foreseen = _without_model(options, chosen[:1] if options.quick else chosen, advance)
     report = Report("answers", fields=fields)
-    found = Found(measured, scheduled, guarded, foreseen)
+    found = AnswerResults(measured, scheduled, guarded, foreseen)
     tell(report, found)
     report.plot = functools.partial(draw, found=found)
     return report
@@ -99,7 +99,7 @@ class _Person:
         self._seen = 0  # the last foreseen question that the other lanes know
         self._near: list[dict[str, float]] = []  # how near foreseen questions were to each that was asked
 
-    def measure(self) -> Measured:
+    def measure(self) -> UserResults:
         """All ways on the same questions, in turns."""
         asked = stream(self._person, self._options.rounds(QUESTIONS, QUICK_QUESTIONS))
         asked = asked[:QUICK_ASKED] if self._options.quick else asked
@@ -118,10 +118,10 @@ class _Person:
                 lane.close()
         questions = [question.text for question in self._person.questions]
         stored = storage.measure(self._engine, self._folder / VERIFIED, questions)
-        return Measured(self._name, self._person.name, asked, lanes, stored, self._near)
+        return UserResults(self._name, self._person.name, asked, lanes, stored, self._near)
 
     @staticmethod
-    def _nearest(lanes: list[Lane], question: str) -> dict[str, float]:
+    def _nearest(lanes: list[WayRun], question: str) -> dict[str, float]:
         """The cosine of the nearest question that was foreseen from each source, before it is asked."""
         session = next(lane for lane in lanes if lane.way.name == VERIFIED).session
         vector = session.knowledge.embedder().embed([question]).vectors[0]
@@ -131,10 +131,10 @@ class _Person:
                 nearest[near.entry.origin] = max(near.similarity, nearest.get(near.entry.origin, 0.0))
         return nearest
 
-    def _begin(self) -> tuple[list[Lane], Idle]:
+    def _begin(self) -> tuple[list[WayRun], Idle]:
         """Ingest, do the first idle work once, and give every way its folders."""
         ways = {way.name: way for way in WAYS}
-        first = Lane.open(ways[VERIFIED], self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
+        first = WayRun.open(ways[VERIFIED], self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
         self._advance(f"{self._name}: documents of {self._person.name}")
         first.session.ingest(documents=self._person.documents)
         first.session.flush()
@@ -152,14 +152,14 @@ class _Person:
         first.session.flush()
         first.session.close()
         done += self._warm(ways[DIRECT])
-        first = Lane.open(ways[VERIFIED], self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
+        first = WayRun.open(ways[VERIFIED], self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
         first.idle_flop = sum(did.flop or 0.0 for did in done)
         lanes = [first]
         for way in WAYS:
             if way.name != VERIFIED:
                 if way.ours:
                     shutil.copytree(self._folder / VERIFIED / "cache", self._folder / way.name / "cache")
-                lanes.append(Lane.open(way, self._engine, self._folder / way.name, _LIMIT_BYTES))
+                lanes.append(WayRun.open(way, self._engine, self._folder / way.name, _LIMIT_BYTES))
                 lanes[-1].idle_flop = first.idle_flop if way.ours else 0.0
         if hasattr(os, "sync"):
             os.sync()  # gigabytes were copied: nobody shall wait for the disk because of that
@@ -168,27 +168,27 @@ class _Person:
 
     def _warm(self, way: Way) -> list[IdleAction]:
         """Compute passages ahead. What is only read is exact; a way that mends also notes where they are."""
-        lane = Lane.open(way, self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
+        lane = WayRun.open(way, self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
         done = self._idle(lane).warm()
         lane.session.flush()
         lane.close()
         return done
 
-    def _idle(self, lane: Lane) -> Idle:
+    def _idle(self, lane: WayRun) -> Idle:
         most = QUICK_WARM_PASSAGES if self._options.quick else WARM_PASSAGES
         options = IdleOptions(
             stride=STRIDE, settle_seconds=0.0, warm_passages=most, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS
         )
         return Idle(lane.session, options)
 
-    def _foresee(self, lanes: list[Lane], idle: Idle) -> None:
+    def _foresee(self, lanes: list[WayRun], idle: Idle) -> None:
         own = next(lane for lane in lanes if lane.way.name == VERIFIED)
         done = idle.predict_from_history(1 if self._options.quick else STRIDE)
         own.idle_flop += sum(did.flop or 0.0 for did in done)
         own.session.flush()
         self._spread(lanes)
 
-    def _spread(self, lanes: list[Lane]) -> None:
+    def _spread(self, lanes: list[WayRun]) -> None:
         """Let the other ways that foresee know what was foreseen; the questions are the same for all."""
         own = next(lane for lane in lanes if lane.way.name == VERIFIED)
         new = own.session.answers.bank().entries(where=f"origin!='user' AND id>{self._seen} ORDER BY id")
@@ -198,7 +198,7 @@ class _Person:
                 lane.learn(new)
 
     @staticmethod
-    def _turn(lanes: list[Lane], number: int) -> list[Lane]:
+    def _turn(lanes: list[WayRun], number: int) -> list[WayRun]:
         """The lanes, another one first each time."""
         start = number % len(lanes)
         return [*lanes[start:], *lanes[:start]]

@@ -79,7 +79,7 @@ WAYS = (
 
 
 @dataclass
-class Told:
+class AnswerResult:
     """What came of one question in one way."""
 
     seconds: float
@@ -91,17 +91,17 @@ class Told:
 
 
 @dataclass
-class Lane:
+class WayRun:
     """One way at work for one person."""
 
     way: Way
     session: Session
     tree: QkvTree | None = None
-    told: list[Told] = field(default_factory=list)
+    told: list[AnswerResult] = field(default_factory=list)
     idle_flop: float = 0.0
 
     @classmethod
-    def open(cls, way: Way, engine: Engine, folder: Path, limit_bytes: int) -> Lane:
+    def open(cls, way: Way, engine: Engine, folder: Path, limit_bytes: int) -> WayRun:
         """A lane with its own folders; what is in them is used."""
         session = Session(
             engine,
@@ -115,14 +115,14 @@ class Lane:
             unguard_session(session)
         return cls(way, session, QkvTree(folder / "qkv", limit_bytes) if way.qkv else None)
 
-    def ask(self, question: str) -> Told:
+    def ask(self, question: str) -> AnswerResult:
         """Answer a question; what it took, from the question to the last token."""
         started = time.perf_counter()
         reply: Reply = self.session.ask(question, **_options()) if self.way.ours else self._as_published(question)
         seconds = time.perf_counter() - started
         stored = getattr(reply, "stored", None)
         usage = reply.usage
-        told = Told(seconds, reply.text, usage.prompt_tokens, usage.cached_tokens, usage.drafted_tokens, stored)
+        told = AnswerResult(seconds, reply.text, usage.prompt_tokens, usage.cached_tokens, usage.drafted_tokens, stored)
         self.session.flush()
         self.told.append(told)
         return told

@@ -18,11 +18,11 @@ from benchmarks.answers.lanes import (
     PERCACHE,
     VERIFIED,
     WAYS,
-    Lane,
-    Told,
+    AnswerResult,
+    WayRun,
 )
 from benchmarks.answers.stream import Asked
-from benchmarks.base import Report, Row
+from benchmarks.base import Report, TableRow
 from benchmarks.quality import rouge_l
 
 BAR_MEAN, BAR_USER = 0.126, 0.344
@@ -33,17 +33,17 @@ MAX_LATENCY = 1.05  # what counts as equal, of times on a shared machine
 
 
 @dataclass
-class Measured:
+class UserResults:
     """One user's questions in every way."""
 
     set: str
     user: str
     asked: list[Asked]
-    lanes: list[Lane]
+    lanes: list[WayRun]
     storage: list[dict[str, Any]]  # how much KV is known, by room
     near: list[dict[str, float]]  # of each question: how near was one foreseen, by source
 
-    def told(self, name: str) -> list[Told]:
+    def told(self, name: str) -> list[AnswerResult]:
         """What came of them in one way."""
         return next(lane.told for lane in self.lanes if lane.way.name == name)
 
@@ -51,7 +51,7 @@ class Measured:
         """The mean latency of a way."""
         return statistics.fmean(one.seconds for one in self.told(name))
 
-    def is_false(self, place: int, one: Told) -> bool:
+    def is_false(self, place: int, one: AnswerResult) -> bool:
         """Whether a stored answer was given that answers another question."""
         if one.stored is None or one.stored.way != "direct" or one.stored.origin != "user":
             return False
@@ -61,16 +61,16 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Found:
+class AnswerResults:
     """Everything that was measured."""
 
-    measured: Sequence[Measured]
+    measured: Sequence[UserResults]
     schedule: dict[str, Any] | None  # None: not in a quick run
     guard: dict[str, Any]
     foresight: list[dict[str, Any]]
 
 
-def tell(report: Report, found: Found) -> None:
+def tell(report: Report, found: AnswerResults) -> None:
     """Fill the report."""
     measured = found.measured
     score = rouge_l()
@@ -108,7 +108,7 @@ def tell(report: Report, found: Found) -> None:
     report.rows += _table(fields, by_name)
 
 
-def _sources(measured: Sequence[Measured]) -> list[dict[str, Any]]:
+def _sources(measured: Sequence[UserResults]) -> list[dict[str, Any]]:
     """How many new questions had been foreseen, from each source alone and from all of them."""
     pairs = [pair for one in measured for pair in zip(one.asked, one.near, strict=True)]
     found = [near for asked, near in pairs if asked.kind == "first"]
@@ -128,7 +128,7 @@ def _is_ours(name: str) -> bool:
     return name.startswith("ours")
 
 
-def _row(name: str, measured: Sequence[Measured], score: Callable[[str, str], float] | None) -> dict[str, Any]:
+def _row(name: str, measured: Sequence[UserResults], score: Callable[[str, str], float] | None) -> dict[str, Any]:
     told = [one for some in measured for one in some.told(name)]
     seconds = [one.seconds for one in told]
     golds = [asked.gold for some in measured for asked in some.asked]
@@ -152,11 +152,11 @@ def _row(name: str, measured: Sequence[Measured], score: Callable[[str, str], fl
     }
 
 
-def _known_share(one: Told) -> float:
+def _known_share(one: AnswerResult) -> float:
     return one.known_tokens / one.prompt_tokens if one.prompt_tokens else 0.0
 
 
-def _reduction(measured: Sequence[Measured], ours: str, rivals: Sequence[str]) -> float:
+def _reduction(measured: Sequence[UserResults], ours: str, rivals: Sequence[str]) -> float:
     """By how much the mean latency is below that of the best rival, all questions counting the same."""
 
     def mean(name: str) -> float:
@@ -165,14 +165,14 @@ def _reduction(measured: Sequence[Measured], ours: str, rivals: Sequence[str]) -
     return 1.0 - mean(ours) / min(map(mean, rivals))
 
 
-def _best_user(measured: Sequence[Measured], ours: str, rivals: Sequence[str]) -> float:
+def _best_user(measured: Sequence[UserResults], ours: str, rivals: Sequence[str]) -> float:
     return max(1.0 - some.mean(ours) / min(some.mean(name) for name in rivals) for some in measured)
 
 
-def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[Row]:
+def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[TableRow]:
     none = by_name[NONE]["mean_latency_s"]
     rows = [
-        Row(
+        TableRow(
             name,
             f"{row['mean_latency_s']:.2f} s, p95 {row['p95']:.2f} s",
             f"{row['answer_hits']} given ({row['false_hits']} wrong), {row['kv_hit_share']:.0%} of KV known",
@@ -182,19 +182,20 @@ def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[R
     ]
     guard = fields["guard"]
     rows += [
-        Row("ours-verified below the best that gives no wrong answer", f"{fields['reduction_vs_best']:.1%}",
+        TableRow("ours-verified below the best that gives no wrong answer", f"{fields['reduction_vs_best']:.1%}",
             fields["best_safe"], "", f">= {BAR_MEAN:.1%}"),
-        Row("the same for the best user", f"{fields['reduction_best_user']:.1%}", "", "", f">= {BAR_USER:.1%}"),
-        Row("ours-direct below the best of all", f"{fields['reduction_vs_best_direct']:.1%}", fields["best"], "",
+        TableRow("the same for the best user", f"{fields['reduction_best_user']:.1%}", "", "", f">= {BAR_USER:.1%}"),
+        TableRow("ours-direct below the best of all", f"{fields['reduction_vs_best_direct']:.1%}", fields["best"], "",
             f">= {BAR_MEAN:.1%}"),
-        Row("the same for the best user", f"{fields['reduction_best_user_direct']:.1%}", "", "", f">= {BAR_USER:.1%}"),
-        Row("verified text equal to none", f"{fields['verified_equal']:.1%}", "", "", "100%"),
-        Row("more KV known by foreseeing", f"{fields['prediction_gain_kv']:+.1%}", "", "", "> 0"),
-        Row("more answers known by foreseeing", f"{fields['prediction_gain_answers']:+.1%}", "", "", "> 0"),
+        TableRow("the same for the best user", f"{fields['reduction_best_user_direct']:.1%}", "", "",
+            f">= {BAR_USER:.1%}"),
+        TableRow("verified text equal to none", f"{fields['verified_equal']:.1%}", "", "", "100%"),
+        TableRow("more KV known by foreseeing", f"{fields['prediction_gain_kv']:+.1%}", "", "", "> 0"),
+        TableRow("more answers known by foreseeing", f"{fields['prediction_gain_answers']:+.1%}", "", "", "> 0"),
     ]  # fmt: skip
     rows += [] if fields["scheduler"] is None else _schedule_rows(fields["scheduler"])
     rows += [
-        Row(
+        TableRow(
             f"questions foreseen from: {row['source']}",
             f"{row['near85_share']:.0%} at 0.85, {row['near70_share']:.0%} at 0.7",
             f"of {row['questions']} new ones",
@@ -203,7 +204,7 @@ def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[R
         for row in fields["sources"]
     ]
     rows += [
-        Row(
+        TableRow(
             f"foreseen of {row['set']}, {row['stride']} a document",
             f"{row['near85_share']:.0%} at 0.85, {row['near70_share']:.0%} at 0.7",
             f"{row['first_passage_warm_share']:.0%} of first passages warm",
@@ -214,26 +215,26 @@ def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[R
     ]
     if guard.get("near_misses"):
         share = guard["false_hits"] / guard["near_misses"]
-        rows.append(Row("near misses that are served", f"{share:.1%} of {guard['near_misses']}",
+        rows.append(TableRow("near misses that are served", f"{share:.1%} of {guard['near_misses']}",
                         f"{guard['cosine_false_hits']} by cosine", "", f"<= {MAX_FALSE:.0%}"))  # fmt: skip
-        rows.append(Row("questions in other words that are served", f"{guard['paraphrase_recall']:.1%}",
+        rows.append(TableRow("questions in other words that are served", f"{guard['paraphrase_recall']:.1%}",
                         f"{guard['cosine_paraphrase_recall']:.1%} by cosine", ""))  # fmt: skip
     if guard.get("pairs_precision") is not None:
         both = f"{guard['pairs_precision']:.3f}, {guard['pairs_recall']:.3f}"
-        rows.append(Row("labelled pairs: precision, recall", both,
+        rows.append(TableRow("labelled pairs: precision, recall", both,
                         f"{guard['cosine_precision']:.3f}, {guard['cosine_recall']:.3f} by cosine", "",
                         f">= {BAR_PAIRS:.2f}"))  # fmt: skip
     return rows
 
 
-def _schedule_rows(cases: dict[str, Any]) -> list[Row]:
+def _schedule_rows(cases: dict[str, Any]) -> list[TableRow]:
     rows = []
     for name, bar in (("raised", f">= {BAR_SCHEDULER:.0%}"), ("fallen", ""), ("room", "")):
         case = cases[name]
         known = [case["ways"][way]["later_known_tokens"] for way in ("rekindle", "always")]
         saved = case["saved_share"]
         rows.append(
-            Row(
+            TableRow(
                 f"idle work that the scheduler saves, {name}",
                 "nothing was done" if saved is None else f"{saved:.1%}",
                 f"{known[0]:.0f} tokens known later, without it {known[1]:.0f}",
@@ -244,7 +245,7 @@ def _schedule_rows(cases: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def draw(figure: Any, found: Found) -> None:
+def draw(figure: Any, found: AnswerResults) -> None:
     """Latency of every way, the guard by threshold, foresight by stride; idle work by question, KV known by room."""
     figure.set_size_inches(15, 8)
     figure.set_layout_engine("constrained")

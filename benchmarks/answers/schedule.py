@@ -38,7 +38,7 @@ ALWAYS, PUBLISHED, OURS = "always", "percache", "rekindle"
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _Phase:
     """What holds from some question on."""
 
     threshold: float
@@ -46,24 +46,24 @@ class _Stage:
 
 
 @dataclass(frozen=True)
-class Case:
+class ChangeCase:
     """One change between questions, and the ways that are compared."""
 
     name: str
-    before: _Stage
-    after: _Stage
+    before: _Phase
+    after: _Phase
     ways: tuple[str, ...]
 
 
 CASES = (
-    Case("raised", _Stage(PUBLISHED_SIMILARITY), _Stage(CUT_OFF), (ALWAYS, PUBLISHED, OURS)),
-    Case("fallen", _Stage(CUT_OFF), _Stage(PUBLISHED_SIMILARITY), (ALWAYS, OURS)),
-    Case("room", _Stage(PUBLISHED_SIMILARITY, _ROOM_TOKENS), _Stage(PUBLISHED_SIMILARITY), (ALWAYS, OURS)),
+    ChangeCase("raised", _Phase(PUBLISHED_SIMILARITY), _Phase(CUT_OFF), (ALWAYS, PUBLISHED, OURS)),
+    ChangeCase("fallen", _Phase(CUT_OFF), _Phase(PUBLISHED_SIMILARITY), (ALWAYS, OURS)),
+    ChangeCase("room", _Phase(PUBLISHED_SIMILARITY, _ROOM_TOKENS), _Phase(PUBLISHED_SIMILARITY), (ALWAYS, OURS)),
 )
 
 
 @dataclass
-class _Told:
+class _WayResult:
     """A way through a case: of each question its time, KV that was known and whether an answer was given; idle work."""
 
     seconds: list[float] = field(default_factory=list)
@@ -92,7 +92,7 @@ def measure(engine: Engine, person: Person, folder: Path, advance: Advance) -> d
 
 
 def _case(
-    case: Case, engine: Engine, asked: Sequence[str], library: Path, folder: Path, advance: Advance
+    case: ChangeCase, engine: Engine, asked: Sequence[str], library: Path, folder: Path, advance: Advance
 ) -> dict[str, Any]:
     rows = {}
     for way in case.ways:
@@ -114,8 +114,8 @@ def _changed_after(asked: Sequence[str]) -> int:
     return min(CHANGED_AFTER, max(1, len(asked) - 1))
 
 
-def _through(case: Case, way: str, engine: Engine, asked: Sequence[str], folder: Path) -> _Told:
-    told, change = _Told(), _changed_after(asked)
+def _through(case: ChangeCase, way: str, engine: Engine, asked: Sequence[str], folder: Path) -> _WayResult:
+    told, change = _WayResult(), _changed_after(asked)
     for stage, questions in ((case.before, asked[:change]), (case.after, asked[change:])):
         with _open(engine, folder, stage) as session:
             idle = _idle(session, way)
@@ -128,7 +128,7 @@ def _through(case: Case, way: str, engine: Engine, asked: Sequence[str], folder:
     return told
 
 
-def _open(engine: Engine, folder: Path, stage: _Stage) -> Session:
+def _open(engine: Engine, folder: Path, stage: _Phase) -> Session:
     return Session(
         engine,
         cache=str(folder / "cache"),
@@ -153,7 +153,7 @@ def _idle(session: Session, way: str) -> Idle:
     return Idle(session, options)
 
 
-def _ask(session: Session, question: str, told: _Told) -> None:
+def _ask(session: Session, question: str, told: _WayResult) -> None:
     started = time.perf_counter()
     answer = session.ask(question, top_k=TOP_K, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS)
     told.seconds.append(time.perf_counter() - started)
@@ -162,7 +162,7 @@ def _ask(session: Session, question: str, told: _Told) -> None:
     session.flush()
 
 
-def _row(told: _Told, change: int) -> dict[str, Any]:
+def _row(told: _WayResult, change: int) -> dict[str, Any]:
     return {
         "seconds": told.seconds,
         "known_tokens": told.known,

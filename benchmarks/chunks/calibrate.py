@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.base import Advance, BenchOptions, Report, Row
+from benchmarks.base import Advance, BenchOptions, Report, TableRow
 from benchmarks.baselines import recompute_policies
 from benchmarks.chunks.modes import CRAFT
 from benchmarks.chunks.prompts import held
@@ -73,7 +73,7 @@ def _report(
             kept = f"kept: {stored[name]:.3g}" if one is some[-1] and name in stored else ""
             measure = f"{name} {one.budget:g}: ROUGE-L, KL, computed share"
             shown = f"{one.rouge_l:.3f}, {one.kl:.4f}, {one.computed_share:.3f}"
-            report.rows.append(Row(measure, shown, kept, f"{one.rouge_l / quality:.2f}", f">= {quality:g}"))
+            report.rows.append(TableRow(measure, shown, kept, f"{one.rouge_l / quality:.2f}", f">= {quality:g}"))
     report.fields |= {"calibrated": told, "quality": quality, "prompts": prompts, "stored": dict(stored)}
     report.plot = lambda figure: _draw(figure, tried, quality)
     return report

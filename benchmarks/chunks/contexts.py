@@ -20,8 +20,8 @@ from benchmarks.chunks.modes import (
     NONE,
     PREFIX,
     SHARE,
+    ChunkMode,
     Kitchen,
-    Mode,
     impossible,
     modes_of,
 )
@@ -64,7 +64,7 @@ def measure(
     tuning = min(TUNING_PROMPTS, max(2, prompts // 2))
     drawn = held(asked, tuning, prompts, options.seed, QUICK_PASSAGES if options.quick else PASSAGES)
     with Kitchen.opened(engine, options, drawn.donors, advance) as kitchen:
-        return _Measure(kitchen, drawn.calibration, drawn.test, advance).fields()
+        return _ContextMeasure(kitchen, drawn.calibration, drawn.test, advance).fields()
 
 
 def tune_alpha(kitchen: Kitchen, prompts: Sequence[PassagePrompt], target: float, tries: int) -> float:
@@ -75,7 +75,7 @@ def tune_alpha(kitchen: Kitchen, prompts: Sequence[PassagePrompt], target: float
     for _ in range(tries):
         shares = []
         for prompt, tokens in encoded:
-            some = kitchen.start(Mode(CRAFT, budget=alpha), prompt, tokens)
+            some = kitchen.start(ChunkMode(CRAFT, budget=alpha), prompt, tokens)
             shares.append(some.computed_share)
             kitchen.end(some)
         share = tried[alpha] = statistics.fmean(shares)
@@ -100,7 +100,7 @@ def bootstrap(values: Sequence[float], seed: int) -> dict[str, float]:
     return {"mean": float(found.mean()), "low": float(low), "high": float(high)}
 
 
-class _Measure:
+class _ContextMeasure:
     """Every mode on every prompt, and what comes of it."""
 
     def __init__(
@@ -110,7 +110,7 @@ class _Measure:
         self._calibration, self._test = calibration, test
         self._advance = advance
         self._judges = self._options.shape is None
-        self._seen: dict[Mode, list[Seen]] = {}
+        self._seen: dict[ChunkMode, list[Seen]] = {}
         self._tokens: list[int] = []
 
     def fields(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class _Measure:
             told["quality_reason"] = "random weights say nothing about quality"
         return told | self._best(modes, rows)
 
-    def _warm_up(self, modes: Sequence[Mode]) -> None:
+    def _warm_up(self, modes: Sequence[ChunkMode]) -> None:
         """Every mode once, unmeasured, on a short prompt."""
         whole = self._calibration[0]
         short = PassagePrompt(whole.question, whole.quotes[:2])
@@ -151,10 +151,10 @@ class _Measure:
         for mode in modes:
             self._kitchen.end(self._kitchen.start(mode, short, tokens))
 
-    def _ask(self, prompt: PassagePrompt, modes: Sequence[Mode]) -> None:
+    def _ask(self, prompt: PassagePrompt, modes: Sequence[ChunkMode]) -> None:
         kitchen, tokens = self._kitchen, prompt.encode(self._engine)
         self._tokens.append(len(tokens.tokens))
-        times: dict[Mode, float] = {}
+        times: dict[ChunkMode, float] = {}
         if self._engine.capabilities.crowded:  # a sequence that waits to be judged would slow the others down
             for mode in modes:
                 some = kitchen.start(mode, prompt, tokens)
@@ -187,7 +187,7 @@ class _Measure:
             ratios.append(seconds["with"] / seconds["without"])
         return statistics.median(ratios)
 
-    def _row(self, mode: Mode) -> dict[str, Any]:
+    def _row(self, mode: ChunkMode) -> dict[str, Any]:
         seen = self._seen[mode]
         judged = [one.quality for one in seen if one.quality is not None]
         whole = len(judged) == len(seen)
@@ -210,11 +210,11 @@ class _Measure:
             "fallbacks": sum(one.fallback for one in seen),
         }
 
-    def _sooner(self, mode: Mode, than: Mode) -> float:
+    def _sooner(self, mode: ChunkMode, than: ChunkMode) -> float:
         pairs = zip(self._seen[than], self._seen[mode], strict=True)
         return statistics.median(theirs.seconds / own.seconds for theirs, own in pairs)
 
-    def _best(self, modes: Sequence[Mode], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _best(self, modes: Sequence[ChunkMode], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The mend row that computes most within the bounds, and beside it Cache-Craft."""
         fits = [
             (row, mode)
@@ -233,7 +233,7 @@ class _Measure:
         }
 
     def _against_craft(
-        self, best: dict[str, Any], ours: Mode, modes: Sequence[Mode], rows: Sequence[dict[str, Any]]
+        self, best: dict[str, Any], ours: ChunkMode, modes: Sequence[ChunkMode], rows: Sequence[dict[str, Any]]
     ) -> dict[str, Any]:
         """Cache-Craft where it computes as much as ours does; if no alpha gives that, where it computes more."""
         crafts = [(row, mode) for row, mode in zip(rows, modes, strict=True) if mode.name == CRAFT]

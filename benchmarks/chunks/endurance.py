@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.base import Advance, BenchOptions, mean
-from benchmarks.chunks.streams import Prepared, Streams, shuffled
+from benchmarks.chunks.streams import PreparedPrompt, Streams, shuffled
 from benchmarks.personal import PersonalSet
 from benchmarks.quality import POSITIONS, compare
 from rekindle.engine.base import Engine
@@ -78,7 +78,9 @@ def measure(
     return _fields(points, QUICK_WINDOW if quick else WINDOW, options.seed)
 
 
-def _changed(one: Prepared, all_of: Sequence[Prepared], order: random.Random, engine: Engine) -> Prepared:
+def _changed(
+    one: PreparedPrompt, all_of: Sequence[PreparedPrompt], order: random.Random, engine: Engine
+) -> PreparedPrompt:
     """Its passages in another order; in place of the last one of another question."""
     quotes = list(one.request.quotes)
     other = order.choice([quote for prepared in all_of for quote in prepared.request.quotes])
@@ -86,14 +88,14 @@ def _changed(one: Prepared, all_of: Sequence[Prepared], order: random.Random, en
     return shuffled(one, order.sample([*kept, other], len(kept) + 1), engine)
 
 
-def _ask(session: Session, engine: Engine, one: Prepared) -> _Point:
+def _ask(session: Session, engine: Engine, one: PreparedPrompt) -> _Point:
     mended = start_prompt(session.cache, engine, one.request, one.tokens, 0)
     mended.end(session.cache, keep=True)
     session.flush()
     return _Point(mended.seconds, mended.computed_share)
 
 
-def _ask_both(session: Session, engine: Engine, one: Prepared, *, exact_first: bool, judges: bool) -> _Point:
+def _ask_both(session: Session, engine: Engine, one: PreparedPrompt, *, exact_first: bool, judges: bool) -> _Point:
     """Mended and exactly, on the same store; only what the mended one leaves is kept."""
     cache, exactly = session.cache, replace(one.request, reuse="exact")
     first = start_prompt(cache, engine, exactly if exact_first else one.request, one.tokens, POSITIONS)

@@ -29,7 +29,7 @@ _SEEN_ALONE = "this engine mends by leading tokens only"
 
 
 @dataclass(frozen=True)
-class Mode:
+class ChunkMode:
     """One way. `budget` is the share of tokens computed anew, for cache-craft its alpha, None where there is none."""
 
     name: str
@@ -49,24 +49,24 @@ class Mode:
         return self.name if self.name != OURS else f"{self.name} {self.budget:.0%}"
 
 
-NONE, PREFIX = Mode("none", "off"), Mode("prefix", "exact")
+NONE, PREFIX = ChunkMode("none", "off"), ChunkMode("prefix", "exact")
 
 
-def modes_of(engine: Engine, alpha: float, *, quick: bool) -> list[Mode]:
+def modes_of(engine: Engine, alpha: float, *, quick: bool) -> list[ChunkMode]:
     """Those that an engine can do.
 
     Cache-Craft comes with alphas around the one that was tuned: other prompts make it compute another share, and ours
     is compared with the one that computes as much.
     """
     if engine.capabilities.recompute == "leading":
-        return [NONE, PREFIX, Mode("full-cache"), Mode("leading", budget=SHARE)]
-    rivals = [Mode(name, budget=SHARE) for name in RIVALS]
-    ours = [Mode(OURS, budget=budget) for budget in (QUICK_BUDGETS if quick else BUDGETS)]
-    crafts = [Mode(CRAFT, budget=alpha * times) for times in (QUICK_CRAFT_ALPHAS if quick else CRAFT_ALPHAS)]
-    alone = [Mode(name, budget=SHARE) for name in SIGNALS]
+        return [NONE, PREFIX, ChunkMode("full-cache"), ChunkMode("leading", budget=SHARE)]
+    rivals = [ChunkMode(name, budget=SHARE) for name in RIVALS]
+    ours = [ChunkMode(OURS, budget=budget) for budget in (QUICK_BUDGETS if quick else BUDGETS)]
+    crafts = [ChunkMode(CRAFT, budget=alpha * times) for times in (QUICK_CRAFT_ALPHAS if quick else CRAFT_ALPHAS)]
+    alone = [ChunkMode(name, budget=SHARE) for name in SIGNALS]
     if quick:
         rivals, alone = rivals[:2], []
-    return [NONE, PREFIX, Mode("set-cache"), Mode("full-cache"), *rivals, *crafts, *ours, *alone]
+    return [NONE, PREFIX, ChunkMode("set-cache"), ChunkMode("full-cache"), *rivals, *crafts, *ours, *alone]
 
 
 def impossible(engine: Engine) -> dict[str, str]:
@@ -82,7 +82,7 @@ class Kitchen(PassageTrials):
     def __init__(self, session: Session, options: BenchOptions) -> None:
         super().__init__(session)
         self.options = options
-        self._modes: dict[Mode, ChunkCache] = {}
+        self._modes: dict[ChunkMode, ChunkCache] = {}
 
     @classmethod
     @contextmanager
@@ -101,14 +101,16 @@ class Kitchen(PassageTrials):
         rows = store.disk.entries()
         return store.variants.stats(), len(rows), sum(row.tokens for row in rows)
 
-    def start(self, mode: Mode, prompt: PassagePrompt, tokens: PromptTokens, more_tokens: int = 0) -> StartedPrompt:
+    def start(
+        self, mode: ChunkMode, prompt: PassagePrompt, tokens: PromptTokens, more_tokens: int = 0
+    ) -> StartedPrompt:
         """Start a prompt in a mode."""
         if mode.recompute:
             self._choose(mode)
         request = prompt.request(reuse=mode.reuse)
         return start_prompt(self.session.cache, self.engine, request, tokens, more_tokens)
 
-    def _choose(self, mode: Mode) -> None:
+    def _choose(self, mode: ChunkMode) -> None:
         if mode not in self._modes:
             recompute_policies.use(self.session, mode.name, mode.budget)
             self._modes[mode] = self.session.cache.chunks

@@ -10,7 +10,7 @@ from rekindle.session.calibrate.prompts import PASSAGES, PassagePrompt, PassageQ
 
 
 @dataclass(frozen=True)
-class Held:
+class PromptSets:
     """Prompts to calibrate on, prompts to test on, and the donors of both. No passage is in two prompts."""
 
     calibration: tuple[PassagePrompt, ...]
@@ -20,7 +20,7 @@ class Held:
 
 def held(
     questions: Sequence[PassageQuestion], calibration: int, test: int, seed: int, passages: int = PASSAGES
-) -> Held:
+) -> PromptSets:
     """Draw prompts: calibration from one end of the shuffled questions, test from the other.
 
     Where there are too few for both, a quarter of them (at least one) is for calibration. Raises `InvalidSetting` if
@@ -32,4 +32,4 @@ def held(
         calibration = min(calibration, max(1, len(drawn) // 4)) if test else min(calibration, len(drawn))
     first = tuple(drawn[:calibration])
     last = tuple(drawn[max(calibration, len(drawn) - test) :]) if test else ()
-    return Held(first, last, donors_of((*first, *last), questions, order))
+    return PromptSets(first, last, donors_of((*first, *last), questions, order))

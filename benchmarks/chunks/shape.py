@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, Report, Row, scratch
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, scratch
 from benchmarks.models import load
 from rekindle.core.chunk import PromptLayout
 from rekindle.core.kv import Span
@@ -77,11 +77,11 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     report.fields |= {"rows": [], "rows_reason": reason, "best": None, "best_vs_cachecraft": None, "sizes": found}
     for told in found.values():
         times = f"{told['mend_s'] * 1e3:,.0f} ms", f"{told['full_s'] * 1e3:,.0f} ms"
-        report.rows.append(Row(f"{told['tokens']:,} tokens", *times, f"{told['mend_vs_full']:.2f}", ">= 1.7"))
+        report.rows.append(TableRow(f"{told['tokens']:,} tokens", *times, f"{told['mend_vs_full']:.2f}", ">= 1.7"))
         if told["mend_vs_full_device"] is not None:
             busy = f"{told['mend_device_s'] * 1e3:,.0f} ms", f"{told['full_device_s'] * 1e3:,.0f} ms"
             ratio = f"{told['mend_vs_full_device']:.2f}"
-            report.rows.append(Row(f"{told['tokens']:,} tokens, device busy", *busy, ratio, ">= 2.3"))
+            report.rows.append(TableRow(f"{told['tokens']:,} tokens, device busy", *busy, ratio, ">= 2.3"))
     report.plot = lambda figure: _draw(figure, found)
     return report
 

@@ -36,7 +36,7 @@ _LEVELS: Mapping[str, ReuseLevel] = {"prefix": "exact", "mend": "approximate", "
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedPrompt:
     """A question with its passages, as a prompt."""
 
     request: Request
@@ -44,7 +44,7 @@ class Prepared:
 
 
 @dataclass
-class _Told:
+class _StreamTimes:
     """What one set of questions took, by mode."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _LEVELS})
@@ -84,7 +84,7 @@ class Streams:
 
     def measure(self, some: PersonalSet, advance: Advance) -> dict[str, Any]:
         """The fields of one set."""
-        told, most = _Told(), self._options.rounds(QUESTIONS, QUICK_QUESTIONS)
+        told, most = _StreamTimes(), self._options.rounds(QUESTIONS, QUICK_QUESTIONS)
         for person in some.people:
             left = most - len(told.seconds["prefix"])
             if left <= 0:
@@ -93,7 +93,7 @@ class Streams:
             self._person(f"{some.name}/{person.name}", person, left, told)
         return _fields(told)
 
-    def prepare(self, tenant: str, person: Person, most: int, top_k: int) -> list[Prepared]:
+    def prepare(self, tenant: str, person: Person, most: int, top_k: int) -> list[PreparedPrompt]:
         """Ingest the documents of a person, and find the passages of the first questions."""
         self._library.ingest(documents=person.documents, tenant=tenant)
         found = []
@@ -101,10 +101,10 @@ class Streams:
             request = self._library.prepare(question.text, top_k=top_k, tenant=tenant, max_tokens=1).request
             tokens = encode_prompt(self._engine, request)
             if tokens.prompt_layout is not None:
-                found.append(Prepared(request, tokens))
+                found.append(PreparedPrompt(request, tokens))
         return found
 
-    def _person(self, tenant: str, person: Person, most: int, told: _Told) -> None:
+    def _person(self, tenant: str, person: Person, most: int, told: _StreamTimes) -> None:
         asked = self.prepare(tenant, person, most, QUICK_TOP_K if self._options.quick else TOP_K)
         quotes = list(dict.fromkeys(quote for one in asked for quote in one.request.quotes))
         self._warm(tenant, random.Random(self._options.seed).sample(quotes, len(quotes)))  # not as they are asked for
@@ -118,7 +118,7 @@ class Streams:
         for place in range(0, len(quotes), WARMED_TOGETHER):
             session.warm(asking(""), documents=quotes[place : place + WARMED_TOGETHER], tenant=tenant)
 
-    def _ask(self, one: Prepared, told: _Told, *, compared: bool) -> None:
+    def _ask(self, one: PreparedPrompt, told: _StreamTimes, *, compared: bool) -> None:
         names = list(_LEVELS)
         shift = self._turn % len(names)
         self._turn += 1
@@ -140,7 +140,7 @@ class Streams:
             session.flush()
 
 
-def _fields(told: _Told) -> dict[str, Any]:
+def _fields(told: _StreamTimes) -> dict[str, Any]:
     if not told.seconds["prefix"]:
         return {"questions": 0, "reason": "no question has passages that are long enough to be found again"}
     mend = _against(told, "mend")
@@ -156,7 +156,7 @@ def _fields(told: _Told) -> dict[str, Any]:
     }
 
 
-def _against(told: _Told, name: str) -> dict[str, Any]:
+def _against(told: _StreamTimes, name: str) -> dict[str, Any]:
     theirs, own = told.seconds["prefix"], told.seconds[name]
     computed, before = sum(told.computed[name]), sum(told.computed["prefix"])
     return {
@@ -171,7 +171,7 @@ def _against(told: _Told, name: str) -> dict[str, Any]:
     }
 
 
-def shuffled(one: Prepared, quotes: Sequence[Quote], engine: Engine) -> Prepared:
+def shuffled(one: PreparedPrompt, quotes: Sequence[Quote], engine: Engine) -> PreparedPrompt:
     """The same question about other passages, or about the same in another order."""
     request = replace(one.request, quotes=tuple(quotes))
-    return Prepared(request, encode_prompt(engine, request))
+    return PreparedPrompt(request, encode_prompt(engine, request))

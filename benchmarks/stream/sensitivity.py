@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.base import Advance
-from benchmarks.stream.costs import Measured
-from benchmarks.stream.modes import LEVEL, Mode
-from benchmarks.stream.site import Setting, Site
+from benchmarks.stream.costs import LayerTimings
+from benchmarks.stream.modes import LEVEL, StreamMode
+from benchmarks.stream.site import ContextSetup, Site
 from benchmarks.stream.traces import Trace, made_trace
 from rekindle.core.cells import CHUNK_TOKENS
 
 REQUESTS = (1, 2, 4)
 _MIN_CHUNKS = 2
-_LOCAL, _OURS = Mode("local"), Mode("ours", LEVEL)
+_LOCAL, _OURS = StreamMode("local"), StreamMode("ours", LEVEL)
 
 Told = dict[str, Any]
 
 
 def measure(
-    site: Site, setting: Setting, folder: Path, measured: Measured, local_seconds: float, advance: Advance
+    site: Site, setting: ContextSetup, folder: Path, measured: LayerTimings, local_seconds: float, advance: Advance
 ) -> list[Told]:
     """One row for each value of each kind."""
     link = _link(site, local_seconds)
@@ -48,7 +48,7 @@ def measure(
     return rows
 
 
-def _told(what: str, value: int, run: Callable[[Mode], tuple[float, float]]) -> Told:
+def _told(what: str, value: int, run: Callable[[StreamMode], tuple[float, float]]) -> Told:
     """Means over those that ask at once."""
     (local, _), (ours, share) = run(_LOCAL), run(_OURS)
     return {
@@ -61,10 +61,10 @@ def _told(what: str, value: int, run: Callable[[Mode], tuple[float, float]]) -> 
     }
 
 
-def _context(setting: Setting, tokens: int, folder: Path, measured: Measured) -> Told:
+def _context(setting: ContextSetup, tokens: int, folder: Path, measured: LayerTimings) -> Told:
     """The same text, cut; the link as fast as computing that takes."""
     whole = len(setting.tokens) - setting.context_tokens
-    short = Setting(setting.engine, setting.tokens[: tokens + whole], tokens)
+    short = ContextSetup(setting.engine, setting.tokens[: tokens + whole], tokens)
     with Site(short, folder / f"context-{tokens}", (LEVEL,)) as site:
         site.learn(measured)
         still = made_trace("constant", 1.0, 0)

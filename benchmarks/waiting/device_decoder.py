@@ -104,10 +104,10 @@ def cut_batches(
     span: Span | None = None,
 ) -> Iterator[Batch]:
     """The layers in their order, those together that are coded alike, but not too many. Raises as `unpack` does."""
-    found: list[_Layer] = []
+    found: list[_CodedLayer] = []
     for index, data in enumerate(layers):
         below = None if anchor is None else anchor[index]
-        layer = _Layer(data, _describe(data, below), out[index], below)
+        layer = _CodedLayer(data, _describe(data, below), out[index], below)
         layer.check(span)
         most = _BATCH_NUMBERS // max(1, layer.out.keys.numel() + layer.out.values.numel())
         if found and (layer.kind != found[0].kind or len(found) >= most):
@@ -130,7 +130,7 @@ def _describe(data: bytes, anchor: AnchorKv | None) -> Coded | None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Layer:
+class _CodedLayer:
     """A coded layer, where it goes, and what it is a difference from."""
 
     data: bytes
@@ -199,7 +199,7 @@ class Copies:
 class Batch:
     """Layers that are coded alike: `decompress`, then `restore`."""
 
-    def __init__(self, layers: Sequence[_Layer], span: Span | None) -> None:
+    def __init__(self, layers: Sequence[_CodedLayer], span: Span | None) -> None:
         self._layers = layers
         self._pile = None
         if layers[0].coded is not None:

@@ -41,7 +41,7 @@ class Tables:
 
 
 @dataclass(frozen=True)
-class Run:
+class FrameRun:
     """Frames beside each other that are unpacked alike."""
 
     per_byte: int
@@ -63,7 +63,7 @@ class Pile:
     counts: tuple[int, int]  # layers, groups
     kept: slice  # of the tokens of all groups
     frames: NDArray[np.int64]  # see `expand_into`
-    runs: tuple[Run, ...]
+    runs: tuple[FrameRun, ...]
     tables: Tables
     size_bytes: int
     codes: int
@@ -129,7 +129,7 @@ def pile_of(places: CodedLayout, span: Span | None) -> Pile:
     )
 
 
-def _runs(kinds: NDArray[Any], symbol_stops: NDArray[Any], code_stops: NDArray[Any]) -> tuple[Run, ...]:
+def _runs(kinds: NDArray[Any], symbol_stops: NDArray[Any], code_stops: NDArray[Any]) -> tuple[FrameRun, ...]:
     """The runs of frames of equal kinds: density, half, tokens."""
     changes = np.flatnonzero((kinds[1:] != kinds[:-1]).any(1)) + 1
     edges = [0, *changes.tolist(), len(kinds)]
@@ -137,5 +137,7 @@ def _runs(kinds: NDArray[Any], symbol_stops: NDArray[Any], code_stops: NDArray[A
     found = []
     for a, b in pairwise(edges):
         per_byte, half, tokens = kinds[a].tolist()
-        found.append(Run(per_byte, half, tokens, slice(a, b), slice(symbols[a], symbols[b]), slice(codes[a], codes[b])))
+        found.append(
+            FrameRun(per_byte, half, tokens, slice(a, b), slice(symbols[a], symbols[b]), slice(codes[a], codes[b]))
+        )
     return tuple(found)
