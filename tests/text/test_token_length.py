@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from rekindle.core.request import Message
 from rekindle.errors import ContextOverflow
-from rekindle.text.chat import match_any
+from rekindle.text.chat_template import match_any
 from rekindle.text.tokenizer import HfTokenizer, encode_text
 
 _LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())

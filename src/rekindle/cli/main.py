@@ -18,7 +18,7 @@ from rekindle.cli import (  # noqa: F401  (each module adds its commands to `app
     knowledge,
     models,
     origin,
-    serve,
+    server,
 )
 from rekindle.cli.options import app
 from rekindle.errors import RekindleError

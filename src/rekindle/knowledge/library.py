@@ -20,8 +20,8 @@ from pathlib import Path
 
 from rekindle.core.document import Passage
 from rekindle.errors import CacheUnusable, DocumentNotFound, KnowledgeUnusable
-from rekindle.knowledge.folder import LibraryLimit
 from rekindle.knowledge.library_file import LibraryFile, current_file, damaged_files, library_path, locked
+from rekindle.knowledge.library_folder import LibraryLimit
 from rekindle.knowledge.rows import (
     SplitDocument,
     bump_generation,

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from rekindle.text.base import TokenLength, check_length
-from rekindle.text.chat import ChatTokenizer, Render, is_marker
+from rekindle.text.chat_template import ChatTokenizer, Render, is_marker
 from rekindle.text.tools.styles import TemplateTools
 
 

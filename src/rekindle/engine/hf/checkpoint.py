@@ -28,7 +28,7 @@ from rekindle.models.download import no_space
 from rekindle.models.files import digest_of_files
 from rekindle.models.gguf import read_header
 from rekindle.models.hf_folder import GENERATING, TOKENIZER_FILES, check_folder, read_json
-from rekindle.text.chat import render_template, start_renderer
+from rekindle.text.chat_template import render_template, start_renderer
 from rekindle.text.tokenizer import HfTokenizer
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from rekindle.engine.llamacpp.library import LoadedModel
 from rekindle.text.base import TokenLength, check_length
-from rekindle.text.chat import ChatTokenizer, is_marker, make_renderer, match_any
+from rekindle.text.chat_template import ChatTokenizer, is_marker, make_renderer, match_any
 from rekindle.text.tools.styles import TemplateTools
 
 _TEMPLATE = "tokenizer.chat_template"
