@@ -64,7 +64,7 @@ def test_our_files_go_others_stay_and_the_next_keep_works(older: Path, caplog: p
         assert store.disk.entries() == []
         assert files_of(folder) - set(FOREIGN) <= {MARKER, CATALOG, f"{CATALOG}-wal", f"{CATALOG}-shm"}
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said == f"{folder} was a cache of an older format: its KV was removed, and the cache begun anew."
+    assert said == f"{folder} was a cache of an older format: its KV was removed, and the cache starts empty."
     caplog.clear()
     judge(folder, older)
     assert caplog.records == []
@@ -184,7 +184,7 @@ def test_processes_that_open_it_at_once_empty_it_once_and_lose_nothing_that_is_n
             process.stdin.flush()
         said = [process.communicate()[1] for process in (one, two, three)]
         assert [process.returncode for process in (one, two, three)] == [0, 0, 0], said
-    assert "".join(said).count("begun anew") == 1
+    assert "".join(said).count("the cache starts empty") == 1
     with TieredStore(folder, NO_MEMORY) as store:
         for number in (20, 21, 22, 30, 31, 32):
             assert load(store, prompt(number)) == len(prompt(number))

@@ -1,8 +1,8 @@
 """A cache, or some entries of it, as one archive (`archive_file`).
 
-An archive carries plain digests whatever key the cache has; importing computes every key anew from the tokens and
-checks every byte before anything is kept. It carries exact KV alone: variants of chunks are listed anew when they are
-computed, and non-prefix KV stays where it is.
+An archive carries plain digests whatever key the cache has; importing recomputes every key from the tokens and checks
+every byte before anything is kept. It carries exact KV only: variants of chunks are listed again when they are
+computed, and non-prefix KV is left out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Imported:
-    """What became of an archive's entries."""
+    """The outcome of importing an archive."""
 
     kept: int
     known: int
@@ -60,17 +60,17 @@ class Imported:
 
 @dataclass(frozen=True)
 class Exported:
-    """What an archive holds, and how many entries could not be read."""
+    """The content of an archive, and the number of entries that could not be read."""
 
     entries: int
     left_out: int
 
 
 def export(store: DiskStore, path: Path, names: Sequence[str] = (), progress: Progress | None = None) -> Exported:
-    """Write entries, and what they hang on, into an archive at `path`. All, if none are named.
+    """Write entries, and the prefixes they continue, into an archive at `path`. All, if none are named.
 
-    The file appears when it is complete. Raises `EntryNotFound`, and `InvalidSetting` if the path is taken: nothing is
-    overwritten. What cannot be read is left out.
+    The file appears when it is complete. Raises `EntryNotFound`, and `InvalidSetting` if the path exists: nothing is
+    overwritten. Unreadable entries are left out.
     """
     if os.path.lexists(path):
         raise InvalidSetting(f"{path} is there already. Choose another name for the archive, or remove it first.")
@@ -115,7 +115,7 @@ def _write(store: DiskStore, rows: Sequence[catalog.Extent], folder: Path, progr
 def import_(
     open_store: Callable[[], TieredStore], path: Path, evict: bool, progress: Progress | None = None
 ) -> Imported:
-    """Verify an archive, all of it; only then open the store and keep what is new. Raises `BrokenArchive`."""
+    """Verify the whole archive; only then open the store and keep what is new. Raises `BrokenArchive`."""
     with opened_archive(path) as archive:
         count, steps = 0, 2 * archive.entries
         nodes: dict[bytes, _Node] = {}
@@ -139,14 +139,14 @@ def import_(
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A block of an entry: what is above the entry, and how much of the entry comes before and with the block."""
+    """A block of an entry: the block above the entry, and the tokens of the entry up to and including this block."""
 
     above: _Node | None
     tokens: bytes
     size: int
 
     def prefix(self) -> bytes:
-        """All tokens up to and with it."""
+        """All tokens up to and including it."""
         parts = [self.tokens[: self.size]]
         above = self.above
         while above is not None:
@@ -175,7 +175,7 @@ def _with_ancestors(store: DiskStore, rows: Sequence[catalog.Extent]) -> list[ca
 def _copy_out(
     store: DiskStore, row: catalog.Extent, copies: ExtentFiles, keys: set[tuple[int, bytes]]
 ) -> ArchiveEntry | None:
-    """The live part of an extent as a file of its own; None if it, or what it hangs on, cannot be read any more."""
+    """The live part of an extent as a separate file; None if it, or its prefix, can no longer be read."""
     with store.database.reading() as connection:
         kv_space = connection.execute(
             f"SELECT digest, {', '.join(_SHELF_FIELDS)} FROM kv_spaces WHERE id=?", (row.kv_space,)
@@ -213,12 +213,12 @@ def _copy_out(
 
 
 def _place(found: ArchivedExtent, nodes: dict[bytes, _Node]) -> None:
-    """Note the nodes of an extent. Raises `BrokenArchive` if it hangs on nothing."""
+    """Record the nodes of an extent. Raises `BrokenArchive` if its parent is not in the archive."""
     plan, kv_space = found.plan, found.kv_space
     on = kv_space.digest.encode()
     above = nodes.get(on + plan.parent)
     if above is None and plan.parent != kv_space.namespace.root:
-        raise BrokenArchive(f"{extent_member(plan.name)} in the archive hangs on nothing.")
+        raise BrokenArchive(f"{extent_member(plan.name)} in the archive continues nothing in it.")
     for number, key in enumerate(chain(plan.parent, plan.tokens), start=1):
         nodes[on + key] = _Node(above, plan.tokens, min(number * BLOCK_BYTES, len(plan.tokens)))
 

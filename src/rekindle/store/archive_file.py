@@ -1,12 +1,12 @@
-"""The file of an archive: a tar of extents, and before each whose it is and its digest.
+"""The file of an archive: a tar of extents, each preceded by a description and its digest.
 
     manifest.json        the format, and how many entries there are
     entries/NAME.json    an entry: model, tenant, salt, ...; the digest of the file that follows
     extents/NAME.kv      its extent, not coded
     ...
 
-It is read from the front to the end and where it stands: nothing is unpacked, and no more is held in memory than one
-extent and the tokens of those before it. Whatever the bytes say, they are no more than the file has.
+It is read from front to end, in place: nothing is unpacked, and at most one extent and the tokens of those before it
+are in memory. Lengths in it are checked against the size of the file.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _NAME = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 BLOCK_BYTES = 512  # of a tar
 _LONGEST_NAME = 100
-_END_BYTES = 2 * BLOCK_BYTES  # zeros behind the last member
+_END_BYTES = 2 * BLOCK_BYTES  # zeros after the last member
 _LARGEST_END_BYTES = 20 * BLOCK_BYTES + _END_BYTES  # other tools fill a record
 
 
 def header_of(name: str, size_bytes: int) -> bytes:
-    """The header of a file: without times, and without the names and rights of this machine's users.
+    """The header of a file: without times, and without the names and permissions of this machine's users.
 
-    Always the same bytes, whatever wrote it. Raises `ValueError` for what no member has.
+    Always the same bytes for the same arguments. Raises `ValueError` for values that no member has.
     """
     encoded = name.encode("ascii")
     if len(encoded) > _LONGEST_NAME or size_bytes < 0 or size_bytes >= 1 << 63:
         raise ValueError("no name and size of a member")
-    # From 8 GB on the octal digits do not suffice: GNU's form has bytes in their place.
+    # From 8 GB on the octal digits do not suffice: GNU's form has binary in their place.
     size = b"%011o\0" % size_bytes if size_bytes < 8**11 else b"\x80" + size_bytes.to_bytes(11, "big")
     before = encoded.ljust(_LONGEST_NAME, b"\0") + b"0000600\0" + b"0000000\0" * 2 + size + b"00000000000\0"
     after = b"0" + bytes(100) + b"ustar  \0"
@@ -61,7 +61,7 @@ def header_of(name: str, size_bytes: int) -> bytes:
 
 
 class TarWriter:
-    """Writes members one behind the other; `close` ends the tar."""
+    """Writes members one after another; `close` ends the tar."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -76,13 +76,12 @@ class TarWriter:
         self._file.write(bytes(-size_bytes % BLOCK_BYTES))
 
     def close(self) -> None:
-        """Write the end."""
         self._file.write(bytes(_END_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file in a tar, and where its bytes stand there."""
+    """A file in a tar, and the range of its bytes."""
 
     name: str
     data: Span
@@ -97,7 +96,7 @@ class TarReader:
         self._at = 0
 
     def next(self) -> Member:
-        """The next member; it is whole."""
+        """The next member; its bytes are complete."""
         self._file.seek(self._at)
         header = self._file.read(BLOCK_BYTES)
         name, size_bytes = _name(header), _size(header)
@@ -109,7 +108,7 @@ class TarReader:
             raise ValueError(f"it ends inside {name}")
         self._file.seek(start + size_bytes)
         if any(self._file.read(padding_bytes)):
-            raise ValueError(f"something stands behind {name}")
+            raise ValueError(f"something follows {name}")
         self._at = start + size_bytes + padding_bytes
         return Member(name, Span(start, start + size_bytes))
 
@@ -129,19 +128,19 @@ class TarReader:
 
 
 def _name(header: bytes) -> str:
-    """What may be the name; the whole header is compared afterwards."""
+    """A candidate for the name; the whole header is compared afterwards."""
     return header[:100].rstrip(b"\0").decode("ascii")
 
 
 def _size(header: bytes) -> int:
-    """What may be the size: digits, or from 8 GB on bytes."""
+    """A candidate for the size: digits, or binary from 8 GB on."""
     field = header[124:136]
     return int.from_bytes(field[1:], "big") if field[:1] == b"\x80" else int(field[:11] or b"?", 8)
 
 
 @dataclass(frozen=True)
 class ArchiveEntry:
-    """Whose an extent in an archive is. What else there is to know, the extent says itself."""
+    """The owner of an extent in an archive. Everything else is in the extent."""
 
     name: str
     sha256: str
@@ -154,7 +153,7 @@ class ArchiveEntry:
 
     @classmethod
     def parse(cls, data: bytes) -> ArchiveEntry:
-        """From its file. Raises `ValueError` if it is none."""
+        """Parse its file. Raises `ValueError`."""
         fields = parse_untrusted_json(data)
         if not isinstance(fields, dict) or set(fields) != set(cls.__dataclass_fields__):
             raise ValueError("an entry has other fields")
@@ -162,11 +161,11 @@ class ArchiveEntry:
             raise ValueError("an entry's field is no text")
         entry = cls(**fields)
         if not _NAME.fullmatch(entry.name) or not _SHA256.fullmatch(entry.sha256) or is_nonprefix(entry.codec):
-            raise ValueError("an entry is none")
+            raise ValueError("an entry is invalid")
         return entry
 
     def to_bytes(self) -> bytes:
-        """As it stands in its file."""
+        """The content of its file."""
         return json.dumps(asdict(self)).encode()
 
     def kv_space(self, layout: KvLayout) -> KvSpace:
@@ -174,12 +173,12 @@ class ArchiveEntry:
 
 
 def manifest_bytes(entries: int) -> bytes:
-    """What stands in front; always the same bytes for the same number."""
+    """The manifest; always the same bytes for the same number."""
     return json.dumps({"format": FORMAT, "entries": entries}).encode().ljust(MANIFEST_BYTES)
 
 
 def entry_member(name: str) -> str:
-    """The file of an entry in the archive."""
+    """The path of an entry in the archive."""
     return f"entries/{name}.json"
 
 
@@ -189,7 +188,7 @@ def extent_member(name: str) -> str:
 
 @dataclass
 class _FilesWithin(Files):
-    """Reads what stands inside a file, from its byte `start` on, as if it were a file of its own."""
+    """Reads a part of a file, from its byte `start` on, as if it were a separate file."""
 
     start: int = 0
 
@@ -222,13 +221,13 @@ class ArchivedExtent:
             raise BrokenArchive(f"{extent_member(self.entry.name)} in the archive is damaged: {error}.") from error
 
     def verify(self) -> None:
-        """Raises `BrokenArchive` unless all of it is there and sound."""
+        """Raises `BrokenArchive` unless it is complete and undamaged."""
         for _ in self.layers():
             pass  # reading checks
 
 
 class ArchiveReader:
-    """An archive that is read: from the front, as often as one likes."""
+    """Reads an archive from the front, any number of times."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         """Raises `BrokenArchive`."""
@@ -246,7 +245,7 @@ class ArchiveReader:
         self._extents.close()
 
     def extents(self) -> Iterator[ArchivedExtent]:
-        """One after the other; each is used before the next is asked for. Raises `BrokenArchive`."""
+        """The extents in order; each must be used before the next is requested. Raises `BrokenArchive`."""
         tar = TarReader(self._file)
         try:
             for _ in range(self._begin(tar)):
@@ -263,7 +262,7 @@ class ArchiveReader:
             raise BrokenArchive(f"{self._path} cannot be read: {error}.") from error
 
     def _begin(self, tar: TarReader) -> int:
-        """How many entries there are, from the first member. Raises `ValueError`."""
+        """The number of entries, from the first member. Raises `ValueError`."""
         data = tar.read(tar.next(), MANIFEST_BYTES)
         fields = parse_untrusted_json(data)
         entries = fields.get("entries") if isinstance(fields, dict) else None
@@ -272,7 +271,7 @@ class ArchiveReader:
         return entries
 
     def _open(self, entry: ArchiveEntry, member: Member) -> OpenExtent:
-        """Raises `ValueError` unless it is a plain extent as long as its file."""
+        """Raises `ValueError` unless it is a plain extent of the file's length."""
         handle, size_bytes = Handle(self._file.fileno()), len(member.data)
         self._files.start = member.data.start
         if self._digest(handle, size_bytes) != entry.sha256:
@@ -303,7 +302,7 @@ def opened_archive(path: Path) -> Iterator[ArchiveReader]:
     try:
         if path.exists() and not path.is_file():
             raise BrokenArchive(f"{path} cannot be read: it is no file.")
-        file = path.open("rb", buffering=0)  # what is read beside moves the place in some systems' files
+        file = path.open("rb", buffering=0)  # on some systems parallel reads move the file position
     except (OSError, ValueError) as error:
         raise BrokenArchive(f"{path} cannot be read: {error}.") from error
     with file:

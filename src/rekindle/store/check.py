@@ -1,4 +1,4 @@
-"""Is everything in a cache folder what it should be? Every promise of the catalog and every byte of the files."""
+"""Checks every invariant of the catalog and every byte of the files, and repairs what it can."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rekindle.store.extents import SUFFIX, Damaged
 from rekindle.store.folder import CATALOG, EXTENTS
 
 _ATTEMPTS = 4
-# What reading a catalog gives whose bits were flipped: SQLite's own complaints, and rows of the wrong types.
+# What reading a damaged catalog may raise: SQLite's own errors, and rows of the wrong types.
 _SENSELESS = (sqlite3.DatabaseError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 _NUMBERS = ("size_bytes", "depth", "blocks", "live", "tokens", "pinned", "kept", "used", "hits", "saved_ms")
 
@@ -27,7 +27,7 @@ Kind = Literal["catalog", "totals", "chain", "missing", "damaged", "quarantined"
 
 @dataclass(frozen=True)
 class CacheProblem:
-    """Something that is not as it should be, and whose it is."""
+    """A problem, and the entry or file it is about."""
 
     kind: Kind
     entry: str
@@ -36,9 +36,9 @@ class CacheProblem:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found: no problems are good. Entries under another key are counted, not read.
+    """The result of a check. Entries under another key are counted, not read.
 
-    `foreign` names what stands among the entries and is not ours: no problem, and never touched.
+    `foreign` names other files among the entries: they are no problem, and never touched.
     """
 
     entries: int
@@ -49,9 +49,11 @@ class CheckResult:
 
 
 def check(store: DiskStore, *, fix: bool = False, progress: Callable[[int, int], None] | None = None) -> CheckResult:
-    """Read and verify everything. With `fix`, remove what is wrong: what is left is sound, what went is computed again.
+    """Read and verify everything. With `fix`, remove what is wrong: the rest is consistent, what was removed is
+    recomputed.
 
-    Entries that come or go meanwhile are no problem. Raises `CacheUnusable` if the catalog is locked.
+    Entries that other processes add or remove meanwhile are no problem. Raises `CacheUnusable` if the catalog is
+    locked.
     """
     try:
         found = _examine(store, progress)
@@ -68,7 +70,7 @@ def _examine(store: DiskStore, progress: Callable[[int, int], None] | None) -> C
     if not store.database.read_only:
         store.room.recover()
         store.room.sweep()
-        variant_rows.sweep(store.database)  # eviction leaves such rows behind: that is no problem
+        variant_rows.sweep(store.database)  # eviction leaves such rows: no problem
     found = list(_catalog_problems(store))
     with store.database.reading() as connection:
         rows = catalog.extents(connection, "state IN ('live', 'quarantined')")
@@ -108,10 +110,10 @@ def _catalog_problems(store: DiskStore) -> Iterator[CacheProblem]:
             "WHERE e.id IS NULL OR e.state<>'live' OR e.live<a.place+a.blocks"
         )
         for (id,) in baseless:
-            yield CacheProblem("chain", _name(connection, id), "what it is a difference from is gone")
+            yield CacheProblem("chain", _name(connection, id), "its delta base is missing")
         strangers = "SELECT count(*) FROM app_uses WHERE extent NOT IN (SELECT id FROM extents)"
         if connection.execute(strangers).fetchone()[0]:
-            yield CacheProblem("chain", CATALOG, "uses by apps of extents that are gone")
+            yield CacheProblem("chain", CATALOG, "uses by apps of extents that do not exist")
 
 
 def _name(connection: sqlite3.Connection, id: int) -> str:
@@ -125,7 +127,7 @@ def _entry_problems(store: DiskStore, row: catalog.Extent) -> Iterator[CacheProb
         if now is None or now.state != "live":
             return
         if not all(isinstance(getattr(now, field), (int, float)) for field in _NUMBERS):
-            yield CacheProblem("chain", row.name, "a number of its row is none")
+            yield CacheProblem("chain", row.name, "a number in its row is invalid")
             return
         reason = _broken_chain(connection, now)
     if reason is not None:
@@ -147,7 +149,7 @@ def _broken_chain(connection: sqlite3.Connection, row: catalog.Extent) -> str | 
     elif (
         connection.execute("SELECT 1 FROM blocks WHERE key=? AND kv_space=?", (above, row.kv_space)).fetchone() is None
     ):
-        return "what it hangs on is gone"
+        return "its prefix is missing"
     for place, _, key, parent, tokens in blocks:
         if parent != above or key != child_key(above, tokens):
             return f"block {place} has another key than its tokens give"
@@ -170,7 +172,7 @@ def _file_problems(store: DiskStore, row: catalog.Extent, kv_space_digest: str) 
         return
     about = store.files.status(store.extents.path(row.name))
     if os.name == "posix" and about is not None and stat.S_ISREG(about.st_mode) and about.st_mode & 0o077:
-        if about.st_nlink > 1:  # narrowing it would narrow a file elsewhere: it goes instead
+        if about.st_nlink > 1:  # changing its permissions would change a file elsewhere: it goes instead
             yield CacheProblem("damaged", row.name, "others may read its file, which is also a file somewhere else")
         else:
             yield CacheProblem("rights", row.name, "others may read its file")
@@ -209,7 +211,7 @@ def _stray_problems(store: DiskStore) -> Iterator[CacheProblem]:
 
 
 def _fix(store: DiskStore, problems: Sequence[CacheProblem]) -> None:
-    """Mend what can be mended, as often as that uncovers something else; a catalog that cannot be is set aside."""
+    """Fix what can be fixed, repeatedly, since a fix may uncover something else; an unusable catalog is set aside."""
     try:
         for _ in range(_ATTEMPTS):
             _fix_once(store, problems)
@@ -217,7 +219,7 @@ def _fix(store: DiskStore, problems: Sequence[CacheProblem]) -> None:
             if not problems:
                 return
     except _SENSELESS:
-        pass  # rows that cannot even be read or removed
+        pass  # rows that can neither be read nor removed
     store.database.discard()
     store.collect()
 

@@ -1,6 +1,6 @@
 """Removing every trace of runs of tokens from a cache folder: rows, KV, history, and what deleting leaves behind.
 
-    chains     every block that has a token of a run goes, and what hangs on it      rows, a chunk at a time
+        chains     every block that has a token of a run goes, with its descendants      rows, a chunk at a time
     nonprefix  all non-prefix KV goes, and all opaque states: they do not record what they were computed after
     files      extents that lost blocks, now or earlier, are rewritten without them, or dropped if that fails
     history    requests that had a run, or quote a text, are removed
@@ -39,10 +39,10 @@ _TABLES = ("requests", "identities", "apps", "app_uses", "seen_keys", "bytes_wri
 
 
 def clear(disk: DiskStore) -> int:
-    """Remove everything that was kept or remembered when it was called, pinned or not; how many files that were.
+    """Remove everything that was stored when it was called, pinned or not; returns the number of files.
 
-    What others keep meanwhile stays, unless it hangs on something that goes. Raises `CacheUnusable` if it cannot be
-    finished; what was done till then stays done, and running it again does the rest.
+    What other processes keep meanwhile stays, unless it continues something removed. Raises `CacheUnusable` if it
+    cannot be finished; what was done stays done, and running it again does the rest.
     """
     if disk.database.read_only:
         raise CacheUnusable(f"{disk.folder} can only be read: nothing can be removed from it.")
@@ -57,7 +57,7 @@ def _clear(disk: DiskStore) -> int:
     with disk.database.reading() as connection:
         (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM extents").fetchone()
     disk.room.cut_all(going)
-    writing = being_written(disk)  # computed before, or a copy of what went: nothing that comes later is
+    writing = being_written(disk)  # computed before, or a copy of what was removed: later ones are not
     await_writers(lambda: writing & being_written(disk))
     late = [row for row in disk.entries() if row.id in writing or row.kept <= started]
     disk.room.cut_all(late)
@@ -73,7 +73,7 @@ def _clear(disk: DiskStore) -> int:
 
 
 def being_written(disk: DiskStore, kv_spaces: Container[int] | None = None) -> set[int]:
-    """The extents, of these KV spaces or of all, that somebody alive is writing."""
+    """The extents, of these KV spaces or of all, that living processes are writing."""
     disk.room.recover()
     with disk.database.reading() as connection:
         rows = catalog.extents(connection, "state='writing' AND state<>'live'")
@@ -81,7 +81,7 @@ def being_written(disk: DiskStore, kv_spaces: Container[int] | None = None) -> s
 
 
 def await_writers(writing: Callable[[], Set[int]]) -> None:
-    """Wait until nothing is written any more of what `writing` says. Raises `CacheUnusable` if that takes too long."""
+    """Wait until `writing` returns nothing. Raises `CacheUnusable` if that takes too long."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while writing():
         if time.monotonic() > deadline:
@@ -90,7 +90,7 @@ def await_writers(writing: Callable[[], Set[int]]) -> None:
 
 
 def remove_traces(disk: DiskStore, must_go: Callable[[catalog.Extent], bool]) -> None:
-    """Take out of files and catalog what removed extents and rows left there.
+    """Remove from files and catalog what removed extents and rows left there.
 
     Raises `CacheUnusable` if the file of an extent that must go cannot be removed now, or the log cannot be emptied.
     """
@@ -102,9 +102,9 @@ def remove_traces(disk: DiskStore, must_go: Callable[[catalog.Extent], bool]) ->
         catalog.sweep_kv_spaces(connection)
         app_rows.sweep(connection)
     longer = database.size_bytes() - database.log_limit_bytes
-    if longer > 0:  # than the log may become anyway
+    if longer > 0:  # than the log's limit allows for anyway
         room.hold_limit(spare_bytes=longer)
-    disk.files.sync_folder(disk.extents.folder)  # also for what others removed and did not sync
+    disk.files.sync_folder(disk.extents.folder)  # also for removals of others that were not synced
     database.scrub()
     with database.reading() as connection:
         left = catalog.extents(connection, "state IN ('dropping', 'quarantined') AND state<>'live'")
@@ -120,14 +120,14 @@ __all__ = ["Purged", "TokenRun", "purge"]
 _BLOCKS_A_CHUNK = 16_384
 _FILES_A_CHUNK = 256
 _ATTEMPTS = 3  # to rewrite what others change
-_ROUNDS = 20  # of looking at what others kept meanwhile
+_ROUNDS = 20  # of checking what others kept meanwhile
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Purged:
-    """What was removed: blocks, the files they were in (gone or rewritten), their bytes, and requests of the past."""
+    """What was removed: blocks, the files they were in (removed or rewritten), their bytes, and past requests."""
 
     blocks: int
     extents: int
@@ -144,16 +144,16 @@ def purge(
     texts: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Purged:
-    """Remove every trace of the runs from all KV spaces of that tenant and salt, and of requests that quote a text.
+    """Remove every trace of the runs from all KV spaces of that tenant and salt, and past requests that quote a text.
 
-    A block goes if it has a token of a run, wherever the run stands, also if only its first eight tokens or more are
-    there because what was kept ends before it does; all that hangs on the block goes with it, pinned or not, and all
-    non-prefix KV, which may have been computed behind it. Variants go with their blocks. What is before it stays,
-    unless its file cannot be read, or written anew for want of room or of the key: then the whole file goes. A run
-    counts on KV spaces of its tokenizer, and where the tokenizer was never noted.
+    A block goes if it has a token of a run, wherever the run is, also if only its first eight tokens or more are there
+    because the stored chain ends before the run does. Its descendants go with it, pinned or not, and all non-prefix KV,
+    which may have been computed after it. Variants go with their blocks. Earlier blocks stay, unless their file cannot
+    be read, or cannot be rewritten without space or the key: then the whole file goes. A run counts in KV spaces of its
+    tokenizer, and where the tokenizer was not recorded.
 
-    For a moment the catalog takes twice its size. Raises `CacheUnusable` if it cannot be finished, with what to do;
-    what was done till then stays done, and running it again does the rest.
+    The catalog briefly takes twice its size. Raises `CacheUnusable` if it cannot be finished, with what to do; what was
+    done stays done, and running it again does the rest.
     """
     if not runs and not texts:
         return Purged(0, 0, 0, 0)
@@ -167,7 +167,7 @@ def purge(
 
 @dataclass(frozen=True)
 class _Group:
-    """KV spaces, by number with their digests, on which the same runs count."""
+    """KV spaces, by number with their digests, with the same runs to remove."""
 
     runs: TokenRuns
     kv_spaces: dict[int, str]
@@ -175,20 +175,20 @@ class _Group:
 
 @dataclass(frozen=True)
 class _TokenPlace:
-    """A token: `start` tokens after the beginning of an extent, or, negative, before it."""
+    """A token: `start` tokens after the beginning of an extent, or before it if negative."""
 
     stretch: ExtentTokens
     start: int
 
     def spot(self, connection: sqlite3.Connection, chains: Chains) -> BlockRef | None:
-        """The block that has it; None if it went."""
+        """The block that has it; None if it was removed."""
         if self.start >= 0:
             return BlockRef(self.stretch.extent, self.start // BLOCK_TOKENS)
         return chains.above(connection, self.stretch, -(self.start // BLOCK_TOKENS))
 
 
 class _Purge:
-    """One purge: what it goes through, and what it has removed so far."""
+    """One purge: what it processes, and what it has removed so far."""
 
     def __init__(
         self, disk: DiskStore, tenant: str, salt: str, runs: Sequence[TokenRun], progress: Progress | None
@@ -199,7 +199,7 @@ class _Purge:
         self._progress = progress
         self._groups = self._group(tenant, salt, runs)
         self._blocks = self._bytes = 0
-        self._names: set[str] = set()  # of files that went
+        self._names: set[str] = set()  # of removed files
         self._shorter: set[int] = set()  # extents that lost their last blocks
         self._done = self._total = 0
 
@@ -218,7 +218,7 @@ class _Purge:
         kv_spaces = {kv_space for group in self._groups for kv_space in group.kv_spaces}
         with self._database.writing() as connection:
             catalog.pin(connection, (), pinned=True)
-            # A key tells nothing, but who has a text can tell that it was asked.
+            # A key reveals nothing by itself, but with a text one can test whether it was asked.
             connection.executemany("DELETE FROM seen_keys WHERE kv_space=?", [(kv_space,) for kv_space in kv_spaces])
         variant_rows.sweep(self._database)
         remove_traces(self._disk, lambda row: row.kv_space in kv_spaces)
@@ -242,7 +242,7 @@ class _Purge:
     # -- chains ----------------------------------------------------------------------------------------------------
 
     def _purge_chains(self, group: _Group) -> None:
-        """Cut every chain before its first run; then look at what others were keeping, until nobody is."""
+        """Cut every chain before its first run; then check what others were keeping, until nobody is."""
         chains = Chains(list(group.kv_spaces))
         last = 0
         for _ in range(_ROUNDS):
@@ -259,7 +259,7 @@ class _Purge:
             last = min(writing) - 1
 
     def _cut_next(self, chains: Chains, group: _Group, last: int) -> Sequence[ExtentTokens]:
-        """Cut the next chains; which they were."""
+        """Cut the next chains and return them."""
         with self._database.scanning() as connection:
             stretches = chains.after(connection, last, _BLOCKS_A_CHUNK)
             found, below = self._find(connection, chains, group.runs, stretches)
@@ -279,7 +279,7 @@ class _Purge:
     def _find(
         self, connection: sqlite3.Connection, chains: Chains, runs: TokenRuns, stretches: Sequence[ExtentTokens]
     ) -> tuple[list[_TokenPlace], list[catalog.Extent]]:
-        """Where the first runs in stretches begin, and the extents that hang on that."""
+        """Where the first runs in stretches begin, and the extents that continue those places."""
         segments = []
         for stretch in stretches:
             before = chains.before(connection, stretch, runs.longest - 1)
@@ -292,7 +292,7 @@ class _Purge:
         return found, self._below(connection, filter(None, [place.spot(connection, chains) for place in found]))
 
     def _below(self, connection: sqlite3.Connection, spots: Iterator[BlockRef]) -> list[catalog.Extent]:
-        """The extents that hang on blocks from these on, the deepest first: so that no transaction becomes long."""
+        """The extents that continue these blocks or later ones, the deepest first, which keeps transactions short."""
         todo = deque((spot.extent, spot.place) for spot in spots)
         found: dict[int, None] = {}
         while todo:
@@ -307,16 +307,16 @@ class _Purge:
         return [row for id in reversed(found) if (row := catalog.extent(connection, id)) is not None]
 
     def _shorten(self, chains: Chains, group: _Group, found: Sequence[_TokenPlace]) -> None:
-        """Take the runs out of differences from blocks that are about to go: else all of them would go along."""
+        """Remove the runs from deltas of blocks that are about to go: otherwise the whole deltas would go too."""
         with self._database.scanning() as connection:
             spots = [spot for place in found if (spot := place.spot(connection, chains)) is not None]
-            first: dict[int, int] = {}  # of each difference, the first block that goes
+            first: dict[int, int] = {}  # of each delta, the first block that goes
             for spot in spots:
                 for id, place in delta_rows.reaching(connection, spot.extent, spot.place).items():
                     first[id] = min(place, first.get(id, place))
         for id, place in first.items():
             if place == 0:
-                continue  # it goes along
+                continue  # it goes too
             with self._database.writing() as connection:
                 row = catalog.extent(connection, id)
                 if row is None or row.state != "live" or row.kv_space not in group.kv_spaces:
@@ -327,9 +327,9 @@ class _Purge:
             self._rewrite(row, group.kv_spaces[row.kv_space])
 
     def _cut(self, chains: Chains, found: Sequence[_TokenPlace]) -> set[int]:
-        """Cut where runs begin, as the rows are now: what moved to another extent meanwhile comes later.
+        """Cut where runs begin, as the rows are now: what moved to another extent meanwhile is cut later.
 
-        Which extents are shorter by that.
+        Returns the extents that became shorter.
         """
         shorter: set[int] = set()
         todo = deque(found)
@@ -368,7 +368,7 @@ class _Purge:
     # -- files -----------------------------------------------------------------------------------------------------
 
     def _holding(self, group: _Group) -> list[catalog.Extent]:
-        """The extents whose files still hold a run, or cannot be looked into, behind their live blocks."""
+        """The extents whose files still hold a run after their live blocks, or cannot be read there."""
         chains = Chains(list(group.kv_spaces))
         with self._database.scanning() as connection:
             rows = catalog.extents(connection, "state='live' AND live<blocks ORDER BY id")
@@ -388,11 +388,11 @@ class _Purge:
         return holding
 
     def _behind(self, chains: Chains, row: catalog.Extent, runs: TokenRuns) -> Segment | None:
-        """What an extent's file holds behind its live blocks; None if that is unknown."""
+        """The tokens in an extent's file after its live blocks; None if they are unknown."""
         with self._database.scanning() as connection:
             stretch = chains.read(connection, row.id)
             if stretch is None:
-                return Segment(b"", 0)  # it went meanwhile
+                return Segment(b"", 0)  # it was removed meanwhile
             before = chains.before(connection, stretch, runs.longest - 1)
         try:
             tokens = self._disk.extents.tokens(row)
@@ -403,7 +403,7 @@ class _Purge:
         return Segment(before + tokens, (len(before) + len(stretch.tokens)) // TOKEN_BYTES)
 
     def _rewrite(self, row: catalog.Extent, kv_space_digest: str) -> None:
-        """Write an extent anew without the blocks that are not live; where that cannot be, drop it."""
+        """Rewrite an extent without the blocks that are not live; drop it if that fails."""
         with self._database.scanning() as connection:
             key = connection.execute("SELECT key FROM blocks WHERE extent=? AND place=0", (row.id,)).fetchone()
         own_key = kv_space_digest.endswith(f":{self._disk.digester.name}")
@@ -423,7 +423,7 @@ class _Purge:
         try:
             return self._room.rewrite(now, kv_space_digest, evict=True)
         except Refused:
-            return False  # no room, or it changed meanwhile
+            return False  # no space, or it changed meanwhile
 
     def _count_file(self, row: catalog.Extent, left_bytes: int = 0) -> None:
         self._names.add(row.name)
@@ -432,9 +432,9 @@ class _Purge:
     # -- history ---------------------------------------------------------------------------------------------------
 
     def _purge_requests(self, snippets: Snippets) -> int:
-        """Forget the requests that had a run or quote a text; how many."""
+        """Remove the past requests that had a run or quote a text; returns how many."""
         runs = {kv_space: group.runs for group in self._groups for kv_space in group.kv_spaces}
-        with self._database.writing() as connection:  # behind whoever saw the text there and is about to note it
+        with self._database.writing() as connection:  # after any writer that saw the text and is about to record it
             rows = connection.execute("SELECT id, kv_space, tokens, record FROM requests").fetchall()
             rows = [row for row in rows if row[1] in runs]
             quoted = snippets.quoted([row[3] for row in rows])
@@ -448,7 +448,7 @@ class _Purge:
 
 
 def _tokenizer(fields: str | None) -> str | None:
-    """The tokenizer among the fields of an identity; None if they were not noted, or make no sense."""
+    """The tokenizer among the fields of an identity; None if they were not recorded, or are damaged."""
     try:
         found = None if fields is None else json.loads(fields)["tokenizer"]
     except (ValueError, KeyError, TypeError):
@@ -457,10 +457,10 @@ def _tokenizer(fields: str | None) -> str | None:
 
 
 def _state_kv_spaces(connection: sqlite3.Connection) -> set[int]:
-    """The numbers of all KV spaces that hold whole states of models: these are found by name, not by tokens."""
+    """The numbers of all KV spaces that hold opaque states of models: these are found by name, not by tokens."""
     states = set()
     for id, text in connection.execute("SELECT id, layout FROM kv_spaces").fetchall():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged row, which nothing can be loaded from
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged row, from which nothing can be loaded
             layout = parse_layout(text)
             if layout.dtype == "uint8" and len(layout.layers) == 1:
                 states.add(id)

@@ -25,7 +25,7 @@ from rekindle.errors import InvalidSetting
 from rekindle.store.prefix_index import BlockRef
 from rekindle.text.visible import visible
 
-MIN_TOKENS = 8  # of the beginning of a run, for it to count where a chain ends before the run does
+MIN_TOKENS = 8  # of the beginning of a run that count where a chain ends before the run does
 _TABLE_BITS = 20
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(64 - _TABLE_BITS)
@@ -55,7 +55,7 @@ class Segment:
 
 
 class TokenRuns:
-    """Any number of runs, to be found together."""
+    """Any number of runs, searched together."""
 
     def __init__(self, runs: Iterable[bytes]) -> None:
         self._runs: dict[bytes, list[bytes]] = defaultdict(list)  # by their first tokens
@@ -72,9 +72,9 @@ class TokenRuns:
         return bool(self._runs)
 
     def first(self, segments: Sequence[Segment]) -> list[int | None]:
-        """For each segment, where the first run begins that has a token of its own part; None if none has.
+        """For each segment, where the first run begins that has a token of its own part; None if there is none.
 
-        A run counts as a whole, or with its first eight tokens and more where the segment ends.
+        A run counts as a whole, or with its first eight tokens or more where the segment ends.
         """
         joined = b"".join([segment.tokens for segment in segments])
         starts = np.cumsum([0, *[len(segment.tokens) // TOKEN_BYTES for segment in segments]])
@@ -92,7 +92,7 @@ class TokenRuns:
         return found
 
     def __contains__(self, tokens: bytes) -> bool:
-        """Whether a run stands in the tokens, or begins at their end."""
+        """Whether a run occurs in the tokens, or begins at their end."""
         return self.first([Segment(tokens, 0)]) != [None]
 
     def _is_at(self, segment: Segment, start: int, count: int) -> bool:
@@ -118,13 +118,13 @@ def _hashes(tokens: NDArray[np.uint32], count: int) -> NDArray[np.uint64]:
 
 
 def _places(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Where hashes stand in a table."""
+    """The table slots of hashes."""
     places: NDArray[np.uint64] = (hashes * _FACTOR) >> _SHIFT
     return places
 
 
 class Snippets:
-    """Texts to be found again. Holds only letters and digits of them."""
+    """Texts to search for. Holds only their letters and digits."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         wholes = [_letters(visible(text)) for text in texts]
@@ -134,9 +134,9 @@ class Snippets:
         self._short |= {line for line in lines if _MIN_LETTERS <= len(line) < _PIECE_BYTES}
 
     def quoted(self, records: Sequence[str]) -> list[bool]:
-        """For each record, a JSON text, whether it has a whole text, or a substantial part of one.
+        """For each record, a JSON text, whether it quotes a whole text, or a substantial part of one.
 
-        One that is no JSON has.
+        Invalid JSON counts as a quote.
         """
         quoted = [False] * len(records)
         where: dict[bytes, set[int]] = {}
@@ -154,7 +154,7 @@ class Snippets:
 
 
 def _strings(record: str) -> list[bytes] | None:
-    """The letters of every string in a JSON text; None if it is none."""
+    """The letters of every string in a JSON text; None for invalid JSON."""
     try:
         return [_letters(string) for string in _walk(json.loads(record))]
     except (ValueError, RecursionError):
@@ -176,12 +176,12 @@ def _letters(text: str) -> bytes:
     return "".join(filter(str.isalnum, text.casefold())).encode("utf-8", "surrogatepass")
 
 
-_HELD_BYTES = 32 << 20  # of tokens, to be asked for again by what hangs on them
+_HELD_BYTES = 32 << 20  # of tokens, cached because their continuations ask for them again
 
 
 @dataclass(frozen=True, slots=True)
 class ExtentTokens:
-    """The live tokens of an extent, and the node they hang on."""
+    """The live tokens of an extent, and its parent node."""
 
     extent: int
     kv_space: int
@@ -190,7 +190,7 @@ class ExtentTokens:
 
 
 class Chains:
-    """The chains of some KV spaces. Extents come in the order of their numbers, so what comes or moves, comes later."""
+    """The chains of some KV spaces, extent by extent in the order of their numbers: new and moved ones come last."""
 
     def __init__(self, kv_spaces: Sequence[int]) -> None:
         self._kv_spaces = tuple(kv_spaces)
@@ -237,7 +237,7 @@ class Chains:
         return b"".join(reversed(parts))
 
     def above(self, connection: sqlite3.Connection, stretch: ExtentTokens, blocks: int) -> BlockRef | None:
-        """The block that is `blocks` above an extent's first; None if it is gone."""
+        """The block that is `blocks` above an extent's first; None if it was removed."""
         above: ExtentTokens | None = stretch
         while above is not None:
             spot = _find(connection, above)
@@ -250,7 +250,7 @@ class Chains:
         return None
 
     def read(self, connection: sqlite3.Connection, extent: int, *, fresh: bool = False) -> ExtentTokens | None:
-        """An extent, as it was when it came, or, `fresh`, as it is; None if it has no blocks."""
+        """An extent, as cached or, with `fresh`, as it is now; None if it has no blocks."""
         held = self._held.get(extent)
         if held is not None and not fresh:
             self._held.move_to_end(extent)
@@ -260,7 +260,7 @@ class Chains:
         return self._hold(rows) if rows else None
 
     def _hold(self, rows: Sequence[tuple[int, int, NodeKey, bytes]]) -> ExtentTokens:
-        """An extent of these rows. Its tokens never change, but for the last that may go."""
+        """An extent of these rows. Its tokens never change, except that the last may be removed."""
         extent, kv_space, parent, _ = rows[0]
         stretch = ExtentTokens(extent, kv_space, parent, b"".join([row[3] for row in rows]))
         if (older := self._held.pop(extent, None)) is not None:
@@ -273,7 +273,7 @@ class Chains:
 
 
 def _find(connection: sqlite3.Connection, below: ExtentTokens) -> BlockRef | None:
-    """The block that an extent hangs on; None at the root."""
+    """The parent block of an extent; None at the root."""
     row = connection.execute(
         "SELECT extent, place FROM blocks WHERE key=? AND kv_space=?", (below.parent, below.kv_space)
     ).fetchone()

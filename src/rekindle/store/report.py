@@ -1,4 +1,4 @@
-"""What a cache folder holds, for people and programs. Of one scope, or of all."""
+"""What a cache folder holds, for people and programs; of one scope, or of all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIELDS = ("name", "coding", "depth", "tokens", "blocks", "live", "hits", "saved
 
 @dataclass(frozen=True)
 class KvSpaceInfo:
-    """Whose KV, of which model. `layout` is how large a token's is."""
+    """A KV space: its tenant, model and layout."""
 
     model: str
     identity: str
@@ -28,22 +28,22 @@ class KvSpaceInfo:
 
     @property
     def title(self) -> str:
-        """The model's name for people; the beginning of its identity, if it has none."""
+        """The model's name; the beginning of its identity if it has none."""
         return self.model or self.identity[:8]
 
     @property
     def token_bytes(self) -> int:
-        """What the KV of a token takes."""
+        """Bytes of the KV of a token."""
         return parse_layout(self.layout).token_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """What programs want to know of it."""
+        """As plain values, for JSON."""
         return {name: getattr(self, name) for name in _COLUMNS if name != "layout"}
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """An extent and the KV space it stands on."""
+    """An extent and its KV space."""
 
     extent: Extent
     kv_space: KvSpaceInfo
@@ -63,7 +63,7 @@ def kv_spaces(disk: DiskStore, scope: Scope | None = None) -> dict[int, KvSpaceI
 
 
 def entries(disk: DiskStore, names: Sequence[str] = (), scope: Scope | None = None) -> list[CacheEntry]:
-    """The entries whose names begin so, or all; with `scope` only its own. Raises `EntryNotFound`."""
+    """The entries whose names begin with `names`, or all; with `scope` only its own. Raises `EntryNotFound`."""
     known = kv_spaces(disk, scope)
     rows = [row for row in disk.entries() if row.kv_space in known]
     return [CacheEntry(row, known[row.kv_space]) for row in (rows_named(rows, names) if names else rows)]
@@ -88,7 +88,7 @@ def summary(disk: DiskStore, scope: Scope | None = None) -> dict[str, Any]:
 
 
 def by_kv_space(disk: DiskStore, scope: Scope | None = None) -> list[dict[str, Any]]:
-    """The same for each KV space that has any, with what it is."""
+    """The same for each KV space that has any, with its description."""
     own = entries(disk, scope=scope)
     reported = []
     for kv_space in dict.fromkeys(entry.kv_space for entry in own):
