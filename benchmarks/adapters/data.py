@@ -17,7 +17,8 @@ import numpy as np
 
 from benchmarks.data import read_jsonl, texts
 from benchmarks.personal import personal_sets
-from rekindle.apps import AppState, state_of
+from rekindle.apps import state_of
+from rekindle.core.scope import AppState
 from rekindle.errors import InvalidSetting
 from rekindle.models.adapter_registry import RegisteredAdapter, check_name, entries
 from rekindle.session.calibrate.calibration import adapter_folders

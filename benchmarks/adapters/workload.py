@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.adapters.data import AppUsage, Event
-from rekindle.apps import AppState
+from rekindle.core.scope import AppState
 
 EXPONENT = 1.16  # of the Pareto law
 LIMIT_SHARE = 0.4  # of the working set

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.apps import APP_STATES, LIFECYCLE, AppState, state_of
+from rekindle.apps import LIFECYCLE, state_of
 from rekindle.core.request import Request
-from rekindle.core.scope import AppRef, Scope
+from rekindle.core.scope import APP_STATES, AppRef, AppState, Scope
 from rekindle.errors import InvalidSetting
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "apps.md"

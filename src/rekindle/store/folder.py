@@ -3,7 +3,7 @@
     CACHEDIR.TAG        the marker: the signature of the convention, our name, the version of the format
     catalog.sqlite      with its log; one that could not be read is set aside as catalog.sqlite.broken-NUMBER
     extents/HEX.kv      KV
-        writers/HEX         locks of writing processes
+    writers/HEX         locks of writing processes
 
 A folder without the marker belongs to someone else: it is never changed, unless it is empty. In a folder with the
 marker only regular files of exactly these names are written or removed, and no symbolic link is followed. The marker is

@@ -1,6 +1,6 @@
 """Removing every trace of runs of tokens from a cache folder: rows, KV, history, and what deleting leaves behind.
 
-        chains     every block that has a token of a run goes, with its descendants      rows, a chunk at a time
+    chains     every block that has a token of a run goes, with its descendants      rows, a chunk at a time
     nonprefix  all non-prefix KV goes, and all opaque states: they do not record what they were computed after
     files      extents that lost blocks, now or earlier, are rewritten without them, or dropped if that fails
     history    requests that had a run, or quote a text, are removed

@@ -18,17 +18,17 @@ Admission = Literal["always", "second-use"]
 class StoreSettings:
     """The settings.
 
-        disk_limit       bytes, "512MB", or "10%" of what is free or already the cache's; files and catalog together
+    disk_limit       bytes, "512MB", or "10%" of what is free or already the cache's; files and catalog together
     memory_limit     the same for KV held in memory above the disk
-        policy           what goes first when space is needed: utility, lru
+    policy           what goes first when space is needed: utility, lru
     ttl_seconds      KV older than this is not served and goes; None: never
-        killed_ttl_seconds  KV that only a killed app used goes after this time; None: when space is needed
-        admission        keep always, or on second-use: only what was seen before
-        write_budget     bytes that may be written within an hour, to spare flash; None: no limit
-        max_variants     variants of chunks listed for one KV space; the least used go first
-        max_a_chunk      the same for one chunk
-        exact            how KV is coded where no bit may be lost; None: uncoded
-        quantized        the same where the level `quantized` is allowed
+    killed_ttl_seconds  KV that only a killed app used goes after this time; None: when space is needed
+    admission        keep always, or on second-use: only what was seen before
+    write_budget     bytes that may be written within an hour, to spare flash; None: no limit
+    max_variants     variants of chunks listed for one KV space; the least used go first
+    max_a_chunk      the same for one chunk
+    exact            how KV is coded where no bit may be lost; None: uncoded
+    quantized        the same where the level `quantized` is allowed
     key              16 to 64 secret bytes: then all digests are keyed, and files that others wrote are never served
     """
 
