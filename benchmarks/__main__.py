@@ -53,7 +53,7 @@ def bench(
         bool,
         typer.Option(
             "--calibrate",
-            help="chunks: find how much to mend with this model, and keep that; adapters: how many bits its KV gets.",
+            help="chunks: find how much to recompute with this model, and keep it; adapters: the bits of its KV.",
         ),
     ] = False,
     quality: Annotated[

@@ -2,7 +2,7 @@
 
 Each user of a set is a tenant with a library of their own, as in use. Libraries of 1,000 documents and of 100,000
 passages are made of the passages of the data: new texts are mixed from two old ones, and their vectors are those of
-the old ones moved a little, because embedding so many would take an hour. Questions are the data's own.
+the old ones moved a little, because embedding all of them would take an hour. Questions are the data's own.
 """
 
 from __future__ import annotations

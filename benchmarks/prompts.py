@@ -25,7 +25,7 @@ class SharedPrefix:
 
 
 def prompts(engine: Engine, options: BenchOptions, count: int, prefix: int, ending: int) -> list[SharedPrefix]:
-    """So many prompts from the texts, or from random tokens for a model that is random itself.
+    """`count` prompts from the texts, or from random tokens for a model that is random itself.
 
     The prefixes begin differently: none of them helps another.
     """

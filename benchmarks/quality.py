@@ -1,4 +1,4 @@
-"""How far answers from mended KV are from those of the full computation: by distribution, by text, by the right answer.
+"""How far answers with reused KV are from those of the full computation: by distribution, text, and right answer.
 
 Prompts that were started in several ways are decoded together, a row each.
 """

@@ -20,7 +20,7 @@ BLOCKS_AN_EXTENT = 32
 
 
 def fill_catalog(folder: Path, kv_space: KvSpace, rows: int, prompt_tokens: int, random: Any) -> list[int]:
-    """A catalog of so many blocks, without files. Gives the one long prompt that is in it, kept in several turns."""
+    """A catalog of `rows` blocks, without files. Returns the one long prompt that is in it, kept in several turns."""
     with TieredStore(folder, StoreSettings(disk_limit="1TB", memory_limit=0)) as store:
         digest = store.disk.kv_space_digest(kv_space)
     prompt = [int(token) for token in random.integers(0, VOCABULARY, prompt_tokens)]

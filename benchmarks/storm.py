@@ -43,7 +43,7 @@ def prompt(number: int) -> list[int]:
 
 
 def work(folder: Path, limit_bytes: int, rng: random.Random, seconds: float) -> dict[str, int]:
-    """Keep, load, evict and reopen for so long; raises `AssertionError` if a number is wrong."""
+    """Keep, load, evict and reopen for `seconds`; raises `AssertionError` if a number is wrong."""
     done = {"kept": 0, "known": 0, "refused": 0, "failed": 0, "tokens": 0, "lost": 0}
     settings = StoreSettings(
         disk_limit=limit_bytes,

@@ -67,7 +67,7 @@ _EVERYWHERE: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class AdapterReply:
-    """What came of one request."""
+    """The outcome of one request."""
 
     kind: Kind
     ttft_s: float
@@ -80,7 +80,7 @@ class AdapterReply:
 
 @dataclass
 class ModeRun:
-    """A mode at work. `reason` says why it is not."""
+    """A mode with its session. `reason` says why it does not run."""
 
     mode: CacheMode
     folder: Path
@@ -163,7 +163,7 @@ def _close(lane: ModeRun) -> None:
 
 
 class Watch:
-    """A thread that looks how much the folder of one lane takes, while it is at work."""
+    """A thread that measures the folder of one run while it answers."""
 
     def __init__(self) -> None:
         self._lane: ModeRun | None = None

@@ -42,7 +42,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Scenario:
-    """As in the source, inputs a quarter as long: so many adapters, and tokens of a prompt at most."""
+    """As in the source, with inputs a quarter as long: the number of adapters, and the largest prompt in tokens."""
 
     name: str
     adapters: int
@@ -137,7 +137,7 @@ def _stops(prompt: Tokens) -> range:
 
 
 def pareto_weights(count: int) -> list[float]:
-    """What each of so many ranks has of the whole: the first most, falling with the exponent."""
+    """The share of each of `count` ranks: the first has most, falling with the exponent."""
     raw = [rank**-EXPONENT for rank in range(1, count + 1)]
     return [weight / sum(raw) for weight in raw]
 
@@ -151,7 +151,7 @@ def make_workload(
     requests: tuple[int, int],
     random: np.random.Generator,
 ) -> AppWorkload:
-    """So many requests that fill, and that are measured, of as many of the adapters as the scenario has."""
+    """Requests that fill the caches, then requests that are measured, over the adapters of the scenario."""
     filling, measured = requests
     ranked = [adapters[place] for place in random.permutation(len(adapters))][: scenario.adapters]
     apps = most_used(usage, scenario.adapters)
@@ -208,7 +208,7 @@ def make_contexts(
     count: int,
     random: np.random.Generator,
 ) -> list[WorkloadContext]:
-    """Contexts of so many tokens: conversations and documents in turn, short ones joined with the next."""
+    """Contexts of `tokens` tokens: conversations and documents in turn, short ones joined with the next."""
     kinds: list[tuple[Kind, Iterator[Tokens]]] = []
     if conversations:
         kinds.append(("conversation", _joined(conversations, tokens, random)))
@@ -219,7 +219,7 @@ def make_contexts(
 
 
 def _joined(texts: Sequence[Sequence[int]], tokens: int, random: np.random.Generator) -> Iterator[Tokens]:
-    """Texts in a random order, each so long; no two of the first ones begin alike, if there are enough."""
+    """Texts in a random order, each of that length; no two of the first ones begin alike, if there are enough."""
     order = cycle(int(place) for place in random.permutation(len(texts)))
     while True:
         joined: list[int] = []

@@ -80,7 +80,7 @@ WAYS = (
 
 @dataclass
 class AnswerResult:
-    """What came of one question in one way."""
+    """The outcome of one question in one way."""
 
     seconds: float
     text: str
@@ -92,7 +92,7 @@ class AnswerResult:
 
 @dataclass
 class WayRun:
-    """One way at work for one person."""
+    """One way of answering, with its session, for one person."""
 
     way: Way
     session: Session

@@ -44,7 +44,7 @@ class UserResults:
     near: list[dict[str, float]]  # of each question: how near was one foreseen, by source
 
     def told(self, name: str) -> list[AnswerResult]:
-        """What came of them in one way."""
+        """The results of one way."""
         return next(lane.told for lane in self.lanes if lane.way.name == name)
 
     def mean(self, name: str) -> float:

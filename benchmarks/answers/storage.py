@@ -1,4 +1,4 @@
-"""How much KV is known of a user's questions, by how much room the KV store has. Nothing is computed: only looked up.
+"""How much KV of a user's questions is stored, by the size of the KV store. Nothing is computed: only looked up.
 
 The store of our own way after the stream is given less and less room; what has to go is what its policy chooses.
 """

@@ -8,7 +8,7 @@ from typing import Literal
 from benchmarks.personal import Person, PersonalSet
 
 Kind = Literal["first", "again", "near"]  # asked for the first time; again in other words; one that only looks alike
-LAG = 2  # so many questions stand between a question and its return
+LAG = 2  # number of questions between a question and its return
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 to its anchor in this layer, keys and values apart: 1e-4 above 97.5 %, 1e-2 below 85 %, 1e-3 between. Integer KV is
 differenced without loss. The bounds are absolute, so the codes stay long.
 
-`PublishedCoder` codes so; whoever imports this module can decode it. `opened` is a session as published.
+`PublishedCoder` codes like that; importing this module enables decoding it. `opened` is a session as published.
 """
 
 from __future__ import annotations

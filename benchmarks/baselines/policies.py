@@ -68,7 +68,7 @@ def _phi(x: float) -> float:
 
 @dataclass(frozen=True)
 class Newcomer:
-    """What is to be kept next: room is made for it, if it is worth that. `users` is whoever asked for it."""
+    """KV to be kept next: space is freed for it, if it is worth that. `users` are the apps that asked for it."""
 
     tokens: int
     size_bytes: int

@@ -156,7 +156,7 @@ class QkvTree:
 
 @dataclass(frozen=True)
 class QkvAnswer:
-    """What came of one request."""
+    """The outcome of one request."""
 
     tokens: tuple[int, ...]  # of the reply
     prompt_tokens: int

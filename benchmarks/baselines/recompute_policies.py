@@ -1,10 +1,10 @@
-"""Ways to mend chunks that ours is compared with. A session takes one with `use`.
+"""Recompute policies that ours is compared with. A session takes one with `use`.
 
 leading      the first tokens of each chunk
 random, h2o  drawn, or those that got the most attention; the same share of each chunk
 cache-craft  as published: of each chunk as many as its overhead says, those that looked outside most; computing ends
              early in chunks that the question does not look at
-full-cache   nothing is computed anew
+full-cache   nothing is recomputed
 set-cache    the same, for the longest known beginning whose chunks are all there
 a*b          a product of signals: see `selectors`
 """
@@ -103,7 +103,7 @@ class CraftMender(LeadingPolicy):
 
 
 def mender_of(name: str, budget: float | None = None, calibrated: float | None = None) -> RecomputePolicy:
-    """A mender by its name, or by signals joined by `*`. Raises `InvalidSetting`."""
+    """A recompute policy by its name, or by signals joined by `*`. Raises `InvalidSetting`."""
     if name == OURS:
         return recompute_policy_for("scattered", budget, calibrated)
     if name in ("full-cache", "set-cache"):
@@ -126,7 +126,7 @@ def mender_of(name: str, budget: float | None = None, calibrated: float | None =
 
 
 class PublishedChunks(ChunkCache):
-    """A session's chunks, mended in another way."""
+    """A session's chunks, with another recompute policy."""
 
     def __init__(self, engine: Engine, settings: Settings, name: str, budget: float | None) -> None:
         """Raises `InvalidSetting`."""
@@ -156,7 +156,7 @@ def only_the_set(
 
 
 class PublishedMending(SelectiveRecompute):
-    """Chooses inside the layer loop, where a mender does."""
+    """Chooses inside the layer loop, in place of a recompute policy."""
 
     def _compute(
         self, context: Any, others: Positions, stale: StaleTokens, feeds: Any = (), timed: Any = ()
@@ -179,6 +179,6 @@ class PublishedMending(SelectiveRecompute):
 
 
 def use(session: Session, name: str, budget: float | None = None) -> None:
-    """From now on the session mends in this way. Raises `InvalidSetting`."""
+    """Make the session use this recompute policy. Raises `InvalidSetting`."""
     prefill.SelectiveRecompute = PublishedMending  # type: ignore[attr-defined]
     session.cache.chunks = PublishedChunks(session.engine, session.settings, name, budget)

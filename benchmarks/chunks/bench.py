@@ -2,7 +2,7 @@
 
 contexts    single prompts, all modes, on the same store: what each computes, how near its answers are, how soon
 streams     questions of one person in order, each cache keeping what it computed: what is saved in use
-endurance   a long run that is mended throughout: quality and speed stay
+endurance   a long run with chunk reuse throughout: quality and speed stay
 
 With `--calibrate --quality Q` it finds the budget of a model instead, and keeps it. With `--shape` it measures time
 alone.

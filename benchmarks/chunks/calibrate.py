@@ -20,12 +20,12 @@ ALPHAS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class _MenderTrials(BudgetTrials):
-    """Budgets of any mender."""
+    """Budgets of any recompute policy."""
 
     recompute_policy = OURS
 
     def choose(self, budget: float) -> None:
-        """Mend like this from now on."""
+        """Use this recompute policy from now on."""
         recompute_policies.use(self.session, self.recompute_policy, budget)
 
 
@@ -43,7 +43,7 @@ def run(engine: Engine, questions: Sequence[PassageQuestion], options: BenchOpti
     stored = {name: budget for name, budget in found.items() if budget is not None}
     if found.get(OURS, found.get("leading")) is None:
         stored |= dict.fromkeys(found.keys() - {CRAFT}, EVERYTHING)
-    if "leading" in stored:  # what an engine that mends by leading tokens does in place of ours
+    if "leading" in stored:  # the policy of an engine that recomputes leading tokens only
         stored[OURS] = stored["leading"]
     remember_budgets(engine, stored)
     return _report(options.quality, len(drawn.calibration), tried, found, stored)

@@ -101,7 +101,7 @@ def bootstrap(values: Sequence[float], seed: int) -> dict[str, float]:
 
 
 class _ContextMeasure:
-    """Every mode on every prompt, and what comes of it."""
+    """Every mode on every prompt, and the results."""
 
     def __init__(
         self, kitchen: Kitchen, calibration: Sequence[PassagePrompt], test: Sequence[PassagePrompt], advance: Advance

@@ -1,7 +1,7 @@
-"""The third part of `python -m benchmarks chunks`: a long run over shared passages, mended throughout, must not decay.
+"""The third part of `python -m benchmarks chunks`: a long run with chunk reuse over shared passages must not decay.
 
 The questions of one person come again and again, each time with their passages in another order, the last of them
-changed for one that was met before. What is mended leaves its traces in the cache, as in use. Every few questions the
+changed for one that was met before. Recomputed KV stays in the cache, as in use. Every few questions the
 same prompt is computed exactly, of which nothing is kept: it is what speed and quality are measured against.
 """
 
@@ -96,7 +96,7 @@ def _ask(session: Session, engine: Engine, one: PreparedPrompt) -> _Point:
 
 
 def _ask_both(session: Session, engine: Engine, one: PreparedPrompt, *, exact_first: bool, judges: bool) -> _Point:
-    """Mended and exactly, on the same store; only what the mended one leaves is kept."""
+    """Approximate and exact, on the same store; only the KV of the approximate run is kept."""
     cache, exactly = session.cache, replace(one.request, reuse="exact")
     first = start_prompt(cache, engine, exactly if exact_first else one.request, one.tokens, POSITIONS)
     second = start_prompt(cache, engine, one.request if exact_first else exactly, one.tokens, POSITIONS)
@@ -124,7 +124,7 @@ def _fields(points: Sequence[_Point], window: int, seed: int) -> dict[str, Any]:
                 "top1": mean(one.top1 for one in compared),
             }
         )
-    # At first nothing is known yet, and nothing can be mended: decay is what comes after that.
+    # At first nothing is stored, and nothing can be reused: decay is what comes after that.
     settled = [(number, one) for number, one in enumerate(points) if number >= min(window, len(points) // 2)]
     speed = slope([(number, one.speedup) for number, one in settled if one.speedup is not None], seed)
     worse = slope([(number, one.kl) for number, one in settled if one.kl is not None], seed)

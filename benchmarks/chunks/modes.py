@@ -25,12 +25,12 @@ SIGNALS = ("outside", "seen", "deviation", "received", "lead", "deviation*seen")
 RIVALS = ("random", "h2o", "leading")
 CRAFT = "cache-craft"
 CRAFT_ALPHAS, QUICK_CRAFT_ALPHAS = (0.7, 1.0, 1.3), (0.6, 1.0)  # times the one that was tuned
-_SEEN_ALONE = "this engine mends by leading tokens only"
+_SEEN_ALONE = "this engine recomputes leading tokens only"
 
 
 @dataclass(frozen=True)
 class ChunkMode:
-    """One way. `budget` is the share of tokens computed anew, for cache-craft its alpha, None where there is none."""
+    """One mode. `budget` is the share of tokens recomputed, for cache-craft its alpha, None where there is none."""
 
     name: str
     reuse: ReuseLevel = "approximate"

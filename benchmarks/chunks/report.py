@@ -126,7 +126,7 @@ def draw(figure: Any, fields: Mapping[str, Any]) -> None:
 
 
 def _draw_endurance(axes: Any, told: Mapping[str, Any] | None) -> None:
-    axes.set_title("a long run, mended throughout")
+    axes.set_title("a long run with chunk reuse")
     if told is None or not told["questions"]:
         return
     windows = told["windows"]

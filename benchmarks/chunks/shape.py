@@ -1,6 +1,6 @@
-"""What mending costs on a model of a well-known shape: time alone, with random weights and random tokens.
+"""What chunk reuse costs on a model of a well-known shape: time alone, with random weights and random tokens.
 
-Everything counts: looking up, loading from the memory of the host, the question's pass, choosing, computing anew.
+Everything counts: looking up, loading from host memory, the question's pass, choosing, recomputing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Shaped:
 
 
 def make(tokens: int, vocabulary: int, seed: int) -> Shaped:
-    """A prompt of about so many tokens in sixteen chunks, each known from a prompt with other neighbours."""
+    """A prompt of about `tokens` tokens in sixteen chunks, each stored from a prompt with other neighbours."""
     random = np.random.default_rng(seed)
 
     def some(count: int) -> list[int]:
@@ -64,7 +64,7 @@ def _prompt(
 
 
 def run(options: BenchOptions, advance: Advance) -> Report:
-    """Computing everything against mending, on a model of a shape: what the bench tells of it."""
+    """Computing everything against chunk reuse, on a model of a shape."""
     advance("build the model")
     engine = load(options)
     sizes = QUICK_SIZES if options.quick else SIZES
@@ -87,7 +87,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
 
 
 def _of_size(engine: Engine, size: int, options: BenchOptions, advance: Advance) -> dict[str, Any]:
-    """Computing everything, and mending, in turns; and for how long the device is busy with each."""
+    """Computing everything, and chunk reuse, in turns; and how long the device is busy with each."""
     advance(f"{size:,} tokens")
     shaped = make(size, engine.tokenizer.vocabulary_size, options.seed)
     with scratch() as folder:
@@ -142,7 +142,7 @@ def _measure(session: Session, shaped: Shaped, rounds: int) -> dict[str, Any]:
 def _fill(
     session: Session, tokens: list[int], prompt_layout: PromptLayout, level: str, *, keep: bool = False
 ) -> dict[str, Any]:
-    """Fill a prompt as a session does up to the first token's logits, and let it go; what came of it."""
+    """Prefill a prompt as a session does up to the first token's logits, and drop it; returns the outcome."""
     cache = session.cache
     request = Request(tuple(tokens), reuse=level)  # type: ignore[arg-type]
     started = time.perf_counter()

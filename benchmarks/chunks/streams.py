@@ -30,7 +30,7 @@ from rekindle.session.session import Session
 
 QUESTIONS, QUICK_QUESTIONS = 20, 4
 TOP_K, QUICK_TOP_K = 5, 2
-COMPARED = 5  # every so many questions the answers are compared
+COMPARED = 5  # how often answers are compared, in questions
 WARMED_TOGETHER = 3  # passages of one prompt, when they are warmed
 _LEVELS: Mapping[str, ReuseLevel] = {"prefix": "exact", "mend": "approximate", "warmed": "approximate"}
 

@@ -173,7 +173,7 @@ class _PrefixMeasure:
         self.found.recovery = {share: statistics.median(found) for share, found in gains.items()}
 
     def lookup(self) -> None:
-        """Finding a prompt of the large size among everything kept by now, and what a token takes on disk."""
+        """Finding a prompt of the large size among everything stored, and what a token takes on disk."""
         store = self._session.cache.store
         assert store is not None
         prompt = self.found.sizes[SIZES[-1]].prompts[0].next()

@@ -67,7 +67,7 @@ class LoadResult:
 
 
 def serve_all(url: str, asks: Sequence[ClientRequest], clients: int) -> LoadResult:
-    """Let so many clients ask all of it, in order; one client asks one after the other."""
+    """Let `clients` clients send all requests, in order; one client sends one after the other."""
     return asyncio.run(_serve_all(url, asks, clients))
 
 

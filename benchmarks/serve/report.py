@@ -20,7 +20,7 @@ _MAX_ERRORS_TOLD = 5
 
 @dataclass(frozen=True)
 class LoadSetting:
-    """So many clients, with the cache or without."""
+    """The number of clients, with the cache or without."""
 
     clients: int
     cache: bool
@@ -153,7 +153,7 @@ def _timing(served: Sequence[LoadResult]) -> Timing:
 
 
 def _percentile(seconds: Sequence[float], percent: float) -> float | None:
-    """The value that so many of a hundred do not exceed; None of none."""
+    """The percentile of the values; None without values."""
     return float(np.percentile(seconds, percent, method="inverted_cdf")) if seconds else None
 
 

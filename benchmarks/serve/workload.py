@@ -73,7 +73,7 @@ def shared_share(trace: Sequence[Blocks]) -> float:
 
 
 def scale(trace: Sequence[Blocks], requests: int, max_blocks: int, random: np.random.Generator) -> list[Blocks]:
-    """So many requests, or all: whole conversations drawn at random, no prompt longer than `max_blocks`."""
+    """`requests` requests, or all: whole conversations drawn at random, no prompt longer than `max_blocks`."""
     conversations = _conversations(trace)
     drawn: list[int] = []
     for number in random.permutation(len(conversations)):

@@ -19,7 +19,7 @@ _ROUNDS = 5
 
 
 def coarse(costs: LinkCosts, chunks: int, layers: int) -> LinkCosts:
-    """The first so many chunks, their layers taken together in so many groups: what a solver can solve."""
+    """The first chunks, their layers taken together in groups: a size that a solver can solve."""
     chunks, layers = min(chunks, costs.chunks), min(layers, costs.layers)
     groups = np.array_split(np.arange(costs.layers), layers)
 

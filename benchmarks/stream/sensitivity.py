@@ -94,7 +94,7 @@ def _cores() -> int:
 
 @contextmanager
 def _load(cores: int) -> Iterator[None]:
-    """So many processes that compute all the time."""
+    """Processes that compute all the time."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
     try:
         yield

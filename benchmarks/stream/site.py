@@ -159,7 +159,7 @@ class Site:
             sequence.close()
 
     def together(self, mode: StreamMode, count: int, trace: Trace, local_seconds: float) -> tuple[float, float]:
-        """So many at once over one link: how long each took, and which share came, on average. Nobody judges them."""
+        """Several prefills at once over one link: the time of each, and the mean streamed share. Nothing is judged."""
         sequences = [self._setting.open() for _ in range(count)]
         self._remote.begin(trace)
         try:

@@ -75,7 +75,7 @@ def unpack(
 
     `anchor` is what they are differences from, cut to `span`: on the device, or in memory of the host, which a CUDA
     device reads meanwhile if it is pinned. Everything is there when this returns. Raises `ValueError` for damaged
-    bytes, for an anchor that is missing or cannot be theirs, and if `out` is of another shape or type; what stands in
+    bytes, for an anchor that is missing or cannot be theirs, and if `out` is of another shape or type; what is in
     `out` is then undefined.
     """
     if len(layers) != len(out) or (anchor is not None and len(anchor) != len(out)):

@@ -15,7 +15,7 @@ from rekindle.codec.packing import LARGEST_RATIO
 
 
 def check_frame(frame: memoryview, size: int) -> None:
-    """Raises `ValueError` unless a frame says that it holds so many bytes, can, and ends where it should: before
+    """Raises `ValueError` unless a frame says that it holds `size` bytes, can, and ends where it should: before
     memory is taken for it."""
     try:
         told, header = zstandard.frame_content_size(frame), zstandard.frame_header_size(frame)
@@ -40,7 +40,7 @@ def _end_of(frame: memoryview, at: int) -> int | None:
 
 
 def expand_into(sources: Sequence[bytes], frames: NDArray[np.int64], target: memoryview, threads: int) -> None:
-    """Decompress many frames, so many at a time, each to its place in `target`.
+    """Decompress many frames, several at a time, each to its place in `target`.
 
     frames   [n, 5]: the source of each, where it starts there, its bytes, where its content starts in `target`, and
              the bytes of that

@@ -1,6 +1,6 @@
 """A schedule of computing and streaming, changed while it runs: no link is what it was expected to be.
 
-Whoever runs a schedule asks after each step, and now and then while only the link works. Work moves when a lane is
+A schedule is revised after each step, and now and then while only the link works. Work moves when a lane is
 about to run dry, or would wait, not sooner: what is decided later is decided knowing more.
 """
 
@@ -18,7 +18,7 @@ _WAITS = 0.02  # the share of the time left that the next step may wait for the 
 
 
 def revise(schedule: Schedule, progress: Progress, costs: LinkCosts, max_cells: int | None = None) -> Schedule:
-    """The schedule for what is left, changed where that is sooner by what is known now. Pure.
+    """The schedule for the remaining work, changed where current measurements make that faster. Pure.
 
     Cells move from the tail of the slower lane to the other, `max_cells` at a time, two chunks' if nobody says. What
     was computed, has come or flies stays. Only a dead link is not bounded, one that takes longer for a slice than
