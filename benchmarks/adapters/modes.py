@@ -97,7 +97,7 @@ class ModeRun:
         session = self.session
         assert session is not None
         if self.mode.caches:
-            self._tell(session, ask)
+            self._set_app_states(session, ask)
         options: dict[str, Any] = {"adapter": ask.adapter, "app": ask.app, "app_state": "foreground"}
         reply = session.generate(ask.prompt, max_tokens=REPLY_TOKENS, **options)
         session.flush(_FLUSH_SECONDS)
@@ -108,7 +108,7 @@ class ModeRun:
         answer = AdapterReply(ask.kind, ttft, len(ask.prompt), reply.reuse.reused, reply.tokens, used, reply.reuse.miss)
         (self.answers if measured else self.filled).append(answer)
 
-    def _tell(self, session: Session, ask: AdapterRequest) -> None:
+    def _set_app_states(self, session: Session, ask: AdapterRequest) -> None:
         for app, state in ask.changes:
             try:
                 session.apps.set(app, state)
@@ -137,29 +137,29 @@ class ModeRun:
 def open_lanes(
     engine: Engine, modes: Sequence[CacheMode], adapters: Sequence[RegisteredAdapter], folder: Path, limit_bytes: int
 ) -> Iterator[list[ModeRun]]:
-    """A lane for each mode, with the adapters loaded. One that the engine or this version cannot do says why."""
-    lanes: list[ModeRun] = []
+    """A run for each mode, with the adapters loaded. One that the engine or this version cannot do says why."""
+    runs: list[ModeRun] = []
     try:
         for mode in modes:
-            lanes.append(lane := ModeRun(mode, folder / mode.name))
+            runs.append(run := ModeRun(mode, folder / mode.name))
             try:
-                settings = {**_EVERYWHERE, **mode.settings, "cache": str(lane.folder), "disk_limit": limit_bytes}
-                lane.session = (mobilora.opened if mode.name == MOBILORA else Session)(engine, **settings)
+                settings = {**_EVERYWHERE, **mode.settings, "cache": str(run.folder), "disk_limit": limit_bytes}
+                run.session = (mobilora.opened if mode.name == MOBILORA else Session)(engine, **settings)
                 for adapter in adapters:
-                    lane.session.adapters.load(adapter.name, adapter.path, adapter.scale)
+                    run.session.adapters.load(adapter.name, adapter.path, adapter.scale)
             except RekindleError as error:
-                lane.reason = str(error)
-                _close(lane)
-        yield lanes
+                run.reason = str(error)
+                _close(run)
+        yield runs
     finally:
-        for lane in lanes:
-            _close(lane)
+        for run in runs:
+            _close(run)
 
 
-def _close(lane: ModeRun) -> None:
-    if lane.session is not None:
-        lane.session.close()
-        lane.session = None
+def _close(run: ModeRun) -> None:
+    if run.session is not None:
+        run.session.close()
+        run.session = None
 
 
 class Watch:
@@ -171,9 +171,9 @@ class Watch:
         self._thread = threading.Thread(target=self._look, name="rekindle-bench-watch", daemon=True)
 
     @contextmanager
-    def over(self, lane: ModeRun) -> Iterator[None]:
+    def over(self, run: ModeRun) -> Iterator[None]:
         """Look at this one inside the block."""
-        self._lane = lane
+        self._lane = run
         try:
             yield
         finally:
@@ -181,9 +181,9 @@ class Watch:
 
     def _look(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
-            lane = self._lane
-            if lane is not None and lane.mode.caches:
-                lane.look()
+            run = self._lane
+            if run is not None and run.mode.caches:
+                run.look()
 
     def __enter__(self) -> Watch:
         self._thread.start()
@@ -194,21 +194,21 @@ class Watch:
         self._thread.join()
 
 
-def answer_all(lanes: Sequence[ModeRun], workload: AppWorkload, watch: Watch, advance: Advance) -> float:
-    """Every request in every lane, the lanes in turns, each time another one first; the seconds it took.
+def answer_all(runs: Sequence[ModeRun], workload: AppWorkload, watch: Watch, advance: Advance) -> float:
+    """Every request in every run, the runs in turns, each time another one first; the seconds it took.
 
     What fills the caches is not asked where nothing is kept.
     """
     started = time.perf_counter()
     asks, filling = workload.asks, workload.filling
-    ready = [lane for lane in lanes if lane.session is not None]
+    ready = [run for run in runs if run.session is not None]
     for number, ask in enumerate(asks):
         first = number % len(ready) if ready else 0
-        for lane in (*ready[first:], *ready[:first]):
-            if number >= filling or lane.mode.caches:
-                advance(f"request {number + 1} of {len(asks)}, {lane.mode.name}")
-                with watch.over(lane):
-                    lane.ask(ask, measured=number >= filling)
+        for run in (*ready[first:], *ready[:first]):
+            if number >= filling or run.mode.caches:
+                advance(f"request {number + 1} of {len(asks)}, {run.mode.name}")
+                with watch.over(run):
+                    run.ask(ask, measured=number >= filling)
     return time.perf_counter() - started
 
 

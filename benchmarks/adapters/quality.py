@@ -82,7 +82,7 @@ def calibrate(engine: Engine, advance: Advance) -> Coder:
     return coder
 
 
-def tell_calibration(engine: Engine, coder: Coder, seconds: float) -> Report:
+def report_calibration(engine: Engine, coder: Coder, seconds: float) -> Report:
     """What was chosen, for people and programs."""
     usual = default_coder(len(engine.layout.layers))
     report = Report("adapters")
@@ -114,7 +114,7 @@ def measure_deltas(
     for number in range(rounds):
         order = [list(loras)[place] for place in random.permutation(len(loras))][: _compared(loras, quick)]
         _measure_text(engine, loras, order, texts[number % len(texts)], coder, found, advance)
-    return {**_told(found), "calibrated": calibrated, "anchors": "the first adapter asked, coded whole"}
+    return {**_fields(found), "calibrated": calibrated, "anchors": "the first adapter asked, coded whole"}
 
 
 def _compared(loras: dict[str, Lora], quick: bool) -> int:
@@ -146,7 +146,7 @@ def _measure_text(
             found.add(name, trial, coder, read, anchor)
 
 
-def _told(found: _Found) -> dict[str, Any]:
+def _fields(found: _Found) -> dict[str, Any]:
     every = [one for some in found.ours.values() for one in some]
     positions = sum(one.near.positions for one in every)
     return {

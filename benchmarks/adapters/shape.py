@@ -73,7 +73,7 @@ def run_shape(options: BenchOptions, advance: Advance) -> Report:
         engine.close()
     reason = "random weights say nothing about answers"
     report.fields |= {"rows": [], "rows_reason": reason, **found}
-    _tell(report, found)
+    _add_rows(report, found)
     report.plot = functools.partial(_draw, found=found)
     return report
 
@@ -233,7 +233,7 @@ def _halves(kv: LayerKv) -> tuple[NDArray[Any], NDArray[Any]]:
     return kv.keys, kv.values
 
 
-def _tell(report: Report, found: dict[str, Any]) -> None:
+def _add_rows(report: Report, found: dict[str, Any]) -> None:
     computed = f"{found['compute_s'] * 1e3:,.1f} ms"
     labels = {
         "delta": f"differences, {found['delta_bits']:.2f} bits",

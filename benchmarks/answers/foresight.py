@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.answers.lanes import PUBLISHED_SIMILARITY, TOP_K
+from benchmarks.answers.ways import PUBLISHED_SIMILARITY, TOP_K
 from benchmarks.base import Advance
 from benchmarks.personal import Person, PersonalSet
 from rekindle.idle.extracted_questions import extract_questions, topic_words
@@ -80,9 +80,9 @@ def _person(tenant: str, person: Person, knowledge: Knowledge, counts: dict[int,
 
 def _looked(questions: Sequence[str], knowledge: Knowledge, tenant: str) -> list[tuple[np.ndarray[Any, Any], int]]:
     """The vector of each question, and the passage that is found first for it."""
-    told = []
+    pairs = []
     for question in questions:
         found = knowledge.search(question, TOP_K, tenant=tenant)
         assert found.vector is not None
-        told.append((found.vector, found.hits[0].chunk.id if found.hits else -1))
-    return told
+        pairs.append((found.vector, found.hits[0].chunk.id if found.hits else -1))
+    return pairs

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.answers.lanes import PUBLISHED_SIMILARITY, TOP_K
+from benchmarks.answers.ways import PUBLISHED_SIMILARITY, TOP_K
 from benchmarks.base import Advance
 from benchmarks.baselines.unguarded import unguard
 from benchmarks.personal import Person, PersonalSet

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.answers.lanes import (
+from benchmarks.answers.stream import Asked
+from benchmarks.answers.ways import (
     DIRECT,
     KV_ANSWERS,
     KV_ONLY,
@@ -21,7 +22,6 @@ from benchmarks.answers.lanes import (
     AnswerResult,
     WayRun,
 )
-from benchmarks.answers.stream import Asked
 from benchmarks.base import Report, TableRow
 from benchmarks.quality import rouge_l
 
@@ -39,17 +39,17 @@ class UserResults:
     set: str
     user: str
     asked: list[Asked]
-    lanes: list[WayRun]
+    runs: list[WayRun]
     storage: list[dict[str, Any]]  # how much KV is known, by room
     near: list[dict[str, float]]  # of each question: how near was one foreseen, by source
 
-    def told(self, name: str) -> list[AnswerResult]:
+    def results(self, name: str) -> list[AnswerResult]:
         """The results of one way."""
-        return next(lane.told for lane in self.lanes if lane.way.name == name)
+        return next(run.results for run in self.runs if run.way.name == name)
 
     def mean(self, name: str) -> float:
         """The mean latency of a way."""
-        return statistics.fmean(one.seconds for one in self.told(name))
+        return statistics.fmean(one.seconds for one in self.results(name))
 
     def is_false(self, place: int, one: AnswerResult) -> bool:
         """Whether a stored answer was given that answers another question."""
@@ -70,7 +70,7 @@ class AnswerResults:
     foresight: list[dict[str, Any]]
 
 
-def tell(report: Report, found: AnswerResults) -> None:
+def add_rows(report: Report, found: AnswerResults) -> None:
     """Fill the report."""
     measured = found.measured
     score = rouge_l()
@@ -78,7 +78,9 @@ def tell(report: Report, found: AnswerResults) -> None:
     by_name = {row["mode"]: row for row in rows}
     safe = [row["mode"] for row in rows if not _is_ours(row["mode"]) and not row["false_hits"]]
     every = [row["mode"] for row in rows if not _is_ours(row["mode"])]
-    equal = [a.text == b.text for one in measured for a, b in zip(one.told(NONE), one.told(VERIFIED), strict=True)]
+    equal = [
+        a.text == b.text for one in measured for a, b in zip(one.results(NONE), one.results(VERIFIED), strict=True)
+    ]
     fields: dict[str, Any] = {
         "users": [
             {"set": one.set, "user": one.user, "questions": len(one.asked)} | {name: one.mean(name) for name in by_name}
@@ -129,26 +131,26 @@ def _is_ours(name: str) -> bool:
 
 
 def _row(name: str, measured: Sequence[UserResults], score: Callable[[str, str], float] | None) -> dict[str, Any]:
-    told = [one for some in measured for one in some.told(name)]
-    seconds = [one.seconds for one in told]
+    results = [one for some in measured for one in some.results(name)]
+    seconds = [one.seconds for one in results]
     golds = [asked.gold for some in measured for asked in some.asked]
-    direct = [one for one in told if one.stored is not None and one.stored.way == "direct"]
-    false = sum(some.is_false(place, one) for some in measured for place, one in enumerate(some.told(name)))
-    scored = [score(gold, one.text) for gold, one in zip(golds, told, strict=True) if gold] if score else []
-    lanes = [lane for some in measured for lane in some.lanes if lane.way.name == name]
+    direct = [one for one in results if one.stored is not None and one.stored.way == "direct"]
+    false = sum(some.is_false(place, one) for some in measured for place, one in enumerate(some.results(name)))
+    scored = [score(gold, one.text) for gold, one in zip(golds, results, strict=True) if gold] if score else []
+    runs = [run for some in measured for run in some.runs if run.way.name == name]
     return {
         "mode": name,
-        "questions": len(told),
+        "questions": len(results),
         "mean_latency_s": statistics.fmean(seconds),
         "p50": float(np.percentile(seconds, 50)),
         "p95": float(np.percentile(seconds, 95)),
         "answer_hits": len(direct),
         "predicted_hits": sum(one.stored is not None and one.stored.origin != "user" for one in direct),
-        "drafted_share": sum(one.drafted_tokens for one in told) / (NEW_TOKENS * len(told)),
-        "kv_hit_share": statistics.fmean(_known_share(one) for one in told),
+        "drafted_share": sum(one.drafted_tokens for one in results) / (NEW_TOKENS * len(results)),
+        "kv_hit_share": statistics.fmean(_known_share(one) for one in results),
         "false_hits": false,
         "rouge_l_gold": statistics.fmean(scored) if scored else None,
-        "idle_tflop": sum(lane.idle_flop for lane in lanes) / 1e12,
+        "idle_tflop": sum(run.idle_flop for run in runs) / 1e12,
     }
 
 
@@ -160,7 +162,7 @@ def _reduction(measured: Sequence[UserResults], ours: str, rivals: Sequence[str]
     """By how much the mean latency is below that of the best rival, all questions counting the same."""
 
     def mean(name: str) -> float:
-        return statistics.fmean(one.seconds for some in measured for one in some.told(name))
+        return statistics.fmean(one.seconds for some in measured for one in some.results(name))
 
     return 1.0 - mean(ours) / min(map(mean, rivals))
 
@@ -260,7 +262,7 @@ def draw(figure: Any, found: AnswerResults) -> None:
     storage.set_ylabel("share of prompts known")
     storage.legend(fontsize=7)
     names = [way.name for way in WAYS]
-    means = [statistics.fmean(one.seconds for some in measured for one in some.told(name)) for name in names]
+    means = [statistics.fmean(one.seconds for some in measured for one in some.results(name)) for name in names]
     colours = ["#1b7837" if _is_ours(name) else "#999999" for name in names]
     bars.barh(names[::-1], means[::-1], color=colours[::-1])
     bars.set_xlabel("mean latency (s)")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.answers.lanes import TOP_K
+from benchmarks.answers.ways import TOP_K
 from rekindle.engine.base import Engine
 from rekindle.session.prompt import encode_prompt
 from rekindle.session.session import Session

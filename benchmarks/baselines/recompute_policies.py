@@ -38,7 +38,7 @@ RECOMPUTE_POLICIES = (OURS, "leading", "random", "h2o", "cache-craft", "full-cac
 
 
 @dataclass(frozen=True)
-class SignalMender(RecomputePolicy):
+class SignalPolicy(RecomputePolicy):
     """By a product of signals."""
 
     spread: float = 0.0
@@ -82,7 +82,7 @@ class HeavyMender(LeadingPolicy):
 
 
 @dataclass(frozen=True)
-class CraftMender(LeadingPolicy):
+class CraftPolicy(LeadingPolicy):
     """Cache-Craft; its budget is alpha."""
 
     name: str = "cache-craft"
@@ -102,7 +102,7 @@ class CraftMender(LeadingPolicy):
         return selectors.choose_published(stale, overheads)
 
 
-def mender_of(name: str, budget: float | None = None, calibrated: float | None = None) -> RecomputePolicy:
+def policy_of(name: str, budget: float | None = None, calibrated: float | None = None) -> RecomputePolicy:
     """A recompute policy by its name, or by signals joined by `*`. Raises `InvalidSetting`."""
     if name == OURS:
         return recompute_policy_for("scattered", budget, calibrated)
@@ -111,7 +111,7 @@ def mender_of(name: str, budget: float | None = None, calibrated: float | None =
     if name == "cache-craft":
         if budget is not None and not budget >= 0.0:
             raise InvalidSetting(f"recompute_budget={budget} is out of range: use an alpha of 0 or more.")
-        return CraftMender(next((one for one in (budget, calibrated) if one is not None), 1.0))
+        return CraftPolicy(next((one for one in (budget, calibrated) if one is not None), 1.0))
     share = recompute_policy_for("scattered", budget, calibrated).budget
     plain = {"leading": LeadingPolicy, "random": RandomMender, "h2o": HeavyMender}
     if name in plain:
@@ -122,7 +122,7 @@ def mender_of(name: str, budget: float | None = None, calibrated: float | None =
             f"mender={name!r} is unknown. Use {', '.join(RECOMPUTE_POLICIES)}, or signals joined by *: "
             f"{', '.join(selectors.SIGNALS)}."
         )
-    return SignalMender(share, name=name, signals=signals)
+    return SignalPolicy(share, name=name, signals=signals)
 
 
 class PublishedChunks(ChunkCache):
@@ -133,7 +133,7 @@ class PublishedChunks(ChunkCache):
         super().__init__(engine, settings)
         if engine.capabilities.recompute == "leading" and name != "full-cache":
             name = "leading"
-        self.recompute_policy = mender_of(name, budget, calibration_of(engine, name))
+        self.recompute_policy = policy_of(name, budget, calibration_of(engine, name))
 
     def find(
         self, store: TieredStore, kv_space: KvSpace, tokens: Sequence[int], passages: ChunkMatches
@@ -162,19 +162,19 @@ class PublishedMending(SelectiveRecompute):
         self, context: Any, others: Positions, stale: StaleTokens, feeds: Any = (), timed: Any = ()
     ) -> Recomputed:
         recompute_policy, layers = self.recompute_policy, len(self.work.engine.layout.layers)
-        if isinstance(recompute_policy, SignalMender) and recompute_policy.deviates:
+        if isinstance(recompute_policy, SignalPolicy) and recompute_policy.deviates:
             deviating = ChooseByDeviation(stale, recompute_policy.signals, recompute_policy.budget, layers)
             row = self._row(context, np.union1d(others, stale.positions), feeds)
             logits = self.work.step(replace(row, selector=deviating, probe=deviating.probe), timed)
             return Recomputed(logits, deviating.chosen, deviating.cells)
-        if isinstance(recompute_policy, CraftMender) and len(self.chunks) > 2:
-            anew = recompute_policy.choose(stale, self.chunks)
+        if isinstance(recompute_policy, CraftPolicy) and len(self.chunks) > 2:
+            recomputed = recompute_policy.choose(stale, self.chunks)
             question = Span(self.prompt_layout.question, len(self.work.tokens))
-            focusing = ChooseByFocus(anew, [chunk.span for chunk in self.chunks], question)
-            row = self._row(context, np.union1d(others, anew), feeds)
-            if len(anew):
+            focusing = ChooseByFocus(recomputed, [chunk.span for chunk in self.chunks], question)
+            row = self._row(context, np.union1d(others, recomputed), feeds)
+            if len(recomputed):
                 logits = self.work.step(replace(row, selector=focusing, probe=focusing.probe), timed)
-                return Recomputed(logits, anew, focusing.cells)
+                return Recomputed(logits, recomputed, focusing.cells)
         return super()._compute(context, others, stale, feeds, timed)
 
 

@@ -19,7 +19,7 @@ PROMPTS, QUICK_PROMPTS = 24, 3
 ALPHAS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-class _MenderTrials(BudgetTrials):
+class _PolicyTrials(BudgetTrials):
     """Budgets of any recompute policy."""
 
     recompute_policy = OURS
@@ -35,7 +35,7 @@ def run(engine: Engine, questions: Sequence[PassageQuestion], options: BenchOpti
     drawn = held(questions, options.rounds(PROMPTS, QUICK_PROMPTS), 0, options.seed)
     ladders = {"leading": BUDGETS} if engine.capabilities.recompute == "leading" else {OURS: BUDGETS, CRAFT: ALPHAS}
     tried = {}
-    with _MenderTrials.opened(engine, drawn.calibration, drawn.donors, advance) as trials:
+    with _PolicyTrials.opened(engine, drawn.calibration, drawn.donors, advance) as trials:
         for name, some in ladders.items():
             trials.recompute_policy = name
             tried[name] = trials.search(some, options.quality, advance)
@@ -57,10 +57,10 @@ def _report(
     stored: Mapping[str, float],
 ) -> Report:
     report = Report("chunks")
-    told: dict[str, Any] = {}
+    by_policy: dict[str, Any] = {}
     for name, some in tried.items():
         best = max(one.rouge_l for one in some)
-        told[name] = {
+        by_policy[name] = {
             "budget": stored.get(name),
             "reached": found[name] is not None,
             "best_rouge_l": best,
@@ -68,13 +68,13 @@ def _report(
         }
         if found[name] is None:
             outcome = "passages are computed whole" if name in stored else "nothing is kept"
-            told[name]["reason"] = f"up to {some[-1].budget:g} gives {best:.3f} at best; {outcome}"
+            by_policy[name]["reason"] = f"up to {some[-1].budget:g} gives {best:.3f} at best; {outcome}"
         for one in some:
             kept = f"kept: {stored[name]:.3g}" if one is some[-1] and name in stored else ""
             measure = f"{name} {one.budget:g}: ROUGE-L, KL, computed share"
             shown = f"{one.rouge_l:.3f}, {one.kl:.4f}, {one.computed_share:.3f}"
             report.rows.append(TableRow(measure, shown, kept, f"{one.rouge_l / quality:.2f}", f">= {quality:g}"))
-    report.fields |= {"calibrated": told, "quality": quality, "prompts": prompts, "stored": dict(stored)}
+    report.fields |= {"calibrated": by_policy, "quality": quality, "prompts": prompts, "stored": dict(stored)}
     report.plot = lambda figure: _draw(figure, tried, quality)
     return report
 

@@ -89,10 +89,10 @@ def _changed(
 
 
 def _ask(session: Session, engine: Engine, one: PreparedPrompt) -> _Point:
-    mended = start_prompt(session.cache, engine, one.request, one.tokens, 0)
-    mended.end(session.cache, keep=True)
+    approximate = start_prompt(session.cache, engine, one.request, one.tokens, 0)
+    approximate.end(session.cache, keep=True)
     session.flush()
-    return _Point(mended.seconds, mended.computed_share)
+    return _Point(approximate.seconds, approximate.computed_share)
 
 
 def _ask_both(session: Session, engine: Engine, one: PreparedPrompt, *, exact_first: bool, judges: bool) -> _Point:
@@ -100,12 +100,12 @@ def _ask_both(session: Session, engine: Engine, one: PreparedPrompt, *, exact_fi
     cache, exactly = session.cache, replace(one.request, reuse="exact")
     first = start_prompt(cache, engine, exactly if exact_first else one.request, one.tokens, POSITIONS)
     second = start_prompt(cache, engine, one.request if exact_first else exactly, one.tokens, POSITIONS)
-    exact, mended = (first, second) if exact_first else (second, first)
-    kl, top1 = compare(engine, exact, [mended])[0] if judges else (None, None)
+    exact, approximate = (first, second) if exact_first else (second, first)
+    kl, top1 = compare(engine, exact, [approximate])[0] if judges else (None, None)
     exact.end(cache, keep=False)
-    mended.end(cache, keep=True)
+    approximate.end(cache, keep=True)
     session.flush()
-    return _Point(mended.seconds, mended.computed_share, exact.seconds, kl, top1)
+    return _Point(approximate.seconds, approximate.computed_share, exact.seconds, kl, top1)
 
 
 def _fields(points: Sequence[_Point], window: int, seed: int) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def impossible(engine: Engine) -> dict[str, str]:
     return dict.fromkeys(("set-cache", "random", "h2o", CRAFT, OURS), _SEEN_ALONE)
 
 
-class Kitchen(PassageTrials):
+class ModeTrials(PassageTrials):
     """One session whose passages were all computed in donors, and every mode on it: the same store and engine."""
 
     def __init__(self, session: Session, options: BenchOptions) -> None:
@@ -88,7 +88,7 @@ class Kitchen(PassageTrials):
     @contextmanager
     def opened(
         cls, engine: Engine, options: BenchOptions, donors: Sequence[PassagePrompt], advance: Advance
-    ) -> Iterator[Kitchen]:
+    ) -> Iterator[ModeTrials]:
         """One in a folder of its own, where these donors were computed."""
         with cls.warmed(engine, donors, advance) as session:
             yield cls(session, options)

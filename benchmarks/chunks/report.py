@@ -10,7 +10,7 @@ from benchmarks.chunks.modes import CRAFT, SIGNALS
 from rekindle.chunks.select import OURS
 
 
-def tell(report: Report) -> None:
+def add_rows(report: Report) -> None:
     """Write the table from the fields."""
     fields = report.fields
     for row in fields["rows"]:
@@ -18,9 +18,9 @@ def tell(report: Report) -> None:
             report.rows.append(_mode(row))
     if fields.get("best") is not None and fields["best"]["kl"] is not None:
         _best(report)
-    for name, told in (fields["streams"] or {}).items():
-        if told["questions"]:
-            _stream(report, name, told)
+    for name, result in (fields["streams"] or {}).items():
+        if result["questions"]:
+            _stream(report, name, result)
     endurance = fields["endurance"]
     if endurance is not None and endurance["questions"]:
         _endurance(report, endurance)
@@ -69,12 +69,15 @@ def _best(report: Report) -> None:
         )
 
 
-def _stream(report: Report, name: str, told: Mapping[str, Any]) -> None:
-    before = told["computed_tokens_prefix"]
-    for way, some in (("mend", {**told, "computed_tokens": told["computed_tokens_mend"]}), ("warmed", told["warmed"])):
+def _stream(report: Report, name: str, result: Mapping[str, Any]) -> None:
+    before = result["computed_tokens_prefix"]
+    for way, some in (
+        ("mend", {**result, "computed_tokens": result["computed_tokens_mend"]}),
+        ("warmed", result["warmed"]),
+    ):
         report.rows.append(
             TableRow(
-                f"{told['questions']} questions ({name}), {way}: computed tokens",
+                f"{result['questions']} questions ({name}), {way}: computed tokens",
                 f"{some['computed_tokens']:,}",
                 f"{before:,} (prefix)",
                 f"{some['reduction']:.0%} less",
@@ -84,26 +87,26 @@ def _stream(report: Report, name: str, told: Mapping[str, Any]) -> None:
         kl = "" if some["kl"] is None else f", KL {some['kl']:.4f}, top-1 {some['top1']:.3f}"
         report.rows.append(
             TableRow(
-                f"{told['questions']} questions ({name}), {way}: first token",
+                f"{result['questions']} questions ({name}), {way}: first token",
                 f"{some['ttft_s']:.2f} s{kl}",
-                f"{told['ttft_prefix_s']:.2f} s (prefix)",
+                f"{result['ttft_prefix_s']:.2f} s (prefix)",
                 f"{some['ttft_vs_prefix']:.2f}x ({some['ttft_vs_prefix_sums']:.2f}x of sums)",
                 ">= 2",
             )
         )
 
 
-def _endurance(report: Report, told: Mapping[str, Any]) -> None:
-    speed, worse = told["ttft_vs_prefix_slope"], told["kl_slope"]
-    title = f"{told['questions']} questions in a row"
+def _endurance(report: Report, result: Mapping[str, Any]) -> None:
+    speed, worse = result["ttft_vs_prefix_slope"], result["kl_slope"]
+    title = f"{result['questions']} questions in a row"
     if speed is not None:
         change = f"{speed['per_100']:+.2f} per 100 ({speed['low']:+.2f} to {speed['high']:+.2f})"
         report.rows.append(
-            TableRow(f"{title}: speedup", f"{told['ttft_vs_prefix']:.2f}x", "1 (prefix)", change, "flat")
+            TableRow(f"{title}: speedup", f"{result['ttft_vs_prefix']:.2f}x", "1 (prefix)", change, "flat")
         )
-    if worse is not None and told["kl"] is not None:
+    if worse is not None and result["kl"] is not None:
         change = f"{worse['per_100']:+.4f} per 100 ({worse['low']:+.4f} to {worse['high']:+.4f})"
-        report.rows.append(TableRow(f"{title}: KL", f"{told['kl']:.4f}", "0 (exact)", change, "flat"))
+        report.rows.append(TableRow(f"{title}: KL", f"{result['kl']:.4f}", "0 (exact)", change, "flat"))
 
 
 def draw(figure: Any, fields: Mapping[str, Any]) -> None:
@@ -125,11 +128,11 @@ def draw(figure: Any, fields: Mapping[str, Any]) -> None:
     _draw_endurance(endurance, fields["endurance"])
 
 
-def _draw_endurance(axes: Any, told: Mapping[str, Any] | None) -> None:
+def _draw_endurance(axes: Any, result: Mapping[str, Any] | None) -> None:
     axes.set_title("a long run with chunk reuse")
-    if told is None or not told["questions"]:
+    if result is None or not result["questions"]:
         return
-    windows = told["windows"]
+    windows = result["windows"]
     at = [one["first"] + one["questions"] / 2 for one in windows]
     axes.plot(at, [one["ttft_vs_prefix"] for one in windows], "o-", label="first token, times sooner than exact")
     axes.set_xlabel("question")

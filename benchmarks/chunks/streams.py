@@ -84,14 +84,14 @@ class Streams:
 
     def measure(self, some: PersonalSet, advance: Advance) -> dict[str, Any]:
         """The fields of one set."""
-        told, most = _StreamTimes(), self._options.rounds(QUESTIONS, QUICK_QUESTIONS)
+        times, most = _StreamTimes(), self._options.rounds(QUESTIONS, QUICK_QUESTIONS)
         for person in some.people:
-            left = most - len(told.seconds["prefix"])
+            left = most - len(times.seconds["prefix"])
             if left <= 0:
                 break
             advance(f"questions of {some.name}, {person.name or 'one person'}")
-            self._person(f"{some.name}/{person.name}", person, left, told)
-        return _fields(told)
+            self._person(f"{some.name}/{person.name}", person, left, times)
+        return _fields(times)
 
     def prepare(self, tenant: str, person: Person, most: int, top_k: int) -> list[PreparedPrompt]:
         """Ingest the documents of a person, and find the passages of the first questions."""
@@ -104,12 +104,12 @@ class Streams:
                 found.append(PreparedPrompt(request, tokens))
         return found
 
-    def _person(self, tenant: str, person: Person, most: int, told: _StreamTimes) -> None:
+    def _person(self, tenant: str, person: Person, most: int, times: _StreamTimes) -> None:
         asked = self.prepare(tenant, person, most, QUICK_TOP_K if self._options.quick else TOP_K)
         quotes = list(dict.fromkeys(quote for one in asked for quote in one.request.quotes))
         self._warm(tenant, random.Random(self._options.seed).sample(quotes, len(quotes)))  # not as they are asked for
         for number, one in enumerate(asked):
-            self._ask(one, told, compared=number % COMPARED == 0 and self._options.shape is None)
+            self._ask(one, times, compared=number % COMPARED == 0 and self._options.shape is None)
         for session in self._sessions.values():
             session.cache.unpark()
 
@@ -118,7 +118,7 @@ class Streams:
         for place in range(0, len(quotes), WARMED_TOGETHER):
             session.warm(asking(""), documents=quotes[place : place + WARMED_TOGETHER], tenant=tenant)
 
-    def _ask(self, one: PreparedPrompt, told: _StreamTimes, *, compared: bool) -> None:
+    def _ask(self, one: PreparedPrompt, times: _StreamTimes, *, compared: bool) -> None:
         names = list(_LEVELS)
         shift = self._turn % len(names)
         self._turn += 1
@@ -126,48 +126,48 @@ class Streams:
         for name in names[shift:] + names[:shift]:
             cache = self._sessions[name].cache
             starts[name] = start_prompt(cache, self._engine, one.request, one.tokens, POSITIONS if compared else 0)
-            told.add(name, starts[name])
+            times.add(name, starts[name])
             if not compared:
                 starts[name].end(cache, keep=True)
         if compared:
             others = ("mend", "warmed")
             found = compare(self._engine, starts["prefix"], [starts[name] for name in others])
             for name, (kl, top1) in zip(others, found, strict=True):
-                told.quality[name].append((kl, top1))
+                times.quality[name].append((kl, top1))
             for name, some in starts.items():
                 some.end(self._sessions[name].cache, keep=True)
         for session in self._sessions.values():
             session.flush()
 
 
-def _fields(told: _StreamTimes) -> dict[str, Any]:
-    if not told.seconds["prefix"]:
+def _fields(times: _StreamTimes) -> dict[str, Any]:
+    if not times.seconds["prefix"]:
         return {"questions": 0, "reason": "no question has passages that are long enough to be found again"}
-    mend = _against(told, "mend")
+    mend = _against(times, "mend")
     return {
-        "questions": len(told.seconds["prefix"]),
-        "budget": max(told.budgets, default=None),
-        "calibrated": told.calibrated,
-        "computed_tokens_prefix": sum(told.computed["prefix"]),
-        "ttft_prefix_s": statistics.median(told.seconds["prefix"]),
+        "questions": len(times.seconds["prefix"]),
+        "budget": max(times.budgets, default=None),
+        "calibrated": times.calibrated,
+        "computed_tokens_prefix": sum(times.computed["prefix"]),
+        "ttft_prefix_s": statistics.median(times.seconds["prefix"]),
         "computed_tokens_mend": mend.pop("computed_tokens"),
         **mend,
-        "warmed": _against(told, "warmed"),
+        "warmed": _against(times, "warmed"),
     }
 
 
-def _against(told: _StreamTimes, name: str) -> dict[str, Any]:
-    theirs, own = told.seconds["prefix"], told.seconds[name]
-    computed, before = sum(told.computed[name]), sum(told.computed["prefix"])
+def _against(times: _StreamTimes, name: str) -> dict[str, Any]:
+    theirs, own = times.seconds["prefix"], times.seconds[name]
+    computed, before = sum(times.computed[name]), sum(times.computed["prefix"])
     return {
         "computed_tokens": computed,
         "reduction": 1.0 - computed / before,
         "ttft_s": statistics.median(own),
         "ttft_vs_prefix": statistics.median(a / b for a, b in zip(theirs, own, strict=True)),
         "ttft_vs_prefix_sums": sum(theirs) / sum(own),
-        "fallbacks": told.fallbacks[name],
-        "kl": mean(kl for kl, _ in told.quality[name]),
-        "top1": mean(top1 for _, top1 in told.quality[name]),
+        "fallbacks": times.fallbacks[name],
+        "kl": mean(kl for kl, _ in times.quality[name]),
+        "top1": mean(top1 for _, top1 in times.quality[name]),
     }
 
 

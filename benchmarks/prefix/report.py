@@ -66,7 +66,7 @@ class PrefixResults:
     exactly: bool = True
 
 
-def tell(report: Report, found: PrefixResults) -> None:
+def add_rows(report: Report, found: PrefixResults) -> None:
     """Fields and rows."""
     report.fields |= {"prompts": found.prompts, "rounds": found.rounds, "exact_matches": found.exactly}
     sizes = {f"{size}+{ENDING}": _fields_of(of_size, found) for size, of_size in found.sizes.items()}

@@ -17,7 +17,7 @@ from benchmarks.base import Advance, BenchOptions, Report, about, scratch
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
 from benchmarks.serve.clients import ClientRequest, serve_all
-from benchmarks.serve.report import SETTINGS, STREAMS, ServeResults, plotter, tell
+from benchmarks.serve.report import SETTINGS, STREAMS, ServeResults, add_rows, plotter
 from benchmarks.serve.workload import (
     BLOCK_TOKENS,
     Blocks,
@@ -55,7 +55,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
             measure.loads(list(_workloads(engine, options, trace, stream)), advance)
             measure.streams(stream, advance)
     engine.close()
-    tell(report, found)
+    add_rows(report, found)
     report.plot = plotter(found)
     return report
 

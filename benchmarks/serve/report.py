@@ -68,7 +68,7 @@ class ServeResults:
         return [*(served for rounds in self.served.values() for served in rounds), *self.row, *self.together]
 
 
-def tell(report: Report, found: ServeResults) -> None:
+def add_rows(report: Report, found: ServeResults) -> None:
     """Fields and rows."""
     rows = [_row_of(setting, found) for setting in SETTINGS]
     headline = rows[SETTINGS.index(_HEADLINE)]
@@ -175,10 +175,10 @@ def _rows_of(clients: int, found: ServeResults) -> list[TableRow]:
 
 
 def _compared(measure: str, ours: float | None, theirs: float | None, unit: float, name: str) -> TableRow:
-    def told(value: float | None) -> str:
+    def result(value: float | None) -> str:
         return "-" if value is None else f"{value * unit:,.1f} {name}"
 
-    return TableRow(measure, told(ours), told(theirs), f"{ours / theirs:.3f}" if ours and theirs else "-")
+    return TableRow(measure, result(ours), result(theirs), f"{ours / theirs:.3f}" if ours and theirs else "-")
 
 
 def plotter(found: ServeResults) -> Callable[[Any], None]:

@@ -88,7 +88,7 @@ class StreamResults:
     quick: bool
 
 
-def tell(report: Report, found: StreamResults) -> None:
+def add_rows(report: Report, found: StreamResults) -> None:
     """Fill the report."""
     cases = found.cases
     changing = [case for case in cases if case.change >= CHANGING]
@@ -211,8 +211,8 @@ def _table(found: StreamResults, fields: Mapping[str, Any]) -> list[TableRow]:
             kl = f", KL {statistics.median(run.kl for run in runs):.4f}" if found.judged else ""
             share = statistics.median(run.streamed_share for run in runs)
             size = statistics.median(run.bytes for run in runs) / 1e6
-            told = f"{seconds:.2f} s, {share:.0%} streamed, {size:.1f} MB{kl}"
-            rows.append(TableRow(title, told, f"{local:.2f} s (local)", f"{seconds / local:.2f}"))
+            row_text = f"{seconds:.2f} s, {share:.0%} streamed, {size:.1f} MB{kl}"
+            rows.append(TableRow(title, row_text, f"{local:.2f} s (local)", f"{seconds / local:.2f}"))
     rows += [
         TableRow("ideal overlap / ours, ratios 0.5 to 2", _number(fields["overlap_efficiency"]),
             f"worst {_number(fields['overlap_efficiency_worst'])}", "", f">= {BAR_OVERLAP:.2f}"),
@@ -245,19 +245,19 @@ def _more_rows(found: StreamResults) -> list[TableRow]:
     rows = []
     for row in found.passages:
         share, rouge = row["streamed_tokens"], _number(row["rouge_l"])
-        told = f"{row['ours_s']:.2f} s, {share} tokens streamed, KL {row['kl']:.4f}, ROUGE-L {rouge}"
+        row_text = f"{row['ours_s']:.2f} s, {share} tokens streamed, KL {row['kl']:.4f}, ROUGE-L {rouge}"
         others = f"{row['computed_s']:.2f} s (computed), {row['fetched_s']:.2f} s (fetched, then mended)"
         title = f"{row['passages']} passages, ratio {row['ratio']:g}"
-        rows.append(TableRow(title, told, others, f"{row['ours_s'] / row['computed_s']:.2f}"))
+        rows.append(TableRow(title, row_text, others, f"{row['ours_s'] / row['computed_s']:.2f}"))
     for row in found.trouble:
         seconds, alone = f"{row['ours_s']:.2f} s", f"{row['local_s']:.2f} s (no origin)"
         rows.append(
             TableRow(f"origin: {row['trouble']}", seconds, alone, f"{row['vs_local']:.3f}", f"<= {BAR_TROUBLE}")
         )
     for row in found.sensitivity:
-        told = f"{row['ours_s']:.2f} s, {row['streamed_share']:.0%} streamed"
+        row_text = f"{row['ours_s']:.2f} s, {row['streamed_share']:.0%} streamed"
         took = f"{row['ours_s'] / row['local_s']:.2f}"
-        rows.append(TableRow(f"{row['what']}: {row['value']}", told, f"{row['local_s']:.2f} s (local)", took))
+        rows.append(TableRow(f"{row['what']}: {row['value']}", row_text, f"{row['local_s']:.2f} s (local)", took))
     return rows
 
 
@@ -310,8 +310,8 @@ def _draw_ratios(axes: Any, found: StreamResults) -> None:
 
 def _draw_sensitivity(axes: Any, found: StreamResults) -> None:
     """How many times sooner ours is, by what."""
-    names = [f"{told['what']}: {told['value']}" for told in found.sensitivity]
-    axes.barh(names[::-1], [told["gain"] for told in found.sensitivity][::-1], color="tab:blue")
+    names = [f"{row_text['what']}: {row_text['value']}" for row_text in found.sensitivity]
+    axes.barh(names[::-1], [row_text["gain"] for row_text in found.sensitivity][::-1], color="tab:blue")
     axes.axvline(1.0, color="grey", linewidth=0.8)
     axes.set_xlabel("computing / ours, the link as fast as computing")
     axes.tick_params(labelsize=7)

@@ -231,19 +231,19 @@ class Site:
             streaming.since = since
             logits = streaming.run()
             seconds, carried = time.perf_counter() - started, self._remote.carried_bytes
-        told = streaming.report
-        asked = [event for event in told.events if event.chunk == setting.cells.chunks]
+        outcome = streaming.report
+        asked = [event for event in outcome.events if event.chunk == setting.cells.chunks]
         return StreamRun(
             mode,
             seconds,
             carried,
-            told.streamed_cells / (setting.cells.chunks * setting.cells.layers),
+            outcome.streamed_cells / (setting.cells.chunks * setting.cells.layers),
             *(self._near(sequence, logits) if judged else (math.nan, math.nan)),
             sum(event.stop - event.start for event in asked),
             find_s,
             streaming.revisions,
-            failed or told.failed,
-            tuple(told.events),
+            failed or outcome.failed,
+            tuple(outcome.events),
         )
 
     def _first(

@@ -321,8 +321,8 @@ def _codes(
     # Those that are strays, one more than there should be: nobody has to wait for how many there are.
     strays = torch.nonzero_static(flat == _STRAY, size=pile.strays + 1, fill_value=-1)[:, 0]
     surplus, found = strays[-1], strays[:-1]
-    told = torch.repeat_interleave(tables["strays"], tables["stray_counts"], 0, output_size=pile.strays)
-    number, start, stop = told.unbind(1)  # of the side, less the strays before; of the codes of the frame
+    stray_table = torch.repeat_interleave(tables["strays"], tables["stray_counts"], 0, output_size=pile.strays)
+    number, start, stop = stray_table.unbind(1)  # of the side, less the strays before; of the codes of the frame
     sound = ((found >= start) & (found < stop)).all() & (surplus < 0)
     flat[found.clamp(min=0)] = side[number + torch.arange(pile.strays, device=body.device)]
 

@@ -18,11 +18,11 @@ def check_frame(frame: memoryview, size: int) -> None:
     """Raises `ValueError` unless a frame says that it holds `size` bytes, can, and ends where it should: before
     memory is taken for it."""
     try:
-        told, header = zstandard.frame_content_size(frame), zstandard.frame_header_size(frame)
+        reported, header = zstandard.frame_content_size(frame), zstandard.frame_header_size(frame)
     except zstandard.ZstdError as error:
         raise ValueError(f"a frame is damaged: {error}") from error
-    if told != size or size > len(frame) * LARGEST_RATIO:
-        raise ValueError(f"a frame holds {told} bytes instead of {size}")
+    if reported != size or size > len(frame) * LARGEST_RATIO:
+        raise ValueError(f"a frame holds {reported} bytes instead of {size}")
     if _end_of(frame, header) != len(frame):
         raise ValueError("a frame does not end where it should")
 

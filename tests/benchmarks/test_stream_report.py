@@ -11,7 +11,7 @@ from benchmarks.base import Report
 from benchmarks.baselines.predictor import best_model
 from benchmarks.stream.costs import LayerTimings
 from benchmarks.stream.modes import MODES, StreamMode
-from benchmarks.stream.report import StreamResults, TraceCase, draw, tell
+from benchmarks.stream.report import StreamResults, TraceCase, add_rows, draw
 from benchmarks.stream.schedules import coarse, compare
 from benchmarks.stream.site import StreamRun
 from benchmarks.stream.traces import made_trace
@@ -65,7 +65,7 @@ def test_a_single_lane_counts_if_its_quality_is_not_below_ours() -> None:
 
 def test_the_report_has_the_fields_and_keeps_what_changes_apart() -> None:
     report = Report("stream")
-    tell(
+    add_rows(
         report, found(case("constant", fixed=6.0, bidirectional=6.0), case("step down"), case("outage", 4.0, ours=5.0))
     )
     fields = report.fields
@@ -83,7 +83,7 @@ def test_the_report_has_the_fields_and_keeps_what_changes_apart() -> None:
 
 def test_what_was_not_measured_is_null_with_a_reason() -> None:
     report = Report("stream")
-    tell(report, found(case("constant"), quick=True))
+    add_rows(report, found(case("constant"), quick=True))
     assert report.fields["vs_fixed_changing"] is None and "no trace" in report.fields["changing_reason"]
     assert "quick" in report.fields["vs_fixed_window_reason"]
 

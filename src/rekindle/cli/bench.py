@@ -98,18 +98,18 @@ def bench(
         with notes.status("bench: a new process"):
             task = {"model": model, "settings": {**loading, **kept, "memory_limit": 0}, "prompts": vars(prompts)}
             times["restart"], reused["restart"] = _restart({**task, "seconds": seconds * _RESTART_SHARE})
-    told = {name: _told(name, times, reused) for name in _TITLES}
+    summaries = {name: _summary(name, times, reused) for name in _TITLES}
     if figure is not None:
-        _draw(figure, told, about)
+        _draw(figure, summaries, about)
         figure.savefig(plot, dpi=120)
     if json:
         from rekindle.machine import describe_machine
 
-        print_json({**about, "machine": describe_machine(), "restart": "a new process", "first_token": told})
+        print_json({**about, "machine": describe_machine(), "restart": "a new process", "first_token": summaries})
         return
     rows = [
         [_TITLES[name], _shown(one), f"{one['speedup']:.1f}x", str(one["rounds"]), str(one["reused_tokens"])]
-        for name, one in told.items()
+        for name, one in summaries.items()
     ]
     title = f"first token of {about['tokens']} tokens, {about['model']} on {about['device']} ({about['dtype']})"
     print_table(["start", "median (from-to)", "against cold", "rounds", "reused"], rows, title=title)
@@ -194,7 +194,7 @@ def restarted() -> None:
     json.dump({"times": times, "reused": reused}, sys.stdout)
 
 
-def _told(name: str, times: dict[str, list[float]], reused: dict[str, list[int]]) -> dict[str, Any]:
+def _summary(name: str, times: dict[str, list[float]], reused: dict[str, list[int]]) -> dict[str, Any]:
     own = times[name]
     return {
         "median_s": statistics.median(own),
@@ -218,11 +218,11 @@ def _figure() -> Any:
     return Figure(figsize=(8, 3), layout="constrained")
 
 
-def _draw(figure: Any, told: dict[str, dict[str, Any]], about: dict[str, Any]) -> None:
+def _draw(figure: Any, summaries: dict[str, dict[str, Any]], about: dict[str, Any]) -> None:
     axes = figure.subplots()
-    rows = list(told.values())
+    rows = list(summaries.values())
     spread = [[one["median_s"] - one["min_s"] for one in rows], [one["max_s"] - one["median_s"] for one in rows]]
-    axes.barh([_TITLES[name] for name in told], [one["median_s"] for one in rows], xerr=spread)
+    axes.barh([_TITLES[name] for name in summaries], [one["median_s"] for one in rows], xerr=spread)
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel(f"seconds to the first token of {about['tokens']}, {about['model']}")

@@ -97,12 +97,12 @@ class WayRun:
     way: Way
     session: Session
     tree: QkvTree | None = None
-    told: list[AnswerResult] = field(default_factory=list)
+    results: list[AnswerResult] = field(default_factory=list)
     idle_flop: float = 0.0
 
     @classmethod
     def open(cls, way: Way, engine: Engine, folder: Path, limit_bytes: int) -> WayRun:
-        """A lane with its own folders; what is in them is used."""
+        """A run with its own folders; what is in them is used."""
         session = Session(
             engine,
             cache=str(folder / "cache"),
@@ -122,10 +122,12 @@ class WayRun:
         seconds = time.perf_counter() - started
         stored = getattr(reply, "stored", None)
         usage = reply.usage
-        told = AnswerResult(seconds, reply.text, usage.prompt_tokens, usage.cached_tokens, usage.drafted_tokens, stored)
+        results = AnswerResult(
+            seconds, reply.text, usage.prompt_tokens, usage.cached_tokens, usage.drafted_tokens, stored
+        )
         self.session.flush()
-        self.told.append(told)
-        return told
+        self.results.append(results)
+        return results
 
     def _as_published(self, question: str) -> Reply:
         """Give the stored answer, or write one token by token: drafts are ours."""
@@ -153,7 +155,7 @@ class WayRun:
         return Reply(engine.tokenizer.decode(done.tokens), done.tokens, "length", usage, timings, reuse)
 
     def learn(self, entries: Sequence[BankEntry]) -> None:
-        """Know foreseen questions that another lane answered, in the layers that this way has."""
+        """Know foreseen questions that another run answered, in the layers that this way has."""
         for entry in entries:
             prepared = self.session.prepare(entry.question, **_options())
             context = prepared.prompt_tokens
