@@ -123,9 +123,9 @@ class _Set:
             "embedded_twice": sum(done.embedded for done in again),
         }
 
-    def _ingest(self, person: Person, most: int | None) -> IngestResult:
+    def _ingest(self, person: Person, max_count: int | None) -> IngestResult:
         ingester = Ingester(self._libraries[person.name], self._embedder, Splitting())
-        return ingester.ingest_documents(person.documents[:most])
+        return ingester.ingest_documents(person.documents[:max_count])
 
     def recall(self, report: Report) -> None:
         """The share of questions of which a document that answers them is among the first five, by each way.

@@ -45,7 +45,9 @@ from rekindle.store.tiered import TieredStore
 TOKENS = 1000
 PROMPT = 8000
 ROWS = {"1k": 1_000, "1m": 1_000_000}
-SHELF = KvSpace(Namespace("bench"), KvLayout("float32", tuple(LayerShape(3, 64, 64) for _ in range(30))), model="bench")
+KV_SPACE = KvSpace(
+    Namespace("bench"), KvLayout("float32", tuple(LayerShape(3, 64, 64) for _ in range(30))), model="bench"
+)
 STORM_LIMIT_BYTES = 6_000_000
 
 
@@ -82,7 +84,7 @@ class _StoreMeasure:
         self._quick = options.quick
         self._random = np.random.default_rng(options.seed)
         self._kv = self._make_kv()
-        self._bytes = TOKENS * SHELF.layout.token_bytes
+        self._bytes = TOKENS * KV_SPACE.layout.token_bytes
 
     def put(self, report: Report) -> None:
         """Keep 1,000 tokens: ours, a plain file with fsync, diskcache."""
@@ -98,7 +100,7 @@ class _StoreMeasure:
             def ours() -> None:
                 nonlocal keeps
                 tokens = self._tokens(next(number))
-                if store.keep(SHELF, tokens, self._kv).outcome != "kept":
+                if store.keep(KV_SPACE, tokens, self._kv).outcome != "kept":
                     raise AssertionError("a keep was refused")
                 keeps += 1
 
@@ -128,7 +130,7 @@ class _StoreMeasure:
         tokens = self._tokens(0)
         with _folder(self.folder / "get") as folder:
             with TieredStore(folder / "ours", settings) as store:
-                store.keep(SHELF, tokens, self._kv)
+                store.keep(KV_SPACE, tokens, self._kv)
                 (extent,) = (store.disk.extents.folder).iterdir()
             theirs = diskcache.Cache(folder / "diskcache", size_limit=20 << 30)
             theirs.set("kv", extent.read_bytes())
@@ -148,7 +150,7 @@ class _StoreMeasure:
                     "memory": lambda: self._load(held, tokens, layers),
                 }
                 self._load(held, tokens, layers)
-                held.tend()
+                held.maintain()
                 times = interleave(jobs, 2 * self.rounds, lambda: None)
                 for layer, right in zip(layers, self._kv.layers, strict=True):
                     if not np.array_equal(layer.keys, right.keys) or not np.array_equal(layer.values, right.values):
@@ -193,12 +195,12 @@ class _StoreMeasure:
         """Look 8,000 tokens up among 1,000 and among 1,000,000 rows; reopen; evict; memory."""
         for name, count in ROWS.items():
             with _folder(self.folder / name) as folder:
-                prompt = fill_catalog(folder, SHELF, count, PROMPT, self._random)
+                prompt = fill_catalog(folder, KV_SPACE, count, PROMPT, self._random)
                 known = TieredStore(folder, StoreSettings(disk_limit="1TB", memory_limit=0))
                 unknown = [VOCABULARY] * PROMPT
                 half = [*prompt[: PROMPT // 2 + 5], *unknown[: PROMPT // 2]]
                 times = [_lookup_us(known, tokens) for tokens in (prompt, half, unknown)]
-                found = [known.lookup(SHELF, tokens).length for tokens in (prompt, half, unknown)]
+                found = [known.lookup(KV_SPACE, tokens).length for tokens in (prompt, half, unknown)]
                 known.close()
                 if found != [PROMPT, PROMPT // 2 + 5, 0]:
                     raise AssertionError(f"the lookup found {found}")
@@ -219,7 +221,7 @@ class _StoreMeasure:
         for _ in range(5):
             start = time.perf_counter()
             with TieredStore(folder, StoreSettings(disk_limit="1TB", memory_limit=0)) as store:
-                store.lookup(SHELF, prompt)
+                store.lookup(KV_SPACE, prompt)
                 seconds.append(time.perf_counter() - start)
         report.fields["reopen_s_1m"] = statistics.median(seconds)
         shown = f"{report.fields['reopen_s_1m']:.3f} s"
@@ -255,9 +257,9 @@ class _StoreMeasure:
         def half(heads: int, dim: int) -> Any:
             return self._random.standard_normal((heads, TOKENS, dim), dtype=np.float32)
 
-        shapes = SHELF.layout.layers
+        shapes = KV_SPACE.layout.layers
         layers = tuple(LayerKv(half(s.kv_heads, s.key_dim), half(s.kv_heads, s.value_dim)) for s in shapes)
-        return Kv(Span(0, TOKENS), SHELF.layout, layers)
+        return Kv(Span(0, TOKENS), KV_SPACE.layout, layers)
 
     def _tokens(self, number: int) -> list[int]:
         return [number, *range(TOKENS - 1)]
@@ -270,13 +272,13 @@ class _StoreMeasure:
         numbers = out.view(np.float32)
         capacity = TOKENS + 24
         layers = []
-        for index in range(2 * len(SHELF.layout.layers)):
+        for index in range(2 * len(KV_SPACE.layout.layers)):
             size = 3 * capacity * 64
             layers.append(numbers[index * size : (index + 1) * size].reshape(3, capacity, 64)[:, :TOKENS])
         return [LayerKv(keys, values) for keys, values in zip(layers[::2], layers[1::2], strict=True)]
 
     def _load(self, store: TieredStore, tokens: list[int], layers: list[LayerKv]) -> None:
-        with store.load(SHELF, store.lookup(SHELF, tokens)) as feed:
+        with store.load(KV_SPACE, store.lookup(KV_SPACE, tokens)) as feed:
             for layer in feed.layers:
                 feed.fill(layer, layers[layer])
 
@@ -285,7 +287,7 @@ def _lookup_us(store: TieredStore, tokens: list[int]) -> float:
     times = []
     for _ in range(50):
         start = time.perf_counter()
-        store.lookup(SHELF, tokens)
+        store.lookup(KV_SPACE, tokens)
         times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e6
 
@@ -294,12 +296,12 @@ def _index_memory(folder: Path) -> float:
     """What a process grows by when it opens the store and looks many prompts up."""
     script = (
         "import json, sys, psutil, random\n"
-        "from benchmarks.store import SHELF, StoreSettings, TieredStore\n"
+        "from benchmarks.store import KV_SPACE, StoreSettings, TieredStore\n"
         "own = psutil.Process()\n"
         "before = own.memory_info().rss\n"
         "store = TieredStore(sys.argv[1], StoreSettings(disk_limit='1TB', memory_limit=0))\n"
         "for seed in range(300):\n"
-        "    store.lookup(SHELF, [random.randrange(50000) for _ in range(2000)])\n"
+        "    store.lookup(KV_SPACE, [random.randrange(50000) for _ in range(2000)])\n"
         "print(own.memory_info().rss - before)\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(folder)], check=True, capture_output=True, text=True)

@@ -175,9 +175,9 @@ class _Person:
         return done
 
     def _idle(self, run: WayRun) -> Idle:
-        most = QUICK_WARM_PASSAGES if self._options.quick else WARM_PASSAGES
+        max_count = QUICK_WARM_PASSAGES if self._options.quick else WARM_PASSAGES
         options = IdleOptions(
-            stride=STRIDE, settle_seconds=0.0, warm_passages=most, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS
+            stride=STRIDE, settle_seconds=0.0, warm_passages=max_count, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS
         )
         return Idle(run.session, options)
 

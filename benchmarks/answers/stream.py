@@ -20,13 +20,13 @@ class Asked:
     kind: Kind
 
 
-def stream(person: Person, most: int) -> list[Asked]:
-    """The first `most` questions of a person, each followed by its returns a little later.
+def stream(person: Person, max_count: int) -> list[Asked]:
+    """The first `max_count` questions of a person, each followed by its returns a little later.
 
     Questions that come back are preferred, so that a short stream has some.
     """
     back = {again.of for again in person.revisits}
-    chosen = sorted(range(len(person.questions)), key=lambda i: (person.questions[i].id not in back, i))[:most]
+    chosen = sorted(range(len(person.questions)), key=lambda i: (person.questions[i].id not in back, i))[:max_count]
     placed: list[tuple[float, Asked]] = []
     for place, number in enumerate(sorted(chosen)):
         question = person.questions[number]

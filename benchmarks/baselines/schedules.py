@@ -12,7 +12,7 @@ from rekindle.core.cells import Progress, Schedule
 def all_compute(costs: LinkCosts, progress: Progress | None = None) -> Schedule:
     """The link is not used."""
     task = SearchTask.of(costs, progress)
-    return task.schedule(task.most)
+    return task.schedule(task.max_count)
 
 
 def all_stream(costs: LinkCosts, progress: Progress | None = None) -> Schedule:

@@ -84,28 +84,28 @@ class Streams:
 
     def measure(self, some: PersonalSet, advance: Advance) -> dict[str, Any]:
         """The fields of one set."""
-        times, most = _StreamTimes(), self._options.rounds(QUESTIONS, QUICK_QUESTIONS)
+        times, max_count = _StreamTimes(), self._options.rounds(QUESTIONS, QUICK_QUESTIONS)
         for person in some.people:
-            left = most - len(times.seconds["prefix"])
+            left = max_count - len(times.seconds["prefix"])
             if left <= 0:
                 break
             advance(f"questions of {some.name}, {person.name or 'one person'}")
             self._person(f"{some.name}/{person.name}", person, left, times)
         return _fields(times)
 
-    def prepare(self, tenant: str, person: Person, most: int, top_k: int) -> list[PreparedPrompt]:
+    def prepare(self, tenant: str, person: Person, max_count: int, top_k: int) -> list[PreparedPrompt]:
         """Ingest the documents of a person, and find the passages of the first questions."""
         self._library.ingest(documents=person.documents, tenant=tenant)
         found = []
-        for question in islice(person.questions, most):
+        for question in islice(person.questions, max_count):
             request = self._library.prepare(question.text, top_k=top_k, tenant=tenant, max_tokens=1).request
             tokens = encode_prompt(self._engine, request)
             if tokens.prompt_layout is not None:
                 found.append(PreparedPrompt(request, tokens))
         return found
 
-    def _person(self, tenant: str, person: Person, most: int, times: _StreamTimes) -> None:
-        asked = self.prepare(tenant, person, most, QUICK_TOP_K if self._options.quick else TOP_K)
+    def _person(self, tenant: str, person: Person, max_count: int, times: _StreamTimes) -> None:
+        asked = self.prepare(tenant, person, max_count, QUICK_TOP_K if self._options.quick else TOP_K)
         quotes = list(dict.fromkeys(quote for one in asked for quote in one.request.quotes))
         self._warm(tenant, random.Random(self._options.seed).sample(quotes, len(quotes)))  # not as they are asked for
         for number, one in enumerate(asked):

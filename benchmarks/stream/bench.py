@@ -164,12 +164,12 @@ class _StreamBench:
     def _case(self, site: Site, trace: Trace, ratio: float, local_seconds: float) -> TraceCase:
         """All ways over one trace, in turns, another one first each time."""
         modes = QUICK_MODES if self.options.quick else MODES
-        window, most = ratio * local_seconds, MAX_TIMES * local_seconds
+        window, max_count = ratio * local_seconds, MAX_TIMES * local_seconds
         skipped = {
             mode: expected
             for mode in modes
             if mode.kind == "stream" and mode.level is not None
-            if (expected := trace.moment(0.0, float(site.sizes(mode.level).sum()))) > most
+            if (expected := trace.moment(0.0, float(site.sizes(mode.level).sum()))) > max_count
         }
         able = [mode for mode in modes if mode not in skipped]
         runs = []

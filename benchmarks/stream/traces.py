@@ -140,7 +140,7 @@ def _read(path: Path) -> tuple[list[float], list[float]]:
     return times, rates
 
 
-def read_traces(folder: Path, most: int, seed: int) -> list[Trace]:
+def read_traces(folder: Path, max_count: int, seed: int) -> list[Trace]:
     """Traces of a folder, or of its folders in turn, drawn at random; those over which nothing comes are passed over.
 
     Raises `InvalidSetting`.
@@ -155,7 +155,7 @@ def read_traces(folder: Path, most: int, seed: int) -> list[Trace]:
     ]
     found: list[Trace] = []
     for path in turns:
-        if len(found) == most:
+        if len(found) == max_count:
             break
         if any(_read(path)[1]):
             found.append(read_trace(path))

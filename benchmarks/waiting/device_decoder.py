@@ -109,8 +109,8 @@ def cut_batches(
         below = None if anchor is None else anchor[index]
         layer = _CodedLayer(data, _describe(data, below), out[index], below)
         layer.check(span)
-        most = _BATCH_NUMBERS // max(1, layer.out.keys.numel() + layer.out.values.numel())
-        if found and (layer.kind != found[0].kind or len(found) >= most):
+        max_count = _BATCH_NUMBERS // max(1, layer.out.keys.numel() + layer.out.values.numel())
+        if found and (layer.kind != found[0].kind or len(found) >= max_count):
             yield Batch(found, span)
             found = []
         found.append(layer)

@@ -10,7 +10,7 @@ from rekindle.core.scope import AppRef
 from rekindle.store.disk import Machine
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
-from tests.kvs import SHELF, keep
+from tests.kvs import KV_SPACE, keep
 from tests.store import test_evict_apps, test_limits
 from tests.store.test_evict_apps import ask, opened
 from tests.store.test_limits import LOG_BYTES, Clock, prompt
@@ -53,8 +53,8 @@ def test_lfu_keeps_what_is_used_often_and_lru_what_was_used_last(tmp_path: Path,
                 keep(store, prompt(number))
             for number in (0, 0, 0, 1):
                 clock.now += 10
-                store.record_use(store.lookup(SHELF, prompt(number)))
-            store.tend()
+                store.record_use(store.lookup(KV_SPACE, prompt(number)))
+            store.maintain()
             size = store.disk.entries()[0].size_bytes
             store.disk.room.prune(2 * size + store.disk.database.size_bytes() - 1)
             left[policy] = test_limits.known(store, 2)

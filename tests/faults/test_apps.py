@@ -17,7 +17,7 @@ from rekindle.store.tiered import TieredStore
 from tests.faults.folders import copy, file_bytes, prompt
 from tests.faults.test_injected import Connections, FailingFiles
 from tests.faults.test_purge import KILLED, DyingConnections, DyingFiles, places
-from tests.kvs import SHELF, keep, load
+from tests.kvs import KV_SPACE, keep, load
 
 LIMIT = (2 << 20) + 700_000
 SETTINGS = StoreSettings(disk_limit=LIMIT, memory_limit=0, killed_ttl_seconds=0)
@@ -28,8 +28,8 @@ MINE, SHARED, YOURS = prompt(1, 700), [*SYSTEM, *prompt(2, 500)], [*SYSTEM, *pro
 
 def ask(store: TieredStore, tokens: list[int], app_ref: AppRef) -> None:
     keep(store, tokens, app=app_ref)
-    store.record_request(SHELF, tokens, app_ref)
-    store.tend()
+    store.record_request(KV_SPACE, tokens, app_ref)
+    store.maintain()
 
 
 def kill_mail(store: TieredStore) -> None:
@@ -55,7 +55,7 @@ def scenario(folder: Path, machine: Machine) -> None:
         ask(store, MINE, MAIL)
         kill_mail(store)
         ask(store, prompt(4, 400), AppRef("local", "chat"))
-        store.tend()
+        store.maintain()
 
 
 def in_child(folder: Path, machine: Machine) -> int:
@@ -75,8 +75,8 @@ def expect_swept(folder: Path) -> None:
     with TieredStore(folder, SETTINGS) as store:
         assert check(store.disk).problems == ()
         kill_mail(store)
-        store.tend()
-        assert store.lookup(SHELF, MINE).length == 0
+        store.maintain()
+        assert store.lookup(KV_SPACE, MINE).length == 0
         assert load(store, SHARED) == 96 and load(store, YOURS) == 296
         assert check(store.disk).problems == ()
 

@@ -20,7 +20,7 @@ from rekindle.store.files import Files, Handle
 from rekindle.store.folder import CATALOG, EXTENTS, FORMAT, MARKER, WRITERS, CacheFolder
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import NO_MEMORY, REPOSITORY, as_nobody, copy, fill, make_older, open_to_all, prompt
-from tests.kvs import SHELF, keep, load
+from tests.kvs import KV_SPACE, keep, load
 
 FOREIGN = ("notes.txt", f"{EXTENTS}/map.shp", f"{WRITERS}/README", f"{EXTENTS}/0123456789ABCDEF.kv", "extents.bak/a.kv")
 DEAD, SET_ASIDE = f"{WRITERS}/0123456789abcdef", f"{CATALOG}.broken-1"
@@ -46,7 +46,7 @@ def judge(folder: Path, older: Path) -> None:
     """The folder is a sound cache of this format, with nothing of the older one, and takes what is new."""
     ours = files_of(older) - {*FOREIGN, MARKER, CATALOG}
     with TieredStore(folder, NO_MEMORY) as store:
-        assert store.lookup(SHELF, prompt(1)).length == 0
+        assert store.lookup(KV_SPACE, prompt(1)).length == 0
         assert keep(store, prompt(7)).outcome == "kept"
         assert load(store, prompt(7)) == len(prompt(7))
         assert check(store.disk).problems == ()

@@ -25,7 +25,7 @@ from rekindle.store.purge import TokenRun
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import NO_MEMORY
 from tests.faults.test_purge import places
-from tests.kvs import SHELF, keep, load
+from tests.kvs import KV_SPACE, keep, load
 from tests.store.test_clear import IDENTITY, OWN, SALT, TENANT, TEXT, WORDS, word_traces
 from tests.store.test_purge import kv_traces, numbers, traces
 
@@ -111,7 +111,7 @@ def fill(folder: Path, medium: Medium) -> TieredStore:
         assert keep(store, tokens).outcome == "kept"
     store.disk.remove(store.disk.entries()[1:2])
     assert keep(store, ASKED, OWN).outcome == "kept"
-    store.note(SHELF, IDENTITY, ASKED, b"", {"known": TEXT})
+    store.note(KV_SPACE, IDENTITY, ASKED, b"", {"known": TEXT})
     return store
 
 

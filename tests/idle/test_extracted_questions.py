@@ -141,9 +141,9 @@ def test_the_same_document_always_gives_the_same_questions(text: str) -> None:
 
 
 @given(st.text(max_size=60), st.text(max_size=400), st.integers(0, 6))
-def test_no_text_is_too_odd(title: str, text: str, most: int) -> None:
-    found = extract_questions(title, text, most)
-    assert len(found) <= most and all(question.strip() for question in found)
+def test_no_text_is_too_odd(title: str, text: str, max_count: int) -> None:
+    found = extract_questions(title, text, max_count)
+    assert len(found) <= max_count and all(question.strip() for question in found)
 
 
 @given(

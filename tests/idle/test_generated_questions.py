@@ -74,9 +74,9 @@ def test_questions_are_read_out_of_an_untidy_list(name: str) -> None:
     .flatmap(lambda text: st.text(max_size=40).map(lambda more: text + more)),
     st.integers(0, 6),
 )
-def test_whatever_a_model_writes_there_are_only_questions_each_once(text: str, most: int) -> None:
-    found = parse_questions(text, most)
-    assert len(found) <= most
+def test_whatever_a_model_writes_there_are_only_questions_each_once(text: str, max_count: int) -> None:
+    found = parse_questions(text, max_count)
+    assert len(found) <= max_count
     assert all(question.endswith("?") and "\n" not in question for question in found)
     assert len({question.casefold() for question in found}) == len(found)
 

@@ -2,7 +2,7 @@
 
 python -m tests.store.neighbour FOLDER TENANT SALT APP
 
-`keep A B C` keeps and uses these tokens, `look A B C` answers how many of them it finds, `tend` does what waits.
+`keep A B C` keeps and uses these tokens, `look A B C` answers how many of them it finds, `maintain` does what waits.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _serve(folder: Path, tenant: str, salt: str, app: str) -> None:
             elif command == "look":
                 answer = f"found {load(store, tokens, kv_space)}"
             else:
-                store.tend()
+                store.maintain()
                 answer = "tended"
             print(answer, flush=True)
         over.set()

@@ -29,7 +29,7 @@ from rekindle.store.files import Files
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import file_bytes
-from tests.kvs import SHELF, SMALL, keep, load, make_kv
+from tests.kvs import KV_SPACE, SMALL, keep, load, make_kv
 from tests.store.neighbour import Neighbour, neighbour
 from tests.store.scored import variant
 from tests.store.test_purge import numbers, purge, run, traces
@@ -287,7 +287,7 @@ def test_new_salts_that_are_only_met_stay_within_the_limit(tmp_path: Path) -> No
     settings = StoreSettings(disk_limit=limit, memory_limit=0, admission="second-use")
     with TieredStore(tmp_path / "c", settings) as store:
         for number in range(800):
-            kv_space = replace(SHELF, namespace=replace(SHELF.namespace, salt=f"{number:04000}"))
+            kv_space = replace(KV_SPACE, namespace=replace(KV_SPACE.namespace, salt=f"{number:04000}"))
             assert store.gap(kv_space, [1, 2, 3]) is None
         assert file_bytes(tmp_path / "c") <= limit
         with store.disk.database.reading() as connection:

@@ -18,7 +18,7 @@ from rekindle.store.check import check
 from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
-from tests.kvs import SHELF, keep, load
+from tests.kvs import KV_SPACE, keep, load
 from tests.store.test_limits import LOG_BYTES, Clock, prompt
 
 pytestmark = pytest.mark.thorough
@@ -52,8 +52,8 @@ def say(store: TieredStore, app_ref: AppRef, state: AppState) -> None:
 def ask(store: TieredStore, tokens: list[int], app_ref: AppRef | None) -> None:
     """What a request does: keep what is new, then note whose it was."""
     keep(store, tokens, app=app_ref)
-    store.record_request(SHELF, tokens, app_ref)
-    store.tend()
+    store.record_request(KV_SPACE, tokens, app_ref)
+    store.maintain()
 
 
 def prune_one(store: TieredStore) -> None:
@@ -62,7 +62,7 @@ def prune_one(store: TieredStore) -> None:
 
 
 def known(store: TieredStore, *prompts: list[int]) -> list[int]:
-    return [store.lookup(SHELF, tokens).length for tokens in prompts]
+    return [store.lookup(KV_SPACE, tokens).length for tokens in prompts]
 
 
 def test_under_pressure_killed_apps_go_first_then_the_background(
@@ -104,10 +104,10 @@ def test_private_kv_of_a_killed_app_goes_soon_and_what_others_use_stays(store: T
     ask(store, prompt(3) + prompt(4), MAIL)
     say(store, MAIL, "killed")
     clock.now += 59
-    store.tend()
+    store.maintain()
     assert known(store, system + prompt(1, 320), prompt(3) + prompt(4)) == [640, 1280]
     clock.now += 2
-    store.tend()
+    store.maintain()
     assert known(store, system + prompt(1, 320), prompt(3) + prompt(4)) == [320, 0]
     assert load(store, system + prompt(2, 320)) == 640
     assert check(store.disk).problems == ()
@@ -127,7 +127,7 @@ def test_with_none_it_goes_only_when_room_is_needed(tmp_path: Path, clock: Clock
         ask(store, prompt(0), MAIL)
         say(store, MAIL, "killed")
         clock.now += 1e6
-        store.tend()
+        store.maintain()
         assert known(store, prompt(0)) == [640]
 
 
@@ -137,7 +137,7 @@ def test_an_app_that_asks_again_is_alive_and_its_kv_stays(store: TieredStore, cl
     clock.now += 50
     ask(store, prompt(1), MAIL)
     clock.now += 1000
-    store.tend()
+    store.maintain()
     assert known(store, prompt(0), prompt(1)) == [640, 640]
     with store.disk.database.reading() as connection:
         (row,) = app_rows.apps(connection)
@@ -150,7 +150,7 @@ def test_what_somebody_without_a_name_uses_is_nobodys_private_kv(store: TieredSt
         ask(store, prompt(0), app_ref)
     say(store, MAIL, "killed")
     clock.now += 1000
-    store.tend()
+    store.maintain()
     assert known(store, prompt(0)) == [640]
 
 
@@ -160,7 +160,7 @@ def test_pinned_kv_of_a_killed_app_stays(store: TieredStore, clock: Clock) -> No
     store.disk.pin([max(store.disk.entries(), key=lambda row: row.depth)])
     say(store, MAIL, "killed")
     clock.now += 1000
-    store.tend()
+    store.maintain()
     store.disk.room.prune(0)
     assert load(store, prompt(0) + prompt(1)) == 1280
 
@@ -172,14 +172,14 @@ def test_who_used_what_outlives_a_rewriting(store: TieredStore, clock: Clock) ->
     say(store, MAIL, "killed")
     clock.now += 1000
     (before,) = store.disk.entries()
-    store.tend()  # cuts what was private, and writes the rest anew
+    store.maintain()  # cuts what was private, and writes the rest anew
     (after,) = store.disk.entries()
     assert after.name != before.name and after.live == 10
     with store.disk.database.reading() as connection:
         assert app_rows.users_by_extent(connection, whole=True) == {after.id: AppUsers(foreground=1, killed=1)}
     say(store, NOTES, "killed")
     clock.now += 1000
-    store.tend()
+    store.maintain()
     assert store.disk.entries() == []
     with store.disk.database.reading() as connection:
         assert connection.execute("SELECT count(*) FROM app_uses").fetchone() == (0,)
@@ -197,12 +197,12 @@ def test_limits_hold_at_every_moment_whoever_asks_and_dies(tmp_path: Path, clock
             tokens = prompt(chance.randrange(6), 192) + prompt(chance.randrange(10, 40), chance.choice([100, 500]))
             kept += keep(store, tokens, app=app_ref).outcome == "kept"
             assert disk_bytes(tmp_path / "c") <= limit
-            store.record_request(SHELF, tokens, app_ref)
-            store.record_use(store.lookup(SHELF, tokens), 3.0)
+            store.record_request(KV_SPACE, tokens, app_ref)
+            store.record_use(store.lookup(KV_SPACE, tokens), 3.0)
             if app_ref is not None:
                 say(store, app_ref, chance.choice(["foreground", "background", "killed"]))
             if step % 4 == 0:
-                store.tend()
+                store.maintain()
             assert disk_bytes(tmp_path / "c") <= limit
         assert check(store.disk).problems == ()
         assert kept > 10 and store.counts.write_failures == 0
@@ -235,7 +235,7 @@ def test_users_of_an_extent_are_bounded_and_none_that_lives_is_forgotten(
     for app_ref in app_refs[1:]:
         say(store, app_ref, "killed")
     clock.now += 1000
-    store.tend()
+    store.maintain()
     assert known(store, prompt(0)) == [640]  # the first one lives, and its name was the first to be lost
 
 
@@ -257,7 +257,7 @@ def test_what_is_forgotten_for_want_of_room_loses_its_name_and_not_its_protectio
         say(store, MAIL, "killed")
         ask(store, prompt(number), NOTES)
     clock.now += 1000
-    store.tend()
+    store.maintain()
     assert known(store, prompt(0), prompt(1)) == [640, 640]
     with store.disk.database.reading() as connection:
         (count,) = connection.execute("SELECT count(*) FROM app_uses").fetchone()
@@ -274,7 +274,7 @@ def test_an_extent_whose_user_finds_no_room_has_none(
     ask(store, prompt(0), NOTES)
     say(store, MAIL, "killed")
     clock.now += 1000
-    store.tend()
+    store.maintain()
     assert known(store, prompt(0)) == [640]
 
 
@@ -327,7 +327,7 @@ def test_apps_of_two_tenants_have_nothing_to_do_with_each_other(store: TieredSto
     ask(store, prompt(0), MAIL)
     say(store, AppRef("somebody else", "mail"), "killed")
     clock.now += 1000
-    store.tend()
+    store.maintain()
     assert known(store, prompt(0)) == [640]
 
 
@@ -335,7 +335,7 @@ def test_apps_of_two_salts_have_nothing_to_do_with_each_other(store: TieredStore
     ask(store, prompt(0), MAIL)
     say(store, AppRef("local", "mail", salt="a salt"), "killed")
     clock.now += 1000
-    store.tend()
+    store.maintain()
     assert known(store, prompt(0)) == [640]
     assert [(app.name, app.state) for app in list_apps(store.disk, MAIL.scope)] == [("mail", "foreground")]
     assert len({app.salt_digest for app in list_apps(store.disk)}) == 2

@@ -28,7 +28,7 @@ from rekindle.store.purge_search import MIN_TOKENS, Segment, Snippets, TokenRuns
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from rekindle.text.visible import visible
-from tests.kvs import SHELF, SMALL, keep, load, make_kv
+from tests.kvs import KV_SPACE, SMALL, keep, load, make_kv
 
 pytestmark = pytest.mark.thorough
 
@@ -164,7 +164,7 @@ def test_no_chain_has_a_run_and_all_before_the_first_run_stays_to_the_bit(
                 with store.disk.database.writing() as connection:
                     catalog.cut(connection, row.id, max(1, row.live - 1))
         before = paths(store)
-        others = {id for id, found in before.items() if _kv_space(store, id) != SHELF.namespace.tenant}
+        others = {id for id, found in before.items() if _kv_space(store, id) != KV_SPACE.namespace.tenant}
         mine = {id: found for id, found in before.items() if id not in others}
         purged = purge(store, *chosen)
         after = paths(store)
@@ -333,10 +333,14 @@ def test_the_limit_holds_while_a_full_cache_is_purged(tmp_path: Path) -> None:
 
 def test_other_tenants_and_other_salts_keep_theirs(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ROOMY) as store:
-        for kv_space in (SHELF, OTHER_TENANT, OTHER_SALT):
+        for kv_space in (KV_SPACE, OTHER_TENANT, OTHER_SALT):
             keep(store, numbers(0, 60), kv_space)
         purge(store, numbers(0, 60))
-        assert [load(store, numbers(0, 60), kv_space) for kv_space in (SHELF, OTHER_TENANT, OTHER_SALT)] == [0, 60, 60]
+        assert [load(store, numbers(0, 60), kv_space) for kv_space in (KV_SPACE, OTHER_TENANT, OTHER_SALT)] == [
+            0,
+            60,
+            60,
+        ]
 
 
 def test_a_run_counts_for_its_tokenizer_and_where_that_was_never_noted(tmp_path: Path) -> None:
@@ -390,13 +394,13 @@ def test_memory_lets_go_and_other_processes_find_nothing_though_they_hold_it(tmp
     asked = [*numbers(1, 64), *numbers(0, 60)]
     with TieredStore(tmp_path / "c", with_memory) as store, TieredStore(tmp_path / "c", with_memory) as other:
         keep(other, asked)
-        match = other.lookup(SHELF, asked)
+        match = other.lookup(KV_SPACE, asked)
         assert other.holds(match.pieces[0]) and match.length == 124
         keep(store, numbers(3, 40))
         purge(store, numbers(0, 60))
         assert len(store.memory) == 0
         assert [load(one, asked) for one in (store, other)] == [64, 64]
-        other.tend()
+        other.maintain()
         assert len(other.memory) <= 1 and not other.holds(match.pieces[0])
 
 
@@ -419,10 +423,10 @@ SECRET = "The blue heron nests behind the old mill.\nNobody but Ada knows the wa
 def test_requests_that_quote_a_text_are_forgotten(tmp_path: Path, quote: str, goes: bool) -> None:
     identity = Identity("weights", "config", "words", "template", "float16", "rope")
     with TieredStore(tmp_path / "c", ROOMY) as store:
-        store.note(SHELF, identity, [1, 2, 3], b"", {"difference": {"known": quote}, "parts": [{"entry": None}]})
+        store.note(KV_SPACE, identity, [1, 2, 3], b"", {"difference": {"known": quote}, "parts": [{"entry": None}]})
         store.note(OTHER_TENANT, identity, [1, 2, 3], b"", {"known": quote})
         assert purge(store, texts=[SECRET]).requests == goes
-        assert len(history.recent(store.disk, SHELF)) == 1 - goes
+        assert len(history.recent(store.disk, KV_SPACE)) == 1 - goes
         assert len(history.recent(store.disk, OTHER_TENANT)) == 1
 
 
@@ -430,13 +434,13 @@ def test_a_forgotten_request_leaves_no_trace(tmp_path: Path) -> None:
     identity = Identity("weights", "config", "words", "template", "float16", "rope")
     secret = numbers(0, 300)
     with TieredStore(tmp_path / "c", ROOMY) as store:
-        store.note(SHELF, identity, [*numbers(1, 950), *secret], b"", {"known": visible(SECRET)})
-        store.note(SHELF, identity, numbers(2, 3000), b"", {"known": "else"})
+        store.note(KV_SPACE, identity, [*numbers(1, 950), *secret], b"", {"known": visible(SECRET)})
+        store.note(KV_SPACE, identity, numbers(2, 3000), b"", {"known": "else"})
         assert traces(tmp_path / "c", secret)
         assert purge(store, secret).requests == 1
         assert traces(tmp_path / "c", secret) == []
         assert not [p for p in tmp_path.rglob("*") if p.is_file() and b"heron" in p.read_bytes()]
-        assert len(history.recent(store.disk, SHELF)) == 1
+        assert len(history.recent(store.disk, KV_SPACE)) == 1
 
 
 def test_short_texts_must_be_there_as_a_whole() -> None:

@@ -145,9 +145,9 @@ class AnswerBank:
             refused = refused or f"{reason} ({one.entry.question!r})"
         return BankLookup(None, refused, drafts[:_MAX_DRAFTS])
 
-    def nearest(self, vector: Floats, most: int) -> list[SimilarQuestion]:
+    def nearest(self, vector: Floats, max_count: int) -> list[SimilarQuestion]:
         """The most similar questions, the most similar first."""
-        found = self._vectors.snapshot(self._embedder).nearest(vector, most)
+        found = self._vectors.snapshot(self._embedder).nearest(vector, max_count)
         entries = {entry.id: entry for entry in self.entries([near.id for near in found])}
         return [SimilarQuestion(entries[near.id], near.score) for near in found if near.id in entries]
 
@@ -211,22 +211,22 @@ class AnswerBank:
                 "UPDATE answers SET uses=uses+1, used=?, saved=saved+? WHERE id=?", (self._clock(), saved_seconds, id)
             )
 
-    def entries(self, ids: Sequence[int] | None = None, where: str = "1", most: int = -1) -> list[BankEntry]:
+    def entries(self, ids: Sequence[int] | None = None, where: str = "1", max_count: int = -1) -> list[BankEntry]:
         """Questions by id, or those for which an SQL condition holds."""
         if ids is not None:
             where = f"id IN ({','.join(str(int(id)) for id in ids)})"
         with self.library.reading() as connection:
-            rows = connection.execute(f"{_SELECT} WHERE {where} LIMIT ?", (most,)).fetchall()
+            rows = connection.execute(f"{_SELECT} WHERE {where} LIMIT ?", (max_count,)).fetchall()
         return [entry for entry in map(_entry, rows) if entry is not None]
 
-    def history(self, most: int) -> list[BankEntry]:
+    def history(self, max_count: int) -> list[BankEntry]:
         """The questions users asked last, the oldest first."""
-        return self.entries(where="asked IS NOT NULL ORDER BY asked DESC, id DESC", most=most)[::-1]
+        return self.entries(where="asked IS NOT NULL ORDER BY asked DESC, id DESC", max_count=max_count)[::-1]
 
-    def mark_stale(self, retrieve: Retrieve, most: int = 1000) -> int:
+    def mark_stale(self, retrieve: Retrieve, max_count: int = 1000) -> int:
         """Check answers from before documents changed again, mark those that are stale, and return their number."""
         generation, stale = self.library.generation, 0
-        for entry in self.entries(where=f"state='fresh' AND generation!={generation}", most=most):
+        for entry in self.entries(where=f"state='fresh' AND generation!={generation}", max_count=max_count):
             same = tuple(retrieve(entry.question, entry.top_k, entry.retrieval)) == entry.evidence
             self._note(entry, generation, same=same)
             stale += not same

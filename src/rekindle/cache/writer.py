@@ -207,7 +207,7 @@ class BackgroundWriter:
     def _do(self, job: BackgroundJob | None) -> None:
         try:
             if job is None:
-                self._store.tend()
+                self._store.maintain()
                 if self._store.wake_seconds is not None:  # apps are known
                     mark_ended(self._store.disk)
             else:

@@ -23,7 +23,7 @@ from rekindle.json_file import JsonMemo
 from rekindle.machine import home_folder
 from rekindle.settings import Settings
 from rekindle.store.tiered import TieredStore
-from rekindle.store.variants import KnownVariant
+from rekindle.store.variants import StoredVariant
 
 _MODELS = 64  # number of stored calibrations
 _PASS_TOKENS = 4  # times `prefill_tokens`: the largest pass of a prompt with reused chunks
@@ -79,7 +79,7 @@ class ChunkCache:
         plan, tiers = filled.plan, {load.tier for load in filled.plan.loads} - {"engine"}
         size_bytes = 0
         for chunk in passages.reused_in(plan):
-            assert isinstance(chunk.known, KnownVariant)
+            assert isinstance(chunk.known, StoredVariant)
             share = len(chunk.span) / plan.tokens
             store.variants.record_use(chunk.known, chunk.overhead or 0.0, cold_seconds * share * 1e3)
             store.record_use_by(app_ref, chunk.known.pieces)

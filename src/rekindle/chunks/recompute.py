@@ -26,7 +26,7 @@ from rekindle.engine.base import KvFeed, Logits, MovedFeed, Row, StayingFeed, Wa
 from rekindle.engine.hooks import AttentionMap, KvDrift, Positions
 from rekindle.errors import KvLost
 from rekindle.store.tiered import TieredStore
-from rekindle.store.variants import KnownVariant
+from rekindle.store.variants import StoredVariant
 
 _GAZING_TOKENS = 128  # the last tokens of a question show what it attends to
 
@@ -55,7 +55,7 @@ class ChunkFeeds:
             if match is not None and plan.loads and not plan.in_engine:
                 opened.append(TimedFeed.open(store, known.source, match.until(plan.reused), timeout_seconds))
             for chunk in chunks:
-                assert isinstance(chunk.known, KnownVariant)
+                assert isinstance(chunk.known, StoredVariant)
                 opened.append(TimedFeed(store.variants.load(known.kv_space, chunk.known), timeout_seconds))
                 if deadline.passed:  # too late
                     raise KvLost("KV from the cache was opened too late; it is computed instead.")

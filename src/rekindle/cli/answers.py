@@ -38,7 +38,7 @@ def list_answers(
     from rekindle.cli.console import print_json, print_table
 
     with _bank(settings) as bank:
-        found = bank.entries(where="1 ORDER BY used DESC, id DESC", most=limit)
+        found = bank.entries(where="1 ORDER BY used DESC, id DESC", max_count=limit)
     if json:
         print_json([asdict(entry) for entry in found])
         return

@@ -155,13 +155,13 @@ class Coder:
             return SAME_LAYER
         if self.delta == "exact":
             return encode_exact(kv, base, dtype)
-        if self._is_kindred(layer, kv, base, dtype):
+        if self._equals_quantized_base(layer, kv, base, dtype):
             return SAME_LAYER
         if dtype == "uint8":  # an engine's own quantized bytes have no smaller steps
             return encode_exact(kv, base, dtype)
         return encode_quantized(kv, base, dtype, self.delta.layers[layer])
 
-    def _is_kindred(self, layer: int, kv: LayerKv, base: LayerKv, dtype: KvType) -> bool:
+    def _equals_quantized_base(self, layer: int, kv: LayerKv, base: LayerKv, dtype: KvType) -> bool:
         """Whether the base is this very KV, quantized as it would be: an adapter that changes nothing up to there.
 
         Looks at the first group, and only then at all of it.

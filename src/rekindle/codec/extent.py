@@ -264,8 +264,8 @@ def header_length(first_bytes: bytes, file_bytes: int) -> int:
     """Bytes of the header with its length field, from the first eight bytes of a file. Raises
     `ValueError`."""
     length = int.from_bytes(first_bytes[:8], "little") + 8
-    most = min(file_bytes, _LARGEST_HEADER_BYTES + file_bytes // _HEADER_SHARE)
-    if len(first_bytes) < 8 or not 10 <= length <= most:
+    max_bytes = min(file_bytes, _LARGEST_HEADER_BYTES + file_bytes // _HEADER_SHARE)
+    if len(first_bytes) < 8 or not 10 <= length <= max_bytes:
         raise ValueError("not an extent: its first bytes are no header length")
     return length
 

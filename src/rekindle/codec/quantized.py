@@ -157,14 +157,14 @@ def encode_floats(numbers: FloatKv, dtype: KvType, kind: Kind, bits: LayerBits) 
             quantize_keys(keys, bits.keys) if bits.keys else zeros(keys.shape, token_steps=False),
             quantize_values(values, bits.values) if bits.values else zeros(values.shape, token_steps=True),
         )
-        packed = [pack(lattice.codes) for lattice in snapped]
+        packed = [pack(tensor.codes) for tensor in snapped]
         sizes[number] = (
             [len(half.symbols) for half in packed],
             [len(half.strays) for half in packed],
             [half.per_byte for half in packed],
         )
         frames += [half.symbols for half in packed]
-        side += [part.reshape(-1) for lattice in snapped for part in (lattice.exponents, lattice.centres)]
+        side += [part.reshape(-1) for tensor in snapped for part in (tensor.exponents, tensor.centres)]
         side += [np.array([snapped[1].centre_exponent], np.int16), *(half.strays for half in packed)]
     aside = squeeze(_planes(np.concatenate(side) if side else np.zeros(0, np.int16)))
     header = _HEADER.pack(

@@ -47,7 +47,7 @@ class QuantizedTensor:
 
 
 def quantize_keys(numbers: NDArray[np.float32], bits: float) -> QuantizedTensor:
-    """Keys [heads, tokens, dim] on a lattice with a step a channel. Raises `ValueError` unless all are finite."""
+    """Keys [heads, tokens, dim] as integers with a step per channel. Raises `ValueError` unless all are finite."""
     _check(numbers)
     centre = numbers.mean(1, keepdims=True)  # [heads, 1, dim]
     spread = np.abs(numbers - centre).mean(1, keepdims=True)
@@ -58,16 +58,16 @@ def quantize_keys(numbers: NDArray[np.float32], bits: float) -> QuantizedTensor:
     return QuantizedTensor(codes, exponents[:, 0], centres[:, 0].astype(np.int16))
 
 
-def dequantize_keys(lattice: QuantizedTensor) -> NDArray[np.float32]:
-    """The keys [heads, tokens, dim] of a lattice."""
-    numbers = lattice.codes.astype(np.float32)
-    numbers += lattice.centres[:, None]
-    numbers *= steps_of(lattice.exponents)[:, None]
+def dequantize_keys(tensor: QuantizedTensor) -> NDArray[np.float32]:
+    """The keys [heads, tokens, dim] of quantized ones."""
+    numbers = tensor.codes.astype(np.float32)
+    numbers += tensor.centres[:, None]
+    numbers *= steps_of(tensor.exponents)[:, None]
     return numbers
 
 
 def quantize_values(numbers: NDArray[np.float32], bits: float) -> QuantizedTensor:
-    """Values [heads, tokens, dim] on a lattice with a step a token. Raises `ValueError` unless all are finite."""
+    """Values [heads, tokens, dim] as integers with a step per token. Raises `ValueError` unless all are finite."""
     _check(numbers)
     centre = numbers.mean(1, keepdims=True)  # [heads, 1, dim]
     centre_exponent = _exponents(np.abs(numbers - centre).mean(), np.abs(centre).max(), bits)
@@ -83,12 +83,12 @@ def quantize_values(numbers: NDArray[np.float32], bits: float) -> QuantizedTenso
     return QuantizedTensor(codes, marked, centres[:, 0].astype(np.int16), int(centre_exponent))
 
 
-def dequantize_values(lattice: QuantizedTensor) -> NDArray[np.float32]:
-    """The values [heads, tokens, dim] of a lattice."""
-    numbers = lattice.codes.astype(np.float32)
-    numbers *= steps_of(lattice.exponents >> 1)[:, :, None]
-    centre = lattice.centres * steps_of(np.asarray(lattice.centre_exponent, np.int16))  # [heads, dim]
-    bare = (lattice.exponents & 1).astype(bool)
+def dequantize_values(tensor: QuantizedTensor) -> NDArray[np.float32]:
+    """The values [heads, tokens, dim] of quantized ones."""
+    numbers = tensor.codes.astype(np.float32)
+    numbers *= steps_of(tensor.exponents >> 1)[:, :, None]
+    centre = tensor.centres * steps_of(np.asarray(tensor.centre_exponent, np.int16))  # [heads, dim]
+    bare = (tensor.exponents & 1).astype(bool)
     kept = numbers[bare]  # few: set aside, which is cheaper than adding a centre of zero
     numbers += centre[:, None]
     numbers[bare] = kept
@@ -96,7 +96,7 @@ def dequantize_values(lattice: QuantizedTensor) -> NDArray[np.float32]:
 
 
 def zeros(shape: tuple[int, int, int], token_steps: bool) -> QuantizedTensor:
-    """The lattice of zeros, with a step a token or a step a channel."""
+    """Zeros, with a step per token or per channel."""
     heads, tokens, dim = shape
     exponents = np.zeros((heads, tokens if token_steps else dim), np.int16)
     return QuantizedTensor(np.zeros(shape, np.int16), exponents, np.zeros((heads, dim), np.int16))
@@ -166,7 +166,7 @@ def narrow(array: NDArray[np.float32], dtype: KvType) -> NDArray[Any]:
     return nearest
 
 
-FEWEST_BITS, MAX_BITS = 1.0, 8.0
+MIN_BITS, MAX_BITS = 1.0, 8.0
 _UNITS = 8  # a bit
 
 
@@ -179,8 +179,8 @@ class LayerBits:
 
     def __post_init__(self) -> None:
         for bits in (self.keys, self.values):
-            if bits != 0 and not FEWEST_BITS <= bits <= MAX_BITS:
-                raise ValueError(f"a number gets 0 bits or {FEWEST_BITS:g} to {MAX_BITS:g}, not {bits}")
+            if bits != 0 and not MIN_BITS <= bits <= MAX_BITS:
+                raise ValueError(f"a number gets 0 bits or {MIN_BITS:g} to {MAX_BITS:g}, not {bits}")
 
 
 @dataclass(frozen=True)
@@ -243,14 +243,14 @@ def _cheapest(parts: NDArray[np.float64], costs: NDArray[np.int_], units: int) -
     Every budget is solved for the first part alone, then with the second, and so on: exact, and a matter of
     milliseconds for a few hundred parts.
     """
-    least = np.zeros(units + 1)  # of the parts so far, for each budget
+    lowest = np.zeros(units + 1)  # of the parts so far, for each budget
     choices = []
     for harms in parts:
         options = np.full((len(costs), units + 1), np.inf)
         for level, cost in enumerate(costs[costs <= units]):
-            options[level, cost:] = least[: units + 1 - cost] + harms[level]
+            options[level, cost:] = lowest[: units + 1 - cost] + harms[level]
         choices.append(options.argmin(0))  # the fewest bits among equals
-        least = options.min(0)
+        lowest = options.min(0)
     chosen = []
     for choice in reversed(choices):
         chosen.append(int(choice[units]))

@@ -104,8 +104,8 @@ class Grammar:
         return cls("gbnf", text)
 
 
-def _too_large(size_bytes: int, most: int) -> InvalidGrammar:
-    return InvalidGrammar(f"A grammar of {size_bytes:,} bytes is too large: {most:,} are allowed. Shorten it.")
+def _too_large(size_bytes: int, max_bytes: int) -> InvalidGrammar:
+    return InvalidGrammar(f"A grammar of {size_bytes:,} bytes is too large: {max_bytes:,} are allowed. Shorten it.")
 
 
 def _schemas(kind: GrammarKind, text: str) -> tuple[EmbeddedSchema, ...]:

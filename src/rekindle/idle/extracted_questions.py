@@ -262,8 +262,8 @@ class _Candidate:
     kind: str
 
 
-def extract_questions(title: str, text: str, most: int, frequencies: Mapping[str, int] | None = None) -> list[str]:
-    """At most `most` questions that a document may answer, the best first. Deterministic.
+def extract_questions(title: str, text: str, max_count: int, frequencies: Mapping[str, int] | None = None) -> list[str]:
+    """At most `max_count` questions that a document may answer, the best first. Deterministic.
 
     `frequencies` has the document frequency of lower-case words.
     """
@@ -276,7 +276,7 @@ def extract_questions(title: str, text: str, most: int, frequencies: Mapping[str
     found += _of_facts(turns, speakers, writer or None)
     teller = f"did {writer} write" if writer else f"does {_plain(title) or 'it'} say"
     found += _of_phrases(turns, len(speakers), teller, frequencies or {})
-    return _chosen(found, most)
+    return _chosen(found, max_count)
 
 
 def topic_words(text: str) -> set[str]:
@@ -425,14 +425,14 @@ def _spoken(text: str) -> str:
     return " ".join(_FILLER.sub("", _BRACKETS.sub(" ", text)).split())
 
 
-def _chosen(found: Sequence[_Candidate], most: int) -> list[str]:
+def _chosen(found: Sequence[_Candidate], max_count: int) -> list[str]:
     """The best questions; each choice lowers the scores of those nearby or of the same kind."""
     left = {candidate.text.lower(): candidate for candidate in reversed(found)}
     waiting = list(reversed(left.values()))
     near: Counter[int] = Counter()
     kinds: Counter[str] = Counter()
     taken: list[str] = []
-    parts = max(1, min(most, 8))
+    parts = max(1, min(max_count, 8))
 
     def part_of(candidate: _Candidate) -> int:
         return min(parts - 1, int(candidate.place * parts))
@@ -440,7 +440,7 @@ def _chosen(found: Sequence[_Candidate], most: int) -> list[str]:
     def worth(candidate: _Candidate) -> float:
         return float(candidate.worth * _CROWDED ** near[part_of(candidate)] * _REPEATED ** kinds[candidate.kind])
 
-    while waiting and len(taken) < most:
+    while waiting and len(taken) < max_count:
         best = max(waiting, key=worth)  # the first of equal ones
         waiting.remove(best)
         near[part_of(best)] += 1

@@ -149,8 +149,8 @@ def _without_beginning(run: str) -> str:
     return " ".join(words)
 
 
-def parse_questions(text: str, most: int) -> list[str]:
-    """At most `most` questions of a reply, in order, without duplicates, each with its question mark.
+def parse_questions(text: str, max_count: int) -> list[str]:
+    """At most `max_count` questions of a reply, in order, without duplicates, each with its question mark.
 
     Small models write untidy lists: numbers, bullets, quotes and labels are removed, and so are answers, headings,
     overlong lines, and a truncated last line.
@@ -163,7 +163,7 @@ def parse_questions(text: str, most: int) -> list[str]:
         if number == len(pieces) - 1 and not whole and not piece.endswith("?"):
             break  # cut off in the middle
         question = _question(piece)
-        if question is not None and len(found) < most:
+        if question is not None and len(found) < max_count:
             found.setdefault(_same(question), question)
     return list(found.values())
 
@@ -200,9 +200,13 @@ def _same(question: str) -> str:
 
 
 def pick_novel(
-    candidates: Sequence[PredictedQuestion], vectors: Floats, known: Floats, most: int, limit: float = SAME_QUESTION
+    candidates: Sequence[PredictedQuestion],
+    vectors: Floats,
+    known: Floats,
+    max_count: int,
+    limit: float = SAME_QUESTION,
 ) -> list[int]:
-    """Indices of at most `most` candidates that are new, in order.
+    """Indices of at most `max_count` candidates that are new, in order.
 
     vectors  [candidates, dimensions], of unit length
     known    [questions, dimensions], of unit length: questions that need no prediction
@@ -213,7 +217,7 @@ def pick_novel(
     texts: set[str] = set()
     against = known.reshape(-1, vectors.shape[1]) if len(vectors) else known
     for number, candidate in enumerate(candidates):
-        if len(kept) >= most:
+        if len(kept) >= max_count:
             break
         same = _same(candidate.text)
         if same in texts or _nearest(vectors[number], against) >= limit:

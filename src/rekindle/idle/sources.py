@@ -86,11 +86,11 @@ class QuestionSources:
                 (document, text, time.time()),
             )
 
-    def next_abstracts(self, most: int) -> AbstractBatch:
+    def next_abstracts(self, max_count: int) -> AbstractBatch:
         with self._library.reading() as connection:
             texts = dict(connection.execute("SELECT document, text FROM abstracts").fetchall())
         last, trips = self._place("abstracts")
-        chosen = rotate(texts, last)[:most]
+        chosen = rotate(texts, last)[:max_count]
         if chosen:
             self._note("abstracts", chosen[-1], trips + (chosen[-1] == max(texts) or chosen[-1] <= last))
         return AbstractBatch(tuple(chosen), tuple(texts[id] for id in chosen), trips)

@@ -301,16 +301,16 @@ class Library:
             rows = connection.execute(f"SELECT count(*) FROM chunks WHERE id IN ({_marks(wanted)})", wanted)
             return int(rows.fetchone()[0]) == len(wanted)
 
-    def without_vector(self, embedder: str, most: int) -> list[Chunk]:
+    def without_vector(self, embedder: str, max_count: int) -> list[Chunk]:
         """Passages that have no vector of that embedder yet; vectors of another embedder are dropped."""
         with self.reading() as connection:
             owner = embedder_of(connection)
-            rows = connection.execute(f"{_CHUNK} WHERE c.vector IS NULL LIMIT ?", (most,)).fetchall()
+            rows = connection.execute(f"{_CHUNK} WHERE c.vector IS NULL LIMIT ?", (max_count,)).fetchall()
         if owner is not None and owner != embedder:
             with self.writing() as connection:
                 claim_embedder(connection, embedder)
                 bump_generation(connection)
-            return self.without_vector(embedder, most)
+            return self.without_vector(embedder, max_count)
         return [_chunk(row) for row in rows]
 
     def set_vectors(self, vectors: Mapping[int, bytes], embedder: str) -> None:

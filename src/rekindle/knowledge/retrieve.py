@@ -47,17 +47,17 @@ class VectorSnapshot:
     ids: Ids  # [passages]
     matrix: Floats  # [passages, dimensions], rows of unit length
 
-    def nearest(self, query: Floats, most: int) -> list[Neighbor]:
+    def nearest(self, query: Floats, max_count: int) -> list[Neighbor]:
         """The nearest rows, the nearest first; ties in the order of their ids."""
         if not len(self.ids):
             return []
         scores = self.matrix @ query  # [passages]
         found = np.arange(len(scores))
-        if most < len(scores):
-            last = np.partition(scores, len(scores) - most)[-most]
+        if max_count < len(scores):
+            last = np.partition(scores, len(scores) - max_count)[-max_count]
             found = np.flatnonzero(scores >= last)  # ties with the last one included
         ordered = found[np.lexsort((self.ids[found], -scores[found]))]
-        return [Neighbor(int(self.ids[at]), float(scores[at])) for at in ordered[:most]]
+        return [Neighbor(int(self.ids[at]), float(scores[at])) for at in ordered[:max_count]]
 
 
 class VectorIndex:
@@ -177,7 +177,7 @@ class Retriever:
             raise NothingKnown("Nothing was ingested yet. Do that first: rekindle ingest FOLDER")
         return RetrievalResult(tuple(found), retrieval, embedded - started, time.perf_counter() - embedded, vector)
 
-    def search_bm25(self, question: str, most: int) -> dict[int, float]:
+    def search_bm25(self, question: str, max_count: int) -> dict[int, float]:
         """Passages with words of the question, the best first: id -> BM25 score."""
         words = list(dict.fromkeys(_WORD.findall(question.lower())))
         wanted = [word for word in words if word not in STOPWORDS] or words
@@ -186,15 +186,15 @@ class Retriever:
         with self._library.reading() as connection:
             rows = connection.execute(
                 "SELECT rowid, -bm25(words) AS score FROM words WHERE words MATCH ? ORDER BY score DESC, rowid LIMIT ?",
-                (_any(_affordable(connection, wanted[:_MAX_WORDS])), most),
+                (_any(_affordable(connection, wanted[:_MAX_WORDS])), max_count),
             ).fetchall()
         return dict(rows)
 
-    def search_embedding(self, vector: Floats, most: int) -> dict[int, float]:
+    def search_embedding(self, vector: Floats, max_count: int) -> dict[int, float]:
         """Passages with similar embeddings, the nearest first: id -> cosine."""
         assert self._vectors is not None
         snapshot = self._vectors.snapshot(self._embedder().digest)
-        return {neighbor.id: neighbor.score for neighbor in snapshot.nearest(vector, most)}
+        return {neighbor.id: neighbor.score for neighbor in snapshot.nearest(vector, max_count)}
 
     def _embed(self, question: str) -> Floats:
         embedder = self._embedder()

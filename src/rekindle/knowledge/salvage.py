@@ -121,12 +121,12 @@ class SqlitePages:
         """The bytes of a row, with those on overflow pages."""
         if not 0 < size <= self.pages * self.page_bytes:
             raise Unreadable
-        most = self.page_bytes - 35 if table else (self.page_bytes - 12) * 64 // 255 - 23
+        max_local = self.page_bytes - 35 if table else (self.page_bytes - 12) * 64 // 255 - 23
         local = size
-        if size > most:
-            least = (self.page_bytes - 12) * 32 // 255 - 23
-            local = least + (size - least) % (self.page_bytes - 4)
-            local = local if local <= most else least
+        if size > max_local:
+            min_local = (self.page_bytes - 12) * 32 // 255 - 23
+            local = min_local + (size - min_local) % (self.page_bytes - 4)
+            local = local if local <= max_local else min_local
         payload = page[at : at + local]
         if len(payload) < local:
             raise Unreadable

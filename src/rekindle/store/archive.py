@@ -44,7 +44,7 @@ from rekindle.store.extents import Damaged, ExtentFiles
 from rekindle.store.tiered import Kept, TieredStore
 
 _PART = "archive"
-_SHELF_FIELDS = ("model", "identity", "tenant", "salt", "adapter", "codec")
+_KV_SPACE_FIELDS = ("model", "identity", "tenant", "salt", "adapter", "codec")
 
 Progress = Callable[[int, int], None]
 
@@ -178,7 +178,7 @@ def _copy_out(
     """The live part of an extent as a separate file; None if it, or its prefix, can no longer be read."""
     with store.database.reading() as connection:
         kv_space = connection.execute(
-            f"SELECT digest, {', '.join(_SHELF_FIELDS)} FROM kv_spaces WHERE id=?", (row.kv_space,)
+            f"SELECT digest, {', '.join(_KV_SPACE_FIELDS)} FROM kv_spaces WHERE id=?", (row.kv_space,)
         ).fetchone()
         blocks = connection.execute(
             "SELECT tokens, key FROM blocks WHERE extent=? ORDER BY place", (row.id,)
@@ -203,7 +203,7 @@ def _copy_out(
     entry = ArchiveEntry(
         name=row.name,
         sha256=_sha256(copies.path(row.name)),
-        **{field: kv_space[number] for number, field in enumerate(_SHELF_FIELDS, start=1)},
+        **{field: kv_space[number] for number, field in enumerate(_KV_SPACE_FIELDS, start=1)},
     )
     if len(entry.to_bytes()) > LARGEST_ENTRY_BYTES:  # a very long salt
         copies.path(row.name).unlink(missing_ok=True)

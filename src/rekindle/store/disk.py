@@ -36,7 +36,7 @@ from rekindle.store.limits import Refused, seen_before
 from rekindle.store.settings import StoreSettings
 
 OnPublish = Callable[[sqlite3.Connection, int], None]  # with the number of the KV space
-_SHELF_BYTES = 16 << 10  # what the catalog may grow by for a KV space
+_KV_SPACE_BYTES = 16 << 10  # what the catalog may grow by for a KV space
 _MIN_LOG_BYTES, _MAX_LOG_BYTES = 2 << 20, 8 << 20
 
 
@@ -101,11 +101,11 @@ class DiskStore:
         """The number of chained keys that were seen before, for admission on second use; all are recorded."""
         with self.database.writing() as connection:
             known = catalog.kv_space_id(connection, self.kv_space_digest(kv_space)) is not None
-            if not known and not self.room.allows(connection, _SHELF_BYTES):
+            if not known and not self.room.allows(connection, _KV_SPACE_BYTES):
                 return 0
             number = catalog.add_kv_space(connection, self.kv_space_digest(kv_space), kv_space)
-            most = self.room.most_seen(self.room.limit_bytes(self.room.used_bytes(connection)))
-            return seen_before(connection, number, keys, self.clock(), most)
+            max_count = self.room.max_seen(self.room.limit_bytes(self.room.used_bytes(connection)))
+            return seen_before(connection, number, keys, self.clock(), max_count)
 
     def keep(
         self,

@@ -35,7 +35,7 @@ class PastRequest:
 
 
 @dataclass(frozen=True)
-class OtherShelfRequest:
+class OtherSpaceRequest:
     """A past request in another KV space, and that KV space."""
 
     asked: PastRequest
@@ -83,18 +83,20 @@ def note(
         )
 
 
-def recent(disk: DiskStore, kv_space: KvSpace, most: int = 64) -> list[PastRequest]:
+def recent(disk: DiskStore, kv_space: KvSpace, max_count: int = 64) -> list[PastRequest]:
     """The last requests in a KV space, newest first."""
     with disk.database.reading() as connection:
         number = catalog.kv_space_id(connection, disk.kv_space_digest(kv_space))
         rows = connection.execute(
             "SELECT id, at, tokens, content, record FROM requests WHERE kv_space=? ORDER BY id DESC LIMIT ?",
-            (number, most),
+            (number, max_count),
         ).fetchall()
     return [_asked(row) for row in rows]
 
 
-def on_other_kv_spaces(disk: DiskStore, kv_space: KvSpace, most: int = 64, *, own: bool) -> list[OtherShelfRequest]:
+def on_other_kv_spaces(
+    disk: DiskStore, kv_space: KvSpace, max_count: int = 64, *, own: bool
+) -> list[OtherSpaceRequest]:
     """The last requests in other KV spaces, newest first; `own`: only in those of the same tenant and salt."""
     columns = ("model", "identity", "tenant", "salt", "adapter", "codec")
     with disk.database.reading() as connection:
@@ -103,24 +105,24 @@ def on_other_kv_spaces(disk: DiskStore, kv_space: KvSpace, most: int = 64, *, ow
             f"SELECT r.id, r.at, r.tokens, r.content, r.record, i.fields, {', '.join(f's.{c}' for c in columns)} "
             "FROM requests r JOIN kv_spaces s ON s.id=r.kv_space LEFT JOIN identities i ON i.digest=s.identity "
             "WHERE r.kv_space IS NOT ? AND (NOT ? OR (s.tenant=? AND s.salt=?)) ORDER BY r.id DESC LIMIT ?",
-            (number, own, kv_space.namespace.tenant, kv_space.namespace.salt, most),
+            (number, own, kv_space.namespace.tenant, kv_space.namespace.salt, max_count),
         ).fetchall()
     return [
-        OtherShelfRequest(
+        OtherSpaceRequest(
             _asked(row[:5]), dict(zip(columns, row[6:], strict=True)), json.loads(row[5]) if row[5] else {}
         )
         for row in rows
     ]
 
 
-def last(disk: DiskStore, most: int = 1, scope: Scope | None = None) -> list[PastRequest]:
+def last(disk: DiskStore, max_count: int = 1, scope: Scope | None = None) -> list[PastRequest]:
     """The last requests of a scope, or of all, newest first."""
     tenant, salt = (None, None) if scope is None else (scope.tenant, scope.salt)
     with disk.database.reading() as connection:
         rows = connection.execute(
             "SELECT r.id, r.at, r.tokens, r.content, r.record FROM requests r JOIN kv_spaces s ON s.id=r.kv_space "
             "WHERE ?1 IS NULL OR (s.tenant=?1 AND s.salt=?2) ORDER BY r.id DESC LIMIT ?3",
-            (tenant, salt, most),
+            (tenant, salt, max_count),
         ).fetchall()
     return [_asked(row) for row in rows]
 

@@ -56,10 +56,10 @@ class Limits:
         """What files and catalog take, with all that is reserved."""
         seen = 0
         if self._settings.admission == "second-use":
-            seen = _SEEN_ROWS if self._limit.size_bytes is None else self.most_seen(self._limit.size_bytes)
+            seen = _SEEN_ROWS if self._limit.size_bytes is None else self.max_seen(self._limit.size_bytes)
         return catalog.total_bytes(connection) + self._database.claimed_bytes() + seen * _BYTES_A_SEEN_ROW
 
-    def most_seen(self, limit_bytes: int) -> int:
+    def max_seen(self, limit_bytes: int) -> int:
         """How many keys of second-use admission are remembered."""
         return min(_SEEN_ROWS, limit_bytes // _LIMIT_BYTES_A_SEEN_ROW)
 

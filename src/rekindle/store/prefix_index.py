@@ -169,12 +169,12 @@ def _inside_block(rows: BlockIndex, parent: NodeKey, rest: bytes, depth: int) ->
     return best
 
 
-def following(rows: BlockIndex, match: Match, most: int) -> bytes:
-    """Up to `most` tokens that follow a whole match; of several continuations, the first in the order of bytes."""
+def following(rows: BlockIndex, match: Match, max_count: int) -> bytes:
+    """Up to `max_count` tokens that follow a whole match; of several continuations, the first in the order of bytes."""
     block = match.full_blocks
     parent, known = match.key_before(block), match.tokens[block * BLOCK_BYTES :]
     found = b""
-    while len(found) < most * TOKEN_BYTES:
+    while len(found) < max_count * TOKEN_BYTES:
         near = [child.tokens for child in rows.neighbours(parent, known) if child.tokens.startswith(known)]
         longer = max(near, key=len, default=known)[:BLOCK_BYTES]
         more = longer[len(known) :]
@@ -183,7 +183,7 @@ def following(rows: BlockIndex, match: Match, most: int) -> bytes:
         found, known = found + more, longer  # a longer one may continue it
         if len(known) == BLOCK_BYTES:
             (parent,), known = chain(parent, known), b""
-    return found[: most * TOKEN_BYTES]
+    return found[: max_count * TOKEN_BYTES]
 
 
 def continuation(rows: BlockIndex, match: Match) -> bytes | None:

@@ -62,7 +62,7 @@ class TieredStore:
         self._sources = KvSources(self.disk, self.memory, self._failures)
         self.variants = Variants(self.disk, self.memory, self._failures, self._sources, self._access_log)
         self._apps_to_flush = False  # since the last flush
-        self.wake_seconds: float | None = None  # call `tend` this often, even without requests
+        self.wake_seconds: float | None = None  # call `maintain` this often, even without requests
         self._tidy_at_start()
 
     # -- reading: every failure is a miss --------------------------------------------------------------------------
@@ -84,13 +84,13 @@ class TieredStore:
         """The tokens of a stored continuation where `match` ends and its prompt differs; None if there is none."""
         return self._viewing(kv_space, lambda rows: continuation(rows, match), None)
 
-    def following(self, kv_space: KvSpace, match: Match, most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that followed the whole prompt before; none if it was not continued."""
-        return token_ids(self._viewing(kv_space, lambda rows: following(rows, match, most), b""))
+    def following(self, kv_space: KvSpace, match: Match, max_count: int) -> tuple[int, ...]:
+        """Up to `max_count` tokens that followed the whole prompt before; none if it was not continued."""
+        return token_ids(self._viewing(kv_space, lambda rows: following(rows, match, max_count), b""))
 
-    def beginnings(self, kv_space: KvSpace, most: int = 10_000) -> list[bytes]:
+    def beginnings(self, kv_space: KvSpace, max_count: int = 10_000) -> list[bytes]:
         """The first block of tokens of every chain in a KV space; none if the store cannot be read."""
-        return self._viewing(kv_space, lambda rows: rows.children(kv_space.namespace.root, most), [])
+        return self._viewing(kv_space, lambda rows: rows.children(kv_space.namespace.root, max_count), [])
 
     def _viewing(self, kv_space: KvSpace, ask: Callable[[catalog.View], T], nothing: T) -> T:
         def look() -> T:
@@ -118,7 +118,7 @@ class TieredStore:
         return self.memory.holds(piece.name)
 
     def record_use(self, match: Match, saved_ms: float = 0.0, app: AppRef | None = None) -> None:
-        """Record a use of what `match` found, and the time it saved. Written to the catalog by `tend`.
+        """Record a use of what `match` found, and the time it saved. Written to the catalog by `maintain`.
 
         `app` is the user; without one, `record_request` or `record_use_by` record it when the request is over.
         """
@@ -249,7 +249,7 @@ class TieredStore:
             note = partial(history.note, self.disk, kv_space, identity, tokens, content, record, present=present)
             self._failures.writing(note, lambda _: None)
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """Do deferred work: record uses, hold in memory what was read, remove what expired. Call it when idle."""
 
         def work() -> None:

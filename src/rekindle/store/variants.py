@@ -44,7 +44,7 @@ _MAX_GAIN = 10.0
 
 
 @dataclass(frozen=True, eq=False)
-class KnownVariant:
+class StoredVariant:
     """A variant that can be loaded, by what the catalog says.
 
     `frequency` counts its uses; a use that needed little recompute counts more. `tier` is where its KV is, `size_bytes`
@@ -89,14 +89,14 @@ class Variants:
 
     # -- reading: every failure is a miss --------------------------------------------------------------------------
 
-    def find(self, kv_space: KvSpace, chunks: Mapping[ChunkDigest, bytes]) -> dict[ChunkDigest, list[KnownVariant]]:
+    def find(self, kv_space: KvSpace, chunks: Mapping[ChunkDigest, bytes]) -> dict[ChunkDigest, list[StoredVariant]]:
         """The variants of chunks, given with the bytes of their tokens; most used first. Changes nothing.
 
         A chunk without any is left out.
         """
 
-        def look() -> dict[ChunkDigest, list[KnownVariant]]:
-            found: dict[ChunkDigest, list[KnownVariant]] = {}
+        def look() -> dict[ChunkDigest, list[StoredVariant]]:
+            found: dict[ChunkDigest, list[StoredVariant]] = {}
             fresh, size_bytes = self._disk.room.fresh(), kv_space.layout.token_bytes
             with self._disk.database.reading() as connection:
                 for space in self._spaces(connection, kv_space):
@@ -110,7 +110,7 @@ class Variants:
 
         return self._failures.reading(look, {})
 
-    def load(self, kv_space: KvSpace, known: KnownVariant) -> StoredFeed:
+    def load(self, kv_space: KvSpace, known: StoredVariant) -> StoredFeed:
         """A feed of a variant's KV as it was computed at its span. Raises `KvLost` if it was removed or damaged."""
         self._failures.check_open()
         own_kv_space = nonprefix(kv_space) if known.nonprefix else kv_space
@@ -122,8 +122,8 @@ class Variants:
             self._sources.add(opened, own_kv_space, piece, partial(_is_in_place, known=known, below=below))
         return self._sources.feed(own_kv_space, opened[::-1])
 
-    def record_use(self, known: KnownVariant, cfo: float, saved_ms: float = 0.0) -> None:
-        """Record a use of a variant, the share that was reused, and the time that saved. Written by `tend`."""
+    def record_use(self, known: StoredVariant, cfo: float, saved_ms: float = 0.0) -> None:
+        """Record a use of a variant, the share that was reused, and the time that saved. Written by `maintain`."""
         now, length = self._disk.clock(), len(known.variant.span)
         gain = min(1 / cfo, _MAX_GAIN) if cfo > 0 else _MAX_GAIN
         blocks = [BlockAccess(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in known.pieces]
@@ -242,7 +242,7 @@ class Variants:
 
     def _known(
         self, view: ChunkView, space: SpaceRow, digest: ChunkDigest, tokens: bytes, size_bytes: int
-    ) -> Iterator[KnownVariant]:
+    ) -> Iterator[StoredVariant]:
         """The variants in one KV space of a chunk whose tokens take `size_bytes` bytes."""
         for id, row in variant_rows.rows(view.connection, self._disk.digester, space, digest):
             if row is None:
@@ -257,7 +257,7 @@ class Variants:
                 pieces = tuple(_moved(piece, shift) for piece in pieces)
             held = all(self._memory.holds(piece.name) for piece in pieces)
             coded = not held and bool(delta_rows.codings(view.connection, [piece.extent for piece in pieces]))
-            yield KnownVariant(
+            yield StoredVariant(
                 id=id,
                 variant=row.variant,
                 frequency=row.frequency,
@@ -296,8 +296,8 @@ class Variants:
 
     def _add_rows(self, connection: sqlite3.Connection, number: int, listed: Sequence[Listing]) -> int:
         settings = self._disk.settings
-        most = settings.max_variants, settings.max_a_chunk
-        return variant_rows.add(connection, number, listed, self._disk.clock(), *most)
+        max_count = settings.max_variants, settings.max_a_chunk
+        return variant_rows.add(connection, number, listed, self._disk.clock(), *max_count)
 
     def _cut_rest(self, kv_space: KvSpace, digest: ChunkDigest) -> None:
         """Remove the rest of a chunk's own chain: KV of two computations must not be mixed."""
@@ -337,7 +337,7 @@ def _moved(piece: Piece, by: int) -> Piece:
     return replace(piece, span=Span(piece.span.start + by, piece.span.stop + by))
 
 
-def _is_in_place(source: KvSource, known: KnownVariant, below: KvSource | None) -> bool:
+def _is_in_place(source: KvSource, known: StoredVariant, below: KvSource | None) -> bool:
     """Whether the extent file itself holds these tokens in this place: the catalog alone is not trusted.
 
     Its blocks must lead to the node above the chunk's last block, or to the parent of the extent below.

@@ -75,8 +75,8 @@ class ChatTokenizer(ABC):
     def token_length(self) -> TokenLength | None:
         """How much text one token may cover; None if unknown."""
 
-    def fewest_tokens(self, text: str) -> int:
-        return 0 if self.token_length is None else self.token_length.fewest_tokens(text)
+    def min_token_count(self, text: str) -> int:
+        return 0 if self.token_length is None else self.token_length.min_token_count(text)
 
     def encode_chat(
         self,
@@ -87,7 +87,7 @@ class ChatTokenizer(ABC):
         token_limit: int | None = None,
     ) -> list[int]:
         chat = self._rendered(messages, tools)
-        check_length(chat.revealed, token_limit, self.fewest_tokens)
+        check_length(chat.revealed, token_limit, self.min_token_count)
         if chat.hidden.spellings:
             return self._mixed(chat.text, chat.hidden.reveal)
         tokens = self._plain(chat.text)
@@ -110,7 +110,7 @@ class ChatTokenizer(ABC):
         marked = [*messages]
         marked[place] = replace(messages[place], content=mark + messages[place].content)
         chat = self._rendered(marked, tools)
-        check_length(chat.revealed.replace(mark, ""), token_limit, self.fewest_tokens)
+        check_length(chat.revealed.replace(mark, ""), token_limit, self.min_token_count)
         parts = chat.text.split(mark)
         if len(parts) != 2:
             raise InvalidPrompt("This model's chat template does not write messages as they are: it cannot quote.")
@@ -126,7 +126,7 @@ class ChatTokenizer(ABC):
         """The longest prefix that may have `token_limit` tokens; it rarely has fewer."""
         if token_limit is None or len(text) <= token_limit:
             return text
-        return text[: len(text) * token_limit // max(token_limit, self.fewest_tokens(text)) + 1]
+        return text[: len(text) * token_limit // max(token_limit, self.min_token_count(text)) + 1]
 
     def _quote(self, text: str) -> Sequence[int]:
         """Tokens of a text that is data, whatever it spells."""

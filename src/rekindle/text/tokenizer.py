@@ -45,7 +45,7 @@ class HfTokenizer(ChatTokenizer):
         super().__init__(render=render, special=special, control=self._ids, template=template)
 
     def encode(self, text: str, *, token_limit: int | None = None) -> list[int]:
-        check_length(text, token_limit, self.fewest_tokens)
+        check_length(text, token_limit, self.min_token_count)
         backend = self._renamed if self._control.search(text) else self._backend
         return encode_text(backend, text, add_special_tokens=True)
 

@@ -58,7 +58,7 @@ class GgufTokenizer(ChatTokenizer):
         return TokenLength.of(self._pieces, names, whole=kind == "llama")
 
     def encode(self, text: str, *, token_limit: int | None = None) -> list[int]:
-        check_length(text, token_limit, self.fewest_tokens)
+        check_length(text, token_limit, self.min_token_count)
         return self._lead + self._as_text(text)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -128,10 +128,10 @@ def clean(text: str) -> str:
     return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text).lstrip("\ufeff")
 
 
-def one_line(text: str, most: int = LINE_CHARACTERS) -> str:
-    """`text` on one line, cut with an ellipsis after `most` characters."""
-    line = " ".join(clean(text[: 4 * most]).split())
-    return line if len(line) <= most else line[: most - 1].rstrip() + "…"
+def one_line(text: str, max_characters: int = LINE_CHARACTERS) -> str:
+    """`text` on one line, cut with an ellipsis after `max_characters` characters."""
+    line = " ".join(clean(text[: 4 * max_characters]).split())
+    return line if len(line) <= max_characters else line[: max_characters - 1].rstrip() + "…"
 
 
 def first_words(text: str) -> str:

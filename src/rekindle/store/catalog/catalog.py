@@ -47,7 +47,7 @@ _COLUMNS = (
     "id, name, kv_space, state, bytes, writer, digest, depth, blocks, live, tokens, pinned, kept, used, hits, "
     "saved_ms, reason, coding"
 )
-_SHELVES_A_SWEEP = 64  # new KV spaces between two sweeps
+_KV_SPACES_A_SWEEP = 64  # new KV spaces between two sweeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +115,10 @@ class View:
         ]
         return [Neighbour(BlockRef(row[0], row[1]), row[2]) for cursor in found for row in cursor.fetchall()]
 
-    def children(self, parent: NodeKey, most: int) -> list[bytes]:
+    def children(self, parent: NodeKey, max_count: int) -> list[bytes]:
         """The tokens of the children of `parent`, in order of their bytes."""
         select = "SELECT tokens FROM blocks WHERE parent=? AND kv_space=? ORDER BY tokens LIMIT ?"
-        return [row[0] for row in self.connection.execute(select, (parent, self.kv_space, most)).fetchall()]
+        return [row[0] for row in self.connection.execute(select, (parent, self.kv_space, max_count)).fetchall()]
 
 
 def kv_space_id(connection: sqlite3.Connection, digest: str) -> int | None:
@@ -140,7 +140,9 @@ def add_kv_space(connection: sqlite3.Connection, digest: str, kv_space: KvSpace)
         (*fields, layout_text(kv_space.layout)),
     ).lastrowid
     assert added is not None
-    if added % _SHELVES_A_SWEEP == 0:  # a client that sends a new salt with each request must not make the catalog grow
+    if (
+        added % _KV_SPACES_A_SWEEP == 0
+    ):  # a client that sends a new salt with each request must not make the catalog grow
         sweep_kv_spaces(connection, before=added)
     return added
 

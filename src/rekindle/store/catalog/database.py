@@ -168,17 +168,17 @@ class Database:
         if self.read_only:
             return
         with self._writer.lock:
-            while self._free_pages(most=max(1, self.log_limit_bytes // 32 // _PAGE_BYTES)):
+            while self._free_pages(max_count=max(1, self.log_limit_bytes // 32 // _PAGE_BYTES)):
                 pass
             if rewrite:
                 self._ensure(self._writer).execute("VACUUM")
             self._cut_log(above_bytes=0)
 
-    def _free_pages(self, most: int) -> bool:
-        """Truncate at most `most` free pages in one transaction; whether there may be more."""
+    def _free_pages(self, max_count: int) -> bool:
+        """Truncate at most `max_count` free pages in one transaction; whether there may be more."""
         with self.writing() as connection:
             before = int(connection.execute("PRAGMA freelist_count").fetchone()[0])
-            for _ in range(min(most, before)):
+            for _ in range(min(max_count, before)):
                 connection.execute("PRAGMA incremental_vacuum(1)")  # Python steps it once, which is one page
             after = int(connection.execute("PRAGMA freelist_count").fetchone()[0])
         return 0 < after < before

@@ -213,7 +213,12 @@ def rows(
 
 
 def add(
-    connection: sqlite3.Connection, kv_space: int, listed: Sequence[Listing], now: float, most: int, max_a_chunk: int
+    connection: sqlite3.Connection,
+    kv_space: int,
+    listed: Sequence[Listing],
+    now: float,
+    max_count: int,
+    max_a_chunk: int,
 ) -> int:
     """List variants, each location once; returns how many are new. The least used go for them, the oldest first."""
     (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM variants").fetchone()
@@ -228,7 +233,7 @@ def add(
             (*at, *one.columns(), now),
         )
         _trim(connection, "digest=? AND kv_space=?", (one.variant.digest, kv_space), max_a_chunk, last)
-    _trim(connection, "kv_space=?", (kv_space,), most, last)
+    _trim(connection, "kv_space=?", (kv_space,), max_count, last)
     (new,) = connection.execute("SELECT count(*) FROM variants WHERE id>?", (last,)).fetchone()
     return int(new)
 
@@ -297,10 +302,10 @@ def cut_nonprefix(connection: sqlite3.Connection) -> list[catalog.Extent]:
     )
 
 
-def _trim(connection: sqlite3.Connection, where: str, values: Sequence[object], most: int, last: int) -> None:
-    """Remove the rows beyond `most`, the least used first, those numbered above `last` only if there are no others."""
+def _trim(connection: sqlite3.Connection, where: str, values: Sequence[object], max_count: int, last: int) -> None:
+    """Remove the rows beyond `max_count`, the least used first; those numbered above `last` only if there are no others."""
     (count,) = connection.execute(f"SELECT count(*) FROM variants WHERE {where}", values).fetchone()
-    excess = count - most
+    excess = count - max_count
     for newness in ("id<=?", "id>?"):
         if excess > 0:
             select = f"SELECT id FROM variants WHERE {where} AND {newness} ORDER BY frequency, used, id LIMIT ?"

@@ -268,8 +268,8 @@ def call_grammar(
     if not choice.forces or not allowed:
         return None
     frame = _FRAMES.get(style.name, _Frame())
-    most = MAX_CALLS if parallel and choice.mode == "required" else 1
-    more = f" ({_literal(frame.between)} call){{0,{most - 1}}}" if most > 1 else ""
+    max_calls = MAX_CALLS if parallel and choice.mode == "required" else 1
+    more = f" ({_literal(frame.between)} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
     rules = [
         f"start:{_part(frame.first)} call{more}{_part(frame.last)}",
         f"call: {' | '.join(f'call_{number}' for number in range(len(allowed)))}",
