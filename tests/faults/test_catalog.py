@@ -420,8 +420,8 @@ for settings in (NO_MEMORY, WITH_MEMORY):
         answer["served"] = [load(store, prompt(1, 150)), load(store, prompt(3, 200))]
         store.record_use(store.lookup(KV_SPACE, prompt(3, 200)), 1.0)
         answer["kept"] = keep(store, prompt(9)).outcome
-        store.tend()
-        store.tend()
+        store.maintain()
+        store.maintain()
         answer["again"] = load(store, prompt(1, 150))
         answer["problems"] = [p.kind for p in check(store.disk).problems]
         answer["read_only"] = store.disk.database.read_only

@@ -560,7 +560,7 @@ with TieredStore({str(folder)!r}, SETTINGS) as store:
             if rows:
                 store.disk.remove([rng.choice(rows)])
         if turn % 5 == 4:
-            store.tend()
+            store.maintain()
         if turn % 9 == 8:
             store.disk.room.prune(store.disk.database.size_bytes() + 10_000)
     assert store.counts.write_failures == 0, store.counts

@@ -209,7 +209,7 @@ with TieredStore({str(folder)!r}, NO_MEMORY) as store:
                 assert_gives(store, known, make_kv(own, Span(30, 103)))
             except KvLost:
                 pass  # the other process removed it
-        store.tend()
+        store.maintain()
     assert store.counts.write_failures == 0, store.counts
 """
     workers = [

@@ -303,7 +303,7 @@ def cut_nonprefix(connection: sqlite3.Connection) -> list[catalog.Extent]:
 
 
 def _trim(connection: sqlite3.Connection, where: str, values: Sequence[object], max_count: int, last: int) -> None:
-    """Remove the rows beyond `max_count`, the least used first; those numbered above `last` only if there are no others."""
+    """Remove the rows beyond `max_count`, the least used first; those numbered above `last` only as a last resort."""
     (count,) = connection.execute(f"SELECT count(*) FROM variants WHERE {where}", values).fetchone()
     excess = count - max_count
     for newness in ("id<=?", "id>?"):
