@@ -188,7 +188,7 @@ class AnswerBank:
     def keep(self, question: BankQuestion, answer: AnswerText | None, origin: QuestionOrigin = "user") -> int | None:
         """Store a question, with its answer if there is one, and return its id.
 
-        None if a passage it came from is gone by now, the library is full, or it has another embedder's vectors. A
+        None if a passage it came from was removed, the library is full, or it has another embedder's vectors. A
         question without an answer does not replace one with an answer, nor a truncated answer a complete one.
         """
         if not self.library.has_passages(question.evidence):  # checked again below, inside the transaction

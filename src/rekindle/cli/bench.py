@@ -242,7 +242,7 @@ def calibrate(
     data: Annotated[
         Path | None, typer.Option(help="A folder of your own: .jsonl with question and contexts, .txt, .md.")
     ] = None,
-    prompts: Annotated[int, typer.Option(min=2, help="So many questions at most.")] = 24,
+    prompts: Annotated[int, typer.Option(min=2, help="The largest number of questions.")] = 24,
     json: AsJson = False,
 ) -> None:
     """Find the budget of reused passages and the bits of quantized KV for a model, and keep them for its sessions."""

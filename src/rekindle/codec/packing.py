@@ -25,7 +25,7 @@ from rekindle.core.keys import BLOCK_TOKENS
 from rekindle.core.kv import LayerShape, Span
 
 _RADIX = {1: 256, 2: 16, 3: 6, 4: 4}  # codes a byte -> symbols a code; radix ** codes <= 256
-_RARE = 1 / 500  # strays cost about 24 bits each: so few cost less than the denser packing saves
+_RARE = 1 / 500  # strays cost about 24 bits each: a share this small costs less than the denser packing saves
 _LEVEL = 1
 # Longer matches than zstd would take by itself: codes look random, and a short match costs more than its codes.
 _PARAMETERS = zstandard.ZstdCompressionParameters.from_level(_LEVEL, min_match=7, write_content_size=True)
@@ -61,7 +61,7 @@ def pack(codes: NDArray[np.int16]) -> Packed:
 def unpack(packed: Packed, count: int) -> NDArray[np.int16]:
     """The `count` codes of what `pack` gave. Raises `ValueError` if it is damaged or holds another number."""
     if packed.per_byte not in _RADIX:
-        raise ValueError(f"codes cannot stand {packed.per_byte} to a byte")
+        raise ValueError(f"there cannot be {packed.per_byte} codes in a byte")
     symbols = np.frombuffer(expand(packed.symbols, -(-count // packed.per_byte)), np.uint8)
     codes: NDArray[np.int16] = np.take(TABLES[packed.per_byte], symbols, axis=0).reshape(-1)[:count]
     stray = codes == _RADIX[packed.per_byte] // 2
@@ -94,7 +94,7 @@ def expand(frame: bytes | memoryview, size: int) -> bytes:
 
 
 def _density(size: NDArray[np.int32]) -> int:
-    """How many codes of these magnitudes stand in a byte: as many as leave few strays."""
+    """The number of codes of these magnitudes per byte: the largest that leaves few strays."""
     allowed = size.size * _RARE
     for per_byte in (4, 3, 2):
         if np.count_nonzero(size > _RADIX[per_byte] // 2 - 1) <= allowed:

@@ -252,7 +252,7 @@ class Idle:
         return done
 
     def convert(self) -> list[IdleAction]:
-        """Answer questions that were only prefilled, if that helps by now; recompute evicted KV, if there is room."""
+        """Answer questions that were only prefilled, if that helps now; recompute evicted KV, if there is room."""
         done: list[IdleAction] = []
         strategy, preparer = self.strategy, self._preparer
         if strategy is None:

@@ -217,7 +217,7 @@ class Preparer:
     def _prepare(self, question: str, top_k: int, retrieval: Retrieval) -> Prepared | None:
         """Retrieve for a question that no user asks now, without serving it from the bank.
 
-        None if it cannot be asked: no document is left, or it is too long by now.
+        None if it cannot be asked: no document is left, or it is too long now.
         """
         try:
             return self._session.prepare(

@@ -264,7 +264,7 @@ class Library:
     def note_tokens(self, tokenizer: str, tokens: Mapping[int, bytes]) -> bool:
         """Record the tokens of passages, so that `forget` can find their KV again; durable when it returns.
 
-        False if a passage is gone by now, or the library is full: no KV of them must be kept. Of a passage that only
+        False if a passage was removed, or the library is full: no KV of them must be kept. Of a passage that only
         partly fit into a prompt the shortest part is recorded: it is found wherever more is.
         """
         with self.reading() as connection:
@@ -314,7 +314,7 @@ class Library:
         return [_chunk(row) for row in rows]
 
     def set_vectors(self, vectors: Mapping[int, bytes], embedder: str) -> None:
-        """Give passages their vectors; not if the library has another embedder's by now."""
+        """Give passages their vectors; not if the library has another embedder's now."""
         with self.writing() as connection:
             if embedder_of(connection) != embedder:
                 return

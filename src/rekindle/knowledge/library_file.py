@@ -84,7 +84,7 @@ class LibraryFile(Database):
         return super()._ensure(side)
 
     def _is_replaced(self) -> bool:
-        """Whether another file is current by now. Called before every use, so without pathlib, which is slower."""
+        """Whether another file is current now. Called before every use, so without pathlib, which is slower."""
         return os.path.exists(self._next) or not os.path.exists(self.path)  # noqa: PTH110
 
     def _follow(self) -> None:

@@ -1,6 +1,6 @@
 """Save what can still be read of a damaged library into a new one, and note what was lost.
 
-The damaged file is only read. Rows are told apart by the types of their columns, so it does not matter which page was
+The damaged file is only read. Tables are recognised by the types of their columns, so it does not matter which page was
 lost: the root of a table, an inner page, or a leaf. Indexes tell which documents and passages there were: what they
 name and no table holds is lost, and reported with every call until somebody acknowledges it. A passage whose digest
 does not match its text is lost, too.

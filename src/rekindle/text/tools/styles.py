@@ -89,7 +89,7 @@ def detect_style(template: str) -> ToolStyle:
 CALL, CALL_END, RESULT, RESULT_END = "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"
 
 _TAKES_TOOLS = re.compile(r"(?<![\w.'\"])tools(?![\w'\"])")
-# An unclosed block ends with the template: otherwise every opening would be searched to the end in vain.
+# An unclosed block ends with the template: otherwise every opening would be searched to the end.
 _CODE = re.compile(r"\{%.*?(?:%\}|\Z)|\{\{.*?(?:\}\}|\Z)", re.DOTALL)
 _TEXT_IN_CODE = re.compile(r"'(?:[^'\\]|\\.)*(?:'|\\?\Z)|\"(?:[^\"\\]|\\.)*(?:\"|\\?\Z)", re.DOTALL)
 _ASKS_FOR_NONE = re.compile(r"content(?:['\"]\])?\s+is\s+(?:not\s+)?none", re.IGNORECASE)
