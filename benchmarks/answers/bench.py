@@ -16,13 +16,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from benchmarks.answers import foresight, guard, schedule, storage
-from benchmarks.answers.report import AnswerResults, UserResults, add_rows, draw
-from benchmarks.answers.stream import people, stream
-from benchmarks.answers.ways import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Way, WayRun
+from benchmarks.answers import foresight, guard, schedule
+from benchmarks.answers.report import AnswerResults, UserResults, add_rows, draw, measure_storage
+from benchmarks.answers.ways import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Way, WayRun, people, stream
 from benchmarks.base import Advance, BenchOptions, Report, about, scratch
-from benchmarks.models import load
 from benchmarks.personal import Person, PersonalSet, personal_sets
+from benchmarks.shapes import load
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
 from rekindle.idle.idle import Idle, IdleOptions
@@ -117,7 +116,7 @@ class _Person:
             for run in runs:
                 run.close()
         questions = [question.text for question in self._person.questions]
-        stored = storage.measure(self._engine, self._folder / VERIFIED, questions)
+        stored = measure_storage(self._engine, self._folder / VERIFIED, questions)
         return UserResults(self._name, self._person.name, asked, runs, stored, self._near)
 
     @staticmethod

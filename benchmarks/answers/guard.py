@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.answers.ways import PUBLISHED_SIMILARITY, TOP_K
+from benchmarks.answers.ways import PUBLISHED_SIMILARITY, TOP_K, unguard
 from benchmarks.base import Advance
-from benchmarks.baselines.unguarded import unguard
 from benchmarks.personal import Person, PersonalSet
 from rekindle.answers.bank import AnswerBank, AnswerText, BankQuestion
 from rekindle.answers.guard import disagreement

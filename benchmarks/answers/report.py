@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.answers.stream import Asked
 from benchmarks.answers.ways import (
     DIRECT,
     KV_ANSWERS,
@@ -17,13 +17,18 @@ from benchmarks.answers.ways import (
     NEW_TOKENS,
     NONE,
     PERCACHE,
+    TOP_K,
     VERIFIED,
     WAYS,
     AnswerResult,
+    Asked,
     WayRun,
 )
 from benchmarks.base import Report, TableRow
 from benchmarks.quality import rouge_l
+from rekindle.engine.base import Engine
+from rekindle.session.prompt import encode_prompt
+from rekindle.session.session import Session
 
 BAR_MEAN, BAR_USER = 0.126, 0.344
 MAX_FALSE = 0.02
@@ -300,3 +305,38 @@ def _draw_cases(work: Any, latency: Any, cases: dict[str, Any]) -> None:
     latency.set_xlabel(f"question; more room after {cases['room']['changed_after']}")
     latency.set_ylabel("latency (s)")
     latency.legend(fontsize=7)
+
+
+SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of what the store takes after the stream
+MAX_QUESTIONS = 30
+
+
+def measure_storage(engine: Engine, folder: Path, questions: Sequence[str]) -> list[dict[str, Any]]:
+    """The share of stored KV of the questions for each size of the store, the largest first. Shrinks the store."""
+    cache = folder / "cache"
+    whole = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
+    rows = []
+    for share in SHARES:
+        limit = int(whole * share)
+        with Session(
+            engine,
+            cache=str(cache),
+            library=str(folder / "library"),
+            memory_limit="0",
+            disk_limit=limit,
+            answers="off",
+        ) as session:
+            assert session.cache.store is not None
+            session.cache.store.disk.room.prune(limit)
+            known = [_known(session, question) for question in questions[:MAX_QUESTIONS]]
+        rows.append({"share": share, "limit_bytes": limit, "known_share": statistics.fmean(known) if known else None})
+    return rows
+
+
+def _known(session: Session, question: str) -> float:
+    """The share of a question's prompt that has KV."""
+    request = session.prepare(question, top_k=TOP_K).request
+    prompt = encode_prompt(session.engine, request)
+    known = session.cache.look(request, prompt.tokens, prompt.prompt_layout)
+    session.cache.forget(known)
+    return known.matches.length / len(prompt.tokens)

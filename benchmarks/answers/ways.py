@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.baselines.qkv_engine import QkvReuse
 from benchmarks.baselines.qkv_tree import QkvTree
 from benchmarks.baselines.qkv_tree import answer as answer_by_qkv
-from benchmarks.baselines.unguarded import unguard_session
-from rekindle.answers.bank import BankEntry
+from benchmarks.personal import Person, PersonalSet
+from rekindle.answers.bank import AnswerBank, BankEntry
 from rekindle.core.reply import Reply, Reuse, StoredAnswer, Timings, Usage
 from rekindle.engine.base import Engine
 from rekindle.engine.hf.engine import HfEngine
@@ -178,3 +178,57 @@ class WayRun:
 
 def _options() -> Mapping[str, Any]:
     return {"top_k": TOP_K, "max_tokens": NEW_TOKENS, "min_tokens": NEW_TOKENS}
+
+
+Kind = Literal["first", "again", "near"]  # asked for the first time; again in other words; one that only looks alike
+LAG = 2  # number of questions between a question and its return
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question of the stream. `gold` is the right answer; None if there is none."""
+
+    text: str
+    gold: str | None
+    kind: Kind
+
+
+def stream(person: Person, max_count: int) -> list[Asked]:
+    """The first `max_count` questions of a person, each followed by its returns a little later.
+
+    Questions that come back are preferred, so that a short stream has some.
+    """
+    back = {again.of for again in person.revisits}
+    chosen = sorted(range(len(person.questions)), key=lambda i: (person.questions[i].id not in back, i))[:max_count]
+    placed: list[tuple[float, Asked]] = []
+    for place, number in enumerate(sorted(chosen)):
+        question = person.questions[number]
+        placed.append((place, Asked(question.text, question.answer, "first")))
+        returns = [again for again in person.revisits if again.of == question.id]
+        for step, again in enumerate(sorted(returns, key=lambda again: not again.same), start=1):
+            kind: Kind = "again" if again.same else "near"
+            placed.append((place + LAG + step / 10, Asked(again.text, again.answer, kind)))
+    return [asked for _, asked in sorted(placed, key=lambda pair: pair[0])]
+
+
+def people(sets: list[PersonalSet], users: int) -> list[tuple[str, Person]]:
+    """The first users with questions of each set, by the name of their set; first those whose questions come back."""
+    found = []
+    for some in sets:
+        asking = [person for person in some.people if person.questions]
+        ordered = sorted(asking, key=lambda person: not person.revisits)
+        found += [(some.name, person) for person in ordered[:users]]
+    return found
+
+
+def unguard(bank: AnswerBank) -> AnswerBank:
+    """The bank without the guard, as published: answers are chosen by similarity alone."""
+    setattr(bank, "difference", lambda _question, _entry: None)  # noqa: B010  (of this bank alone)
+    return bank
+
+
+def unguard_session(session: Session) -> None:
+    """The same for all banks of a session."""
+    answers: Any = session.answers
+    opened = answers.bank
+    answers.bank = lambda *whose: unguard(opened(*whose))

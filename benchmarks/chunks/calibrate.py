@@ -7,8 +7,7 @@ from typing import Any
 
 from benchmarks.base import Advance, BenchOptions, Report, TableRow
 from benchmarks.baselines import recompute_policies
-from benchmarks.chunks.modes import CRAFT
-from benchmarks.chunks.prompts import held
+from benchmarks.chunks.modes import CRAFT, held
 from rekindle.chunks.match import remember_budgets
 from rekindle.chunks.select import OURS
 from rekindle.engine.base import Engine

@@ -22,10 +22,10 @@ from benchmarks.chunks.modes import (
     SHARE,
     ChunkMode,
     ModeTrials,
+    held,
     impossible,
     modes_of,
 )
-from benchmarks.chunks.prompts import held
 from benchmarks.quality import ANSWER_TOKENS, POSITIONS, Quality, judge
 from rekindle.chunks.select import OURS
 from rekindle.engine.base import Engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from rekindle.core.request import ReuseLevel
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
 from rekindle.session.calibrate.budget import PassageTrials, StartedPrompt, start_prompt
-from rekindle.session.calibrate.prompts import PassagePrompt
+from rekindle.session.calibrate.prompts import PASSAGES, PassagePrompt, PassageQuestion, distinct_prompts, donors_of
 from rekindle.session.prompt import PromptTokens
 from rekindle.session.session import Session
 
@@ -121,3 +122,29 @@ def require_mending(engine: Engine) -> None:
     """Raises `InvalidSetting` for an engine that cannot reuse passages of other prompts."""
     if engine.capabilities.recompute == "none" or not engine.capabilities.spans:
         raise InvalidSetting(f"{engine.name} cannot reuse passages of other prompts: measure with another model.")
+
+
+@dataclass(frozen=True)
+class PromptSets:
+    """Prompts to calibrate on, prompts to test on, and the donors of both. No passage is in two prompts."""
+
+    calibration: tuple[PassagePrompt, ...]
+    test: tuple[PassagePrompt, ...]
+    donors: tuple[PassagePrompt, ...]
+
+
+def held(
+    questions: Sequence[PassageQuestion], calibration: int, test: int, seed: int, passages: int = PASSAGES
+) -> PromptSets:
+    """Draw prompts: calibration from one end of the shuffled questions, test from the other.
+
+    Where there are too few for both, a quarter of them (at least one) is for calibration. Raises `InvalidSetting` if
+    there are not even two.
+    """
+    order = random.Random(seed)
+    drawn = distinct_prompts(questions, order, passages)
+    if calibration + test > len(drawn):
+        calibration = min(calibration, max(1, len(drawn) // 4)) if test else min(calibration, len(drawn))
+    first = tuple(drawn[:calibration])
+    last = tuple(drawn[max(calibration, len(drawn) - test) :]) if test else ()
+    return PromptSets(first, last, donors_of((*first, *last), questions, order))

@@ -17,8 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.baselines.schedules import all_compute, all_stream, fixed
-from benchmarks.baselines.streaming import Steering
+from benchmarks.baselines.streaming import Steering, all_compute, all_stream, fixed
 from benchmarks.stream.traces import Trace
 from benchmarks.waiting.timeline import LinkCosts, order_of, start
 from rekindle.core.cells import Cell, Progress, Schedule, Split

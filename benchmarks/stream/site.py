@@ -16,8 +16,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.baselines.schedules import all_compute
-from benchmarks.baselines.streaming import Steered
+from benchmarks.baselines.streaming import Steered, all_compute
 from benchmarks.quality import FORCED_TOKENS, divergence
 from benchmarks.stream.costs import LayerTimings
 from benchmarks.stream.modes import LEVEL, Given, StreamMode, steering_of

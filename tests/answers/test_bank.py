@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.baselines.unguarded import unguard
+from benchmarks.answers.ways import unguard
 from rekindle.answers.bank import DRAFT_SIMILARITY, AnswerBank, AnswerText, BankEntry, BankLookup, BankQuestion
 from rekindle.core.keys import token_bytes
 from rekindle.knowledge.library import Library

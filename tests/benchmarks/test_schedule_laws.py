@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.baselines.schedules import all_compute, all_stream, fixed
+from benchmarks.baselines.streaming import all_compute, all_stream, fixed
 from benchmarks.waiting.revise import revise, speculate
 from benchmarks.waiting.schedule import bidirectional, greedy
 from benchmarks.waiting.timeline import LinkCosts, SearchTask, Timeline, mask_of, order_of, owners, simulate

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.baselines.schedules import all_stream
+from benchmarks.baselines.streaming import all_stream
 from benchmarks.quality import FORCED_TOKENS
 from benchmarks.stream import costs as stream_costs
 from benchmarks.stream.modes import MODES, QUICK_MODES, Given, Meeting, StreamMode
