@@ -102,30 +102,30 @@ class ScenarioResult:
         return None if ours is None or theirs is None else 1 - ours / theirs
 
 
-def add_rows(report: Report, result: Sequence[ScenarioResult], deltas: Mapping[str, Any]) -> None:
+def add_rows(report: Report, results: Sequence[ScenarioResult], deltas: Mapping[str, Any]) -> None:
     """Fields and rows."""
-    rows = [_row_of(one, served.mode) for one in result for served in one.served.values()]
+    rows = [_row_of(one, served.mode) for one in results for served in one.served.values()]
     report.fields |= {
-        "scenarios": [_scenario_of(one) for one in result],
+        "scenarios": [_scenario_of(one) for one in results],
         **deltas,
-        "reduction_vs_best": mean([one.reduction(OURS, one.best) for one in result]),
-        "reduction_by_mode": {mode.name: _compared(result, mode.name, None) for mode in MODES},
-        "reduction_with_filling": mean([_reduction_with_filling(one) for one in result]),
-        "ablations": {name: _compared(result, OURS, mode) for name, mode in _ABLATIONS.items()},
+        "reduction_vs_best": mean([one.reduction(OURS, one.best) for one in results]),
+        "reduction_by_mode": {mode.name: _compared(results, mode.name, None) for mode in MODES},
+        "reduction_with_filling": mean([_reduction_with_filling(one) for one in results]),
+        "ablations": {name: _compared(results, OURS, mode) for name, mode in _ABLATIONS.items()},
         "within_limit": all(row["peak_bytes"] <= row["limit_bytes"] for row in rows if row["peak_bytes"] is not None),
         "texts_equal": _texts_equal(rows),
         "rows": rows,
-        "used_bytes": {served.mode.name: _used(served) for served in result[0].served.values()},
+        "used_bytes": {served.mode.name: _used(served) for served in results[0].served.values()},
     }
     if report.fields["reduction_vs_best"] is None:
-        report.fields["reduction_reason"] = _reason(result)
-    report.rows += [row for one in result for row in _scenario_rows(one)]
+        report.fields["reduction_reason"] = _reason(results)
+    report.rows += [row for one in results for row in _scenario_rows(one)]
     report.rows += _last_rows(report.fields)
 
 
-def _compared(result: Sequence[ScenarioResult], mode: str, against: str | None) -> float | None:
+def _compared(results: Sequence[ScenarioResult], mode: str, against: str | None) -> float | None:
     """By how much a mode comes sooner than another, or the best baseline: of the scenarios that have both."""
-    found = [one.reduction(mode, against or one.best) for one in result]
+    found = [one.reduction(mode, against or one.best) for one in results]
     return mean([share for share in found if share is not None])
 
 
@@ -195,8 +195,8 @@ def _used(served: ModeResult) -> list[int]:
     return [answer.used_bytes for answer in (*served.filled, *served.answers)]
 
 
-def _reason(result: Sequence[ScenarioResult]) -> str:
-    reasons = {served.reason for one in result for served in one.served.values() if served.reason is not None}
+def _reason(results: Sequence[ScenarioResult]) -> str:
+    reasons = {served.reason for one in results for served in one.served.values() if served.reason is not None}
     return "; ".join(sorted(reasons)) or "nothing was asked"
 
 
@@ -250,10 +250,10 @@ def _last_rows(fields: Mapping[str, Any]) -> list[TableRow]:
     ]
 
 
-def draw(figure: Any, result: Sequence[ScenarioResult]) -> None:
+def draw(figure: Any, results: Sequence[ScenarioResult]) -> None:
     """What folders take, request by request, and first-token times."""
     left, right = figure.subplots(1, 2)
-    first = result[0]
+    first = results[0]
     for served in first.served.values():
         used = _used(served)
         if used and served.mode.caches:
@@ -263,11 +263,11 @@ def draw(figure: Any, result: Sequence[ScenarioResult]) -> None:
     left.set_xlabel(f"requests of {first.workload.scenario.name}; measured behind the dotted line")
     left.set_title("MB on disk")
     left.legend(fontsize="small")
-    modes = [mode for mode in MODES if any(one.ttft_s(mode.name) is not None for one in result)]
+    modes = [mode for mode in MODES if any(one.ttft_s(mode.name) is not None for one in results)]
     width = 0.8 / max(1, len(modes))
     for number, mode in enumerate(modes):
-        places = [place + number * width - 0.4 + width / 2 for place in range(len(result))]
-        right.bar(places, [one.ttft_s(mode.name) or 0.0 for one in result], width, label=mode.name)
-    right.set_xticks(range(len(result)), [one.workload.scenario.name for one in result])
+        places = [place + number * width - 0.4 + width / 2 for place in range(len(results))]
+        right.bar(places, [one.ttft_s(mode.name) or 0.0 for one in results], width, label=mode.name)
+    right.set_xticks(range(len(results)), [one.workload.scenario.name for one in results])
     right.set_title("mean seconds to the first token")
     right.legend(fontsize="small")

@@ -75,7 +75,7 @@ class Steered(HybridPrefill):
 def all_compute(costs: LinkCosts, progress: Progress | None = None) -> Schedule:
     """The link is not used."""
     task = SearchTask.of(costs, progress)
-    return task.schedule(task.max_count)
+    return task.schedule(task.most)
 
 
 def all_stream(costs: LinkCosts, progress: Progress | None = None) -> Schedule:

@@ -34,8 +34,8 @@ def revise(schedule: Schedule, progress: Progress, costs: LinkCosts, max_cells: 
     kept = Schedule(split, order, timeline.seconds)
     if not numbers and not depths.any():
         return kept
-    if numbers and costs.link_seconds.ravel()[numbers].min() > _work(task, task.max_count):
-        return min(kept, task.schedule(task.max_count), key=lambda schedule: schedule.seconds)
+    if numbers and costs.link_seconds.ravel()[numbers].min() > _work(task, task.most):
+        return min(kept, task.schedule(task.most), key=lambda schedule: schedule.seconds)
     tries = _tries(task, depths, numbers, timeline, max_cells or 2 * costs.layers)
     if not tries:
         return kept

@@ -70,7 +70,7 @@ def greedy(costs: LinkCosts, progress: Progress | None = None) -> Schedule:
     task = SearchTask.of(costs, progress)
     edges = _edges(task)
     enough = min_seconds(Lanes.of(task, edges)) * _NEAR
-    single = [np.zeros_like(task.done), task.max_count]
+    single = [np.zeros_like(task.done), task.most]
     single += [task.depths(bidirectional(costs).split)] if progress is None else []
     best = best_of(
         task,
@@ -161,7 +161,7 @@ def _neighbours(task: SearchTask, depths: Depths) -> Depths:
         return _any_two(task, depths)
     chunks = np.arange(len(depths))
     work, spared = task.costs.depth_seconds, spared_seconds(task)
-    up, down = np.minimum(depths + 1, task.max_count), np.maximum(depths - 1, 0)
+    up, down = np.minimum(depths + 1, task.most), np.maximum(depths - 1, 0)
 
     def speed(low: Depths, high: Depths) -> Seconds:
         return np.asarray(
@@ -169,11 +169,11 @@ def _neighbours(task: SearchTask, depths: Depths) -> Depths:
         )
 
     many = _many(task)
-    raised = [c for c in np.argsort(-speed(depths, up), kind="stable") if depths[c] < task.max_count[c]][:many]
+    raised = [c for c in np.argsort(-speed(depths, up), kind="stable") if depths[c] < task.most[c]][:many]
     lowered = [c for c in np.argsort(speed(down, depths), kind="stable") if depths[c] > 0][:many]
     changes = [{chunk: depths[chunk] + by} for chunk in raised for by in _STEPS]
     changes += [{chunk: depths[chunk] - by} for chunk in lowered for by in _STEPS]
-    changes += [{chunk: depth} for chunk in {*raised, *lowered} for depth in (0, 1, task.max_count[chunk])]
+    changes += [{chunk: depth} for chunk in {*raised, *lowered} for depth in (0, 1, task.most[chunk])]
     changes += [
         {one: depths[one] + by, other: depths[other] - less}
         for one in raised
@@ -184,7 +184,7 @@ def _neighbours(task: SearchTask, depths: Depths) -> Depths:
     tries = np.repeat(depths[None], len(changes) + 1, axis=0)
     for row, change in zip(tries, changes, strict=False):
         for chunk, depth in change.items():
-            row[chunk] = min(max(depth, 0), task.max_count[chunk])
+            row[chunk] = min(max(depth, 0), task.most[chunk])
     return np.asarray(np.where(tries > task.done, tries, 0))
 
 

@@ -17,7 +17,7 @@ from rekindle.store import report
 from rekindle.store.catalog.catalog import Tail
 from rekindle.store.check import check
 from rekindle.store.disk import Machine
-from rekindle.store.evict import POLICIES, Scene, chance, rank
+from rekindle.store.evict import POLICIES, EvictionState, chance, rank
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.kvs import KV_SPACE, keep, load, make_kv
@@ -77,7 +77,7 @@ def test_the_chance_of_reuse_falls_with_age_and_rises_with_hits() -> None:
 
 def test_ranking_needs_no_more_than_it_gives() -> None:
     tails = (Tail(extent=n, live=1, blocks=1, size_bytes=1, hits=0, used=float(n)) for n in range(100_000, 0, -1))
-    assert [tail.extent for tail in rank(tails, POLICIES["lru"], Scene(0.0), 3)] == [1, 2, 3]
+    assert [tail.extent for tail in rank(tails, POLICIES["lru"], EvictionState(0.0), 3)] == [1, 2, 3]
 
 
 def test_tails_go_before_heads(tmp_path: Path) -> None:
