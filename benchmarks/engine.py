@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from benchmarks.base import Advance, BenchOptions, Report, TableRow, Timing, interleave, paired_ratio
+from benchmarks.models import load
 from benchmarks.prompts import tokens_for
-from benchmarks.shapes import load
 from rekindle.core.request import Request
 from rekindle.engine import base
 from rekindle.engine.hf.engine import HfEngine

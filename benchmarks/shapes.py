@@ -7,14 +7,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.base import BenchOptions
 from rekindle.core.identity import digest_of_fields
-from rekindle.engine.base import Engine
 from rekindle.engine.fake import ByteTokenizer
 from rekindle.engine.hf.checkpoint import Fingerprint
 from rekindle.engine.hf.device import choose_placement
 from rekindle.engine.hf.engine import HfEngine
-from rekindle.engine.load import EngineOptions, load_engine
 from rekindle.errors import InvalidSetting
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -98,14 +95,3 @@ def build(shape: str, device: str, dtype: str, seed: int) -> HfEngine:
     made_of = digest_of_fields(shape, str(placement.dtype), str(seed))  # reading all of it would take a minute
     known = Fingerprint(made_of, made_of, made_of, made_of)
     return HfEngine(model, ByteTokenizer(), name=shape, placement=placement, fingerprint=lambda: known)
-
-
-def load(options: BenchOptions) -> Engine:
-    """Load it. Raises as `load_engine` does, and `InvalidSetting` for a shape on another engine than hf."""
-    if options.shape is not None:
-        if options.engine == "llamacpp":
-            raise InvalidSetting("--shape builds models for --engine hf. Give llama.cpp a real one with --model.")
-        from benchmarks.shapes import build
-
-        return build(options.shape, options.device, options.dtype, options.seed)
-    return load_engine(options.model, EngineOptions(options.engine, options.device, options.dtype))

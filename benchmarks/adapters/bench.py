@@ -32,7 +32,7 @@ from benchmarks.adapters.workload import (
     make_workload,
 )
 from benchmarks.base import Advance, BenchOptions, Report, about, scratch
-from benchmarks.shapes import load
+from benchmarks.models import load
 from rekindle.engine.base import Engine
 from rekindle.engine.lora_files import read_adapter
 from rekindle.errors import InvalidSetting

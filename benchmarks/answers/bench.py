@@ -20,8 +20,8 @@ from benchmarks.answers import foresight, guard, schedule
 from benchmarks.answers.report import AnswerResults, UserResults, add_rows, draw, measure_storage
 from benchmarks.answers.ways import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Way, WayRun, people, stream
 from benchmarks.base import Advance, BenchOptions, Report, about, scratch
+from benchmarks.models import load
 from benchmarks.personal import Person, PersonalSet, personal_sets
-from benchmarks.shapes import load
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
 from rekindle.idle.idle import Idle, IdleOptions

@@ -19,9 +19,9 @@ from benchmarks.chunks import calibrate, contexts, endurance, shape
 from benchmarks.chunks.modes import require_mending
 from benchmarks.chunks.report import add_rows, draw
 from benchmarks.chunks.streams import Streams
+from benchmarks.models import load
 from benchmarks.personal import PersonalSet, personal_sets
 from benchmarks.quality import rouge_l
-from benchmarks.shapes import load
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
 from rekindle.session.calibrate.prompts import read_questions

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.base import Advance, BenchOptions, Report, TableRow, scratch
-from benchmarks.shapes import load
+from benchmarks.models import load
 from rekindle.core.chunk import PromptLayout
 from rekindle.core.kv import Span
 from rekindle.core.request import Request

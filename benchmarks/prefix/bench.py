@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.base import Advance, BenchOptions, Report, Timing, about, scratch
+from benchmarks.models import load
 from benchmarks.prefix.floor import Floor, Run, floor_engine
 from benchmarks.prefix.fresh import ASKED_TOKENS
 from benchmarks.prefix.report import ENDING, SHARES, SIZES, PrefixResults, SizeResults, add_rows, plotter
 from benchmarks.prefix.rivals import rivals_of
 from benchmarks.prompts import SharedPrefix, prompts
-from benchmarks.shapes import load
 from rekindle.core.reply import Reply
 from rekindle.core.request import Request
 from rekindle.engine.base import Engine, Logits

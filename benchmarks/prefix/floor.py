@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from benchmarks.base import BenchOptions
-from benchmarks.shapes import load
+from benchmarks.models import load
 from rekindle.core.request import Request
 from rekindle.engine.base import Engine, Row
 from rekindle.session.session import Session

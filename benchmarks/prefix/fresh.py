@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.base import BenchOptions, drop_pages
+from benchmarks.models import load
 from benchmarks.prefix.floor import Floor, floor_engine
 from benchmarks.prefix.rivals import restarted
-from benchmarks.shapes import load
 from rekindle.core.kv import LayerKv
 from rekindle.core.request import Request
 from rekindle.engine.base import Engine

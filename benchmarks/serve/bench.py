@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.base import Advance, BenchOptions, Report, about, scratch
+from benchmarks.models import load
 from benchmarks.prompts import tokens_for
 from benchmarks.serve.clients import ClientRequest, serve_all
 from benchmarks.serve.report import SETTINGS, STREAMS, ServeResults, add_rows, plotter
@@ -26,7 +27,6 @@ from benchmarks.serve.workload import (
     scale,
     shared_share,
 )
-from benchmarks.shapes import load
 from rekindle.engine.base import Engine
 from rekindle.server.serve import Server
 from rekindle.server.service import DEFAULT_PARALLEL

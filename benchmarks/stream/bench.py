@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.base import Advance, BenchOptions, Report, about, scratch
+from benchmarks.models import load
 from benchmarks.prompts import tokens_for
-from benchmarks.shapes import load
 from benchmarks.stream import costs, schedules, sensitivity
 from benchmarks.stream.costs import LayerTimings
 from benchmarks.stream.modes import LEVEL, LEVELS, MODES, QUICK_MODES, StreamMode

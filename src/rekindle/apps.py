@@ -1,6 +1,7 @@
 """Apps: the applications that ask, their states, and what the cache keeps for them.
 
-States have the names of iOS, Android and browsers too (`LIFECYCLE`). An app can be tied to a process: when that ends,
+A state is foreground (in use), background (may return) or killed; the names of iOS, Android and browsers are mapped to
+these (`LIFECYCLE`). An app can be tied to a process: when that ends,
 whichever process notices first marks the app killed.
 """
 

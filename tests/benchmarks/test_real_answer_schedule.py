@@ -11,8 +11,8 @@ import pytest
 from benchmarks.answers import schedule as answer_schedule
 from benchmarks.answers.report import measure_storage
 from benchmarks.base import BenchOptions
+from benchmarks.models import load
 from benchmarks.personal import Person, personal_sets
-from benchmarks.shapes import load
 from rekindle.engine.base import Engine
 
 pytestmark = [pytest.mark.real, pytest.mark.long]

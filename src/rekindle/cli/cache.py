@@ -1,4 +1,6 @@
-"""`rekindle cache`: list, check, prune, export a cache folder, without a model; `rekindle warm`: fill it."""
+"""`rekindle cache`: list, check, prune, export a cache folder, without a model; `rekindle warm`: fill it;
+`rekindle explain`: why a prompt is fast or slow.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,13 @@ prompt    [head .......][1] [chunk a ....][2] [chunk b ......][question ......]
                  ^ system prompt and template: a chunk of its own, the first
 
 A chunk is identified by its tokens alone, a variant also by what came before it.
+
+Non-prefix KV of a chunk was computed after reused KV, so it is not what a full prefill would give. It has a KV space of
+its own, where exact lookups never find it. Every chunk is a chain of one extent there, used as a whole. Its first
+tokens are the chunk's digest, so that two chunks with the same beginning share no block:
+
+    chain   [digest, as 4 tokens][the chunk's tokens ...........]
+    KV      [zeros .............][as it was computed at its span ]
 """
 
 from __future__ import annotations
@@ -225,7 +232,7 @@ def chain_tokens(digest: ChunkDigest, tokens: bytes) -> bytes:
 
 
 def chain_kv(kv: Kv) -> Kv:
-    """The KV of a chunk's own chain: a copy, with nothing at all for the name."""
+    """The KV of a chunk's own chain: a copy, with zeros for the digest."""
     layers = tuple(LayerKv(_behind_name(layer.keys), _behind_name(layer.values)) for layer in kv.layers)
     return Kv(Span(0, DIGEST_TOKENS + len(kv.span)), kv.layout, layers)
 

@@ -1,8 +1,9 @@
 """Questions extracted from a document's own words, without a model, so they cost next to nothing.
 
-A document is read as an e-mail (it begins with headers), a dialogue (its lines begin with names) or prose. What
-somebody did in it becomes a question (`facts`), and so do its title and phrases that are frequent in it and rare
-elsewhere. The chosen questions are spread over the document, so that all its passages have some.
+A document is read as an e-mail (it begins with headers), a dialogue (its lines begin with names) or prose. Sentences
+about what somebody did become questions, by simple patterns for English; in a dialogue, the speaker's name replaces
+"I". So do the title, and phrases that are frequent in the document and rare elsewhere. The chosen questions are spread
+over the document, so that all its passages have some.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Computes requests in idle time, measures what each costs, and stops within a token."""
+"""Computes requests in idle time, within a budget and while CPU load and battery allow; stops within a token.
+
+The cost of each request is measured. Measurements are None where the machine does not provide them.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """Save what can still be read of a damaged library into a new one, and note what was lost.
 
+Rows are read straight from the pages of the SQLite file and its log. SQLite itself finds rows from the root page
+downwards, so one bad page hides everything below it; here every page is read by itself. Nothing in the bytes is
+trusted: lengths and page numbers are checked against the file. The format: https://www.sqlite.org/fileformat2.html
+
 The damaged file is only read. Tables are recognised by the types of their columns, so it does not matter which page was
 lost: the root of a table, an inner page, or a leaf. Indexes tell which documents and passages there were: what they
 name and no table holds is lost, and reported with every call until somebody acknowledges it. A passage whose digest

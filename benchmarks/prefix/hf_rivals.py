@@ -1,0 +1,66 @@
+"""transformers' own way to reuse a prefix."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from benchmarks.prefix.floor import Floor, Run
+from rekindle.engine.base import Engine
+from rekindle.engine.hf.engine import HfEngine
+from rekindle.engine.hf.sequence import TorchSequence
+
+
+class HfRivals:
+    """A cache in memory, copied for each request. See `Rivals`."""
+
+    titles = {"transformers_memory": "transformers in memory"}  # noqa: RUF012  (a constant of the protocol)
+
+    def __init__(self, engine: Engine) -> None:
+        assert isinstance(engine, HfEngine)
+        self._engine = engine
+
+    def prepare(self, number: int, prefix: list[int], floor: Floor) -> dict[str, Run]:  # noqa: ARG002
+        """Its cache is made from the KV of the floor's sequence."""
+        sequence = floor.sequence
+        assert isinstance(sequence, TorchSequence)
+        cache = DynamicCache()
+        for layer in range(len(self._engine.layout.layers)):
+            keys, values = sequence.keys(layer), sequence.values(layer)
+            cache.update(keys[:, :, : floor.count].clone(), values[:, :, : floor.count].clone(), layer)
+
+        def run(ending: list[int]) -> float:
+            started = time.perf_counter()
+            int(self._forward(ending, copy.deepcopy(cache)).argmax())
+            return time.perf_counter() - started
+
+        return {"transformers_memory": run}
+
+    def cold(self) -> dict[str, Run]:
+        """Measured by `bench engine`."""
+        return {}
+
+    def reply(self, tokens: list[int], count: int) -> list[int] | None:  # noqa: ARG002
+        """The same model in the same program."""
+        return None
+
+    def restart(self) -> dict[str, Any]:
+        """Nothing of it survives."""
+        return {}
+
+    def sizes(self) -> dict[str, float]:
+        """Nothing is on disk."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def _forward(self, tokens: list[int], cache: DynamicCache) -> Any:
+        model = self._engine.model
+        with torch.inference_mode():
+            ids = torch.tensor([tokens], device=model.device)
+            return model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].float().cpu().numpy()
