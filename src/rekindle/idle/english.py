@@ -3,52 +3,19 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from rekindle.knowledge.segment import STOPWORDS
+from rekindle.knowledge.segment import STOPWORDS, read_word_lists
 
-_PAST = """
-ate:eat became:become began:begin bit:bite blew:blow bought:buy broke:break brought:bring built:build came:come
-caught:catch chose:choose cut:cut did:do dealt:deal drank:drink drew:draw drove:drive fell:fall felt:feel fought:fight
-flew:fly forgot:forget found:find froze:freeze gave:give got:get grew:grow heard:hear held:hold hid:hide hit:hit
-kept:keep knew:know laid:lay led:lead left:leave lent:lend let:let lost:lose made:make meant:mean met:meet paid:pay
-put:put ran:run read:read rode:ride rose:rise said:say sang:sing sat:sit saw:see sent:send set:set shook:shake
-shot:shoot showed:show slept:sleep sold:sell spent:spend spoke:speak stood:stand stuck:stick swam:swim taught:teach
-threw:throw told:tell took:take tore:tear understood:understand went:go woke:wake won:win wore:wear wrote:write
-agreed:agree invited:invite completed:complete deleted:delete required:require acquired:acquire inquired:inquire
-excited:excite united:unite belonged:belong hanged:hang
-"""
-_PRESENT = """
-love like enjoy prefer play work live own have need use teach study practice practise collect run want plan hope try
-make write read paint cook grow visit volunteer think believe feel know
-"""
-_KEEPS_ONE = """
-add visit end rent start plant paint want need help talk walk work play call ask open join cook learn turn finish accept
-attend print collect select report present happen offer enter order cover follow show
-"""
-_EMPTY = """
-actually again ago ah almost already alright always another anyway anything around away back bad basically because
-become before being best better big bit both cause come cool course day definitely different done down each either else
-em enough er even ever every everybody everyone everything exactly far feel few fine first found full get gets getting
-give go goes going gone gonna good got great guess guys haven hear hello here hey hi hmm hope huh hopefully idea instead
-keep kind kinda knew know last later least less let lets like liked little ll long look looking looks lot lots made
-main make makes making many may maybe mean means might mm more most much must na need needs never new nice nope nothing
-now oh ok okay old once one ones only other others out over own perhaps please point pretty probably put quite re
-really right said same saw say saying says see seem seems seen sense several shall since six something sometimes soon
-sorry sort sounds started still stuff such super sure take taken takes taking talk talking tell thank thanks thing
-things think thinking thought three through time times today together told tomorrow too took totally tried true try
-trying two uh um under until up upon us use used using usually ve very wait wanna want wanted wants way ways week well
-went whatever wow year years yeah yep yes yesterday yet d m don didn doesn isn wasn won couldn wouldn aren hasn photo
-ma able above across after against along although among amazing awesome became began behind below between beyond
-during except however inside into met must near off onto per quickly rather regards shares toward towards unless
-whether while within without yours sincerely dear best
-"""
+_LISTS = read_word_lists(Path(__file__).with_name("english.txt"))
+
 _PREPOSITIONS = "about across after at before by during for from in into near of on over through to toward under with"
 
-EMPTY = STOPWORDS | frozenset(_EMPTY.split())  # no question is about these
+EMPTY = STOPWORDS | frozenset(_LISTS["content_free"].split())  # no question is about these
 PREPOSITIONS = frozenset(_PREPOSITIONS.split())
-PRESENT = frozenset(_PRESENT.split())
-_IRREGULAR = dict(pair.split(":") for pair in _PAST.split())
-_PLAIN = frozenset(_KEEPS_ONE.split())
+PRESENT = frozenset(_LISTS["present"].split())
+_IRREGULAR = dict(pair.split(":") for pair in _LISTS["past"].split())
+_PLAIN = frozenset(_LISTS["keep_single_consonant"].split())
 _DOUBLED = re.compile(r"([bdgmnprt])\1$")
 
 
