@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from rekindle.cli.cache import Folder, KeyFile, open_cache
-from rekindle.cli.options import AsJson, app
-
-if TYPE_CHECKING:
-    from rekindle.core.scope import Scope
+from rekindle.cli.options import AsJson, app, print_json, print_table
+from rekindle.core.scope import Scope, scope_of
+from rekindle.core.size import human_bytes
+from rekindle.settings import Settings
 
 apps = typer.Typer(
     help="List the apps that send requests, set their states, watch their processes.",
@@ -35,8 +35,6 @@ def list_apps(
 ) -> None:
     """List apps: state, requests, and the KV kept for them, shared and private."""
     from rekindle.apps import list_apps, mark_ended
-    from rekindle.cli.console import print_json, print_table
-    from rekindle.core.size import human_bytes
 
     with open_cache(folder, key_file) as store:
         mark_ended(store)
@@ -76,7 +74,6 @@ def set_app(
 ) -> None:
     """Set the state of an app. KV that only a killed app used is evicted soon; what others use stays."""
     from rekindle.apps import Apps
-    from rekindle.settings import Settings
 
     with open_cache(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
         now = Apps(store, _scope(tenant, cache_salt)).set(name, state)
@@ -98,7 +95,6 @@ def watch_app(
 ) -> None:
     """Mark an app killed when its process ends."""
     from rekindle.apps import process_name, wait_for_end, watch_process
-    from rekindle.settings import Settings
 
     own = name or process_name(process)
     with open_cache(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
@@ -109,7 +105,4 @@ def watch_app(
 
 
 def _scope(tenant: str | None, cache_salt: str | None) -> Scope:
-    from rekindle.core.scope import scope_of
-    from rekindle.settings import Settings
-
     return scope_of(Settings.load(), tenant, cache_salt)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.options import AsJson, ModelOption, app, loading_options, sampling_options, takes
+from rekindle.cli.options import AsJson, ModelOption, app, loading_options, print_json, sampling_options, takes
 from rekindle.text.visible import printable
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def ask(
 ) -> None:
     """Answer a question from the documents that were ingested, with numbered sources."""
     from rekindle.cli.ask import show_reuse
-    from rekindle.cli.console import notes, print_json, progress
+    from rekindle.cli.console import notes, progress
     from rekindle.session.session import Session
 
     sampling.pop("top_k")  # of sampling; here it counts passages

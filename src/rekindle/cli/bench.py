@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.options import AsJson, Model, app, engine_options, takes
+from rekindle.cli.options import AsJson, Model, app, engine_options, print_json, print_table, takes
 from rekindle.errors import EngineMissing, InvalidSetting, RekindleError
+from rekindle.machine import describe_machine
+from rekindle.settings import Settings
 
 if TYPE_CHECKING:
     from rekindle.session.calibrate.calibration import Calibration
@@ -72,7 +74,7 @@ def bench(
     json: AsJson = False,
 ) -> None:
     """Measure the time to the first token with your model on this machine: cold, warm, and after a restart."""
-    from rekindle.cli.console import notes, print_json, print_table, progress
+    from rekindle.cli.console import notes, progress
     from rekindle.session.session import Session
 
     figure: Any = None if plot is None else _figure()
@@ -103,8 +105,6 @@ def bench(
         _draw(figure, summaries, about)
         figure.savefig(plot, dpi=120)
     if json:
-        from rekindle.machine import describe_machine
-
         print_json({**about, "machine": describe_machine(), "restart": "a new process", "first_token": summaries})
         return
     rows = [
@@ -246,10 +246,9 @@ def calibrate(
     json: AsJson = False,
 ) -> None:
     """Find the budget of reused passages and the bits of quantized KV for a model, and keep them for its sessions."""
-    from rekindle.cli.console import notes, print_json, progress
+    from rekindle.cli.console import notes, progress
     from rekindle.engine.load import EngineOptions, load_engine
     from rekindle.session.calibrate.calibration import calibrate
-    from rekindle.settings import Settings
 
     with progress(model) as report:
         engine = load_engine(model, EngineOptions.of(Settings.load(loading)), report)
@@ -272,8 +271,6 @@ def calibrate(
 
 
 def _print(found: Calibration) -> None:
-    from rekindle.cli.console import print_table
-
     if found.budget is not None:
         columns = ["budget", "ROUGE-L", "KL", "computed"]
         rows = [

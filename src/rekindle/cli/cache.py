@@ -14,9 +14,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.options import AsJson, ModelOption, System, app, loading_options, takes
+from rekindle.cli.options import (
+    AsJson,
+    ModelOption,
+    System,
+    app,
+    loading_options,
+    print_json,
+    print_table,
+    read_prompts,
+    takes,
+)
+from rekindle.core.size import human_bytes, parse_duration, parse_limit
 from rekindle.errors import CacheUnusable, EntryNotFound, InvalidSetting
+from rekindle.machine import cache_folder
 from rekindle.safe_read import read_secret_file
+from rekindle.settings import Settings
 
 if TYPE_CHECKING:
     from rekindle.store.disk import DiskStore
@@ -33,8 +46,6 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmat
 @cache.command("ls")
 def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False) -> None:
     """List the entries: model, tokens, size, hits."""
-    from rekindle.cli.console import print_json, print_table
-    from rekindle.core.size import human_bytes
     from rekindle.store import report
 
     with open_cache(folder, key_file) as store:
@@ -63,8 +74,6 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
 @cache.command()
 def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False) -> None:
     """Show totals: bytes, tokens, hits, time saved; by model with the room left; and the entries that saved most."""
-    from rekindle.cli.console import print_json
-    from rekindle.settings import Settings
     from rekindle.store import report
 
     with open_cache(folder, key_file) as store:
@@ -88,9 +97,6 @@ def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False)
 
 
 def _print_stats(found: dict[str, Any], models: list[dict[str, Any]], best: list[dict[str, Any]]) -> None:
-    from rekindle.cli.console import print_table
-    from rekindle.core.size import human_bytes
-
     for name, value in found.items():
         shown = human_bytes(value) if name.endswith("bytes") else value
         typer.echo(f"{name.replace('_', ' '):14} {shown}")
@@ -126,8 +132,7 @@ def check(
     json: AsJson = False,
 ) -> None:
     """Verify the catalog and every byte of every entry. Exit status 1 if problems remain."""
-    from rekindle.cli.console import counting, print_json
-    from rekindle.core.size import human_bytes
+    from rekindle.cli.console import counting
     from rekindle.store.check import check as verify
 
     with open_cache(folder, key_file) as store, counting("check") as progress:
@@ -167,7 +172,6 @@ def prune(
     key_file: KeyFile = None,
 ) -> None:
     """Make the cache smaller: to a size, by age, or by model. Pinned entries stay."""
-    from rekindle.core.size import parse_duration, parse_limit
     from rekindle.store import report
 
     if to is None and unused is None and model is None:
@@ -207,7 +211,6 @@ def clear(yes: Yes = False, folder: Folder = None, key_file: KeyFile = None) -> 
 @cache.command()
 def pin(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> None:
     """Never evict these entries, nor those they depend on. Pinned entries take at most half of the disk limit."""
-    from rekindle.settings import Settings
 
     with open_cache(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
         store.pin(store.entries(entries))
@@ -262,7 +265,7 @@ def import_entries(
     json: AsJson = False,
 ) -> None:
     """Verify a whole archive, then keep what is new."""
-    from rekindle.cli.console import counting, print_json
+    from rekindle.cli.console import counting
     from rekindle.store.archive import import_
     from rekindle.store.settings import StoreSettings
     from rekindle.store.tiered import TieredStore
@@ -307,8 +310,6 @@ def open_cache(
 
 def chosen_folder() -> Path:
     """The cache folder of the settings, else the user's own."""
-    from rekindle.machine import cache_folder
-    from rekindle.settings import Settings
 
     chosen = Settings.load().cache
     return cache_folder() if chosen is None or chosen == "off" else Path(chosen)
@@ -320,8 +321,6 @@ def _key(path: Path | None) -> bytes | None:
 
 def _room_bytes(store: DiskStore) -> int:
     """Bytes that may still be kept without evicting, under the limit of the settings."""
-    from rekindle.core.size import parse_limit
-    from rekindle.settings import Settings
     from rekindle.store import report
 
     used = report.used_bytes(store)
@@ -361,8 +360,7 @@ def warm(
     json: AsJson = False,
 ) -> None:
     """Prefill prompts now and keep their KV: prompts that begin like them start at once, also after a restart."""
-    from rekindle.cli.console import counting, print_json, progress
-    from rekindle.cli.options import read_prompts
+    from rekindle.cli.console import counting, progress
     from rekindle.session.session import Session
 
     if not files and not knowledge:
@@ -407,8 +405,7 @@ def explain(
     json: AsJson = False,
 ) -> None:
     """Show where each span of a prompt comes from, why the others are computed, and what would help."""
-    from rekindle.cli.console import print_json, progress
-    from rekindle.cli.options import read_prompts
+    from rekindle.cli.console import progress
     from rekindle.session.session import Session
 
     if [last, file is not None, question is not None].count(True) != 1:

@@ -15,11 +15,12 @@ from rekindle.cli.options import (
     System,
     app,
     loading_options,
+    print_json,
     read_text,
     sampling_options,
     takes,
 )
-from rekindle.core.request import PromptLike
+from rekindle.core.request import PromptLike, as_messages
 from rekindle.errors import Cancelled, InvalidPrompt, InvalidSetting, RequestError
 
 _HELP = "/system TEXT sets the system message, /clear starts over, /bye leaves. Ctrl-C stops a reply."
@@ -102,7 +103,7 @@ class _Conversation:
             self._answer(line)
 
     def _answer(self, line: str) -> None:
-        from rekindle.cli.console import notes, print_json
+        from rekindle.cli.console import notes
 
         lead = [{"role": "system", "content": self._system}] if self._system else []
         asked = {"role": "user", "content": line}
@@ -143,8 +144,7 @@ def run(
     json: AsJson = False,
 ) -> None:
     """Ask a model once. The reply streams to standard output, sizes and times go to standard error."""
-    from rekindle.cli.console import notes, print_json, progress
-    from rekindle.core.request import as_messages
+    from rekindle.cli.console import notes, progress
     from rekindle.session.session import Session
 
     text = _read_prompt(prompt, file)

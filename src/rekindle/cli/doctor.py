@@ -12,9 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from rekindle import __version__
-from rekindle.cli.options import AsJson, app
+from rekindle.cli.options import AsJson, app, print_json, print_table
+from rekindle.core.size import human_bytes
 from rekindle.errors import EngineMissing, InvalidSetting
-from rekindle.machine import cache_folder, home_folder, models_folder
+from rekindle.machine import cache_folder, describe_machine, home_folder, models_folder
 from rekindle.settings import SETTINGS, Settings
 from rekindle.settings.file import FILE_NAME, SettingsFile, distrust, place_of, trusted_places
 from rekindle.settings.file import trust as trust_file
@@ -34,7 +35,6 @@ _PACKAGES = (
 @app.command()
 def doctor(json: AsJson = False) -> None:
     """Show versions, engines, cores, memory, the number type chosen and why, and where things are kept."""
-    from rekindle.cli.console import print_json, print_table
 
     facts = examine()
     if json:
@@ -55,7 +55,6 @@ def examine() -> dict[str, Any]:
     """Facts about this machine, as plain values."""
     import psutil
 
-    from rekindle.machine import describe_machine
     from rekindle.models.registry import entries
 
     here = describe_machine()
@@ -128,8 +127,6 @@ def _label(name: str) -> str:
 
 
 def _say(value: Any) -> str:
-    from rekindle.core.size import human_bytes
-
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) and value > 10**6:
@@ -171,8 +168,6 @@ def trust(
 
 
 def _list(*, as_json: bool) -> None:
-    from rekindle.cli.console import print_json
-
     states = {place: _state(Path(place), digest) for place, digest in trusted_places().items()}
     if as_json:
         print_json([{"file": place, "state": state} for place, state in states.items()])

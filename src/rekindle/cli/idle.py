@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.options import AsJson, ModelOption, app, loading_options, takes
+from rekindle.cli.options import AsJson, ModelOption, app, loading_options, print_json, print_table, takes
 from rekindle.core.request import DEFAULT_MAX_TOKENS
+from rekindle.core.size import parse_duration
 from rekindle.errors import NothingKnown
 from rekindle.text.visible import printable
 
@@ -52,8 +53,7 @@ def idle(
     json: AsJson = False,
 ) -> None:
     """Do idle work: refresh answers, predict questions, prefill what they begin with. Ctrl-C stops within a token."""
-    from rekindle.cli.console import notes, print_json, progress
-    from rekindle.core.size import parse_duration
+    from rekindle.cli.console import notes, progress
     from rekindle.idle.idle import Idle, IdleOptions
     from rekindle.idle.worker import Budget, IdleConditions
     from rekindle.session.session import Session
@@ -101,7 +101,6 @@ def _sum_up(own: Idle, done: list[IdleAction]) -> None:
 
 def _show_log(loading: dict[str, Any], last: int, json: bool) -> None:
     """Print the log; needs no model."""
-    from rekindle.cli.console import print_json, print_table
     from rekindle.cli.knowledge import open_knowledge
     from rekindle.idle.log import recent_actions, summarize_actions
 

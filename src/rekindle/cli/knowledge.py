@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rekindle.cli.ask import Retrieval, TopK
-from rekindle.cli.options import AsJson, app, library_options, takes
+from rekindle.cli.options import AsJson, app, library_options, print_json, print_table, takes
+from rekindle.core.size import human_bytes, parse_duration
 from rekindle.errors import ExtraMissing, InvalidSetting
+from rekindle.settings import Settings
 from rekindle.text.visible import printable
 
 if TYPE_CHECKING:
@@ -46,7 +48,6 @@ def ingest(
 
     Unchanged files are not read again; documents whose files vanished from a folder are removed.
     """
-    from rekindle.cli.console import print_json
     from rekindle.knowledge.split import Splitting
 
     splitting = Splitting(size, by, overlap)  # type: ignore[arg-type]
@@ -73,7 +74,6 @@ def ingest(
 @takes(settings=library_options)
 def list_documents(settings: dict[str, Any], json: AsJson = False) -> None:
     """List the documents, the newest first."""
-    from rekindle.cli.console import print_json, print_table
 
     with open_knowledge(settings) as known:
         known.warn()
@@ -93,7 +93,6 @@ def list_documents(settings: dict[str, Any], json: AsJson = False) -> None:
 @takes(settings=library_options)
 def show_document(names: Names, settings: dict[str, Any], json: AsJson = False) -> None:
     """Show the passages of documents."""
-    from rekindle.cli.console import print_json
 
     with open_knowledge(settings) as known:
         known.warn()
@@ -120,7 +119,7 @@ def search(
     json: AsJson = False,
 ) -> None:
     """Find passages, without a model."""
-    from rekindle.cli.console import notes, print_json
+    from rekindle.cli.console import notes
 
     with open_knowledge(settings) as known:
         found = known.search(question, top_k, retrieval)  # type: ignore[arg-type]
@@ -143,8 +142,6 @@ def search(
 @takes(settings=library_options)
 def show_stats(settings: dict[str, Any], json: AsJson = False) -> None:
     """Show the size of the library, and the passages retrieved most."""
-    from rekindle.cli.console import print_json, print_table
-    from rekindle.core.size import human_bytes
 
     with open_knowledge(settings) as known:
         known.warn()
@@ -182,7 +179,6 @@ def check(
 
     A library that is found damaged in use is salvaged at once; this also finds damage that was not met yet.
     """
-    from rekindle.cli.console import print_json
     from rekindle.session.library import ADVICE
 
     if remove_damaged and not yes and not json:
@@ -212,7 +208,6 @@ def export_library(
     file: Annotated[Path, typer.Argument(help="The backup to write.")], settings: dict[str, Any], json: AsJson = False
 ) -> None:
     """Write all documents with their passages to a backup file, one JSON value per line."""
-    from rekindle.cli.console import print_json
 
     with open_knowledge(settings) as known:
         done = known.export(file)
@@ -230,7 +225,7 @@ def import_library(
     json: AsJson = False,
 ) -> None:
     """Verify a whole backup, then add the documents that the library lacks or has incompletely."""
-    from rekindle.cli.console import notes, print_json
+    from rekindle.cli.console import notes
 
     with open_knowledge(settings) as known, notes.status("importing"):
         done = known.import_(file)
@@ -269,7 +264,7 @@ def forget(
 
 
 def _forget(settings: dict[str, Any], json: bool, *names: str, **choice: Any) -> None:
-    from rekindle.cli.console import notes, print_json
+    from rekindle.cli.console import notes
 
     with open_knowledge(settings) as known, notes.status("forgetting"):
         gone = known.forget(*names, **choice)
@@ -301,7 +296,6 @@ def _show_check(found: LibraryCheck, lost: list[str], left: list[str], removed: 
 def open_knowledge(settings: dict[str, Any]) -> Iterator[Knowledge]:
     """The libraries of the settings, without a language model."""
     from rekindle.session.library import Knowledge, purging
-    from rekindle.settings import Settings
 
     chosen = Settings.load(settings)
     known = Knowledge(chosen, purging(chosen))
@@ -330,8 +324,6 @@ def _progress() -> Iterator[Callable[[IngestProgress], None]]:
 
 
 def _show(done: IngestResult) -> None:
-    from rekindle.cli.console import print_table
-
     if done.problems:
         rows = [[printable(problem.source), printable(problem.reason)] for problem in done.problems]
         print_table(["not ingested", "why"], rows)
@@ -361,8 +353,6 @@ def _watch(paths: list[str], once: Callable[[list[str]], IngestResult]) -> None:
 def _moment(text: str | None) -> float | None:
     """A time, in seconds since 1970, from a date or an age."""
     from datetime import datetime
-
-    from rekindle.core.size import parse_duration
 
     if text is None:
         return None

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from rekindle.cli.options import AsJson, app, complete_model
+from rekindle.cli.options import AsJson, app, complete_model, print_json, print_table
+from rekindle.core.size import human_bytes
 
 Names = Annotated[
     list[str],
@@ -25,8 +26,7 @@ def pull(models: Names, json: AsJson = False) -> None:
 
     An interrupted download continues where it stopped. Folders, .gguf files and Ollama's models are used in place.
     """
-    from rekindle.cli.console import print_json, progress
-    from rekindle.core.size import human_bytes
+    from rekindle.cli.console import progress
     from rekindle.engine.load import convert_gguf, missing_packages
     from rekindle.models.pull import pull as get
 
@@ -50,8 +50,6 @@ def pull(models: Names, json: AsJson = False) -> None:
 @app.command("list")
 def list_models(json: AsJson = False) -> None:
     """List pulled models, those of other tools that can be used in place, and the named ones."""
-    from rekindle.cli.console import print_json, print_table
-    from rekindle.core.size import human_bytes
     from rekindle.models.other_tools import list_in_place
     from rekindle.models.registry import entries
     from rekindle.models.sources import NAMED
@@ -113,8 +111,6 @@ app.add_typer(adapters, name="adapters")
 @adapters.command("ls")
 def list_adapters(json: AsJson = False) -> None:
     """List the registered adapters."""
-    from rekindle.cli.console import print_json, print_table
-    from rekindle.core.size import human_bytes
     from rekindle.models.adapter_registry import entries
 
     found = [{**_about(entry.name, entry.path, entry.scale), "packaged": entry.packaged} for entry in entries()]
@@ -143,8 +139,6 @@ def add_adapter(
     json: AsJson = False,
 ) -> None:
     """Register an adapter under a name. It is validated, and stays where it is."""
-    from rekindle.cli.console import print_json
-    from rekindle.core.size import human_bytes
     from rekindle.engine.lora_files import read_adapter
     from rekindle.models.adapter_registry import add, check_name
 

@@ -9,7 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from rekindle.cli.options import AsJson, Model, app, loading_options, server_options, serving_options, takes
+from rekindle.cli.options import (
+    AsJson,
+    Model,
+    app,
+    loading_options,
+    print_json,
+    print_table,
+    server_options,
+    serving_options,
+    takes,
+)
 from rekindle.errors import InvalidSetting
 from rekindle.safe_read import read_secret_file
 from rekindle.settings import API_KEYS_VARIABLE, ServerSettings, Settings
@@ -78,7 +88,6 @@ def ps(
     json: AsJson = False,
 ) -> None:
     """List this user's running servers: address, model, load."""
-    from rekindle.cli.console import print_json, print_table
 
     found = [_ask(url, api_key) for url in ([server] if server else _known_servers())]
     if json:
