@@ -67,12 +67,12 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path, clock: Clock, 
 
 def test_the_chance_of_reuse_falls_with_age_and_rises_with_hits() -> None:
     young, old, busy = (
-        chance(1, 0.0, most_hits=10),
-        chance(1, 86_400.0, most_hits=10),
-        chance(10, 86_400.0, most_hits=10),
+        chance(1, 0.0, max_hits=10),
+        chance(1, 86_400.0, max_hits=10),
+        chance(10, 86_400.0, max_hits=10),
     )
     assert old < young < busy
-    assert chance(1, -500.0, most_hits=10) == young  # a clock that went back
+    assert chance(1, -500.0, max_hits=10) == young  # a clock that went back
 
 
 def test_ranking_needs_no_more_than_it_gives() -> None:
