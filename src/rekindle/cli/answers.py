@@ -124,6 +124,6 @@ def _bank(settings: dict[str, Any]) -> Iterator[AnswerBank]:
     """The bank of the settings' tenant; administration needs no vectors."""
     from rekindle.answers.bank import AnswerBank
 
-    with open_knowledge(settings) as known:
-        known.warn()
-        yield AnswerBank(known.library(), "", 1)
+    with open_knowledge(settings) as libraries:
+        libraries.warn()
+        yield AnswerBank(libraries.library(), "", 1)

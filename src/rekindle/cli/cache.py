@@ -157,8 +157,8 @@ def check(
 def rm(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> None:
     """Remove entries, and those that depend on them."""
     with open_cache(folder, key_file, write=True) as store:
-        gone = store.remove(store.entries(entries))
-    typer.echo(f"{gone} removed")
+        removed = store.remove(store.entries(entries))
+    typer.echo(f"{removed} removed")
 
 
 @cache.command()

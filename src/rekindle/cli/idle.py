@@ -107,8 +107,8 @@ def _show_log(loading: dict[str, Any], last: int, json: bool) -> None:
     names = ("cache", "library", "embedder", "tenant", "cache_salt")
     with open_knowledge(
         {name: value for name, value in loading.items() if name in names and value is not None}
-    ) as known:
-        library = known.library()
+    ) as libraries:
+        library = libraries.library()
         ways, entries = summarize_actions(library), recent_actions(library, last)
     if json:
         print_json({"actions": [asdict(way) for way in ways], "last": [asdict(entry) for entry in entries]})

@@ -51,11 +51,11 @@ def ingest(
     from rekindle.knowledge.split import Splitting
 
     splitting = Splitting(size, by, overlap)  # type: ignore[arg-type]
-    with open_knowledge(settings) as known:
+    with open_knowledge(settings) as libraries:
 
         def once(some: list[str]) -> IngestResult:
             with _progress() as report:
-                done = known.ingest(some, splitting=splitting, app=owner, report=report)
+                done = libraries.ingest(some, splitting=splitting, app=owner, report=report)
             if json:
                 print_json({**asdict(done), "problems": [asdict(problem) for problem in done.problems]})
             else:
@@ -75,9 +75,9 @@ def ingest(
 def list_documents(settings: dict[str, Any], json: AsJson = False) -> None:
     """List the documents, the newest first."""
 
-    with open_knowledge(settings) as known:
-        known.warn()
-        entries = known.library().entries()
+    with open_knowledge(settings) as libraries:
+        libraries.warn()
+        entries = libraries.library().entries()
     if json:
         print_json([asdict(entry) for entry in entries])
         return
@@ -94,9 +94,9 @@ def list_documents(settings: dict[str, Any], json: AsJson = False) -> None:
 def show_document(names: Names, settings: dict[str, Any], json: AsJson = False) -> None:
     """Show the passages of documents."""
 
-    with open_knowledge(settings) as known:
-        known.warn()
-        library = known.library()
+    with open_knowledge(settings) as libraries:
+        libraries.warn()
+        library = libraries.library()
         found = [(entry, library.chunks_of(entry.id)) for name in names for entry in library.find(name)]
     if json:
         print_json([{**asdict(entry), "passages": [asdict(c.passage) for c in chunks]} for entry, chunks in found])
@@ -121,8 +121,8 @@ def search(
     """Find passages, without a model."""
     from rekindle.cli.console import notes
 
-    with open_knowledge(settings) as known:
-        found = known.search(question, top_k, retrieval)  # type: ignore[arg-type]
+    with open_knowledge(settings) as libraries:
+        found = libraries.search(question, top_k, retrieval)  # type: ignore[arg-type]
     if json:
         print_json([asdict(hit) for hit in found.hits])
         return
@@ -143,18 +143,18 @@ def search(
 def show_stats(settings: dict[str, Any], json: AsJson = False) -> None:
     """Show the size of the library, and the passages retrieved most."""
 
-    with open_knowledge(settings) as known:
-        known.warn()
-        library = known.library()
+    with open_knowledge(settings) as libraries:
+        libraries.warn()
+        library = libraries.library()
         counts, top = library.counts(), library.top_retrieved(10)
-        used, limit = known.limit.used_bytes(), known.limit.limit_bytes
+        used, limit = libraries.limit.used_bytes(), libraries.limit.limit_bytes
     if json:
-        space = {"folder": str(known.folder), "folder_bytes": used, "limit_bytes": limit}
+        space = {"folder": str(libraries.folder), "folder_bytes": used, "limit_bytes": limit}
         print_json({**counts, **space, "top_retrieved": [asdict(chunk) for chunk in top]})
         return
     typer.echo(
         f"{counts['documents']:,} documents, {counts['chunks']:,} passages ({counts['embedded']:,} with a vector), "
-        f"{counts['characters']:,} characters, {human_bytes(counts['file_bytes'])} in {known.folder}"
+        f"{counts['characters']:,} characters, {human_bytes(counts['file_bytes'])} in {libraries.folder}"
     )
     allowed = "no limit" if limit is None else f"library_limit {human_bytes(limit)}"
     typer.echo(f"{human_bytes(used)} with those of other tenants and salts ({allowed})")
@@ -183,13 +183,13 @@ def check(
 
     if remove_damaged and not yes and not json:
         typer.confirm("Remove damaged files of the library? What was not saved from them is lost.", abort=True)
-    with open_knowledge(settings) as known:
-        found = known.check(fix=fix)
+    with open_knowledge(settings) as libraries:
+        found = libraries.check(fix=fix)
         sound = found.damage is None or found.salvaged is not None
         if acknowledge and sound:
-            known.acknowledge()
-        lost = known.losses() if sound else []
-        removed = known.remove_damaged() if remove_damaged and sound else ()
+            libraries.acknowledge()
+        lost = libraries.losses() if sound else []
+        removed = libraries.remove_damaged() if remove_damaged and sound else ()
     left = [str(path) for path in found.damaged_files if path not in removed]
     if json:
         saved = None if found.salvaged is None else asdict(found.salvaged)
@@ -209,8 +209,8 @@ def export_library(
 ) -> None:
     """Write all documents with their passages to a backup file, one JSON value per line."""
 
-    with open_knowledge(settings) as known:
-        done = known.export(file)
+    with open_knowledge(settings) as libraries:
+        done = libraries.export(file)
     if json:
         print_json(asdict(done))
     else:
@@ -227,8 +227,8 @@ def import_library(
     """Verify a whole backup, then add the documents that the library lacks or has incompletely."""
     from rekindle.cli.console import notes
 
-    with open_knowledge(settings) as known, notes.status("importing"):
-        done = known.import_(file)
+    with open_knowledge(settings) as libraries, notes.status("importing"):
+        done = libraries.import_(file)
     if json:
         print_json(asdict(done))
     else:
@@ -266,16 +266,16 @@ def forget(
 def _forget(settings: dict[str, Any], json: bool, *names: str, **choice: Any) -> None:
     from rekindle.cli.console import notes
 
-    with open_knowledge(settings) as known, notes.status("forgetting"):
-        gone = known.forget(*names, **choice)
+    with open_knowledge(settings) as libraries, notes.status("forgetting"):
+        forgotten = libraries.forget(*names, **choice)
     if json:
-        damaged = [str(path) for path in gone.damaged_files]
-        documents = [asdict(entry) for entry in gone.documents]
-        print_json({"documents": documents, "passages": gone.passages, "damaged_files": damaged})
+        damaged = [str(path) for path in forgotten.damaged_files]
+        documents = [asdict(entry) for entry in forgotten.documents]
+        print_json({"documents": documents, "passages": forgotten.passages, "damaged_files": damaged})
         return
-    for entry in gone.documents:
+    for entry in forgotten.documents:
         typer.echo(printable(f"forgot {entry.name}  {entry.title}  ({entry.source})"))
-    typer.echo(f"{len(gone.documents)} documents with {gone.passages} passages")
+    typer.echo(f"{len(forgotten.documents)} documents with {forgotten.passages} passages")
 
 
 def _show_check(found: LibraryCheck, lost: list[str], left: list[str], removed: int) -> None:
@@ -298,11 +298,11 @@ def open_knowledge(settings: dict[str, Any]) -> Iterator[Knowledge]:
     from rekindle.session.library import Knowledge, purging
 
     chosen = Settings.load(settings)
-    known = Knowledge(chosen, purging(chosen))
+    libraries = Knowledge(chosen, purging(chosen))
     try:
-        yield known
+        yield libraries
     finally:
-        known.close()
+        libraries.close()
 
 
 @contextmanager
