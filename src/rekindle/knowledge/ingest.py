@@ -100,8 +100,8 @@ class Ingester:
             self._report_progress(path.name)
             self._file(path, known.get(str(path)))
             self._files_done += 1
-        for gone in _gone(found, known):
-            self._done.removed += self._library.remove_file(gone)
+        for path in _vanished(found, known):
+            self._done.removed += self._library.remove_file(path)
         return self._finished(started)
 
     def ingest_documents(self, documents: Iterable[Document]) -> IngestResult:
@@ -257,7 +257,7 @@ def _first_words(text: str) -> str:
     return line if len(line) <= 60 else line[:60].rsplit(" ", 1)[0] + CUT_SHORT
 
 
-def _gone(found: FoundFiles, known: Iterable[str]) -> list[str]:
+def _vanished(found: FoundFiles, known: Iterable[str]) -> list[str]:
     """Files that were read before, would be found by the same paths, and no longer exist."""
     there = {str(path) for path in found.files}
     return [path for path in known if path not in there and found.covers(Path(path)) and not is_there(Path(path))]

@@ -172,12 +172,12 @@ class Library:
         kept = set(sources)
         with self.writing() as connection:
             rows = connection.execute("SELECT id, source FROM documents WHERE file=?", (path,)).fetchall()
-            gone = [id for id, source in rows if source not in kept]
-            if gone:
-                remove_documents(connection, gone)
+            removed = [id for id, source in rows if source not in kept]
+            if removed:
+                remove_documents(connection, removed)
                 bump_generation(connection)
             connection.execute("INSERT OR REPLACE INTO files VALUES (?,?,?,?)", (path, digest, splitting, time.time()))
-        return len(gone)
+        return len(removed)
 
     def remove_file(self, path: str) -> int:
         """Remove everything that was read from a file, and return the number of documents."""
@@ -327,13 +327,13 @@ class Library:
             rows = connection.execute("SELECT id, text, tokenizer, tokens FROM leaving").fetchall()
         return [RemovedPassage(*row) for row in rows]
 
-    def purge_removed(self, gone: Sequence[RemovedPassage]) -> None:
+    def purge_removed(self, removed: Sequence[RemovedPassage]) -> None:
         """Erase removed passages whose KV is gone, to the last byte.
 
         Raises `KnowledgeUnusable` if a process keeps reading an old view, so that bytes are left; then call it again.
         """
         with self.writing() as connection:
-            connection.executemany("DELETE FROM leaving WHERE id=?", [(row.id,) for row in gone])
+            connection.executemany("DELETE FROM leaving WHERE id=?", [(row.id,) for row in removed])
             # Only a full merge of the index removes deleted words from it.
             connection.execute("INSERT INTO words(words) VALUES('optimize')")
             connection.execute("INSERT OR REPLACE INTO about VALUES ('unclean', 'yes')")

@@ -355,7 +355,7 @@ class _Repair:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._lost: dict[int, str] = {}  # documents that are gone, or not whole: the source
-        self._gone = 0
+        self._lost_documents = 0
 
     def run(self) -> SalvageResult:
         self._drop_wrong_passages()
@@ -369,7 +369,7 @@ class _Repair:
             self._execute(f"DROP TABLE {table}")
         (documents,), (passages,) = (self._rows(f"SELECT count(*) FROM {name}")[0] for name in ("documents", "chunks"))
         names = tuple(sorted(self._lost.values()))[:_MAX_NAMES]
-        return SalvageResult(documents, passages, self._gone, lost_passages, names)
+        return SalvageResult(documents, passages, self._lost_documents, lost_passages, names)
 
     def _drop_wrong_passages(self) -> None:
         """Drop passages whose text no longer matches its digest."""
@@ -458,7 +458,7 @@ class _Repair:
                 self._execute("UPDATE documents SET digest='' WHERE id=?", id)
                 self._execute("DELETE FROM files WHERE path=?", there[0][1])
             elif source:
-                self._gone += 1
+                self._lost_documents += 1
                 self._execute("DELETE FROM files WHERE path=?", source)
             else:  # not a document id after all
                 del self._lost[id]

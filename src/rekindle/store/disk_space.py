@@ -239,19 +239,19 @@ class DiskSpace(Limits):
         """Remove the files of dropped extents; returns how many. Files that cannot be removed now are tried later."""
         with self._database.scanning() as connection:
             dropping = catalog.extents(connection, "state='dropping' AND state<>'live'")
-        gone = []
+        removed = []
         for row in dropping:
             with contextlib.suppress(OSError):
                 if self._place.remove(EXTENTS, f"{row.name}{SUFFIX}"):
-                    gone.append(row.name)
-        if gone:
+                    removed.append(row.name)
+        if removed:
             try:
                 self._files.sync_folder(self._extents.folder)
             except OSError:  # a power loss could bring them back: they count until that is certain
                 return 0
             with self._database.writing() as connection:
-                catalog.forget(connection, gone)
-        return len(gone)
+                catalog.forget(connection, removed)
+        return len(removed)
 
     def expire(self) -> None:
         """Free KV older than allowed, unless the clock is in doubt: then it is only not served."""

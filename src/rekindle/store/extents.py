@@ -498,9 +498,9 @@ class ExtentFiles:
 
     def _header(self, row: Extent, kv_space_digest: str, handle: Handle, fresh: bool) -> ExtentHeader:
         with self._lock:
-            known = self._headers.get(row.name)
-        if known is not None and known.plan.kv_space == kv_space_digest and not fresh:
-            return known
+            cached = self._headers.get(row.name)
+        if cached is not None and cached.plan.kv_space == kv_space_digest and not fresh:
+            return cached
         try:
             data = self._read_header(row, handle)
             if self.digester.header(data) != row.digest:

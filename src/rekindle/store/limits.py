@@ -96,13 +96,13 @@ def seen_before(
 ) -> int:
     """How many of the chained keys were met before; all are remembered now, the oldest others forgotten."""
     select = "SELECT 1 FROM seen_keys WHERE key=? AND kv_space=?"
-    known = [connection.execute(select, (key, kv_space)).fetchone() is not None for key in keys]
+    seen = [connection.execute(select, (key, kv_space)).fetchone() is not None for key in keys]
     connection.executemany("INSERT OR REPLACE INTO seen_keys VALUES (?,?,?)", [(key, kv_space, now) for key in keys])
     excess = int(connection.execute("SELECT count(*) FROM seen_keys").fetchone()[0]) - max_rows
     if excess > 0:
         oldest = "SELECT key, kv_space FROM seen_keys ORDER BY at LIMIT ?"
         connection.execute(f"DELETE FROM seen_keys WHERE (key, kv_space) IN ({oldest})", (excess,))
-    return known.index(False) if False in known else len(known)
+    return seen.index(False) if False in seen else len(seen)
 
 
 def add_written(connection: sqlite3.Connection, minute: int, size_bytes: int) -> None:

@@ -113,9 +113,9 @@ def search(rows: BlockIndex, root: NodeKey, tokens: bytes) -> Match:
     """The longest stored prefix of `tokens`."""
     keys = chain(root, tokens)
     pieces = _whole_blocks(rows, keys[: len(tokens) // BLOCK_BYTES], tokens)
-    known = pieces[-1].span.stop // BLOCK_TOKENS if pieces else 0
-    rest = tokens[known * BLOCK_BYTES : (known + 1) * BLOCK_BYTES]
-    if rest and (piece := _inside_block(rows, keys[known - 1] if known else root, rest, known)):
+    stored = pieces[-1].span.stop // BLOCK_TOKENS if pieces else 0
+    rest = tokens[stored * BLOCK_BYTES : (stored + 1) * BLOCK_BYTES]
+    if rest and (piece := _inside_block(rows, keys[stored - 1] if stored else root, rest, stored)):
         if pieces and pieces[-1].extent == piece.extent and pieces[-1].last + 1 == piece.first:
             last = pieces.pop()
             piece = Piece(last.extent, last.name, last.first, Span(last.span.start, piece.span.stop))
@@ -147,15 +147,15 @@ def _whole_blocks(rows: BlockIndex, keys: Sequence[NodeKey], tokens: bytes) -> l
 
 def _deepest(rows: BlockIndex, keys: Sequence[NodeKey]) -> tuple[int, BlockRef | None]:
     """The number of chained keys that are stored, and where the last one is."""
-    known, unknown, spot = 0, len(keys) + 1, None
-    while unknown - known > 1:
-        middle = (known + unknown) // 2
+    stored, missing, spot = 0, len(keys) + 1, None
+    while missing - stored > 1:
+        middle = (stored + missing) // 2
         found = rows.find(keys[middle - 1])
         if found is None:
-            unknown = middle
+            missing = middle
         else:
-            known, spot = middle, found
-    return known, spot
+            stored, spot = middle, found
+    return stored, spot
 
 
 def _inside_block(rows: BlockIndex, parent: NodeKey, rest: bytes, depth: int) -> Piece | None:
@@ -172,17 +172,17 @@ def _inside_block(rows: BlockIndex, parent: NodeKey, rest: bytes, depth: int) ->
 def following(rows: BlockIndex, match: Match, max_count: int) -> bytes:
     """Up to `max_count` tokens that follow a whole match; of several continuations, the first in the order of bytes."""
     block = match.full_blocks
-    parent, known = match.key_before(block), match.tokens[block * BLOCK_BYTES :]
+    parent, stored = match.key_before(block), match.tokens[block * BLOCK_BYTES :]
     found = b""
     while len(found) < max_count * TOKEN_BYTES:
-        near = [child.tokens for child in rows.neighbours(parent, known) if child.tokens.startswith(known)]
-        longer = max(near, key=len, default=known)[:BLOCK_BYTES]
-        more = longer[len(known) :]
+        near = [child.tokens for child in rows.neighbours(parent, stored) if child.tokens.startswith(stored)]
+        longer = max(near, key=len, default=stored)[:BLOCK_BYTES]
+        more = longer[len(stored) :]
         if not more or len(more) % TOKEN_BYTES:
             break
-        found, known = found + more, longer  # a longer one may continue it
-        if len(known) == BLOCK_BYTES:
-            (parent,), known = chain(parent, known), b""
+        found, stored = found + more, longer  # a longer one may continue it
+        if len(stored) == BLOCK_BYTES:
+            (parent,), stored = chain(parent, stored), b""
     return found[: max_count * TOKEN_BYTES]
 
 
@@ -193,8 +193,8 @@ def continuation(rows: BlockIndex, match: Match) -> bytes | None:
     """
     block = match.full_blocks
     rest = match.tokens[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-    known = (match.length - block * BLOCK_TOKENS) * TOKEN_BYTES
+    stored = (match.length - block * BLOCK_TOKENS) * TOKEN_BYTES
     for neighbour in rows.neighbours(match.key_before(block), rest):
-        if neighbour.tokens[:known] == rest[:known] and len(neighbour.tokens) > known:
-            return neighbour.tokens[known:]
+        if neighbour.tokens[:stored] == rest[:stored] and len(neighbour.tokens) > stored:
+            return neighbour.tokens[stored:]
     return None

@@ -67,8 +67,8 @@ def _clear(disk: DiskStore) -> int:
             connection.execute(f"DELETE FROM {table}")
         connection.execute("UPDATE totals SET cleared=?", (disk.clock(),))
         catalog.pin(connection, (), pinned=True)
-    gone = {row.id for row in late} | writing
-    remove_traces(disk, lambda row: row.id <= last or row.id in gone)
+    going_ids = {row.id for row in late} | writing
+    remove_traces(disk, lambda row: row.id <= last or row.id in going_ids)
     return len(going) + len(late)
 
 

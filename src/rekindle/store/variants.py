@@ -102,32 +102,32 @@ class Variants:
                 for space in self._spaces(connection, kv_space):
                     view = ChunkView(connection, space.number, fresh, self._sources.bad)
                     for digest, tokens in chunks.items():
-                        if known := list(self._known(view, space, digest, tokens, size_bytes)):
-                            found.setdefault(digest, []).extend(known)
-            for known in found.values():
-                known.sort(key=lambda one: -one.frequency)
+                        if stored := list(self._stored(view, space, digest, tokens, size_bytes)):
+                            found.setdefault(digest, []).extend(stored)
+            for stored in found.values():
+                stored.sort(key=lambda one: -one.frequency)
             return found
 
         return self._failures.reading(look, {})
 
-    def load(self, kv_space: KvSpace, known: StoredVariant) -> StoredFeed:
+    def load(self, kv_space: KvSpace, stored: StoredVariant) -> StoredFeed:
         """A feed of a variant's KV as it was computed at its span. Raises `KvLost` if it was removed or damaged."""
         self._failures.check_open()
-        own_kv_space = nonprefix(kv_space) if known.nonprefix else kv_space
-        if self._disk.kv_space_digest(own_kv_space) != known.kv_space:
+        own_kv_space = nonprefix(kv_space) if stored.nonprefix else kv_space
+        if self._disk.kv_space_digest(own_kv_space) != stored.kv_space:
             raise InvalidSetting("The variant was found on another kv_space. Load it from that one.")
         opened: list[KvSource] = []  # from the last on: each names the node that the one before it must reach
-        for piece in reversed(known.pieces):
+        for piece in reversed(stored.pieces):
             below = opened[-1] if opened else None
-            self._sources.add(opened, own_kv_space, piece, partial(_is_in_place, known=known, below=below))
+            self._sources.add(opened, own_kv_space, piece, partial(_is_in_place, stored=stored, below=below))
         return self._sources.feed(own_kv_space, opened[::-1])
 
-    def record_use(self, known: StoredVariant, cfo: float, saved_ms: float = 0.0) -> None:
+    def record_use(self, stored: StoredVariant, cfo: float, saved_ms: float = 0.0) -> None:
         """Record a use of a variant, the share that was reused, and the time that saved. Written by `maintain`."""
-        now, length = self._disk.clock(), len(known.variant.span)
+        now, length = self._disk.clock(), len(stored.variant.span)
         gain = min(1 / cfo, _MAX_GAIN) if cfo > 0 else _MAX_GAIN
-        blocks = [BlockAccess(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in known.pieces]
-        self._access_log.add([*blocks, VariantAccess(known.id, known.variant.digest, gain, now)])
+        blocks = [BlockAccess(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in stored.pieces]
+        self._access_log.add([*blocks, VariantAccess(stored.id, stored.variant.digest, gain, now)])
 
     def stats(self, kv_space: KvSpace | None = None) -> VariantCounts:
         """The counts of a KV space, or of all."""
@@ -201,7 +201,7 @@ class Variants:
         def write() -> Kept:
             self._access_log.flush(self._disk.database)
             self._sources.settle()
-            if self._is_known(kv_space, variant.digest, tokens):
+            if self._is_stored(kv_space, variant.digest, tokens):
                 return Kept("known")
             if self._disk.settings.admission == "second-use" and self._disk.admit(own_kv_space, keys) < len(keys):
                 raise Refused("it was not met before")
@@ -240,7 +240,7 @@ class Variants:
             if number is not None
         ]
 
-    def _known(
+    def _stored(
         self, view: ChunkView, space: SpaceRow, digest: ChunkDigest, tokens: bytes, size_bytes: int
     ) -> Iterator[StoredVariant]:
         """The variants in one KV space of a chunk whose tokens take `size_bytes` bytes."""
@@ -270,7 +270,7 @@ class Variants:
                 pieces=pieces,
             )
 
-    def _is_known(self, kv_space: KvSpace, digest: ChunkDigest, tokens: bytes) -> bool:
+    def _is_stored(self, kv_space: KvSpace, digest: ChunkDigest, tokens: bytes) -> bool:
         return any(one.nonprefix for one in self.find(kv_space, {digest: tokens}).get(digest, ()))
 
     def _listing(self, kv_space_digest: str, location: ChunkLocation, variant: Variant) -> Listing:
@@ -337,19 +337,19 @@ def _moved(piece: Piece, by: int) -> Piece:
     return replace(piece, span=Span(piece.span.start + by, piece.span.stop + by))
 
 
-def _is_in_place(source: KvSource, known: StoredVariant, below: KvSource | None) -> bool:
+def _is_in_place(source: KvSource, stored: StoredVariant, below: KvSource | None) -> bool:
     """Whether the extent file itself holds these tokens in this place: the catalog alone is not trusted.
 
     Its blocks must lead to the node above the chunk's last block, or to the parent of the extent below.
     """
-    plan, piece, start = source.header.plan, source.piece, known.variant.span.start
-    wanted = _part(known.tokens, Span(piece.span.start - start, piece.span.stop - start))
-    blocks, node, tail = piece.last, known.location.parent, known.location.tail
+    plan, piece, start = source.header.plan, source.piece, stored.variant.span.start
+    wanted = _part(stored.tokens, Span(piece.span.start - start, piece.span.stop - start))
+    blocks, node, tail = piece.last, stored.location.parent, stored.location.tail
     if below is not None:
         blocks, node, tail = piece.last + 1, below.header.plan.parent, b""
     above = chain(plan.parent, plan.tokens[: blocks * BLOCK_BYTES])
     return (
-        plan.kv_space == known.kv_space
+        plan.kv_space == stored.kv_space
         and _part(plan.tokens, source.span) == wanted
         and plan.tokens.startswith(tail, blocks * BLOCK_BYTES)
         and (above[-1] if above else plan.parent) == node

@@ -104,10 +104,10 @@ def whole_run(
     ).fetchone()
     if row is None:
         return None
-    known = connection.execute(
+    rows = connection.execute(
         "SELECT key FROM blocks WHERE extent=? AND place>=? ORDER BY place LIMIT ?", (*row, len(keys))
     ).fetchall()
-    same = [key == wanted for (key,), wanted in zip(known, keys, strict=False)]
+    same = [key == wanted for (key,), wanted in zip(rows, keys, strict=False)]
     return BaseBlocks(int(row[0]), 0, int(row[1]), same.index(False) if False in same else len(same))
 
 
@@ -118,11 +118,11 @@ def codings(connection: sqlite3.Connection, ids: Sequence[int]) -> dict[int, tup
     return {id: (coding, blocks * BLOCK_TOKENS) for id, coding, blocks in connection.execute(select, list(ids))}
 
 
-def coded_pieces(pieces: Sequence[Piece], known: Mapping[int, tuple[str, int]]) -> tuple[Piece, ...]:
+def coded_pieces(pieces: Sequence[Piece], coded: Mapping[int, tuple[str, int]]) -> tuple[Piece, ...]:
     """The pieces with their coding. Losslessly coded KV is decoded as a whole."""
     reported = []
     for piece in pieces:
-        coding, tokens = known.get(piece.extent, ("raw", 0))
+        coding, tokens = coded.get(piece.extent, ("raw", 0))
         overread = max(0, tokens - len(piece.span)) if coding == "exact" else 0
         reported.append(replace(piece, coding=coding, overread=overread))
     return tuple(reported)
