@@ -119,9 +119,9 @@ class Policy(Protocol):
         """The worth of a tail with these users."""
 
 
-def recency(age_seconds: float, halflife_seconds: float = HALFLIFE_SECONDS) -> float:
+def recency(age_seconds: float) -> float:
     """From 1, halved with every halflife."""
-    return math.exp(-math.log(2) * max(0.0, age_seconds) / halflife_seconds)
+    return math.exp(-math.log(2) * max(0.0, age_seconds) / HALFLIFE_SECONDS)
 
 
 def chance(hits: int, age_seconds: float, max_hits: int) -> float:
