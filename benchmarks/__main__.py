@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rekindle.cli.options import AsJson
+from rekindle.cli.options import AsJson, print_json, print_table
 from rekindle.errors import EngineMissing, InvalidSetting, RekindleError
 
 BENCHES = {
@@ -53,7 +53,7 @@ def bench(
         bool,
         typer.Option(
             "--calibrate",
-            help="chunks: find how much to mend with this model, and keep that; adapters: how many bits its KV gets.",
+            help="chunks: find how much to recompute with this model, and keep it; adapters: the bits of its KV.",
         ),
     ] = False,
     quality: Annotated[
@@ -64,7 +64,7 @@ def bench(
 ) -> None:
     """Run a bench: every baseline in the same process, interleaved, as medians and ratios."""
     from benchmarks.base import BenchOptions
-    from rekindle.cli.console import notes, print_json, print_table
+    from rekindle.cli.console import notes
     from rekindle.engine.load import choose_engine, require_packages
 
     if name not in BENCHES:

@@ -46,7 +46,7 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One line of the table: ours against theirs, and the bar."""
 
     measure: str
@@ -61,7 +61,7 @@ class Report:
     """What a bench found. `fields` is the JSON object; a number that could not be measured is null with a reason."""
 
     bench: str
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TableRow] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
     plot: Callable[[Any], None] | None = None  # draws on a matplotlib figure
 

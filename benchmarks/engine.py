@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.base import Advance, BenchOptions, Report, Row, Timing, interleave, paired_ratio
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, Timing, interleave, paired_ratio
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
 from rekindle.core.request import Request
@@ -38,7 +38,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     if not isinstance(engine, HfEngine):
         engine.close()
         raise InvalidSetting("bench engine compares with transformers: it is for --engine hf. Use bench prefix.")
-    measure = _Measure(engine, options)
+    measure = _EngineMeasure(engine, options)
     report = Report("engine")
     report.fields |= {"model": engine.name, "device": engine.device}
     report.fields |= {"dtype": engine.placement.dtype_name, "rounds": measure.rounds}
@@ -49,7 +49,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     return report
 
 
-class _Measure:
+class _EngineMeasure:
     """The parts of the bench, on one loaded model."""
 
     def __init__(self, engine: HfEngine, options: BenchOptions) -> None:
@@ -201,8 +201,8 @@ class _Measure:
         times = self._interleave(jobs, rounds=3)
         report.fields["import_seconds"] = max(0.0, times["import"].median - times["nothing"].median)
         report.fields["help_seconds"] = times["help"].median
-        report.rows.append(Row("import rekindle", f"{report.fields['import_seconds']:.3f} s", "", "", "< 0.2 s"))
-        report.rows.append(Row("rekindle --help", f"{report.fields['help_seconds']:.3f} s", "", "", "< 0.5 s"))
+        report.rows.append(TableRow("import rekindle", f"{report.fields['import_seconds']:.3f} s", "", "", "< 0.2 s"))
+        report.rows.append(TableRow("rekindle --help", f"{report.fields['help_seconds']:.3f} s", "", "", "< 0.5 s"))
 
     def _scattered(self, size: int, question: int) -> dict[str, Timing]:
         tokens = self._tokens[:size] + self._tokens[:question]
@@ -309,8 +309,8 @@ class _TokenClock:
         return [after - before for before, after in pairwise(self._at[1:])]
 
 
-def _row(measure: str, ours: Timing, theirs: Timing, ratio: float, bar: str = "") -> Row:
-    return Row(measure, str(ours), str(theirs), f"{ratio:.3f}", bar)
+def _row(measure: str, ours: Timing, theirs: Timing, ratio: float, bar: str = "") -> TableRow:
+    return TableRow(measure, str(ours), str(theirs), f"{ratio:.3f}", bar)
 
 
 def _spawn(command: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 Each user of a set is a tenant with a library of their own, as in use. Libraries of 1,000 documents and of 100,000
 passages are made of the passages of the data: new texts are mixed from two old ones, and their vectors are those of
-the old ones moved a little, because embedding so many would take an hour. Questions are the data's own.
+the old ones moved a little, because embedding all of them would take an hour. Questions are the data's own.
 """
 
 from __future__ import annotations
@@ -18,16 +18,23 @@ from typing import Any, get_args
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, Report, Row, Timing, scratch
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, Timing, scratch
 from benchmarks.personal import Person, PersonalSet, personal_sets
 from rekindle.core.document import Document, Passage, Section
 from rekindle.engine.embedding.embedder import Embedder
 from rekindle.knowledge.ingest import Ingester, IngestResult
 from rekindle.knowledge.library import Library
-from rekindle.knowledge.retrieve import Retrieval, Retriever
+from rekindle.knowledge.retrieve import (
+    STORED_DTYPE,
+    Floats,
+    Retrieval,
+    Retriever,
+    VectorIndex,
+    VectorSnapshot,
+    to_stored,
+)
 from rekindle.knowledge.rows import SplitDocument
 from rekindle.knowledge.split import Splitting
-from rekindle.knowledge.vectors import STORED_DTYPE, Floats, VectorIndex, VectorSnapshot, to_stored
 from rekindle.models.pull import pull
 
 FIRST = 5
@@ -116,9 +123,9 @@ class _Set:
             "embedded_twice": sum(done.embedded for done in again),
         }
 
-    def _ingest(self, person: Person, most: int | None) -> IngestResult:
+    def _ingest(self, person: Person, max_count: int | None) -> IngestResult:
         ingester = Ingester(self._libraries[person.name], self._embedder, Splitting())
-        return ingester.ingest_documents(person.documents[:most])
+        return ingester.ingest_documents(person.documents[:max_count])
 
     def recall(self, report: Report) -> None:
         """The share of questions of which a document that answers them is among the first five, by each way.
@@ -136,12 +143,12 @@ class _Set:
                     found = [hit.chunk.source for hit in retriever.retrieve(question.text, DEPTH, way).hits]
                     hits[way].append(bool(question.evidence & {*list(dict.fromkeys(found))[:FIRST]}))
                     quoted[way].append(bool(question.evidence & {*found[:FIRST]}))
-        told = report.fields["sets"][self._data.name]
-        told["questions"] = len(hits["fused"])
-        told["recall5"] = {way: statistics.mean(found) if found else None for way, found in hits.items()}
-        told["recall5_passages"] = {way: statistics.mean(found) if found else None for way, found in quoted.items()}
+        result = report.fields["sets"][self._data.name]
+        result["questions"] = len(hits["fused"])
+        result["recall5"] = {way: statistics.mean(found) if found else None for way, found in hits.items()}
+        result["recall5_passages"] = {way: statistics.mean(found) if found else None for way, found in quoted.items()}
         if not hits["fused"]:
-            told["recall5_reason"] = "no question names the documents that answer it"
+            result["recall5_reason"] = "no question names the documents that answer it"
 
     def stock(self) -> Iterator[tuple[Passage, Floats]]:
         """Its passages and their vectors."""
@@ -185,7 +192,9 @@ class _Large:
         report.fields["match_ms_1k"] = timing.median * 1e3
         published = PUBLISHED_SECONDS["match"]
         ratio = f"{published / timing.median:,.0f}x"
-        report.rows.append(Row("match a question with 1,000", str(timing), f"{published:.2f} s (published)", ratio))
+        report.rows.append(
+            TableRow("match a question with 1,000", str(timing), f"{published:.2f} s (published)", ratio)
+        )
 
     def passages(self, report: Report) -> None:
         """Retrieval among 100,000 passages, and beside it an index of their vectors."""
@@ -238,7 +247,7 @@ class _Large:
         }
         published = PUBLISHED_SECONDS["retrieve"]
         report.rows.append(
-            Row(
+            TableRow(
                 f"retrieve, {counts['documents']:,} documents, {counts['chunks']:,} passages",
                 str(timing),
                 f"{published:.2f} s (published)",
@@ -274,7 +283,7 @@ class _Large:
             "index_recall_100k": statistics.mean(shared),
         }
         report.rows.append(
-            Row(
+            TableRow(
                 "nearest 100 of 100,000 vectors, all read / HNSW index",
                 str(brute),
                 f"{timing} (built in {built:.0f} s, finds {statistics.mean(shared):.0%})",
@@ -286,39 +295,39 @@ class _Large:
 def _total(report: Report) -> None:
     """The sets together, and the rows of each."""
     sets = report.fields["sets"]
-    seconds = sum(told["ingest_s"] for told in sets.values())
-    report.fields["ingest_docs_per_s"] = sum(told["documents"] for told in sets.values()) / seconds
-    asked = {name: told for name, told in sets.items() if told["questions"]}
-    weights = [told["questions"] for told in asked.values()]
+    seconds = sum(result["ingest_s"] for result in sets.values())
+    report.fields["ingest_docs_per_s"] = sum(result["documents"] for result in sets.values()) / seconds
+    asked = {name: result for name, result in sets.items() if result["questions"]}
+    weights = [result["questions"] for result in asked.values()]
     for name in ("recall5", "recall5_passages"):
         report.fields[name] = {
-            way: float(np.average([told[name][way] for told in asked.values()], weights=weights)) if asked else None
+            way: float(np.average([result[name][way] for result in asked.values()], weights=weights)) if asked else None
             for way in WAYS
         }
-    for name, told in sets.items():
-        speed = f"{told['ingest_docs_per_s']:.1f}/s"
+    for name, result in sets.items():
+        speed = f"{result['ingest_docs_per_s']:.1f}/s"
         report.rows.append(
-            Row(
-                f"ingest {told['documents']:,} documents, {told['passages']:,} passages ({name})",
+            TableRow(
+                f"ingest {result['documents']:,} documents, {result['passages']:,} passages ({name})",
                 speed,
-                f"again: {told['again_docs_per_s']:,.0f}/s",
-                f"{told['again_docs_per_s'] / told['ingest_docs_per_s']:,.0f}x",
+                f"again: {result['again_docs_per_s']:,.0f}/s",
+                f"{result['again_docs_per_s'] / result['ingest_docs_per_s']:,.0f}x",
             )
         )
-    for name, told in asked.items():
-        recall = told["recall5"]
+    for name, result in asked.items():
+        recall = result["recall5"]
         best = max(recall["bm25"], recall["embedding"])
         report.rows.append(
-            Row(
-                f"recall@5 of {told['questions']:,} questions ({name}), fused / words, meaning, weighted",
+            TableRow(
+                f"recall@5 of {result['questions']:,} questions ({name}), fused / words, meaning, weighted",
                 f"{recall['fused']:.3f}",
                 f"{recall['bm25']:.3f}, {recall['embedding']:.3f}, {recall['weighted']:.3f}",
                 f"{recall['fused'] / best:.3f}" if best else "",
                 ">= 1",
             )
         )
-    told = [one["recall5"] for one in asked.values()]
-    report.fields["fused_is_best"] = all(one["fused"] >= max(one["bm25"], one["embedding"]) for one in told)
+    result = [one["recall5"] for one in asked.values()]
+    report.fields["fused_is_best"] = all(one["fused"] >= max(one["bm25"], one["embedding"]) for one in result)
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -330,11 +339,11 @@ def _seconds(work: Callable[[], object]) -> float:
 def _plotter(report: Report) -> Callable[[Any], None]:
     def draw(figure: Any) -> None:
         left, right = figure.subplots(1, 2)
-        sets = {name: told for name, told in report.fields["sets"].items() if told["questions"]}
+        sets = {name: result for name, result in report.fields["sets"].items() if result["questions"]}
         width = 0.8 / len(WAYS)
         for place, way in enumerate(WAYS):
             at = [number + place * width for number in range(len(sets))]
-            left.bar(at, [told["recall5"][way] for told in sets.values()], width, label=way)
+            left.bar(at, [result["recall5"][way] for result in sets.values()], width, label=way)
         left.set_xticks([number + 0.3 for number in range(len(sets))], list(sets))
         left.set_title("recall@5")
         left.legend(loc="lower left")

@@ -55,7 +55,7 @@ class PersonalSet:
     people: tuple[Person, ...]
 
     def first(self, documents: int) -> PersonalSet:
-        """The first users that have so many documents together: at least one of them, and each one whole."""
+        """The first users that have `documents` documents together: at least one of them, and each one whole."""
         chosen: list[Person] = []
         for person in self.people:
             if chosen and sum(len(other.documents) for other in chosen) >= documents:

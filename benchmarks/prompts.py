@@ -13,7 +13,7 @@ from rekindle.engine.base import Engine
 
 
 @dataclass
-class Prompt:
+class SharedPrefix:
     """A prefix of `len(prefix)` tokens and endings for it, no two of which begin with the same token."""
 
     prefix: list[int]
@@ -24,8 +24,8 @@ class Prompt:
         return self.prefix + next(self.endings)
 
 
-def prompts(engine: Engine, options: BenchOptions, count: int, prefix: int, ending: int) -> list[Prompt]:
-    """So many prompts from the texts, or from random tokens for a model that is random itself.
+def prompts(engine: Engine, options: BenchOptions, count: int, prefix: int, ending: int) -> list[SharedPrefix]:
+    """`count` prompts from the texts, or from random tokens for a model that is random itself.
 
     The prefixes begin differently: none of them helps another.
     """
@@ -36,7 +36,7 @@ def prompts(engine: Engine, options: BenchOptions, count: int, prefix: int, endi
     for number in range(count):
         own = stream[number * prefix : (number + 1) * prefix]
         own[0] = firsts[number]
-        made.append(Prompt(own, _endings(stream, firsts[count + number :: count], random, ending)))
+        made.append(SharedPrefix(own, _endings(stream, firsts[count + number :: count], random, ending)))
     return made
 
 

@@ -1,4 +1,4 @@
-"""How far answers from mended KV are from those of the full computation: by distribution, by text, by the right answer.
+"""How far answers with reused KV are from those of the full computation: by distribution, text, and right answer.
 
 Prompts that were started in several ways are decoded together, a row each.
 """
@@ -42,12 +42,12 @@ def judge(engine: Engine, starts: Sequence[StartedPrompt], answers: Sequence[str
     found = _forced(engine, starts[1:], replies[0][:FORCED_TOKENS])
     texts = [_text(engine, reply) for reply in replies]
     score = rouge_l()
-    told = []
+    judged = []
     for text, probabilities in zip(texts, [reference, *found], strict=True):
         kl, top1 = divergence(reference, probabilities)
         rouge = None if score is None else score(texts[0], text)
-        told.append(Quality(kl, top1, rouge, best_f1(text, answers), text))
-    return told
+        judged.append(Quality(kl, top1, rouge, best_f1(text, answers), text))
+    return judged
 
 
 def compare(engine: Engine, exact: StartedPrompt, others: Sequence[StartedPrompt]) -> list[tuple[float, float]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -20,22 +21,87 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, Report, Row, Timing, drop_pages, interleave, paired_ratio, scratch
-from benchmarks.rows import VOCABULARY, fill_catalog
+from benchmarks.base import (
+    Advance,
+    BenchOptions,
+    Report,
+    TableRow,
+    Timing,
+    drop_pages,
+    interleave,
+    paired_ratio,
+    scratch,
+)
 from benchmarks.storm import storm
-from rekindle.core.keys import KvSpace, Namespace
+from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, KvSpace, Namespace, NodeKey, chain, token_bytes
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.errors import EngineMissing
 from rekindle.store.catalog import catalog
 from rekindle.store.disk import Machine
 from rekindle.store.files import Files, Handle
+from rekindle.store.folder import CATALOG
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
+
+VOCABULARY = 50_000
+BLOCKS_AN_EXTENT = 32
+
+
+def fill_catalog(folder: Path, kv_space: KvSpace, rows: int, prompt_tokens: int, random: Any) -> list[int]:
+    """A catalog of `rows` blocks, without files. Returns the one long prompt that is in it, kept in several turns."""
+    with TieredStore(folder, StoreSettings(disk_limit="1TB", memory_limit=0)) as store:
+        digest = store.disk.kv_space_digest(kv_space)
+    prompt = [int(token) for token in random.integers(0, VOCABULARY, prompt_tokens)]
+    connection = sqlite3.connect(folder / CATALOG, isolation_level=None)
+    # Filled with the speed of a fresh table: indexes afterwards, in order.
+    definitions = connection.execute(
+        "SELECT name, sql FROM sqlite_master WHERE type='index' AND tbl_name='blocks' AND sql IS NOT NULL"
+    ).fetchall()
+    connection.execute("PRAGMA synchronous=OFF")
+    connection.execute("PRAGMA cache_size=-400000")
+    connection.execute("BEGIN")
+    for name, _ in definitions:
+        connection.execute(f"DROP INDEX {name}")
+    number = catalog.add_kv_space(connection, digest, kv_space)
+    for extent, run in enumerate(_runs(rows, number, kv_space.namespace.root, prompt, random), start=1):
+        connection.execute(
+            "INSERT INTO extents (id, name, kv_space, state, bytes, writer, depth, blocks, live, tokens, kept, used) "
+            "VALUES (?,?,?,'live',1000,'bench',?,?,?,?,1,1)",
+            (extent, f"{extent:016x}", number, run.depth, len(run.keys), len(run.keys), len(run.tokens) // 4),
+        )
+        connection.executemany(
+            "INSERT INTO blocks (extent, place, kv_space, key, parent, tokens, used) VALUES (?,?,?,?,?,?,?)",
+            run.rows(extent, 1.0),
+        )
+    for _, definition in definitions:
+        connection.execute(definition)
+    connection.execute("COMMIT")
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    connection.close()
+    return prompt
+
+
+def _runs(rows: int, kv_space: int, root: NodeKey, prompt: list[int], random: Any) -> Iterator[catalog.BlockRun]:
+    data = token_bytes(prompt)
+    keys = chain(root, data)
+    for first in range(0, len(keys), BLOCKS_AN_EXTENT):
+        stop = min(first + BLOCKS_AN_EXTENT, len(keys))
+        parent = keys[first - 1] if first else root
+        part = data[first * BLOCK_BYTES : stop * BLOCK_BYTES]
+        yield catalog.BlockRun(kv_space, first, parent, keys[first:stop], part)
+    for _ in range((rows - len(keys)) // BLOCKS_AN_EXTENT):
+        tokens = random.integers(0, VOCABULARY, BLOCKS_AN_EXTENT * BLOCK_TOKENS, dtype=np.uint32).tobytes()
+        names = random.bytes(16 * BLOCKS_AN_EXTENT)
+        drawn = [NodeKey(names[place * 16 : place * 16 + 16]) for place in range(BLOCKS_AN_EXTENT)]
+        yield catalog.BlockRun(kv_space, 0, root, drawn, tokens)
+
 
 TOKENS = 1000
 PROMPT = 8000
 ROWS = {"1k": 1_000, "1m": 1_000_000}
-SHELF = KvSpace(Namespace("bench"), KvLayout("float32", tuple(LayerShape(3, 64, 64) for _ in range(30))), model="bench")
+KV_SPACE = KvSpace(
+    Namespace("bench"), KvLayout("float32", tuple(LayerShape(3, 64, 64) for _ in range(30))), model="bench"
+)
 STORM_LIMIT_BYTES = 6_000_000
 
 
@@ -44,7 +110,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     report = Report("store")
     report.fields |= {"device": "cpu", "shape": "SmolLM2-135M, float32", "tokens": TOKENS, "rounds": options.rounds(15)}
     with scratch() as folder:
-        measure = _Measure(Path(folder), options)
+        measure = _StoreMeasure(Path(folder), options)
         for part in (measure.put, measure.get, measure.evict, measure.rows, measure.storm):
             advance(part.__name__)
             part(report)
@@ -63,7 +129,7 @@ class CountingFiles(Files):
         super().sync(handle)
 
 
-class _Measure:
+class _StoreMeasure:
     """The parts of the bench, in one folder."""
 
     def __init__(self, folder: Path, options: BenchOptions) -> None:
@@ -72,7 +138,7 @@ class _Measure:
         self._quick = options.quick
         self._random = np.random.default_rng(options.seed)
         self._kv = self._make_kv()
-        self._bytes = TOKENS * SHELF.layout.token_bytes
+        self._bytes = TOKENS * KV_SPACE.layout.token_bytes
 
     def put(self, report: Report) -> None:
         """Keep 1,000 tokens: ours, a plain file with fsync, diskcache."""
@@ -88,7 +154,7 @@ class _Measure:
             def ours() -> None:
                 nonlocal keeps
                 tokens = self._tokens(next(number))
-                if store.keep(SHELF, tokens, self._kv).outcome != "kept":
+                if store.keep(KV_SPACE, tokens, self._kv).outcome != "kept":
                     raise AssertionError("a keep was refused")
                 keeps += 1
 
@@ -109,7 +175,7 @@ class _Measure:
         }
         _compare(report, "keep 1,000 tokens", times, "plain", "")
         _compare(report, "keep, against diskcache (no fsync)", times, "diskcache", "")
-        report.rows.append(Row("fsyncs a keep", f"{report.fields['fsyncs_per_keep']:g}", "", "", "1"))
+        report.rows.append(TableRow("fsyncs a keep", f"{report.fields['fsyncs_per_keep']:g}", "", "", "1"))
 
     def get(self, report: Report) -> None:
         """Load 1,000 tokens into buffers that are there: from warm pages, from dropped ones, from memory."""
@@ -118,7 +184,7 @@ class _Measure:
         tokens = self._tokens(0)
         with _folder(self.folder / "get") as folder:
             with TieredStore(folder / "ours", settings) as store:
-                store.keep(SHELF, tokens, self._kv)
+                store.keep(KV_SPACE, tokens, self._kv)
                 (extent,) = (store.disk.extents.folder).iterdir()
             theirs = diskcache.Cache(folder / "diskcache", size_limit=20 << 30)
             theirs.set("kv", extent.read_bytes())
@@ -138,7 +204,7 @@ class _Measure:
                     "memory": lambda: self._load(held, tokens, layers),
                 }
                 self._load(held, tokens, layers)
-                held.tend()
+                held.maintain()
                 times = interleave(jobs, 2 * self.rounds, lambda: None)
                 for layer, right in zip(layers, self._kv.layers, strict=True):
                     if not np.array_equal(layer.keys, right.keys) or not np.array_equal(layer.values, right.values):
@@ -177,18 +243,18 @@ class _Measure:
             start = time.perf_counter()
             store.disk.room.prune(0)
             report.fields["evict_us"] = (time.perf_counter() - start) / count * 1e6
-        report.rows.append(Row("evict one of 200 entries", f"{report.fields['evict_us']:,.0f} us", "", ""))
+        report.rows.append(TableRow("evict one of 200 entries", f"{report.fields['evict_us']:,.0f} us", "", ""))
 
     def rows(self, report: Report) -> None:
         """Look 8,000 tokens up among 1,000 and among 1,000,000 rows; reopen; evict; memory."""
         for name, count in ROWS.items():
             with _folder(self.folder / name) as folder:
-                prompt = fill_catalog(folder, SHELF, count, PROMPT, self._random)
+                prompt = fill_catalog(folder, KV_SPACE, count, PROMPT, self._random)
                 known = TieredStore(folder, StoreSettings(disk_limit="1TB", memory_limit=0))
                 unknown = [VOCABULARY] * PROMPT
                 half = [*prompt[: PROMPT // 2 + 5], *unknown[: PROMPT // 2]]
                 times = [_lookup_us(known, tokens) for tokens in (prompt, half, unknown)]
-                found = [known.lookup(SHELF, tokens).length for tokens in (prompt, half, unknown)]
+                found = [known.lookup(KV_SPACE, tokens).length for tokens in (prompt, half, unknown)]
                 known.close()
                 if found != [PROMPT, PROMPT // 2 + 5, 0]:
                     raise AssertionError(f"the lookup found {found}")
@@ -196,22 +262,24 @@ class _Measure:
                 report.fields[f"index_memory_mb_{name}"] = _index_memory(folder)
                 bar = "<= 2 ms" if name == "1m" else ""
                 shown = f"{max(times):,.0f} us"
-                report.rows.append(Row(f"look up 8,000 tokens, {count:,} rows (synthetic)", shown, "", "", bar))
+                report.rows.append(TableRow(f"look up 8,000 tokens, {count:,} rows (synthetic)", shown, "", "", bar))
                 if name == "1m":
                     self._at_a_million(report, folder, prompt)
         memory = [report.fields[f"index_memory_mb_{name}"] for name in ROWS]
-        report.rows.append(Row("memory of the index", f"{memory[1]:.1f} MB", f"{memory[0]:.1f} MB at 1,000 rows", ""))
+        report.rows.append(
+            TableRow("memory of the index", f"{memory[1]:.1f} MB", f"{memory[0]:.1f} MB at 1,000 rows", "")
+        )
 
     def _at_a_million(self, report: Report, folder: Path, prompt: list[int]) -> None:
         seconds = []
         for _ in range(5):
             start = time.perf_counter()
             with TieredStore(folder, StoreSettings(disk_limit="1TB", memory_limit=0)) as store:
-                store.lookup(SHELF, prompt)
+                store.lookup(KV_SPACE, prompt)
                 seconds.append(time.perf_counter() - start)
         report.fields["reopen_s_1m"] = statistics.median(seconds)
         shown = f"{report.fields['reopen_s_1m']:.3f} s"
-        report.rows.append(Row("reopen and look up, 1,000,000 rows", shown, "", "", "<= 0.5 s"))
+        report.rows.append(TableRow("reopen and look up, 1,000,000 rows", shown, "", "", "<= 0.5 s"))
         with TieredStore(folder, StoreSettings(disk_limit="1TB", memory_limit=0)) as store:
             with store.disk.database.reading() as connection:
                 used = catalog.total_bytes(connection) + store.disk.database.size_bytes()
@@ -221,7 +289,7 @@ class _Measure:
             elapsed = time.perf_counter() - start
             report.fields["evict_us_1m"] = elapsed / max(1, before - len(store.disk.entries())) * 1e6
         shown = f"{report.fields['evict_us_1m']:,.0f} us"
-        report.rows.append(Row("evict 60 entries among 1,000,000 rows, each", shown, "", ""))
+        report.rows.append(TableRow("evict 60 entries among 1,000,000 rows, each", shown, "", ""))
 
     def storm(self, report: Report) -> None:
         """Two processes write, evict and read one folder, with every byte verified, while a third watches its size."""
@@ -237,15 +305,15 @@ class _Measure:
             "storm_verified_tokens": sum(process["tokens"] for process in seen.processes),
         }
         shown = f"{share:.3f} of the limit, {seen.samples:,} samples"
-        report.rows.append(Row(f"storm of {seconds} s: most bytes seen", shown, "", "", "<= 1"))
+        report.rows.append(TableRow(f"storm of {seconds} s: most bytes seen", shown, "", "", "<= 1"))
 
     def _make_kv(self) -> Kv:
         def half(heads: int, dim: int) -> Any:
             return self._random.standard_normal((heads, TOKENS, dim), dtype=np.float32)
 
-        shapes = SHELF.layout.layers
+        shapes = KV_SPACE.layout.layers
         layers = tuple(LayerKv(half(s.kv_heads, s.key_dim), half(s.kv_heads, s.value_dim)) for s in shapes)
-        return Kv(Span(0, TOKENS), SHELF.layout, layers)
+        return Kv(Span(0, TOKENS), KV_SPACE.layout, layers)
 
     def _tokens(self, number: int) -> list[int]:
         return [number, *range(TOKENS - 1)]
@@ -258,13 +326,13 @@ class _Measure:
         numbers = out.view(np.float32)
         capacity = TOKENS + 24
         layers = []
-        for index in range(2 * len(SHELF.layout.layers)):
+        for index in range(2 * len(KV_SPACE.layout.layers)):
             size = 3 * capacity * 64
             layers.append(numbers[index * size : (index + 1) * size].reshape(3, capacity, 64)[:, :TOKENS])
         return [LayerKv(keys, values) for keys, values in zip(layers[::2], layers[1::2], strict=True)]
 
     def _load(self, store: TieredStore, tokens: list[int], layers: list[LayerKv]) -> None:
-        with store.load(SHELF, store.lookup(SHELF, tokens)) as feed:
+        with store.load(KV_SPACE, store.lookup(KV_SPACE, tokens)) as feed:
             for layer in feed.layers:
                 feed.fill(layer, layers[layer])
 
@@ -273,7 +341,7 @@ def _lookup_us(store: TieredStore, tokens: list[int]) -> float:
     times = []
     for _ in range(50):
         start = time.perf_counter()
-        store.lookup(SHELF, tokens)
+        store.lookup(KV_SPACE, tokens)
         times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e6
 
@@ -282,12 +350,12 @@ def _index_memory(folder: Path) -> float:
     """What a process grows by when it opens the store and looks many prompts up."""
     script = (
         "import json, sys, psutil, random\n"
-        "from benchmarks.store import SHELF, StoreSettings, TieredStore\n"
+        "from benchmarks.store import KV_SPACE, StoreSettings, TieredStore\n"
         "own = psutil.Process()\n"
         "before = own.memory_info().rss\n"
         "store = TieredStore(sys.argv[1], StoreSettings(disk_limit='1TB', memory_limit=0))\n"
         "for seed in range(300):\n"
-        "    store.lookup(SHELF, [random.randrange(50000) for _ in range(2000)])\n"
+        "    store.lookup(KV_SPACE, [random.randrange(50000) for _ in range(2000)])\n"
         "print(own.memory_info().rss - before)\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(folder)], check=True, capture_output=True, text=True)
@@ -324,7 +392,7 @@ def _compare(report: Report, measure: str, times: dict[str, Timing], baseline: s
     """A row whose ratio is a speed: theirs over ours, in time."""
     ratio = 1 / paired_ratio(times["ours"], times[baseline])
     name = f"{times[baseline]} {baseline}"
-    report.rows.append(Row(measure, str(times["ours"]), name, f"{ratio:.3f}", bar))
+    report.rows.append(TableRow(measure, str(times["ours"]), name, f"{ratio:.3f}", bar))
 
 
 def _plotter(report: Report) -> Callable[[Any], None]:

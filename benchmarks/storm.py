@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.synthetic import SHELF, keep, load
-from rekindle.core.scope import APP_STATES, Asker, Scope
+from benchmarks.synthetic import KV_SPACE, keep, load
+from rekindle.core.scope import APP_STATES, AppRef, Scope
 from rekindle.errors import KvLost
 from rekindle.store.catalog import app_rows
 from rekindle.store.settings import StoreSettings
@@ -43,7 +43,7 @@ def prompt(number: int) -> list[int]:
 
 
 def work(folder: Path, limit_bytes: int, rng: random.Random, seconds: float) -> dict[str, int]:
-    """Keep, load, evict and reopen for so long; raises `AssertionError` if a number is wrong."""
+    """Keep, load, evict and reopen for `seconds`; raises `AssertionError` if a number is wrong."""
     done = {"kept": 0, "known": 0, "refused": 0, "failed": 0, "tokens": 0, "lost": 0}
     settings = StoreSettings(
         disk_limit=limit_bytes,
@@ -62,12 +62,12 @@ def work(folder: Path, limit_bytes: int, rng: random.Random, seconds: float) -> 
                     done["tokens"] += load(store, tokens)
                 except KvLost:
                     done["lost"] += 1  # evicted by the other process between lookup and load
-                app = rng.choice([None, Asker("local", f"app-{rng.randrange(APPS)}")])
+                app = rng.choice([None, AppRef("local", f"app-{rng.randrange(APPS)}")])
                 done[keep(store, tokens, app=app).outcome] += 1
-                store.record_request(SHELF, tokens, app)
-                store.record_use(store.lookup(SHELF, tokens), saved_ms=1.0)
+                store.record_request(KV_SPACE, tokens, app)
+                store.record_use(store.lookup(KV_SPACE, tokens), saved_ms=1.0)
                 if rng.random() < 0.05:
-                    store.tend()
+                    store.maintain()
                 if rng.random() < 0.02:
                     store.disk.room.prune(limit_bytes // 2)
                 if rng.random() < 0.05:

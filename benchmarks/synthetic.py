@@ -8,15 +8,15 @@ import numpy as np
 
 from rekindle.core.keys import KvSpace, Namespace
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.store.tiered import Kept, TieredStore
 
 # A small layout, with keys and values of different sizes.
 SMALL = KvLayout("float16", (LayerShape(2, 4, 4), LayerShape(1, 8, 4)))
-SHELF = KvSpace(Namespace("synthetic"), SMALL, model="synthetic")
+KV_SPACE = KvSpace(Namespace("synthetic"), SMALL, model="synthetic")
 
 
-def make_kv(tokens: Sequence[int], span: Span, kv_space: KvSpace = SHELF) -> Kv:
+def make_kv(tokens: Sequence[int], span: Span, kv_space: KvSpace = KV_SPACE) -> Kv:
     """The KV of `span`: each token's numbers depend on it, its place and all tokens before it."""
     context = np.cumsum(np.asarray(tokens, np.uint64) * np.uint64(2654435761) + np.uint64(1), dtype=np.uint64)
     seeds = context[span.start : span.stop]  # [tokens]
@@ -37,13 +37,13 @@ def make_kv(tokens: Sequence[int], span: Span, kv_space: KvSpace = SHELF) -> Kv:
     return Kv(span, kv_space.layout, tuple(layers))
 
 
-def keep(store: TieredStore, tokens: Sequence[int], kv_space: KvSpace = SHELF, app: Asker | None = None) -> Kept:
+def keep(store: TieredStore, tokens: Sequence[int], kv_space: KvSpace = KV_SPACE, app: AppRef | None = None) -> Kept:
     """Keep what is missing of a prompt."""
     gap = store.gap(kv_space, tokens)
     return Kept("known") if gap is None else store.keep(kv_space, tokens, make_kv(tokens, gap, kv_space), app=app)
 
 
-def load(store: TieredStore, tokens: Sequence[int], kv_space: KvSpace = SHELF) -> int:
+def load(store: TieredStore, tokens: Sequence[int], kv_space: KvSpace = KV_SPACE) -> int:
     """Look a prompt up, load what is found, and compare every number. Returns how many tokens were found.
 
     Raises `KvLost` if what was found cannot be read.

@@ -1,5 +1,5 @@
 """KV for tests of the store; the bench uses the same."""
 
-from benchmarks.synthetic import SHELF, SMALL, keep, load, make_kv
+from benchmarks.synthetic import KV_SPACE, SMALL, keep, load, make_kv
 
-__all__ = ["SHELF", "SMALL", "keep", "load", "make_kv"]
+__all__ = ["KV_SPACE", "SMALL", "keep", "load", "make_kv"]

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from rekindle.addresses import is_loopback, refuse_plain_authorization, refuse_plain_http
-from rekindle.cli.serve import _ask
+from rekindle.cli.server import _ask
 from rekindle.cli.server_client import ServerSession, make_client
 from rekindle.errors import InvalidSetting, RekindleError
 from rekindle.models import hub

@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 
 from rekindle.cli.options import loading_options, server_options, serving_options, takes
 from rekindle.errors import InvalidSetting
+from rekindle.machine import config_folder
 from rekindle.settings import GROUPS, SETTINGS, ServerSettings, Settings
 from rekindle.settings.file import SettingsFile, trust
-from rekindle.settings.folders import config_folder
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "settings.md"
 NAMES = list(Settings.__annotations__)

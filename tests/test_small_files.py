@@ -12,7 +12,7 @@ import pytest
 from rekindle import Session
 from rekindle.cli.cache import open_cache
 from rekindle.cli.origin import _read_tokens
-from rekindle.cli.serve import _read_keys
+from rekindle.cli.server import _read_keys
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import InvalidSetting
 from rekindle.remote.publish.serve import OriginServer, OriginSettings

@@ -78,13 +78,13 @@ def main() -> None:
     console.print(f"[bold]Rekindle[/bold] on {about['processor']}, {about['cores']} cores")
     with tempfile.TemporaryDirectory(prefix="rekindle-demo-") as folder:
         size, lines = measure(console, Path(folder) / "cache")
-        told, answers = measure_answers(console, Path(folder) / "answers")
+        summary, answers = measure_answers(console, Path(folder) / "answers")
         sizes, adapted = measure_adapters(console, Path(folder) / "adapters")
     console.print("Model: SmolLM2-135M, the embedded default. It shows speed; its answers are weak.")
     console.print(f"Prompt: {size} tokens of rules and a question; {NEW_TOKENS} tokens of reply.")
     console.print("Medians (range) of as many runs as the last column counts.\n")
     show(console, lines)
-    console.print(f"\n{told}\n")
+    console.print(f"\n{summary}\n")
     show(console, answers)
     console.print(f"\n{sizes}\n")
     show(console, adapted)
@@ -181,12 +181,12 @@ def measure_answers(console: Console, folder: Path) -> tuple[str, list[Line]]:
         ):
             new.add(reply, tokens)
     source = shown.sources[0]
-    told = (
+    summary = (
         f"[bold]Documents[/bold]: {done.added} ingested, {done.passages} passages, {done.seconds:.1f} s. "
         f"Each question quotes five, found in {shown.retrieve_seconds * 1e3:.0f} ms.\n"
         f"  {asked[0]}\n  \\[1] {source.title}: {' '.join(source.text.split())[:200]} ...\n{checked}"
     )
-    return told, lines
+    return summary, lines
 
 
 def measure_adapters(console: Console, folder: Path) -> tuple[str, list[Line]]:
@@ -211,12 +211,12 @@ def measure_adapters(console: Console, folder: Path) -> tuple[str, list[Line]]:
                 taken.append(sum(row.size_bytes for row in rows))
             for name, reply in zip(ADAPTERS, run_part("adapted again", _adapted(folder, level, prompt)), strict=True):
                 (exact if level == "exact" else near).add(reply, expected[name])
-    told = (
+    summary = (
         f"[bold]Adapters[/bold]: the KV of one prompt under the model and {len(ADAPTERS)} adapters takes "
         f"{raw / 1e6:.0f} MB raw, {taken[0] / 1e6:.0f} MB\nas kept without loss, {taken[1] / 1e6:.1f} MB under "
         "reuse='quantized',\nwhere the numbers are nearly the same, and a text may take another turn."
     )
-    return told, lines
+    return summary, lines
 
 
 def _adapted(folder: Path, level: str, prompt: list[dict[str, str]]) -> dict[str, Any]:
@@ -321,10 +321,10 @@ def restart(task: dict[str, Any]) -> list[dict[str, Any]]:
 
 def flip(session: Session, prompt: list[dict[str, str]]) -> None:
     """Flip one bit in the middle of the file that holds a prompt."""
-    told = session.explain(prompt, cache_salt="0")
+    summary = session.explain(prompt, cache_salt="0")
     store = session.cache.store
-    assert store is not None and told.parts[0].entry is not None
-    path = store.disk.extents.path(told.parts[0].entry)
+    assert store is not None and summary.parts[0].entry is not None
+    path = store.disk.extents.path(summary.parts[0].entry)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)

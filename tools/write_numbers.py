@@ -86,8 +86,8 @@ def shape(result: dict[str, Any], before: str) -> str:
 def section(stem: str, result: dict[str, Any]) -> str:
     """One result: what ran, where, and what it found."""
     where, versions = result["machine"], result["versions"]
-    told = ("bench", "command", "commit", "device")
-    single = {name: v for name, v in result.items() if name not in told and not isinstance(v, (dict, list))}
+    listed = ("bench", "command", "commit", "device")
+    single = {name: v for name, v in result.items() if name not in listed and not isinstance(v, (dict, list))}
     lines = [
         f"## {result['bench']}, {result['device']}"
         + ("" if result.get("engine", "hf") == "hf" else ", llama.cpp")

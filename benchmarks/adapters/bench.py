@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.adapters import quality
 from benchmarks.adapters.data import Material, read_adapters, read_material
 from benchmarks.adapters.modes import MODES, REPLY_TOKENS, Watch, answer_all, open_lanes
-from benchmarks.adapters.report import Told, draw, tell
+from benchmarks.adapters.report import ScenarioResult, add_rows, draw
 from benchmarks.adapters.shape import run_shape
 from benchmarks.adapters.workload import (
     CONTEXTS,
@@ -26,8 +26,8 @@ from benchmarks.adapters.workload import (
     INSTRUCTIONS,
     LIMIT_SHARE,
     SCENARIOS,
+    AppWorkload,
     Scenario,
-    Workload,
     make_contexts,
     make_workload,
 )
@@ -57,15 +57,15 @@ def run(options: BenchOptions, advance: Advance) -> Report:
         if options.calibrate:
             started = time.perf_counter()
             coder = quality.calibrate(engine, advance)
-            return quality.tell_calibration(engine, coder, time.perf_counter() - started)
+            return quality.report_calibration(engine, coder, time.perf_counter() - started)
         report = Report("adapters", fields=_about(engine, options, known, material))
-        bench = _Bench(engine, options, known, material, advance)
+        bench = _AdapterBench(engine, options, known, material, advance)
         deltas = bench.deltas()  # first: what it calibrates is used by what follows
-        told = [bench.scenario(number) for number in range(QUICK_SCENARIOS if options.quick else len(SCENARIOS))]
+        results = [bench.scenario(number) for number in range(QUICK_SCENARIOS if options.quick else len(SCENARIOS))]
     finally:
         engine.close()
-    tell(report, told, deltas)
-    report.plot = functools.partial(draw, told=told)
+    add_rows(report, results, deltas)
+    report.plot = functools.partial(draw, results=results)
     return report
 
 
@@ -82,7 +82,7 @@ def _about(engine: Engine, options: BenchOptions, known: list[RegisteredAdapter]
     }
 
 
-class _Bench:
+class _AdapterBench:
     """The parts of the bench, on one engine."""
 
     def __init__(
@@ -118,7 +118,7 @@ class _Bench:
             self._engine, loras, texts, self._options.seed, self._advance, quick=self._options.quick
         )
 
-    def scenario(self, number: int) -> Told:
+    def scenario(self, number: int) -> ScenarioResult:
         """All modes on the requests of one scenario."""
         workload = self._workload(number, SCENARIOS[number])
         working_set_bytes = workload.working_set_tokens * self._engine.layout.token_bytes
@@ -127,15 +127,13 @@ class _Bench:
         own = [adapter for adapter in self._known if adapter.name in workload.adapters]
         with (
             scratch() as folder,
-            open_lanes(self._engine, modes, own, Path(folder), limit_bytes) as lanes,
+            open_lanes(self._engine, modes, own, Path(folder), limit_bytes) as runs,
             Watch() as watch,
         ):
-            seconds = answer_all(
-                lanes, workload, watch, lambda part: self._advance(f"{workload.scenario.name}: {part}")
-            )
-            return Told.of(workload, lanes, working_set_bytes, limit_bytes, seconds)
+            seconds = answer_all(runs, workload, watch, lambda part: self._advance(f"{workload.scenario.name}: {part}"))
+            return ScenarioResult.of(workload, runs, working_set_bytes, limit_bytes, seconds)
 
-    def _workload(self, number: int, scenario: Scenario) -> Workload:
+    def _workload(self, number: int, scenario: Scenario) -> AppWorkload:
         random = np.random.default_rng((self._options.seed, number))
         usage = self._material.usages[number % len(self._material.usages)]
         count = QUICK_CONTEXTS if self._options.quick else CONTEXTS

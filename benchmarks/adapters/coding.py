@@ -6,14 +6,14 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.baselines.mobilora import PublishedCoder
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import Coder
+from rekindle.codec.quantizer import BitPlan
 from rekindle.session.calibrate.kv_trial import Layers, Trial, decode_layers, encode, fitted, size_bits
 from rekindle.session.calibrate.nearness import Nearness
 
 
 @dataclass(frozen=True)
-class Measured:
+class CodingResult:
     """One way of coding the KV of one prompt."""
 
     bits: float  # a number, all that is stored counted
@@ -22,7 +22,7 @@ class Measured:
     decode_mb_s: float
 
 
-def measure(trial: Trial, coder: Coder, anchor: Layers | None) -> Measured:
+def measure(trial: Trial, coder: Coder, anchor: Layers | None) -> CodingResult:
     """What a coder makes of the KV of a trial: whole, or as a difference from an anchor."""
     dtype, layers = trial.layout.dtype, trial.kv.layers
     started = time.perf_counter()
@@ -32,10 +32,10 @@ def measure(trial: Trial, coder: Coder, anchor: Layers | None) -> Measured:
     ended = time.perf_counter()
     megabytes = len(trial.prompt) * trial.layout.token_bytes / 1e6
     near = trial.near(back)
-    return Measured(size_bits(blobs, layers), near, megabytes / (coded - started), megabytes / (ended - coded))
+    return CodingResult(size_bits(blobs, layers), near, megabytes / (coded - started), megabytes / (ended - coded))
 
 
-def compare(trial: Trial, coder: Coder, anchor: Layers) -> dict[str, Measured]:
+def compare(trial: Trial, coder: Coder, anchor: Layers) -> dict[str, CodingResult]:
     """A coder's differences against other ways of coding the same KV.
 
     by_effect   the coder's own

@@ -17,7 +17,8 @@ import numpy as np
 
 from benchmarks.data import read_jsonl, texts
 from benchmarks.personal import personal_sets
-from rekindle.apps.state import AppState, state_of
+from rekindle.apps import state_of
+from rekindle.core.scope import AppState
 from rekindle.errors import InvalidSetting
 from rekindle.models.adapter_registry import RegisteredAdapter, check_name, entries
 from rekindle.session.calibrate.calibration import adapter_folders
@@ -40,7 +41,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Usage:
+class AppUsage:
     """What one person did with apps, in order."""
 
     name: str
@@ -53,7 +54,7 @@ class Material:
 
     conversations: tuple[str, ...]
     documents: tuple[str, ...]
-    usages: tuple[Usage, ...]
+    usages: tuple[AppUsage, ...]
     reasons: tuple[str, ...] = ()
 
 
@@ -85,7 +86,7 @@ def read_material(folder: Path | None, seed: int) -> Material:
     return Material(tuple(conversations), tuple(documents), tuple(usages), tuple(reasons))
 
 
-def made_up_usage(seed: int) -> Usage:
+def made_up_usage(seed: int) -> AppUsage:
     """A usage by a simple rule: an app comes up, the one before steps back, and now and then one is closed."""
     random = np.random.default_rng(seed)
     events: list[Event] = []
@@ -101,7 +102,7 @@ def made_up_usage(seed: int) -> Usage:
         if len(open_apps) > 1 and random.random() < _SAMPLE_ENDS:
             events.append(Event(60.0 * minute + 30.0, open_apps.pop(0), "killed"))
         before = app
-    return Usage("made up", tuple(events))
+    return AppUsage("made up", tuple(events))
 
 
 def _texts(folder: Path | None) -> tuple[list[str], list[str]]:
@@ -120,8 +121,8 @@ def _texts(folder: Path | None) -> tuple[list[str], list[str]]:
     return [text for text in conversations if text], [text for text in documents if text]
 
 
-def _usages(folder: Path | None) -> list[Usage]:
-    found = [Usage(path.stem, tuple(_events(path))) for path in _paths(folder, "csv")]
+def _usages(folder: Path | None) -> list[AppUsage]:
+    found = [AppUsage(path.stem, tuple(_events(path))) for path in _paths(folder, "csv")]
     return [usage for usage in found if any(event.state == "foreground" for event in usage.events)]
 
 

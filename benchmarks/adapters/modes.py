@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.adapters.workload import Ask, Kind, Workload
+from benchmarks.adapters.workload import AdapterRequest, AppWorkload, Kind
 from benchmarks.base import Advance
 from benchmarks.baselines import mobilora
 from rekindle.engine.base import Engine
 from rekindle.errors import CacheUnusable, RekindleError
 from rekindle.models.adapter_registry import RegisteredAdapter
 from rekindle.session.session import Session
-from rekindle.store.admin.report import summary, used_bytes
+from rekindle.store.report import summary, used_bytes
 
 REPLY_TOKENS = 2  # of every request: the first one is what counts
 _LOOK_SECONDS = 0.05
@@ -30,7 +30,7 @@ _FLUSH_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class Mode:
+class CacheMode:
     """One way: the settings of its session. `exact`: its texts must be those of the computation without a cache."""
 
     name: str
@@ -48,13 +48,15 @@ class Mode:
 PEFT, PREFIX, DELTA, UTILITY, OURS = "peft", "prefix", "delta", "utility", "ours"
 EXACT, MOBILORA = "exact", "mobilora"
 MODES = (
-    Mode(PEFT, "no reuse", {"reuse": "off"}),
-    Mode(PREFIX, "whole KV, lru", {"reuse": "exact", "codec": "raw", "policy": "lru"}),
-    Mode(DELTA, "deltas, lru", {"reuse": "quantized", "codec": "auto", "policy": "lru"}, exact=False),
-    Mode(UTILITY, "whole KV, utility", {"reuse": "exact", "codec": "raw", "policy": "utility"}),
-    Mode(OURS, "deltas, utility", {"reuse": "quantized", "codec": "auto", "policy": "utility"}, exact=False),
-    Mode(EXACT, "lossless deltas, utility", {"reuse": "exact", "codec": "auto", "policy": "utility"}, everywhere=False),
-    Mode(MOBILORA, "as published", {"reuse": "quantized"}, False, False),
+    CacheMode(PEFT, "no reuse", {"reuse": "off"}),
+    CacheMode(PREFIX, "whole KV, lru", {"reuse": "exact", "codec": "raw", "policy": "lru"}),
+    CacheMode(DELTA, "deltas, lru", {"reuse": "quantized", "codec": "auto", "policy": "lru"}, exact=False),
+    CacheMode(UTILITY, "whole KV, utility", {"reuse": "exact", "codec": "raw", "policy": "utility"}),
+    CacheMode(OURS, "deltas, utility", {"reuse": "quantized", "codec": "auto", "policy": "utility"}, exact=False),
+    CacheMode(
+        EXACT, "lossless deltas, utility", {"reuse": "exact", "codec": "auto", "policy": "utility"}, everywhere=False
+    ),
+    CacheMode(MOBILORA, "as published", {"reuse": "quantized"}, False, False),
 )
 _EVERYWHERE: Mapping[str, Any] = {
     "memory_limit": "0",
@@ -64,8 +66,8 @@ _EVERYWHERE: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What came of one request."""
+class AdapterReply:
+    """The outcome of one request."""
 
     kind: Kind
     ttft_s: float
@@ -77,25 +79,25 @@ class Answer:
 
 
 @dataclass
-class Lane:
-    """A mode at work. `reason` says why it is not."""
+class ModeRun:
+    """A mode with its session. `reason` says why it does not run."""
 
-    mode: Mode
+    mode: CacheMode
     folder: Path
     session: Session | None = None
     reason: str | None = None
-    filled: list[Answer] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    filled: list[AdapterReply] = field(default_factory=list)
+    answers: list[AdapterReply] = field(default_factory=list)
     peak_bytes: int = 0
     accounted_bytes: int = 0  # the most that the store itself thought it takes, with what was reserved
     states_lost: int = 0
 
-    def ask(self, ask: Ask, *, measured: bool) -> None:
+    def ask(self, ask: AdapterRequest, *, measured: bool) -> None:
         """Let an app's request be answered, then wait until everything is kept."""
         session = self.session
         assert session is not None
         if self.mode.caches:
-            self._tell(session, ask)
+            self._set_app_states(session, ask)
         options: dict[str, Any] = {"adapter": ask.adapter, "app": ask.app, "app_state": "foreground"}
         reply = session.generate(ask.prompt, max_tokens=REPLY_TOKENS, **options)
         session.flush(_FLUSH_SECONDS)
@@ -103,10 +105,10 @@ class Lane:
         if session.cache.store is not None:
             self.accounted_bytes = max(self.accounted_bytes, used_bytes(session.cache.store.disk))
         ttft, used = reply.timings.first_token_seconds, folder_bytes(self.folder)
-        answer = Answer(ask.kind, ttft, len(ask.prompt), reply.reuse.reused, reply.tokens, used, reply.reuse.miss)
+        answer = AdapterReply(ask.kind, ttft, len(ask.prompt), reply.reuse.reused, reply.tokens, used, reply.reuse.miss)
         (self.answers if measured else self.filled).append(answer)
 
-    def _tell(self, session: Session, ask: Ask) -> None:
+    def _set_app_states(self, session: Session, ask: AdapterRequest) -> None:
         for app, state in ask.changes:
             try:
                 session.apps.set(app, state)
@@ -133,45 +135,45 @@ class Lane:
 
 @contextmanager
 def open_lanes(
-    engine: Engine, modes: Sequence[Mode], adapters: Sequence[RegisteredAdapter], folder: Path, limit_bytes: int
-) -> Iterator[list[Lane]]:
-    """A lane for each mode, with the adapters loaded. One that the engine or this version cannot do says why."""
-    lanes: list[Lane] = []
+    engine: Engine, modes: Sequence[CacheMode], adapters: Sequence[RegisteredAdapter], folder: Path, limit_bytes: int
+) -> Iterator[list[ModeRun]]:
+    """A run for each mode, with the adapters loaded. One that the engine or this version cannot do says why."""
+    runs: list[ModeRun] = []
     try:
         for mode in modes:
-            lanes.append(lane := Lane(mode, folder / mode.name))
+            runs.append(run := ModeRun(mode, folder / mode.name))
             try:
-                settings = {**_EVERYWHERE, **mode.settings, "cache": str(lane.folder), "disk_limit": limit_bytes}
-                lane.session = (mobilora.opened if mode.name == MOBILORA else Session)(engine, **settings)
+                settings = {**_EVERYWHERE, **mode.settings, "cache": str(run.folder), "disk_limit": limit_bytes}
+                run.session = (mobilora.opened if mode.name == MOBILORA else Session)(engine, **settings)
                 for adapter in adapters:
-                    lane.session.adapters.load(adapter.name, adapter.path, adapter.scale)
+                    run.session.adapters.load(adapter.name, adapter.path, adapter.scale)
             except RekindleError as error:
-                lane.reason = str(error)
-                _close(lane)
-        yield lanes
+                run.reason = str(error)
+                _close(run)
+        yield runs
     finally:
-        for lane in lanes:
-            _close(lane)
+        for run in runs:
+            _close(run)
 
 
-def _close(lane: Lane) -> None:
-    if lane.session is not None:
-        lane.session.close()
-        lane.session = None
+def _close(run: ModeRun) -> None:
+    if run.session is not None:
+        run.session.close()
+        run.session = None
 
 
 class Watch:
-    """A thread that looks how much the folder of one lane takes, while it is at work."""
+    """A thread that measures the folder of one run while it answers."""
 
     def __init__(self) -> None:
-        self._lane: Lane | None = None
+        self._lane: ModeRun | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="rekindle-bench-watch", daemon=True)
 
     @contextmanager
-    def over(self, lane: Lane) -> Iterator[None]:
+    def over(self, run: ModeRun) -> Iterator[None]:
         """Look at this one inside the block."""
-        self._lane = lane
+        self._lane = run
         try:
             yield
         finally:
@@ -179,9 +181,9 @@ class Watch:
 
     def _look(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
-            lane = self._lane
-            if lane is not None and lane.mode.caches:
-                lane.look()
+            run = self._lane
+            if run is not None and run.mode.caches:
+                run.look()
 
     def __enter__(self) -> Watch:
         self._thread.start()
@@ -192,21 +194,21 @@ class Watch:
         self._thread.join()
 
 
-def answer_all(lanes: Sequence[Lane], workload: Workload, watch: Watch, advance: Advance) -> float:
-    """Every request in every lane, the lanes in turns, each time another one first; the seconds it took.
+def answer_all(runs: Sequence[ModeRun], workload: AppWorkload, watch: Watch, advance: Advance) -> float:
+    """Every request in every run, the runs in turns, each time another one first; the seconds it took.
 
     What fills the caches is not asked where nothing is kept.
     """
     started = time.perf_counter()
     asks, filling = workload.asks, workload.filling
-    ready = [lane for lane in lanes if lane.session is not None]
+    ready = [run for run in runs if run.session is not None]
     for number, ask in enumerate(asks):
         first = number % len(ready) if ready else 0
-        for lane in (*ready[first:], *ready[:first]):
-            if number >= filling or lane.mode.caches:
-                advance(f"request {number + 1} of {len(asks)}, {lane.mode.name}")
-                with watch.over(lane):
-                    lane.ask(ask, measured=number >= filling)
+        for run in (*ready[first:], *ready[:first]):
+            if number >= filling or run.mode.caches:
+                advance(f"request {number + 1} of {len(asks)}, {run.mode.name}")
+                with watch.over(run):
+                    run.ask(ask, measured=number >= filling)
     return time.perf_counter() - started
 
 

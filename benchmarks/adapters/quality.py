@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.adapters.coding import Measured, measure, plain_of
-from benchmarks.base import Advance, Report, Row
+from benchmarks.adapters.coding import CodingResult, measure, plain_of
+from benchmarks.base import Advance, Report, TableRow
 from benchmarks.baselines.mobilora import PublishedCoder
 from rekindle.cache.coders import default_coder, recall_coder, remember_coder
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import Coder
-from rekindle.codec.dtypes import FLOAT_TYPES
+from rekindle.codec.quantizer import FLOAT_TYPES, BitPlan
 from rekindle.core.adapter import Lora
 from rekindle.engine.base import Engine
 from rekindle.engine.lora_files import read_adapter
@@ -47,11 +46,11 @@ FIELDS = (
 class _Found:
     """By adapter, the same ways each."""
 
-    ours: dict[str, list[Measured]] = field(default_factory=dict)
-    plain: dict[str, list[Measured]] = field(default_factory=dict)
-    lossless: dict[str, list[Measured]] = field(default_factory=dict)
-    mobilora: dict[str, list[Measured]] = field(default_factory=dict)
-    whole: list[Measured] = field(default_factory=list)
+    ours: dict[str, list[CodingResult]] = field(default_factory=dict)
+    plain: dict[str, list[CodingResult]] = field(default_factory=dict)
+    lossless: dict[str, list[CodingResult]] = field(default_factory=dict)
+    mobilora: dict[str, list[CodingResult]] = field(default_factory=dict)
+    whole: list[CodingResult] = field(default_factory=list)
 
     def add(self, name: str, trial: Trial, coder: Coder, read: Any, anchor: Any) -> None:
         ours = measure(trial, coder, read)
@@ -83,7 +82,7 @@ def calibrate(engine: Engine, advance: Advance) -> Coder:
     return coder
 
 
-def tell_calibration(engine: Engine, coder: Coder, seconds: float) -> Report:
+def report_calibration(engine: Engine, coder: Coder, seconds: float) -> Report:
     """What was chosen, for people and programs."""
     usual = default_coder(len(engine.layout.layers))
     report = Report("adapters")
@@ -92,7 +91,7 @@ def tell_calibration(engine: Engine, coder: Coder, seconds: float) -> Report:
             halves = [bits for layer in chosen.layers for bits in (layer.keys, layer.values)]
             spread = f"{chosen.mean_bits:.2f} ({min(halves):g} to {max(halves):g})"
             ratio = f"{chosen.mean_bits / before.mean_bits:.2f}"
-            report.rows.append(Row(f"bits a number, {name}", spread, f"{before.mean_bits:.2f}", ratio))
+            report.rows.append(TableRow(f"bits a number, {name}", spread, f"{before.mean_bits:.2f}", ratio))
             report.fields[f"{name}_plan"] = [[layer.keys, layer.values] for layer in chosen.layers]
     report.fields |= {"model": engine.name, "calibrated": True, "seconds": round(seconds, 1)}
     return report
@@ -115,7 +114,7 @@ def measure_deltas(
     for number in range(rounds):
         order = [list(loras)[place] for place in random.permutation(len(loras))][: _compared(loras, quick)]
         _measure_text(engine, loras, order, texts[number % len(texts)], coder, found, advance)
-    return {**_told(found), "calibrated": calibrated, "anchors": "the first adapter asked, coded whole"}
+    return {**_fields(found), "calibrated": calibrated, "anchors": "the first adapter asked, coded whole"}
 
 
 def _compared(loras: dict[str, Lora], quick: bool) -> int:
@@ -147,7 +146,7 @@ def _measure_text(
             found.add(name, trial, coder, read, anchor)
 
 
-def _told(found: _Found) -> dict[str, Any]:
+def _fields(found: _Found) -> dict[str, Any]:
     every = [one for some in found.ours.values() for one in some]
     positions = sum(one.near.positions for one in every)
     return {
@@ -170,14 +169,14 @@ def _told(found: _Found) -> dict[str, Any]:
     }
 
 
-def _bits(found: dict[str, list[Measured]]) -> float:
+def _bits(found: dict[str, list[CodingResult]]) -> float:
     return statistics.mean(one.bits for some in found.values() for one in some)
 
 
-def _middle_kl(found: dict[str, list[Measured]]) -> float:
+def _middle_kl(found: dict[str, list[CodingResult]]) -> float:
     """The median over adapters."""
     return statistics.median(_kl(some) for some in found.values())
 
 
-def _kl(some: Sequence[Measured]) -> float:
+def _kl(some: Sequence[CodingResult]) -> float:
     return statistics.mean(one.near.mean_kl for one in some)

@@ -8,9 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.adapters.modes import DELTA, EXACT, MOBILORA, MODES, OURS, PEFT, PREFIX, UTILITY, Answer, Lane, Mode
-from benchmarks.adapters.workload import Kind, Workload
-from benchmarks.base import Report, Row, mean
+from benchmarks.adapters.modes import (
+    DELTA,
+    EXACT,
+    MOBILORA,
+    MODES,
+    OURS,
+    PEFT,
+    PREFIX,
+    UTILITY,
+    AdapterReply,
+    CacheMode,
+    ModeRun,
+)
+from benchmarks.adapters.workload import AppWorkload, Kind
+from benchmarks.base import Report, TableRow, mean
 
 BARS = {
     "reduction_vs_best": ">= 0.351",
@@ -32,22 +44,22 @@ _ABLATIONS = {
 
 
 @dataclass(frozen=True)
-class Served:
+class ModeResult:
     """What one mode did in one scenario; `reason` says why it did not."""
 
-    mode: Mode
+    mode: CacheMode
     reason: str | None
-    answers: tuple[Answer, ...]
-    filled: tuple[Answer, ...]
+    answers: tuple[AdapterReply, ...]
+    filled: tuple[AdapterReply, ...]
     peak_bytes: int
     accounted_bytes: int
     kept: Mapping[str, Any]
 
     @classmethod
-    def of(cls, lane: Lane) -> Served:
-        """What a lane has to tell, before it is closed."""
-        answers, filled = tuple(lane.answers), tuple(lane.filled)
-        return cls(lane.mode, lane.reason, answers, filled, lane.peak_bytes, lane.accounted_bytes, lane.kept())
+    def of(cls, run: ModeRun) -> ModeResult:
+        """What a run has to tell, before it is closed."""
+        answers, filled = tuple(run.answers), tuple(run.filled)
+        return cls(run.mode, run.reason, answers, filled, run.peak_bytes, run.accounted_bytes, run.kept())
 
     def mean_ttft_s(self, kind: Kind | None = None) -> float | None:
         """Of the measured requests, or those of one kind; None of none."""
@@ -55,22 +67,22 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Told:
+class ScenarioResult:
     """What one scenario gave."""
 
-    workload: Workload
-    served: Mapping[str, Served]
+    workload: AppWorkload
+    served: Mapping[str, ModeResult]
     working_set_bytes: int
     limit_bytes: int
     seconds: float
 
     @classmethod
     def of(
-        cls, workload: Workload, lanes: Sequence[Lane], working_set_bytes: int, limit_bytes: int, seconds: float
-    ) -> Told:
-        """All lanes."""
+        cls, workload: AppWorkload, runs: Sequence[ModeRun], working_set_bytes: int, limit_bytes: int, seconds: float
+    ) -> ScenarioResult:
+        """All runs."""
         return cls(
-            workload, {lane.mode.name: Served.of(lane) for lane in lanes}, working_set_bytes, limit_bytes, seconds
+            workload, {run.mode.name: ModeResult.of(run) for run in runs}, working_set_bytes, limit_bytes, seconds
         )
 
     def ttft_s(self, mode: str) -> float | None:
@@ -90,35 +102,35 @@ class Told:
         return None if ours is None or theirs is None else 1 - ours / theirs
 
 
-def tell(report: Report, told: Sequence[Told], deltas: Mapping[str, Any]) -> None:
+def add_rows(report: Report, results: Sequence[ScenarioResult], deltas: Mapping[str, Any]) -> None:
     """Fields and rows."""
-    rows = [_row_of(one, served.mode) for one in told for served in one.served.values()]
+    rows = [_row_of(one, served.mode) for one in results for served in one.served.values()]
     report.fields |= {
-        "scenarios": [_scenario_of(one) for one in told],
+        "scenarios": [_scenario_of(one) for one in results],
         **deltas,
-        "reduction_vs_best": mean([one.reduction(OURS, one.best) for one in told]),
-        "reduction_by_mode": {mode.name: _compared(told, mode.name, None) for mode in MODES},
-        "reduction_with_filling": mean([_reduction_with_filling(one) for one in told]),
-        "ablations": {name: _compared(told, OURS, mode) for name, mode in _ABLATIONS.items()},
+        "reduction_vs_best": mean([one.reduction(OURS, one.best) for one in results]),
+        "reduction_by_mode": {mode.name: _compared(results, mode.name, None) for mode in MODES},
+        "reduction_with_filling": mean([_reduction_with_filling(one) for one in results]),
+        "ablations": {name: _compared(results, OURS, mode) for name, mode in _ABLATIONS.items()},
         "within_limit": all(row["peak_bytes"] <= row["limit_bytes"] for row in rows if row["peak_bytes"] is not None),
         "texts_equal": _texts_equal(rows),
         "rows": rows,
-        "used_bytes": {served.mode.name: _used(served) for served in told[0].served.values()},
+        "used_bytes": {served.mode.name: _used(served) for served in results[0].served.values()},
     }
     if report.fields["reduction_vs_best"] is None:
-        report.fields["reduction_reason"] = _reason(told)
-    report.rows += [row for one in told for row in _scenario_rows(one)]
+        report.fields["reduction_reason"] = _reason(results)
+    report.rows += [row for one in results for row in _scenario_rows(one)]
     report.rows += _last_rows(report.fields)
 
 
-def _compared(told: Sequence[Told], mode: str, against: str | None) -> float | None:
+def _compared(results: Sequence[ScenarioResult], mode: str, against: str | None) -> float | None:
     """By how much a mode comes sooner than another, or the best baseline: of the scenarios that have both."""
-    found = [one.reduction(mode, against or one.best) for one in told]
+    found = [one.reduction(mode, against or one.best) for one in results]
     return mean([share for share in found if share is not None])
 
 
-def _scenario_of(told: Told) -> dict[str, Any]:
-    work = told.workload
+def _scenario_of(result: ScenarioResult) -> dict[str, Any]:
+    work = result.workload
     return {
         "scenario": work.scenario.name,
         "adapters": work.scenario.adapters,
@@ -131,21 +143,21 @@ def _scenario_of(told: Told) -> dict[str, Any]:
         "pairs": len({(ask.adapter, ask.prompt[:32]) for ask in work.asks}),
         "max_hit_share": work.max_hit_share,
         "lru_hit_share": work.lru_hit_share,
-        "working_set_bytes": told.working_set_bytes,
-        "limit_bytes": told.limit_bytes,
-        "best_baseline": told.best,
-        "reduction_vs_best": told.reduction(OURS, told.best),
-        "seconds": told.seconds,
+        "working_set_bytes": result.working_set_bytes,
+        "limit_bytes": result.limit_bytes,
+        "best_baseline": result.best,
+        "reduction_vs_best": result.reduction(OURS, result.best),
+        "seconds": result.seconds,
     }
 
 
-def _row_of(told: Told, mode: Mode) -> dict[str, Any]:
-    served = told.served[mode.name]
-    about = {"scenario": told.workload.scenario.name, "mode": mode.name}
+def _row_of(result: ScenarioResult, mode: CacheMode) -> dict[str, Any]:
+    served = result.served[mode.name]
+    about = {"scenario": result.workload.scenario.name, "mode": mode.name}
     if served.reason is not None or not served.answers:
         nothing = dict.fromkeys(("mean_ttft_s", "hit_share", "peak_bytes"))
-        return {**about, **nothing, "limit_bytes": told.limit_bytes, "reason": served.reason or "nothing was asked"}
-    answers, theirs = served.answers, told.served[PEFT].answers
+        return {**about, **nothing, "limit_bytes": result.limit_bytes, "reason": served.reason or "nothing was asked"}
+    answers, theirs = served.answers, result.served[PEFT].answers
     return {
         **about,
         "mean_ttft_s": served.mean_ttft_s(),
@@ -158,15 +170,15 @@ def _row_of(told: Told, mode: Mode) -> dict[str, Any]:
         "misses": dict(Counter(answer.miss for answer in answers if answer.miss is not None)),
         "peak_bytes": served.peak_bytes,
         "accounted_bytes": served.accounted_bytes,
-        "limit_bytes": told.limit_bytes,
+        "limit_bytes": result.limit_bytes,
         **served.kept,
         "equal_share": mean([float(a.tokens == b.tokens) for a, b in zip(answers, theirs, strict=False)]),
     }
 
 
-def _reduction_with_filling(told: Told) -> float | None:
+def _reduction_with_filling(result: ScenarioResult) -> float | None:
     """The same against whole KV for each adapter, where the requests that fill empty caches count as well."""
-    ours, theirs = told.served[OURS], told.served[PREFIX]
+    ours, theirs = result.served[OURS], result.served[PREFIX]
     means = [mean([answer.ttft_s for answer in (*some.filled, *some.answers)]) for some in (ours, theirs)]
     return None if means[0] is None or means[1] is None else 1 - means[0] / means[1]
 
@@ -178,38 +190,38 @@ def _texts_equal(rows: Sequence[Mapping[str, Any]]) -> bool | None:
     return all(share == 1.0 for share in shares) if shares else None
 
 
-def _used(served: Served) -> list[int]:
+def _used(served: ModeResult) -> list[int]:
     """What the folder took after each request."""
     return [answer.used_bytes for answer in (*served.filled, *served.answers)]
 
 
-def _reason(told: Sequence[Told]) -> str:
-    reasons = {served.reason for one in told for served in one.served.values() if served.reason is not None}
+def _reason(results: Sequence[ScenarioResult]) -> str:
+    reasons = {served.reason for one in results for served in one.served.values() if served.reason is not None}
     return "; ".join(sorted(reasons)) or "nothing was asked"
 
 
-def _scenario_rows(told: Told) -> list[Row]:
-    name, best = told.workload.scenario.name, told.best
+def _scenario_rows(result: ScenarioResult) -> list[TableRow]:
+    name, best = result.workload.scenario.name, result.best
     rows = []
-    for served in told.served.values():
+    for served in result.served.values():
         mode, mean = served.mode, served.mean_ttft_s()
-        row = _row_of(told, mode)
+        row = _row_of(result, mode)
         ratio, baseline = "", ""
         if mode.name not in _BASELINES and mean is not None and best is not None:
-            theirs = told.ttft_s(best)
+            theirs = result.ttft_s(best)
             assert theirs is not None
             ratio, baseline = f"{mean / theirs:.3f}", f"{theirs:.3f} s ({best})"
         if mean is None:
-            rows.append(Row(f"{name}, {mode.name}: {mode.title}", f"- ({served.reason})", baseline, ratio))
+            rows.append(TableRow(f"{name}, {mode.name}: {mode.title}", f"- ({served.reason})", baseline, ratio))
             continue
         ours = f"{mean:.3f} s, {row['hit_share']:.0%} reused"
         if mode.caches:
-            ours += f", peak {served.peak_bytes / 1e6:,.1f} of {told.limit_bytes / 1e6:,.1f} MB"
-        rows.append(Row(f"{name}, {mode.name}: {mode.title}", ours, baseline, ratio))
+            ours += f", peak {served.peak_bytes / 1e6:,.1f} of {result.limit_bytes / 1e6:,.1f} MB"
+        rows.append(TableRow(f"{name}, {mode.name}: {mode.title}", ours, baseline, ratio))
     return rows
 
 
-def _last_rows(fields: Mapping[str, Any]) -> list[Row]:
+def _last_rows(fields: Mapping[str, Any]) -> list[TableRow]:
     def number(name: str, digits: int = 3) -> str:
         value = fields.get(name)
         return "-" if value is None else f"{value:.{digits}f}"
@@ -218,28 +230,30 @@ def _last_rows(fields: Mapping[str, Any]) -> list[Row]:
     if fields.get("plain_kl") is not None and fields.get("kl"):
         worse = f"{fields['plain_kl'] / fields['kl']:.1f}"
     return [
-        Row(
+        TableRow(
             "first token sooner than the best baseline", number("reduction_vs_best"), "", "", BARS["reduction_vs_best"]
         ),
         *(
-            Row(f"all, against {name.replace('_', ' ')}", "" if share is None else f"{share:+.1%}", "", "")
+            TableRow(f"all, against {name.replace('_', ' ')}", "" if share is None else f"{share:+.1%}", "", "")
             for name, share in fields["ablations"].items()
         ),
-        Row("bits of a difference", number("delta_bits", 2), number("delta_bits_lossless", 2), "", BARS["delta_bits"]),
-        Row("most likely token the same", number("top1"), "", "", BARS["top1"]),
-        Row("KL, median of adapters", number("kl", 4), f"{number('plain_kl', 4)} (plain)", worse, BARS["kl"]),
-        Row("KL, plain of the same size", number("plain_kl", 4), number("kl", 4), worse, BARS["plain_kl"]),
-        Row("as published: bits, KL", number("mobilora_bits", 2), number("mobilora_kl", 5), ""),
-        Row("read back", f"{number('decode_mb_s', 0)} MB/s", "", ""),
-        Row("within the limit", str(fields["within_limit"]), "", "", "True"),
-        Row("same texts where nothing is lost", str(fields["texts_equal"]), "", "", "True"),
+        TableRow(
+            "bits of a difference", number("delta_bits", 2), number("delta_bits_lossless", 2), "", BARS["delta_bits"]
+        ),
+        TableRow("most likely token the same", number("top1"), "", "", BARS["top1"]),
+        TableRow("KL, median of adapters", number("kl", 4), f"{number('plain_kl', 4)} (plain)", worse, BARS["kl"]),
+        TableRow("KL, plain of the same size", number("plain_kl", 4), number("kl", 4), worse, BARS["plain_kl"]),
+        TableRow("as published: bits, KL", number("mobilora_bits", 2), number("mobilora_kl", 5), ""),
+        TableRow("read back", f"{number('decode_mb_s', 0)} MB/s", "", ""),
+        TableRow("within the limit", str(fields["within_limit"]), "", "", "True"),
+        TableRow("same texts where nothing is lost", str(fields["texts_equal"]), "", "", "True"),
     ]
 
 
-def draw(figure: Any, told: Sequence[Told]) -> None:
+def draw(figure: Any, results: Sequence[ScenarioResult]) -> None:
     """What folders take, request by request, and first-token times."""
     left, right = figure.subplots(1, 2)
-    first = told[0]
+    first = results[0]
     for served in first.served.values():
         used = _used(served)
         if used and served.mode.caches:
@@ -249,11 +263,11 @@ def draw(figure: Any, told: Sequence[Told]) -> None:
     left.set_xlabel(f"requests of {first.workload.scenario.name}; measured behind the dotted line")
     left.set_title("MB on disk")
     left.legend(fontsize="small")
-    modes = [mode for mode in MODES if any(one.ttft_s(mode.name) is not None for one in told)]
+    modes = [mode for mode in MODES if any(one.ttft_s(mode.name) is not None for one in results)]
     width = 0.8 / max(1, len(modes))
     for number, mode in enumerate(modes):
-        places = [place + number * width - 0.4 + width / 2 for place in range(len(told))]
-        right.bar(places, [one.ttft_s(mode.name) or 0.0 for one in told], width, label=mode.name)
-    right.set_xticks(range(len(told)), [one.workload.scenario.name for one in told])
+        places = [place + number * width - 0.4 + width / 2 for place in range(len(results))]
+        right.bar(places, [one.ttft_s(mode.name) or 0.0 for one in results], width, label=mode.name)
+    right.set_xticks(range(len(results)), [one.workload.scenario.name for one in results])
     right.set_title("mean seconds to the first token")
     right.legend(fontsize="small")

@@ -19,13 +19,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.base import Advance, BenchOptions, Report, interleave, paired_ratio
-from benchmarks.base import Row as TableRow
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, interleave, paired_ratio
 from benchmarks.shapes import build
 from benchmarks.waiting.device_decoder import Copies, LayerTensors, cut_batches, default_threads, unpack
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import Coder, decode
-from rekindle.codec.dtypes import narrow, widen
+from rekindle.codec.quantizer import BitPlan, narrow, widen
 from rekindle.core.kv import Held, Kv, KvType, LayerKv, Span
 from rekindle.engine.base import Row
 from rekindle.engine.hf.engine import HfEngine
@@ -40,7 +38,7 @@ _BARS = {"llama-3.2-3b": ">= 2.0", "llama-2-7b": ">= 1.0", "qwen2.5-7b": ">= 1.0
 
 
 @dataclass(frozen=True, eq=False)
-class Coded:
+class CodedLayers:
     """KV in the memory of the host, coded; `anchor` is what it is a difference from."""
 
     layers: list[bytes]
@@ -48,7 +46,7 @@ class Coded:
     bits: float  # that a number takes
 
     @classmethod
-    def of(cls, coder: Coder, kv: Sequence[LayerKv], anchor: Sequence[LayerKv] | None, dtype: KvType) -> Coded:
+    def of(cls, coder: Coder, kv: Sequence[LayerKv], anchor: Sequence[LayerKv] | None, dtype: KvType) -> CodedLayers:
         """Coded layer by layer, by several threads."""
 
         def encode(layer: int) -> bytes:
@@ -69,18 +67,18 @@ def run_shape(options: BenchOptions, advance: Advance) -> Report:
     tokens = min(QUICK_TOKENS if options.quick else TOKENS, engine.context_tokens)
     report = Report("adapters", fields={"model": engine.name, "device": engine.device, "dtype": engine.layout.dtype})
     try:
-        bench = _Bench(engine, tokens, options.seed, advance)
+        bench = _ShapeBench(engine, tokens, options.seed, advance)
         found = {"shape": options.shape, "tokens": tokens, "seed": options.seed, **bench.measure(options.rounds(9))}
     finally:
         engine.close()
     reason = "random weights say nothing about answers"
     report.fields |= {"rows": [], "rows_reason": reason, **found}
-    _tell(report, found)
+    _add_rows(report, found)
     report.plot = functools.partial(_draw, found=found)
     return report
 
 
-class _Bench:
+class _ShapeBench:
     """The same tokens, computed and loaded, on one engine."""
 
     def __init__(self, engine: HfEngine, tokens: int, seed: int, advance: Advance) -> None:
@@ -95,8 +93,8 @@ class _Bench:
         self._advance("compute and code the KV")
         anchor, layers = self._exported(), len(self._engine.layout.layers)
         kv, dtype = self._adapted(anchor), self._engine.layout.dtype
-        delta = Coded.of(Coder(delta=BitPlan.uniform(layers, DELTA_BITS)), kv, anchor.layers, dtype)
-        whole = Coded.of(Coder(whole=BitPlan.uniform(layers, WHOLE_BITS)), kv, None, dtype)
+        delta = CodedLayers.of(Coder(delta=BitPlan.uniform(layers, DELTA_BITS)), kv, anchor.layers, dtype)
+        whole = CodedLayers.of(Coder(whole=BitPlan.uniform(layers, WHOLE_BITS)), kv, None, dtype)
         self._check(delta)
         self._check(whole)
         self._advance("time them")
@@ -126,7 +124,7 @@ class _Bench:
         with self._open() as sequence:
             self._engine.step([Row.following(sequence, self._tokens, logits="none")])
 
-    def _load(self, coded: Coded) -> None:
+    def _load(self, coded: CodedLayers) -> None:
         with self._open() as sequence:
             unpack(coded.layers, self._places(sequence), coded.anchor)
             sequence.extend(self._count)
@@ -143,12 +141,12 @@ class _Bench:
                 filling.stop()
             sequence.extend(self._count)
 
-    def _parts(self, coded: Coded, rounds: int) -> dict[str, float]:
+    def _parts(self, coded: CodedLayers, rounds: int) -> dict[str, float]:
         """How long each part takes alone, one after the other: together they overlap."""
         parts = (self._take_apart(coded) for _ in range(rounds))
         return {name: statistics.median(each) for name, each in zip(_PARTS, zip(*parts, strict=True), strict=True)}
 
-    def _take_apart(self, coded: Coded) -> tuple[float, ...]:
+    def _take_apart(self, coded: CodedLayers) -> tuple[float, ...]:
         with self._open() as sequence, torch.inference_mode():
             copies, times = Copies(self._device), [self._now()]
             batches = list(cut_batches(coded.layers, self._places(sequence), coded.anchor))
@@ -163,7 +161,7 @@ class _Bench:
             times.append(self._now())
         return tuple(np.diff(times).tolist())
 
-    def _check(self, coded: Coded) -> None:
+    def _check(self, coded: CodedLayers) -> None:
         """What is measured is right, too: bit by bit, in the first layer and the last."""
         with self._open() as sequence:
             unpack(coded.layers, self._places(sequence), coded.anchor)
@@ -235,7 +233,7 @@ def _halves(kv: LayerKv) -> tuple[NDArray[Any], NDArray[Any]]:
     return kv.keys, kv.values
 
 
-def _tell(report: Report, found: dict[str, Any]) -> None:
+def _add_rows(report: Report, found: dict[str, Any]) -> None:
     computed = f"{found['compute_s'] * 1e3:,.1f} ms"
     labels = {
         "delta": f"differences, {found['delta_bits']:.2f} bits",

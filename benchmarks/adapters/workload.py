@@ -22,8 +22,8 @@ from typing import Literal
 
 import numpy as np
 
-from benchmarks.adapters.data import Event, Usage
-from rekindle.apps.state import AppState
+from benchmarks.adapters.data import AppUsage, Event
+from rekindle.core.scope import AppState
 
 EXPONENT = 1.16  # of the Pareto law
 LIMIT_SHARE = 0.4  # of the working set
@@ -42,7 +42,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Scenario:
-    """As in the source, inputs a quarter as long: so many adapters, and tokens of a prompt at most."""
+    """As in the source, with inputs a quarter as long: the number of adapters, and the largest prompt in tokens."""
 
     name: str
     adapters: int
@@ -59,7 +59,7 @@ SCENARIOS = (
 
 
 @dataclass(frozen=True)
-class Context:
+class WorkloadContext:
     """Something to ask about, as tokens; as many as an input may have."""
 
     kind: Kind
@@ -67,7 +67,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Ask:
+class AdapterRequest:
     """One request: by an app in the foreground, of an adapter. `changes` are what happened to apps before it."""
 
     app: str
@@ -78,17 +78,17 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Workload:
+class AppWorkload:
     """The requests of a scenario in order. The first `filling` only fill the caches, and are not measured."""
 
     scenario: Scenario
     usage: str
     adapters: tuple[str, ...]
-    asks: tuple[Ask, ...]
+    asks: tuple[AdapterRequest, ...]
     filling: int
 
     @property
-    def measured(self) -> tuple[Ask, ...]:
+    def measured(self) -> tuple[AdapterRequest, ...]:
         """Those that are."""
         return self.asks[self.filling :]
 
@@ -137,7 +137,7 @@ def _stops(prompt: Tokens) -> range:
 
 
 def pareto_weights(count: int) -> list[float]:
-    """What each of so many ranks has of the whole: the first most, falling with the exponent."""
+    """The share of each of `count` ranks: the first has most, falling with the exponent."""
     raw = [rank**-EXPONENT for rank in range(1, count + 1)]
     return [weight / sum(raw) for weight in raw]
 
@@ -145,13 +145,13 @@ def pareto_weights(count: int) -> list[float]:
 def make_workload(
     scenario: Scenario,
     adapters: Sequence[str],
-    contexts: Sequence[Context],
+    contexts: Sequence[WorkloadContext],
     instructions: Sequence[Tokens],
-    usage: Usage,
+    usage: AppUsage,
     requests: tuple[int, int],
     random: np.random.Generator,
-) -> Workload:
-    """So many requests that fill, and that are measured, of as many of the adapters as the scenario has."""
+) -> AppWorkload:
+    """Requests that fill the caches, then requests that are measured, over the adapters of the scenario."""
     filling, measured = requests
     ranked = [adapters[place] for place in random.permutation(len(adapters))][: scenario.adapters]
     apps = most_used(usage, scenario.adapters)
@@ -167,25 +167,25 @@ def make_workload(
         context, room = contexts[place], scenario.input_tokens - max(map(len, instructions))
         prompt = visible(context, room, visits[place]) + instruction
         visits[place] += 1
-        asks.append(Ask(app, adapter, context.kind, prompt, changes))
-    return Workload(scenario, usage.name, tuple(ranked), tuple(asks), filling)
+        asks.append(AdapterRequest(app, adapter, context.kind, prompt, changes))
+    return AppWorkload(scenario, usage.name, tuple(ranked), tuple(asks), filling)
 
 
-def visible(context: Context, token_limit: int, visits: int) -> Tokens:
+def visible(context: WorkloadContext, token_limit: int, visits: int) -> Tokens:
     """What there is of a context when it was asked about so often: a document at once, a conversation from its half."""
     if context.kind == "writing":
         return context.tokens[:token_limit]
     return context.tokens[: min(token_limit, token_limit // 2 + visits * TURN_TOKENS)]
 
 
-def most_used(usage: Usage, count: int) -> list[str]:
+def most_used(usage: AppUsage, count: int) -> list[str]:
     """The apps that came to the foreground most often, the first most."""
     comings = Counter(event.app for event in usage.events if event.state == "foreground")
     return [app for app, _ in comings.most_common(count)]
 
 
 def _arrivals(
-    usage: Usage, apps: Sequence[str], random: np.random.Generator
+    usage: AppUsage, apps: Sequence[str], random: np.random.Generator
 ) -> Iterator[tuple[str, tuple[tuple[str, AppState], ...]]]:
     """Apps as they come to the foreground, from some moment on, and again from the first if there are too few."""
     own = [event for event in usage.events if event.app in apps]
@@ -207,19 +207,19 @@ def make_contexts(
     tokens: int,
     count: int,
     random: np.random.Generator,
-) -> list[Context]:
-    """Contexts of so many tokens: conversations and documents in turn, short ones joined with the next."""
+) -> list[WorkloadContext]:
+    """Contexts of `tokens` tokens: conversations and documents in turn, short ones joined with the next."""
     kinds: list[tuple[Kind, Iterator[Tokens]]] = []
     if conversations:
         kinds.append(("conversation", _joined(conversations, tokens, random)))
     if documents:
         kinds.append(("writing", _joined(documents, tokens, random)))
     turns = cycle(kinds)
-    return [Context(kind, next(texts)) for kind, texts in islice(turns, count)]
+    return [WorkloadContext(kind, next(texts)) for kind, texts in islice(turns, count)]
 
 
 def _joined(texts: Sequence[Sequence[int]], tokens: int, random: np.random.Generator) -> Iterator[Tokens]:
-    """Texts in a random order, each so long; no two of the first ones begin alike, if there are enough."""
+    """Texts in a random order, each of that length; no two of the first ones begin alike, if there are enough."""
     order = cycle(int(place) for place in random.permutation(len(texts)))
     while True:
         joined: list[int] = []

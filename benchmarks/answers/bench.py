@@ -1,7 +1,7 @@
 """`python -m benchmarks answers`: questions about one's own documents, answered before they are asked.
 
 stream   per user: documents first, idle work, then questions in their order, with those that come back; between them
-         questions are foreseen from the earlier ones. Every way of answering has caches of its own (see `lanes`)
+         questions are foreseen from the earlier ones. Every way of answering has caches of its own (see `runs`)
 scheduler  idle work with and without the rule, in the three cases published (see `schedule`)
 storage  how much KV is known by the room for it (see `storage`)
 foresight  how many questions are foreseen without a model, by stride (see `foresight`)
@@ -16,10 +16,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from benchmarks.answers import foresight, guard, schedule, storage
-from benchmarks.answers.lanes import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Lane, Way
-from benchmarks.answers.report import Found, Measured, draw, tell
-from benchmarks.answers.stream import people, stream
+from benchmarks.answers import foresight, guard, schedule
+from benchmarks.answers.report import AnswerResults, UserResults, add_rows, draw, measure_storage
+from benchmarks.answers.ways import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Way, WayRun, people, stream
 from benchmarks.base import Advance, BenchOptions, Report, about, scratch
 from benchmarks.models import load
 from benchmarks.personal import Person, PersonalSet, personal_sets
@@ -61,8 +60,8 @@ def run(options: BenchOptions, advance: Advance) -> Report:
         engine.close()
     guarded, foreseen = _without_model(options, chosen[:1] if options.quick else chosen, advance)
     report = Report("answers", fields=fields)
-    found = Found(measured, scheduled, guarded, foreseen)
-    tell(report, found)
+    found = AnswerResults(measured, scheduled, guarded, foreseen)
+    add_rows(report, found)
     report.plot = functools.partial(draw, found=found)
     return report
 
@@ -96,34 +95,34 @@ class _Person:
     ) -> None:
         self._engine, self._options, self._person, self._folder = engine, options, person, folder
         self._name, self._advance = name, advance
-        self._seen = 0  # the last foreseen question that the other lanes know
+        self._seen = 0  # the last foreseen question that the other runs know
         self._near: list[dict[str, float]] = []  # how near foreseen questions were to each that was asked
 
-    def measure(self) -> Measured:
+    def measure(self) -> UserResults:
         """All ways on the same questions, in turns."""
         asked = stream(self._person, self._options.rounds(QUESTIONS, QUICK_QUESTIONS))
         asked = asked[:QUICK_ASKED] if self._options.quick else asked
-        lanes, idle = self._begin()
+        runs, idle = self._begin()
         try:
             for number, question in enumerate(asked):
-                self._near.append(self._nearest(lanes, question.text))
-                for lane in self._turn(lanes, number):
-                    self._advance(f"{self._name}: question {number + 1} of {len(asked)}, {lane.way.name}")
-                    lane.ask(question.text)
+                self._near.append(self._nearest(runs, question.text))
+                for run in self._turn(runs, number):
+                    self._advance(f"{self._name}: question {number + 1} of {len(asked)}, {run.way.name}")
+                    run.ask(question.text)
                 if question.kind == "first" and number + 1 < len(asked):
                     self._advance(f"{self._name}: foreseeing after question {number + 1}")
-                    self._foresee(lanes, idle)
+                    self._foresee(runs, idle)
         finally:
-            for lane in lanes:
-                lane.close()
+            for run in runs:
+                run.close()
         questions = [question.text for question in self._person.questions]
-        stored = storage.measure(self._engine, self._folder / VERIFIED, questions)
-        return Measured(self._name, self._person.name, asked, lanes, stored, self._near)
+        stored = measure_storage(self._engine, self._folder / VERIFIED, questions)
+        return UserResults(self._name, self._person.name, asked, runs, stored, self._near)
 
     @staticmethod
-    def _nearest(lanes: list[Lane], question: str) -> dict[str, float]:
+    def _nearest(runs: list[WayRun], question: str) -> dict[str, float]:
         """The cosine of the nearest question that was foreseen from each source, before it is asked."""
-        session = next(lane for lane in lanes if lane.way.name == VERIFIED).session
+        session = next(run for run in runs if run.way.name == VERIFIED).session
         vector = session.knowledge.embedder().embed([question]).vectors[0]
         nearest: dict[str, float] = {}
         for near in session.answers.bank().nearest(vector, _MAX_FORESEEN):
@@ -131,10 +130,10 @@ class _Person:
                 nearest[near.entry.origin] = max(near.similarity, nearest.get(near.entry.origin, 0.0))
         return nearest
 
-    def _begin(self) -> tuple[list[Lane], Idle]:
+    def _begin(self) -> tuple[list[WayRun], Idle]:
         """Ingest, do the first idle work once, and give every way its folders."""
         ways = {way.name: way for way in WAYS}
-        first = Lane.open(ways[VERIFIED], self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
+        first = WayRun.open(ways[VERIFIED], self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
         self._advance(f"{self._name}: documents of {self._person.name}")
         first.session.ingest(documents=self._person.documents)
         first.session.flush()
@@ -152,53 +151,53 @@ class _Person:
         first.session.flush()
         first.session.close()
         done += self._warm(ways[DIRECT])
-        first = Lane.open(ways[VERIFIED], self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
+        first = WayRun.open(ways[VERIFIED], self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
         first.idle_flop = sum(did.flop or 0.0 for did in done)
-        lanes = [first]
+        runs = [first]
         for way in WAYS:
             if way.name != VERIFIED:
                 if way.ours:
                     shutil.copytree(self._folder / VERIFIED / "cache", self._folder / way.name / "cache")
-                lanes.append(Lane.open(way, self._engine, self._folder / way.name, _LIMIT_BYTES))
-                lanes[-1].idle_flop = first.idle_flop if way.ours else 0.0
+                runs.append(WayRun.open(way, self._engine, self._folder / way.name, _LIMIT_BYTES))
+                runs[-1].idle_flop = first.idle_flop if way.ours else 0.0
         if hasattr(os, "sync"):
             os.sync()  # gigabytes were copied: nobody shall wait for the disk because of that
-        self._spread(lanes)
-        return sorted(lanes, key=lambda lane: [way.name for way in WAYS].index(lane.way.name)), self._idle(first)
+        self._spread(runs)
+        return sorted(runs, key=lambda run: [way.name for way in WAYS].index(run.way.name)), self._idle(first)
 
     def _warm(self, way: Way) -> list[IdleAction]:
         """Compute passages ahead. What is only read is exact; a way that mends also notes where they are."""
-        lane = Lane.open(way, self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
-        done = self._idle(lane).warm()
-        lane.session.flush()
-        lane.close()
+        run = WayRun.open(way, self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
+        done = self._idle(run).warm()
+        run.session.flush()
+        run.close()
         return done
 
-    def _idle(self, lane: Lane) -> Idle:
-        most = QUICK_WARM_PASSAGES if self._options.quick else WARM_PASSAGES
+    def _idle(self, run: WayRun) -> Idle:
+        max_count = QUICK_WARM_PASSAGES if self._options.quick else WARM_PASSAGES
         options = IdleOptions(
-            stride=STRIDE, settle_seconds=0.0, warm_passages=most, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS
+            stride=STRIDE, settle_seconds=0.0, warm_passages=max_count, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS
         )
-        return Idle(lane.session, options)
+        return Idle(run.session, options)
 
-    def _foresee(self, lanes: list[Lane], idle: Idle) -> None:
-        own = next(lane for lane in lanes if lane.way.name == VERIFIED)
+    def _foresee(self, runs: list[WayRun], idle: Idle) -> None:
+        own = next(run for run in runs if run.way.name == VERIFIED)
         done = idle.predict_from_history(1 if self._options.quick else STRIDE)
         own.idle_flop += sum(did.flop or 0.0 for did in done)
         own.session.flush()
-        self._spread(lanes)
+        self._spread(runs)
 
-    def _spread(self, lanes: list[Lane]) -> None:
+    def _spread(self, runs: list[WayRun]) -> None:
         """Let the other ways that foresee know what was foreseen; the questions are the same for all."""
-        own = next(lane for lane in lanes if lane.way.name == VERIFIED)
+        own = next(run for run in runs if run.way.name == VERIFIED)
         new = own.session.answers.bank().entries(where=f"origin!='user' AND id>{self._seen} ORDER BY id")
         self._seen = max([self._seen, *(entry.id for entry in new)])
-        for lane in lanes:
-            if lane is not own and lane.way.foresees:
-                lane.learn(new)
+        for run in runs:
+            if run is not own and run.way.foresees:
+                run.learn(new)
 
     @staticmethod
-    def _turn(lanes: list[Lane], number: int) -> list[Lane]:
-        """The lanes, another one first each time."""
-        start = number % len(lanes)
-        return [*lanes[start:], *lanes[:start]]
+    def _turn(runs: list[WayRun], number: int) -> list[WayRun]:
+        """The runs, another one first each time."""
+        start = number % len(runs)
+        return [*runs[start:], *runs[:start]]

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.answers.lanes import PUBLISHED_SIMILARITY, TOP_K
+from benchmarks.answers.ways import PUBLISHED_SIMILARITY, TOP_K
 from benchmarks.base import Advance
 from benchmarks.personal import Person, PersonalSet
-from rekindle.idle.questions.extracted import extract_questions, topic_words
+from rekindle.idle.extracted_questions import extract_questions, topic_words
 from rekindle.session.library import Knowledge
 
 STRIDES = (1, 2, 3, 5)  # questions made of a document
@@ -25,7 +25,7 @@ _NEAR = 0.7
 
 
 @dataclass
-class _Counts:
+class _ForesightCounts:
     asked: int = 0
     made: int = 0
     published: int = 0  # asked with one so near that the published system gives its answer
@@ -37,7 +37,7 @@ def measure(sets: Sequence[PersonalSet], knowledge: Knowledge, users: int, advan
     """A row for each set and stride: shares of the questions that were foreseen."""
     rows = []
     for some in sets:
-        counts = {stride: _Counts() for stride in STRIDES}
+        counts = {stride: _ForesightCounts() for stride in STRIDES}
         for person in [person for person in some.people if person.questions][:users]:
             advance(f"foresight: {some.name}, {person.name}")
             _person(f"foresight/{some.name}/{person.name}", person, knowledge, counts)
@@ -45,7 +45,7 @@ def measure(sets: Sequence[PersonalSet], knowledge: Knowledge, users: int, advan
     return rows
 
 
-def _shares(found: _Counts) -> dict[str, float]:
+def _shares(found: _ForesightCounts) -> dict[str, float]:
     asked = max(1, found.asked)
     return {
         "questions": found.asked,
@@ -56,7 +56,7 @@ def _shares(found: _Counts) -> dict[str, float]:
     }
 
 
-def _person(tenant: str, person: Person, knowledge: Knowledge, counts: dict[int, _Counts]) -> None:
+def _person(tenant: str, person: Person, knowledge: Knowledge, counts: dict[int, _ForesightCounts]) -> None:
     knowledge.ingest(documents=person.documents, tenant=tenant)
     texts = [(document.title, "\n".join(part.text for part in document.sections)) for document in person.documents]
     frequencies = Counter(word for title, text in texts for word in topic_words(f"{title}\n{text}"))
@@ -80,9 +80,9 @@ def _person(tenant: str, person: Person, knowledge: Knowledge, counts: dict[int,
 
 def _looked(questions: Sequence[str], knowledge: Knowledge, tenant: str) -> list[tuple[np.ndarray[Any, Any], int]]:
     """The vector of each question, and the passage that is found first for it."""
-    told = []
+    pairs = []
     for question in questions:
         found = knowledge.search(question, TOP_K, tenant=tenant)
         assert found.vector is not None
-        told.append((found.vector, found.hits[0].chunk.id if found.hits else -1))
-    return told
+        pairs.append((found.vector, found.hits[0].chunk.id if found.hits else -1))
+    return pairs

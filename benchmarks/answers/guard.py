@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.answers.lanes import PUBLISHED_SIMILARITY, TOP_K
+from benchmarks.answers.ways import PUBLISHED_SIMILARITY, TOP_K, unguard
 from benchmarks.base import Advance
-from benchmarks.baselines.unguarded import unguard
 from benchmarks.personal import Person, PersonalSet
 from rekindle.answers.bank import AnswerBank, AnswerText, BankQuestion
 from rekindle.answers.guard import disagreement
@@ -27,7 +26,7 @@ _NO_TEXT = AnswerText("-", (0,), "", "stop", 0.0)
 
 
 @dataclass
-class _Counts:
+class _GuardCounts:
     near: int = 0
     again: int = 0
     false: int = 0
@@ -40,7 +39,7 @@ def measure(sets: Sequence[PersonalSet], knowledge: Knowledge, threshold: float,
 
     Every question of a user is in the bank when the others come back, as in use.
     """
-    counts = {(guarded, at): _Counts() for guarded in (True, False) for at in sorted({*THRESHOLDS, threshold})}
+    counts = {(guarded, at): _GuardCounts() for guarded in (True, False) for at in sorted({*THRESHOLDS, threshold})}
     for some in sets:
         for person in some.people:
             if person.revisits:
@@ -63,11 +62,11 @@ def measure(sets: Sequence[PersonalSet], knowledge: Knowledge, threshold: float,
     }
 
 
-def _shares(found: _Counts) -> dict[str, float]:
+def _shares(found: _GuardCounts) -> dict[str, float]:
     return {"near_served": found.false / max(1, found.near), "again_served": found.right / max(1, found.again)}
 
 
-def _person(tenant: str, person: Person, knowledge: Knowledge, counts: dict[tuple[bool, float], _Counts]) -> None:
+def _person(tenant: str, person: Person, knowledge: Knowledge, counts: dict[tuple[bool, float], _GuardCounts]) -> None:
     knowledge.ingest(documents=person.documents, tenant=tenant)
     embedder, library = knowledge.embedder(), knowledge.library(tenant)
     bank, bare = (AnswerBank(library, embedder.digest, embedder.dimensions) for _ in range(2))

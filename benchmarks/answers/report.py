@@ -5,25 +5,30 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.answers.lanes import (
+from benchmarks.answers.ways import (
     DIRECT,
     KV_ANSWERS,
     KV_ONLY,
     NEW_TOKENS,
     NONE,
     PERCACHE,
+    TOP_K,
     VERIFIED,
     WAYS,
-    Lane,
-    Told,
+    AnswerResult,
+    Asked,
+    WayRun,
 )
-from benchmarks.answers.stream import Asked
-from benchmarks.base import Report, Row
+from benchmarks.base import Report, TableRow
 from benchmarks.quality import rouge_l
+from rekindle.engine.base import Engine
+from rekindle.session.prompt import encode_prompt
+from rekindle.session.session import Session
 
 BAR_MEAN, BAR_USER = 0.126, 0.344
 MAX_FALSE = 0.02
@@ -33,25 +38,25 @@ MAX_LATENCY = 1.05  # what counts as equal, of times on a shared machine
 
 
 @dataclass
-class Measured:
+class UserResults:
     """One user's questions in every way."""
 
     set: str
     user: str
     asked: list[Asked]
-    lanes: list[Lane]
+    runs: list[WayRun]
     storage: list[dict[str, Any]]  # how much KV is known, by room
     near: list[dict[str, float]]  # of each question: how near was one foreseen, by source
 
-    def told(self, name: str) -> list[Told]:
-        """What came of them in one way."""
-        return next(lane.told for lane in self.lanes if lane.way.name == name)
+    def results(self, name: str) -> list[AnswerResult]:
+        """The results of one way."""
+        return next(run.results for run in self.runs if run.way.name == name)
 
     def mean(self, name: str) -> float:
         """The mean latency of a way."""
-        return statistics.fmean(one.seconds for one in self.told(name))
+        return statistics.fmean(one.seconds for one in self.results(name))
 
-    def is_false(self, place: int, one: Told) -> bool:
+    def is_false(self, place: int, one: AnswerResult) -> bool:
         """Whether a stored answer was given that answers another question."""
         if one.stored is None or one.stored.way != "direct" or one.stored.origin != "user":
             return False
@@ -61,16 +66,16 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Found:
+class AnswerResults:
     """Everything that was measured."""
 
-    measured: Sequence[Measured]
+    measured: Sequence[UserResults]
     schedule: dict[str, Any] | None  # None: not in a quick run
     guard: dict[str, Any]
     foresight: list[dict[str, Any]]
 
 
-def tell(report: Report, found: Found) -> None:
+def add_rows(report: Report, found: AnswerResults) -> None:
     """Fill the report."""
     measured = found.measured
     score = rouge_l()
@@ -78,7 +83,9 @@ def tell(report: Report, found: Found) -> None:
     by_name = {row["mode"]: row for row in rows}
     safe = [row["mode"] for row in rows if not _is_ours(row["mode"]) and not row["false_hits"]]
     every = [row["mode"] for row in rows if not _is_ours(row["mode"])]
-    equal = [a.text == b.text for one in measured for a, b in zip(one.told(NONE), one.told(VERIFIED), strict=True)]
+    equal = [
+        a.text == b.text for one in measured for a, b in zip(one.results(NONE), one.results(VERIFIED), strict=True)
+    ]
     fields: dict[str, Any] = {
         "users": [
             {"set": one.set, "user": one.user, "questions": len(one.asked)} | {name: one.mean(name) for name in by_name}
@@ -108,7 +115,7 @@ def tell(report: Report, found: Found) -> None:
     report.rows += _table(fields, by_name)
 
 
-def _sources(measured: Sequence[Measured]) -> list[dict[str, Any]]:
+def _sources(measured: Sequence[UserResults]) -> list[dict[str, Any]]:
     """How many new questions had been foreseen, from each source alone and from all of them."""
     pairs = [pair for one in measured for pair in zip(one.asked, one.near, strict=True)]
     found = [near for asked, near in pairs if asked.kind == "first"]
@@ -128,51 +135,51 @@ def _is_ours(name: str) -> bool:
     return name.startswith("ours")
 
 
-def _row(name: str, measured: Sequence[Measured], score: Callable[[str, str], float] | None) -> dict[str, Any]:
-    told = [one for some in measured for one in some.told(name)]
-    seconds = [one.seconds for one in told]
+def _row(name: str, measured: Sequence[UserResults], score: Callable[[str, str], float] | None) -> dict[str, Any]:
+    results = [one for some in measured for one in some.results(name)]
+    seconds = [one.seconds for one in results]
     golds = [asked.gold for some in measured for asked in some.asked]
-    direct = [one for one in told if one.stored is not None and one.stored.way == "direct"]
-    false = sum(some.is_false(place, one) for some in measured for place, one in enumerate(some.told(name)))
-    scored = [score(gold, one.text) for gold, one in zip(golds, told, strict=True) if gold] if score else []
-    lanes = [lane for some in measured for lane in some.lanes if lane.way.name == name]
+    direct = [one for one in results if one.stored is not None and one.stored.way == "direct"]
+    false = sum(some.is_false(place, one) for some in measured for place, one in enumerate(some.results(name)))
+    scored = [score(gold, one.text) for gold, one in zip(golds, results, strict=True) if gold] if score else []
+    runs = [run for some in measured for run in some.runs if run.way.name == name]
     return {
         "mode": name,
-        "questions": len(told),
+        "questions": len(results),
         "mean_latency_s": statistics.fmean(seconds),
         "p50": float(np.percentile(seconds, 50)),
         "p95": float(np.percentile(seconds, 95)),
         "answer_hits": len(direct),
         "predicted_hits": sum(one.stored is not None and one.stored.origin != "user" for one in direct),
-        "drafted_share": sum(one.drafted_tokens for one in told) / (NEW_TOKENS * len(told)),
-        "kv_hit_share": statistics.fmean(_known_share(one) for one in told),
+        "drafted_share": sum(one.drafted_tokens for one in results) / (NEW_TOKENS * len(results)),
+        "kv_hit_share": statistics.fmean(_known_share(one) for one in results),
         "false_hits": false,
         "rouge_l_gold": statistics.fmean(scored) if scored else None,
-        "idle_tflop": sum(lane.idle_flop for lane in lanes) / 1e12,
+        "idle_tflop": sum(run.idle_flop for run in runs) / 1e12,
     }
 
 
-def _known_share(one: Told) -> float:
+def _known_share(one: AnswerResult) -> float:
     return one.known_tokens / one.prompt_tokens if one.prompt_tokens else 0.0
 
 
-def _reduction(measured: Sequence[Measured], ours: str, rivals: Sequence[str]) -> float:
+def _reduction(measured: Sequence[UserResults], ours: str, rivals: Sequence[str]) -> float:
     """By how much the mean latency is below that of the best rival, all questions counting the same."""
 
     def mean(name: str) -> float:
-        return statistics.fmean(one.seconds for some in measured for one in some.told(name))
+        return statistics.fmean(one.seconds for some in measured for one in some.results(name))
 
     return 1.0 - mean(ours) / min(map(mean, rivals))
 
 
-def _best_user(measured: Sequence[Measured], ours: str, rivals: Sequence[str]) -> float:
+def _best_user(measured: Sequence[UserResults], ours: str, rivals: Sequence[str]) -> float:
     return max(1.0 - some.mean(ours) / min(some.mean(name) for name in rivals) for some in measured)
 
 
-def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[Row]:
+def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[TableRow]:
     none = by_name[NONE]["mean_latency_s"]
     rows = [
-        Row(
+        TableRow(
             name,
             f"{row['mean_latency_s']:.2f} s, p95 {row['p95']:.2f} s",
             f"{row['answer_hits']} given ({row['false_hits']} wrong), {row['kv_hit_share']:.0%} of KV known",
@@ -182,19 +189,20 @@ def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[R
     ]
     guard = fields["guard"]
     rows += [
-        Row("ours-verified below the best that gives no wrong answer", f"{fields['reduction_vs_best']:.1%}",
+        TableRow("ours-verified below the best that gives no wrong answer", f"{fields['reduction_vs_best']:.1%}",
             fields["best_safe"], "", f">= {BAR_MEAN:.1%}"),
-        Row("the same for the best user", f"{fields['reduction_best_user']:.1%}", "", "", f">= {BAR_USER:.1%}"),
-        Row("ours-direct below the best of all", f"{fields['reduction_vs_best_direct']:.1%}", fields["best"], "",
+        TableRow("the same for the best user", f"{fields['reduction_best_user']:.1%}", "", "", f">= {BAR_USER:.1%}"),
+        TableRow("ours-direct below the best of all", f"{fields['reduction_vs_best_direct']:.1%}", fields["best"], "",
             f">= {BAR_MEAN:.1%}"),
-        Row("the same for the best user", f"{fields['reduction_best_user_direct']:.1%}", "", "", f">= {BAR_USER:.1%}"),
-        Row("verified text equal to none", f"{fields['verified_equal']:.1%}", "", "", "100%"),
-        Row("more KV known by foreseeing", f"{fields['prediction_gain_kv']:+.1%}", "", "", "> 0"),
-        Row("more answers known by foreseeing", f"{fields['prediction_gain_answers']:+.1%}", "", "", "> 0"),
+        TableRow("the same for the best user", f"{fields['reduction_best_user_direct']:.1%}", "", "",
+            f">= {BAR_USER:.1%}"),
+        TableRow("verified text equal to none", f"{fields['verified_equal']:.1%}", "", "", "100%"),
+        TableRow("more KV known by foreseeing", f"{fields['prediction_gain_kv']:+.1%}", "", "", "> 0"),
+        TableRow("more answers known by foreseeing", f"{fields['prediction_gain_answers']:+.1%}", "", "", "> 0"),
     ]  # fmt: skip
     rows += [] if fields["scheduler"] is None else _schedule_rows(fields["scheduler"])
     rows += [
-        Row(
+        TableRow(
             f"questions foreseen from: {row['source']}",
             f"{row['near85_share']:.0%} at 0.85, {row['near70_share']:.0%} at 0.7",
             f"of {row['questions']} new ones",
@@ -203,7 +211,7 @@ def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[R
         for row in fields["sources"]
     ]
     rows += [
-        Row(
+        TableRow(
             f"foreseen of {row['set']}, {row['stride']} a document",
             f"{row['near85_share']:.0%} at 0.85, {row['near70_share']:.0%} at 0.7",
             f"{row['first_passage_warm_share']:.0%} of first passages warm",
@@ -214,26 +222,26 @@ def _table(fields: dict[str, Any], by_name: dict[str, dict[str, Any]]) -> list[R
     ]
     if guard.get("near_misses"):
         share = guard["false_hits"] / guard["near_misses"]
-        rows.append(Row("near misses that are served", f"{share:.1%} of {guard['near_misses']}",
+        rows.append(TableRow("near misses that are served", f"{share:.1%} of {guard['near_misses']}",
                         f"{guard['cosine_false_hits']} by cosine", "", f"<= {MAX_FALSE:.0%}"))  # fmt: skip
-        rows.append(Row("questions in other words that are served", f"{guard['paraphrase_recall']:.1%}",
+        rows.append(TableRow("questions in other words that are served", f"{guard['paraphrase_recall']:.1%}",
                         f"{guard['cosine_paraphrase_recall']:.1%} by cosine", ""))  # fmt: skip
     if guard.get("pairs_precision") is not None:
         both = f"{guard['pairs_precision']:.3f}, {guard['pairs_recall']:.3f}"
-        rows.append(Row("labelled pairs: precision, recall", both,
+        rows.append(TableRow("labelled pairs: precision, recall", both,
                         f"{guard['cosine_precision']:.3f}, {guard['cosine_recall']:.3f} by cosine", "",
                         f">= {BAR_PAIRS:.2f}"))  # fmt: skip
     return rows
 
 
-def _schedule_rows(cases: dict[str, Any]) -> list[Row]:
+def _schedule_rows(cases: dict[str, Any]) -> list[TableRow]:
     rows = []
     for name, bar in (("raised", f">= {BAR_SCHEDULER:.0%}"), ("fallen", ""), ("room", "")):
         case = cases[name]
         known = [case["ways"][way]["later_known_tokens"] for way in ("rekindle", "always")]
         saved = case["saved_share"]
         rows.append(
-            Row(
+            TableRow(
                 f"idle work that the scheduler saves, {name}",
                 "nothing was done" if saved is None else f"{saved:.1%}",
                 f"{known[0]:.0f} tokens known later, without it {known[1]:.0f}",
@@ -244,7 +252,7 @@ def _schedule_rows(cases: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def draw(figure: Any, found: Found) -> None:
+def draw(figure: Any, found: AnswerResults) -> None:
     """Latency of every way, the guard by threshold, foresight by stride; idle work by question, KV known by room."""
     figure.set_size_inches(15, 8)
     figure.set_layout_engine("constrained")
@@ -259,7 +267,7 @@ def draw(figure: Any, found: Found) -> None:
     storage.set_ylabel("share of prompts known")
     storage.legend(fontsize=7)
     names = [way.name for way in WAYS]
-    means = [statistics.fmean(one.seconds for some in measured for one in some.told(name)) for name in names]
+    means = [statistics.fmean(one.seconds for some in measured for one in some.results(name)) for name in names]
     colours = ["#1b7837" if _is_ours(name) else "#999999" for name in names]
     bars.barh(names[::-1], means[::-1], color=colours[::-1])
     bars.set_xlabel("mean latency (s)")
@@ -297,3 +305,37 @@ def _draw_cases(work: Any, latency: Any, cases: dict[str, Any]) -> None:
     latency.set_xlabel(f"question; more room after {cases['room']['changed_after']}")
     latency.set_ylabel("latency (s)")
     latency.legend(fontsize=7)
+
+
+SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of what the store takes after the stream
+MAX_QUESTIONS = 30
+
+
+def measure_storage(engine: Engine, folder: Path, questions: Sequence[str]) -> list[dict[str, Any]]:
+    """The share of stored KV of the questions for each size of the store, the largest first. Shrinks the store."""
+    cache = folder / "cache"
+    whole = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
+    rows = []
+    for share in SHARES:
+        limit = int(whole * share)
+        with Session(
+            engine,
+            cache=str(cache),
+            library=str(folder / "library"),
+            memory_limit="0",
+            disk_limit=limit,
+            answers="off",
+        ) as session:
+            assert session.cache.store is not None
+            session.cache.store.disk.room.prune(limit)
+            known = [_known(session, question) for question in questions[:MAX_QUESTIONS]]
+        rows.append({"share": share, "limit_bytes": limit, "known_share": statistics.fmean(known) if known else None})
+    return rows
+
+
+def _known(session: Session, question: str) -> float:
+    """The share of a question's prompt that has KV."""
+    request = session.prepare(question, top_k=TOP_K).request
+    prompt = encode_prompt(session.engine, request)
+    with session.cache.peek(request, prompt.tokens, prompt.prompt_layout) as prefill:
+        return prefill.lookup.matches.length / len(prompt.tokens)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.answers.lanes import NEW_TOKENS, PUBLISHED_SIMILARITY, TOP_K
+from benchmarks.answers.ways import NEW_TOKENS, PUBLISHED_SIMILARITY, TOP_K
 from benchmarks.base import Advance
 from benchmarks.personal import Person
 from rekindle.engine.base import Engine
@@ -38,7 +38,7 @@ ALWAYS, PUBLISHED, OURS = "always", "percache", "rekindle"
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _Phase:
     """What holds from some question on."""
 
     threshold: float
@@ -46,24 +46,24 @@ class _Stage:
 
 
 @dataclass(frozen=True)
-class Case:
+class ChangeCase:
     """One change between questions, and the ways that are compared."""
 
     name: str
-    before: _Stage
-    after: _Stage
+    before: _Phase
+    after: _Phase
     ways: tuple[str, ...]
 
 
 CASES = (
-    Case("raised", _Stage(PUBLISHED_SIMILARITY), _Stage(CUT_OFF), (ALWAYS, PUBLISHED, OURS)),
-    Case("fallen", _Stage(CUT_OFF), _Stage(PUBLISHED_SIMILARITY), (ALWAYS, OURS)),
-    Case("room", _Stage(PUBLISHED_SIMILARITY, _ROOM_TOKENS), _Stage(PUBLISHED_SIMILARITY), (ALWAYS, OURS)),
+    ChangeCase("raised", _Phase(PUBLISHED_SIMILARITY), _Phase(CUT_OFF), (ALWAYS, PUBLISHED, OURS)),
+    ChangeCase("fallen", _Phase(CUT_OFF), _Phase(PUBLISHED_SIMILARITY), (ALWAYS, OURS)),
+    ChangeCase("room", _Phase(PUBLISHED_SIMILARITY, _ROOM_TOKENS), _Phase(PUBLISHED_SIMILARITY), (ALWAYS, OURS)),
 )
 
 
 @dataclass
-class _Told:
+class _WayResult:
     """A way through a case: of each question its time, KV that was known and whether an answer was given; idle work."""
 
     seconds: list[float] = field(default_factory=list)
@@ -92,7 +92,7 @@ def measure(engine: Engine, person: Person, folder: Path, advance: Advance) -> d
 
 
 def _case(
-    case: Case, engine: Engine, asked: Sequence[str], library: Path, folder: Path, advance: Advance
+    case: ChangeCase, engine: Engine, asked: Sequence[str], library: Path, folder: Path, advance: Advance
 ) -> dict[str, Any]:
     rows = {}
     for way in case.ways:
@@ -114,21 +114,21 @@ def _changed_after(asked: Sequence[str]) -> int:
     return min(CHANGED_AFTER, max(1, len(asked) - 1))
 
 
-def _through(case: Case, way: str, engine: Engine, asked: Sequence[str], folder: Path) -> _Told:
-    told, change = _Told(), _changed_after(asked)
+def _through(case: ChangeCase, way: str, engine: Engine, asked: Sequence[str], folder: Path) -> _WayResult:
+    result, change = _WayResult(), _changed_after(asked)
     for stage, questions in ((case.before, asked[:change]), (case.after, asked[change:])):
         with _open(engine, folder, stage) as session:
             idle = _idle(session, way)
             if stage is case.after and way != ALWAYS:
-                told.work(idle.convert(), more=True)
+                result.work(idle.convert(), more=True)
             for question in questions:
-                _ask(session, question, told)
-                told.work(idle.predict_from_passages(STRIDE))
+                _ask(session, question, result)
+                result.work(idle.predict_from_passages(STRIDE))
                 session.flush()
-    return told
+    return result
 
 
-def _open(engine: Engine, folder: Path, stage: _Stage) -> Session:
+def _open(engine: Engine, folder: Path, stage: _Phase) -> Session:
     return Session(
         engine,
         cache=str(folder / "cache"),
@@ -153,23 +153,23 @@ def _idle(session: Session, way: str) -> Idle:
     return Idle(session, options)
 
 
-def _ask(session: Session, question: str, told: _Told) -> None:
+def _ask(session: Session, question: str, result: _WayResult) -> None:
     started = time.perf_counter()
     answer = session.ask(question, top_k=TOP_K, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS)
-    told.seconds.append(time.perf_counter() - started)
-    told.known.append(answer.usage.cached_tokens)
-    told.given.append(answer.stored is not None and answer.stored.way == "direct")
+    result.seconds.append(time.perf_counter() - started)
+    result.known.append(answer.usage.cached_tokens)
+    result.given.append(answer.stored is not None and answer.stored.way == "direct")
     session.flush()
 
 
-def _row(told: _Told, change: int) -> dict[str, Any]:
+def _row(result: _WayResult, change: int) -> dict[str, Any]:
     return {
-        "seconds": told.seconds,
-        "known_tokens": told.known,
-        "answers_given": sum(told.given),
-        "tflop": told.tflop,
-        "mean_latency_s": statistics.fmean(told.seconds),
-        "later_latency_s": statistics.fmean(told.seconds[change:]),
-        "later_known_tokens": statistics.fmean(told.known[change:]),
-        "actions": {action: told.actions.count(action) for action in dict.fromkeys(told.actions)},
+        "seconds": result.seconds,
+        "known_tokens": result.known,
+        "answers_given": sum(result.given),
+        "tflop": result.tflop,
+        "mean_latency_s": statistics.fmean(result.seconds),
+        "later_latency_s": statistics.fmean(result.seconds[change:]),
+        "later_known_tokens": statistics.fmean(result.known[change:]),
+        "actions": {action: result.actions.count(action) for action in dict.fromkeys(result.actions)},
     }

@@ -1,6 +1,6 @@
 """Choosing inside the layer loop: which of a row's stale tokens go on to the next layer.
 
-Each of these is told what the layers show (`take`, for a probe) and asked before each layer (`choose`, as a selector).
+Each of these observes the layers (`take`, for a probe) and is asked before each layer (`choose`, as a selector).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which chunks the question looks at, told while the layers run: Algorithm 1 of Cache-Craft.
+"""Which chunks the question attends to, decided while the layers run: Algorithm 1 of Cache-Craft.
 
 The attention that the question paid to each chunk is summed over the layers so far and sorted, the largest first:
 
@@ -9,7 +9,7 @@ The attention that the question paid to each chunk is summed over the layers so 
 
 All indices count from 1, so at least one chunk is focused and at least two are not. This is kept as published, to
 compare against, though it is no sharp cut: the rise at i* is that of the gap after i* + 1, and -p log p is small where
-one gap makes up nearly all. Two clear groups are told apart only where the first gap in the lower one is the next
+one gap makes up nearly all. Two clear groups are separated only where the first gap in the lower one is the next
 largest.
 """
 

@@ -4,7 +4,7 @@
 to its anchor in this layer, keys and values apart: 1e-4 above 97.5 %, 1e-2 below 85 %, 1e-3 between. Integer KV is
 differenced without loss. The bounds are absolute, so the codes stay long.
 
-`PublishedCoder` codes so; whoever imports this module can decode it. `opened` is a session as published.
+`PublishedCoder` codes like that; importing this module enables decoding it. `opened` is a session as published.
 """
 
 from __future__ import annotations
@@ -17,11 +17,18 @@ from numpy.typing import NDArray
 
 from benchmarks.baselines import policies
 from rekindle.codec import coder
-from rekindle.codec.bits import MAX_BITS, BitPlan
-from rekindle.codec.coder import SAME_LAYER, Coder, same_bits
-from rekindle.codec.delta import check_alike, check_base, decode_exact, decode_quantized, encode_exact
-from rekindle.codec.dtypes import narrow, widen
-from rekindle.codec.planes import Planes, PlanesSpec, fold, read, unfold, write
+from rekindle.codec.coder import (
+    SAME_LAYER,
+    Coder,
+    check_alike,
+    check_base,
+    decode_exact,
+    decode_quantized,
+    encode_exact,
+    same_bits,
+)
+from rekindle.codec.packing import Planes, PlanesSpec, fold, read_planes, unfold, write_planes
+from rekindle.codec.quantizer import MAX_BITS, BitPlan, narrow, widen
 from rekindle.core.kv import KvType, LayerKv, LayerSpec, Span
 from rekindle.engine.base import Engine
 from rekindle.session.session import Session
@@ -48,7 +55,7 @@ def encode(kv: LayerKv, anchor: LayerKv, dtype: KvType) -> bytes:
             raise ValueError("KV with NaN, infinity or huge numbers has no bounded difference: keep it raw")
         halves.append(fold(codes.astype(np.int32)))
         classes.append(kind)
-    return write(MAGIC, Planes(halves[0], halves[1], np.stack(classes).tobytes()))
+    return write_planes(MAGIC, Planes(halves[0], halves[1], np.stack(classes).tobytes()))
 
 
 def decode(data: bytes, anchor: LayerKv, spec: LayerSpec, span: Span | None = None) -> LayerKv:
@@ -60,7 +67,7 @@ def decode(data: bytes, anchor: LayerKv, spec: LayerSpec, span: Span | None = No
     if dtype == "uint8":
         return decode_exact(data, anchor, spec, span)
     check_base(anchor, spec, span)
-    planes = read(data, PlanesSpec(MAGIC, np.dtype(np.uint32), spec.shape, tokens), span)
+    planes = read_planes(data, PlanesSpec(MAGIC, np.dtype(np.uint32), spec.shape, tokens), span)
     classes = np.frombuffer(planes.extra, np.uint8)
     wanted = Span(0, tokens) if span is None else span
     if len(classes) != 2 * tokens or classes.max(initial=0) >= len(BOUNDS):
@@ -104,7 +111,7 @@ def _decode_any(data: bytes, base: LayerKv, spec: LayerSpec, span: Span | None =
     return decode(data, base, spec, span) if data[:4] == MAGIC else decode_quantized(data, base, spec, span)
 
 
-coder.decode_quantized = _decode_any  # type: ignore[attr-defined]  # where bytes of no other kind end up
+coder.decode_quantized = _decode_any  # where bytes of no other kind end up
 
 
 def opened(engine: Engine, **settings: Any) -> Session:

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rekindle.core.kv import Kv
-from rekindle.core.scope import Asker
-from rekindle.store import disk, disk_space, tiered
+from rekindle.core.scope import AppRef
+from rekindle.store import disk, disk_space, evict, tiered
 from rekindle.store.catalog import app_rows, catalog
-from rekindle.store.catalog.app_rows import Crowd
+from rekindle.store.catalog.app_rows import AppUsers
 from rekindle.store.catalog.catalog import Tail
-from rekindle.store.evict import evict
-from rekindle.store.evict.policy import NOBODY, POLICIES, Scene, Worth, chance, recency
+from rekindle.store.evict import NOBODY, POLICIES, EvictionState, Worth, chance, recency
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +29,8 @@ class Weighted:
     recency: bool
     by_app: bool = False
 
-    def worth(self, tail: Tail, crowd: Crowd, scene: Scene) -> Worth:  # noqa: ARG002
-        """The same for everybody."""
-        weighed = chance(tail.hits, scene.age_seconds(tail), scene.most_hits)
+    def worth(self, tail: Tail, users: AppUsers, state: EvictionState) -> Worth:  # noqa: ARG002
+        weighed = chance(tail.hits, state.age_seconds(tail), state.max_hits)
         return Worth(True, weighed if self.recency else float(tail.hits))
 
 
@@ -56,13 +54,12 @@ class MobiLora:
     unit_tokens: float = 512.0
     by_app: bool = True
 
-    def worth(self, tail: Tail, crowd: Crowd, scene: Scene) -> Worth:
-        """The sum."""
-        states = self.foreground * crowd.foreground + self.background * crowd.background
+    def worth(self, tail: Tail, users: AppUsers, state: EvictionState) -> Worth:
+        states = self.foreground * users.foreground + self.background * users.background
         value = self.state_weight * _phi(states)
-        value += self.recency_weight * recency(scene.age_seconds(tail))
+        value += self.recency_weight * recency(state.age_seconds(tail))
         value += self.length_weight * _phi(tail.tokens / self.unit_tokens)
-        return Worth(not crowd.dead, value)
+        return Worth(not users.dead, value)
 
 
 def _phi(x: float) -> float:
@@ -71,11 +68,11 @@ def _phi(x: float) -> float:
 
 @dataclass(frozen=True)
 class Newcomer:
-    """What is to be kept next: room is made for it, if it is worth that. `crowd` is whoever asked for it."""
+    """KV to be kept next: space is freed for it, if it is worth that. `users` are the apps that asked for it."""
 
     tokens: int
     size_bytes: int
-    crowd: Crowd
+    users: AppUsers
 
     def tail(self, now: float) -> Tail:
         """As if it were there already."""
@@ -94,37 +91,36 @@ class RefusingEviction(evict.Eviction):
         if newcomer is None or not isinstance(policy, MobiLora):
             return super().free(short, holder, whole, apart)
         with self._database.scanning() as connection:
-            scene = self._scene(connection, whole)
-            own = policy.worth(newcomer.tail(scene.now), newcomer.crowd, scene)
+            state = self._state(connection, whole)
+            own = policy.worth(newcomer.tail(state.now), newcomer.users, state)
             rows = list(catalog.tails(connection))
-        worth_more = {tail.extent for tail in rows if policy.worth(tail, scene.crowd(tail), scene) > own}
+        worth_more = {tail.extent for tail in rows if policy.worth(tail, state.users(tail), state) > own}
         kept_apart = {tail.extent for tail in rows if tail.extent in apart}
         return super().free(short, holder, whole, worth_more | kept_apart)
 
 
 class NotingDisk(disk.DiskStore):
-    """Tells the eviction what it is for."""
+    """A disk store whose eviction knows what space is freed for."""
 
     def keep(self, kv_space: Any, root: Any, tokens: bytes, kv: Kv, **options: Any) -> Any:
-        """As ever."""
-        app: Asker | None = options.get("app")
-        crowd = NOBODY
+        app: AppRef | None = options.get("app")
+        users = NOBODY
         if app is not None:
             with self.database.scanning() as connection:
-                crowd = crowd_of(connection, app)
-        noted = _NEWCOMER.set(Newcomer(len(kv.span), len(kv.span) * kv.layout.token_bytes, crowd))
+                users = users_of(connection, app)
+        noted = _NEWCOMER.set(Newcomer(len(kv.span), len(kv.span) * kv.layout.token_bytes, users))
         try:
             return super().keep(kv_space, root, tokens, kv, **options)
         finally:
             _NEWCOMER.reset(noted)
 
 
-def crowd_of(connection: sqlite3.Connection, asker: Asker) -> Crowd:
-    """An app that asks, as a crowd of one."""
-    row = app_rows.app(connection, asker.scope, asker.name)
+def users_of(connection: sqlite3.Connection, app_ref: AppRef) -> AppUsers:
+    """The users of KV that only this app asked for."""
+    row = app_rows.app(connection, app_ref.scope, app_ref.name)
     before = "foreground" if row is None or row.state == "killed" else row.state
-    state = asker.state or before
-    return Crowd(int(state == "foreground"), int(state == "background"), int(state == "killed"))
+    state = app_ref.state or before
+    return AppUsers(int(state == "foreground"), int(state == "background"), int(state == "killed"))
 
 
 def install() -> None:

@@ -4,7 +4,7 @@ Of every layer the projections alone are spared. Attention and MLP run over all 
 
     hidden       [ known tokens | the rest ]
     projected                   [ the rest ]
-    Q, K, V      [ stored       | the rest ]  then norms, rotation, attention and MLP, as ever
+    Q, K, V      [ stored       | the rest ]  then norms, rotation, attention and MLP, as usual
 
 The outputs of the projections are stored, with their biases and before any rotation, so they do not depend on
 where a token stands, only on what stands before it. A baseline to measure against: reusing KV skips all of the prefix.
@@ -64,7 +64,7 @@ class Qkv:
 
 
 class _Splice:
-    """One projection during one prefill: the rows that are known do not go through it, and stand in front after it."""
+    """One projection during one prefill: stored rows skip it, and are put in front of its output."""
 
     def __init__(self, known: Tensor | None) -> None:
         self._known = known  # [known, features]

@@ -31,16 +31,16 @@ Segments = Sequence[Sequence[int]]  # the tokens of each part of a prompt that m
 
 
 @dataclass(eq=False)
-class _Node:
-    parent: _Node | None
+class _TreeNode:
+    parent: _TreeNode | None
     tokens: tuple[int, ...]
     path: Path
     size_bytes: int
     used: int  # the time of the last use, counted in uses of the tree
     retrievals: int = 0
-    children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
+    children: dict[tuple[int, ...], _TreeNode] = field(default_factory=dict)
 
-    def below(self) -> Iterator[_Node]:
+    def below(self) -> Iterator[_TreeNode]:
         """All nodes under it, and itself at last."""
         for child in list(self.children.values()):
             yield from child.below()
@@ -66,7 +66,7 @@ class QkvTree:
         self.asked = 0  # segments that were looked for
         self.hits = 0  # segments that were found and read
         self.evicted = 0
-        self._root = _Node(None, (), folder, 0, 0)
+        self._root = _TreeNode(None, (), folder, 0, 0)
         self._clock = count(1)
         self._names = count(1)
 
@@ -117,7 +117,7 @@ class QkvTree:
             start = stop
         return added
 
-    def _known(self, segments: Segments) -> list[_Node]:
+    def _known(self, segments: Segments) -> list[_TreeNode]:
         """The nodes of the longest known path."""
         found = [self._root]
         for tokens in segments:
@@ -128,7 +128,9 @@ class QkvTree:
                 found.append(child)
         return found[1:]
 
-    def _add(self, parent: _Node, tokens: tuple[int, ...], qkv: Qkv, path: set[_Node], now: int) -> _Node | None:
+    def _add(
+        self, parent: _TreeNode, tokens: tuple[int, ...], qkv: Qkv, path: set[_TreeNode], now: int
+    ) -> _TreeNode | None:
         """A new node with its file; None if there is no room for it beside `path`."""
         written = _bytes_of(qkv)
         if sum(node.size_bytes for node in path) + len(written) > self.limit_bytes:
@@ -137,13 +139,13 @@ class QkvTree:
             leaves = [node for node in self._root.below() if not node.children and node not in path]
             self._forget(min(leaves, key=lambda node: (node.retrievals, node.used)))
             self.evicted += 1
-        node = _Node(parent, tokens, self._folder / f"{next(self._names)}.safetensors", len(written), now)
+        node = _TreeNode(parent, tokens, self._folder / f"{next(self._names)}.safetensors", len(written), now)
         node.path.write_bytes(written)
         parent.children[tokens] = node
         self.used_bytes += node.size_bytes
         return node
 
-    def _forget(self, node: _Node) -> None:
+    def _forget(self, node: _TreeNode) -> None:
         """Remove a node, with all that stands on it."""
         for gone in node.below():
             gone.path.unlink(missing_ok=True)
@@ -154,7 +156,7 @@ class QkvTree:
 
 @dataclass(frozen=True)
 class QkvAnswer:
-    """What came of one request."""
+    """The outcome of one request."""
 
     tokens: tuple[int, ...]  # of the reply
     prompt_tokens: int
@@ -207,7 +209,7 @@ def _bytes_of(qkv: Qkv) -> bytes:
     return written
 
 
-def _read(node: _Node) -> Qkv | None:
+def _read(node: _TreeNode) -> Qkv | None:
     """What a node's file holds; None if it is not whole, or not there."""
     try:
         if node.path.stat().st_size != node.size_bytes:

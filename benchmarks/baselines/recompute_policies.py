@@ -1,10 +1,10 @@
-"""Ways to mend chunks that ours is compared with. A session takes one with `use`.
+"""Recompute policies that ours is compared with. A session takes one with `use`.
 
 leading      the first tokens of each chunk
 random, h2o  drawn, or those that got the most attention; the same share of each chunk
 cache-craft  as published: of each chunk as many as its overhead says, those that looked outside most; computing ends
              early in chunks that the question does not look at
-full-cache   nothing is computed anew
+full-cache   nothing is recomputed
 set-cache    the same, for the longest known beginning whose chunks are all there
 a*b          a product of signals: see `selectors`
 """
@@ -27,8 +27,7 @@ from rekindle.chunks.match import calibration_of
 from rekindle.chunks.prefill import ChunkPrefill
 from rekindle.chunks.recompute import Recomputed, SelectiveRecompute
 from rekindle.chunks.select import OURS, LeadingPolicy, Positions, RecomputePolicy, StaleTokens, recompute_policy_for
-from rekindle.core.chunk import ChunkDigest
-from rekindle.core.chunk_match import ChunkMatch, ChunkMatches, LoadableVariant
+from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkMatches, LoadableVariant
 from rekindle.core.kv import Span
 from rekindle.errors import InvalidSetting
 from rekindle.session.session import Session
@@ -38,7 +37,7 @@ RECOMPUTE_POLICIES = (OURS, "leading", "random", "h2o", "cache-craft", "full-cac
 
 
 @dataclass(frozen=True)
-class SignalMender(RecomputePolicy):
+class SignalPolicy(RecomputePolicy):
     """By a product of signals."""
 
     spread: float = 0.0
@@ -82,7 +81,7 @@ class HeavyMender(LeadingPolicy):
 
 
 @dataclass(frozen=True)
-class CraftMender(LeadingPolicy):
+class CraftPolicy(LeadingPolicy):
     """Cache-Craft; its budget is alpha."""
 
     name: str = "cache-craft"
@@ -102,8 +101,8 @@ class CraftMender(LeadingPolicy):
         return selectors.choose_published(stale, overheads)
 
 
-def mender_of(name: str, budget: float | None = None, calibrated: float | None = None) -> RecomputePolicy:
-    """A mender by its name, or by signals joined by `*`. Raises `InvalidSetting`."""
+def policy_of(name: str, budget: float | None = None, calibrated: float | None = None) -> RecomputePolicy:
+    """A recompute policy by its name, or by signals joined by `*`. Raises `InvalidSetting`."""
     if name == OURS:
         return recompute_policy_for("scattered", budget, calibrated)
     if name in ("full-cache", "set-cache"):
@@ -111,7 +110,7 @@ def mender_of(name: str, budget: float | None = None, calibrated: float | None =
     if name == "cache-craft":
         if budget is not None and not budget >= 0.0:
             raise InvalidSetting(f"recompute_budget={budget} is out of range: use an alpha of 0 or more.")
-        return CraftMender(next((one for one in (budget, calibrated) if one is not None), 1.0))
+        return CraftPolicy(next((one for one in (budget, calibrated) if one is not None), 1.0))
     share = recompute_policy_for("scattered", budget, calibrated).budget
     plain = {"leading": LeadingPolicy, "random": RandomMender, "h2o": HeavyMender}
     if name in plain:
@@ -122,11 +121,11 @@ def mender_of(name: str, budget: float | None = None, calibrated: float | None =
             f"mender={name!r} is unknown. Use {', '.join(RECOMPUTE_POLICIES)}, or signals joined by *: "
             f"{', '.join(selectors.SIGNALS)}."
         )
-    return SignalMender(share, name=name, signals=signals)
+    return SignalPolicy(share, name=name, signals=signals)
 
 
 class PublishedChunks(ChunkPrefill):
-    """A session's chunks, mended in another way."""
+    """A session's chunks, with another recompute policy."""
 
     def __init__(self, kv: StoredKv, settings: Settings, name: str, budget: float | None) -> None:
         """Raises `InvalidSetting`."""
@@ -134,7 +133,7 @@ class PublishedChunks(ChunkPrefill):
         engine = kv.engine
         if engine.capabilities.recompute == "leading" and name != "full-cache":
             name = "leading"
-        self.recompute_policy = mender_of(name, budget, calibration_of(engine, name))
+        self.recompute_policy = policy_of(name, budget, calibration_of(engine, name))
 
     def match(
         self, passages: ChunkMatches, found: Mapping[ChunkDigest, Sequence[LoadableVariant]]
@@ -154,29 +153,29 @@ def only_the_set(
 
 
 class PublishedMending(SelectiveRecompute):
-    """Chooses inside the layer loop, where a mender does."""
+    """Chooses inside the layer loop, in place of a recompute policy."""
 
     def _compute(
         self, context: Any, others: Positions, stale: StaleTokens, feeds: Any = (), timed: Any = ()
     ) -> Recomputed:
         recompute_policy, layers = self.recompute_policy, len(self.work.engine.layout.layers)
-        if isinstance(recompute_policy, SignalMender) and recompute_policy.deviates:
+        if isinstance(recompute_policy, SignalPolicy) and recompute_policy.deviates:
             deviating = ChooseByDeviation(stale, recompute_policy.signals, recompute_policy.budget, layers)
             row = self._row(context, np.union1d(others, stale.positions), feeds)
             logits = self.work.step(replace(row, selector=deviating, probe=deviating.probe), timed)
             return Recomputed(logits, deviating.chosen, deviating.cells)
-        if isinstance(recompute_policy, CraftMender) and len(self.chunks) > 2:
-            anew = recompute_policy.choose(stale, self.chunks)
+        if isinstance(recompute_policy, CraftPolicy) and len(self.chunks) > 2:
+            recomputed = recompute_policy.choose(stale, self.chunks)
             question = Span(self.prompt_layout.question, len(self.work.tokens))
-            focusing = ChooseByFocus(anew, [chunk.span for chunk in self.chunks], question)
-            row = self._row(context, np.union1d(others, anew), feeds)
-            if len(anew):
+            focusing = ChooseByFocus(recomputed, [chunk.span for chunk in self.chunks], question)
+            row = self._row(context, np.union1d(others, recomputed), feeds)
+            if len(recomputed):
                 logits = self.work.step(replace(row, selector=focusing, probe=focusing.probe), timed)
-                return Recomputed(logits, anew, focusing.cells)
+                return Recomputed(logits, recomputed, focusing.cells)
         return super()._compute(context, others, stale, feeds, timed)
 
 
 def use(session: Session, name: str, budget: float | None = None) -> None:
-    """From now on the session mends in this way. Raises `InvalidSetting`."""
+    """Make the session use this recompute policy. Raises `InvalidSetting`."""
     prefill.SelectiveRecompute = PublishedMending  # type: ignore[attr-defined]
     session.cache.chunks = PublishedChunks(session.cache.kv, session.settings, name, budget)

@@ -1,4 +1,4 @@
-"""Which tokens of reused chunks others would mend: by a product of signals, within each chunk, or as Cache-Craft."""
+"""Which tokens of reused chunks others recompute: by a product of signals, within each chunk, or as Cache-Craft."""
 
 from __future__ import annotations
 

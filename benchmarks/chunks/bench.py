@@ -2,7 +2,7 @@
 
 contexts    single prompts, all modes, on the same store: what each computes, how near its answers are, how soon
 streams     questions of one person in order, each cache keeping what it computed: what is saved in use
-endurance   a long run that is mended throughout: quality and speed stay
+endurance   a long run with chunk reuse throughout: quality and speed stay
 
 With `--calibrate --quality Q` it finds the budget of a model instead, and keeps it. With `--shape` it measures time
 alone.
@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.base import Advance, BenchOptions, Report, about, scratch
 from benchmarks.chunks import calibrate, contexts, endurance, shape
 from benchmarks.chunks.modes import require_mending
-from benchmarks.chunks.report import draw, tell
+from benchmarks.chunks.report import add_rows, draw
 from benchmarks.chunks.streams import Streams
 from benchmarks.models import load
 from benchmarks.personal import PersonalSet, personal_sets
@@ -62,7 +62,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
         engine.close()
     if rouge_l() is None:
         report.fields["rouge_l_reason"] = "rouge-score is not installed (rekindle[bench])"
-    tell(report)
+    add_rows(report)
     report.plot = functools.partial(draw, fields=report.fields)
     return report
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.base import Advance, BenchOptions, Report, Row
+from benchmarks.base import Advance, BenchOptions, Report, TableRow
 from benchmarks.baselines import recompute_policies
-from benchmarks.chunks.modes import CRAFT
-from benchmarks.chunks.prompts import held
+from benchmarks.chunks.modes import CRAFT, held
 from rekindle.chunks.match import remember_budgets
 from rekindle.chunks.select import OURS
 from rekindle.engine.base import Engine
@@ -19,13 +18,13 @@ PROMPTS, QUICK_PROMPTS = 24, 3
 ALPHAS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-class _MenderTrials(BudgetTrials):
-    """Budgets of any mender."""
+class _PolicyTrials(BudgetTrials):
+    """Budgets of any recompute policy."""
 
     recompute_policy = OURS
 
     def choose(self, budget: float) -> None:
-        """Mend like this from now on."""
+        """Use this recompute policy from now on."""
         recompute_policies.use(self.session, self.recompute_policy, budget)
 
 
@@ -35,7 +34,7 @@ def run(engine: Engine, questions: Sequence[PassageQuestion], options: BenchOpti
     drawn = held(questions, options.rounds(PROMPTS, QUICK_PROMPTS), 0, options.seed)
     ladders = {"leading": BUDGETS} if engine.capabilities.recompute == "leading" else {OURS: BUDGETS, CRAFT: ALPHAS}
     tried = {}
-    with _MenderTrials.opened(engine, drawn.calibration, drawn.donors, advance) as trials:
+    with _PolicyTrials.opened(engine, drawn.calibration, drawn.donors, advance) as trials:
         for name, some in ladders.items():
             trials.recompute_policy = name
             tried[name] = trials.search(some, options.quality, advance)
@@ -43,7 +42,7 @@ def run(engine: Engine, questions: Sequence[PassageQuestion], options: BenchOpti
     stored = {name: budget for name, budget in found.items() if budget is not None}
     if found.get(OURS, found.get("leading")) is None:
         stored |= dict.fromkeys(found.keys() - {CRAFT}, EVERYTHING)
-    if "leading" in stored:  # what an engine that mends by leading tokens does in place of ours
+    if "leading" in stored:  # the policy of an engine that recomputes leading tokens only
         stored[OURS] = stored["leading"]
     remember_budgets(engine, stored)
     return _report(options.quality, len(drawn.calibration), tried, found, stored)
@@ -57,10 +56,10 @@ def _report(
     stored: Mapping[str, float],
 ) -> Report:
     report = Report("chunks")
-    told: dict[str, Any] = {}
+    by_policy: dict[str, Any] = {}
     for name, some in tried.items():
         best = max(one.rouge_l for one in some)
-        told[name] = {
+        by_policy[name] = {
             "budget": stored.get(name),
             "reached": found[name] is not None,
             "best_rouge_l": best,
@@ -68,13 +67,13 @@ def _report(
         }
         if found[name] is None:
             outcome = "passages are computed whole" if name in stored else "nothing is kept"
-            told[name]["reason"] = f"up to {some[-1].budget:g} gives {best:.3f} at best; {outcome}"
+            by_policy[name]["reason"] = f"up to {some[-1].budget:g} gives {best:.3f} at best; {outcome}"
         for one in some:
             kept = f"kept: {stored[name]:.3g}" if one is some[-1] and name in stored else ""
             measure = f"{name} {one.budget:g}: ROUGE-L, KL, computed share"
             shown = f"{one.rouge_l:.3f}, {one.kl:.4f}, {one.computed_share:.3f}"
-            report.rows.append(Row(measure, shown, kept, f"{one.rouge_l / quality:.2f}", f">= {quality:g}"))
-    report.fields |= {"calibrated": told, "quality": quality, "prompts": prompts, "stored": dict(stored)}
+            report.rows.append(TableRow(measure, shown, kept, f"{one.rouge_l / quality:.2f}", f">= {quality:g}"))
+    report.fields |= {"calibrated": by_policy, "quality": quality, "prompts": prompts, "stored": dict(stored)}
     report.plot = lambda figure: _draw(figure, tried, quality)
     return report
 

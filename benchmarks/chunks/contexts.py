@@ -20,12 +20,12 @@ from benchmarks.chunks.modes import (
     NONE,
     PREFIX,
     SHARE,
-    Kitchen,
-    Mode,
+    ChunkMode,
+    ModeTrials,
+    held,
     impossible,
     modes_of,
 )
-from benchmarks.chunks.prompts import held
 from benchmarks.quality import ANSWER_TOKENS, POSITIONS, Quality, judge
 from rekindle.chunks.select import OURS
 from rekindle.engine.base import Engine
@@ -63,21 +63,21 @@ def measure(
     prompts = options.rounds(PROMPTS, QUICK_PROMPTS)
     tuning = min(TUNING_PROMPTS, max(2, prompts // 2))
     drawn = held(asked, tuning, prompts, options.seed, QUICK_PASSAGES if options.quick else PASSAGES)
-    with Kitchen.opened(engine, options, drawn.donors, advance) as kitchen:
-        return _Measure(kitchen, drawn.calibration, drawn.test, advance).fields()
+    with ModeTrials.opened(engine, options, drawn.donors, advance) as trials:
+        return _ContextMeasure(trials, drawn.calibration, drawn.test, advance).fields()
 
 
-def tune_alpha(kitchen: Kitchen, prompts: Sequence[PassagePrompt], target: float, tries: int) -> float:
+def tune_alpha(trials: ModeTrials, prompts: Sequence[PassagePrompt], target: float, tries: int) -> float:
     """The alpha with which Cache-Craft computes a share of `target` of the passages, on these prompts."""
-    encoded = [(prompt, prompt.encode(kitchen.engine)) for prompt in prompts]
+    encoded = [(prompt, prompt.encode(trials.engine)) for prompt in prompts]
     low, high, alpha = (0.0, 0.0), None, _FIRST_ALPHA
     tried: dict[float, float] = {}
     for _ in range(tries):
         shares = []
         for prompt, tokens in encoded:
-            some = kitchen.start(Mode(CRAFT, budget=alpha), prompt, tokens)
+            some = trials.start(ChunkMode(CRAFT, budget=alpha), prompt, tokens)
             shares.append(some.computed_share)
-            kitchen.end(some)
+            trials.end(some)
         share = tried[alpha] = statistics.fmean(shares)
         if abs(share - target) <= _NEAR:
             break
@@ -100,17 +100,17 @@ def bootstrap(values: Sequence[float], seed: int) -> dict[str, float]:
     return {"mean": float(found.mean()), "low": float(low), "high": float(high)}
 
 
-class _Measure:
-    """Every mode on every prompt, and what comes of it."""
+class _ContextMeasure:
+    """Every mode on every prompt, and the results."""
 
     def __init__(
-        self, kitchen: Kitchen, calibration: Sequence[PassagePrompt], test: Sequence[PassagePrompt], advance: Advance
+        self, trials: ModeTrials, calibration: Sequence[PassagePrompt], test: Sequence[PassagePrompt], advance: Advance
     ) -> None:
-        self._kitchen, self._engine, self._options = kitchen, kitchen.engine, kitchen.options
+        self._trials, self._engine, self._options = trials, trials.engine, trials.options
         self._calibration, self._test = calibration, test
         self._advance = advance
         self._judges = self._options.shape is None
-        self._seen: dict[Mode, list[Seen]] = {}
+        self._seen: dict[ChunkMode, list[Seen]] = {}
         self._tokens: list[int] = []
 
     def fields(self) -> dict[str, Any]:
@@ -118,18 +118,18 @@ class _Measure:
         leads = self._engine.capabilities.recompute == "leading"
         self._advance("tune cache-craft")
         tries = 4 if self._options.quick else 7
-        alpha = 0.0 if leads else tune_alpha(self._kitchen, self._calibration, SHARE, tries)
+        alpha = 0.0 if leads else tune_alpha(self._trials, self._calibration, SHARE, tries)
         modes = modes_of(self._engine, alpha, quick=self._options.quick)
         self._warm_up(modes)
-        before = self._kitchen.counts()
+        before = self._trials.counts()
         probes = self._probe_cost()
         for number, prompt in enumerate(self._test):
             self._advance(f"prompt {number + 1} of {len(self._test)}")
             self._ask(prompt, modes[number % len(modes) :] + modes[: number % len(modes)])
-        if self._kitchen.counts() != before:
+        if self._trials.counts() != before:
             raise RuntimeError("a test prompt was kept")
         rows = [self._row(mode) for mode in modes]
-        told: dict[str, Any] = {
+        result: dict[str, Any] = {
             "prompts": len(self._test),
             "prompt_tokens": statistics.fmean(self._tokens),
             "calibration_prompts": len(self._calibration),
@@ -140,27 +140,27 @@ class _Measure:
             "rows": rows + [_missing(name, why) for name, why in impossible(self._engine).items()],
         }
         if not self._judges:
-            told["quality_reason"] = "random weights say nothing about quality"
-        return told | self._best(modes, rows)
+            result["quality_reason"] = "random weights say nothing about quality"
+        return result | self._best(modes, rows)
 
-    def _warm_up(self, modes: Sequence[Mode]) -> None:
+    def _warm_up(self, modes: Sequence[ChunkMode]) -> None:
         """Every mode once, unmeasured, on a short prompt."""
         whole = self._calibration[0]
         short = PassagePrompt(whole.question, whole.quotes[:2])
         tokens = short.encode(self._engine)
         for mode in modes:
-            self._kitchen.end(self._kitchen.start(mode, short, tokens))
+            self._trials.end(self._trials.start(mode, short, tokens))
 
-    def _ask(self, prompt: PassagePrompt, modes: Sequence[Mode]) -> None:
-        kitchen, tokens = self._kitchen, prompt.encode(self._engine)
+    def _ask(self, prompt: PassagePrompt, modes: Sequence[ChunkMode]) -> None:
+        trials, tokens = self._trials, prompt.encode(self._engine)
         self._tokens.append(len(tokens.tokens))
-        times: dict[Mode, float] = {}
+        times: dict[ChunkMode, float] = {}
         if self._engine.capabilities.crowded:  # a sequence that waits to be judged would slow the others down
             for mode in modes:
-                some = kitchen.start(mode, prompt, tokens)
+                some = trials.start(mode, prompt, tokens)
                 times[mode] = some.seconds
-                kitchen.end(some)
-        starts = {mode: kitchen.start(mode, prompt, tokens, ANSWER_TOKENS) for mode in modes}
+                trials.end(some)
+        starts = {mode: trials.start(mode, prompt, tokens, ANSWER_TOKENS) for mode in modes}
         order = [NONE, *(mode for mode in modes if mode != NONE)]
         judged: list[Quality | None] = [None] * len(order)
         if self._judges:
@@ -169,13 +169,13 @@ class _Measure:
             some = starts[mode]
             seconds = times.get(mode, some.seconds)
             self._seen.setdefault(mode, []).append(_seen(some, seconds, quality))
-            kitchen.end(some)
+            trials.end(some)
 
     def _probe_cost(self) -> float | None:
         """What reading the scores adds to a prefill: with over without, in turns, nothing known in both."""
         if not self._engine.capabilities.probes:
             return None
-        ratios, cache = [], self._kitchen.session.cache
+        ratios, cache = [], self._trials.session.cache
         for number, prompt in enumerate(self._calibration[: 1 if self._options.quick else 3]):
             tokens = prompt.encode(self._engine)
             requests = {"with": prompt.request(cache_salt="unknown"), "without": prompt.request(reuse="off")}
@@ -187,7 +187,7 @@ class _Measure:
             ratios.append(seconds["with"] / seconds["without"])
         return statistics.median(ratios)
 
-    def _row(self, mode: Mode) -> dict[str, Any]:
+    def _row(self, mode: ChunkMode) -> dict[str, Any]:
         seen = self._seen[mode]
         judged = [one.quality for one in seen if one.quality is not None]
         whole = len(judged) == len(seen)
@@ -210,11 +210,11 @@ class _Measure:
             "fallbacks": sum(one.fallback for one in seen),
         }
 
-    def _sooner(self, mode: Mode, than: Mode) -> float:
+    def _sooner(self, mode: ChunkMode, than: ChunkMode) -> float:
         pairs = zip(self._seen[than], self._seen[mode], strict=True)
         return statistics.median(theirs.seconds / own.seconds for theirs, own in pairs)
 
-    def _best(self, modes: Sequence[Mode], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _best(self, modes: Sequence[ChunkMode], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The mend row that computes most within the bounds, and beside it Cache-Craft."""
         fits = [
             (row, mode)
@@ -233,7 +233,7 @@ class _Measure:
         }
 
     def _against_craft(
-        self, best: dict[str, Any], ours: Mode, modes: Sequence[Mode], rows: Sequence[dict[str, Any]]
+        self, best: dict[str, Any], ours: ChunkMode, modes: Sequence[ChunkMode], rows: Sequence[dict[str, Any]]
     ) -> dict[str, Any]:
         """Cache-Craft where it computes as much as ours does; if no alpha gives that, where it computes more."""
         crafts = [(row, mode) for row, mode in zip(rows, modes, strict=True) if mode.name == CRAFT]
@@ -246,16 +246,16 @@ class _Measure:
             if a is not None and b is not None and a.rouge_l is not None and b.rouge_l is not None
         ]
         apart = best["computed_share"] - craft["computed_share"]
-        told: dict[str, Any] = {"rouge_l_diff": None, "low": None, "high": None}
+        result: dict[str, Any] = {"rouge_l_diff": None, "low": None, "high": None}
         if differences:
             found = bootstrap(differences, self._options.seed)
-            told = {"rouge_l_diff": found["mean"], "low": found["low"], "high": found["high"]}
-        told["kl_ratio"] = best["kl"] / craft["kl"] if best["kl"] is not None and craft["kl"] else None
-        told["computed_share_diff"] = apart
+            result = {"rouge_l_diff": found["mean"], "low": found["low"], "high": found["high"]}
+        result["kl_ratio"] = best["kl"] / craft["kl"] if best["kl"] is not None and craft["kl"] else None
+        result["computed_share_diff"] = apart
         if abs(apart) > SAME_SHARE:
             shares = f"{craft['computed_share']:.3f}, ours {best['computed_share']:.3f}"
-            told["computed_share_note"] = f"cache-craft computes {shares}"
-        return {"best_vs_cachecraft": told, "cachecraft_alpha": theirs.budget}
+            result["computed_share_note"] = f"cache-craft computes {shares}"
+        return {"best_vs_cachecraft": result, "cachecraft_alpha": theirs.budget}
 
 
 def _seen(some: StartedPrompt, seconds: float, quality: Quality | None) -> Seen:

@@ -1,7 +1,7 @@
-"""The third part of `python -m benchmarks chunks`: a long run over shared passages, mended throughout, must not decay.
+"""The third part of `python -m benchmarks chunks`: a long run with chunk reuse over shared passages must not decay.
 
 The questions of one person come again and again, each time with their passages in another order, the last of them
-changed for one that was met before. What is mended leaves its traces in the cache, as in use. Every few questions the
+changed for one that was met before. Recomputed KV stays in the cache, as in use. Every few questions the
 same prompt is computed exactly, of which nothing is kept: it is what speed and quality are measured against.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.base import Advance, BenchOptions, mean
-from benchmarks.chunks.streams import Prepared, Streams, shuffled
+from benchmarks.chunks.streams import PreparedPrompt, Streams, shuffled
 from benchmarks.personal import PersonalSet
 from benchmarks.quality import POSITIONS, compare
 from rekindle.engine.base import Engine
@@ -78,7 +78,9 @@ def measure(
     return _fields(points, QUICK_WINDOW if quick else WINDOW, options.seed)
 
 
-def _changed(one: Prepared, all_of: Sequence[Prepared], order: random.Random, engine: Engine) -> Prepared:
+def _changed(
+    one: PreparedPrompt, all_of: Sequence[PreparedPrompt], order: random.Random, engine: Engine
+) -> PreparedPrompt:
     """Its passages in another order; in place of the last one of another question."""
     quotes = list(one.request.quotes)
     other = order.choice([quote for prepared in all_of for quote in prepared.request.quotes])
@@ -86,24 +88,24 @@ def _changed(one: Prepared, all_of: Sequence[Prepared], order: random.Random, en
     return shuffled(one, order.sample([*kept, other], len(kept) + 1), engine)
 
 
-def _ask(session: Session, engine: Engine, one: Prepared) -> _Point:
-    mended = start_prompt(session.cache, engine, one.request, one.tokens, 0)
-    mended.end(session.cache, keep=True)
+def _ask(session: Session, engine: Engine, one: PreparedPrompt) -> _Point:
+    approximate = start_prompt(session.cache, engine, one.request, one.tokens, 0)
+    approximate.end(session.cache, keep=True)
     session.flush()
-    return _Point(mended.seconds, mended.computed_share)
+    return _Point(approximate.seconds, approximate.computed_share)
 
 
-def _ask_both(session: Session, engine: Engine, one: Prepared, *, exact_first: bool, judges: bool) -> _Point:
-    """Mended and exactly, on the same store; only what the mended one leaves is kept."""
+def _ask_both(session: Session, engine: Engine, one: PreparedPrompt, *, exact_first: bool, judges: bool) -> _Point:
+    """Approximate and exact, on the same store; only the KV of the approximate run is kept."""
     cache, exactly = session.cache, replace(one.request, reuse="exact")
     first = start_prompt(cache, engine, exactly if exact_first else one.request, one.tokens, POSITIONS)
     second = start_prompt(cache, engine, one.request if exact_first else exactly, one.tokens, POSITIONS)
-    exact, mended = (first, second) if exact_first else (second, first)
-    kl, top1 = compare(engine, exact, [mended])[0] if judges else (None, None)
+    exact, approximate = (first, second) if exact_first else (second, first)
+    kl, top1 = compare(engine, exact, [approximate])[0] if judges else (None, None)
     exact.end(cache, keep=False)
-    mended.end(cache, keep=True)
+    approximate.end(cache, keep=True)
     session.flush()
-    return _Point(mended.seconds, mended.computed_share, exact.seconds, kl, top1)
+    return _Point(approximate.seconds, approximate.computed_share, exact.seconds, kl, top1)
 
 
 def _fields(points: Sequence[_Point], window: int, seed: int) -> dict[str, Any]:
@@ -122,7 +124,7 @@ def _fields(points: Sequence[_Point], window: int, seed: int) -> dict[str, Any]:
                 "top1": mean(one.top1 for one in compared),
             }
         )
-    # At first nothing is known yet, and nothing can be mended: decay is what comes after that.
+    # At first nothing is stored, and nothing can be reused: decay is what comes after that.
     settled = [(number, one) for number, one in enumerate(points) if number >= min(window, len(points) // 2)]
     speed = slope([(number, one.speedup) for number, one in settled if one.speedup is not None], seed)
     worse = slope([(number, one.kl) for number, one in settled if one.kl is not None], seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from rekindle.core.request import ReuseLevel
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
 from rekindle.session.calibrate.budget import PassageTrials, StartedPrompt, start_prompt
-from rekindle.session.calibrate.prompts import PassagePrompt
+from rekindle.session.calibrate.prompts import PASSAGES, PassagePrompt, PassageQuestion, distinct_prompts, donors_of
 from rekindle.session.prompt import PromptTokens
 from rekindle.session.session import Session
 
@@ -25,12 +26,12 @@ SIGNALS = ("outside", "seen", "deviation", "received", "lead", "deviation*seen")
 RIVALS = ("random", "h2o", "leading")
 CRAFT = "cache-craft"
 CRAFT_ALPHAS, QUICK_CRAFT_ALPHAS = (0.7, 1.0, 1.3), (0.6, 1.0)  # times the one that was tuned
-_SEEN_ALONE = "this engine mends by leading tokens only"
+_SEEN_ALONE = "this engine recomputes leading tokens only"
 
 
 @dataclass(frozen=True)
-class Mode:
-    """One way. `budget` is the share of tokens computed anew, for cache-craft its alpha, None where there is none."""
+class ChunkMode:
+    """One mode. `budget` is the share of tokens recomputed, for cache-craft its alpha, None where there is none."""
 
     name: str
     reuse: ReuseLevel = "approximate"
@@ -49,24 +50,24 @@ class Mode:
         return self.name if self.name != OURS else f"{self.name} {self.budget:.0%}"
 
 
-NONE, PREFIX = Mode("none", "off"), Mode("prefix", "exact")
+NONE, PREFIX = ChunkMode("none", "off"), ChunkMode("prefix", "exact")
 
 
-def modes_of(engine: Engine, alpha: float, *, quick: bool) -> list[Mode]:
+def modes_of(engine: Engine, alpha: float, *, quick: bool) -> list[ChunkMode]:
     """Those that an engine can do.
 
     Cache-Craft comes with alphas around the one that was tuned: other prompts make it compute another share, and ours
     is compared with the one that computes as much.
     """
     if engine.capabilities.recompute == "leading":
-        return [NONE, PREFIX, Mode("full-cache"), Mode("leading", budget=SHARE)]
-    rivals = [Mode(name, budget=SHARE) for name in RIVALS]
-    ours = [Mode(OURS, budget=budget) for budget in (QUICK_BUDGETS if quick else BUDGETS)]
-    crafts = [Mode(CRAFT, budget=alpha * times) for times in (QUICK_CRAFT_ALPHAS if quick else CRAFT_ALPHAS)]
-    alone = [Mode(name, budget=SHARE) for name in SIGNALS]
+        return [NONE, PREFIX, ChunkMode("full-cache"), ChunkMode("leading", budget=SHARE)]
+    rivals = [ChunkMode(name, budget=SHARE) for name in RIVALS]
+    ours = [ChunkMode(OURS, budget=budget) for budget in (QUICK_BUDGETS if quick else BUDGETS)]
+    crafts = [ChunkMode(CRAFT, budget=alpha * times) for times in (QUICK_CRAFT_ALPHAS if quick else CRAFT_ALPHAS)]
+    alone = [ChunkMode(name, budget=SHARE) for name in SIGNALS]
     if quick:
         rivals, alone = rivals[:2], []
-    return [NONE, PREFIX, Mode("set-cache"), Mode("full-cache"), *rivals, *crafts, *ours, *alone]
+    return [NONE, PREFIX, ChunkMode("set-cache"), ChunkMode("full-cache"), *rivals, *crafts, *ours, *alone]
 
 
 def impossible(engine: Engine) -> dict[str, str]:
@@ -76,19 +77,19 @@ def impossible(engine: Engine) -> dict[str, str]:
     return dict.fromkeys(("set-cache", "random", "h2o", CRAFT, OURS), _SEEN_ALONE)
 
 
-class Kitchen(PassageTrials):
+class ModeTrials(PassageTrials):
     """One session whose passages were all computed in donors, and every mode on it: the same store and engine."""
 
     def __init__(self, session: Session, options: BenchOptions) -> None:
         super().__init__(session)
         self.options = options
-        self._modes: dict[Mode, ChunkStrategy] = {}
+        self._modes: dict[ChunkMode, ChunkStrategy] = {}
 
     @classmethod
     @contextmanager
     def opened(
         cls, engine: Engine, options: BenchOptions, donors: Sequence[PassagePrompt], advance: Advance
-    ) -> Iterator[Kitchen]:
+    ) -> Iterator[ModeTrials]:
         """One in a folder of its own, where these donors were computed."""
         with cls.warmed(engine, donors, advance) as session:
             yield cls(session, options)
@@ -101,14 +102,16 @@ class Kitchen(PassageTrials):
         rows = store.disk.entries()
         return store.variants.stats(), len(rows), sum(row.tokens for row in rows)
 
-    def start(self, mode: Mode, prompt: PassagePrompt, tokens: PromptTokens, more_tokens: int = 0) -> StartedPrompt:
+    def start(
+        self, mode: ChunkMode, prompt: PassagePrompt, tokens: PromptTokens, more_tokens: int = 0
+    ) -> StartedPrompt:
         """Start a prompt in a mode."""
         if mode.recompute:
             self._choose(mode)
         request = prompt.request(reuse=mode.reuse)
         return start_prompt(self.session.cache, self.engine, request, tokens, more_tokens)
 
-    def _choose(self, mode: Mode) -> None:
+    def _choose(self, mode: ChunkMode) -> None:
         if mode not in self._modes:
             recompute_policies.use(self.session, mode.name, mode.budget)
             self._modes[mode] = self.session.cache.chunks
@@ -119,3 +122,29 @@ def require_mending(engine: Engine) -> None:
     """Raises `InvalidSetting` for an engine that cannot reuse passages of other prompts."""
     if engine.capabilities.recompute == "none" or not engine.capabilities.spans:
         raise InvalidSetting(f"{engine.name} cannot reuse passages of other prompts: measure with another model.")
+
+
+@dataclass(frozen=True)
+class PromptSets:
+    """Prompts to calibrate on, prompts to test on, and the donors of both. No passage is in two prompts."""
+
+    calibration: tuple[PassagePrompt, ...]
+    test: tuple[PassagePrompt, ...]
+    donors: tuple[PassagePrompt, ...]
+
+
+def held(
+    questions: Sequence[PassageQuestion], calibration: int, test: int, seed: int, passages: int = PASSAGES
+) -> PromptSets:
+    """Draw prompts: calibration from one end of the shuffled questions, test from the other.
+
+    Where there are too few for both, a quarter of them (at least one) is for calibration. Raises `InvalidSetting` if
+    there are not even two.
+    """
+    order = random.Random(seed)
+    drawn = distinct_prompts(questions, order, passages)
+    if calibration + test > len(drawn):
+        calibration = min(calibration, max(1, len(drawn) // 4)) if test else min(calibration, len(drawn))
+    first = tuple(drawn[:calibration])
+    last = tuple(drawn[max(calibration, len(drawn) - test) :]) if test else ()
+    return PromptSets(first, last, donors_of((*first, *last), questions, order))

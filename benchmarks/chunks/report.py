@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.base import Report, Row
+from benchmarks.base import Report, TableRow
 from benchmarks.chunks.modes import CRAFT, SIGNALS
 from rekindle.chunks.select import OURS
 
 
-def tell(report: Report) -> None:
+def add_rows(report: Report) -> None:
     """Write the table from the fields."""
     fields = report.fields
     for row in fields["rows"]:
@@ -18,24 +18,24 @@ def tell(report: Report) -> None:
             report.rows.append(_mode(row))
     if fields.get("best") is not None and fields["best"]["kl"] is not None:
         _best(report)
-    for name, told in (fields["streams"] or {}).items():
-        if told["questions"]:
-            _stream(report, name, told)
+    for name, result in (fields["streams"] or {}).items():
+        if result["questions"]:
+            _stream(report, name, result)
     endurance = fields["endurance"]
     if endurance is not None and endurance["questions"]:
         _endurance(report, endurance)
     if fields.get("probe_cost") is not None:
-        report.rows.append(Row("prefill with scores / without", "", "", f"{fields['probe_cost']:.3f}"))
+        report.rows.append(TableRow("prefill with scores / without", "", "", f"{fields['probe_cost']:.3f}"))
 
 
-def _mode(row: Mapping[str, Any]) -> Row:
+def _mode(row: Mapping[str, Any]) -> TableRow:
     shares = f"recomputed {row['recomputed']:.2f}, computed {row['computed_share']:.2f}"
     quality = "not judged: random weights"
     if row["kl"] is not None:
         rouge = "-" if row["rouge_l"] is None else f"{row['rouge_l']:.3f}"
         quality = f"ROUGE-L {rouge}, KL {row['kl']:.4f}, top-1 {row['top1']:.3f}"
     times = f"{row['ttft_s']:.2f} s, {row['ttft_vs_none']:.2f}x none, {row['ttft_vs_prefix']:.2f}x prefix"
-    return Row(_label(row), quality, shares, times)
+    return TableRow(_label(row), quality, shares, times)
 
 
 def _label(row: Mapping[str, Any]) -> str:
@@ -53,11 +53,13 @@ def _best(report: Report) -> None:
     craft = next(row for row in report.fields["rows"] if row["mode"] == CRAFT and row["budget"] == alpha)
     if craft["kl"]:
         ours, theirs = (f"{row['kl']:.4f} (computes {row['computed_share']:.2f})" for row in (best, craft))
-        report.rows.append(Row("KL, best / cache-craft", ours, theirs, f"{best['kl'] / craft['kl']:.2f}", "<= 0.5"))
+        report.rows.append(
+            TableRow("KL, best / cache-craft", ours, theirs, f"{best['kl'] / craft['kl']:.2f}", "<= 0.5")
+        )
     if against["rouge_l_diff"] is not None:
         interval = f"{against['rouge_l_diff']:+.3f} ({against['low']:+.3f} to {against['high']:+.3f})"
         report.rows.append(
-            Row(
+            TableRow(
                 "ROUGE-L, best - cache-craft",
                 f"{best['rouge_l']:.3f}",
                 f"{craft['rouge_l']:.3f}",
@@ -67,12 +69,15 @@ def _best(report: Report) -> None:
         )
 
 
-def _stream(report: Report, name: str, told: Mapping[str, Any]) -> None:
-    before = told["computed_tokens_prefix"]
-    for way, some in (("mend", {**told, "computed_tokens": told["computed_tokens_mend"]}), ("warmed", told["warmed"])):
+def _stream(report: Report, name: str, result: Mapping[str, Any]) -> None:
+    before = result["computed_tokens_prefix"]
+    for way, some in (
+        ("mend", {**result, "computed_tokens": result["computed_tokens_mend"]}),
+        ("warmed", result["warmed"]),
+    ):
         report.rows.append(
-            Row(
-                f"{told['questions']} questions ({name}), {way}: computed tokens",
+            TableRow(
+                f"{result['questions']} questions ({name}), {way}: computed tokens",
                 f"{some['computed_tokens']:,}",
                 f"{before:,} (prefix)",
                 f"{some['reduction']:.0%} less",
@@ -81,25 +86,27 @@ def _stream(report: Report, name: str, told: Mapping[str, Any]) -> None:
         )
         kl = "" if some["kl"] is None else f", KL {some['kl']:.4f}, top-1 {some['top1']:.3f}"
         report.rows.append(
-            Row(
-                f"{told['questions']} questions ({name}), {way}: first token",
+            TableRow(
+                f"{result['questions']} questions ({name}), {way}: first token",
                 f"{some['ttft_s']:.2f} s{kl}",
-                f"{told['ttft_prefix_s']:.2f} s (prefix)",
+                f"{result['ttft_prefix_s']:.2f} s (prefix)",
                 f"{some['ttft_vs_prefix']:.2f}x ({some['ttft_vs_prefix_sums']:.2f}x of sums)",
                 ">= 2",
             )
         )
 
 
-def _endurance(report: Report, told: Mapping[str, Any]) -> None:
-    speed, worse = told["ttft_vs_prefix_slope"], told["kl_slope"]
-    title = f"{told['questions']} questions in a row"
+def _endurance(report: Report, result: Mapping[str, Any]) -> None:
+    speed, worse = result["ttft_vs_prefix_slope"], result["kl_slope"]
+    title = f"{result['questions']} questions in a row"
     if speed is not None:
         change = f"{speed['per_100']:+.2f} per 100 ({speed['low']:+.2f} to {speed['high']:+.2f})"
-        report.rows.append(Row(f"{title}: speedup", f"{told['ttft_vs_prefix']:.2f}x", "1 (prefix)", change, "flat"))
-    if worse is not None and told["kl"] is not None:
+        report.rows.append(
+            TableRow(f"{title}: speedup", f"{result['ttft_vs_prefix']:.2f}x", "1 (prefix)", change, "flat")
+        )
+    if worse is not None and result["kl"] is not None:
         change = f"{worse['per_100']:+.4f} per 100 ({worse['low']:+.4f} to {worse['high']:+.4f})"
-        report.rows.append(Row(f"{title}: KL", f"{told['kl']:.4f}", "0 (exact)", change, "flat"))
+        report.rows.append(TableRow(f"{title}: KL", f"{result['kl']:.4f}", "0 (exact)", change, "flat"))
 
 
 def draw(figure: Any, fields: Mapping[str, Any]) -> None:
@@ -121,11 +128,11 @@ def draw(figure: Any, fields: Mapping[str, Any]) -> None:
     _draw_endurance(endurance, fields["endurance"])
 
 
-def _draw_endurance(axes: Any, told: Mapping[str, Any] | None) -> None:
-    axes.set_title("a long run, mended throughout")
-    if told is None or not told["questions"]:
+def _draw_endurance(axes: Any, result: Mapping[str, Any] | None) -> None:
+    axes.set_title("a long run with chunk reuse")
+    if result is None or not result["questions"]:
         return
-    windows = told["windows"]
+    windows = result["windows"]
     at = [one["first"] + one["questions"] / 2 for one in windows]
     axes.plot(at, [one["ttft_vs_prefix"] for one in windows], "o-", label="first token, times sooner than exact")
     axes.set_xlabel("question")

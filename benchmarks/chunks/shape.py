@@ -1,6 +1,6 @@
-"""What mending costs on a model of a well-known shape: time alone, with random weights and random tokens.
+"""What chunk reuse costs on a model of a well-known shape: time alone, with random weights and random tokens.
 
-Everything counts: looking up, loading from the memory of the host, the question's pass, choosing, computing anew.
+Everything counts: looking up, loading from host memory, the question's pass, choosing, recomputing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, Report, Row, scratch
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, scratch
 from benchmarks.models import load
 from rekindle.core.chunk import PromptLayout
 from rekindle.core.kv import Span
@@ -37,7 +37,7 @@ class Shaped:
 
 
 def make(tokens: int, vocabulary: int, seed: int) -> Shaped:
-    """A prompt of about so many tokens in sixteen chunks, each known from a prompt with other neighbours."""
+    """A prompt of about `tokens` tokens in sixteen chunks, each stored from a prompt with other neighbours."""
     random = np.random.default_rng(seed)
 
     def some(count: int) -> list[int]:
@@ -64,7 +64,7 @@ def _prompt(
 
 
 def run(options: BenchOptions, advance: Advance) -> Report:
-    """Computing everything against mending, on a model of a shape: what the bench tells of it."""
+    """Computing everything against chunk reuse, on a model of a shape."""
     advance("build the model")
     engine = load(options)
     sizes = QUICK_SIZES if options.quick else SIZES
@@ -75,19 +75,19 @@ def run(options: BenchOptions, advance: Advance) -> Report:
         engine.close()
     reason = "random weights say nothing about quality"
     report.fields |= {"rows": [], "rows_reason": reason, "best": None, "best_vs_cachecraft": None, "sizes": found}
-    for told in found.values():
-        times = f"{told['mend_s'] * 1e3:,.0f} ms", f"{told['full_s'] * 1e3:,.0f} ms"
-        report.rows.append(Row(f"{told['tokens']:,} tokens", *times, f"{told['mend_vs_full']:.2f}", ">= 1.7"))
-        if told["mend_vs_full_device"] is not None:
-            busy = f"{told['mend_device_s'] * 1e3:,.0f} ms", f"{told['full_device_s'] * 1e3:,.0f} ms"
-            ratio = f"{told['mend_vs_full_device']:.2f}"
-            report.rows.append(Row(f"{told['tokens']:,} tokens, device busy", *busy, ratio, ">= 2.3"))
+    for result in found.values():
+        times = f"{result['mend_s'] * 1e3:,.0f} ms", f"{result['full_s'] * 1e3:,.0f} ms"
+        report.rows.append(TableRow(f"{result['tokens']:,} tokens", *times, f"{result['mend_vs_full']:.2f}", ">= 1.7"))
+        if result["mend_vs_full_device"] is not None:
+            busy = f"{result['mend_device_s'] * 1e3:,.0f} ms", f"{result['full_device_s'] * 1e3:,.0f} ms"
+            ratio = f"{result['mend_vs_full_device']:.2f}"
+            report.rows.append(TableRow(f"{result['tokens']:,} tokens, device busy", *busy, ratio, ">= 2.3"))
     report.plot = lambda figure: _draw(figure, found)
     return report
 
 
 def _of_size(engine: Engine, size: int, options: BenchOptions, advance: Advance) -> dict[str, Any]:
-    """Computing everything, and mending, in turns; and for how long the device is busy with each."""
+    """Computing everything, and chunk reuse, in turns; and how long the device is busy with each."""
     advance(f"{size:,} tokens")
     shaped = make(size, engine.tokenizer.vocabulary_size, options.seed)
     with scratch() as folder:
@@ -100,7 +100,7 @@ def _draw(figure: Any, found: dict[str, dict[str, Any]]) -> None:
     axes = figure.subplots()
     places = np.arange(len(found))
     for shift, field, label in ((-0.2, "full_s", "computing everything"), (0.2, "mend_s", "mending 30 %")):
-        axes.bar(places + shift, [told[field] for told in found.values()], 0.4, label=label)
+        axes.bar(places + shift, [result[field] for result in found.values()], 0.4, label=label)
     axes.set_xticks(places, [f"{int(size):,} tokens" for size in found])
     axes.set_ylabel("seconds to the first token")
     axes.legend()
@@ -113,13 +113,13 @@ def _measure(session: Session, shaped: Shaped, rounds: int) -> dict[str, Any]:
     for _ in range(2):  # the first ones set things up
         _fill(session, shaped.tokens, shaped.prompt_layout, "off")
         _fill(session, shaped.tokens, shaped.prompt_layout, "approximate")
-    full, mended, loads = [], [], []
+    full, reused, loads = [], [], []
     for _ in range(rounds):
         full.append(_fill(session, shaped.tokens, shaped.prompt_layout, "off")["seconds"])
-        told = _fill(session, shaped.tokens, shaped.prompt_layout, "approximate")
-        mended.append(told["seconds"])
-        loads.append(told["load_seconds"])
-    ratios = [a / b for a, b in zip(full, mended, strict=True)]
+        result = _fill(session, shaped.tokens, shaped.prompt_layout, "approximate")
+        reused.append(result["seconds"])
+        loads.append(result["load_seconds"])
+    ratios = [a / b for a, b in zip(full, reused, strict=True)]
     busy = {
         level: device_seconds(lambda level=level: _fill(session, shaped.tokens, shaped.prompt_layout, level))
         for level in ("off", "approximate")
@@ -127,10 +127,10 @@ def _measure(session: Session, shaped: Shaped, rounds: int) -> dict[str, Any]:
     device = busy["off"] / busy["approximate"] if busy["off"] and busy["approximate"] else None
     return {
         "tokens": len(shaped.tokens),
-        "mended": told["mended"],
-        "recomputed": told["recomputed"],
+        "mended": result["mended"],
+        "recomputed": result["recomputed"],
         "full_s": statistics.median(full),
-        "mend_s": statistics.median(mended),
+        "mend_s": statistics.median(reused),
         "load_s": statistics.median(loads),
         "mend_vs_full": statistics.median(ratios),
         "full_device_s": busy["off"],
@@ -142,7 +142,7 @@ def _measure(session: Session, shaped: Shaped, rounds: int) -> dict[str, Any]:
 def _fill(
     session: Session, tokens: list[int], prompt_layout: PromptLayout, level: str, *, keep: bool = False
 ) -> dict[str, Any]:
-    """Fill a prompt as a session does up to the first token's logits, and let it go; what came of it."""
+    """Prefill a prompt as a session does up to the first token's logits, and drop it; returns the outcome."""
     cache = session.cache
     request = Request(tuple(tokens), reuse=level)  # type: ignore[arg-type]
     started = time.perf_counter()

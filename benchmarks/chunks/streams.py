@@ -30,13 +30,13 @@ from rekindle.session.session import Session
 
 QUESTIONS, QUICK_QUESTIONS = 20, 4
 TOP_K, QUICK_TOP_K = 5, 2
-COMPARED = 5  # every so many questions the answers are compared
+COMPARED = 5  # how often answers are compared, in questions
 WARMED_TOGETHER = 3  # passages of one prompt, when they are warmed
 _LEVELS: Mapping[str, ReuseLevel] = {"prefix": "exact", "mend": "approximate", "warmed": "approximate"}
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedPrompt:
     """A question with its passages, as a prompt."""
 
     request: Request
@@ -44,7 +44,7 @@ class Prepared:
 
 
 @dataclass
-class _Told:
+class _StreamTimes:
     """What one set of questions took, by mode."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _LEVELS})
@@ -84,32 +84,32 @@ class Streams:
 
     def measure(self, some: PersonalSet, advance: Advance) -> dict[str, Any]:
         """The fields of one set."""
-        told, most = _Told(), self._options.rounds(QUESTIONS, QUICK_QUESTIONS)
+        times, max_count = _StreamTimes(), self._options.rounds(QUESTIONS, QUICK_QUESTIONS)
         for person in some.people:
-            left = most - len(told.seconds["prefix"])
+            left = max_count - len(times.seconds["prefix"])
             if left <= 0:
                 break
             advance(f"questions of {some.name}, {person.name or 'one person'}")
-            self._person(f"{some.name}/{person.name}", person, left, told)
-        return _fields(told)
+            self._person(f"{some.name}/{person.name}", person, left, times)
+        return _fields(times)
 
-    def prepare(self, tenant: str, person: Person, most: int, top_k: int) -> list[Prepared]:
+    def prepare(self, tenant: str, person: Person, max_count: int, top_k: int) -> list[PreparedPrompt]:
         """Ingest the documents of a person, and find the passages of the first questions."""
         self._library.ingest(documents=person.documents, tenant=tenant)
         found = []
-        for question in islice(person.questions, most):
+        for question in islice(person.questions, max_count):
             request = self._library.prepare(question.text, top_k=top_k, tenant=tenant, max_tokens=1).request
             tokens = encode_prompt(self._engine, request)
             if tokens.prompt_layout is not None:
-                found.append(Prepared(request, tokens))
+                found.append(PreparedPrompt(request, tokens))
         return found
 
-    def _person(self, tenant: str, person: Person, most: int, told: _Told) -> None:
-        asked = self.prepare(tenant, person, most, QUICK_TOP_K if self._options.quick else TOP_K)
+    def _person(self, tenant: str, person: Person, max_count: int, times: _StreamTimes) -> None:
+        asked = self.prepare(tenant, person, max_count, QUICK_TOP_K if self._options.quick else TOP_K)
         quotes = list(dict.fromkeys(quote for one in asked for quote in one.request.quotes))
         self._warm(tenant, random.Random(self._options.seed).sample(quotes, len(quotes)))  # not as they are asked for
         for number, one in enumerate(asked):
-            self._ask(one, told, compared=number % COMPARED == 0 and self._options.shape is None)
+            self._ask(one, times, compared=number % COMPARED == 0 and self._options.shape is None)
         for session in self._sessions.values():
             session.cache.unpark()
 
@@ -118,7 +118,7 @@ class Streams:
         for place in range(0, len(quotes), WARMED_TOGETHER):
             session.warm(asking(""), documents=quotes[place : place + WARMED_TOGETHER], tenant=tenant)
 
-    def _ask(self, one: Prepared, told: _Told, *, compared: bool) -> None:
+    def _ask(self, one: PreparedPrompt, times: _StreamTimes, *, compared: bool) -> None:
         names = list(_LEVELS)
         shift = self._turn % len(names)
         self._turn += 1
@@ -126,52 +126,52 @@ class Streams:
         for name in names[shift:] + names[:shift]:
             cache = self._sessions[name].cache
             starts[name] = start_prompt(cache, self._engine, one.request, one.tokens, POSITIONS if compared else 0)
-            told.add(name, starts[name])
+            times.add(name, starts[name])
             if not compared:
                 starts[name].end(cache, keep=True)
         if compared:
             others = ("mend", "warmed")
             found = compare(self._engine, starts["prefix"], [starts[name] for name in others])
             for name, (kl, top1) in zip(others, found, strict=True):
-                told.quality[name].append((kl, top1))
+                times.quality[name].append((kl, top1))
             for name, some in starts.items():
                 some.end(self._sessions[name].cache, keep=True)
         for session in self._sessions.values():
             session.flush()
 
 
-def _fields(told: _Told) -> dict[str, Any]:
-    if not told.seconds["prefix"]:
+def _fields(times: _StreamTimes) -> dict[str, Any]:
+    if not times.seconds["prefix"]:
         return {"questions": 0, "reason": "no question has passages that are long enough to be found again"}
-    mend = _against(told, "mend")
+    mend = _against(times, "mend")
     return {
-        "questions": len(told.seconds["prefix"]),
-        "budget": max(told.budgets, default=None),
-        "calibrated": told.calibrated,
-        "computed_tokens_prefix": sum(told.computed["prefix"]),
-        "ttft_prefix_s": statistics.median(told.seconds["prefix"]),
+        "questions": len(times.seconds["prefix"]),
+        "budget": max(times.budgets, default=None),
+        "calibrated": times.calibrated,
+        "computed_tokens_prefix": sum(times.computed["prefix"]),
+        "ttft_prefix_s": statistics.median(times.seconds["prefix"]),
         "computed_tokens_mend": mend.pop("computed_tokens"),
         **mend,
-        "warmed": _against(told, "warmed"),
+        "warmed": _against(times, "warmed"),
     }
 
 
-def _against(told: _Told, name: str) -> dict[str, Any]:
-    theirs, own = told.seconds["prefix"], told.seconds[name]
-    computed, before = sum(told.computed[name]), sum(told.computed["prefix"])
+def _against(times: _StreamTimes, name: str) -> dict[str, Any]:
+    theirs, own = times.seconds["prefix"], times.seconds[name]
+    computed, before = sum(times.computed[name]), sum(times.computed["prefix"])
     return {
         "computed_tokens": computed,
         "reduction": 1.0 - computed / before,
         "ttft_s": statistics.median(own),
         "ttft_vs_prefix": statistics.median(a / b for a, b in zip(theirs, own, strict=True)),
         "ttft_vs_prefix_sums": sum(theirs) / sum(own),
-        "fallbacks": told.fallbacks[name],
-        "kl": mean(kl for kl, _ in told.quality[name]),
-        "top1": mean(top1 for _, top1 in told.quality[name]),
+        "fallbacks": times.fallbacks[name],
+        "kl": mean(kl for kl, _ in times.quality[name]),
+        "top1": mean(top1 for _, top1 in times.quality[name]),
     }
 
 
-def shuffled(one: Prepared, quotes: Sequence[Quote], engine: Engine) -> Prepared:
+def shuffled(one: PreparedPrompt, quotes: Sequence[Quote], engine: Engine) -> PreparedPrompt:
     """The same question about other passages, or about the same in another order."""
     request = replace(one.request, quotes=tuple(quotes))
-    return Prepared(request, encode_prompt(engine, request))
+    return PreparedPrompt(request, encode_prompt(engine, request))

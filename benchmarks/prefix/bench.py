@@ -24,9 +24,9 @@ from benchmarks.base import Advance, BenchOptions, Report, Timing, about, scratc
 from benchmarks.models import load
 from benchmarks.prefix.floor import Floor, Run, floor_engine
 from benchmarks.prefix.fresh import ASKED_TOKENS
-from benchmarks.prefix.report import ENDING, SHARES, SIZES, Found, SizeFound, plotter, tell
+from benchmarks.prefix.report import ENDING, SHARES, SIZES, PrefixResults, SizeResults, add_rows, plotter
 from benchmarks.prefix.rivals import rivals_of
-from benchmarks.prompts import Prompt, prompts
+from benchmarks.prompts import SharedPrefix, prompts
 from rekindle.cache.stored_kv import PIECE_TOKENS
 from rekindle.core.reply import Reply
 from rekindle.core.request import Request
@@ -42,7 +42,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     report.fields |= about(engine, options)
     with scratch() as folder, scratch() as theirs:
         with Session(engine, cache=folder, memory_limit="4GB", disk_limit="90%") as session:
-            measure = _Measure(session, options, Path(folder), Path(theirs))
+            measure = _PrefixMeasure(session, options, Path(folder), Path(theirs))
             for size in SIZES:
                 advance(f"{size} + {ENDING} tokens")
                 measure.size(size)
@@ -57,12 +57,12 @@ def run(options: BenchOptions, advance: Advance) -> Report:
         advance("bit-equal")
         measure.deterministic()
     engine.close()
-    tell(report, measure.found)
+    add_rows(report, measure.found)
     report.plot = plotter(report, measure.found.titles)
     return report
 
 
-class _Measure:
+class _PrefixMeasure:
     """The parts of the bench, on one session."""
 
     def __init__(self, session: Session, options: BenchOptions, folder: Path, theirs: Path) -> None:
@@ -71,7 +71,7 @@ class _Measure:
         self._rounds = options.rounds(3, quick=1)  # of each prompt
         self._floors = floor_engine(self._engine, options)
         self._rivals = rivals_of(self._engine, theirs)
-        self.found = Found(3 if options.quick else 5, self._rounds, random_weights=options.shape is not None)
+        self.found = PrefixResults(3 if options.quick else 5, self._rounds, random_weights=options.shape is not None)
         self.found.titles = dict(self._rivals.titles)
         self._turns = 0
         self._prefixes = 0
@@ -87,7 +87,7 @@ class _Measure:
     def size(self, size: int) -> None:
         """Everything that is measured in this process."""
         session = self._session
-        found = SizeFound(prompts(self._engine, self._options, self.found.prompts, size, ENDING))
+        found = SizeResults(prompts(self._engine, self._options, self.found.prompts, size, ENDING))
         self.found.sizes[size] = found
         session.generate(found.prompts[0].next(), max_tokens=1, reuse="off")  # the first of its kind is always slower
         for prompt in found.prompts:
@@ -102,12 +102,12 @@ class _Measure:
                 self._turns += 1
             floor.close()
 
-    def _warm_up(self, prompt: Prompt, floor: Floor, theirs: dict[str, Run]) -> None:
+    def _warm_up(self, prompt: SharedPrefix, floor: Floor, theirs: dict[str, Run]) -> None:
         self._ask(prompt.next())
         for run in (floor.run, *theirs.values()):
             run(prompt.next()[-ENDING:])
 
-    def _turn(self, found: SizeFound, prompt: Prompt, floor: Floor, theirs: dict[str, Run]) -> None:
+    def _turn(self, found: SizeResults, prompt: SharedPrefix, floor: Floor, theirs: dict[str, Run]) -> None:
         size = len(prompt.prefix)
 
         asked = prompt.next()
@@ -173,7 +173,7 @@ class _Measure:
         self.found.recovery = {share: statistics.median(found) for share, found in gains.items()}
 
     def lookup(self) -> None:
-        """Finding a prompt of the large size among everything kept by now, and what a token takes on disk."""
+        """Finding a prompt of the large size among everything stored, and what a token takes on disk."""
         store = self._session.cache.store
         assert store is not None
         prompt = self.found.sizes[SIZES[-1]].prompts[0].next()
@@ -235,7 +235,7 @@ class _Measure:
             session.cache.close()
 
 
-def _ending(run: Run, prompt: Prompt) -> float:
+def _ending(run: Run, prompt: SharedPrefix) -> float:
     return run(prompt.next()[-ENDING:])
 
 

@@ -211,7 +211,7 @@ class Restarted:
         self._prefixes = {int(number): tokens for number, tokens in task["prefixes"].items()}
 
     def prepare(self, number: int) -> dict[str, Run]:
-        """For prompts of one prefix, which come whole: these find, or are told, how much of them is known."""
+        """For prompts of one prefix, which come whole: these find, or are given, how much of them is stored."""
         known, path = self._prefixes[number], _slot(self._folder, number)
 
         def slot(tokens: list[int]) -> float:

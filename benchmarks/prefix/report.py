@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.base import Report, Row, Timing, paired_ratio
-from benchmarks.prompts import Prompt
+from benchmarks.base import Report, TableRow, Timing, paired_ratio
+from benchmarks.prompts import SharedPrefix
 
 SIZES = (180, 1000)
 ENDING = 20
@@ -28,10 +28,10 @@ _IN_MEMORY = ("llamacpp_memory", "ram_cache")
 
 
 @dataclass
-class SizeFound:
+class SizeResults:
     """What was measured at one size."""
 
-    prompts: list[Prompt]
+    prompts: list[SharedPrefix]
     times: dict[str, list[float]] = field(default_factory=dict)
     asked: list[list[list[int]]] = field(default_factory=list)  # endings whose greedy texts are compared, by prompt
     texts: dict[str, list[list[int]]] = field(default_factory=dict)
@@ -50,13 +50,13 @@ class SizeFound:
 
 
 @dataclass
-class Found:
+class PrefixResults:
     """What was measured in all."""
 
     prompts: int
     rounds: int
     random_weights: bool
-    sizes: dict[int, SizeFound] = field(default_factory=dict)
+    sizes: dict[int, SizeResults] = field(default_factory=dict)
     titles: dict[str, str] = field(default_factory=dict)  # of the rivals
     sizes_on_disk: dict[str, float] = field(default_factory=dict)  # of the rivals, bytes a token
     recovery: dict[float, float] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Found:
     exactly: bool = True
 
 
-def tell(report: Report, found: Found) -> None:
+def add_rows(report: Report, found: PrefixResults) -> None:
     """Fields and rows."""
     report.fields |= {"prompts": found.prompts, "rounds": found.rounds, "exact_matches": found.exactly}
     sizes = {f"{size}+{ENDING}": _fields_of(of_size, found) for size, of_size in found.sizes.items()}
@@ -89,27 +89,27 @@ def tell(report: Report, found: Found) -> None:
     report.rows += _last_rows(report, found)
 
 
-def _last_rows(report: Report, found: Found) -> list[Row]:
+def _last_rows(report: Report, found: PrefixResults) -> list[TableRow]:
     rows = [
-        Row("partial matches keep", f"{report.fields['partial_recovery']:.3f}", "", "", BARS["partial_recovery"]),
-        Row("same greedy text", str(report.fields["greedy_equal"]), "", "", "1.0"),
+        TableRow("partial matches keep", f"{report.fields['partial_recovery']:.3f}", "", "", BARS["partial_recovery"]),
+        TableRow("same greedy text", str(report.fields["greedy_equal"]), "", "", "1.0"),
     ]
     if "greedy_equal_rival" in report.fields:
-        rows.append(Row("same greedy text as the rival", str(report.fields["greedy_equal_rival"]), "", "", "1.0"))
+        rows.append(TableRow("same greedy text as the rival", str(report.fields["greedy_equal_rival"]), "", "", "1.0"))
     rows += [
-        Row("bit-equal with deterministic", str(found.bit_equal), "", "", "True"),
-        Row("lookup", f"{found.lookup.median * 1e6:.0f} us", "", "", ""),
+        TableRow("bit-equal with deterministic", str(found.bit_equal), "", "", "True"),
+        TableRow("lookup", f"{found.lookup.median * 1e6:.0f} us", "", "", ""),
     ]
     for name, size in found.sizes_on_disk.items():
         ratio = found.bytes_per_token / size
         bar = BARS["bytes_vs_slot"] if name.startswith("slot") else ""
         report.fields[f"bytes_vs_{name.split('_')[0]}"] = ratio
         what = f"bytes a token / {name.removesuffix('_bytes_per_token').replace('_', ' ')}"
-        rows.append(Row(what, f"{found.bytes_per_token:,.0f}", f"{size:,.0f}", f"{ratio:.3f}", bar))
+        rows.append(TableRow(what, f"{found.bytes_per_token:,.0f}", f"{size:,.0f}", f"{ratio:.3f}", bar))
     return rows
 
 
-def _greedy_equal(found: Found, *others: str) -> float:
+def _greedy_equal(found: PrefixResults, *others: str) -> float:
     """The share of prompts whose replies are the same as cold, as far as the shorter goes."""
     pairs = [
         all(_begin_alike(cold, other) for other in rest)
@@ -124,7 +124,7 @@ def _begin_alike(a: list[int], b: list[int]) -> bool:
     return a[:shorter] == b[:shorter]
 
 
-def _fields_of(found: SizeFound, all_found: Found) -> dict[str, Any]:
+def _fields_of(found: SizeResults, all_found: PrefixResults) -> dict[str, Any]:
     timing = found.timing
     disk = timing("disk").median
     return {
@@ -149,7 +149,7 @@ def _fields_of(found: SizeFound, all_found: Found) -> dict[str, Any]:
     }
 
 
-def _against_llamacpp(found: SizeFound) -> dict[str, float]:
+def _against_llamacpp(found: SizeResults) -> dict[str, float]:
     if not found.has("llamacpp_cold", "slot_restore", *_IN_MEMORY):
         return {}
     best = min(_IN_MEMORY, key=lambda name: found.timing(name).median)
@@ -160,14 +160,14 @@ def _against_llamacpp(found: SizeFound) -> dict[str, float]:
     }
 
 
-def _rows_of(size: int, found: SizeFound, all_found: Found, fields: dict[str, Any]) -> list[Row]:
+def _rows_of(size: int, found: SizeResults, all_found: PrefixResults, fields: dict[str, Any]) -> list[TableRow]:
     timing, name = found.timing, f"{size}+{ENDING}"
     floor, fresh, cold = str(timing("floor")), str(timing("fresh_floor")), str(timing("cold"))
     large = size == SIZES[-1]
     dropped = [ratio for ratio in (fields["over_floor_disk_cold_pages"],) if ratio is not None]
 
-    def row(what: str, ours: str, baseline: str, ratio: float, bar: str = "") -> Row:
-        return Row(f"{name}, {what}", str(timing(ours)), baseline, f"{ratio:.3f}", bar)
+    def row(what: str, ours: str, baseline: str, ratio: float, bar: str = "") -> TableRow:
+        return TableRow(f"{name}, {what}", str(timing(ours)), baseline, f"{ratio:.3f}", bar)
 
     against = {
         "cold_vs_llamacpp": ("cold / llama.cpp alone", "cold", "llamacpp_cold"),
@@ -201,7 +201,7 @@ def _rows_of(size: int, found: SizeFound, all_found: Found, fields: dict[str, An
     ]
 
 
-def _cold_pages(found: SizeFound) -> dict[str, Any]:
+def _cold_pages(found: SizeResults) -> dict[str, Any]:
     """First tokens from dropped pages; null where the system cannot be asked to drop them."""
     names = ("warm_disk_cold_pages_ttft_s", "over_floor_disk_cold_pages")
     if not found.times["cold_pages"]:

@@ -16,9 +16,17 @@ import numpy as np
 from benchmarks.base import Advance, BenchOptions, Report, about, scratch
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
-from benchmarks.serve.clients import Ask, serve_all
-from benchmarks.serve.report import SETTINGS, STREAMS, Found, plotter, tell
-from benchmarks.serve.workload import BLOCK_TOKENS, Blocks, Workload, make_workload, read_trace, scale, shared_share
+from benchmarks.serve.clients import ClientRequest, serve_all
+from benchmarks.serve.report import SETTINGS, STREAMS, ServeResults, add_rows, plotter
+from benchmarks.serve.workload import (
+    BLOCK_TOKENS,
+    Blocks,
+    PromptWorkload,
+    make_workload,
+    read_trace,
+    scale,
+    shared_share,
+)
 from rekindle.engine.base import Engine
 from rekindle.server.serve import Server
 from rekindle.server.service import DEFAULT_PARALLEL
@@ -38,23 +46,23 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     engine = load(options)
     report = Report("serve")
     report.fields |= about(engine, options)
-    found = Found(options.shape is not None, shared_share(trace), parallel=DEFAULT_PARALLEL)
+    found = ServeResults(options.shape is not None, shared_share(trace), parallel=DEFAULT_PARALLEL)
     stream = tokens_for(engine, replace(options, data=None), _TEXT_TOKENS)
     with scratch() as folder:
         session = Session(engine, cache=folder, memory_limit="4GB", disk_limit="90%", parallel=DEFAULT_PARALLEL)
         with Server(session, ServerSettings(port=0)).running() as url:  # which closes the session
-            measure = _Measure(url, session, options, found)
+            measure = _ServeMeasure(url, session, options, found)
             measure.loads(list(_workloads(engine, options, trace, stream)), advance)
             measure.streams(stream, advance)
     engine.close()
-    tell(report, found)
+    add_rows(report, found)
     report.plot = plotter(found)
     return report
 
 
 def _workloads(
     engine: Engine, options: BenchOptions, trace: Sequence[Blocks], stream: Sequence[int]
-) -> Iterator[Workload]:
+) -> Iterator[PromptWorkload]:
     """One for each round, of other conversations; short ones if it shall be quick, and no longer than the model takes.
 
     Each has as many requests as clients ask at the same time, at least.
@@ -67,14 +75,14 @@ def _workloads(
         yield make_workload(asked, stream, engine.tokenizer.vocabulary_size, seed)
 
 
-class _Measure:
+class _ServeMeasure:
     """The parts of the bench, on one server."""
 
-    def __init__(self, url: str, session: Session, options: BenchOptions, found: Found) -> None:
+    def __init__(self, url: str, session: Session, options: BenchOptions, found: ServeResults) -> None:
         self._url, self._session, self._options, self._found = url, session, options, found
         self._salts = 0
 
-    def loads(self, workloads: list[Workload], advance: Advance) -> None:
+    def loads(self, workloads: list[PromptWorkload], advance: Advance) -> None:
         """All settings on each workload, another one first each time."""
         found = self._found
         tokens = 8 if self._options.quick else 32
@@ -83,13 +91,13 @@ class _Measure:
         found.shared = [load.shared_share for load in workloads]
         first = workloads[0].prompts
         for salt in (None, self._new_salt()):  # the first of its kind is always slower
-            serve_all(self._url, [Ask(prompt, _WARM_UP_TOKENS, salt) for prompt in first[:STREAMS]], STREAMS)
+            serve_all(self._url, [ClientRequest(prompt, _WARM_UP_TOKENS, salt) for prompt in first[:STREAMS]], STREAMS)
         for turn, workload in enumerate(workloads):
             shift = turn % len(SETTINGS)
             for setting in SETTINGS[shift:] + SETTINGS[:shift]:
                 advance(f"{setting}, {len(workload.prompts)} requests, {turn + 1} of {len(workloads)}")
                 salt = self._new_salt() if setting.cache else None
-                asks = [Ask(prompt, tokens, salt) for prompt in workload.prompts]
+                asks = [ClientRequest(prompt, tokens, salt) for prompt in workload.prompts]
                 found.served[setting].append(serve_all(self._url, asks, setting.clients))
                 self._session.flush()
 
@@ -98,8 +106,8 @@ class _Measure:
         salt = self._new_salt()
         cuts = range(0, STREAMS * _STREAM_PROMPT_TOKENS, _STREAM_PROMPT_TOKENS)
         prompts = [tuple(stream[start : start + _STREAM_PROMPT_TOKENS]) for start in cuts]
-        serve_all(self._url, [Ask(prompt, _WARM_UP_TOKENS, salt) for prompt in prompts], STREAMS)
-        asks = [Ask(prompt, _STREAM_TOKENS, salt) for prompt in prompts]
+        serve_all(self._url, [ClientRequest(prompt, _WARM_UP_TOKENS, salt) for prompt in prompts], STREAMS)
+        asks = [ClientRequest(prompt, _STREAM_TOKENS, salt) for prompt in prompts]
         rounds = self._options.rounds(5, quick=2)
         self._found.stream_tokens = _STREAM_TOKENS
         for turn in range(rounds):

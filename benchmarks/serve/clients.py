@@ -15,7 +15,7 @@ _PATIENCE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
-class Ask:
+class ClientRequest:
     """A request: continue `prompt` greedily by exactly `tokens` tokens. `salt` None asks to do without the cache."""
 
     prompt: tuple[int, ...]
@@ -49,7 +49,7 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Served:
+class LoadResult:
     """All replies, in the order of the requests, and how long it took from the first request to the last token."""
 
     replies: tuple[Answered, ...]
@@ -66,12 +66,12 @@ class Served:
         return sum(reply.tokens for reply in self.good) / self.seconds
 
 
-def serve_all(url: str, asks: Sequence[Ask], clients: int) -> Served:
-    """Let so many clients ask all of it, in order; one client asks one after the other."""
+def serve_all(url: str, asks: Sequence[ClientRequest], clients: int) -> LoadResult:
+    """Let `clients` clients send all requests, in order; one client sends one after the other."""
     return asyncio.run(_serve_all(url, asks, clients))
 
 
-async def _serve_all(url: str, asks: Sequence[Ask], clients: int) -> Served:
+async def _serve_all(url: str, asks: Sequence[ClientRequest], clients: int) -> LoadResult:
     replies: dict[int, Answered] = {}
     numbered = iter(enumerate(asks))
     limits = httpx.Limits(max_connections=clients)
@@ -79,15 +79,17 @@ async def _serve_all(url: str, asks: Sequence[Ask], clients: int) -> Served:
         started = time.perf_counter()
         await asyncio.gather(*(_client(http, numbered, replies) for _ in range(clients)))
         seconds = time.perf_counter() - started
-    return Served(tuple(replies[number] for number in range(len(asks))), seconds)
+    return LoadResult(tuple(replies[number] for number in range(len(asks))), seconds)
 
 
-async def _client(http: httpx.AsyncClient, asks: Iterator[tuple[int, Ask]], replies: dict[int, Answered]) -> None:
+async def _client(
+    http: httpx.AsyncClient, asks: Iterator[tuple[int, ClientRequest]], replies: dict[int, Answered]
+) -> None:
     for number, ask in asks:
         replies[number] = await _answer(http, ask)
 
 
-async def _answer(http: httpx.AsyncClient, ask: Ask) -> Answered:
+async def _answer(http: httpx.AsyncClient, ask: ClientRequest) -> Answered:
     """One reply, read as it comes. The first token has come when the first text has; of none, when all is over."""
     started = time.perf_counter()
     first, pieces = 0.0, []

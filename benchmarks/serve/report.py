@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Report, Row, Timing, paired_ratio
-from benchmarks.serve.clients import Answered, Served
+from benchmarks.base import Report, TableRow, Timing, paired_ratio
+from benchmarks.serve.clients import Answered, LoadResult
 
 CLIENTS = (1, 4, 16)
 STREAMS = 4
@@ -19,8 +19,8 @@ _MAX_ERRORS_TOLD = 5
 
 
 @dataclass(frozen=True)
-class Setting:
-    """So many clients, with the cache or without."""
+class LoadSetting:
+    """The number of clients, with the cache or without."""
 
     clients: int
     cache: bool
@@ -30,13 +30,13 @@ class Setting:
         return f"{clients}, cache {'on' if self.cache else 'off'}"
 
 
-SETTINGS = tuple(Setting(clients, cache) for clients in CLIENTS for cache in (True, False))
-BASELINE = Setting(1, cache=False)  # one after the other, and everything computed
-_HEADLINE = Setting(STREAMS, cache=True)
+SETTINGS = tuple(LoadSetting(clients, cache) for clients in CLIENTS for cache in (True, False))
+BASELINE = LoadSetting(1, cache=False)  # one after the other, and everything computed
+_HEADLINE = LoadSetting(STREAMS, cache=True)
 
 
 @dataclass
-class Found:
+class ServeResults:
     """What was measured: for each setting, all replies of each round."""
 
     random_weights: bool
@@ -46,29 +46,29 @@ class Found:
     parallel: int = 0
     prompt_tokens: list[int] = field(default_factory=list)
     shared: list[float] = field(default_factory=list)  # of the prompts of each round
-    served: dict[Setting, list[Served]] = field(default_factory=lambda: {setting: [] for setting in SETTINGS})
-    row: list[Served] = field(default_factory=list)
-    together: list[Served] = field(default_factory=list)
+    served: dict[LoadSetting, list[LoadResult]] = field(default_factory=lambda: {setting: [] for setting in SETTINGS})
+    row: list[LoadResult] = field(default_factory=list)
+    together: list[LoadResult] = field(default_factory=list)
 
-    def good(self, setting: Setting) -> list[Answered]:
+    def good(self, setting: LoadSetting) -> list[Answered]:
         """The replies of all rounds that came as they should."""
         return [reply for served in self.served[setting] for reply in served.good]
 
-    def first_tokens(self, setting: Setting) -> list[float]:
+    def first_tokens(self, setting: LoadSetting) -> list[float]:
         """Seconds until the first token of each."""
         return [reply.first_token_seconds for reply in self.good(setting)]
 
-    def tokens_per_s(self, setting: Setting) -> float:
+    def tokens_per_s(self, setting: LoadSetting) -> float:
         """The median over the rounds."""
         return statistics.median(served.tokens_per_s for served in self.served[setting])
 
     @property
-    def everything(self) -> list[Served]:
+    def everything(self) -> list[LoadResult]:
         """Whatever was asked."""
         return [*(served for rounds in self.served.values() for served in rounds), *self.row, *self.together]
 
 
-def tell(report: Report, found: Found) -> None:
+def add_rows(report: Report, found: ServeResults) -> None:
     """Fields and rows."""
     rows = [_row_of(setting, found) for setting in SETTINGS]
     headline = rows[SETTINGS.index(_HEADLINE)]
@@ -88,19 +88,19 @@ def tell(report: Report, found: Found) -> None:
     }
     report.rows += [row for clients in CLIENTS for row in _rows_of(clients, found)]
     report.rows += [
-        Row(
+        TableRow(
             f"{STREAMS} streams of {found.stream_tokens} tokens, in a row / together",
             str(_timing(found.together)),
             str(_timing(found.row)),
             f"{report.fields['batch_ratio_4']:.2f}",
             BARS["batch_ratio_4"],
         ),
-        Row("their texts equal", str(report.fields["equal_texts"]), "", "", "True"),
-        Row("requests that failed", str(len(errors)), "", "", BARS["errors"]),
+        TableRow("their texts equal", str(report.fields["equal_texts"]), "", "", "True"),
+        TableRow("requests that failed", str(len(errors)), "", "", BARS["errors"]),
     ]
 
 
-def _row_of(setting: Setting, found: Found) -> dict[str, Any]:
+def _row_of(setting: LoadSetting, found: ServeResults) -> dict[str, Any]:
     """One setting. Replies whose prompt was known for its half or more are warm, the others cold."""
     replies, served = found.good(setting), found.served[setting]
     warm = [reply.first_token_seconds for reply in replies if 2 * reply.cached_tokens >= reply.prompt_tokens]
@@ -123,7 +123,7 @@ def _row_of(setting: Setting, found: Found) -> dict[str, Any]:
     }
 
 
-def _streams(found: Found) -> dict[str, Any]:
+def _streams(found: ServeResults) -> dict[str, Any]:
     """Replies at once against the same in a row."""
     fields = {
         "batch_ratio_4": paired_ratio(_timing(found.row), _timing(found.together)),
@@ -137,7 +137,7 @@ def _streams(found: Found) -> dict[str, Any]:
     return {**fields, "equal_texts": share == 1.0, "equal_texts_share": share}
 
 
-def _equal_share(ours: Sequence[Served], theirs: Sequence[Served]) -> float | None:
+def _equal_share(ours: Sequence[LoadResult], theirs: Sequence[LoadResult]) -> float | None:
     """The share of requests that got the same greedy text in both."""
     pairs = [
         (one, other)
@@ -148,18 +148,18 @@ def _equal_share(ours: Sequence[Served], theirs: Sequence[Served]) -> float | No
     return sum(one.text == other.text for one, other in pairs) / len(pairs) if pairs else None
 
 
-def _timing(served: Sequence[Served]) -> Timing:
+def _timing(served: Sequence[LoadResult]) -> Timing:
     return Timing(tuple(one.seconds for one in served))
 
 
 def _percentile(seconds: Sequence[float], percent: float) -> float | None:
-    """The value that so many of a hundred do not exceed; None of none."""
+    """The percentile of the values; None without values."""
     return float(np.percentile(seconds, percent, method="inverted_cdf")) if seconds else None
 
 
-def _rows_of(clients: int, found: Found) -> list[Row]:
+def _rows_of(clients: int, found: ServeResults) -> list[TableRow]:
     """Cache on against off, and against the same requests one after the other."""
-    on, off = Setting(clients, cache=True), Setting(clients, cache=False)
+    on, off = LoadSetting(clients, cache=True), LoadSetting(clients, cache=False)
     name = str(on).partition(",")[0]
     rows = []
     for percent in (50, 99):
@@ -168,26 +168,26 @@ def _rows_of(clients: int, found: Found) -> list[Row]:
     speed, without = found.tokens_per_s(on), found.tokens_per_s(off)
     rows.append(_compared(f"{name}, cache on / off", speed, without, 1, "tokens/s"))
     if clients > 1:
-        alone, bare = found.tokens_per_s(Setting(1, cache=True)), found.tokens_per_s(BASELINE)
+        alone, bare = found.tokens_per_s(LoadSetting(1, cache=True)), found.tokens_per_s(BASELINE)
         rows.append(_compared(f"{name} / one after the other, cache on", speed, alone, 1, "tokens/s"))
         rows.append(_compared(f"{name} / one after the other, cache off", without, bare, 1, "tokens/s"))
     return rows
 
 
-def _compared(measure: str, ours: float | None, theirs: float | None, unit: float, name: str) -> Row:
-    def told(value: float | None) -> str:
+def _compared(measure: str, ours: float | None, theirs: float | None, unit: float, name: str) -> TableRow:
+    def result(value: float | None) -> str:
         return "-" if value is None else f"{value * unit:,.1f} {name}"
 
-    return Row(measure, told(ours), told(theirs), f"{ours / theirs:.3f}" if ours and theirs else "-")
+    return TableRow(measure, result(ours), result(theirs), f"{ours / theirs:.3f}" if ours and theirs else "-")
 
 
-def plotter(found: Found) -> Callable[[Any], None]:
+def plotter(found: ServeResults) -> Callable[[Any], None]:
     """Bars of first-token times and of throughput, with the cache and without."""
 
     def draw(figure: Any) -> None:
         left, right = figure.subplots(1, 2)
         for shift, cache in ((-0.2, True), (0.2, False)):
-            settings = [Setting(clients, cache) for clients in CLIENTS]
+            settings = [LoadSetting(clients, cache) for clients in CLIENTS]
             places = [number + shift for number in range(len(CLIENTS))]
             label = f"cache {'on' if cache else 'off'}"
             middle, worst = (

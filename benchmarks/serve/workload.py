@@ -27,7 +27,7 @@ Blocks = tuple[int, ...]  # the ids of one prompt
 
 
 @dataclass(frozen=True)
-class Workload:
+class PromptWorkload:
     """Prompts in the order in which they are asked.
 
     shared_share    of all their tokens, those that stood at the same place of one before: the most a cache can spare
@@ -73,7 +73,7 @@ def shared_share(trace: Sequence[Blocks]) -> float:
 
 
 def scale(trace: Sequence[Blocks], requests: int, max_blocks: int, random: np.random.Generator) -> list[Blocks]:
-    """So many requests, or all: whole conversations drawn at random, no prompt longer than `max_blocks`."""
+    """`requests` requests, or all: whole conversations drawn at random, no prompt longer than `max_blocks`."""
     conversations = _conversations(trace)
     drawn: list[int] = []
     for number in random.permutation(len(conversations)):
@@ -99,7 +99,7 @@ def _conversations(trace: Sequence[Blocks]) -> list[list[int]]:
     return list(found.values())
 
 
-def make_workload(asked: Sequence[Blocks], stream: Sequence[int], vocabulary: int, seed: int) -> Workload:
+def make_workload(asked: Sequence[Blocks], stream: Sequence[int], vocabulary: int, seed: int) -> PromptWorkload:
     """Prompts of tokens: runs of `stream`, each beginning with a token that tells it from others."""
     prompts = []
     seen: set[tuple[int, ...]] = set()
@@ -110,7 +110,7 @@ def make_workload(asked: Sequence[Blocks], stream: Sequence[int], vocabulary: in
         prompts.append(tuple(token for run in (*runs, own) for token in run))
         known += sum(BLOCK_TOKENS for stop in range(1, len(blocks) + 1) if tuple(blocks[:stop]) in seen)
         seen.update(tuple(blocks[:stop]) for stop in range(1, len(blocks) + 1))
-    return Workload(tuple(prompts), known / sum(len(prompt) for prompt in prompts))
+    return PromptWorkload(tuple(prompts), known / sum(len(prompt) for prompt in prompts))
 
 
 def _run(stream: Sequence[int], key: tuple[int, ...], first: int, length: int) -> list[int]:

@@ -20,11 +20,11 @@ from benchmarks.base import Advance, BenchOptions, Report, about, scratch
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
 from benchmarks.stream import costs, schedules, sensitivity
-from benchmarks.stream.costs import Measured
-from benchmarks.stream.modes import LEVEL, LEVELS, MODES, QUICK_MODES, Mode
+from benchmarks.stream.costs import LayerTimings
+from benchmarks.stream.modes import LEVEL, LEVELS, MODES, QUICK_MODES, StreamMode
 from benchmarks.stream.passages import PASSAGES, Passages
-from benchmarks.stream.report import Case, Found, draw, tell
-from benchmarks.stream.site import Setting, Site
+from benchmarks.stream.report import StreamResults, TraceCase, add_rows, draw
+from benchmarks.stream.site import ContextSetup, Site
 from benchmarks.stream.traces import MADE, Trace, made_trace, read_traces
 from benchmarks.stream.trouble import Trouble
 from rekindle.core.cells import CHUNK_TOKENS
@@ -50,12 +50,12 @@ def run(options: BenchOptions, advance: Advance) -> Report:
         if not (engine.capabilities.layer_feeds and engine.capabilities.spans):
             raise InvalidSetting("This engine cannot take KV layer by layer: leave --engine out.")
         with scratch() as folder:
-            found = _Bench(engine, options, traces, Path(folder), advance).measure()
+            found = _StreamBench(engine, options, traces, Path(folder), advance).measure()
         fields = {**about(engine, options), "layers": len(engine.layout.layers)}
     finally:
         engine.close()
     report = Report("stream", fields=fields)
-    tell(report, found)
+    add_rows(report, found)
     report.plot = functools.partial(draw, found=found)
     return report
 
@@ -67,14 +67,14 @@ def _read(options: BenchOptions) -> list[Trace] | None:
 
 
 @dataclass(frozen=True)
-class _Bench:
+class _StreamBench:
     engine: Engine
     options: BenchOptions
     traces: list[Trace] | None  # None: they are made
     folder: Path
     advance: Advance
 
-    def measure(self) -> Found:
+    def measure(self) -> StreamResults:
         """Costs first, then every trace at every ratio."""
         options, setting = self.options, self._setting()
         levels = (LEVEL,) if options.quick else LEVELS
@@ -97,7 +97,7 @@ class _Bench:
             sizes = {level: int(site.sizes(level).sum()) for level in levels}
             sensitive, trouble = self._more(site, setting, measured, local_seconds)
         passages = self._passages()
-        return Found(
+        return StreamResults(
             cases=tuple(cases),
             measured=measured,
             schedules=scheduled,
@@ -115,7 +115,7 @@ class _Bench:
         )
 
     def _more(
-        self, site: Site, setting: Setting, measured: Measured, local_seconds: float
+        self, site: Site, setting: ContextSetup, measured: LayerTimings, local_seconds: float
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """What the gain depends on, and what origins in trouble cost; not in a quick run."""
         if self.options.quick:
@@ -130,7 +130,7 @@ class _Bench:
         tokens = tokens_for(self.engine, self.options, PASSAGES * PASSAGE_TOKENS)
         return Passages(self.engine, tokens, self.folder / "several", self.advance).measure()
 
-    def _setting(self) -> Setting:
+    def _setting(self) -> ContextSetup:
         """A text, and the text behind it as the question."""
         wanted = QUICK_CONTEXT_TOKENS if self.options.quick else CONTEXT_TOKENS
         if self.engine.device != "cpu" and not self.options.quick:
@@ -140,7 +140,7 @@ class _Bench:
         if context < 2 * CHUNK_TOKENS:
             raise InvalidSetting(f"{self.engine.name} takes {self.engine.context_tokens} tokens: too few to stream.")
         tokens = tokens_for(self.engine, self.options, context + QUESTION_TOKENS)
-        return Setting(self.engine, tuple(tokens), context)
+        return ContextSetup(self.engine, tuple(tokens), context)
 
     def _local(self, site: Site) -> float:
         """How long computing takes on the executor, after one that does not count."""
@@ -149,7 +149,7 @@ class _Bench:
         rounds = 1 if self.options.quick else _LOCAL_ROUNDS
         for turn in range(1 + rounds):
             self.advance(f"compute alone, {turn + 1} of {1 + rounds}")
-            seconds.append(site.run(Mode("local"), still, 1.0, 1.0).ttft_s)
+            seconds.append(site.run(StreamMode("local"), still, 1.0, 1.0).ttft_s)
         return statistics.median(seconds[1:])
 
     def _traces(self, max_seconds: float) -> list[Callable[[float], Trace]]:
@@ -161,15 +161,15 @@ class _Bench:
         begun = [trace.beginning(max_seconds, options.seed + n) for n, trace in enumerate(self.traces)]
         return [functools.partial(_as_it_is, trace) for trace in begun]
 
-    def _case(self, site: Site, trace: Trace, ratio: float, local_seconds: float) -> Case:
+    def _case(self, site: Site, trace: Trace, ratio: float, local_seconds: float) -> TraceCase:
         """All ways over one trace, in turns, another one first each time."""
         modes = QUICK_MODES if self.options.quick else MODES
-        window, most = ratio * local_seconds, MAX_TIMES * local_seconds
+        window, max_count = ratio * local_seconds, MAX_TIMES * local_seconds
         skipped = {
             mode: expected
             for mode in modes
             if mode.kind == "stream" and mode.level is not None
-            if (expected := trace.moment(0.0, float(site.sizes(mode.level).sum()))) > most
+            if (expected := trace.moment(0.0, float(site.sizes(mode.level).sum()))) > max_count
         }
         able = [mode for mode in modes if mode not in skipped]
         runs = []
@@ -178,7 +178,7 @@ class _Bench:
             for mode in (*able[start:], *able[:start]):
                 self.advance(f"{trace.name}, streaming takes {ratio:g} of computing: {mode.name}")
                 runs.append(site.run(mode, trace, local_seconds, window))
-        return Case(trace, ratio, window, modes, tuple(runs), skipped)
+        return TraceCase(trace, ratio, window, modes, tuple(runs), skipped)
 
 
 def _together(local_seconds: float, ratio: float) -> float:

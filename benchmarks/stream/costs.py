@@ -26,7 +26,7 @@ CONTEXTS, QUICK_CONTEXTS = 11, 5  # from none to the longest
 
 
 @dataclass(frozen=True)
-class Measured:
+class LayerTimings:
     """Times of single layers, and what was learned from them."""
 
     whole: tuple[LayerTiming, ...]
@@ -50,7 +50,9 @@ class Measured:
         )
 
 
-def measure(engine: Engine, tokens: Sequence[int], quick: bool, rounds: int, seed: int, advance: Advance) -> Measured:
+def measure(
+    engine: Engine, tokens: Sequence[int], quick: bool, rounds: int, seed: int, advance: Advance
+) -> LayerTimings:
     """Time steps after contexts of several lengths, the beginnings of `tokens`, and learn from that."""
     sequence = engine.open(len(tokens), engine.regime(len(tokens)))
     try:
@@ -68,7 +70,7 @@ def measure(engine: Engine, tokens: Sequence[int], quick: bool, rounds: int, see
     finally:
         sequence.close()
     advance("models of the costs")
-    return Measured(tuple(whole), tuple(top), best_model(whole, seed), best_model(top, seed))
+    return LayerTimings(tuple(whole), tuple(top), best_model(whole, seed), best_model(top, seed))
 
 
 def _samples(

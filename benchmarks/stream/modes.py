@@ -17,8 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.baselines.schedules import all_compute, all_stream, fixed
-from benchmarks.baselines.streaming import Steering
+from benchmarks.baselines.streaming import Steering, all_compute, all_stream, fixed
 from benchmarks.stream.traces import Trace
 from benchmarks.waiting.timeline import LinkCosts, order_of, start
 from rekindle.core.cells import Cell, Progress, Schedule, Split
@@ -30,7 +29,7 @@ LEVELS = ("raw", "q8", LEVEL, "q4", "q3")
 
 
 @dataclass(frozen=True)
-class Mode:
+class StreamMode:
     """One way."""
 
     kind: Kind
@@ -43,13 +42,13 @@ class Mode:
 
 
 MODES = (
-    Mode("local"),
-    Mode("plain"),
-    *(Mode("stream", level) for level in LEVELS),
-    Mode("fixed", LEVEL),
-    Mode("fixed-window", LEVEL),
-    Mode("bidirectional", LEVEL),
-    Mode("ours", LEVEL),
+    StreamMode("local"),
+    StreamMode("plain"),
+    *(StreamMode("stream", level) for level in LEVELS),
+    StreamMode("fixed", LEVEL),
+    StreamMode("fixed-window", LEVEL),
+    StreamMode("bidirectional", LEVEL),
+    StreamMode("ours", LEVEL),
 )
 QUICK_MODES = tuple(mode for mode in MODES if mode.kind != "fixed-window" and mode.level in (None, LEVEL))
 
@@ -92,7 +91,7 @@ class Meeting(Given):
         return Schedule(split, order, float("nan"))  # nobody asks how long
 
 
-def steering_of(mode: Mode, costs: LinkCosts, trace: Trace, window_seconds: float) -> Steering | None:
+def steering_of(mode: StreamMode, costs: LinkCosts, trace: Trace, window_seconds: float) -> Steering | None:
     """Who decides in this way, None: as sessions do; `window_seconds` is how long the context would take to come."""
     if mode.kind == "ours":
         return None

@@ -1,11 +1,11 @@
-"""Several contexts in one prompt: passages that an origin has, each published alone, mended where they stand.
+"""Several contexts in one prompt: passages that an origin has, each published alone, reused with recompute.
 
 computed   without an origin
-fetched    all of them come first, then they are mended
+fetched    all of them come first, then tokens are recomputed
 ours       the first ones are computed while the last ones come
 
 A ratio is how long all passages but the first take to come, as a multiple of computing the prompt. They come without
-loss: what is lost is lost by mending.
+loss: all loss comes from chunk reuse.
 """
 
 from __future__ import annotations

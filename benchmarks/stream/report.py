@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.base import Report, Row, known
-from benchmarks.stream.costs import Measured
-from benchmarks.stream.modes import LEVEL, LEVELS, Mode
-from benchmarks.stream.site import Run
+from benchmarks.base import Report, TableRow, known
+from benchmarks.stream.costs import LayerTimings
+from benchmarks.stream.modes import LEVEL, LEVELS, StreamMode
+from benchmarks.stream.site import StreamRun
 from benchmarks.stream.traces import Trace
 
 CHANGING = 0.3  # standard deviation of the bandwidth as a share of its mean: from here on it changes
@@ -23,22 +23,22 @@ STREAM, OURS = f"stream {LEVEL}", "ours"
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class TraceCase:
     """One trace at one ratio."""
 
     trace: Trace
     ratio: float
     window_seconds: float  # in which all of the context comes at `LEVEL`
-    modes: Sequence[Mode]
-    runs: Sequence[Run]
-    skipped: Mapping[Mode, float]  # and how long they would stream
+    modes: Sequence[StreamMode]
+    runs: Sequence[StreamRun]
+    skipped: Mapping[StreamMode, float]  # and how long they would stream
 
     @property
     def change(self) -> float:
         """How much the bandwidth changes meanwhile."""
         return self.trace.change(self.window_seconds)
 
-    def of(self, name: str) -> list[Run]:
+    def of(self, name: str) -> list[StreamRun]:
         """The runs of one way."""
         return [run for run in self.runs if run.mode.name == name]
 
@@ -69,11 +69,11 @@ class Case:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class StreamResults:
     """Everything that was measured."""
 
-    cases: Sequence[Case]
-    measured: Measured
+    cases: Sequence[TraceCase]
+    measured: LayerTimings
     schedules: Mapping[str, Any]
     sensitivity: Sequence[Mapping[str, Any]]  # none in a quick run
     trouble: Sequence[Mapping[str, Any]]  # nor this
@@ -88,7 +88,7 @@ class Found:
     quick: bool
 
 
-def tell(report: Report, found: Found) -> None:
+def add_rows(report: Report, found: StreamResults) -> None:
     """Fill the report."""
     cases = found.cases
     changing = [case for case in cases if case.change >= CHANGING]
@@ -133,7 +133,7 @@ def tell(report: Report, found: Found) -> None:
     report.rows += _table(found, fields)
 
 
-def _reasons(found: Found, changing: bool) -> dict[str, str]:
+def _reasons(found: StreamResults, changing: bool) -> dict[str, str]:
     reasons = {}
     if not found.judged:
         reasons["kl_reason"] = "a model of random weights says nothing about quality"
@@ -154,11 +154,11 @@ def _median(values: Iterable[float | None]) -> float | None:
     return statistics.median(measured) if measured else None
 
 
-def _versus(cases: Sequence[Case], name: str) -> float | None:
+def _versus(cases: Sequence[TraceCase], name: str) -> float | None:
     return _median(case.against_ours(name) for case in cases)
 
 
-def _row(case: Case, mode: Mode, judged: bool) -> dict[str, Any]:
+def _row(case: TraceCase, mode: StreamMode, judged: bool) -> dict[str, Any]:
     """One way over one trace."""
     runs = case.of(mode.name)
     row: dict[str, Any] = {"trace": case.trace.name, "ratio": case.ratio, "mode": mode.name, "level": mode.level}
@@ -166,7 +166,7 @@ def _row(case: Case, mode: Mode, judged: bool) -> dict[str, Any]:
         nothing = dict.fromkeys(("ttft_s", "bytes", "streamed_share", "kl", "top1"))
         return {**row, **nothing, "reason": f"not run: it would stream for {case.skipped[mode]:.1f} s"}
 
-    def middle(of: Callable[[Run], float]) -> float:
+    def middle(of: Callable[[StreamRun], float]) -> float:
         return statistics.median(map(of, runs))
 
     failed = sorted({run.failed for run in runs if run.failed is not None})
@@ -184,7 +184,7 @@ def _row(case: Case, mode: Mode, judged: bool) -> dict[str, Any]:
     }
 
 
-def _case(case: Case) -> dict[str, Any]:
+def _case(case: TraceCase) -> dict[str, Any]:
     return {
         "trace": case.trace.name,
         "ratio": case.ratio,
@@ -198,7 +198,7 @@ def _case(case: Case) -> dict[str, Any]:
     }
 
 
-def _table(found: Found, fields: Mapping[str, Any]) -> list[Row]:
+def _table(found: StreamResults, fields: Mapping[str, Any]) -> list[TableRow]:
     rows = []
     for case in found.cases:
         local = case.ttft("local")
@@ -206,55 +206,58 @@ def _table(found: Found, fields: Mapping[str, Any]) -> list[Row]:
             seconds, runs = case.ttft(mode.name), case.of(mode.name)
             title = f"{case.trace.name}, ratio {case.ratio:g}: {mode.name}"
             if seconds is None or local is None:
-                rows.append(Row(title, "not run", f"would stream for {case.skipped[mode]:.1f} s", ""))
+                rows.append(TableRow(title, "not run", f"would stream for {case.skipped[mode]:.1f} s", ""))
                 continue
             kl = f", KL {statistics.median(run.kl for run in runs):.4f}" if found.judged else ""
             share = statistics.median(run.streamed_share for run in runs)
             size = statistics.median(run.bytes for run in runs) / 1e6
-            told = f"{seconds:.2f} s, {share:.0%} streamed, {size:.1f} MB{kl}"
-            rows.append(Row(title, told, f"{local:.2f} s (local)", f"{seconds / local:.2f}"))
+            row_text = f"{seconds:.2f} s, {share:.0%} streamed, {size:.1f} MB{kl}"
+            rows.append(TableRow(title, row_text, f"{local:.2f} s (local)", f"{seconds / local:.2f}"))
     rows += [
-        Row("ideal overlap / ours, ratios 0.5 to 2", _number(fields["overlap_efficiency"]),
+        TableRow("ideal overlap / ours, ratios 0.5 to 2", _number(fields["overlap_efficiency"]),
             f"worst {_number(fields['overlap_efficiency_worst'])}", "", f">= {BAR_OVERLAP:.2f}"),
-        Row("the same, if computing knew no chunks", _number(fields["overlap_efficiency_plain"]),
+        TableRow("the same, if computing knew no chunks", _number(fields["overlap_efficiency_plain"]),
             f"computing chunk by chunk takes {_number(fields['local_vs_plain'])} of that time", ""),
-        Row("fixed hybrid / ours", _number(fields["vs_fixed"]),
+        TableRow("fixed hybrid / ours", _number(fields["vs_fixed"]),
             f"{_number(fields['vs_fixed_window'])} if it knew the mean to come", ""),
-        Row("the same, changing bandwidth", _number(fields["vs_fixed_changing"]), "", "", f">= {BAR_FIXED}"),
-        Row("bidirectional / ours", _number(fields["vs_bidirectional"]),
+        TableRow("the same, changing bandwidth", _number(fields["vs_fixed_changing"]), "", "", f">= {BAR_FIXED}"),
+        TableRow("bidirectional / ours", _number(fields["vs_bidirectional"]),
             f"worst {_number(fields['vs_bidirectional_worst'])}", "", f">= {BAR_BIDIRECTIONAL}"),
-        Row("the same, changing bandwidth", _number(fields["vs_bidirectional_changing"]), "", "",
+        TableRow("the same, changing bandwidth", _number(fields["vs_bidirectional_changing"]), "", "",
             f">= {BAR_CHANGING}"),
-        Row("sooner of computing and streaming / ours, worst", _number(fields["worst_vs_best_single"]), "", "",
+        TableRow("sooner of computing and streaming / ours, worst", _number(fields["worst_vs_best_single"]), "", "",
             f">= {BAR_SINGLE}"),
-        Row(f"our schedule / the exact one ({fields['exact_cells']} cells), worst", _number(fields["greedy_vs_exact"]),
+        TableRow(f"our schedule / the exact one ({fields['exact_cells']} cells), worst",
+        _number(fields["greedy_vs_exact"]),
             "", "", f"<= {BAR_EXACT}"),
-        Row(f"finding our schedule ({fields['schedule_cells']} cells)", f"{fields['schedule_ms']:.2f} ms",
+        TableRow(f"finding our schedule ({fields['schedule_cells']} cells)", f"{fields['schedule_ms']:.2f} ms",
             f"exact, {fields['exact_cells']} cells: {_number(fields['exact_ms'], ' ms')}", ""),
-        Row("error of the network for layers, held out", f"{fields['predictor_error']:.1%}",
+        TableRow("error of the network for layers, held out", f"{fields['predictor_error']:.1%}",
             f"{fields['roofline_error']:.1%} (roofline)", f"used: {fields['predictor']}", f"<= {BAR_PREDICTOR:.0%}"),
-        Row("the same, keys and values alone", f"{fields['top_predictor_error']:.1%}",
+        TableRow("the same, keys and values alone", f"{fields['top_predictor_error']:.1%}",
             f"{fields['top_roofline_error']:.1%} (roofline)", f"used: {fields['top_predictor']}"),
     ]  # fmt: skip
     return rows + _more_rows(found)
 
 
-def _more_rows(found: Found) -> list[Row]:
+def _more_rows(found: StreamResults) -> list[TableRow]:
     """Several contexts in one prompt, what trouble costs, and what the gain depends on."""
     rows = []
     for row in found.passages:
         share, rouge = row["streamed_tokens"], _number(row["rouge_l"])
-        told = f"{row['ours_s']:.2f} s, {share} tokens streamed, KL {row['kl']:.4f}, ROUGE-L {rouge}"
+        row_text = f"{row['ours_s']:.2f} s, {share} tokens streamed, KL {row['kl']:.4f}, ROUGE-L {rouge}"
         others = f"{row['computed_s']:.2f} s (computed), {row['fetched_s']:.2f} s (fetched, then mended)"
         title = f"{row['passages']} passages, ratio {row['ratio']:g}"
-        rows.append(Row(title, told, others, f"{row['ours_s'] / row['computed_s']:.2f}"))
+        rows.append(TableRow(title, row_text, others, f"{row['ours_s'] / row['computed_s']:.2f}"))
     for row in found.trouble:
         seconds, alone = f"{row['ours_s']:.2f} s", f"{row['local_s']:.2f} s (no origin)"
-        rows.append(Row(f"origin: {row['trouble']}", seconds, alone, f"{row['vs_local']:.3f}", f"<= {BAR_TROUBLE}"))
+        rows.append(
+            TableRow(f"origin: {row['trouble']}", seconds, alone, f"{row['vs_local']:.3f}", f"<= {BAR_TROUBLE}")
+        )
     for row in found.sensitivity:
-        told = f"{row['ours_s']:.2f} s, {row['streamed_share']:.0%} streamed"
+        row_text = f"{row['ours_s']:.2f} s, {row['streamed_share']:.0%} streamed"
         took = f"{row['ours_s'] / row['local_s']:.2f}"
-        rows.append(Row(f"{row['what']}: {row['value']}", told, f"{row['local_s']:.2f} s (local)", took))
+        rows.append(TableRow(f"{row['what']}: {row['value']}", row_text, f"{row['local_s']:.2f} s (local)", took))
     return rows
 
 
@@ -262,7 +265,7 @@ def _number(value: float | None, unit: str = "") -> str:
     return "not measured" if value is None else f"{value:.3f}{unit}"
 
 
-def draw(figure: Any, found: Found) -> None:
+def draw(figure: Any, found: StreamResults) -> None:
     """Time by ratio and way, both lanes of one run of ours, and how far predictions are off."""
     figure.set_size_inches(21 if found.sensitivity else 16, 4.8)
     by_ratio, lanes, errors, *more = figure.subplots(1, 4 if found.sensitivity else 3)
@@ -286,7 +289,7 @@ def draw(figure: Any, found: Found) -> None:
     errors.legend(fontsize=7)
 
 
-def _draw_ratios(axes: Any, found: Found) -> None:
+def _draw_ratios(axes: Any, found: StreamResults) -> None:
     """Medians over traces, as multiples of computing."""
     names = list(dict.fromkeys(mode.name for case in found.cases for mode in case.modes))
     ratios = sorted({case.ratio for case in found.cases})
@@ -305,16 +308,16 @@ def _draw_ratios(axes: Any, found: Found) -> None:
     axes.legend(fontsize=6)
 
 
-def _draw_sensitivity(axes: Any, found: Found) -> None:
+def _draw_sensitivity(axes: Any, found: StreamResults) -> None:
     """How many times sooner ours is, by what."""
-    names = [f"{told['what']}: {told['value']}" for told in found.sensitivity]
-    axes.barh(names[::-1], [told["gain"] for told in found.sensitivity][::-1], color="tab:blue")
+    names = [f"{row_text['what']}: {row_text['value']}" for row_text in found.sensitivity]
+    axes.barh(names[::-1], [row_text["gain"] for row_text in found.sensitivity][::-1], color="tab:blue")
     axes.axvline(1.0, color="grey", linewidth=0.8)
     axes.set_xlabel("computing / ours, the link as fast as computing")
     axes.tick_params(labelsize=7)
 
 
-def _draw_lanes(axes: Any, found: Found) -> None:
+def _draw_lanes(axes: Any, found: StreamResults) -> None:
     """What both lanes of one run did, chunk by chunk."""
     nearest = sorted(found.cases, key=lambda case: (abs(case.ratio - 1.0), -case.change))
     run = next((run for case in nearest for run in case.of(OURS)), None)

@@ -19,7 +19,7 @@ _ROUNDS = 5
 
 
 def coarse(costs: LinkCosts, chunks: int, layers: int) -> LinkCosts:
-    """The first so many chunks, their layers taken together in so many groups: what a solver can solve."""
+    """The first chunks, their layers taken together in groups: a size that a solver can solve."""
     chunks, layers = min(chunks, costs.chunks), min(layers, costs.layers)
     groups = np.array_split(np.arange(costs.layers), layers)
 
@@ -43,7 +43,7 @@ def compare(costs: LinkCosts, bandwidths: Sequence[float], advance: Advance) -> 
         cases.append(_case(coarse(costs, _CHUNKS, _LAYERS).at(bandwidth)))
     solved = [case for case in cases if "reason" not in case]
     reason = next((case["reason"] for case in cases if "reason" in case), None)
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "greedy_vs_exact": max((case["greedy_s"] / case["exact_s"] for case in solved), default=None),
         "schedule_ms": statistics.median(greedy_seconds) * 1e3,
         "schedule_cells": costs.chunks * costs.layers,
@@ -51,7 +51,7 @@ def compare(costs: LinkCosts, bandwidths: Sequence[float], advance: Advance) -> 
         "exact_cells": min(_CHUNKS, costs.chunks) * min(_LAYERS, costs.layers),
         "exact_cases": cases,
     }
-    return told if reason is None else {**told, "exact_reason": reason}
+    return result if reason is None else {**result, "exact_reason": reason}
 
 
 def _timed(costs: LinkCosts) -> float:
@@ -65,14 +65,14 @@ def _timed(costs: LinkCosts) -> float:
 
 def _case(costs: LinkCosts) -> dict[str, Any]:
     """Both on the same small costs."""
-    told = {"bandwidth": costs.bandwidth, "greedy_s": greedy(costs).seconds, "greedy_ms": _timed(costs) * 1e3}
+    result = {"bandwidth": costs.bandwidth, "greedy_s": greedy(costs).seconds, "greedy_ms": _timed(costs) * 1e3}
     try:
         from benchmarks.waiting.exact import NotSolved, exact
     except ImportError:
-        return {**told, "reason": "scipy is not installed (rekindle[bench])"}
+        return {**result, "reason": "scipy is not installed (rekindle[bench])"}
     started = time.perf_counter()
     try:
         found = exact(costs, _MAX_SECONDS)
     except NotSolved as failed:
-        return {**told, "reason": f"the solver did not end in {_MAX_SECONDS:.0f} s: {failed}"}
-    return {**told, "exact_s": found.schedule.seconds, "exact_ms": (time.perf_counter() - started) * 1e3}
+        return {**result, "reason": f"the solver did not end in {_MAX_SECONDS:.0f} s: {failed}"}
+    return {**result, "exact_s": found.schedule.seconds, "exact_ms": (time.perf_counter() - started) * 1e3}

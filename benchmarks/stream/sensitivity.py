@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.base import Advance
-from benchmarks.stream.costs import Measured
-from benchmarks.stream.modes import LEVEL, Mode
-from benchmarks.stream.site import Setting, Site
+from benchmarks.stream.costs import LayerTimings
+from benchmarks.stream.modes import LEVEL, StreamMode
+from benchmarks.stream.site import ContextSetup, Site
 from benchmarks.stream.traces import Trace, made_trace
 from rekindle.core.cells import CHUNK_TOKENS
 
 REQUESTS = (1, 2, 4)
 _MIN_CHUNKS = 2
-_LOCAL, _OURS = Mode("local"), Mode("ours", LEVEL)
+_LOCAL, _OURS = StreamMode("local"), StreamMode("ours", LEVEL)
 
-Told = dict[str, Any]
+Fields = dict[str, Any]
 
 
 def measure(
-    site: Site, setting: Setting, folder: Path, measured: Measured, local_seconds: float, advance: Advance
-) -> list[Told]:
+    site: Site, setting: ContextSetup, folder: Path, measured: LayerTimings, local_seconds: float, advance: Advance
+) -> list[Fields]:
     """One row for each value of each kind."""
     link = _link(site, local_seconds)
     rows = []
@@ -40,15 +40,15 @@ def measure(
     for busy in range(_cores() + 1):
         advance(f"{busy} cores busy with something else")
         with _load(busy):
-            rows.append(_told("busy cores", busy, lambda mode: site.together(mode, 1, link, local_seconds)))
+            rows.append(_gain("busy cores", busy, lambda mode: site.together(mode, 1, link, local_seconds)))
     for count in REQUESTS:
         advance(f"{count} at once")
         run = lambda mode, count=count: site.together(mode, count, link, local_seconds)  # noqa: E731
-        rows.append(_told("requests", count, run))
+        rows.append(_gain("requests", count, run))
     return rows
 
 
-def _told(what: str, value: int, run: Callable[[Mode], tuple[float, float]]) -> Told:
+def _gain(what: str, value: int, run: Callable[[StreamMode], tuple[float, float]]) -> Fields:
     """Means over those that ask at once."""
     (local, _), (ours, share) = run(_LOCAL), run(_OURS)
     return {
@@ -61,16 +61,16 @@ def _told(what: str, value: int, run: Callable[[Mode], tuple[float, float]]) -> 
     }
 
 
-def _context(setting: Setting, tokens: int, folder: Path, measured: Measured) -> Told:
+def _context(setting: ContextSetup, tokens: int, folder: Path, measured: LayerTimings) -> Fields:
     """The same text, cut; the link as fast as computing that takes."""
     whole = len(setting.tokens) - setting.context_tokens
-    short = Setting(setting.engine, setting.tokens[: tokens + whole], tokens)
+    short = ContextSetup(setting.engine, setting.tokens[: tokens + whole], tokens)
     with Site(short, folder / f"context-{tokens}", (LEVEL,)) as site:
         site.learn(measured)
         still = made_trace("constant", 1.0, 0)
         seconds, _ = site.together(_LOCAL, 1, still, 1.0)
         link = _link(site, seconds)
-        return _told("context tokens", tokens, lambda mode: site.together(mode, 1, link, seconds))
+        return _gain("context tokens", tokens, lambda mode: site.together(mode, 1, link, seconds))
 
 
 def _link(site: Site, local_seconds: float) -> Trace:
@@ -94,7 +94,7 @@ def _cores() -> int:
 
 @contextmanager
 def _load(cores: int) -> Iterator[None]:
-    """So many processes that compute all the time."""
+    """Processes that compute all the time."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
     try:
         yield

@@ -37,8 +37,8 @@ class ShapedOrigin:
 
     def begin(self, trace: Trace) -> None:
         """End all connections, and begin another trace."""
-        told = {"name": trace.name, "lengths": trace.lengths.tolist(), "rates": trace.rates.tolist()}
-        self._ask({"begin": {**told, "offset": trace.offset}})
+        shape = {"name": trace.name, "lengths": trace.lengths.tolist(), "rates": trace.rates.tolist()}
+        self._ask({"begin": {**shape, "offset": trace.offset}})
 
     @property
     def carried_bytes(self) -> int:
@@ -82,9 +82,9 @@ def main(folder: Path) -> None:
         with ShapedProxy(str(place.hostname), int(place.port or 0), _ANY) as proxy:
             print(json.dumps({"url": proxy.url}), flush=True)
             for line in sys.stdin:
-                if told := json.loads(line).get("begin"):
-                    lengths, rates = np.array(told["lengths"]), np.array(told["rates"])
-                    proxy.begin(Trace(told["name"], lengths, rates, told["offset"]))
+                if shape := json.loads(line).get("begin"):
+                    lengths, rates = np.array(shape["lengths"]), np.array(shape["rates"])
+                    proxy.begin(Trace(shape["name"], lengths, rates, shape["offset"]))
                 print(json.dumps({"carried": proxy.link.carried_bytes}), flush=True)
 
 

@@ -51,7 +51,7 @@ class ShapedLink:
         return int(min(max(rate * _PIECE_SECONDS, _MIN_PIECE), _MAX_PIECE))
 
     def carry(self, size_bytes: int) -> float:
-        """Take the link for so many bytes, after those of others; how many seconds from now they are through."""
+        """Occupy the link for some bytes, after those of others; returns in how many seconds they are through."""
         with self._lock:
             now = time.monotonic() - self._started
             self._free = self._trace.moment(max(self._free, now - _BUCKET_SECONDS, 0.0), size_bytes)

@@ -16,11 +16,10 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.baselines.schedules import all_compute
-from benchmarks.baselines.streaming import Steered
+from benchmarks.baselines.streaming import Steered, all_compute
 from benchmarks.quality import FORCED_TOKENS, divergence
-from benchmarks.stream.costs import Measured
-from benchmarks.stream.modes import LEVEL, Given, Mode, steering_of
+from benchmarks.stream.costs import LayerTimings
+from benchmarks.stream.modes import LEVEL, Given, StreamMode, steering_of
 from benchmarks.stream.shaped_origin import ShapedOrigin
 from benchmarks.stream.traces import Trace
 from benchmarks.waiting.timeline import LinkCosts
@@ -57,10 +56,10 @@ class _Nothing:
 
 
 @dataclass(frozen=True)
-class Run:
+class StreamRun:
     """One prompt in one way."""
 
-    mode: Mode
+    mode: StreamMode
     ttft_s: float
     bytes: int
     streamed_share: float
@@ -74,7 +73,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ContextSetup:
     """What is asked: a context that is published, and a question behind it."""
 
     engine: Engine
@@ -105,7 +104,7 @@ class Setting:
 class Site:
     """An origin that has the context, behind a shaped link. A context manager."""
 
-    def __init__(self, setting: Setting, folder: Path, levels: Sequence[str]) -> None:
+    def __init__(self, setting: ContextSetup, folder: Path, levels: Sequence[str]) -> None:
         """Computes the context and publishes it; then everything is ready to run."""
         self._setting, self._engine = setting, setting.engine
         self._stack = ExitStack()
@@ -138,7 +137,7 @@ class Site:
         """[chunks, layers] the bytes of each slice."""
         return self._found.sizes(level).astype(np.float64)
 
-    def learn(self, measured: Measured) -> None:
+    def learn(self, measured: LayerTimings) -> None:
         """What computing costs here: schedules are made from it."""
         self._measured = measured
 
@@ -147,7 +146,7 @@ class Site:
         question = len(self._setting.tokens) - self._setting.context_tokens
         return self._measured.costs(self._setting.cells, self.sizes(level), question)
 
-    def run(self, mode: Mode, trace: Trace, local_seconds: float, window_seconds: float) -> Run:
+    def run(self, mode: StreamMode, trace: Trace, local_seconds: float, window_seconds: float) -> StreamRun:
         """Get the prompt in one way, over a link that begins now."""
         sequence = self._setting.open()
         try:
@@ -158,8 +157,8 @@ class Site:
         finally:
             sequence.close()
 
-    def together(self, mode: Mode, count: int, trace: Trace, local_seconds: float) -> tuple[float, float]:
-        """So many at once over one link: how long each took, and which share came, on average. Nobody judges them."""
+    def together(self, mode: StreamMode, count: int, trace: Trace, local_seconds: float) -> tuple[float, float]:
+        """Several prefills at once over one link: the time of each, and the mean streamed share. Nothing is judged."""
         sequences = [self._setting.open() for _ in range(count)]
         self._remote.begin(trace)
         try:
@@ -203,21 +202,21 @@ class Site:
             raise OriginFailed("The origin does not have what was published.")
         return found
 
-    def _plain(self, mode: Mode, sequence: EngineSequence) -> Run:
+    def _plain(self, mode: StreamMode, sequence: EngineSequence) -> StreamRun:
         started = time.perf_counter()
         logits = self._setting.compute(sequence, len(self._setting.tokens), max(1, self._engine.prefill_tokens))
         seconds = time.perf_counter() - started
-        return Run(mode, seconds, 0, 0.0, *self._near(sequence, logits), 0.0, 0.0)
+        return StreamRun(mode, seconds, 0, 0.0, *self._near(sequence, logits), 0.0, 0.0)
 
     def _streamed(
         self,
-        mode: Mode,
+        mode: StreamMode,
         sequence: EngineSequence,
         trace: Trace,
         local_seconds: float,
         window_seconds: float,
         judged: bool = True,
-    ) -> Run:
+    ) -> StreamRun:
         setting, costs = self._setting, self.costs(mode.level or LEVEL)
         with ExitStack() as stack:
             started, since = time.perf_counter(), time.monotonic()
@@ -231,23 +230,23 @@ class Site:
             streaming.since = since
             logits = streaming.run()
             seconds, carried = time.perf_counter() - started, self._remote.carried_bytes
-        told = streaming.report
-        asked = [event for event in told.events if event.chunk == setting.cells.chunks]
-        return Run(
+        outcome = streaming.report
+        asked = [event for event in outcome.events if event.chunk == setting.cells.chunks]
+        return StreamRun(
             mode,
             seconds,
             carried,
-            told.streamed_cells / (setting.cells.chunks * setting.cells.layers),
+            outcome.streamed_cells / (setting.cells.chunks * setting.cells.layers),
             *(self._near(sequence, logits) if judged else (math.nan, math.nan)),
             sum(event.stop - event.start for event in asked),
             find_s,
             streaming.revisions,
-            failed or told.failed,
-            tuple(told.events),
+            failed or outcome.failed,
+            tuple(outcome.events),
         )
 
     def _first(
-        self, mode: Mode, _sequence: EngineSequence, _local_seconds: float, stack: ExitStack
+        self, mode: StreamMode, _sequence: EngineSequence, _local_seconds: float, stack: ExitStack
     ) -> tuple[TransferQueue, str | None]:
         """What brings slices, and why it does not, once it was found."""
         if mode.level is None:
@@ -258,7 +257,7 @@ class Site:
             return TransferQueue(_Nothing()), str(failed)
 
     def _meanwhile(
-        self, mode: Mode, sequence: EngineSequence, local_seconds: float, stack: ExitStack
+        self, mode: StreamMode, sequence: EngineSequence, local_seconds: float, stack: ExitStack
     ) -> tuple[TransferQueue, str | None]:
         """The same while the first chunks are computed, as a session does it."""
         setting, origin, failed = self._setting, self._connected(stack), list[str]()

@@ -1,6 +1,6 @@
 """Bandwidth over time: traces of real links, a few made here, and how they are scaled.
 
-A trace file is a CSV with the columns `time_s,mbps`: so many megabits a second from that moment to the next. A trace
+A trace file is a CSV with the columns `time_s,mbps`: megabits a second from that moment to the next. A trace
 begins again when it is over. What a link is good for depends on how fast the machine beside it computes: a trace is
 scaled so that streaming a context over it takes a chosen multiple of the time that computing it takes.
 """
@@ -63,7 +63,7 @@ class Trace:
         return self._until(self.offset + stop) - self._until(self.offset + start)
 
     def moment(self, start: float, size_bytes: float) -> float:
-        """When so many bytes are through that begin at a moment."""
+        """When a number of bytes that begin at a moment are through."""
         total = float(self._carried[-1])
         wanted = self._until(self.offset + start) + size_bytes
         # A little less, or the last byte before a silence would be taken for the first behind it.
@@ -75,7 +75,7 @@ class Trace:
         return max(start, float(rounds * self.seconds + self._times[place - 1] + rest) - self.offset)
 
     def scaled(self, factor: float) -> Trace:
-        """The same, so many times as fast."""
+        """The same trace, `factor` times as fast."""
         return Trace(self.name, self.lengths, self.rates * factor, self.offset)
 
     def at_ratio(self, size_bytes: float, local_seconds: float, ratio: float) -> Trace:
@@ -140,7 +140,7 @@ def _read(path: Path) -> tuple[list[float], list[float]]:
     return times, rates
 
 
-def read_traces(folder: Path, most: int, seed: int) -> list[Trace]:
+def read_traces(folder: Path, max_count: int, seed: int) -> list[Trace]:
     """Traces of a folder, or of its folders in turn, drawn at random; those over which nothing comes are passed over.
 
     Raises `InvalidSetting`.
@@ -155,7 +155,7 @@ def read_traces(folder: Path, most: int, seed: int) -> list[Trace]:
     ]
     found: list[Trace] = []
     for path in turns:
-        if len(found) == most:
+        if len(found) == max_count:
             break
         if any(_read(path)[1]):
             found.append(read_trace(path))

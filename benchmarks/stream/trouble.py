@@ -19,25 +19,25 @@ from typing import Any
 import numpy as np
 
 from benchmarks.base import Advance
-from benchmarks.stream.costs import Measured
-from benchmarks.stream.modes import LEVEL, Mode
-from benchmarks.stream.site import Setting, Site
+from benchmarks.stream.costs import LayerTimings
+from benchmarks.stream.modes import LEVEL, StreamMode
+from benchmarks.stream.site import ContextSetup, Site
 from benchmarks.stream.traces import Trace, made_trace
 
 KINDS = ("refused", "slow", "dies", "damaged")
 _SLOW, _ALIVE = 50.0, 0.15  # times computing takes; the share of it after which a link dies
 _ROUNDS = 3
-_LOCAL, _OURS = Mode("plain"), Mode("ours", LEVEL)
+_LOCAL, _OURS = StreamMode("plain"), StreamMode("ours", LEVEL)
 
 
 @dataclass(frozen=True)
 class Trouble:
     """The same prompt over every kind of origin."""
 
-    setting: Setting
+    setting: ContextSetup
     site: Site
     folder: Path
-    measured: Measured
+    measured: LayerTimings
     local_seconds: float
     advance: Advance
 

@@ -18,23 +18,212 @@ import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+import zstandard
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.waiting.frames import check_frame, expand_into
-from benchmarks.waiting.pile import Pile, pile_of
 from rekindle.codec import quantized
 from rekindle.codec.coder import SAME_LAYER
-from rekindle.codec.packing import TABLES
-from rekindle.codec.quantized import Coded, Kind, describe, locate_parts
+from rekindle.codec.packing import LARGEST_RATIO, TABLES
+from rekindle.codec.quantized import Coded, CodedLayout, Kind, describe, locate_parts
 from rekindle.codec.quantizer import steps_of
 from rekindle.core.kv import LayerKv, LayerSpec, Span
 from rekindle.engine.hf.sequence import TORCH_TYPE
+
+
+class Tables:
+    """Small arrays that travel together."""
+
+    def __init__(self, arrays: Mapping[str, NDArray[np.int64]]) -> None:
+        self._shapes = {name: array.shape for name, array in arrays.items()}
+        self.joined = np.concatenate([array.reshape(-1) for array in arrays.values()]).astype(np.int64)
+
+    def on_device(self, raw: Tensor) -> dict[str, Tensor]:
+        """The arrays, from the bytes that begin with them."""
+        numbers = raw[: self.joined.nbytes].view(torch.int64)
+        found, start = {}, 0
+        for name, shape in self._shapes.items():
+            stop = start + math.prod(shape)
+            found[name], start = numbers[start:stop].view(shape), stop
+        return found
+
+
+@dataclass(frozen=True)
+class FrameRun:
+    """Frames beside each other that are unpacked alike."""
+
+    per_byte: int
+    half: int
+    tokens: int
+    frames: slice
+    symbols: slice
+    codes: slice
+
+
+@dataclass(frozen=True, eq=False)
+class Pile:
+    """What a batch is, decompressed: `tables | symbols, frames that are alike together | side numbers, layer by layer`.
+
+    Side numbers are low bytes, then high bytes, of each layer. Places are counted from where the symbols start.
+    """
+
+    coded: Coded
+    counts: tuple[int, int]  # layers, groups
+    kept: slice  # of the tokens of all groups
+    frames: NDArray[np.int64]  # see `expand_into`
+    runs: tuple[FrameRun, ...]
+    tables: Tables
+    size_bytes: int
+    codes: int
+    strays: int
+    side_numbers: int
+
+
+def pile_of(places: CodedLayout, span: Span | None) -> Pile:
+    """The pile of the groups that hold tokens of `span`, all by default."""
+    coded, shape = places.coded, places.coded.shape
+    groups = coded.groups_of(span)
+    own = slice(groups.start, groups.stop)
+    tokens = np.array([len(coded.group(number)) for number in groups])
+    first = 0 if span is None else span.start - groups.start * coded.group_tokens
+    kept = slice(first, first + (coded.tokens if span is None else len(span)))
+
+    layers, strays = len(places.sides), places.strays[:, own]
+    totals = places.side_starts[:, -1]
+    before = np.cumsum(totals) - totals  # side numbers of the layers before
+    keys_at = places.side_starts[:, :-1][:, own] + before[:, None]  # [layers, groups]
+    values_at = keys_at + 2 * shape.kv_heads * shape.key_dim
+    centres_at = values_at + shape.kv_heads * tokens
+    strays_at = centres_at + shape.kv_heads * shape.value_dim + 1
+
+    layer, group, half = (axis.reshape(-1) for axis in np.indices(strays.shape))
+    dense = places.per_byte[:, own].reshape(-1)
+    order = np.lexsort((layer, half, tokens[group], dense))
+    layer, group, half, dense = layer[order], group[order], half[order], dense[order]
+    sizes = -(-shape.kv_heads * tokens[group] * np.array([shape.key_dim, shape.value_dim])[half] // dense)
+    symbol_stops, code_stops = np.cumsum(sizes), np.cumsum(sizes * dense)
+    stray_counts = strays.reshape(-1)[order]
+    stray_starts = np.stack([strays_at, strays_at + strays[..., 0]], axis=-1).reshape(-1)[order]
+    stray_starts -= np.cumsum(stray_counts) - stray_counts
+    planes = int(symbol_stops[-1]) + 2 * before
+    tables = Tables(
+        {
+            "layer": layer,
+            "group": group,
+            "tokens": tokens,
+            "keys_at": keys_at,
+            "values_at": values_at,
+            "centres_at": centres_at,
+            "side_counts": totals,
+            "planes": np.stack([planes - before, planes - before + totals], axis=1),
+            "stray_counts": stray_counts,
+            "strays": np.stack([stray_starts, code_stops - sizes * dense, code_stops], axis=1),
+        }
+    )
+    head = tables.joined.nbytes
+    symbols = np.column_stack([layer, places.frames[:, own].reshape(-1, 2)[order], head + symbol_stops - sizes, sizes])
+    aside = np.column_stack([np.arange(layers), places.sides, head + planes, 2 * totals])
+    return Pile(
+        coded=coded,
+        counts=(layers, len(groups)),
+        kept=kept,
+        frames=np.concatenate([symbols, aside]),
+        runs=_runs(np.column_stack([dense, half, tokens[group]]), symbol_stops, code_stops),
+        tables=tables,
+        size_bytes=head + int(symbol_stops[-1]) + 2 * int(totals.sum()),
+        codes=int(code_stops[-1]),
+        strays=int(stray_counts.sum()),
+        side_numbers=int(totals.sum()),
+    )
+
+
+def _runs(kinds: NDArray[Any], symbol_stops: NDArray[Any], code_stops: NDArray[Any]) -> tuple[FrameRun, ...]:
+    """The runs of frames of equal kinds: density, half, tokens."""
+    changes = np.flatnonzero((kinds[1:] != kinds[:-1]).any(1)) + 1
+    edges = [0, *changes.tolist(), len(kinds)]
+    symbols, codes = np.concatenate([[0], symbol_stops]).tolist(), np.concatenate([[0], code_stops]).tolist()
+    found = []
+    for a, b in pairwise(edges):
+        per_byte, half, tokens = kinds[a].tolist()
+        found.append(
+            FrameRun(per_byte, half, tokens, slice(a, b), slice(symbols[a], symbols[b]), slice(codes[a], codes[b]))
+        )
+    return tuple(found)
+
+
+def check_frame(frame: memoryview, size: int) -> None:
+    """Raises `ValueError` unless a frame says that it holds `size` bytes, can, and ends where it should: before
+    memory is taken for it."""
+    try:
+        reported, header = zstandard.frame_content_size(frame), zstandard.frame_header_size(frame)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"a frame is damaged: {error}") from error
+    if reported != size or size > len(frame) * LARGEST_RATIO:
+        raise ValueError(f"a frame holds {reported} bytes instead of {size}")
+    if _end_of(frame, header) != len(frame):
+        raise ValueError("a frame does not end where it should")
+
+
+def _end_of(frame: memoryview, at: int) -> int | None:
+    """Where a frame ends whose blocks begin at `at`; None if that is nowhere. A frame of ours has no checksum."""
+    if frame[4] & 4:
+        return None
+    while at + 3 <= len(frame):
+        block = int.from_bytes(frame[at : at + 3], "little")  # whether it is the last, 2 bits of type, the size
+        at += 3 + (1 if block & 6 == 2 else block >> 3)  # one byte repeated: the size is that of the content
+        if block & 1:
+            return at
+    return None
+
+
+def expand_into(sources: Sequence[bytes], frames: NDArray[np.int64], target: memoryview, threads: int) -> None:
+    """Decompress many frames, several at a time, each to its place in `target`.
+
+    frames   [n, 5]: the source of each, where it starts there, its bytes, where its content starts in `target`, and
+             the bytes of that
+
+    Raises `ValueError` if one is damaged or holds another number of bytes; all that was begun is then over.
+    """
+    views, rows = [memoryview(source) for source in sources], iter(frames.tolist())
+    workers = min(threads, len(frames))
+    if workers <= 1:
+        _expand_rows(views, rows, target)
+        return
+    # All take from one list, so that none is left with more than the others. The C code lets go of Python's lock.
+    works = [_pool(threads).submit(_expand_rows, views, rows, target) for _ in range(workers)]
+    errors = [error for work in works if (error := work.exception()) is not None]
+    if errors:
+        raise errors[0]
+
+
+def _expand_rows(views: Sequence[memoryview], rows: Iterator[list[int]], target: memoryview) -> None:
+    """Decompress until there is none left. Straight into the target: copied there, it would take Python's lock."""
+    decompressor = zstandard.ZstdDecompressor()
+    try:
+        for source, start, length, place, size in rows:
+            frame = views[source][start : start + length]
+            check_frame(frame, size)
+            if decompressor.stream_reader(frame).readinto(target[place : place + size]) != size:
+                raise ValueError("a frame ends early")
+    except zstandard.ZstdError as error:
+        raise ValueError(f"a frame is damaged: {error}") from error
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="rekindle-expand")
+
+
+if hasattr(os, "register_at_fork"):  # a child has none of the threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
 
 _BATCH_NUMBERS = 1 << 25  # restored at a time: each takes some 20 bytes on the device until it is done
 _MAX_THREADS = 16
@@ -75,7 +264,7 @@ def unpack(
 
     `anchor` is what they are differences from, cut to `span`: on the device, or in memory of the host, which a CUDA
     device reads meanwhile if it is pinned. Everything is there when this returns. Raises `ValueError` for damaged
-    bytes, for an anchor that is missing or cannot be theirs, and if `out` is of another shape or type; what stands in
+    bytes, for an anchor that is missing or cannot be theirs, and if `out` is of another shape or type; what is in
     `out` is then undefined.
     """
     if len(layers) != len(out) or (anchor is not None and len(anchor) != len(out)):
@@ -104,13 +293,13 @@ def cut_batches(
     span: Span | None = None,
 ) -> Iterator[Batch]:
     """The layers in their order, those together that are coded alike, but not too many. Raises as `unpack` does."""
-    found: list[_Layer] = []
+    found: list[_CodedLayer] = []
     for index, data in enumerate(layers):
         below = None if anchor is None else anchor[index]
-        layer = _Layer(data, _describe(data, below), out[index], below)
+        layer = _CodedLayer(data, _describe(data, below), out[index], below)
         layer.check(span)
-        most = _BATCH_NUMBERS // max(1, layer.out.keys.numel() + layer.out.values.numel())
-        if found and (layer.kind != found[0].kind or len(found) >= most):
+        max_count = _BATCH_NUMBERS // max(1, layer.out.keys.numel() + layer.out.values.numel())
+        if found and (layer.kind != found[0].kind or len(found) >= max_count):
             yield Batch(found, span)
             found = []
         found.append(layer)
@@ -130,7 +319,7 @@ def _describe(data: bytes, anchor: AnchorKv | None) -> Coded | None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Layer:
+class _CodedLayer:
     """A coded layer, where it goes, and what it is a difference from."""
 
     data: bytes
@@ -199,7 +388,7 @@ class Copies:
 class Batch:
     """Layers that are coded alike: `decompress`, then `restore`."""
 
-    def __init__(self, layers: Sequence[_Layer], span: Span | None) -> None:
+    def __init__(self, layers: Sequence[_CodedLayer], span: Span | None) -> None:
         self._layers = layers
         self._pile = None
         if layers[0].coded is not None:
@@ -321,8 +510,8 @@ def _codes(
     # Those that are strays, one more than there should be: nobody has to wait for how many there are.
     strays = torch.nonzero_static(flat == _STRAY, size=pile.strays + 1, fill_value=-1)[:, 0]
     surplus, found = strays[-1], strays[:-1]
-    told = torch.repeat_interleave(tables["strays"], tables["stray_counts"], 0, output_size=pile.strays)
-    number, start, stop = told.unbind(1)  # of the side, less the strays before; of the codes of the frame
+    stray_table = torch.repeat_interleave(tables["strays"], tables["stray_counts"], 0, output_size=pile.strays)
+    number, start, stop = stray_table.unbind(1)  # of the side, less the strays before; of the codes of the frame
     sound = ((found >= start) & (found < stop)).all() & (surplus < 0)
     flat[found.clamp(min=0)] = side[number + torch.arange(pile.strays, device=body.device)]
 

@@ -44,7 +44,7 @@ def exact(costs: LinkCosts, max_seconds: float = 60.0) -> Exact:
         program.objective,
         constraints=program.constraints,
         integrality=program.integrality,
-        bounds=Bounds(0.0, program.most),
+        bounds=Bounds(0.0, program.upper_bounds),
         options={"mip_rel_gap": _GAP, "time_limit": max_seconds},
     )
     if not answer.success:
@@ -80,8 +80,8 @@ class _Program:
         self.objective[self._end] = 1.0
         self.integrality = np.zeros(self._end + 1)
         self.integrality[:cells] = 1
-        self.most = np.ones(self._end + 1)
-        self.most[self._end] = np.inf
+        self.upper_bounds = np.ones(self._end + 1)
+        self.upper_bounds[self._end] = np.inf
         self._prefixes()
         self._needs()
         for seconds in (costs.link_seconds, costs.decode_seconds):

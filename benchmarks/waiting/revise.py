@@ -1,6 +1,6 @@
 """A schedule of computing and streaming, changed while it runs: no link is what it was expected to be.
 
-Whoever runs a schedule asks after each step, and now and then while only the link works. Work moves when a lane is
+A schedule is revised after each step, and now and then while only the link works. Work moves when a lane is
 about to run dry, or would wait, not sooner: what is decided later is decided knowing more.
 """
 
@@ -18,7 +18,7 @@ _WAITS = 0.02  # the share of the time left that the next step may wait for the 
 
 
 def revise(schedule: Schedule, progress: Progress, costs: LinkCosts, max_cells: int | None = None) -> Schedule:
-    """The schedule for what is left, changed where that is sooner by what is known now. Pure.
+    """The schedule for the remaining work, changed where current measurements make that faster. Pure.
 
     Cells move from the tail of the slower lane to the other, `max_cells` at a time, two chunks' if nobody says. What
     was computed, has come or flies stays. Only a dead link is not bounded, one that takes longer for a slice than
@@ -74,23 +74,23 @@ def _work(task: SearchTask, depths: Depths) -> float:
     return float(steps.sum()) + task.progress.compute_busy_seconds
 
 
-def _tries(task: SearchTask, depths: Depths, numbers: list[int], timeline: Timeline, most: int) -> list[Depths]:
+def _tries(task: SearchTask, depths: Depths, numbers: list[int], timeline: Timeline, max_count: int) -> list[Depths]:
     """What could be done instead, if anything has to be done now."""
     costs, waiting = task.costs, np.flatnonzero(depths)
     computing = _work(task, depths)
     carrying = task.progress.link_busy_seconds + float(task.slice_seconds.ravel()[numbers].sum())
     soon = _SOON * float(costs.depth_seconds[waiting[0] if len(waiting) else 0, -1])
-    tries = _freed(task, depths, timeline, most)
+    tries = _freed(task, depths, timeline, max_count)
     if computing + costs.question_seconds.sum() > carrying:
-        return tries + (_less(task, depths, most) if carrying < soon else [])
-    return tries + (_more(task, depths, numbers, most) if computing < soon else [])
+        return tries + (_less(task, depths, max_count) if carrying < soon else [])
+    return tries + (_more(task, depths, numbers, max_count) if computing < soon else [])
 
 
-def _less(task: SearchTask, depths: Depths, most: int) -> list[Depths]:
+def _less(task: SearchTask, depths: Depths, max_count: int) -> list[Depths]:
     """Ever less to compute, from the tail of the compute lane: the top of the last step first."""
     tries, moved, now = [], 0, depths.copy()
     for chunk in np.flatnonzero(depths)[::-1]:
-        while now[chunk] and moved < most:
+        while now[chunk] and moved < max_count:
             now = now.copy()
             now[chunk] -= 1
             moved += 1
@@ -99,7 +99,7 @@ def _less(task: SearchTask, depths: Depths, most: int) -> list[Depths]:
     return tries
 
 
-def _more(task: SearchTask, depths: Depths, numbers: list[int], most: int) -> list[Depths]:
+def _more(task: SearchTask, depths: Depths, numbers: list[int], max_count: int) -> list[Depths]:
     """Ever more to compute, from the tail of the link; chunks that would be computed again come last."""
     tries, moved, now = [], 0, depths.copy()
     cells = [divmod(number, task.costs.layers) for number in reversed(numbers)]
@@ -107,7 +107,7 @@ def _more(task: SearchTask, depths: Depths, numbers: list[int], most: int) -> li
         if layer < now[chunk]:
             continue
         moved += int(task.missing[chunk, now[chunk] : layer + 1].sum())
-        if moved > most:
+        if moved > max_count:
             break
         now = now.copy()
         now[chunk] = layer + 1
@@ -115,7 +115,7 @@ def _more(task: SearchTask, depths: Depths, numbers: list[int], most: int) -> li
     return tries
 
 
-def _freed(task: SearchTask, depths: Depths, timeline: Timeline, most: int) -> list[Depths]:
+def _freed(task: SearchTask, depths: Depths, timeline: Timeline, max_count: int) -> list[Depths]:
     """If a step would wait long for the link: it ends where it would wait, or what it waits for is computed, ever more
     of the chunks before it."""
     layers = np.arange(task.costs.layers)
@@ -135,4 +135,4 @@ def _freed(task: SearchTask, depths: Depths, timeline: Timeline, most: int) -> l
         now[before] = needed[before]
         tries.append(now)
     held = task.missing & (layers < depths[:, None])
-    return [t for t in tries if (held ^ (task.missing & (layers < t[:, None]))).sum() <= most]
+    return [t for t in tries if (held ^ (task.missing & (layers < t[:, None]))).sum() <= max_count]

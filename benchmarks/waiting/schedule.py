@@ -52,7 +52,7 @@ def bidirectional(costs: LinkCosts) -> Schedule:
 
 
 def whole(costs: LinkCosts, front: int) -> Schedule:
-    """So many whole chunks computed, the others streamed from the back, each from its lowest layer."""
+    """A number of whole chunks computed, the others streamed from the back, each from its lowest layer."""
     split = Split(costs.layers, (costs.layers,) * front + (0,) * (costs.chunks - front))
     numbers = np.arange(front * costs.layers, costs.chunks * costs.layers).reshape(-1, costs.layers)
     order = TransferOrder(costs.layers, tuple(numbers[::-1].ravel().tolist()))
@@ -112,7 +112,7 @@ def _doubling(chunks: int) -> list[int]:
 
 
 def _behind(edges: Edges, front: int) -> Edges:
-    """The same edges, but those of so many chunks come first, chunk by chunk, and what rewards about alike goes from
+    """The same edges, but those of the first chunks come first, chunk by chunk, and what rewards about alike goes from
     the front as well: a chunk that is computed as a whole keeps nobody waiting."""
     reward = np.round(np.log(np.maximum(edges.spares / np.maximum(edges.work, _TINY), _TINY)) / _ALIKE)
     order = np.lexsort((edges.depth, edges.chunk, -reward, np.minimum(edges.chunk, front)))

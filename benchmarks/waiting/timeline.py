@@ -129,7 +129,7 @@ class SearchTask(RemainingWork):
         return np.concatenate([work, question], axis=-2), np.concatenate([whole, np.ones(shape, bool)], axis=-2)
 
     def estimate(self, depths: Depths) -> Seconds:
-        """As ever; with decoding all slices are taken to be alike."""
+        """As without decoding; with it all slices are taken to be alike."""
         if not self._tail:
             return super().estimate(depths)
         later = replace(self.progress, link_busy_seconds=self.progress.link_busy_seconds + self._tail)

@@ -20,11 +20,11 @@ def write_json(path: Path, value: Any, indent: int | None = None) -> None:
 
 
 class JsonMemo:
-    """Values by name in one file, at most `most` of them: the oldest go first."""
+    """Values by name in one file, at most `max_entries` of them: the oldest go first."""
 
-    def __init__(self, path: Path, most: int) -> None:
+    def __init__(self, path: Path, max_entries: int) -> None:
         self._path = path
-        self._most = most
+        self._max_entries = max_entries
 
     def recall(self, name: str) -> Any:
         """The value of that name; None if there is none, or the file is gone or damaged."""
@@ -35,7 +35,7 @@ class JsonMemo:
         known = self._load()
         known.pop(name, None)
         known[name] = value
-        self._save(dict(list(known.items())[-self._most :]))
+        self._save(dict(list(known.items())[-self._max_entries :]))
 
     def forget(self, name: str) -> None:
         self._save({other: value for other, value in self._load().items() if other != name})

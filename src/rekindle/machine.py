@@ -1,8 +1,10 @@
-"""A description of this machine."""
+"""This machine: what it has, and the folders where Rekindle keeps things on it."""
 
 from __future__ import annotations
 
+import os
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +29,57 @@ def _processor() -> str:
             if line.startswith(("model name", "Hardware")):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def home_folder() -> Path:
+    """The folder of everything Rekindle keeps: `REKINDLE_HOME`, else `rekindle` in the user's cache folder."""
+    if chosen := os.environ.get("REKINDLE_HOME"):
+        return Path(chosen).expanduser()
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg).expanduser() / "rekindle"
+    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
+        return Path(local) / "rekindle"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "rekindle"
+    return Path.home() / ".cache" / "rekindle"
+
+
+def data_folder() -> Path:
+    """The folder of what cannot be computed again: `REKINDLE_HOME`, else `rekindle` in the user's folder of data.
+
+    Never a cache folder: those are skipped by backups and emptied by people and programs.
+    """
+    if chosen := os.environ.get("REKINDLE_HOME"):
+        return Path(chosen).expanduser()
+    if xdg := os.environ.get("XDG_DATA_HOME"):
+        return Path(xdg).expanduser() / "rekindle"
+    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
+        return Path(local) / "rekindle-data"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "rekindle"
+    return Path.home() / ".local" / "share" / "rekindle"
+
+
+def cache_folder() -> Path:
+    """Where KV is kept unless another folder is named."""
+    return home_folder() / "cache"
+
+
+def models_folder() -> Path:
+    """Where pulled models live, one folder each."""
+    return home_folder() / "models"
+
+
+def config_folder() -> Path | None:
+    """Where the user's own `rekindle.toml` is looked for: `rekindle` in the user's folder of settings.
+
+    None: this user has no home.
+    """
+    if xdg := os.environ.get("XDG_CONFIG_HOME"):
+        return Path(xdg).expanduser() / "rekindle"
+    if sys.platform == "win32" and (roaming := os.environ.get("APPDATA")):
+        return Path(roaming) / "rekindle"
+    try:
+        return Path.home() / ".config" / "rekindle"
+    except RuntimeError:  # a user without an entry in the system's list, as in some containers
+        return None

@@ -12,13 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.baselines.unguarded import unguard
+from benchmarks.answers.ways import unguard
 from rekindle.answers.bank import DRAFT_SIMILARITY, AnswerBank, AnswerText, BankEntry, BankLookup, BankQuestion
 from rekindle.core.keys import token_bytes
 from rekindle.knowledge.library import Library
-from rekindle.knowledge.retrieve import Retrieval, Retriever
+from rekindle.knowledge.retrieve import Floats, Retrieval, Retriever, VectorIndex, to_stored
 from rekindle.knowledge.schema import MIGRATIONS
-from rekindle.knowledge.vectors import Floats, VectorIndex, to_stored
 from rekindle.store.catalog.schema import APPLICATION_ID
 from tests.knowledge.conftest import DIMENSIONS, cut, library, vector
 
@@ -217,14 +216,17 @@ def test_history_open_and_counts(bank: AnswerBank, known: Library) -> None:
     assert [entry.question for entry in bank.history(1)] == ["Who lights the lamp?"]
     bank.keep(asked(known, COST), None)  # asked again
     assert [entry.question for entry in bank.history(9)] == ["Who lights the lamp?", COST]
-    assert [entry.question for entry in bank.entries(where=WAITING, most=9)] == ["Who lights the lamp?", WHERE_LAMP]
+    assert [entry.question for entry in bank.entries(where=WAITING, max_count=9)] == [
+        "Who lights the lamp?",
+        WHERE_LAMP,
+    ]
     known.put([cut("ferry", "The ferry to Ormund costs twelve crowns.", seed=201)], "e")
-    assert [entry.question for entry in bank.entries(where=WAITING, most=9)] == [
+    assert [entry.question for entry in bank.entries(where=WAITING, max_count=9)] == [
         COST,
         "Who lights the lamp?",
         WHERE_LAMP,
     ]
-    assert len(bank.entries(where=WAITING, most=1)) == 1
+    assert len(bank.entries(where=WAITING, max_count=1)) == 1
     counts = bank.counts()
     assert (counts["questions"], counts["fresh"], counts["open"], counts["stale"]) == (3, 0, 2, 1)
     assert counts["bytes"] > 3 * 256
@@ -250,7 +252,7 @@ def test_removing_takes_some_or_all(bank: AnswerBank, known: Library) -> None:
 
 def test_an_empty_bank_knows_nothing(bank: AnswerBank, known: Library, tmp_path: Path) -> None:
     assert look(bank, asked(known, COST)) == BankLookup()
-    assert bank.entries(where=WAITING, most=5) == bank.history(5) == [] and bank.counts()["bytes"] == 0
+    assert bank.entries(where=WAITING, max_count=5) == bank.history(5) == [] and bank.counts()["bytes"] == 0
 
 
 # -- documents that change
@@ -316,7 +318,7 @@ def test_answers_that_are_out_of_date_are_found_when_idle(bank: AnswerBank, know
     known.put([cut("prices", "Ferry: cost. What does the ferry cost? Ferry cost: nine crowns.", seed=400)], "e")
     assert bank.mark_stale(finding(known)) == 1  # type: ignore[arg-type]
     assert bank.mark_stale(finding(known)) == 0  # type: ignore[arg-type]
-    assert [entry.question for entry in bank.entries(where=WAITING, most=9)] == [COST]
+    assert [entry.question for entry in bank.entries(where=WAITING, max_count=9)] == [COST]
 
 
 def test_an_answer_whose_document_changed_while_it_was_written_is_not_kept(bank: AnswerBank, known: Library) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.apps.state import APP_STATES, LIFECYCLE, AppState, state_of
+from rekindle.apps import LIFECYCLE, state_of
 from rekindle.core.request import Request
-from rekindle.core.scope import Asker, Scope
+from rekindle.core.scope import APP_STATES, AppRef, AppState, Scope
 from rekindle.errors import InvalidSetting
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "apps.md"
@@ -56,8 +56,8 @@ def test_the_page_has_the_whole_table() -> None:
 
 def test_a_request_says_who_asks() -> None:
     request = Request.of("text", app="mail", app_state="background")
-    assert request.asker(Scope("somebody")) == Asker("somebody", "mail", "background")
-    assert Request.of("text").asker("somebody") is None
+    assert request.app_ref(Scope("somebody")) == AppRef("somebody", "mail", "background")
+    assert Request.of("text").app_ref("somebody") is None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rekindle.apps.registry import Apps, list_apps, mark_ended, process_name, wait_for_end, watch_process
+from rekindle.apps import Apps, list_apps, mark_ended, process_name, wait_for_end, watch_process
 from rekindle.core.scope import Scope
 from rekindle.errors import CacheUnusable, InvalidSetting
 from rekindle.store.catalog import app_rows

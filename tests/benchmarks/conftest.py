@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.baselines import policies
 from rekindle.store import disk_space, tiered
-from rekindle.store.evict.policy import POLICIES
+from rekindle.store.evict import POLICIES
 
 
 @pytest.fixture

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.adapters.data import Event, Usage, made_up_usage, read_adapters, read_material
+from benchmarks.adapters.data import AppUsage, Event, made_up_usage, read_adapters, read_material
 from benchmarks.adapters.workload import (
     CONTEXTS,
     EXPONENT,
     SCENARIOS,
     TURN_TOKENS,
-    Context,
+    AppWorkload,
     Scenario,
-    Workload,
+    WorkloadContext,
     make_contexts,
     make_workload,
     most_used,
@@ -35,7 +35,7 @@ def texts(count: int, first: int) -> list[list[int]]:
     return [[first + 1000 * number + at for at in range(90)] for number in range(count)]
 
 
-def workload(seed: int = 0, scenario: Scenario = SCENARIOS[0], requests: tuple[int, int] = (12, 24)) -> Workload:
+def workload(seed: int = 0, scenario: Scenario = SCENARIOS[0], requests: tuple[int, int] = (12, 24)) -> AppWorkload:
     random = np.random.default_rng(seed)
     contexts = make_contexts(texts(6, 10_000), texts(6, 50_000), scenario.input_tokens, CONTEXTS, random)
     return make_workload(scenario, ADAPTERS, contexts, INSTRUCTIONS, USAGE, requests, random)
@@ -79,8 +79,8 @@ def test_adapters_answer_by_the_law() -> None:
 def test_apps_ask_in_the_order_in_which_they_came_up() -> None:
     events = [Event(1, "mail", "foreground"), Event(2, "mail", "background"), Event(3, "notes", "foreground")]
     events += [Event(4, "chat", "foreground"), Event(5, "mail", "killed"), Event(6, "chat", "background")]
-    usage = Usage("short", tuple(events))
-    contexts = [Context("writing", tuple(range(100)))]
+    usage = AppUsage("short", tuple(events))
+    contexts = [WorkloadContext("writing", tuple(range(100)))]
     random = np.random.default_rng(0)
     found = make_workload(Scenario("S", 3, 64), ["one"], contexts, INSTRUCTIONS, usage, (0, 9), random)
     asked = [ask.app for ask in found.asks]
@@ -104,7 +104,7 @@ def test_the_most_used_apps_ask() -> None:
 
 
 def test_a_conversation_grows_and_a_document_does_not() -> None:
-    spoken, written = (Context(kind, tuple(range(300))) for kind in ("conversation", "writing"))
+    spoken, written = (WorkloadContext(kind, tuple(range(300))) for kind in ("conversation", "writing"))
     lengths = [len(visible(spoken, 240, visits)) for visits in range(6)]
     assert lengths == [120, 120 + TURN_TOKENS, 120 + 2 * TURN_TOKENS, 120 + 3 * TURN_TOKENS, 240, 240]
     assert {len(visible(written, 240, visits)) for visits in range(6)} == {240}
@@ -121,7 +121,7 @@ def test_contexts_are_of_both_kinds_and_differ_at_once() -> None:
 
 
 def test_the_working_set_counts_each_adapters_tokens_once() -> None:
-    contexts = [Context("writing", tuple(range(100)))]
+    contexts = [WorkloadContext("writing", tuple(range(100)))]
     found = make_workload(
         Scenario("S", 1, 64), ["one"], contexts, [(200,), (201,)], USAGE, (0, 40), np.random.default_rng(0)
     )
@@ -162,7 +162,7 @@ def test_a_data_folder_is_read_by_the_form_of_its_records(tmp_path: Path) -> Non
     found = read_material(tmp_path, 0)
     assert found.conversations == ("User: Hello?\nAssistant: Hello.",) and found.documents == ("It rained.",)
     (usage,) = found.usages
-    assert usage == Usage("one", (Event(1.0, "Mail", "foreground"), Event(2.0, "Mail", "killed")))
+    assert usage == AppUsage("one", (Event(1.0, "Mail", "foreground"), Event(2.0, "Mail", "killed")))
     assert not found.reasons
 
 

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.chunks.endurance import slope
-from benchmarks.chunks.prompts import held
+from benchmarks.chunks.modes import held
 from benchmarks.quality import best_f1
 from rekindle.session.calibrate.budget import TriedBudget, min_budget
 from rekindle.session.calibrate.prompts import PASSAGES, read_questions

@@ -15,10 +15,9 @@ from benchmarks.adapters import shape as delta_shape
 from benchmarks.base import BenchOptions
 from benchmarks.waiting import device_decoder as module
 from benchmarks.waiting.device_decoder import LayerTensors, can_unpack, unpack
-from rekindle.codec.bits import BitPlan, LayerBits
 from rekindle.codec.coder import SAME_LAYER, Coder
-from rekindle.codec.dtypes import FLOAT_TYPES, narrow
 from rekindle.codec.quantized import locate_parts
+from rekindle.codec.quantizer import FLOAT_TYPES, BitPlan, LayerBits, narrow
 from rekindle.core.kv import KvType, LayerKv, Span
 from rekindle.engine.hf.sequence import TORCH_TYPE, raw_view
 from tests.codec.arrays import decode, self_described

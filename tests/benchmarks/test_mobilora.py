@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.baselines import mobilora
 from benchmarks.baselines.mobilora import PublishedCoder
 from rekindle.codec.coder import SAME_LAYER
-from rekindle.codec.dtypes import FLOAT_TYPES, widen
+from rekindle.codec.quantizer import FLOAT_TYPES, widen
 from rekindle.core.kv import KvType, LayerKv, LayerShape, Span
 from rekindle.engine.fake import FakeEngine
 from tests.codec.arrays import SEEDS, SHAPES, SOME, TOKENS, any_bits, same_bits, smooth

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.store.disk import Machine
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
-from tests.kvs import SHELF, keep
-from tests.store import test_limits
-from tests.store.evict import test_apps as test_evict_apps
-from tests.store.evict.test_apps import ask, opened
+from tests.kvs import KV_SPACE, keep
+from tests.store import test_evict_apps, test_limits
+from tests.store.test_evict_apps import ask, opened
 from tests.store.test_limits import LOG_BYTES, Clock, prompt
 
 NAMES = ["weighted-lru", "lfu", "mobilora"]
@@ -54,8 +53,8 @@ def test_lfu_keeps_what_is_used_often_and_lru_what_was_used_last(tmp_path: Path,
                 keep(store, prompt(number))
             for number in (0, 0, 0, 1):
                 clock.now += 10
-                store.record_use(store.lookup(SHELF, prompt(number)))
-            store.tend()
+                store.record_use(store.lookup(KV_SPACE, prompt(number)))
+            store.maintain()
             size = store.disk.entries()[0].size_bytes
             store.disk.room.prune(2 * size + store.disk.database.size_bytes() - 1)
             left[policy] = test_limits.known(store, 2)
@@ -69,11 +68,11 @@ def test_mobilora_refuses_what_is_worth_less_than_all_that_could_go(tmp_path: Pa
         with opened(tmp_path / policy, clock, policy, LOG_BYTES + 1_000_000) as store:
             number = 0
             while not store.disk.room.evicted_bytes["new"] and number < 60:
-                ask(store, prompt(number), Asker("local", "notes", "foreground"))
+                ask(store, prompt(number), AppRef("local", "notes", "foreground"))
                 number += 1
             before = test_evict_apps.known(store, *map(prompt, range(number)))
-            first = keep(store, prompt(100, 2560), app=Asker("local", "mail", "background"))
+            first = keep(store, prompt(100, 2560), app=AppRef("local", "mail", "background"))
             stayed = before == test_evict_apps.known(store, *map(prompt, range(number)))
-            second = keep(store, prompt(101, 2560), app=Asker("local", "notes", "foreground"))
+            second = keep(store, prompt(101, 2560), app=AppRef("local", "notes", "foreground"))
             outcomes[policy] = (first.outcome, stayed, second.outcome)
     assert outcomes == {"utility": ("kept", False, "kept"), "mobilora": ("refused", True, "kept")}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.answers import schedule as answer_schedule
-from benchmarks.answers import storage as answer_storage
+from benchmarks.answers.report import measure_storage
 from benchmarks.base import BenchOptions
 from benchmarks.models import load
 from benchmarks.personal import Person, personal_sets
@@ -68,7 +68,7 @@ def test_what_had_to_go_comes_back_when_there_is_room(cases: dict[str, Any]) -> 
 
 def test_with_less_room_less_is_known(engine: Engine, person: Person, folder: Path, cases: dict[str, Any]) -> None:
     assert cases
-    rows = answer_storage.measure(engine, folder / "raised" / "always", [q.text for q in person.questions])
+    rows = measure_storage(engine, folder / "raised" / "always", [q.text for q in person.questions])
     known = [row["known_share"] for row in rows]
     assert [row["share"] for row in rows] == sorted((row["share"] for row in rows), reverse=True)
     assert known == sorted(known, reverse=True) and known[0] > known[-1]

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.answers import bench as answers
-from benchmarks.answers import lanes as answer_lanes
 from benchmarks.answers import report as answer_report
-from benchmarks.answers.lanes import WAYS
+from benchmarks.answers import ways as answer_ways
+from benchmarks.answers.ways import WAYS
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
@@ -29,9 +29,9 @@ GUARD = {
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     plot = tmp_path_factory.mktemp("bench") / "plot.png"
     with pytest.MonkeyPatch.context() as patch:
-        for module in (answer_lanes, answer_report, answers):
+        for module in (answer_ways, answer_report, answers):
             patch.setattr(module, "NEW_TOKENS", 8)
-        patch.setattr(answer_lanes, "TOP_K", 2)
+        patch.setattr(answer_ways, "TOP_K", 2)
         arguments = ["answers", "--quick", "--limit", "2", "--json", "--plot", str(plot)]
         done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output

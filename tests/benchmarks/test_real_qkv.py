@@ -16,7 +16,7 @@ pytestmark = pytest.mark.real
 
 SYSTEM = "You answer questions from the notes that follow, in one short sentence.\n\n"
 GARDEN = "The tomatoes were planted on the third of May, two weeks after the beans. They need water twice a day. " * 3
-BOAT = "The boat is moored in Elm Harbour. Its keys hang behind the kitchen door, beside the old lantern. " * 3
+BOAT = "The boat is moored in Elm Harbour. Its keys hang behind the trials door, beside the old lantern. " * 3
 TRAIN = "The last train home leaves at ten past eleven, from platform four. On Sundays it leaves an hour earlier. " * 3
 REPLY = 16
 

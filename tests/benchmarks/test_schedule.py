@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.baselines.schedules import all_compute, all_stream, fixed
+from benchmarks.baselines.streaming import all_compute, all_stream, fixed
 from benchmarks.waiting.revise import revise, speculate
 from benchmarks.waiting.schedule import bidirectional, greedy
 from benchmarks.waiting.timeline import mask_of, owners, simulate, start

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.baselines.schedules import all_compute, all_stream, fixed
+from benchmarks.baselines.streaming import all_compute, all_stream, fixed
 from benchmarks.waiting.revise import revise, speculate
 from benchmarks.waiting.schedule import bidirectional, greedy
 from benchmarks.waiting.timeline import LinkCosts, SearchTask, Timeline, mask_of, order_of, owners, simulate
@@ -141,8 +141,8 @@ def test_a_revision_touches_nothing_that_is_done_or_under_way(data: st.DataObjec
         (*schedule.split.computed[:begun], *(0,) * (costs.chunks - begun)), frozenset(cells[1:]), tuple(flying)
     )
     now = costs.at(costs.bandwidth * data.draw(st.sampled_from([1e-9, 0.2, 0.5, 1.0, 2.0, 5.0])))
-    most = data.draw(st.integers(1, 12))
-    revised = revise(schedule, progress, now, most)
+    max_count = data.draw(st.integers(1, 12))
+    revised = revise(schedule, progress, now, max_count)
 
     assert (owners(revised, progress) == 1).all()
     assert not set(cells) & set(revised.order)
@@ -151,7 +151,7 @@ def test_a_revision_touches_nothing_that_is_done_or_under_way(data: st.DataObjec
     kept = simulate(schedule.split, left, now, progress).seconds
     assert revised.seconds <= kept * ROUNDING
     moved = set(left.numbers) ^ set(revised.order.numbers)
-    assert len(moved) <= most or not revised.order.numbers
+    assert len(moved) <= max_count or not revised.order.numbers
 
 
 @given(any_costs(decoding=False), st.integers(0, 8))

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.baselines.schedules import all_stream
+from benchmarks.baselines.streaming import all_stream
 from benchmarks.quality import FORCED_TOKENS
 from benchmarks.stream import costs as stream_costs
-from benchmarks.stream.modes import MODES, QUICK_MODES, Given, Meeting, Mode
-from benchmarks.stream.site import Setting, Site
+from benchmarks.stream.modes import MODES, QUICK_MODES, Given, Meeting, StreamMode
+from benchmarks.stream.site import ContextSetup, Site
 from benchmarks.stream.traces import Trace
 from benchmarks.waiting.timeline import LinkCosts, owners, start
 from rekindle.core.cells import Cell, Progress
@@ -61,7 +61,7 @@ def test_a_quick_run_has_every_kind_that_a_bar_is_about() -> None:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     engine = FakeEngine()
     tokens = tuple(3 + (7 * place) % 50 for place in range(CONTEXT + QUESTION))
-    setting = Setting(engine, tokens, CONTEXT)
+    setting = ContextSetup(engine, tokens, CONTEXT)
     with Site(setting, tmp_path_factory.mktemp("origin"), ["raw", "q5"]) as made:
         made.learn(stream_costs.measure(engine, tokens, True, 1, 0, lambda _: None))
         yield made
@@ -71,14 +71,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.mark.parametrize("kind", list(dict.fromkeys(mode.kind for mode in MODES)))
 def test_every_way_gives_the_same_answers_where_nothing_is_lost(site: Site, kind: str) -> None:
     level = None if kind in ("local", "plain") else "raw"
-    run = site.run(Mode(kind, level), steady(2e6), 10.0, 1.0)  # type: ignore[arg-type]
+    run = site.run(StreamMode(kind, level), steady(2e6), 10.0, 1.0)  # type: ignore[arg-type]
     assert run.failed is None and run.kl == pytest.approx(0.0, abs=1e-9) and run.top1 == 1.0
     assert (run.bytes > 0) == (level is not None)
     assert 0.0 <= run.streamed_share <= 1.0 and run.ttft_s > run.question_s
 
 
 def test_what_is_streamed_counts_and_costs_quality_where_something_is_lost(site: Site) -> None:
-    raw, coded = (site.run(Mode("stream", level), steady(2e6), 10.0, 1.0) for level in ("raw", "q5"))
+    raw, coded = (site.run(StreamMode("stream", level), steady(2e6), 10.0, 1.0) for level in ("raw", "q5"))
     assert raw.streamed_share == coded.streamed_share == 1.0
     assert coded.bytes < raw.bytes and coded.kl > raw.kl
     for run, level in ((raw, "raw"), (coded, "q5")):
@@ -89,7 +89,7 @@ def test_what_is_streamed_counts_and_costs_quality_where_something_is_lost(site:
 
 def test_ours_looks_no_longer_for_a_context_than_a_session_would(site: Site) -> None:
     silent = Trace("silent", np.array([1000.0, 1.0]), np.array([0.0, 1e6]))
-    run = site.run(Mode("ours", "raw"), silent, 2.0, 1.0)
+    run = site.run(StreamMode("ours", "raw"), silent, 2.0, 1.0)
     assert run.failed is not None and run.streamed_share == 0 and run.kl == pytest.approx(0.0, abs=1e-9)
 
 

@@ -9,31 +9,33 @@ from hypothesis import strategies as st
 
 from benchmarks.base import Report
 from benchmarks.baselines.predictor import best_model
-from benchmarks.stream.costs import Measured
-from benchmarks.stream.modes import MODES, Mode
-from benchmarks.stream.report import Case, Found, draw, tell
+from benchmarks.stream.costs import LayerTimings
+from benchmarks.stream.modes import MODES, StreamMode
+from benchmarks.stream.report import StreamResults, TraceCase, add_rows, draw
 from benchmarks.stream.schedules import coarse, compare
-from benchmarks.stream.site import Run
+from benchmarks.stream.site import StreamRun
 from benchmarks.stream.traces import made_trace
 from benchmarks.waiting.timeline import LinkCosts
 from rekindle.core.cells import TimelineEvent
 from rekindle.remote.latency import LayerTiming
 
-SKIPPED = Mode("stream", "raw")
+SKIPPED = StreamMode("stream", "raw")
 TIMES = {
     "local": 10.0, "plain": 9.0, "stream q8": 16.0, "stream q5": 10.0, "stream q4": 8.0, "stream q3": 4.0,
     "fixed": 9.0, "fixed-window": 6.5, "bidirectional": 7.0, "ours": 6.0,
 }  # fmt: skip
 
 
-def case(name: str = "step down", ratio: float = 1.0, **other: float) -> Case:
+def case(name: str = "step down", ratio: float = 1.0, **other: float) -> TraceCase:
     times = {**TIMES, **other}
     runs = [
-        Run(mode, times[mode.name], 1000, 0.5, 0.01, 1.0, 0.5, 0.1, events=(TimelineEvent("link", 0, 0, 1, 0.0, 1.0),))
+        StreamRun(
+            mode, times[mode.name], 1000, 0.5, 0.01, 1.0, 0.5, 0.1, events=(TimelineEvent("link", 0, 0, 1, 0.0, 1.0),)
+        )
         for mode in MODES
         if mode != SKIPPED
     ]
-    return Case(made_trace(name, ratio * 5.0, 0), ratio, ratio * 10.0, MODES, runs, {SKIPPED: 65.0})
+    return TraceCase(made_trace(name, ratio * 5.0, 0), ratio, ratio * 10.0, MODES, runs, {SKIPPED: 65.0})
 
 
 def costs(chunks: int = 6, layers: int = 8) -> LinkCosts:
@@ -42,11 +44,11 @@ def costs(chunks: int = 6, layers: int = 8) -> LinkCosts:
     return LinkCosts(compute, compute / 5, np.full((chunks, layers), 1e3), np.full(layers, 2e-3), 1e5)
 
 
-def found(*cases: Case, quick: bool = False) -> Found:
+def found(*cases: TraceCase, quick: bool = False) -> StreamResults:
     samples = tuple(LayerTiming(n, c, 1e-3 + 1e-5 * n + 1e-8 * n * c) for n in (16, 64, 128) for c in (0, 256, 512))
-    measured = Measured(samples, samples, best_model(samples), best_model(samples))
+    measured = LayerTimings(samples, samples, best_model(samples), best_model(samples))
     schedules = compare(costs(), [1e5], lambda _: None)
-    return Found(cases, measured, schedules, (), (), (), 10.0, {"q5": 100}, 640, 24, True, True, True, quick)
+    return StreamResults(cases, measured, schedules, (), (), (), 10.0, {"q5": 100}, 640, 24, True, True, True, quick)
 
 
 def test_the_ideal_is_both_lanes_at_full_speed_until_the_question() -> None:
@@ -63,7 +65,7 @@ def test_a_single_lane_counts_if_its_quality_is_not_below_ours() -> None:
 
 def test_the_report_has_the_fields_and_keeps_what_changes_apart() -> None:
     report = Report("stream")
-    tell(
+    add_rows(
         report, found(case("constant", fixed=6.0, bidirectional=6.0), case("step down"), case("outage", 4.0, ours=5.0))
     )
     fields = report.fields
@@ -81,7 +83,7 @@ def test_the_report_has_the_fields_and_keeps_what_changes_apart() -> None:
 
 def test_what_was_not_measured_is_null_with_a_reason() -> None:
     report = Report("stream")
-    tell(report, found(case("constant"), quick=True))
+    add_rows(report, found(case("constant"), quick=True))
     assert report.fields["vs_fixed_changing"] is None and "no trace" in report.fields["changing_reason"]
     assert "quick" in report.fields["vs_fixed_window_reason"]
 

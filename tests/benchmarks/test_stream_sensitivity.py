@@ -11,7 +11,7 @@ pytest.importorskip("cryptography", reason="part of the crypto extra")
 from benchmarks.stream import costs as stream_costs
 from benchmarks.stream import sensitivity as stream_sensitivity
 from benchmarks.stream.modes import LEVEL
-from benchmarks.stream.site import Setting, Site
+from benchmarks.stream.site import ContextSetup, Site
 from benchmarks.stream.trouble import KINDS, Trouble
 from tests.tiny import tiny_engine
 
@@ -19,7 +19,7 @@ from tests.tiny import tiny_engine
 def test_one_row_for_each_value(tmp_path: Path) -> None:
     engine = tiny_engine("llama")
     tokens = tuple(3 + (7 * place) % 50 for place in range(384 + 8))
-    setting = Setting(engine, tokens, 384)
+    setting = ContextSetup(engine, tokens, 384)
     said: list[str] = []
     measured = stream_costs.measure(engine, tokens[:384], True, 1, 0, said.append)
     with Site(setting, tmp_path / "whole", (LEVEL,)) as site:

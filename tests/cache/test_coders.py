@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.cache.coders import default_coder, recall_coder, remember_coder
-from rekindle.codec.bits import BitPlan, LayerBits
 from rekindle.codec.coder import Coder
+from rekindle.codec.quantizer import BitPlan, LayerBits
 from rekindle.core.kv import LayerKv
 from rekindle.engine.fake import FakeEngine
-from rekindle.settings.folders import home_folder
+from rekindle.machine import home_folder
 from tests.codec.arrays import decode
 
 ENGINE = FakeEngine()

@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rekindle.cli.main import app
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.errors import CacheUnusable, InvalidSetting
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
-from tests.kvs import SHELF, keep
+from tests.kvs import KV_SPACE, keep
 
 ROOMY = StoreSettings(disk_limit="50MB", memory_limit=0)
 
@@ -25,8 +25,8 @@ ROOMY = StoreSettings(disk_limit="50MB", memory_limit=0)
 def folder(tmp_path: Path) -> Path:
     with TieredStore(tmp_path / "c", ROOMY) as store:
         for name, tokens in (("mail", list(range(320))), ("notes", [*range(160), *range(900, 1060)])):
-            keep(store, tokens, app=Asker("local", name))
-            store.record_request(SHELF, tokens, Asker("local", name))
+            keep(store, tokens, app=AppRef("local", name))
+            store.record_request(KV_SPACE, tokens, AppRef("local", name))
     return tmp_path / "c"
 
 
@@ -57,8 +57,8 @@ def test_set_takes_the_names_of_other_systems_and_the_store_heeds_it(folder: Pat
     assert apps(folder, "set", "mail", "onDestroy").stdout == "mail is killed\n"
     assert [row["state"] for row in listed(folder)] == ["killed", "foreground"]
     with TieredStore(folder, StoreSettings(disk_limit="50MB", memory_limit=0, killed_ttl_seconds=0)) as store:
-        assert store.lookup(SHELF, list(range(320))).length == 160  # what notes shares
-        assert store.lookup(SHELF, [*range(160), *range(900, 1060)]).length == 320
+        assert store.lookup(KV_SPACE, list(range(320))).length == 160  # what notes shares
+        assert store.lookup(KV_SPACE, [*range(160), *range(900, 1060)]).length == 320
 
 
 def test_looking_at_a_folder_evicts_nothing(folder: Path) -> None:

@@ -14,7 +14,7 @@ from rekindle.cli.main import app
 from rekindle.errors import BrokenArchive, CacheUnusable, EntryNotFound, InvalidSetting, RekindleError
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
-from tests.kvs import SHELF, keep, load
+from tests.kvs import KV_SPACE, keep, load
 
 PROMPTS = [list(range(100)), [*range(64), *range(500, 620)], list(range(9000, 9300))]
 ROOMY = StoreSettings(disk_limit="50MB", memory_limit=0)
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     with TieredStore(tmp_path / "c", ROOMY) as store:
         for tokens in PROMPTS:
             keep(store, tokens)
-        store.record_use(store.lookup(SHELF, PROMPTS[2]), saved_ms=1500)
+        store.record_use(store.lookup(KV_SPACE, PROMPTS[2]), saved_ms=1500)
     return tmp_path / "c"
 
 

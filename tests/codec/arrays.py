@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from rekindle.codec import coder, delta, quantized
-from rekindle.codec.dtypes import carrier, narrow
+from rekindle.codec import coder, quantized
+from rekindle.codec.quantizer import carrier, narrow
 from rekindle.core.kv import KvType, LayerKv, LayerShape, LayerSpec, Span
 
 SHAPES = st.builds(LayerShape, st.integers(1, 3), st.integers(1, 9), st.integers(1, 9))
@@ -52,7 +52,7 @@ def self_described(data: bytes, dtype: KvType, anchor: LayerKv | None = None) ->
     if data[:4] == quantized.MAGIC:
         coded = quantized.describe(data)
         return LayerSpec(coded.dtype, coded.shape, coded.tokens)
-    if data[:4] == delta.MAGIC and len(data) >= 23:
+    if data[:4] == coder.DELTA_MAGIC and len(data) >= 23:
         _, _, heads, tokens, key_dim, value_dim, _ = struct.unpack_from("<4sBHIIII", data)
         return LayerSpec(dtype, LayerShape(heads, key_dim, value_dim), tokens)
     shape = (1, 1, 1) if anchor is None else (*anchor.keys.shape[::2], anchor.values.shape[2])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from rekindle.codec.bits import BitPlan, LayerBits, allocate
+from rekindle.codec.quantizer import BitPlan, LayerBits, allocate
 
 BITS = st.just(0.0) | st.floats(1, 8)
 PLANS = st.builds(BitPlan, st.lists(st.builds(LayerBits, BITS, BITS), max_size=40).map(tuple))

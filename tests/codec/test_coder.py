@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.codec.bits import BitPlan, LayerBits
 from rekindle.codec.coder import EXACT, Coder, is_quantized
-from rekindle.codec.dtypes import widen
+from rekindle.codec.quantizer import BitPlan, LayerBits, widen
 from rekindle.core.kv import KvType, LayerKv, LayerShape, Span
 from tests.codec.arrays import SEEDS, SHAPES, SOME, TOKENS, any_bits, decode, same_bits, smooth
 from tests.codec.test_delta import TYPES, cut, distance, near

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.codec.bits import LayerBits
-from rekindle.codec.delta import encode_exact, encode_quantized
-from rekindle.codec.dtypes import FLOAT_TYPES, carrier, narrow, widen
+from rekindle.codec.coder import encode_exact, encode_quantized
 from rekindle.codec.quantized import encode
+from rekindle.codec.quantizer import FLOAT_TYPES, LayerBits, carrier, narrow, widen
 from rekindle.core.kv import KvType, LayerKv, LayerShape, Span
 from tests.codec import arrays
 from tests.codec.arrays import SEEDS, SHAPES, SOME, TOKENS, any_bits, same_bits, smooth

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import EXACT, Coder
 from rekindle.codec.digest import KeyedDigester, PlainDigester
 from rekindle.codec.extent import (
@@ -27,16 +26,17 @@ from rekindle.codec.extent import (
     header_length,
     parse_header,
 )
+from rekindle.codec.quantizer import BitPlan
 from rekindle.core.keys import KvSpace, NodeKey, parse_layout, token_bytes
 from rekindle.core.kv import KvLayout, LayerKv, LayerShape, Span
 from rekindle.store.extents import ExtentFiles
 from rekindle.store.files import Files
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
-from tests.kvs import SHELF, keep, load, make_kv
+from tests.kvs import KV_SPACE, keep, load, make_kv
 
 
-def plan(tokens: int = 70, layout: KvLayout = SHELF.layout) -> ExtentPlan:
+def plan(tokens: int = 70, layout: KvLayout = KV_SPACE.layout) -> ExtentPlan:
     return ExtentPlan("name", "kv_space", NodeKey(bytes(16)), layout, token_bytes(range(tokens)), "xxh3-64", 8)
 
 
@@ -55,7 +55,7 @@ def test_other_tools_can_open_an_extent(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_every_type_of_number_comes_back_bit_by_bit(tmp_path: Path, dtype: str) -> None:
     layout = KvLayout(dtype, (LayerShape(3, 16, 8),) * 3)  # type: ignore[arg-type]
-    kv_space = KvSpace(SHELF.namespace, layout)
+    kv_space = KvSpace(KV_SPACE.namespace, layout)
     with TieredStore(tmp_path / "c", StoreSettings(disk_limit="50MB", memory_limit=0)) as store:
         tokens = list(range(300))
         assert keep(store, tokens, kv_space).outcome == "kept"
@@ -67,7 +67,7 @@ def test_every_type_of_number_comes_back_bit_by_bit(tmp_path: Path, dtype: str) 
 def test_not_a_number_and_infinity_are_kept_as_they_are(tmp_path: Path, key: bytes | None) -> None:
     odd = np.array([np.nan, np.inf, -np.inf, -0.0], np.float32)
     layout = KvLayout("float32", (LayerShape(1, 2, 2),))
-    kv_space = KvSpace(SHELF.namespace, layout)
+    kv_space = KvSpace(KV_SPACE.namespace, layout)
     kv = make_kv(range(2), Span(0, 2), kv_space)
     kv.layers[0].keys[...] = odd.reshape(1, 2, 2)
     with TieredStore(tmp_path / "c", StoreSettings(disk_limit="50MB", memory_limit=0, key=key)) as store:
@@ -83,7 +83,7 @@ def test_a_buffer_whose_rows_do_not_stand_side_by_side_is_filled_too(tmp_path: P
     with TieredStore(tmp_path / "c", StoreSettings(disk_limit="50MB", memory_limit=0)) as store:
         keep(store, tokens)
         right = make_kv(tokens, Span(0, 50))
-        with store.load(SHELF, store.lookup(SHELF, tokens)) as feed:
+        with store.load(KV_SPACE, store.lookup(KV_SPACE, tokens)) as feed:
             for number, layer in enumerate(right.layers):
                 wide = [
                     np.zeros((*half.shape[:2], half.shape[2] * 2), half.dtype) for half in (layer.keys, layer.values)
@@ -307,7 +307,7 @@ def test_another_format_is_refused(format: str) -> None:
 
 
 def test_other_tools_can_open_a_coded_extent(tmp_path: Path) -> None:
-    adapter = replace(SHELF, adapter="some weights")
+    adapter = replace(KV_SPACE, adapter="some weights")
     tokens = list(range(70))
     with TieredStore(tmp_path / "c", StoreSettings(disk_limit="50MB")) as store:
         keep(store, tokens)

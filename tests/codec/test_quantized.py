@@ -13,11 +13,19 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from rekindle.codec import quantized
-from rekindle.codec.bits import LayerBits
-from rekindle.codec.dtypes import FLOAT_TYPES, narrow, widen
 from rekindle.codec.packing import Packed, expand, pack, squeeze, unpack
 from rekindle.codec.quantized import PRESETS, decode_floats, describe, encode, open_groups
-from rekindle.codec.quantizer import dequantize_keys, dequantize_values, quantize_keys, quantize_values, steps_of
+from rekindle.codec.quantizer import (
+    FLOAT_TYPES,
+    LayerBits,
+    dequantize_keys,
+    dequantize_values,
+    narrow,
+    quantize_keys,
+    quantize_values,
+    steps_of,
+    widen,
+)
 from rekindle.core.kv import KvType, LayerKv, LayerShape, Span
 from tests.codec.arrays import SEEDS, SHAPES, SOME, TOKENS, any_bits, same_bits, self_described, smooth
 

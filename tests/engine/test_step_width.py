@@ -14,7 +14,7 @@ from rekindle import Session
 from rekindle.engine.base import Logits, Row
 from rekindle.engine.fake import FakeEngine
 from rekindle.engine.step_width import ANY, max_exact_step, measure_step_width
-from rekindle.settings.folders import home_folder
+from rekindle.machine import home_folder
 
 PROMPT = list(range(40, 75))
 

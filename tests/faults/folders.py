@@ -16,11 +16,11 @@ from pathlib import Path
 
 from rekindle.core.keys import KvSpace
 from rekindle.errors import KvLost
-from rekindle.store.admin.check import CacheProblem, check
+from rekindle.store.check import CacheProblem, check
 from rekindle.store.folder import CATALOG, FORMAT, MARKER
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
-from tests.kvs import SHELF, keep, load
+from tests.kvs import KV_SPACE, keep, load
 
 NO_MEMORY = StoreSettings(disk_limit="50MB", memory_limit=0)
 WITH_MEMORY = StoreSettings(disk_limit="50MB", memory_limit="10MB")
@@ -57,7 +57,7 @@ def copy(folder: Path, name: str) -> Path:
 
 
 def extent_of(
-    folder: Path, tokens: Sequence[int], settings: StoreSettings = NO_MEMORY, kv_space: KvSpace = SHELF
+    folder: Path, tokens: Sequence[int], settings: StoreSettings = NO_MEMORY, kv_space: KvSpace = KV_SPACE
 ) -> Path:
     """The file that the beginning of a prompt is in."""
     with TieredStore(folder, settings) as store:
@@ -75,7 +75,7 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
         file.write(bytes([byte ^ 1 << bit]))
 
 
-def load_or_lose(store: TieredStore, tokens: Sequence[int], kv_space: KvSpace = SHELF) -> int | None:
+def load_or_lose(store: TieredStore, tokens: Sequence[int], kv_space: KvSpace = KV_SPACE) -> int | None:
     """How many tokens were served, every number right; None if they were found but lost."""
     try:
         return load(store, tokens, kv_space)
@@ -85,10 +85,10 @@ def load_or_lose(store: TieredStore, tokens: Sequence[int], kv_space: KvSpace = 
 
 def heals(store: TieredStore, tokens: Sequence[int]) -> bool:
     """Load a prompt, and if it is lost, keep and load it again. Whether it was lost."""
-    before = store.lookup(SHELF, tokens).length
+    before = store.lookup(KV_SPACE, tokens).length
     served = load_or_lose(store, tokens)
     if served is None:
-        assert store.lookup(SHELF, tokens).length < before, "what was lost is found again"
+        assert store.lookup(KV_SPACE, tokens).length < before, "what was lost is found again"
     if served != len(tokens):
         assert keep(store, tokens).outcome == "kept"
     assert load(store, tokens) == len(tokens)

@@ -8,28 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.core.scope import Asker, Scope
-from rekindle.store.admin.check import check
+from rekindle.core.scope import AppRef, Scope
 from rekindle.store.catalog import app_rows
+from rekindle.store.check import check
 from rekindle.store.disk import Machine
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import copy, file_bytes, prompt
 from tests.faults.test_injected import Connections, FailingFiles
 from tests.faults.test_purge import KILLED, DyingConnections, DyingFiles, places
-from tests.kvs import SHELF, keep, load
+from tests.kvs import KV_SPACE, keep, load
 
 LIMIT = (2 << 20) + 700_000
 SETTINGS = StoreSettings(disk_limit=LIMIT, memory_limit=0, killed_ttl_seconds=0)
-MAIL, NOTES = Asker("local", "mail"), Asker("local", "notes")
+MAIL, NOTES = AppRef("local", "mail"), AppRef("local", "notes")
 SYSTEM = prompt(0, 96)
 MINE, SHARED, YOURS = prompt(1, 700), [*SYSTEM, *prompt(2, 500)], [*SYSTEM, *prompt(3, 200)]
 
 
-def ask(store: TieredStore, tokens: list[int], asker: Asker) -> None:
-    keep(store, tokens, app=asker)
-    store.record_request(SHELF, tokens, asker)
-    store.tend()
+def ask(store: TieredStore, tokens: list[int], app_ref: AppRef) -> None:
+    keep(store, tokens, app=app_ref)
+    store.record_request(KV_SPACE, tokens, app_ref)
+    store.maintain()
 
 
 def kill_mail(store: TieredStore) -> None:
@@ -54,8 +54,8 @@ def scenario(folder: Path, machine: Machine) -> None:
     with TieredStore(folder, SETTINGS, machine) as store:
         ask(store, MINE, MAIL)
         kill_mail(store)
-        ask(store, prompt(4, 400), Asker("local", "chat"))
-        store.tend()
+        ask(store, prompt(4, 400), AppRef("local", "chat"))
+        store.maintain()
 
 
 def in_child(folder: Path, machine: Machine) -> int:
@@ -75,8 +75,8 @@ def expect_swept(folder: Path) -> None:
     with TieredStore(folder, SETTINGS) as store:
         assert check(store.disk).problems == ()
         kill_mail(store)
-        store.tend()
-        assert store.lookup(SHELF, MINE).length == 0
+        store.maintain()
+        assert store.lookup(KV_SPACE, MINE).length == 0
         assert load(store, SHARED) == 96 and load(store, YOURS) == 296
         assert check(store.disk).problems == ()
 
@@ -118,7 +118,7 @@ def test_killed_at_any_call_of_the_system_the_folder_is_sound(filled: Path, meth
 def test_a_use_that_no_catalog_can_be_told_is_in_nobodys_way(filled: Path) -> None:
     with TieredStore(copy(filled, "senseless"), SETTINGS) as store:
         for name in ("half \ud800", 2**70):
-            nobody = Asker("local", "mail")
+            nobody = AppRef("local", "mail")
             object.__setattr__(nobody, "name", name)  # past the check of names
             store.record_use_by(nobody, (), requests=1)
         ask(store, prompt(4, 400), NOTES)
@@ -141,7 +141,7 @@ def test_rows_about_apps_that_make_no_sense_stop_nobody(filled: Path) -> None:
             with store.disk.database.writing() as connection:
                 connection.execute(damage)
             for number in range(10, 30):
-                ask(store, prompt(number, 400), Asker("local", "notes", at=store.disk.clock()))
+                ask(store, prompt(number, 400), AppRef("local", "notes", at=store.disk.clock()))
                 load(store, prompt(number, 400))
             check(store.disk, fix=True)
             assert check(store.disk).problems == ()

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from rekindle.errors import CacheUnusable, KvLost
-from rekindle.store.admin.check import check
 from rekindle.store.catalog.database import Database
 from rekindle.store.catalog.schema import APPLICATION_ID, MIGRATIONS
+from rekindle.store.check import check
 from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.files import Files
 from rekindle.store.settings import StoreSettings
@@ -31,7 +31,7 @@ from tests.faults.folders import (
     problems,
     prompt,
 )
-from tests.kvs import SHELF, keep, load
+from tests.kvs import KV_SPACE, keep, load
 
 PROMPTS = [prompt(1), prompt(1, 150), prompt(2, 64), prompt(3, 200), prompt(4, 33)]
 IMPATIENT = Machine(write_timeout_seconds=0.05)
@@ -62,7 +62,7 @@ def _use(folder: Path, settings: StoreSettings = NO_MEMORY) -> list[int | None]:
         for tokens in PROMPTS:
             keep(store, tokens)
             load_or_lose(store, tokens)
-        store.tend()
+        store.maintain()
     return served
 
 
@@ -74,7 +74,7 @@ def _expect_as_new(folder: Path) -> None:
         for tokens in PROMPTS:
             assert keep(store, tokens).outcome in ("kept", "known")
         assert [load(store, tokens) for tokens in PROMPTS] == [len(tokens) for tokens in PROMPTS]
-        store.tend()
+        store.maintain()
         names = {f"{row.name}.kv" for row in store.disk.entries()}
         assert {path.name for path in (folder / "extents").iterdir()} == names
 
@@ -91,7 +91,7 @@ def test_garbage_in_place_of_the_catalog_is_set_aside_and_all_is_computed(sound:
     folder = copy(sound, "garbage")
     (folder / CATALOG).write_bytes(random.Random(size).randbytes(size))
     with TieredStore(folder, NO_MEMORY) as store:
-        assert [store.lookup(SHELF, tokens).length for tokens in PROMPTS] == [0] * len(PROMPTS)
+        assert [store.lookup(KV_SPACE, tokens).length for tokens in PROMPTS] == [0] * len(PROMPTS)
         assert keep(store, PROMPTS[0]).outcome == "kept"
         assert load(store, PROMPTS[0]) == len(PROMPTS[0])
     _expect_as_new(folder)
@@ -254,8 +254,8 @@ def test_a_catalog_broken_while_it_is_used_is_set_aside_and_keeping_goes_on(soun
                 load_or_lose(other, tokens)
                 keep(store, tokens)
                 keep(other, tokens)
-            store.tend()
-            other.tend()
+            store.maintain()
+            other.maintain()
             for tokens in PROMPTS:
                 assert keep(store, tokens).outcome in ("kept", "known")
                 assert load(store, tokens) == load(other, tokens) == len(tokens)
@@ -271,14 +271,14 @@ def test_while_another_holds_the_catalog_lookups_are_right_and_keeps_fail_softly
         with closing(sqlite3.connect(folder / CATALOG, isolation_level=None)) as holder:
             holder.execute("BEGIN EXCLUSIVE")
             assert load_or_lose(store, PROMPTS[0]) in (None, 0, len(PROMPTS[0]))
-            store.record_use(store.lookup(SHELF, PROMPTS[0]), 5.0)
+            store.record_use(store.lookup(KV_SPACE, PROMPTS[0]), 5.0)
             assert keep(store, prompt(9)).outcome == "failed"
-            store.tend()
+            store.maintain()
             assert store.counts.write_failures >= 1
             holder.execute("ROLLBACK")
         assert keep(store, prompt(9)).outcome == "kept"
         assert load(store, prompt(9)) == 80
-        store.tend()
+        store.maintain()
         assert check(store.disk).problems == ()
 
 
@@ -322,7 +322,7 @@ def test_a_catalog_locked_between_reserving_and_publishing_leaves_no_room_taken(
             machine.files.locks = False
             with store.disk.database.reading() as connection:
                 assert connection.execute("SELECT count(*) FROM extents WHERE state='writing'").fetchone() == (1,)
-            store.tend()
+            store.maintain()
             with store.disk.database.reading() as connection:
                 assert connection.execute("SELECT count(*) FROM extents WHERE state='writing'").fetchone() == (0,)
             assert check(store.disk).problems == ()
@@ -354,9 +354,9 @@ def test_a_catalog_that_becomes_newer_while_it_is_used_is_a_miss(sound: Path) ->
         for suffix in ("-wal", "-shm"):
             (folder / f"{CATALOG}{suffix}").unlink(missing_ok=True)
         (newer / CATALOG).replace(folder / CATALOG)
-        assert store.lookup(SHELF, PROMPTS[0]).length == 0
+        assert store.lookup(KV_SPACE, PROMPTS[0]).length == 0
         assert keep(store, prompt(9)).outcome == "failed"
-        store.tend()
+        store.maintain()
 
 
 def test_a_foreign_database_is_refused_with_a_sentence_and_left_as_it_is(tmp_path: Path) -> None:
@@ -418,10 +418,10 @@ folder = Path(arguments[0])
 for settings in (NO_MEMORY, WITH_MEMORY):
     with TieredStore(folder, settings) as store:
         answer["served"] = [load(store, prompt(1, 150)), load(store, prompt(3, 200))]
-        store.record_use(store.lookup(SHELF, prompt(3, 200)), 1.0)
+        store.record_use(store.lookup(KV_SPACE, prompt(3, 200)), 1.0)
         answer["kept"] = keep(store, prompt(9)).outcome
-        store.tend()
-        store.tend()
+        store.maintain()
+        store.maintain()
         answer["again"] = load(store, prompt(1, 150))
         answer["problems"] = [p.kind for p in check(store.disk).problems]
         answer["read_only"] = store.disk.database.read_only
@@ -518,7 +518,7 @@ def test_a_catalog_deleted_while_it_is_used_is_made_anew(
 
 def test_a_catalog_made_anew_by_another_never_mixes_up_what_memory_holds(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
-    adapted = replace(SHELF, adapter="a" * 32)
+    adapted = replace(KV_SPACE, adapter="a" * 32)
     with TieredStore(folder, WITH_MEMORY) as store:
         assert keep(store, prompt(1)).outcome == "kept"  # the first extent
         assert len(store.memory) == 1
@@ -551,14 +551,14 @@ def test_a_catalog_made_anew_by_another_costs_none_of_its_entries(tmp_path: Path
 
 def test_a_row_that_leads_to_another_shelf_is_not_served_from_memory(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
-    adapted = replace(SHELF, adapter="a" * 32)
+    adapted = replace(KV_SPACE, adapter="a" * 32)
     with TieredStore(folder, WITH_MEMORY) as store:
         assert keep(store, prompt(1)).outcome == "kept"
         assert keep(store, prompt(1), adapted).outcome == "kept"
         with store.disk.database.writing() as connection:  # each KV space's blocks now lead to the other's extent
             connection.execute("UPDATE blocks SET extent=extent+10")
             connection.execute("UPDATE blocks SET extent=CASE extent WHEN 11 THEN 2 ELSE 1 END")
-        for kv_space in (SHELF, adapted):
+        for kv_space in (KV_SPACE, adapted):
             with pytest.raises(KvLost):
                 store.load(kv_space, store.lookup(kv_space, prompt(1))).close()
             assert store.lookup(kv_space, prompt(1)).length == 0

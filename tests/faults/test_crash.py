@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.storm import PROMPTS, disk_bytes, prompt, storm
-from rekindle.store.admin.check import check
+from rekindle.store.check import check
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.kvs import load

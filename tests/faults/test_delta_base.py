@@ -19,11 +19,11 @@ import pytest
 from rekindle.core.keys import KvSpace, token_bytes
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.errors import CacheUnusable, KvLost
-from rekindle.store.admin.check import check
 from rekindle.store.catalog import catalog
+from rekindle.store.check import check
 from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.files import Handle
-from rekindle.store.purge.purge import TokenRun
+from rekindle.store.purge import TokenRun
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import REPOSITORY, copy, file_bytes, flip
@@ -106,13 +106,13 @@ def use(store: TieredStore) -> None:
     with contextlib.suppress(*SYSTEM_ERRORS), store.disk.database.writing() as connection:
         for row in catalog.extents(connection, "state='live' AND live>10"):
             catalog.cut(connection, row.id, 7)
-    store.tend()
+    store.maintain()
     with contextlib.suppress(*SYSTEM_ERRORS):
         store.disk.remove(rows_of(store, BASE)[:1])
     with contextlib.suppress(*SYSTEM_ERRORS):
         store.disk.remove(rows_of(store, near(BASE)))
     load_or_lose(store, LONGER, TWO)
-    store.tend()
+    store.maintain()
 
 
 class Watching(FailingFiles):
@@ -316,7 +316,7 @@ def test_a_flipped_bit_anywhere_gives_the_right_numbers_or_none(sound: Path, mem
                         assert is_same(fetch(store, T, kv_space), right[kv_space])
                 expect_right(store)
                 losses += store.counts.quarantined
-                store.tend()
+                store.maintain()
                 check(store.disk, fix=True)
                 assert problems(store) == ()
                 assert [load(store, LONGER, kv_space) for kv_space in SHELVES][1:] == [300, 300]
@@ -335,7 +335,7 @@ def test_a_damaged_anchor_costs_what_stands_on_it_and_all_of_it_can_be_kept_agai
         assert keep(store, T, TWO).outcome == "kept"
         assert load(store, T, TWO) == 200
         assert load_or_lose(store, T, BASE) == 0  # it was found out already
-        store.tend()
+        store.maintain()
         assert problems(store) == () and load(store, T, ONE) == 200
 
 
@@ -427,7 +427,7 @@ def test_garbage_in_a_row_of_anchors_gives_the_right_numbers_or_none(
                 load_or_lose(store, T, kv_space)
                 assert keep(store, T, kv_space).outcome in ("kept", "known", "failed", "refused")
                 load_or_lose(store, T, kv_space)
-            store.tend()
+            store.maintain()
         with TieredStore(folder, SETTINGS) as store:
             check(store.disk, fix=True)
             assert problems(store) == ()
@@ -467,7 +467,7 @@ def test_any_flipped_bit_of_the_catalog_gives_the_right_numbers_or_none(sound: P
                         found = fetch(store, T, kv_space)
                         assert is_same(found, first_of(right[kv_space], len(found.span)))
                 keep(store, T, LATE)
-                store.tend()
+                store.maintain()
 
 
 def first_of(kv: Kv, count: int) -> Kv:
@@ -560,7 +560,7 @@ with TieredStore({str(folder)!r}, SETTINGS) as store:
             if rows:
                 store.disk.remove([rng.choice(rows)])
         if turn % 5 == 4:
-            store.tend()
+            store.maintain()
         if turn % 9 == 8:
             store.disk.room.prune(store.disk.database.size_bytes() + 10_000)
     assert store.counts.write_failures == 0, store.counts

@@ -17,7 +17,7 @@ from rekindle.codec.extent import ExtentHeader, digest_layer, header_length, par
 from rekindle.core.keys import BLOCK_TOKENS
 from rekindle.core.kv import LayerKv, Span
 from rekindle.errors import KvLost
-from rekindle.store.admin.check import check
+from rekindle.store.check import check
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import (
@@ -32,7 +32,7 @@ from tests.faults.folders import (
     problems,
     prompt,
 )
-from tests.kvs import SHELF, SMALL, keep, load, make_kv
+from tests.kvs import KV_SPACE, SMALL, keep, load, make_kv
 
 VICTIM, OTHER, LONGER = prompt(1, 96), prompt(2, 96), prompt(1, 150)
 KEY = b"a secret of at least 16 bytes"
@@ -199,7 +199,7 @@ def _lost_once(folder: Path, path: Path, offset: int, bit: int) -> None:
     with TieredStore(folder, NO_MEMORY) as store:
         assert [problem.entry for problem in check(store.disk).problems] == [path.stem], f"byte {offset}"
         assert load_or_lose(store, VICTIM) is None, f"byte {offset}, bit {bit} was served"
-        assert store.lookup(SHELF, VICTIM).length == 0
+        assert store.lookup(KV_SPACE, VICTIM).length == 0
         assert load(store, OTHER) == len(OTHER)
         assert store.counts.quarantined == 1
     path.write_bytes(data)
@@ -250,13 +250,13 @@ def test_what_memory_holds_stays_right_while_its_file_is_damaged(sound: Path, da
     path = extent_of(folder, VICTIM)
     with TieredStore(folder, WITH_MEMORY) as store:
         assert load(store, LONGER) == len(LONGER)
-        store.tend()
+        store.maintain()
         assert len(store.memory) == 2
         damage(path)
         assert load(store, LONGER) == len(LONGER), "it is in memory, whole"
     with TieredStore(folder, WITH_MEMORY) as store:
         assert heals(store, LONGER)
-        store.tend()
+        store.maintain()
         assert load(store, LONGER) == len(LONGER)
 
 
@@ -265,9 +265,9 @@ def test_a_file_damaged_between_reading_and_holding_never_enters_memory(sound: P
     with TieredStore(folder, WITH_MEMORY) as store:
         assert load(store, VICTIM) == len(VICTIM)
         _flip_last(extent_of(folder, VICTIM))
-        store.tend()
+        store.maintain()
         assert load_or_lose(store, VICTIM) in (0, None, len(VICTIM))
-        store.tend()
+        store.maintain()
         assert load(store, VICTIM) in (0, len(VICTIM))
 
 
@@ -275,21 +275,21 @@ def test_a_file_cut_or_changed_after_it_was_opened_is_lost_not_served(sound: Pat
     for damage in (_truncate(100), lambda path: path.write_bytes(bytes(path.stat().st_size))):
         folder = copy(sound, "opened")
         with TieredStore(folder, NO_MEMORY) as store:
-            match = store.lookup(SHELF, VICTIM)
-            with store.load(SHELF, match) as feed:
+            match = store.lookup(KV_SPACE, VICTIM)
+            with store.load(KV_SPACE, match) as feed:
                 damage(extent_of(folder, VICTIM))
                 with pytest.raises(KvLost):
                     for layer in feed.layers:
                         feed.fill(layer, make_kv(VICTIM, Span(0, len(VICTIM))).layers[layer])
-            assert store.lookup(SHELF, VICTIM).length == 0
+            assert store.lookup(KV_SPACE, VICTIM).length == 0
 
 
 def test_a_file_removed_after_it_was_opened_is_still_served(sound: Path) -> None:
     folder = copy(sound, "removed")
     with TieredStore(folder, NO_MEMORY) as store:
-        match = store.lookup(SHELF, VICTIM)
+        match = store.lookup(KV_SPACE, VICTIM)
         right = make_kv(VICTIM, Span(0, len(VICTIM)))
-        with store.load(SHELF, match) as feed:
+        with store.load(KV_SPACE, match) as feed:
             extent_of(folder, VICTIM).unlink()
             for layer in feed.layers:
                 shape = SMALL.layers[layer]
@@ -382,7 +382,7 @@ def test_with_a_key_forged_numbers_digests_and_rows_are_not_served(tmp_path: Pat
     assert [problem.kind for problem in problems(folder, settings)] == ["damaged"]
     with TieredStore(folder, settings) as store:
         assert heals(store, VICTIM)
-        store.tend()
+        store.maintain()
         assert load(store, VICTIM) == len(VICTIM)
         assert load(store, OTHER) == len(OTHER)
 
@@ -412,10 +412,10 @@ def test_another_key_or_none_serves_nothing_and_destroys_nothing(tmp_path: Path,
     files = {path.name: path.read_bytes() for path in (folder / "extents").iterdir()}
     strange = StoreSettings(disk_limit="50MB", memory_limit=0, key=key)
     with TieredStore(folder, strange) as store:
-        assert store.lookup(SHELF, VICTIM).length == 0
+        assert store.lookup(KV_SPACE, VICTIM).length == 0
         assert keep(store, VICTIM).outcome == "kept"
         assert load(store, VICTIM) == len(VICTIM)
-        store.tend()
+        store.maintain()
         checked = check(store.disk, fix=True)
         assert checked.problems == ()
         assert checked.under_other_keys == 2

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rekindle.errors import CacheUnusable
-from rekindle.store.admin.check import check
+from rekindle.store.check import check
 from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.files import Files, Handle
 from rekindle.store.memory import MemoryTier
@@ -35,7 +35,7 @@ from tests.faults.folders import (
     problems,
     prompt,
 )
-from tests.kvs import SHELF, keep, load
+from tests.kvs import KV_SPACE, keep, load
 
 both_tiers = pytest.mark.parametrize("settings", [NO_MEMORY, WITH_MEMORY], ids=["disk", "memory"])
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs to become another user")
@@ -78,7 +78,7 @@ def test_a_file_where_a_folder_of_the_cache_should_be_is_left_and_nothing_is_wri
         (folder / name).write_text("foreign")
         load_or_lose(store, prompt(1))
         assert keep(store, prompt(2)).outcome == "failed"
-        store.tend()
+        store.maintain()
     with pytest.raises(CacheUnusable, match="is no folder"):
         TieredStore(folder, NO_MEMORY)
     assert (folder / name).read_text() == "foreign"
@@ -111,7 +111,7 @@ def test_foreign_things_among_the_writers_do_not_stop_tending(tmp_path: Path) ->
         for name in ("foreign", "0123456789abcdef"):
             (folder / "writers" / name).mkdir()
         clock.now += 61
-        store.tend()
+        store.maintain()
         assert list((folder / "extents").iterdir()) == []
         assert {"foreign", "0123456789abcdef"} <= {path.name for path in (folder / "writers").iterdir()}
 
@@ -217,7 +217,7 @@ def test_after_the_folder_is_deleted_while_running_keeping_works_again(
         for number in (3, 1, 2):
             assert keep(store, prompt(number)).outcome in ("kept", "known")
             assert load(store, prompt(number)) == 80
-        store.tend()
+        store.maintain()
         for number in (3, 1, 2):
             keep(store, prompt(number))
             assert load(store, prompt(number)) == 80
@@ -240,7 +240,7 @@ def test_a_folder_replaced_by_another_cache_is_used_as_it_is(tmp_path: Path) -> 
     assert problems(folder) == ()
     with TieredStore(tmp_path / "moved", NO_MEMORY) as store:
         assert load(store, prompt(1)) == 80
-        assert store.lookup(SHELF, prompt(3)).length == 0
+        assert store.lookup(KV_SPACE, prompt(3)).length == 0
 
 
 # -- clocks ------------------------------------------------------------------------------------------------------------
@@ -267,10 +267,10 @@ def test_limits_hold_and_numbers_are_right_whatever_the_clock_does(tmp_path: Pat
             number = chance.randrange(30)
             kept += keep(store, prompt(number, 700)).outcome == "kept"
             served += bool(load(store, prompt(number, 700)))
-            match = store.lookup(SHELF, prompt(chance.randrange(30), 700))
+            match = store.lookup(KV_SPACE, prompt(chance.randrange(30), 700))
             store.record_use(match, 3.0)
             if step % 5 == 0:
-                store.tend()
+                store.maintain()
             assert file_bytes(tmp_path / "cache") <= SMALL_LIMIT
         assert check(store.disk).problems == ()
     assert kept > 20
@@ -286,7 +286,7 @@ def test_what_expired_and_went_does_not_come_back_with_the_clock(tmp_path: Path)
         assert load(store, prompt(1)) == 80
         clock.now += 2
         assert load(store, prompt(1)) == 0
-        store.tend()
+        store.maintain()
         assert list((tmp_path / "cache" / "extents").iterdir()) == []
         clock.now = NOW
         assert load(store, prompt(1)) == 0
@@ -301,7 +301,7 @@ def test_what_expired_can_be_kept_again(tmp_path: Path) -> None:
         assert keep(store, prompt(1)).outcome == "kept"
         clock.now += 61
         keep(store, prompt(1))
-        store.tend()
+        store.maintain()
         keep(store, prompt(1))
         assert load(store, prompt(1)) == 80
 
@@ -351,7 +351,7 @@ def test_a_forked_child_uses_the_store_and_does_not_disturb_its_parent(tmp_path:
         def work() -> list[object]:
             found = load(store, prompt(1))
             outcomes = [keep(store, prompt(number)).outcome for number in (2, 3)]
-            store.tend()
+            store.maintain()
             found += load(store, prompt(2))
             store.close()
             return [found, *outcomes]
@@ -435,7 +435,7 @@ def test_the_room_of_a_child_that_died_while_writing_is_given_back(tmp_path: Pat
         assert keep(store, prompt(1)).outcome == "kept"
         assert _in_child(lambda: keep(store, prompt(2)).outcome)() is None
         assert len(list((folder / "extents").iterdir())) == 2
-        store.tend()
+        store.maintain()
         assert len(list((folder / "extents").iterdir())) == 1
         assert keep(store, prompt(2)).outcome == "kept"
         assert check(store.disk).problems == ()
@@ -466,7 +466,7 @@ def test_descriptors_do_not_grow_with_use_or_failure(tmp_path: Path, settings: S
             return
         assert keep(store, tokens).outcome == "kept"
         assert load(store, tokens) == 96
-        store.load(SHELF, store.lookup(SHELF, tokens)).close()
+        store.load(KV_SPACE, store.lookup(KV_SPACE, tokens)).close()
         path = store.disk.extents.path(store.disk.entries()[-1].name)
         store.memory = MemoryTier(store.memory.limit_bytes)
         if number % 3 == 0:
@@ -476,13 +476,13 @@ def test_descriptors_do_not_grow_with_use_or_failure(tmp_path: Path, settings: S
         else:
             path.unlink()
         load_or_lose(store, tokens)
-        store.tend()
+        store.maintain()
         with pytest.raises(CacheUnusable):
             TieredStore(folder / CATALOG, settings)
         if number % 20 == 0:
             (folder / CATALOG).write_bytes(b"garbage" * 1000)
-            store.lookup(SHELF, tokens)
-            store.lookup(SHELF, tokens)
+            store.lookup(KV_SPACE, tokens)
+            store.lookup(KV_SPACE, tokens)
         if number % 20 == 10:
             TieredStore(folder, settings).close()
 
@@ -517,7 +517,7 @@ def test_descriptors_do_not_leak_into_a_program_that_is_started(tmp_path: Path) 
     fill(folder, [])
     with TieredStore(folder, NO_MEMORY, Machine(files=Starting())) as store:
         assert keep(store, prompt(1)).outcome == "kept"
-        with store.load(SHELF, store.lookup(SHELF, prompt(1))):
+        with store.load(KV_SPACE, store.lookup(KV_SPACE, prompt(1))):
             own = _descriptors()
             seen.append(subprocess.check_output([sys.executable, "-c", started], close_fds=False, text=True))
     assert sum(str(folder) in link for link in own) >= 4  # catalog, log, lock, extent

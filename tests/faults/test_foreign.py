@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from rekindle.cli import cache as commands
 from rekindle.errors import CacheUnusable, RekindleError
-from rekindle.store.admin.check import check
+from rekindle.store.check import check
 from rekindle.store.disk import DiskStore, Machine
 from rekindle.store.files import Files, Handle
 from rekindle.store.folder import CATALOG, FORMAT, MARKER, CacheFolder
@@ -237,7 +237,7 @@ def _use_everything(folder: Path, meanwhile: Callable[[], None]) -> None:
         load_or_lose(store, prompt(1))
         keep(store, prompt(2))
         now[0] += 61
-        store.tend()
+        store.maintain()
         keep(store, prompt(3))
         with _tolerant():
             check(store.disk, fix=True)
@@ -364,7 +364,7 @@ def test_after_the_marker_vanished_while_in_use_nothing_is_written_or_removed_an
         kept = keep(store, prompt(3))
         assert (kept.outcome, kept.reason[-1]) == ("failed", ".")
         now[0] += 61
-        store.tend()
+        store.maintain()
         for use in (
             store.disk.collect,
             store.disk.room.remove_strays,
@@ -376,7 +376,7 @@ def test_after_the_marker_vanished_while_in_use_nothing_is_written_or_removed_an
         assert {path: path.read_bytes() for path in folder.glob("extents/*")} == files
         (folder / MARKER).write_bytes(marker)
         assert keep(store, prompt(3)).outcome == "kept"
-        store.tend()
+        store.maintain()
         assert load(store, prompt(3)) == 80
         assert check(store.disk).problems == ()
 
@@ -534,7 +534,7 @@ def test_a_row_that_names_a_file_elsewhere_never_reads_or_removes_it(tmp_path: P
             "UPDATE extents SET name='../../out' || 'side ', writer='../../outside.kv', state='writing' WHERE id=2"
         )
     with TieredStore(folder, NO_MEMORY) as store:
-        store.tend()
+        store.maintain()
         store.disk.collect()
         check(store.disk, fix=True)
         assert check(store.disk).problems == ()

@@ -19,14 +19,14 @@ import pytest
 
 from rekindle.core.keys import token_bytes
 from rekindle.errors import CacheUnusable
-from rekindle.store.admin.check import check
+from rekindle.store.check import check
 from rekindle.store.disk import Machine
 from rekindle.store.files import Files, Handle
-from rekindle.store.purge.purge import TokenRun
+from rekindle.store.purge import TokenRun
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import NO_MEMORY, file_bytes, fill, load_or_lose, problems, prompt
-from tests.kvs import SHELF, keep, load
+from tests.kvs import KV_SPACE, keep, load
 
 LIMIT = (2 << 20) + 400_000  # the catalog's log may take the first part; room for a few of the prompts below
 TOKENS = 700
@@ -159,22 +159,22 @@ def run_scenario(folder: Path, machine: Machine, settings: StoreSettings = SETTI
         for tokens in PROMPTS:
             keep(store, tokens)
             load_or_lose(store, tokens)
-            store.record_use(store.lookup(SHELF, tokens), 1.0)
+            store.record_use(store.lookup(KV_SPACE, tokens), 1.0)
         keep(store, prompt(5, TOKENS + 100))
         load_or_lose(store, prompt(5, TOKENS + 100))
         with contextlib.suppress(*SYSTEM_ERRORS):
             store.disk.pin(store.disk.entries()[-1:])
-        store.tend()
+        store.maintain()
         with contextlib.suppress(*SYSTEM_ERRORS):
             store.disk.remove(store.disk.entries()[:1])
-        store.tend()
+        store.maintain()
         with contextlib.suppress(*SYSTEM_ERRORS):
             store.disk.collect()
         with contextlib.suppress(*SYSTEM_ERRORS):
             store.purge("local", "", [TokenRun("words", token_bytes(PROMPTS[1][600:640]))])
         assert keep(store, prompt(9)).outcome in ("kept", "failed", "refused")
         load_or_lose(store, prompt(9))
-        store.tend()
+        store.maintain()
 
 
 def expect_sound(folder: Path) -> None:
@@ -252,9 +252,9 @@ def test_the_limit_holds_at_every_moment_of_a_write(tmp_path: Path) -> None:
         for number in range(40):
             keep(store, prompt(number, 100 + number * 37 % 900))
             sizes.append(file_bytes(folder))
-            store.record_use(store.lookup(SHELF, prompt(number, 100)), 1.0)
+            store.record_use(store.lookup(KV_SPACE, prompt(number, 100)), 1.0)
             if number % 7 == 0:
-                store.tend()
+                store.maintain()
                 sizes.append(file_bytes(folder))
     assert len(sizes) > 100
     assert max(sizes) <= LIMIT
@@ -326,8 +326,8 @@ def _use(store: TieredStore) -> None:
     """Keep, load, tend, remove and clear, whatever fails."""
     keep(store, prompt(1))
     load_or_lose(store, prompt(1))
-    store.record_use(store.lookup(SHELF, prompt(1)))
-    store.tend()
+    store.record_use(store.lookup(KV_SPACE, prompt(1)))
+    store.maintain()
     with contextlib.suppress(*SYSTEM_ERRORS):
         store.disk.remove(store.disk.entries())
     with contextlib.suppress(*SYSTEM_ERRORS):
@@ -339,7 +339,7 @@ def _expect_use(store: TieredStore) -> None:
     for number in (2, 1):
         assert keep(store, prompt(number)).outcome in ("kept", "known")
         assert load(store, prompt(number)) == 80
-    store.tend()
+    store.maintain()
     assert check(store.disk).problems == ()
 
 
@@ -438,14 +438,14 @@ def test_a_file_that_cannot_be_removed_stays_counted_and_does_not_stop_eviction(
         for tokens in PROMPTS:
             outcomes.append(keep(store, tokens).outcome)
             assert file_bytes(tmp_path / "cache") <= LIMIT
-        store.tend()
+        store.maintain()
         assert load(store, prompt(20, TOKENS)) == 0, "it should have been evicted"
         assert "failed" not in outcomes
         with store.disk.database.reading() as connection:
             counted = connection.execute("SELECT state, bytes FROM extents WHERE id=?", (row.id,)).fetchall()
         assert counted == [("dropping", row.size_bytes)]
         files.stuck = set()
-        store.tend()
+        store.maintain()
         assert check(store.disk).problems == ()
         assert not store.disk.extents.path(row.name).exists()
 
@@ -479,7 +479,7 @@ def test_every_platform_writes_what_every_other_reads(tmp_path: Path, files: Cal
     with TieredStore(folder, SETTINGS, Machine(files=files())) as store:
         assert sum(keep(store, tokens).outcome == "kept" for tokens in PROMPTS) >= 4
         keep(store, PROMPTS[0])
-        store.tend()
+        store.maintain()
         served = [load(store, tokens) for tokens in PROMPTS]
         assert sum(served) >= TOKENS
         assert check(store.disk).problems == ()
@@ -552,15 +552,15 @@ def test_where_open_files_cannot_be_removed_they_go_later_and_stay_counted_till_
     with TieredStore(folder, NO_MEMORY, Machine(files=SharingFiles())) as store:
         assert keep(store, prompt(1)).outcome == "kept"
         (row,) = store.disk.entries()
-        feed = store.load(SHELF, store.lookup(SHELF, prompt(1)))
+        feed = store.load(KV_SPACE, store.lookup(KV_SPACE, prompt(1)))
         assert store.disk.remove([row]) == 0
         assert load(store, prompt(1)) == 0
-        store.tend()
+        store.maintain()
         assert store.disk.extents.path(row.name).exists()
         assert _counted_bytes(store) == row.size_bytes
         assert check(store.disk).problems == ()
         feed.close()
-        store.tend()
+        store.maintain()
         assert not store.disk.extents.path(row.name).exists()
         assert _counted_bytes(store) == 0
         assert keep(store, prompt(1)).outcome == "kept"
@@ -575,13 +575,13 @@ def test_where_open_files_cannot_be_removed_the_limit_holds_all_the_same(tmp_pat
         for number in range(30, 50):
             tokens = prompt(number, TOKENS)
             outcomes[keep(store, tokens).outcome] += 1
-            if store.lookup(SHELF, tokens).length:
-                feeds.append(store.load(SHELF, store.lookup(SHELF, tokens)))
+            if store.lookup(KV_SPACE, tokens).length:
+                feeds.append(store.load(KV_SPACE, store.lookup(KV_SPACE, tokens)))
             assert file_bytes(folder) <= LIMIT
         assert outcomes["refused"] > 0, "nothing was held open"
         for feed in feeds:
             feed.close()
-        store.tend()
+        store.maintain()
         assert keep(store, prompt(50, TOKENS)).outcome == "kept"
         assert load(store, prompt(50, TOKENS)) == TOKENS
         assert check(store.disk).problems == ()

@@ -11,13 +11,13 @@ import pytest
 
 from benchmarks.storm import disk_bytes
 from rekindle.core.kv import Span
-from rekindle.store.admin.check import check
 from rekindle.store.catalog import catalog
+from rekindle.store.check import check
 from rekindle.store.disk import CATALOG, DiskStore, Machine
 from rekindle.store.files import Files, Handle
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
-from tests.kvs import SHELF, keep, load, make_kv
+from tests.kvs import KV_SPACE, keep, load, make_kv
 
 ROOMY = StoreSettings(disk_limit="50MB", memory_limit=0)
 KEYED = StoreSettings(disk_limit="50MB", memory_limit=0, key=bytes(range(32)))
@@ -126,7 +126,7 @@ def test_a_number_of_a_lost_catalog_is_nobody_elses(tmp_path: Path) -> None:
                     assert keep(second, prompt(2)).outcome == "kept"
 
         first.disk.extents.files = Interrupting()
-        assert first.keep(SHELF, tokens, make_kv(tokens, Span(0, 640))).outcome == "refused"
+        assert first.keep(KV_SPACE, tokens, make_kv(tokens, Span(0, 640))).outcome == "refused"
         assert Interrupting.done
         assert (load(first, tokens), load(second, prompt(2))) == (0, 640)
         assert check(second.disk).problems == ()
@@ -149,8 +149,8 @@ def test_rows_that_make_no_sense_never_raise_out_of_the_store(tmp_path: Path, da
             connection.execute(damage)
         for number in range(40):
             keep(store, prompt(number))
-            store.lookup(SHELF, prompt(number))
-        store.tend()
+            store.lookup(KV_SPACE, prompt(number))
+        store.maintain()
         check(store.disk, fix=True)
         assert check(store.disk).problems == ()
         assert keep(store, prompt(99)).outcome == "kept"

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from rekindle.errors import CacheUnusable
-from rekindle.store.admin.check import check
+from rekindle.store.check import check
 from rekindle.store.disk import Machine
 from rekindle.store.files import Files, Handle
 from rekindle.store.folder import CATALOG, EXTENTS, FORMAT, MARKER, WRITERS, CacheFolder
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import NO_MEMORY, REPOSITORY, as_nobody, copy, fill, make_older, open_to_all, prompt
-from tests.kvs import SHELF, keep, load
+from tests.kvs import KV_SPACE, keep, load
 
 FOREIGN = ("notes.txt", f"{EXTENTS}/map.shp", f"{WRITERS}/README", f"{EXTENTS}/0123456789ABCDEF.kv", "extents.bak/a.kv")
 DEAD, SET_ASIDE = f"{WRITERS}/0123456789abcdef", f"{CATALOG}.broken-1"
@@ -46,7 +46,7 @@ def judge(folder: Path, older: Path) -> None:
     """The folder is a sound cache of this format, with nothing of the older one, and takes what is new."""
     ours = files_of(older) - {*FOREIGN, MARKER, CATALOG}
     with TieredStore(folder, NO_MEMORY) as store:
-        assert store.lookup(SHELF, prompt(1)).length == 0
+        assert store.lookup(KV_SPACE, prompt(1)).length == 0
         assert keep(store, prompt(7)).outcome == "kept"
         assert load(store, prompt(7)) == len(prompt(7))
         assert check(store.disk).problems == ()
@@ -64,7 +64,7 @@ def test_our_files_go_others_stay_and_the_next_keep_works(older: Path, caplog: p
         assert store.disk.entries() == []
         assert files_of(folder) - set(FOREIGN) <= {MARKER, CATALOG, f"{CATALOG}-wal", f"{CATALOG}-shm"}
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said == f"{folder} was a cache of an older format: its KV was removed, and the cache begun anew."
+    assert said == f"{folder} was a cache of an older format: its KV was removed, and the cache starts empty."
     caplog.clear()
     judge(folder, older)
     assert caplog.records == []
@@ -184,7 +184,7 @@ def test_processes_that_open_it_at_once_empty_it_once_and_lose_nothing_that_is_n
             process.stdin.flush()
         said = [process.communicate()[1] for process in (one, two, three)]
         assert [process.returncode for process in (one, two, three)] == [0, 0, 0], said
-    assert "".join(said).count("begun anew") == 1
+    assert "".join(said).count("the cache starts empty") == 1
     with TieredStore(folder, NO_MEMORY) as store:
         for number in (20, 21, 22, 30, 31, 32):
             assert load(store, prompt(number)) == len(prompt(number))

@@ -18,16 +18,16 @@ import pytest
 
 from rekindle.core.keys import token_bytes
 from rekindle.errors import CacheUnusable
-from rekindle.store.admin.check import check
+from rekindle.store.check import check
 from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.files import Files
-from rekindle.store.purge.purge import TokenRun
+from rekindle.store.purge import TokenRun
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import NO_MEMORY
 from tests.faults.test_purge import places
-from tests.kvs import SHELF, keep, load
-from tests.store.purge.test_clear import IDENTITY, OWN, SALT, TENANT, TEXT, WORDS, word_traces
-from tests.store.purge.test_purge import kv_traces, numbers, traces
+from tests.kvs import KV_SPACE, keep, load
+from tests.store.test_clear import IDENTITY, OWN, SALT, TENANT, TEXT, WORDS, word_traces
+from tests.store.test_purge import kv_traces, numbers, traces
 
 SECRET, HEAD, ELSE = numbers(0, 70), numbers(1, 70), numbers(5, 100)
 ASKED = [*HEAD, *SECRET, *numbers(2, 60)]
@@ -111,7 +111,7 @@ def fill(folder: Path, medium: Medium) -> TieredStore:
         assert keep(store, tokens).outcome == "kept"
     store.disk.remove(store.disk.entries()[1:2])
     assert keep(store, ASKED, OWN).outcome == "kept"
-    store.note(SHELF, IDENTITY, ASKED, b"", {"known": TEXT})
+    store.note(KV_SPACE, IDENTITY, ASKED, b"", {"known": TEXT})
     return store
 
 

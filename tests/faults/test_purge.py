@@ -18,16 +18,16 @@ from rekindle.core.identity import Identity
 from rekindle.core.keys import token_bytes
 from rekindle.core.kv import LayerKv
 from rekindle.errors import CacheUnusable, KvLost
-from rekindle.store.admin.check import check
 from rekindle.store.catalog import catalog
+from rekindle.store.check import check
 from rekindle.store.disk import DiskStore, Machine
 from rekindle.store.files import Files
-from rekindle.store.purge.purge import TokenRun, purge
+from rekindle.store.purge import TokenRun, purge
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import NO_MEMORY, copy, flip, load_or_lose, problems
 from tests.faults.test_injected import METHODS, BrokenFiles, Connections, FailingFiles, SharingFiles
-from tests.kvs import SHELF, keep, load, make_kv
-from tests.store.purge.test_purge import kv_traces, numbers, traces
+from tests.kvs import KV_SPACE, keep, load, make_kv
+from tests.store.test_purge import kv_traces, numbers, traces
 
 SECRET, HEAD = numbers(0, 70), numbers(1, 70)
 ASKED = [*HEAD, *SECRET, *numbers(2, 60)]
@@ -48,7 +48,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
             assert keep(store, tokens).outcome == "kept"
         with store.disk.database.writing() as connection:
             catalog.cut(connection, store.disk.entries()[-1].id, 3)
-        store.note(SHELF, IDENTITY, ASKED, b"", {"known": "quoted"})
+        store.note(KV_SPACE, IDENTITY, ASKED, b"", {"known": "quoted"})
     assert traces(folder, SECRET)
     return folder
 
@@ -218,7 +218,7 @@ def test_a_file_that_cannot_be_removed_is_told_and_goes_the_next_time(filled: Pa
 def test_where_open_files_cannot_be_removed_the_purge_says_that_somebody_reads(filled: Path) -> None:
     folder = copy(filled, "open")
     with TieredStore(folder, NO_MEMORY, Machine(files=SharingFiles())) as store:
-        feed = store.load(SHELF, store.lookup(SHELF, ASKED))
+        feed = store.load(KV_SPACE, store.lookup(KV_SPACE, ASKED))
         with pytest.raises(CacheUnusable, match="another process"):
             store.purge("local", "", RUNS)
         feed.close()
@@ -242,8 +242,8 @@ def test_a_file_that_lost_blocks_and_is_damaged_goes_as_a_whole(filled: Path, wh
 def test_who_found_something_before_a_purge_gets_it_right_or_not_at_all(filled: Path) -> None:
     folder = copy(filled, "readers")
     with TieredStore(folder, NO_MEMORY) as reader, TieredStore(folder, NO_MEMORY) as other:
-        match = reader.lookup(SHELF, WENT_ON)
-        feed = reader.load(SHELF, match)
+        match = reader.lookup(KV_SPACE, WENT_ON)
+        feed = reader.load(KV_SPACE, match)
         other.purge("local", "", RUNS)
         right = make_kv(WENT_ON, feed.span)
         for layer in feed.layers:  # its files are open: what it reads is still what was kept
@@ -252,7 +252,7 @@ def test_who_found_something_before_a_purge_gets_it_right_or_not_at_all(filled: 
             assert (out.keys == right.layers[layer].keys).all() and (out.values == right.layers[layer].values).all()
         feed.close()
         with pytest.raises(KvLost):
-            reader.load(SHELF, match)
+            reader.load(KV_SPACE, match)
         assert load(reader, WENT_ON) == 64
 
 

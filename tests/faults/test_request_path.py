@@ -30,7 +30,7 @@ from rekindle.core.reply import Reply
 from rekindle.core.request import Request
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import CacheUnusable, KvLost
-from rekindle.store.admin.check import check
+from rekindle.store.check import check
 from rekindle.store.feed import StoredFeed
 from rekindle.store.prefix_index import Match
 from rekindle.store.tiered import TieredStore

@@ -15,20 +15,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rekindle.core.chunk import chunk_digest
+from rekindle.core.chunk import chain_tokens, chunk_digest, nonprefix
 from rekindle.core.keys import BLOCK_TOKENS, token_bytes
 from rekindle.core.kv import Span
 from rekindle.errors import KvLost
-from rekindle.store.admin.check import check
 from rekindle.store.catalog import catalog
+from rekindle.store.check import check
 from rekindle.store.disk import CATALOG, Machine
 from rekindle.store.files import Files
-from rekindle.store.nonprefix_kv import chain_tokens, nonprefix
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from rekindle.store.variants import VariantCounts
 from tests.faults.folders import NO_MEMORY, REPOSITORY, WITH_MEMORY, copy, flip, prompt
-from tests.kvs import SHELF, keep, load, make_kv
+from tests.kvs import KV_SPACE, keep, load, make_kv
 from tests.store.scored import assert_gives, assert_loads, find, is_same, variant
 
 PROMPT = prompt(1, 150)
@@ -45,8 +44,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("variants") / "cache"
     with TieredStore(folder, NO_MEMORY) as store:
         keep(store, PROMPT)
-        store.variants.keep(SHELF, PROMPT, [variant(PROMPT, SPAN, 0.25)])
-        store.variants.keep_nonprefix(SHELF, LOOSE, make_kv(OTHER, LOOSE_SPAN), variant(OTHER, LOOSE_SPAN, 0.5))
+        store.variants.keep(KV_SPACE, PROMPT, [variant(PROMPT, SPAN, 0.25)])
+        store.variants.keep_nonprefix(KV_SPACE, LOOSE, make_kv(OTHER, LOOSE_SPAN), variant(OTHER, LOOSE_SPAN, 0.5))
         assert store.variants.stats() == VariantCounts(2, 2, 1)
     return folder
 
@@ -86,7 +85,7 @@ def test_a_flipped_bit_in_a_variants_blocks_is_found_and_the_extent_quarantined(
                 after = served(store)  # what was lost is not found again
                 assert None not in after
                 assert [was is None for was in before] == [not now for now in after]
-                store.tend()
+                store.maintain()
                 assert served(store) == after
                 assert store.counts.quarantined == before.count(None)
 
@@ -102,11 +101,11 @@ def test_every_flipped_bit_of_a_row_makes_it_unknown_and_its_row_go(sound: Path)
         with TieredStore(folder, NO_MEMORY) as store:
             assert served(store) == [False, False], column
             assert store.counts.read_failures == 0
-            store.tend()
+            store.maintain()
             assert load(store, PROMPT) == len(PROMPT)
-            assert store.variants.keep(SHELF, PROMPT, [variant(PROMPT, SPAN)]) in (0, 1)
+            assert store.variants.keep(KV_SPACE, PROMPT, [variant(PROMPT, SPAN)]) in (0, 1)
             kv, given = make_kv(OTHER, LOOSE_SPAN), variant(OTHER, LOOSE_SPAN, 0.5)
-            assert store.variants.keep_nonprefix(SHELF, LOOSE, kv, given).outcome == "kept"
+            assert store.variants.keep_nonprefix(KV_SPACE, LOOSE, kv, given).outcome == "kept"
             assert served(store) == [True, True], column
             assert check(store.disk).problems == ()
 
@@ -124,7 +123,7 @@ def test_garbage_in_any_column_is_unknown_and_raises_nothing(sound: Path, garbag
             connection.execute(f"UPDATE variants SET {column}=?", (garbage,))
         with TieredStore(folder, NO_MEMORY) as store:
             assert served(store) == ([True, True] if column == "used" else [False, False])
-            store.tend()
+            store.maintain()
             assert store.variants.stats().variants <= 2
             assert (store.counts.read_failures, store.counts.write_failures) == (0, 0)
             assert load(store, PROMPT) == len(PROMPT)
@@ -146,7 +145,7 @@ def test_any_flipped_bit_of_the_catalog_gives_the_right_numbers_or_none(sound: P
         flip(folder / CATALOG, rng.randrange(100, size), rng.randrange(8))
         with TieredStore(folder, NO_MEMORY) as store:
             served(store)
-            store.tend()
+            store.maintain()
             served(store)
 
 
@@ -167,8 +166,8 @@ store = TieredStore({str(folder)!r}, NO_MEMORY)
 keep(store, PROMPT)
 variant_rows.add = dying
 if step == "loose":
-    store.variants.keep_nonprefix(SHELF, LOOSE, make_kv(OTHER, LOOSE_SPAN), variant(OTHER, LOOSE_SPAN, 0.5))
-store.variants.keep(SHELF, PROMPT, [variant(PROMPT, SPAN)])
+    store.variants.keep_nonprefix(KV_SPACE, LOOSE, make_kv(OTHER, LOOSE_SPAN), variant(OTHER, LOOSE_SPAN, 0.5))
+store.variants.keep(KV_SPACE, PROMPT, [variant(PROMPT, SPAN)])
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -176,9 +175,9 @@ store.variants.keep(SHELF, PROMPT, [variant(PROMPT, SPAN)])
         assert served(store) == [False, False]
         assert load(store, PROMPT) == len(PROMPT)
         assert check(store.disk).problems == ()
-        assert store.variants.keep(SHELF, PROMPT, [variant(PROMPT, SPAN)]) == 1
+        assert store.variants.keep(KV_SPACE, PROMPT, [variant(PROMPT, SPAN)]) == 1
         kv, given = make_kv(OTHER, LOOSE_SPAN), variant(OTHER, LOOSE_SPAN, 0.5)
-        assert store.variants.keep_nonprefix(SHELF, LOOSE, kv, given).outcome == "kept"
+        assert store.variants.keep_nonprefix(KV_SPACE, LOOSE, kv, given).outcome == "kept"
         assert served(store) == [True, True]
 
 
@@ -193,9 +192,9 @@ with TieredStore({str(folder)!r}, NO_MEMORY) as store:
         tokens = [*prompt(10 + turn % 3, 20 + turn), *CHUNK]
         span = Span(20 + turn, 80 + turn)
         keep(store, tokens)
-        store.variants.keep(SHELF, tokens, [variant(tokens, span)])
+        store.variants.keep(KV_SPACE, tokens, [variant(tokens, span)])
         own = [*prompt(100 + number, 30), *LOOSE]
-        store.variants.keep_nonprefix(SHELF, LOOSE, make_kv(own, Span(30, 103)), variant(own, Span(30, 103), number))
+        store.variants.keep_nonprefix(KV_SPACE, LOOSE, make_kv(own, Span(30, 103)), variant(own, Span(30, 103), number))
         for known in find(store, CHUNK):
             start = known.variant.span.start
             try:
@@ -210,7 +209,7 @@ with TieredStore({str(folder)!r}, NO_MEMORY) as store:
                 assert_gives(store, known, make_kv(own, Span(30, 103)))
             except KvLost:
                 pass  # the other process removed it
-        store.tend()
+        store.maintain()
     assert store.counts.write_failures == 0, store.counts
 """
     workers = [
@@ -235,13 +234,13 @@ def test_eviction_under_a_variant_never_gives_wrong_numbers_nor_exceeds_the_limi
             keep(store, tokens)
             start = rng.randrange(len(tokens) - 20)
             span = Span(start, rng.randrange(start + 1, len(tokens) + 1))
-            store.variants.keep(SHELF, tokens, [variant(tokens, span)])
+            store.variants.keep(KV_SPACE, tokens, [variant(tokens, span)])
             if known := find(store, tokens[span.start : span.stop]):
                 known_once += 1
                 assert_loads(store, known[0], tokens)
             if number % 3 == 0:
                 chunk = tokens[span.start : span.stop]
-                store.variants.keep_nonprefix(SHELF, chunk, make_kv(tokens, span), variant(tokens, span, 0.5))
+                store.variants.keep_nonprefix(KV_SPACE, chunk, make_kv(tokens, span), variant(tokens, span, 0.5))
             total = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file())
             assert total <= limit
         assert known_once > 30
@@ -273,20 +272,20 @@ def test_a_store_in_trouble_knows_nothing_and_raises_nothing_but_kv_lost(sound: 
         (known,) = find(store, CHUNK)
         files.on = True
         with pytest.raises(KvLost):
-            store.variants.load(SHELF, known)
+            store.variants.load(KV_SPACE, known)
         other = prompt(3, 50)
-        kept = store.variants.keep_nonprefix(SHELF, other, make_kv(other, Span(0, 50)), variant(other, Span(0, 50)))
+        kept = store.variants.keep_nonprefix(KV_SPACE, other, make_kv(other, Span(0, 50)), variant(other, Span(0, 50)))
         assert kept.outcome == "failed" and find(store, other) == []
         files.on = False
         assert served(store) == [True, True]
         with closing(sqlite3.connect(folder / CATALOG, isolation_level=None)) as holder:
             holder.execute("BEGIN IMMEDIATE")
-            assert store.variants.keep(SHELF, PROMPT, [variant(PROMPT, Span(0, 9))]) == 0
+            assert store.variants.keep(KV_SPACE, PROMPT, [variant(PROMPT, Span(0, 9))]) == 0
             store.variants.record_use(known, 0.5)
-            store.tend()
+            store.maintain()
             assert served(store) == [True, True]
             holder.execute("ROLLBACK")
-        store.tend()
+        store.maintain()
         assert find(store, CHUNK)[0].frequency == 2.0
 
 
@@ -321,19 +320,19 @@ def test_a_folder_that_can_only_be_read_serves_variants_and_lists_none(sound: Pa
     with TieredStore(folder, NO_MEMORY) as store:
         assert store.disk.database.read_only
         assert served(store) == [True, True]
-        assert store.variants.keep(SHELF, PROMPT, [variant(PROMPT, Span(0, 9))]) == 0
-        kept = store.variants.keep_nonprefix(SHELF, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
+        assert store.variants.keep(KV_SPACE, PROMPT, [variant(PROMPT, Span(0, 9))]) == 0
+        kept = store.variants.keep_nonprefix(KV_SPACE, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
         assert kept.outcome == "failed"
-        store.tend()
+        store.maintain()
         assert find(store, PROMPT[:9]) == []
 
 
 def test_other_tokens_under_the_same_digest_are_given_no_kv(sound: Path) -> None:
     with TieredStore(copy(sound, "collision"), NO_MEMORY) as store:
         other = token_bytes([5, *CHUNK[1:]])
-        (known,) = store.variants.find(SHELF, {chunk_digest(CHUNK): other})[chunk_digest(CHUNK)]
+        (known,) = store.variants.find(KV_SPACE, {chunk_digest(CHUNK): other})[chunk_digest(CHUNK)]
         with pytest.raises(KvLost):
-            store.variants.load(SHELF, known)
+            store.variants.load(KV_SPACE, known)
 
 
 @pytest.mark.parametrize("depth", [-1, 1, 100])
@@ -348,10 +347,10 @@ def test_an_extent_that_is_said_to_stand_elsewhere_makes_its_variants_unknown(so
 def test_loose_kv_of_two_computations_is_not_taken_for_one(sound: Path) -> None:
     with TieredStore(copy(sound, "mixed"), NO_MEMORY) as store:
         chain = np.frombuffer(chain_tokens(chunk_digest(LOOSE), token_bytes(LOOSE)), "<u4").tolist()
-        match = store.lookup(nonprefix(SHELF), chain)
+        match = store.lookup(nonprefix(KV_SPACE), chain)
         assert match.length == len(chain)
         with store.disk.database.writing() as connection:
             catalog.cut(connection, match.pieces[0].extent, 1)
-        assert keep(store, chain, nonprefix(SHELF)).outcome == "kept"  # as an import of old could
-        assert store.lookup(nonprefix(SHELF), chain).length == len(chain)
+        assert keep(store, chain, nonprefix(KV_SPACE)).outcome == "kept"  # as an import of old could
+        assert store.lookup(nonprefix(KV_SPACE), chain).length == len(chain)
         assert find(store, LOOSE) == []

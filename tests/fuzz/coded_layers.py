@@ -10,8 +10,8 @@ import numpy as np
 import zstandard
 
 from rekindle.codec import coder, quantized
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import Coder
+from rekindle.codec.quantizer import BitPlan
 from rekindle.core.kv import KvLayout, LayerKv, LayerShape, Span
 from rekindle.remote import slices
 from rekindle.store.catalog.variant_rows import PackedScores, unpack_scores

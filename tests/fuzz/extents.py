@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import EXACT, Coder
 from rekindle.codec.digest import PlainDigester
 from rekindle.codec.extent import Coding, ExtentHeader, ExtentPlan, parse_header
+from rekindle.codec.quantizer import BitPlan
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace, NodeKey, token_bytes
 from rekindle.core.kv import KvLayout, LayerKv, LayerShape, Span
 from rekindle.store.catalog.catalog import Extent
@@ -19,7 +19,7 @@ from rekindle.store.files import Files
 from tests.fuzz import mutations
 from tests.fuzz.coded_layers import other_structure
 from tests.fuzz.family import Family
-from tests.kvs import SHELF, make_kv
+from tests.kvs import KV_SPACE, make_kv
 
 LAYOUT = KvLayout("float16", (LayerShape(2, 16, 16),) * 2)
 TOKENS = 200
@@ -33,7 +33,7 @@ class Inputs(Family):
 
     def __init__(self, folder: Path) -> None:
         self.files = ExtentFiles(folder, Files(), PlainDigester())
-        kv_space = KvSpace(SHELF.namespace, LAYOUT)
+        kv_space = KvSpace(KV_SPACE.namespace, LAYOUT)
         kv = make_kv(range(TOKENS), Span(0, TOKENS), kv_space).layers
         plans = [
             ExtentPlan(name, "kv_space", NodeKey(bytes(16)), LAYOUT, token_bytes(range(TOKENS)), "xxh3-64", 8)
@@ -152,4 +152,4 @@ def _compact(root: object) -> str:
     return json.dumps(root, separators=(",", ":"))
 
 
-LAYOUT_EMPTY = make_kv(range(TOKENS), Span(0, TOKENS), KvSpace(SHELF.namespace, LAYOUT)).layers[0].keys
+LAYOUT_EMPTY = make_kv(range(TOKENS), Span(0, TOKENS), KvSpace(KV_SPACE.namespace, LAYOUT)).layers[0].keys

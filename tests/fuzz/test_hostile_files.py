@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import Coder
 from rekindle.codec.digest import PlainDigester
 from rekindle.codec.extent import Coding, ExtentPlan
+from rekindle.codec.quantizer import BitPlan
 from rekindle.core.keys import NodeKey, token_bytes
 from rekindle.core.kv import KvLayout, LayerShape
 
@@ -49,7 +49,7 @@ except BaseException as caught:
     error = type(caught).__name__
 print(json.dumps([error, hwm() - before, time.process_time() - started, written() - wrote]))
 """
-_IMPORT = "from rekindle.store.admin.archive import import_; from rekindle.store.tiered import TieredStore"
+_IMPORT = "from rekindle.store.archive import import_; from rekindle.store.tiered import TieredStore"
 _TO = 'import_(lambda: TieredStore(path.parent / "to"), path, evict=False)'
 
 
@@ -189,7 +189,7 @@ def test_an_archive_with_a_coded_extent_is_refused(tmp_path: Path) -> None:
     import hashlib
     import io
 
-    from rekindle.store.admin.archive_file import ArchiveEntry, TarWriter, entry_member, extent_member, manifest_bytes
+    from rekindle.store.archive_file import ArchiveEntry, TarWriter, entry_member, extent_member, manifest_bytes
 
     bomb(tmp_path / "x.kv", 24_576_000, KvLayout("float16", (LayerShape(1, 24_576_000, 1),)), "")
     data = (tmp_path / "x.kv").read_bytes()

@@ -18,7 +18,7 @@ from rekindle.engine.base import TokenSampler
 from rekindle.engine.embedding.embedder import Embedder, Embeddings
 from rekindle.engine.fake import FakeEngine
 from rekindle.idle import idle
-from rekindle.idle.questions.generated import prompt_from_abstracts, prompt_from_history, summary_prompt
+from rekindle.idle.generated_questions import prompt_from_abstracts, prompt_from_history, summary_prompt
 from rekindle.models.pull import pull
 
 DOCUMENTS = {

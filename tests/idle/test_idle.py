@@ -18,9 +18,9 @@ from rekindle.core.reply import Answer
 from rekindle.engine.base import Logits, Row
 from rekindle.errors import InvalidSetting
 from rekindle.idle import worker
-from rekindle.idle.budget import Budget, CpuLoad, EnergyMeter, IdleConditions, on_mains
 from rekindle.idle.idle import Idle, IdleOptions
 from rekindle.idle.log import IdleAction, flop, recent_actions, summarize_actions
+from rekindle.idle.worker import Budget, CpuLoad, EnergyMeter, IdleConditions, on_mains
 from tests.idle.idling import DOCUMENTS, FROM_HISTORY, SAID, Scripted, free_words, session
 from tests.server.soak import tiny_embedder
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.idle.budget import Budget, IdleConditions, Spent, blocked_by, is_left
 from rekindle.idle.prepare import choose_strategy, first_passages, passages_to_read, spread
 from rekindle.idle.sources import rotate
+from rekindle.idle.worker import Budget, IdleConditions, Spent, blocked_by, is_left
 
 
 @pytest.mark.parametrize(("threshold", "strategy"), [(0.95, "prefill"), (0.9, "prefill"), (0.89, "answer")])
@@ -50,11 +50,11 @@ def test_nothing_is_done_while_others_work() -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 400))
-def test_chosen_parts_fit_and_are_spread(lengths: list[int], most: int) -> None:
-    chosen = spread(lengths, most)
+def test_chosen_parts_fit_and_are_spread(lengths: list[int], max_count: int) -> None:
+    chosen = spread(lengths, max_count)
     assert chosen == sorted(set(chosen)) and chosen[0] == 0
-    assert len(chosen) == 1 or sum(lengths[at] for at in chosen) <= most
-    if sum(lengths) <= most:
+    assert len(chosen) == 1 or sum(lengths[at] for at in chosen) <= max_count
+    if sum(lengths) <= max_count:
         assert chosen == list(range(len(lengths)))
 
 

@@ -11,8 +11,8 @@ import pytest
 from rekindle.core.document import Document, Passage, Section
 from rekindle.engine.embedding.embedder import Embedder, Embeddings
 from rekindle.knowledge.library import Library
+from rekindle.knowledge.retrieve import Floats, to_stored
 from rekindle.knowledge.rows import SplitDocument
-from rekindle.knowledge.vectors import Floats, to_stored
 from rekindle.models.files import ModelFiles
 
 DIMENSIONS = 8

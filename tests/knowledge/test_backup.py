@@ -12,8 +12,8 @@ import pytest
 
 from rekindle.errors import BrokenBackup, InvalidSetting, LibraryFull
 from rekindle.knowledge.backup import Backup, export, import_
-from rekindle.knowledge.folder import LibraryLimit
 from rekindle.knowledge.library import Library
+from rekindle.knowledge.library_folder import LibraryLimit
 from tests.knowledge.conftest import cut, library
 from tests.knowledge.test_damage import damage, made, texts_of
 from tests.knowledge.test_library import check_words, found

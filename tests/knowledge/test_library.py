@@ -18,9 +18,8 @@ import pytest
 from rekindle.core.document import Document, Passage, Section
 from rekindle.errors import DocumentNotFound, KnowledgeUnusable
 from rekindle.knowledge.library import Library
-from rekindle.knowledge.retrieve import Retriever
+from rekindle.knowledge.retrieve import Retriever, VectorIndex, to_stored
 from rekindle.knowledge.rows import SplitDocument, passage_digest
-from rekindle.knowledge.vectors import VectorIndex, to_stored
 from tests.knowledge.conftest import DIMENSIONS, cut, library, vector
 
 ROOT = Path(__file__).parents[2]
@@ -455,11 +454,11 @@ def test_what_fails_amid_a_put_leaves_nothing_of_it(tmp_path: Path) -> None:
 # -- vectors in memory
 
 
-def brute_force(known: Library, query: np.ndarray, most: int) -> list[int]:  # type: ignore[type-arg]
+def brute_force(known: Library, query: np.ndarray, max_count: int) -> list[int]:  # type: ignore[type-arg]
     with known.reading() as connection:
         rows = connection.execute("SELECT id, vector FROM chunks WHERE vector IS NOT NULL").fetchall()
     scores = {id: float(np.frombuffer(data, "<f2").astype(np.float32) @ query) for id, data in rows}
-    return sorted(scores, key=lambda id: (-round(scores[id], 6), id))[:most]
+    return sorted(scores, key=lambda id: (-round(scores[id], 6), id))[:max_count]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -498,9 +497,9 @@ def test_equal_scores_keep_the_order_they_came_in_wherever_it_is_cut(tmp_path: P
     snapshot = VectorIndex(known, DIMENSIONS).snapshot("e")
     everything = [near.id for near in snapshot.nearest(np.eye(DIMENSIONS, dtype=np.float32)[0], count)]
     assert everything == sorted(everything) and len(everything) == count
-    for most in {1, 2, 5, count // 2, count - 1, count + 1} - {0}:
-        cut_short = [near.id for near in snapshot.nearest(np.eye(DIMENSIONS, dtype=np.float32)[0], most)]
-        assert cut_short == everything[:most]
+    for max_count in {1, 2, 5, count // 2, count - 1, count + 1} - {0}:
+        cut_short = [near.id for near in snapshot.nearest(np.eye(DIMENSIONS, dtype=np.float32)[0], max_count)]
+        assert cut_short == everything[:max_count]
 
 
 def test_an_empty_library_has_no_vectors(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from rekindle.cache.open_store import open_store
 from rekindle.errors import CacheUnusable
-from rekindle.knowledge.folder import knowledge_folder
 from rekindle.knowledge.library import Library
+from rekindle.knowledge.library_folder import knowledge_folder
+from rekindle.machine import data_folder
 from rekindle.settings import Settings
-from rekindle.settings.folders import data_folder
 from rekindle.store.disk import DiskStore
 from rekindle.store.settings import StoreSettings
 from tests.knowledge.conftest import cut

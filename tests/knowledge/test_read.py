@@ -22,10 +22,10 @@ import pytest
 
 from rekindle.core.document import Document
 from rekindle.errors import ExtraMissing, UnreadableDocument
-from rekindle.knowledge.read import common as text
+from rekindle.knowledge.read import clean_text as text
 from rekindle.knowledge.read import docx as word
 from rekindle.knowledge.read import records
-from rekindle.knowledge.read.common import ReadProblem
+from rekindle.knowledge.read.clean_text import ReadProblem
 from rekindle.knowledge.read.file import KINDS, kind_of, read_bytes, read_file
 from tests.knowledge import files
 

@@ -141,10 +141,10 @@ def test_top_k_bounds(known: Library, embedder: Embedder) -> None:
 def test_fewer_are_the_first_of_more(known: Library, embedder: Embedder) -> None:
     retriever = Retriever(known, lambda: embedder)
     for retrieval in ("fused", "weighted", "bm25", "embedding"):
-        most = retriever.retrieve("amber fjord", 20, retrieval).hits  # type: ignore[arg-type]
+        max_count = retriever.retrieve("amber fjord", 20, retrieval).hits  # type: ignore[arg-type]
         for few in (1, 3, 10):
             hits = retriever.retrieve("amber fjord", few, retrieval).hits  # type: ignore[arg-type]
-            assert [hit.chunk.id for hit in hits] == [hit.chunk.id for hit in most][:few]
+            assert [hit.chunk.id for hit in hits] == [hit.chunk.id for hit in max_count][:few]
 
 
 SYNTAX = [

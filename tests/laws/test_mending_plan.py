@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.baselines.recompute_policies import RECOMPUTE_POLICIES, mender_of, only_the_set
+from benchmarks.baselines.recompute_policies import RECOMPUTE_POLICIES, only_the_set, policy_of
 from rekindle.cache.cost import Rates
 from rekindle.cache.matches import Found, Matches
 from rekindle.cache.planner import PrefillSteps, make_plan
 from rekindle.chunks.match import match_chunks
 from rekindle.chunks.prefill import plan_chunk_reuse
 from rekindle.chunks.select import RecomputePolicy
-from rekindle.core.chunk import ChunkDigest, ChunkScores, EarlierChunk, PromptLayout, Variant
-from rekindle.core.chunk_match import ChunkMatch
+from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkScores, EarlierChunk, PromptLayout, Variant
 from rekindle.core.kv import Span
 from rekindle.core.plan import Compute, Load, Plan, ReuseChunks
 from rekindle.errors import InvalidSetting
@@ -84,7 +83,7 @@ def prompts(draw: st.DrawFn) -> Prompt:
 @st.composite
 def recompute_policies(draw: st.DrawFn) -> RecomputePolicy:
     name = draw(st.sampled_from([*RECOMPUTE_POLICIES, "deviation", "outside*lead"]))
-    return mender_of(name, draw(st.one_of(st.none(), st.floats(0.0, 1.0))))
+    return policy_of(name, draw(st.one_of(st.none(), st.floats(0.0, 1.0))))
 
 
 def plans(
@@ -161,7 +160,7 @@ def test_the_same_arguments_give_the_same_plan(prompt: Prompt, recompute_policy:
 
 @given(prompts(), some_rates, st.sampled_from(["rekindle", "leading", "random", "h2o"]))
 def test_where_all_would_be_computed_anew_nothing_is_mended(prompt: Prompt, rates: Rates, name: str) -> None:
-    exact, plan = plans(prompt, mender_of(name, 1.0), rates)
+    exact, plan = plans(prompt, policy_of(name, 1.0), rates)
     assert plan is exact and plan.reuse_chunks is None
 
 
@@ -186,7 +185,7 @@ def test_a_plan_of_unknown_costs_gives_way_to_none_that_is_known_to_be_slower_th
     found = (Found(Span(0, 45), "memory", 45 * TOKEN_BYTES), Found(Span(45, 60), "disk", 15 * TOKEN_BYTES))
     exact = make_plan(Matches(150, 0, found), rates, CUT)
     assert exact.predicted_seconds is None and exact.cold_seconds is not None
-    assert plan_chunk_reuse(exact, PromptLayout(36, (span,)), [chunk], mender_of("leading"), rates, 10_000) is exact
+    assert plan_chunk_reuse(exact, PromptLayout(36, (span,)), [chunk], policy_of("leading"), rates, 10_000) is exact
 
 
 def test_the_published_way_is_charged_for_what_it_computes_and_no_more() -> None:
@@ -197,7 +196,7 @@ def test_the_published_way_is_charged_for_what_it_computes_and_no_more() -> None
     chunk = ChunkMatch(span, variant.digest, Stored(1, variant, "memory", 100 * TOKEN_BYTES), overhead=0.1)
     rates = Rates(compute=(0.0, 1.0, 0.0), load={"memory": (0.0, 0.0)})
     exact = make_plan(Matches(130), rates, CUT)
-    plan = plan_chunk_reuse(exact, PromptLayout(16, (span,)), [chunk], mender_of("cache-craft"), rates, 10_000)
+    plan = plan_chunk_reuse(exact, PromptLayout(16, (span,)), [chunk], policy_of("cache-craft"), rates, 10_000)
     assert (
         plan.reuse_chunks is not None and plan.predicted_seconds == 30 + 10 + 10
     )  # the head is new: the question goes twice
@@ -218,11 +217,11 @@ def test_picking_keeps_order_and_takes_the_variant_with_the_least_overhead(promp
 @pytest.mark.parametrize("budget", [-0.1, 1.1, float("inf")])
 def test_a_budget_that_is_no_share_is_refused(budget: float) -> None:
     with pytest.raises(InvalidSetting, match="recompute_budget"):
-        mender_of("rekindle", budget)
+        policy_of("rekindle", budget)
 
 
 def test_an_unknown_mender_is_refused_with_those_there_are() -> None:
     with pytest.raises(InvalidSetting, match="rekindle, leading"):
-        mender_of("magic")
+        policy_of("magic")
     with pytest.raises(InvalidSetting):
-        mender_of("seen*magic")
+        policy_of("seen*magic")

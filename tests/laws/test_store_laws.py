@@ -12,14 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace, Namespace
 from rekindle.core.kv import Span
-from rekindle.core.scope import APP_STATES, AppState, Asker, Scope
+from rekindle.core.scope import APP_STATES, AppRef, AppState, Scope
 from rekindle.core.size import human_bytes, parse_limit
-from rekindle.store.admin.check import check
 from rekindle.store.catalog import app_rows
-from rekindle.store.evict.policy import POLICIES
+from rekindle.store.check import check
+from rekindle.store.evict import POLICIES
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
-from tests.kvs import SHELF, SMALL, keep, load
+from tests.kvs import KV_SPACE, SMALL, keep, load
 
 OTHER = KvSpace(Namespace("test-model", tenant="somebody else"), SMALL)
 
@@ -44,8 +44,8 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="rekindle-laws-"))
-        self.kept: dict[KvSpace, list[list[int]]] = {SHELF: [], OTHER: []}
-        self.ever: dict[KvSpace, list[list[int]]] = {SHELF: [], OTHER: []}
+        self.kept: dict[KvSpace, list[list[int]]] = {KV_SPACE: [], OTHER: []}
+        self.ever: dict[KvSpace, list[list[int]]] = {KV_SPACE: [], OTHER: []}
         self.pinned: list[list[int]] = []
         self.limit = 0
         self.now = 1_000_000.0
@@ -75,18 +75,18 @@ class StoreMachine(RuleBasedStateMachine):
     def _known(self, kv_space: KvSpace, tokens: list[int], among: dict[KvSpace, list[list[int]]]) -> int:
         return max((common(tokens, other) for other in among[kv_space]), default=0)
 
-    @rule(data=st.data(), kv_space=st.sampled_from([SHELF, OTHER]), app=st.sampled_from([None, "mail", "notes"]))
+    @rule(data=st.data(), kv_space=st.sampled_from([KV_SPACE, OTHER]), app=st.sampled_from([None, "mail", "notes"]))
     def keep(self, data: st.DataObject, kv_space: KvSpace, app: str | None) -> None:
         tokens = self._prompt(data, kv_space)
-        asker = None if app is None else Asker(kv_space.namespace.tenant, app)
-        outcome = keep(self.store, tokens, kv_space, asker).outcome
-        self.store.record_request(kv_space, tokens, asker)
+        app_ref = None if app is None else AppRef(kv_space.namespace.tenant, app)
+        outcome = keep(self.store, tokens, kv_space, app_ref).outcome
+        self.store.record_request(kv_space, tokens, app_ref)
         assert outcome in ("kept", "known")
         if tokens:
             self.kept[kv_space].append(tokens)
             self.ever[kv_space].append(tokens)
 
-    @rule(data=st.data(), kv_space=st.sampled_from([SHELF, OTHER]))
+    @rule(data=st.data(), kv_space=st.sampled_from([KV_SPACE, OTHER]))
     def look_up_and_load(self, data: st.DataObject, kv_space: KvSpace) -> None:
         tokens = self._prompt(data, kv_space)
         found = load(self.store, tokens, kv_space)  # compares every number
@@ -104,8 +104,8 @@ class StoreMachine(RuleBasedStateMachine):
             app_rows.set_state(connection, Scope("local"), app, state, disk.clock(), disk.room.allows)
 
     @rule()
-    def tend(self) -> None:
-        self.store.tend()
+    def maintain(self) -> None:
+        self.store.maintain()
 
     @rule()
     def close_and_reopen(self) -> None:
@@ -116,11 +116,11 @@ class StoreMachine(RuleBasedStateMachine):
     def crash_and_reopen(self) -> None:
         self.store = self._open()  # the old one is left as a killed process leaves it
 
-    @precondition(lambda self: self.kept[SHELF])
+    @precondition(lambda self: self.kept[KV_SPACE])
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        tokens = data.draw(st.sampled_from(self.kept[SHELF]))
-        match = self.store.lookup(SHELF, tokens)
+        tokens = data.draw(st.sampled_from(self.kept[KV_SPACE]))
+        match = self.store.lookup(KV_SPACE, tokens)
         rows = {row.id: row for row in self.store.disk.entries()}
         self.store.disk.pin([rows[piece.extent] for piece in match.pieces])
         self.pinned.append(tokens)
@@ -137,7 +137,7 @@ class StoreMachine(RuleBasedStateMachine):
                 survivors.append(tokens[:found])
             self.kept[kv_space] = [tokens for tokens in survivors if tokens]
         for tokens in self.pinned:
-            assert self.store.lookup(SHELF, tokens).length == len(tokens)
+            assert self.store.lookup(KV_SPACE, tokens).length == len(tokens)
 
     @precondition(lambda self: self.store.disk.entries())
     @rule(data=st.data())

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from rekindle.models.files import ModelFiles, part_names
-from rekindle.models.other_tools import hub_cache
+from rekindle.models.hub import hub_cache
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 ELSEWHERE = ("OLLAMA_MODELS", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")

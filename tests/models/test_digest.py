@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from rekindle.models import digest
-from rekindle.models.digest import digest_of_files
+from rekindle.models import files
+from rekindle.models.files import digest_of_files
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Which files were really read."""
     seen: list[Path] = []
-    real = digest._digest_of_file
+    real = files._digest_of_file
 
     def counted(path: Path, *rest: Any) -> str:
         seen.append(path)
         return real(path, *rest)
 
-    monkeypatch.setattr(digest, "_digest_of_file", counted)
+    monkeypatch.setattr(files, "_digest_of_file", counted)
     return seen
 
 
@@ -73,7 +73,7 @@ def test_order_counts_and_names_do_not(tmp_path: Path) -> None:
 
 
 def test_a_file_over_several_pieces_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(files, "_PIECE_BYTES", 1000)
     path = tmp_path / "weights"
     seen = set()
     for position in (0, 999, 1000, 2500, 4999):

@@ -17,8 +17,8 @@ from rekindle.cli.main import app
 from rekindle.errors import BrokenModel, ModelNotFound, NotAModel
 from rekindle.models import registry
 from rekindle.models.files import ModelFiles, part_names
-from rekindle.models.hub_names import choose_file, model_names, spec_for
-from rekindle.models.other_tools import hub_cache, list_in_place, studio_folders
+from rekindle.models.hub import choose_file, hub_cache, model_names, spec_for
+from rekindle.models.other_tools import list_in_place, studio_folders
 from rekindle.models.pull import obtain, pull
 from rekindle.models.sources import GgufModel, HubModel, find, gguf_files, parse
 from tests.models.ggufs import ELSEWHERE, REVISION, Hub, cached, folder_form, stranger, write_gguf

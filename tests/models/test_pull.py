@@ -24,11 +24,11 @@ from rekindle.errors import (
     NoSpace,
     NotAModel,
 )
+from rekindle.machine import models_folder
 from rekindle.models import pull as module
 from rekindle.models import registry, sources
 from rekindle.models.pull import obtain, pull
 from rekindle.models.sources import NAMED, FolderModel, GgufModel, HubModel, WheelModel, find, parse
-from rekindle.settings.folders import models_folder
 from tests.models.server import Served, serving
 
 

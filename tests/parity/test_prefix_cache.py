@@ -647,7 +647,7 @@ def test_parked_contexts_and_held_kv_never_exceed_the_memory_limit(kind: str, li
                 worst.append(parked_bytes(session) + held_bytes(session))
             session.flush()
             assert session.cache.store is not None
-            session.cache.store.tend()
+            session.cache.store.maintain()
         finally:
             running = False
             watcher.join()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rekindle import Session
-from rekindle.idle.budget import Budget
 from rekindle.idle.idle import Idle, IdleOptions
+from rekindle.idle.worker import Budget
 
 pytestmark = pytest.mark.real
 

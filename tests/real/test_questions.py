@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rekindle import Session
-from rekindle.idle.questions.generated import (
+from rekindle.idle.generated_questions import (
     list_grammar,
     openings_about,
     openings_of,

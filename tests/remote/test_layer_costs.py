@@ -9,8 +9,8 @@ import pytest
 
 from rekindle.core.cells import CellGrid
 from rekindle.engine.fake import FakeEngine
+from rekindle.machine import home_folder
 from rekindle.remote.latency import LayerCosts, LayerTiming, Roofline
-from rekindle.settings.folders import home_folder
 from tests.tiny import tiny_engine
 
 TRUE = Roofline(1e-4, 2e-5, 3e-8)

@@ -11,8 +11,8 @@ import pytest
 
 from rekindle import Session
 from rekindle.codec import quantized
-from rekindle.codec.bits import LayerBits
 from rekindle.codec.cipher import Secret
+from rekindle.codec.quantizer import LayerBits
 from rekindle.core.cells import Cell
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.core.request import Request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rekindle.apps.registry import Apps, list_apps
+from rekindle.apps import Apps, list_apps
 from rekindle.core.scope import Scope
 from tests.server.conftest import Serve
 from tests.server.serving import ALICE, BOB, Served, eventually
@@ -16,7 +16,7 @@ LONG = "The keeper of the lighthouse wrote down the wind every morning, and the 
 def apps(served: Served, key: str | None = None) -> dict[str, dict[str, Any]]:
     assert served.session.flush()
     assert served.session.cache.store is not None
-    served.session.cache.store.tend()
+    served.session.cache.store.maintain()
     data = served.get(f"{OWN}/apps", key).json()["data"] if key else served.get(f"{OWN}/apps").json()["data"]
     return {app["id"]: app for app in data}
 

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("torch")  # makes the tiny embedder
 
 from rekindle.core.request import Request
-from rekindle.idle.budget import IdleConditions
 from rekindle.idle.idle import IdleOptions
 from rekindle.idle.log import recent_actions
+from rekindle.idle.worker import IdleConditions
 from rekindle.server.auth import ApiKeys
 from tests.server.conftest import Serve
 from tests.server.serving import ALICE, BOB, Asking, Gated, Served, eventually

@@ -83,7 +83,7 @@ class Party:
         """Wait until all that came of it is noted: else it would be noted at some time."""
         session = self.served.session
         assert session.flush() and session.cache.store is not None
-        session.cache.store.tend()
+        session.cache.store.maintain()
 
     def _remember(self, path: str, text: str) -> None:
         if path in (f"{OWN}/entries", f"{OWN}/documents") and '"data"' in text and (rows := json.loads(text)["data"]):

@@ -31,7 +31,7 @@ from rekindle.server.auth import ApiKeys
 from rekindle.server.serve import Server
 from rekindle.session.session import Session
 from rekindle.settings import ServerSettings, Settings
-from rekindle.store.admin.check import check
+from rekindle.store.check import check
 from tests.server.soak import KEYS, Soak, known_replies, tiny_embedder
 from tests.tiny import tiny_engine
 

@@ -48,16 +48,16 @@ def eventually(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def tend(session: Session) -> None:
+def maintain(session: Session) -> None:
     assert session.flush() and session.cache.store is not None
-    session.cache.store.tend()
+    session.cache.store.maintain()
 
 
 def test_a_session_knows_who_asked(session: Session) -> None:
     ask(session, "When is the lamp lit?", app="mail")
     ask(session, "When is the lamp lit?", app="notes", app_state="background")
     ask(session, "Where are the boats?", app="mail")
-    tend(session)
+    maintain(session)
     told = {app.name: app for app in session.apps.ls()}
     assert {name: (app.state, app.requests) for name, app in told.items()} == {
         "mail": ("foreground", 2),
@@ -71,10 +71,10 @@ def test_private_kv_of_a_killed_app_goes_and_the_shared_prefix_stays(session: Se
     questions = "When is the lamp lit, and who lights it in winter?" * 3, "Where are the boats at night, in fog?" * 3
     for app, question in zip(("mail", "notes"), questions, strict=True):
         ask(session, question, app=app)
-    tend(session)
+    maintain(session)
     whole = [kept(session, question) for question in questions]
     session.apps.set("mail", "terminated")
-    tend(session)
+    maintain(session)
     after = [kept(session, question) for question in questions]
     assert after[1] == whole[1]
     assert len(session.engine.tokenizer.encode(SYSTEM)) - 32 <= after[0] < whole[0]
@@ -87,7 +87,7 @@ def test_an_app_that_is_killed_right_after_it_asked_stays_killed(session: Sessio
     given = {} if state is None else {"app_state": state}
     session.generate(SYSTEM + "When is the lamp lit?", max_tokens=4, app="mail", **given)  # type: ignore[arg-type]
     session.apps.set("mail", "killed")  # before anything of the request is noted
-    tend(session)
+    maintain(session)
     (mail,) = session.apps.ls()
     assert (mail.state, mail.requests) == ("killed", 1)
 
@@ -98,10 +98,10 @@ def test_an_app_that_is_killed_while_it_is_answered_stays_killed(session: Sessio
     next(iter(stream))
     session.apps.set("mail", "killed")
     assert stream.reply.usage.completion_tokens == 4
-    tend(session)
+    maintain(session)
     assert [(app.state, app.requests) for app in session.apps.ls()] == [("killed", 2)]
     ask(session, "Where are the boats?", app="mail")
-    tend(session)
+    maintain(session)
     assert [(app.state, app.requests) for app in session.apps.ls()] == [("foreground", 3)]
 
 
@@ -159,7 +159,7 @@ class TestCheckpoints:
 
     def chat(self, session: Session, **options: object) -> None:
         session.chat(self.TALK, max_tokens=2, **options)  # type: ignore[arg-type]
-        tend(session)
+        maintain(session)
 
     @pytest.mark.llamacpp
     @pytest.mark.parametrize("other", [None, "notes"])
@@ -170,7 +170,7 @@ class TestCheckpoints:
         kept = {row.name for row in store.disk.entries()}
         self.chat(session, app=other)
         session.apps.set("mail", "killed")
-        tend(session)
+        maintain(session)
         assert {row.name for row in store.disk.entries()} == kept != set()
 
     @pytest.mark.llamacpp
@@ -180,7 +180,7 @@ class TestCheckpoints:
         self.chat(session, app="mail")
         assert store.disk.entries() != []
         session.apps.set("mail", "killed")
-        tend(session)
+        maintain(session)
         assert store.disk.entries() == []
 
     @pytest.mark.llamacpp

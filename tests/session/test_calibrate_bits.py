@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.adapters.coding import compare, measure, plain_of
 from rekindle.cache.coders import default_coder
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import EXACT, Coder
+from rekindle.codec.quantizer import BitPlan
 from rekindle.core.adapter import Lora
 from rekindle.core.kv import LayerKv
 from rekindle.engine.base import Row

@@ -2,7 +2,7 @@
 
 python -m tests.store.neighbour FOLDER TENANT SALT APP
 
-`keep A B C` keeps and uses these tokens, `look A B C` answers how many of them it finds, `tend` does what waits.
+`keep A B C` keeps and uses these tokens, `look A B C` answers how many of them it finds, `maintain` does what waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rekindle.core.keys import KvSpace, Namespace
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.faults.folders import REPOSITORY
@@ -78,11 +78,11 @@ def _serve(folder: Path, tenant: str, salt: str, app: str) -> None:
             if command == "keep":
                 answer = keep(store, tokens, kv_space).outcome
                 last[0] = tokens
-                store.record_use(store.lookup(kv_space, tokens), 1.0, Asker(tenant, app))
+                store.record_use(store.lookup(kv_space, tokens), 1.0, AppRef(tenant, app))
             elif command == "look":
                 answer = f"found {load(store, tokens, kv_space)}"
             else:
-                store.tend()
+                store.maintain()
                 answer = "tended"
             print(answer, flush=True)
         over.set()

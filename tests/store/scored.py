@@ -10,8 +10,8 @@ from rekindle.core.chunk import ChunkScores, EarlierChunk, Variant, chunk_digest
 from rekindle.core.keys import KvSpace, token_bytes
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.store.tiered import TieredStore
-from rekindle.store.variants import KnownVariant
-from tests.kvs import SHELF, make_kv
+from rekindle.store.variants import StoredVariant
+from tests.kvs import KV_SPACE, make_kv
 
 
 def variant(prompt: Sequence[int], span: Span, drift: float = 0.0) -> Variant:
@@ -34,18 +34,18 @@ def is_same(one: Variant, other: Variant) -> bool:
     )
 
 
-def find(store: TieredStore, chunk: Sequence[int], kv_space: KvSpace = SHELF) -> list[KnownVariant]:
+def find(store: TieredStore, chunk: Sequence[int], kv_space: KvSpace = KV_SPACE) -> list[StoredVariant]:
     """The variants of one chunk."""
     digest = chunk_digest(chunk)
     return store.variants.find(kv_space, {digest: token_bytes(chunk)}).get(digest, [])
 
 
-def assert_loads(store: TieredStore, known: KnownVariant, prompt: Sequence[int], kv_space: KvSpace = SHELF) -> None:
+def assert_loads(store: TieredStore, known: StoredVariant, prompt: Sequence[int], kv_space: KvSpace = KV_SPACE) -> None:
     """Load a variant and compare every number with what was kept for that prompt. Raises `KvLost`."""
     assert_gives(store, known, make_kv(prompt, known.variant.span, kv_space), kv_space)
 
 
-def assert_gives(store: TieredStore, known: KnownVariant, right: Kv, kv_space: KvSpace = SHELF) -> None:
+def assert_gives(store: TieredStore, known: StoredVariant, right: Kv, kv_space: KvSpace = KV_SPACE) -> None:
     """Load a variant into buffers with room around it, and compare every number. Raises `KvLost`."""
     count = len(known.variant.span)
     with store.variants.load(kv_space, known) as feed:

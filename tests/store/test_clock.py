@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.store.catalog import app_rows
-from rekindle.store.clock import ClockMemory
 from rekindle.store.disk import Machine
+from rekindle.store.evict import ClockMemory
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.kvs import keep, load
@@ -42,11 +42,11 @@ def used_at(folder: Path, clock: Clock, now: float) -> None:
     """A machine whose clock says that opens the cache, uses it, and tidies it up."""
     clock.now = now
     with opened(folder, clock) as store:
-        store.tend()
+        store.maintain()
         for number in range(3):
             load(store, prompt(number))
         keep(store, prompt(9))
-        store.tend()
+        store.maintain()
         store.disk.collect()
 
 
@@ -97,18 +97,18 @@ def test_a_leap_of_the_clock_is_believed_when_it_has_run_on_for_a_day(folder: Pa
     for hour in (0, 1, 23):
         clock.now = now + hour * 3600
         with opened(folder, clock) as store:
-            store.tend()
+            store.maintain()
         assert len(list((folder / "extents").iterdir())) == 3
     clock.now = now + 24 * 3600
     with opened(folder, clock) as store:
-        store.tend()
+        store.maintain()
     assert list((folder / "extents").iterdir()) == []
 
 
 def test_time_that_simply_passes_deletes_what_is_too_old(folder: Path, clock: Clock) -> None:
     clock.now += 7 * DAY + 1
     with opened(folder, clock) as store:
-        store.tend()
+        store.maintain()
     assert list((folder / "extents").iterdir()) == []
 
 
@@ -120,16 +120,16 @@ def test_a_clock_that_was_ahead_for_long_and_is_put_right_is_believed_after_a_da
     for day in (0, 1):
         clock.now = now + day * DAY
         with opened(folder, clock) as store:
-            store.tend()
+            store.maintain()
             keep(store, prompt(20 + day))
     clock.now = now + 2 * DAY
     with opened(folder, clock) as store:
-        store.tend()
+        store.maintain()
         assert keep(store, prompt(22)).outcome == "kept"
         assert load(store, prompt(22)) > 0
     clock.now += 7 * DAY + 1
     with opened(folder, clock) as store:
-        store.tend()
+        store.maintain()
     assert list((folder / "extents").iterdir()) == []
 
 
@@ -144,20 +144,20 @@ def test_clocks_that_jump_about_are_never_believed() -> None:
 
 def test_by_a_wrong_clock_nothing_of_killed_apps_is_deleted(tmp_path: Path, clock: Clock) -> None:
     settings = replace(WEEK, ttl_seconds=None, killed_ttl_seconds=5 * DAY)
-    app = Asker("local", "notes")
+    app = AppRef("local", "notes")
     with opened(tmp_path / "c", clock, settings) as store:
         assert keep(store, prompt(1), app=app).outcome == "kept"
         with store.disk.database.writing() as connection:
             app_rows.set_state(connection, app.scope, "notes", "killed", clock.now, store.disk.room.allows)
-        store.tend()
+        store.maintain()
     now = clock.now
     for wrong in (0.0, now + 3650 * DAY):
         clock.now = wrong
         with opened(tmp_path / "c", clock, settings) as store:
-            store.tend()
+            store.maintain()
     clock.now = now + DAY
     with opened(tmp_path / "c", clock, settings) as store:
         assert load(store, prompt(1)) > 0
         clock.now = now + 6 * DAY
-        store.tend()
+        store.maintain()
         assert load(store, prompt(1)) == 0

@@ -16,30 +16,30 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from benchmarks.storm import disk_bytes
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import Coder
+from rekindle.codec.quantizer import BitPlan
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace, Namespace, token_bytes
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.errors import KvLost
-from rekindle.store.admin.archive import export, import_
-from rekindle.store.admin.check import CacheProblem, check
+from rekindle.store.archive import export, import_
 from rekindle.store.catalog import catalog, delta_rows
 from rekindle.store.catalog.catalog import Extent
+from rekindle.store.check import CacheProblem, check
 from rekindle.store.disk import Machine
 from rekindle.store.files import Files, Handle
-from rekindle.store.purge.purge import TokenRun
+from rekindle.store.purge import TokenRun
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import Kept, TieredStore
-from tests.kvs import SHELF, make_kv
-from tests.store.purge.test_purge import traces
+from tests.kvs import KV_SPACE, make_kv
 from tests.store.test_limits import Clock
+from tests.store.test_purge import traces
 
 pytestmark = pytest.mark.thorough
 
 # -- KV of adapters: near the base's, and a pure function of tokens, place and adapter ---------------------------------
 
-BASE = SHELF
-ONE, TWO, LATE = (replace(SHELF, adapter=name) for name in ("one", "two", "late"))  # the last changes no first layer
+BASE = KV_SPACE
+ONE, TWO, LATE = (replace(KV_SPACE, adapter=name) for name in ("one", "two", "late"))  # the last changes no first layer
 SHELVES = (BASE, ONE, TWO)
 NEAR_CODER = Coder(BitPlan.uniform(2, 8), BitPlan.uniform(2, 3))
 
@@ -243,10 +243,10 @@ def test_the_middle_of_an_anchor_is_enough(store: TieredStore) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        KvSpace(Namespace("synthetic", tenant="somebody else"), SHELF.layout, "one"),
-        KvSpace(Namespace("synthetic", salt="pepper"), SHELF.layout, "one"),
-        KvSpace(Namespace("another model"), SHELF.layout, "one"),
-        KvSpace(SHELF.namespace, KvLayout("float16", (LayerShape(2, 4, 4),)), "one"),
+        KvSpace(Namespace("synthetic", tenant="somebody else"), KV_SPACE.layout, "one"),
+        KvSpace(Namespace("synthetic", salt="pepper"), KV_SPACE.layout, "one"),
+        KvSpace(Namespace("another model"), KV_SPACE.layout, "one"),
+        KvSpace(KV_SPACE.namespace, KvLayout("float16", (LayerShape(2, 4, 4),)), "one"),
         near(ONE),
     ],
     ids=["tenant", "salt", "model", "layout", "codec"],
@@ -293,7 +293,7 @@ def test_differences_are_held_in_memory_and_served_from_there(tmp_path: Path) ->
         assert load_all(store) == [200] * 3
     with TieredStore(tmp_path / "c", replace(ROOMY, memory_limit="10MB")) as store:
         assert load_all(store) == [200] * 3
-        store.tend()
+        store.maintain()
         assert all(store.memory.holds(row.name) for row in store.disk.entries())
         shutil.rmtree(tmp_path / "c" / "extents")
         assert load_all(store) == [200] * 3
@@ -320,7 +320,7 @@ def test_a_difference_is_not_changed_when_its_near_anchor_is_written_anew(store:
     (anchor,) = rows_of(store, base)
     with store.disk.database.writing() as connection:
         catalog.cut(connection, anchor.id, 5)
-    store.tend()
+    store.maintain()
     (left,) = rows_of(store, base)
     assert left.name == anchor.name, "compaction leaves alone what would have to be coded again"
     store.disk.room.rewrite(left, store.disk.kv_space_digest(base))  # as a purge does
@@ -350,7 +350,7 @@ def test_when_an_anchor_is_removed_what_was_used_last_becomes_whole_and_the_othe
     keep_all(store, kv_spaces=(*SHELVES, LATE))
     clock.now += 60
     store.record_use(store.lookup(TWO, T))
-    store.tend()
+    store.maintain()
     store.disk.remove(rows_of(store, BASE))
     (one,), (two,), (late,) = (rows_of(store, kv_space) for kv_space in (ONE, TWO, LATE))
     assert (one.coding, two.coding, late.coding) == ("exact", "raw", "exact")
@@ -377,12 +377,12 @@ def test_when_an_anchor_expires_its_differences_stay(tmp_path: Path, clock: Cloc
         keep_all(store, kv_spaces=(ONE, TWO))
         clock.now += 600
         assert load_all(store) == [0, 200, 200], "the anchor is not served, but can be read"
-        store.tend()
+        store.maintain()
         assert rows_of(store, BASE) == []
         assert load_all(store) == [0, 200, 200]
         assert sorted(row.coding for row in store.disk.entries()) == ["exact", "raw"]
         clock.now += 600
-        store.tend()
+        store.maintain()
         assert store.disk.entries() == [] and problems(store) == ()
 
 
@@ -394,7 +394,7 @@ def test_when_an_anchor_expires_differences_of_its_descendants_anchors_stay_too(
         keep(store, T, BASE)
         keep(store, T, ONE)
         clock.now += 600
-        store.tend()
+        store.maintain()
         assert load(store, T, ONE) == 200
         assert problems(store) == ()
 
@@ -438,7 +438,7 @@ def test_an_anchor_that_is_lost_takes_its_differences_along(store: TieredStore, 
     assert load_all(store, [*T, *T]) == [0, 0, 0]
     with store.disk.database.reading() as connection:
         assert connection.execute("SELECT count(*) FROM delta_bases").fetchone() == (0,)
-    store.tend()
+    store.maintain()
     assert problems(store) == () and load(store, prompt(1), BASE) == 640
     keep_all(store)
     assert load_all(store) == [200] * 3
@@ -475,7 +475,7 @@ def test_an_anchor_is_never_evicted_before_what_stands_on_it(store: TieredStore,
     keep_all(store)
     clock.now += 60
     store.record_use(store.lookup(TWO, T))  # the anchor itself is what was not used for longest
-    store.tend()
+    store.maintain()
     seen = []
     while store.disk.entries():
         size = sum(row.size_bytes for row in store.disk.entries()) + store.disk.database.size_bytes()
@@ -536,7 +536,7 @@ def test_limits_hold_at_every_moment(tmp_path: Path, clock: Clock) -> None:
             if number % 4 == 3:
                 store.disk.remove(rows_of(store, BASE)[:1])
             if number % 7 == 6:
-                store.tend()
+                store.maintain()
             sizes.append(disk_bytes(folder))
             codings |= {row.coding for row in store.disk.entries()}
         assert "exact" in codings
@@ -595,7 +595,7 @@ def test_a_pinned_difference_that_is_rebased_pins_what_it_stands_on_then(store: 
     store.disk.pin(rows_of(store, ONE))
     clock.now += 60
     store.record_use(store.lookup(TWO, T))
-    store.tend()
+    store.maintain()
     store.disk.remove(rows_of(store, BASE))
     (one,), (two,) = rows_of(store, ONE), rows_of(store, TWO)
     assert (stands_on(store, one), one.pinned, two.pinned) == ([two.id], 1, 2)
@@ -612,7 +612,7 @@ def test_a_sparse_anchor_is_written_anew_under_its_differences(store: TieredStor
     (base,) = rows_of(store, BASE)
     with store.disk.database.writing() as connection:
         catalog.cut(connection, base.id, 7)
-    store.tend()
+    store.maintain()
     (anew,) = rows_of(store, BASE)
     assert (anew.blocks, anew.id != base.id) == (7, True)
     assert stands_on(store, rows_of(store, ONE)[0]) == [anew.id]
@@ -625,7 +625,7 @@ def test_a_sparse_difference_is_written_anew_as_one(store: TieredStore) -> None:
     (one,) = rows_of(store, ONE)
     with store.disk.database.writing() as connection:
         catalog.cut(connection, one.id, 7)
-    store.tend()
+    store.maintain()
     (anew,) = rows_of(store, ONE)
     assert (anew.blocks, anew.coding) == (7, "exact") and anew.size_bytes < one.size_bytes
     assert load(store, prompt(1), ONE) == 224
@@ -759,8 +759,8 @@ class AnchorMachine(RuleBasedStateMachine):
         assert all(left.get(name) == live for name, live in pinned)
 
     @rule()
-    def tend(self) -> None:
-        self.store.tend()
+    def maintain(self) -> None:
+        self.store.maintain()
 
     @rule()
     def crash_and_reopen(self) -> None:

@@ -13,14 +13,14 @@ from rekindle.core.kv import Span
 from rekindle.core.scope import Scope
 from rekindle.core.size import Limit, parse_duration, parse_limit
 from rekindle.errors import InvalidSetting, PinRefused
-from rekindle.store.admin import report
-from rekindle.store.admin.check import check
+from rekindle.store import report
 from rekindle.store.catalog.catalog import Tail
+from rekindle.store.check import check
 from rekindle.store.disk import Machine
-from rekindle.store.evict.policy import POLICIES, Scene, chance, rank
+from rekindle.store.evict import POLICIES, EvictionState, chance, rank
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
-from tests.kvs import SHELF, keep, load, make_kv
+from tests.kvs import KV_SPACE, keep, load, make_kv
 
 ROOMY = StoreSettings(disk_limit="50MB", memory_limit=0)
 LOG_BYTES = 2 << 20  # what a small cache sets aside for its catalog's log
@@ -47,7 +47,7 @@ def clock() -> Clock:
 
 def known(store: TieredStore, count: int) -> list[int]:
     """Which of the numbered prompts are known whole."""
-    return [n for n in range(count) if store.lookup(SHELF, prompt(n)).length == 640]
+    return [n for n in range(count) if store.lookup(KV_SPACE, prompt(n)).length == 640]
 
 
 @pytest.mark.parametrize("policy", ["utility", "lru"])
@@ -57,8 +57,8 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path, clock: Clock, 
         for number in range(5):
             keep(store, prompt(number))
             clock.now += 3600
-        store.record_use(store.lookup(SHELF, prompt(0)))
-        store.tend()
+        store.record_use(store.lookup(KV_SPACE, prompt(0)))
+        store.maintain()
         size = store.disk.entries()[0].size_bytes
         total = 5 * size + store.disk.database.size_bytes()
         store.disk.room.prune(total - size)
@@ -67,17 +67,17 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path, clock: Clock, 
 
 def test_the_chance_of_reuse_falls_with_age_and_rises_with_hits() -> None:
     young, old, busy = (
-        chance(1, 0.0, most_hits=10),
-        chance(1, 86_400.0, most_hits=10),
-        chance(10, 86_400.0, most_hits=10),
+        chance(1, 0.0, max_hits=10),
+        chance(1, 86_400.0, max_hits=10),
+        chance(10, 86_400.0, max_hits=10),
     )
     assert old < young < busy
-    assert chance(1, -500.0, most_hits=10) == young  # a clock that went back
+    assert chance(1, -500.0, max_hits=10) == young  # a clock that went back
 
 
 def test_ranking_needs_no_more_than_it_gives() -> None:
     tails = (Tail(extent=n, live=1, blocks=1, size_bytes=1, hits=0, used=float(n)) for n in range(100_000, 0, -1))
-    assert [tail.extent for tail in rank(tails, POLICIES["lru"], Scene(0.0), 3)] == [1, 2, 3]
+    assert [tail.extent for tail in rank(tails, POLICIES["lru"], EvictionState(0.0), 3)] == [1, 2, 3]
 
 
 def test_tails_go_before_heads(tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_a_cold_tail_goes_and_its_hot_head_stays(tmp_path: Path, clock: Clock) -
         keep(store, system + prompt(1, 2000))
         for _ in range(5):
             clock.now += 60
-            store.record_use(store.lookup(SHELF, system))
-        store.tend()
+            store.record_use(store.lookup(KV_SPACE, system))
+        store.maintain()
         (before,) = store.disk.entries()
         store.disk.room.prune(before.size_bytes + store.disk.database.size_bytes() - 1)
         (after,) = store.disk.entries()
@@ -140,7 +140,7 @@ def test_a_keep_that_cannot_fit_evicts_nothing(tmp_path: Path) -> None:
 
 
 def of_tenant(tenant: str) -> KvSpace:
-    return replace(SHELF, namespace=replace(SHELF.namespace, tenant=tenant))
+    return replace(KV_SPACE, namespace=replace(KV_SPACE.namespace, tenant=tenant))
 
 
 def pin_all_that_may_be(store: TieredStore, tenant: str | None) -> int:
@@ -194,7 +194,7 @@ def test_a_limit_that_was_lowered_holds_after_the_next_tending(tmp_path: Path) -
     limit = LOG_BYTES + 3_000_000
     assert disk_bytes(tmp_path / "c") > limit
     with TieredStore(tmp_path / "c", StoreSettings(disk_limit=limit, memory_limit=0)) as store:
-        store.tend()
+        store.maintain()
         assert 0 < len(store.disk.entries()) < 200
     assert disk_bytes(tmp_path / "c") <= limit
 
@@ -216,7 +216,7 @@ def test_what_expired_is_not_served_and_can_be_kept_again(tmp_path: Path, clock:
         assert keep(store, prompt(0)).outcome == "kept"
         assert load(store, prompt(0) + prompt(1)) == 640
         clock.now += 101
-        store.tend()
+        store.maintain()
         assert store.disk.entries() == [] and list((tmp_path / "c" / "extents").iterdir()) == []
 
 
@@ -224,12 +224,12 @@ def test_on_second_use_only_what_was_met_before_is_kept(tmp_path: Path) -> None:
     settings = StoreSettings(disk_limit="50MB", memory_limit=0, admission="second-use")
     with TieredStore(tmp_path / "c", settings) as store:
         system = prompt(0, 320)
-        assert store.gap(SHELF, system + prompt(1)) is None
-        gap = store.gap(SHELF, system + prompt(2))
+        assert store.gap(KV_SPACE, system + prompt(1)) is None
+        gap = store.gap(KV_SPACE, system + prompt(2))
         assert gap == Span(0, 320)  # the system prompt was met twice, the questions once each
-        assert store.keep(SHELF, system + prompt(2), make_kv(system + prompt(2), gap)).outcome == "kept"
+        assert store.keep(KV_SPACE, system + prompt(2), make_kv(system + prompt(2), gap)).outcome == "kept"
         assert load(store, system + prompt(3)) == 320
-        assert store.gap(SHELF, system + prompt(2)) == Span(320, 960)
+        assert store.gap(KV_SPACE, system + prompt(2)) == Span(320, 960)
 
 
 def test_the_write_budget_of_an_hour_is_kept(tmp_path: Path, clock: Clock) -> None:
@@ -258,10 +258,10 @@ def test_what_was_read_from_disk_is_held_in_memory_after_tending(tmp_path: Path)
         keep(store, prompt(0))
     with TieredStore(tmp_path / "c", StoreSettings(disk_limit="50MB", memory_limit="1MB")) as store:
         assert load(store, prompt(0)) == 640 and len(store.memory) == 0
-        store.tend()
+        store.maintain()
         assert len(store.memory) == 1
         store.disk.remove(store.disk.entries())
-        store.tend()
+        store.maintain()
         assert len(store.memory) == 0
 
 
@@ -269,8 +269,8 @@ def test_uses_are_counted_and_ranked(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ROOMY) as store:
         keep(store, prompt(0))
         for _ in range(3):
-            store.record_use(store.lookup(SHELF, prompt(0)[:40]), saved_ms=5.0)
-        store.tend()
+            store.record_use(store.lookup(KV_SPACE, prompt(0)[:40]), saved_ms=5.0)
+        store.maintain()
         (row,) = store.disk.entries()
         assert (row.hits, row.saved_ms) == (3, 15.0)
         with store.disk.database.reading() as connection:
@@ -286,7 +286,7 @@ def test_a_million_rows_do_not_slow_a_lookup_down(tmp_path: Path) -> None:
         with store.disk.database.reading() as connection:
             asked: list[str] = []
             connection.set_trace_callback(asked.append)
-        store.lookup(SHELF, prompt(0, 1000))
+        store.lookup(KV_SPACE, prompt(0, 1000))
         with store.disk.database.reading() as connection:
             connection.set_trace_callback(None)
             queries = {query for query in asked if query.startswith("SELECT")}

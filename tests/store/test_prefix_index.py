@@ -127,10 +127,10 @@ def test_inside_a_block_the_longest_shared_beginning_counts() -> None:
 # -- what follows a prompt
 
 
-def after(rows: Rows, tokens: list[int], most: int = 1000) -> list[int]:
+def after(rows: Rows, tokens: list[int], max_count: int = 1000) -> list[int]:
     match = look(rows, tokens)
     assert match.length == len(tokens)
-    return list(token_ids(following(rows, match, most)))
+    return list(token_ids(following(rows, match, max_count)))
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 64, 100])
@@ -139,8 +139,8 @@ def test_what_came_after_a_prompt_is_told_up_to_a_limit(count: int, total: int) 
     rows, tokens = Rows(), list(range(total))
     rows.keep(1, tokens)
     assert after(rows, tokens[:count]) == tokens[count:]
-    for most in (0, 1, 31, 32, 40):
-        assert after(rows, tokens[:count], most) == tokens[count : count + most]
+    for max_count in (0, 1, 31, 32, 40):
+        assert after(rows, tokens[:count], max_count) == tokens[count : count + max_count]
 
 
 def test_nothing_follows_what_was_never_followed() -> None:

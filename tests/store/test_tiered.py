@@ -9,7 +9,7 @@ import pytest
 from rekindle.errors import CacheUnusable
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
-from tests.kvs import SHELF, keep, load
+from tests.kvs import KV_SPACE, keep, load
 
 PROMPT = list(range(1000, 1100))  # three whole blocks and four tokens more
 
@@ -20,9 +20,9 @@ def test_a_prompt_that_went_on_is_still_read_from_its_own_file(tmp_path: Path) -
         keep(store, PROMPT)
         keep(store, [*PROMPT, 1, 2, 3])
         asked = [*PROMPT, 7, 8, 9]
-        match = store.lookup(SHELF, asked)
+        match = store.lookup(KV_SPACE, asked)
         assert match.length == len(PROMPT) and len(match.pieces) == 2
-        with store.load(SHELF, match) as feed:
+        with store.load(KV_SPACE, match) as feed:
             assert len(feed._sources) == 1 and len(feed.span) == len(PROMPT)
         assert load(store, asked) == len(PROMPT)
         assert load(store, [*PROMPT, 1, 2, 9]) == len(PROMPT) + 2

@@ -12,23 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rekindle.codec.digest import PlainDigester
-from rekindle.core.chunk import ChunkScores, Variant, chunk_digest
+from rekindle.core.chunk import ChunkScores, Variant, chunk_digest, nonprefix
 from rekindle.core.keys import KvSpace, Namespace, token_bytes
 from rekindle.core.kv import Span
 from rekindle.errors import Closed, InvalidSetting
-from rekindle.store.admin.archive import export, import_
-from rekindle.store.admin.check import check
+from rekindle.store.archive import export, import_
 from rekindle.store.catalog import catalog
 from rekindle.store.catalog.variant_rows import listing
+from rekindle.store.check import check
 from rekindle.store.disk import Machine
-from rekindle.store.nonprefix_kv import nonprefix
-from rekindle.store.purge.purge import TokenRun
+from rekindle.store.purge import TokenRun
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from rekindle.store.variants import VariantCounts
-from tests.kvs import SHELF, SMALL, keep, load, make_kv
-from tests.store.purge.test_purge import numbers, traces
+from tests.kvs import KV_SPACE, SMALL, keep, load, make_kv
 from tests.store.scored import assert_gives, assert_loads, find, is_same, variant
+from tests.store.test_purge import numbers, traces
 
 ON_DISK = StoreSettings(disk_limit="50MB", memory_limit=0)
 IN_MEMORY = StoreSettings(disk_limit="50MB", memory_limit="10MB")
@@ -37,7 +36,7 @@ SPAN = Span(40, 100)
 CHUNK = PROMPT[SPAN.start : SPAN.stop]
 
 
-def listed(store: TieredStore, prompt: list[int] = PROMPT, span: Span = SPAN, kv_space: KvSpace = SHELF) -> Variant:
+def listed(store: TieredStore, prompt: list[int] = PROMPT, span: Span = SPAN, kv_space: KvSpace = KV_SPACE) -> Variant:
     """Keep a prompt, and list a variant of a span of it."""
     keep(store, prompt, kv_space)
     given = variant(prompt, span)
@@ -79,9 +78,9 @@ def test_any_span_of_any_kept_chain_gives_exactly_what_was_kept(
         for prompt in prompts:
             keep(store, prompt)
             if not is_listed_last and prompt is chosen:
-                assert store.variants.keep(SHELF, chosen, [given_variant]) == 1
+                assert store.variants.keep(KV_SPACE, chosen, [given_variant]) == 1
         if is_listed_last:
-            assert store.variants.keep(SHELF, chosen, [given_variant]) == 1
+            assert store.variants.keep(KV_SPACE, chosen, [given_variant]) == 1
         (known,) = find(store, chosen[span.start : span.stop])
         assert is_same(known.variant, given_variant)
         assert known.tier == ("memory" if tiers is IN_MEMORY else "disk")
@@ -95,7 +94,7 @@ def test_every_unaligned_span_is_read_right_from_a_long_extent(tmp_path: Path) -
         for start in (0, 1, 31, 32, 33, 64, 140):
             for stop in (start + 1, 32, 33, 63, 64, 65, 96, 149, 150):
                 if stop > start:
-                    store.variants.keep(SHELF, PROMPT, [variant(PROMPT, Span(start, stop))])
+                    store.variants.keep(KV_SPACE, PROMPT, [variant(PROMPT, Span(start, stop))])
                     (known,) = find(store, PROMPT[start:stop])
                     assert_loads(store, known, PROMPT)
 
@@ -103,13 +102,13 @@ def test_every_unaligned_span_is_read_right_from_a_long_extent(tmp_path: Path) -
 def test_a_variant_whose_last_block_was_superseded_is_still_found(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         listed(store, PROMPT[:75], Span(40, 75))
-        before = store.lookup(SHELF, PROMPT[:75]).pieces[-1].extent
+        before = store.lookup(KV_SPACE, PROMPT[:75]).pieces[-1].extent
         keep(store, PROMPT)
-        assert store.lookup(SHELF, PROMPT).pieces[-1].extent != before
+        assert store.lookup(KV_SPACE, PROMPT).pieces[-1].extent != before
         (known,) = find(store, PROMPT[40:75])
         assert len(known.pieces) == 2
         assert_loads(store, known, PROMPT)
-        store.tend()
+        store.maintain()
         assert rows(store) == 1
 
 
@@ -122,14 +121,14 @@ def test_one_chunk_in_several_prompts_has_a_variant_of_each(tmp_path: Path) -> N
         assert sorted(found) == [17, 34, 51]
         for prompt in prompts:
             assert_loads(store, found[len(prompt) - 61], prompt)
-        assert store.variants.stats(SHELF) == VariantCounts(chunks=1, variants=3, nonprefix=0)
+        assert store.variants.stats(KV_SPACE) == VariantCounts(chunks=1, variants=3, nonprefix=0)
 
 
 def test_the_same_place_twice_is_one_row(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         listed(store)
         again = replace(variant(PROMPT, SPAN), drift=0.25)
-        assert store.variants.keep(SHELF, PROMPT, [again, again]) == 0
+        assert store.variants.keep(KV_SPACE, PROMPT, [again, again]) == 0
         (known,) = find(store, CHUNK)
         assert is_same(known.variant, again)
 
@@ -138,7 +137,7 @@ def test_only_what_is_kept_can_be_listed(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         keep(store, PROMPT[:64])
         given_variants = [variant(PROMPT, Span(10, 64)), variant(PROMPT, SPAN), variant(PROMPT, Span(64, 100))]
-        assert store.variants.keep(SHELF, PROMPT, given_variants) == 1
+        assert store.variants.keep(KV_SPACE, PROMPT, given_variants) == 1
         assert [len(find(store, PROMPT[s.start : s.stop])) for s in (Span(10, 64), SPAN, Span(64, 100))] == [1, 0, 0]
 
 
@@ -156,7 +155,7 @@ def test_what_is_no_variant_of_the_tokens_is_refused_with_a_sentence(tmp_path: P
         keep(store, PROMPT)
         for one in wrong:
             with pytest.raises(InvalidSetting, match=r"\.$"):
-                store.variants.keep(SHELF, PROMPT, [one])
+                store.variants.keep(KV_SPACE, PROMPT, [one])
         assert rows(store) == 0
 
 
@@ -165,12 +164,12 @@ def test_no_other_tenant_salt_adapter_codec_or_key_sees_a_variant(tmp_path: Path
         KvSpace(Namespace("synthetic", tenant="somebody else"), SMALL),
         KvSpace(Namespace("synthetic", salt="pepper"), SMALL),
         KvSpace(Namespace("another model"), SMALL),
-        replace(SHELF, adapter="a" * 32),
-        replace(SHELF, codec="raw/1"),
+        replace(KV_SPACE, adapter="a" * 32),
+        replace(KV_SPACE, codec="raw/1"),
     ]
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         listed(store)
-        store.variants.keep_nonprefix(SHELF, CHUNK, make_kv(CHUNK, Span(0, 60)), variant(PROMPT, SPAN, 0.5))
+        store.variants.keep_nonprefix(KV_SPACE, CHUNK, make_kv(CHUNK, Span(0, 60)), variant(PROMPT, SPAN, 0.5))
         for other in others:
             assert find(store, CHUNK, other) == [] and store.variants.stats(other) == VariantCounts()
             keep(store, PROMPT, other)
@@ -191,7 +190,7 @@ def test_a_variant_is_unknown_once_its_chain_went_and_its_row_goes_when_it_is_te
         with store.disk.database.writing() as connection:
             catalog.cut(connection, store.disk.entries()[0].id, 3)  # the last block it needs
         assert find(store, CHUNK) == [] and rows(store) == 1
-        store.tend()
+        store.maintain()
         assert rows(store) == 0
 
 
@@ -213,7 +212,7 @@ def test_an_expired_variant_is_unknown(tmp_path: Path) -> None:
         assert len(find(store, CHUNK)) == 1
         now[0] += 61
         assert find(store, CHUNK) == []
-        store.tend()
+        store.maintain()
         assert rows(store) == 0
 
 
@@ -234,7 +233,7 @@ def test_what_is_used_least_goes_first_and_the_new_one_stays(tmp_path: Path) -> 
         prompts = [[number, *CHUNK] for number in range(4)]
         listed(store, prompts[0], Span(1, 61))
         store.variants.record_use(find(store, CHUNK)[0], cfo=0.5, saved_ms=1.0)
-        store.tend()
+        store.maintain()
         for prompt in prompts[1:]:
             listed(store, prompt, Span(1, 61))
         frequencies = [known.frequency for known in find(store, CHUNK)]
@@ -253,7 +252,7 @@ def test_a_use_counts_more_the_less_it_was_mended_and_never_without_bound(tmp_pa
         for cfo in (0.5, 4.0, 0.0, 0.001):
             store.variants.record_use(find(store, CHUNK)[0], cfo, saved_ms=3.0)
         assert find(store, CHUNK)[0].frequency == 0
-        store.tend()
+        store.maintain()
         assert find(store, CHUNK)[0].frequency == pytest.approx(2 + 0.25 + 10 + 10)
         (row,) = store.disk.entries()
         assert row.hits == 4 and row.saved_ms == pytest.approx(12)
@@ -267,12 +266,12 @@ def test_loose_kv_comes_back_to_the_bit_and_no_exact_lookup_finds_it(tmp_path: P
     for number, tiers in enumerate((ON_DISK, IN_MEMORY)):
         with TieredStore(tmp_path / str(number), tiers) as store:
             given_variant = variant(PROMPT, SPAN, drift=0.4)
-            assert store.variants.keep_nonprefix(SHELF, CHUNK, right, given_variant).outcome == "kept"
+            assert store.variants.keep_nonprefix(KV_SPACE, CHUNK, right, given_variant).outcome == "kept"
             (known,) = find(store, CHUNK)
             assert known.nonprefix and is_same(known.variant, given_variant)
             assert_gives(store, known, right)
-            assert store.lookup(SHELF, CHUNK).length == 0 and store.lookup(SHELF, PROMPT).length == 0
-            assert find(store, CHUNK, nonprefix(SHELF)) == []
+            assert store.lookup(KV_SPACE, CHUNK).length == 0 and store.lookup(KV_SPACE, PROMPT).length == 0
+            assert find(store, CHUNK, nonprefix(KV_SPACE)) == []
             assert store.variants.stats() == VariantCounts(chunks=1, variants=1, nonprefix=1)
             assert check(store.disk).problems == ()
 
@@ -280,13 +279,13 @@ def test_loose_kv_comes_back_to_the_bit_and_no_exact_lookup_finds_it(tmp_path: P
 def test_one_loose_variant_a_chunk_the_first_that_is_whole(tmp_path: Path) -> None:
     first, second = make_kv(PROMPT, SPAN), make_kv([*range(40, 80), *CHUNK], SPAN)
     with TieredStore(tmp_path / "c", ON_DISK) as store:
-        assert store.variants.keep_nonprefix(SHELF, CHUNK, first, variant(PROMPT, SPAN)).outcome == "kept"
+        assert store.variants.keep_nonprefix(KV_SPACE, CHUNK, first, variant(PROMPT, SPAN)).outcome == "kept"
         again = variant([*range(40, 80), *CHUNK], SPAN)
-        assert store.variants.keep_nonprefix(SHELF, CHUNK, second, again).outcome == "known"
+        assert store.variants.keep_nonprefix(KV_SPACE, CHUNK, second, again).outcome == "known"
         with store.disk.database.writing() as connection:
             catalog.cut(connection, store.disk.entries()[0].id, 1)  # its head is left
         assert find(store, CHUNK) == []
-        assert store.variants.keep_nonprefix(SHELF, CHUNK, second, again).outcome == "kept"
+        assert store.variants.keep_nonprefix(KV_SPACE, CHUNK, second, again).outcome == "kept"
         (known,) = find(store, CHUNK)
         assert is_same(known.variant, again)
         assert_gives(store, known, second)
@@ -297,7 +296,7 @@ def test_loose_chunks_that_begin_alike_share_nothing(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         for number, span in enumerate(spans):
             kv = make_kv([number] * 40 + PROMPT[40:], span)
-            kept = store.variants.keep_nonprefix(SHELF, PROMPT[40 : span.stop], kv, variant(PROMPT, span))
+            kept = store.variants.keep_nonprefix(KV_SPACE, PROMPT[40 : span.stop], kv, variant(PROMPT, span))
             assert kept.outcome == "kept"
         for number, span in enumerate(spans):
             (known,) = find(store, PROMPT[40 : span.stop])
@@ -306,10 +305,10 @@ def test_loose_chunks_that_begin_alike_share_nothing(tmp_path: Path) -> None:
 
 def test_what_is_left_of_loose_kv_that_lost_its_end_goes(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ON_DISK) as store:
-        store.variants.keep_nonprefix(SHELF, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
+        store.variants.keep_nonprefix(KV_SPACE, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
         with store.disk.database.writing() as connection:
             catalog.cut(connection, store.disk.entries()[0].id, 1)
-        store.tend()
+        store.maintain()
         assert store.disk.entries() == [] and rows(store) == 0
 
 
@@ -318,7 +317,7 @@ def test_loose_kv_goes_with_its_row(tmp_path: Path) -> None:
         for start in (0, 30, 60):
             span = Span(start, start + 40)
             chunk = PROMPT[span.start : span.stop]
-            store.variants.keep_nonprefix(SHELF, chunk, make_kv(PROMPT, span), variant(PROMPT, span))
+            store.variants.keep_nonprefix(KV_SPACE, chunk, make_kv(PROMPT, span), variant(PROMPT, span))
         assert rows(store) == 2 and len(store.disk.entries()) == 2
         assert find(store, PROMPT[:40]) == []
 
@@ -326,10 +325,10 @@ def test_loose_kv_goes_with_its_row(tmp_path: Path) -> None:
 def test_loose_kv_obeys_limit_and_admission_like_any_other(tmp_path: Path) -> None:
     kv, given_variant = make_kv(PROMPT, SPAN), variant(PROMPT, SPAN)
     with TieredStore(tmp_path / "a", replace(ON_DISK, admission="second-use")) as store:
-        assert store.variants.keep_nonprefix(SHELF, CHUNK, kv, given_variant).outcome == "refused"
-        assert store.variants.keep_nonprefix(SHELF, CHUNK, kv, given_variant).outcome == "kept"
+        assert store.variants.keep_nonprefix(KV_SPACE, CHUNK, kv, given_variant).outcome == "refused"
+        assert store.variants.keep_nonprefix(KV_SPACE, CHUNK, kv, given_variant).outcome == "kept"
     with TieredStore(tmp_path / "b", replace(ON_DISK, disk_limit=100_000)) as store:
-        kept = store.variants.keep_nonprefix(SHELF, CHUNK, kv, given_variant)
+        kept = store.variants.keep_nonprefix(KV_SPACE, CHUNK, kv, given_variant)
         assert kept.outcome == "refused" and "limit" in kept.reason
         assert find(store, CHUNK) == []
 
@@ -344,11 +343,11 @@ def test_after_a_purge_no_trace_of_the_tokens_is_left_in_rows_nor_in_loose_kv(tm
     spans = [Span(0, 45), Span(45, 95), Span(95, 145)]
     with TieredStore(folder, IN_MEMORY) as store:
         keep(store, prompt)
-        store.variants.keep(SHELF, prompt, [variant(prompt, span) for span in spans])
+        store.variants.keep(KV_SPACE, prompt, [variant(prompt, span) for span in spans])
         for span in spans:
             chunk = prompt[span.start : span.stop]
-            store.variants.keep_nonprefix(SHELF, chunk, make_kv(prompt, span), variant(prompt, span, 0.1))
-        assert store.variants.stats(SHELF) == VariantCounts(chunks=3, variants=6, nonprefix=3)
+            store.variants.keep_nonprefix(KV_SPACE, chunk, make_kv(prompt, span), variant(prompt, span, 0.1))
+        assert store.variants.stats(KV_SPACE) == VariantCounts(chunks=3, variants=6, nonprefix=3)
         assert traces(folder, secret)
         store.purge("local", "", [TokenRun("words", token_bytes(secret))])
         assert traces(folder, secret) == []
@@ -364,7 +363,7 @@ def test_after_a_purge_no_trace_of_the_tokens_is_left_in_rows_nor_in_loose_kv(tm
 def test_a_purge_leaves_the_variants_of_others_and_those_before_the_run(tmp_path: Path) -> None:
     other = KvSpace(Namespace("synthetic", tenant="somebody else"), SMALL)
     with TieredStore(tmp_path / "c", ON_DISK) as store:
-        for kv_space in (SHELF, other):
+        for kv_space in (KV_SPACE, other):
             listed(store, PROMPT, SPAN, kv_space)
             listed(store, PROMPT, Span(3, 60), kv_space)
             store.variants.keep_nonprefix(kv_space, CHUNK, make_kv(PROMPT, SPAN, kv_space), variant(PROMPT, SPAN))
@@ -377,7 +376,7 @@ def test_a_purge_leaves_the_variants_of_others_and_those_before_the_run(tmp_path
 def test_a_check_finds_nothing_wrong_with_rows_whose_blocks_went(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         listed(store)
-        store.variants.keep_nonprefix(SHELF, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
+        store.variants.keep_nonprefix(KV_SPACE, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
         with store.disk.database.writing() as connection:
             catalog.cut(connection, store.disk.entries()[0].id, 1)
         assert check(store.disk, fix=True).problems == ()
@@ -388,14 +387,14 @@ def test_a_check_finds_nothing_wrong_with_rows_whose_blocks_went(tmp_path: Path)
 def test_an_archive_carries_exact_kv_alone(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         listed(store)
-        store.variants.keep_nonprefix(SHELF, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
+        store.variants.keep_nonprefix(KV_SPACE, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
         done = export(store.disk, tmp_path / "archive")
         assert (done.entries, done.left_out) == (1, 0)
     imported = import_(lambda: TieredStore(tmp_path / "d", ON_DISK), tmp_path / "archive", evict=False)
     assert (imported.kept, imported.refused) == (1, ())
     with TieredStore(tmp_path / "d", ON_DISK) as store:
         assert load(store, PROMPT) == len(PROMPT) and store.variants.stats() == VariantCounts()
-        assert store.variants.keep(SHELF, PROMPT, [variant(PROMPT, SPAN)]) == 1
+        assert store.variants.keep(KV_SPACE, PROMPT, [variant(PROMPT, SPAN)]) == 1
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:
@@ -405,9 +404,9 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
     store.close()
     for ask in (
         lambda: find(store, CHUNK),
-        lambda: store.variants.load(SHELF, known),
-        lambda: store.variants.keep(SHELF, PROMPT, [known.variant]),
-        lambda: store.variants.keep_nonprefix(SHELF, CHUNK, make_kv(PROMPT, SPAN), known.variant),
+        lambda: store.variants.load(KV_SPACE, known),
+        lambda: store.variants.keep(KV_SPACE, PROMPT, [known.variant]),
+        lambda: store.variants.keep_nonprefix(KV_SPACE, CHUNK, make_kv(PROMPT, SPAN), known.variant),
     ):
         with pytest.raises(Closed):
             ask()
@@ -418,7 +417,7 @@ def test_scores_are_what_was_given_whatever_bits_they_have(tmp_path: Path) -> No
     given_variant = replace(variant(PROMPT, SPAN), scores=ChunkScores(odd, odd[::-1], -1e300, ()))
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         keep(store, PROMPT)
-        store.variants.keep(SHELF, PROMPT, [given_variant])
+        store.variants.keep(KV_SPACE, PROMPT, [given_variant])
         assert is_same(find(store, CHUNK)[0].variant, given_variant)
 
 
@@ -450,7 +449,7 @@ def test_loose_and_exact_kv_of_one_chunk_are_never_taken_for_each_other(tmp_path
     """Keeping the chunk itself, exactly, beside its loose KV: neither is taken for the other."""
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         approximate = make_kv([9] * 40 + PROMPT[40:], SPAN)
-        store.variants.keep_nonprefix(SHELF, CHUNK, approximate, variant(PROMPT, SPAN, 0.5))
+        store.variants.keep_nonprefix(KV_SPACE, CHUNK, approximate, variant(PROMPT, SPAN, 0.5))
         assert load(store, CHUNK) == 0
         listed(store, CHUNK, Span(0, 60))
         assert load(store, CHUNK) == 60

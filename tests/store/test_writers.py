@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rekindle.store.disk_space import Writers
 from rekindle.store.files import Files, Handle
 from rekindle.store.folder import CacheFolder
-from rekindle.store.writers import Writers
 
 
 def writers_of(folder: Path, files: Files) -> Writers:

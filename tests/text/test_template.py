@@ -15,8 +15,8 @@ from rekindle.core.request import Message
 from rekindle.engine.hf.engine import HfEngine
 from rekindle.errors import InvalidPrompt
 from rekindle.models.files import ModelFiles
-from rekindle.text import chat as templates
-from rekindle.text.chat import make_renderer
+from rekindle.text import chat_template as templates
+from rekindle.text.chat_template import make_renderer
 from rekindle.text.tools.styles import TemplateTools
 from tests.conftest import CHAT_TEMPLATE
 

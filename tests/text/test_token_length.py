@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from rekindle.core.request import Message
 from rekindle.errors import ContextOverflow
-from rekindle.text.chat import match_any
+from rekindle.text.chat_template import match_any
 from rekindle.text.tokenizer import HfTokenizer, encode_text
 
 _LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -89,7 +89,7 @@ def test_no_text_has_fewer_tokens_than_its_length_tells(kind: str, text: str) ->
     tokenizer = _tokenizer(kind)
     assert tokenizer.token_length is not None
     tokens = tokenizer.encode(text)
-    assert tokenizer.fewest_tokens(text) <= len(tokens)
+    assert tokenizer.min_token_count(text) <= len(tokens)
     assert tokenizer.encode(text, token_limit=len(tokens)) == tokens
     chat = [Message("user", text)]
     told = tokenizer.encode_chat(chat)
@@ -108,7 +108,7 @@ def test_nothing_is_said_where_text_may_go_untold() -> None:
     for backend in (words, bare, strips, holes, no_continuing):
         size = backend.get_vocab_size()
         tokenizer = HfTokenizer(backend, render=_render, stop_ids=frozenset(), vocabulary_size=size)
-        assert tokenizer.fewest_tokens("x" * 10_000) == 0
+        assert tokenizer.min_token_count("x" * 10_000) == 0
         assert tokenizer.encode("a" * 2000, token_limit=1) == tokenizer.encode("a" * 2000)
 
 

@@ -161,7 +161,7 @@ def in_style(style: str, reply: str) -> bool:
 def examples(style: str, folder: Path = FOLDER) -> list[Example]:
     """Every prompt with its reply in one style, in the order of the files.
 
-    Raises KeyError for a style that is none of STYLES.
+    Raises KeyError for a style that is not in STYLES.
     """
     reply = STYLES[style]
     found: list[Example] = []

@@ -22,9 +22,8 @@ from rekindle.answers.guard import disagreement, same_evidence
 from rekindle.core.keys import token_bytes, token_ids
 from rekindle.core.reply import FinishReason, QuestionOrigin
 from rekindle.knowledge.library import Library
-from rekindle.knowledge.retrieve import Retrieval
+from rekindle.knowledge.retrieve import Floats, Retrieval, VectorIndex, to_stored
 from rekindle.knowledge.rows import bump_answers, embedder_of
-from rekindle.knowledge.vectors import Floats, VectorIndex, to_stored
 
 State = Literal["open", "fresh", "stale"]
 DRAFT_SIMILARITY = 0.6  # (cosine) from here on, the other question's answer may well begin like this one's
@@ -146,9 +145,9 @@ class AnswerBank:
             refused = refused or f"{reason} ({one.entry.question!r})"
         return BankLookup(None, refused, drafts[:_MAX_DRAFTS])
 
-    def nearest(self, vector: Floats, most: int) -> list[SimilarQuestion]:
+    def nearest(self, vector: Floats, max_count: int) -> list[SimilarQuestion]:
         """The most similar questions, the most similar first."""
-        found = self._vectors.snapshot(self._embedder).nearest(vector, most)
+        found = self._vectors.snapshot(self._embedder).nearest(vector, max_count)
         entries = {entry.id: entry for entry in self.entries([near.id for near in found])}
         return [SimilarQuestion(entries[near.id], near.score) for near in found if near.id in entries]
 
@@ -189,7 +188,7 @@ class AnswerBank:
     def keep(self, question: BankQuestion, answer: AnswerText | None, origin: QuestionOrigin = "user") -> int | None:
         """Store a question, with its answer if there is one, and return its id.
 
-        None if a passage it came from is gone by now, the library is full, or it has another embedder's vectors. A
+        None if a passage it came from was removed, the library is full, or it has another embedder's vectors. A
         question without an answer does not replace one with an answer, nor a truncated answer a complete one.
         """
         if not self.library.has_passages(question.evidence):  # checked again below, inside the transaction
@@ -212,22 +211,22 @@ class AnswerBank:
                 "UPDATE answers SET uses=uses+1, used=?, saved=saved+? WHERE id=?", (self._clock(), saved_seconds, id)
             )
 
-    def entries(self, ids: Sequence[int] | None = None, where: str = "1", most: int = -1) -> list[BankEntry]:
+    def entries(self, ids: Sequence[int] | None = None, where: str = "1", max_count: int = -1) -> list[BankEntry]:
         """Questions by id, or those for which an SQL condition holds."""
         if ids is not None:
             where = f"id IN ({','.join(str(int(id)) for id in ids)})"
         with self.library.reading() as connection:
-            rows = connection.execute(f"{_SELECT} WHERE {where} LIMIT ?", (most,)).fetchall()
+            rows = connection.execute(f"{_SELECT} WHERE {where} LIMIT ?", (max_count,)).fetchall()
         return [entry for entry in map(_entry, rows) if entry is not None]
 
-    def history(self, most: int) -> list[BankEntry]:
+    def history(self, max_count: int) -> list[BankEntry]:
         """The questions users asked last, the oldest first."""
-        return self.entries(where="asked IS NOT NULL ORDER BY asked DESC, id DESC", most=most)[::-1]
+        return self.entries(where="asked IS NOT NULL ORDER BY asked DESC, id DESC", max_count=max_count)[::-1]
 
-    def mark_stale(self, retrieve: Retrieve, most: int = 1000) -> int:
+    def mark_stale(self, retrieve: Retrieve, max_count: int = 1000) -> int:
         """Check answers from before documents changed again, mark those that are stale, and return their number."""
         generation, stale = self.library.generation, 0
-        for entry in self.entries(where=f"state='fresh' AND generation!={generation}", most=most):
+        for entry in self.entries(where=f"state='fresh' AND generation!={generation}", max_count=max_count):
             same = tuple(retrieve(entry.question, entry.top_k, entry.retrieval)) == entry.evidence
             self._note(entry, generation, same=same)
             stale += not same

@@ -28,7 +28,7 @@ from rekindle.cache.writer import BackgroundJob, WriteJob
 from rekindle.core.keys import TOKEN_BYTES, KvSpace, token_bytes
 from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
 from rekindle.core.plan import Plan, Tier
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.errors import KvLost
 from rekindle.store.prefix_index import Match
 from rekindle.store.tiered import TieredStore
@@ -129,14 +129,14 @@ class CheckpointKv(StoredKv):
         kv = _as_pages(self.engine.layout, context.sequence.snapshot(), count)
         (name,) = _names(context.tokens, [count])
         job = WriteJob(context.kv_space, tuple(name.ids(len(kv.span))), lambda span: _part(kv, span))
-        job.guard, job.asker = context.guard, context.asker
+        job.guard, job.app_ref = context.guard, context.app_ref
         job.detach()
         if self.writer.offer(job):
             context.stored_tokens = count
 
     def use_note(self, context: Context) -> BackgroundJob:
         """Checkpoints are found by name, not by their tokens."""
-        return _CheckpointsUsed(context.kv_space, context.tokens, context.asker)
+        return _CheckpointsUsed(context.kv_space, context.tokens, context.app_ref)
 
     def cut_to_pieces(self, context: Context) -> None:
         """Whole pieces were written on the way; what came after cannot be cut off."""
@@ -194,13 +194,13 @@ class _CheckpointsUsed:
 
     kv_space: KvSpace
     tokens: tuple[int, ...]
-    asker: Asker | None
+    app_ref: AppRef | None
 
     def do(self, store: TieredStore) -> str:
-        if store.tracks_use_of(self.asker):
+        if store.tracks_use_of(self.app_ref):
             found = _kept(store, self.kv_space, self.tokens, Span(0, len(self.tokens) + 1))
             store.record_use_by(
-                self.asker, [piece for _, match in found if match is not None for piece in match.pieces]
+                self.app_ref, [piece for _, match in found if match is not None for piece in match.pieces]
             )
         return "noted"
 

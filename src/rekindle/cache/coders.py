@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import EXACT, Coder
 from rekindle.codec.quantized import PRESETS
+from rekindle.codec.quantizer import BitPlan
 from rekindle.engine.base import Engine
 from rekindle.json_file import JsonMemo
+from rekindle.machine import home_folder
 from rekindle.settings import Settings
-from rekindle.settings.folders import home_folder
 
 WHOLE_BITS, DELTA_BITS = 6.0, 2.7  # a number, for a model that was not calibrated
 _MODELS = 64  # whose coder is remembered

@@ -12,7 +12,7 @@ from rekindle.cache.writer import BackgroundJob, WriteGuard, WriteJob
 from rekindle.core.keys import KvSpace, common_tokens, token_bytes
 from rekindle.core.kv import Kv, Span
 from rekindle.core.reply import ChunkReuse
-from rekindle.core.scope import Asker, Scope
+from rekindle.core.scope import AppRef, Scope
 from rekindle.engine.base import EngineSequence
 
 _MAX_PARKED = 8
@@ -41,7 +41,7 @@ class Context:
         self.prompt_tokens = 0  # number of tokens that were prefilled; the others were decoded
         self.passing = False  # used by one request only: nothing is written
         self.guard: WriteGuard | None = None  # decides whether it may be written
-        self.asker: Asker | None = None  # the app that it was computed for
+        self.app_ref: AppRef | None = None  # the app that it was computed for
         self.inflight: InflightPrefill | None = None  # others may wait for what is being computed here
         self.watched: ChunkJobs | None = None  # its chunks may be worth storing
         self.chunk_reuse: tuple[ChunkReuse, ...] = ()  # its passages, if some of them were computed in other prompts
@@ -80,7 +80,7 @@ class Context:
         """The job that writes its first `count` tokens."""
         known = self.stored_tokens  # before those that are done are forgotten
         job = WriteJob(self.kv_space, self.tokens[:count], self._export, known=known)
-        job.guard, job.asker = self.guard, self.asker
+        job.guard, job.app_ref = self.guard, self.app_ref
         self._keeps = [*(other for other in self._keeps if not other.detached), job]
         return job
 
@@ -207,4 +207,4 @@ class ParkedContexts:
 def _is_of(context: Context, scope: Scope, app: str | None) -> bool:
     if context.kv_space.namespace.scope != scope:
         return False
-    return app is None or (context.asker is not None and context.asker.name == app)
+    return app is None or (context.app_ref is not None and context.app_ref.name == app)

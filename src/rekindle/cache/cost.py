@@ -25,7 +25,7 @@ from rekindle.core.kv import Span
 from rekindle.core.plan import Tier
 from rekindle.engine.base import Engine
 from rekindle.json_file import JsonMemo
-from rekindle.settings.folders import home_folder
+from rekindle.machine import home_folder
 
 _MACHINES_AND_MODELS = 64  # whose costs are remembered
 

@@ -10,11 +10,11 @@ from rekindle.cache.inflight import InflightPrefill
 from rekindle.cache.matches import Matches
 from rekindle.cache.planner import PrefillSteps
 from rekindle.cache.writer import WriteGuard
-from rekindle.core.chunk_match import ChunkMatches
+from rekindle.core.chunk import ChunkMatches
 from rekindle.core.keys import KvSpace
 from rekindle.core.plan import Plan, Tier
 from rekindle.core.reply import ChunkReuse
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class CacheLookup:
     guard: WriteGuard | None = None  # decides whether its KV may be written
     inflight: InflightPrefill | None = None  # others may wait for it
     passages: ChunkMatches | None = None  # if passages may come from other prompts
-    asker: Asker | None = None  # the app that asks
+    app_ref: AppRef | None = None  # the app that asks
 
     def passages_before(self, plan: Plan) -> tuple[ChunkReuse, ...]:
         """The passages in the part of the context that a plan continues."""

@@ -10,10 +10,10 @@ import psutil
 from rekindle.codec.coder import EXACT, Coder
 from rekindle.core.size import parse_duration, parse_limit
 from rekindle.errors import CacheUnusable
-from rekindle.knowledge.folder import knowledge_folder
+from rekindle.knowledge.library_folder import knowledge_folder
+from rekindle.machine import cache_folder
 from rekindle.safe_read import read_secret_file
 from rekindle.settings import Settings
-from rekindle.settings.folders import cache_folder
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 

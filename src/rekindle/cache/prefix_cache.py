@@ -33,8 +33,7 @@ from rekindle.cache.request_log import Note, Stayed
 from rekindle.cache.reuse_report import report_reuse
 from rekindle.cache.stored_kv import StoredKv
 from rekindle.cache.writer import BackgroundJob, BackgroundWriter, WriteGuard
-from rekindle.core.chunk import PromptLayout
-from rekindle.core.chunk_match import ChunkMatches
+from rekindle.core.chunk import ChunkMatches, PromptLayout
 from rekindle.core.keys import KvSpace
 from rekindle.core.plan import Plan
 from rekindle.core.reply import Reuse
@@ -45,7 +44,7 @@ from rekindle.engine.base import Logits
 from rekindle.engine.lora_manager import LoraManager
 from rekindle.errors import OutOfMemory
 from rekindle.settings import Settings
-from rekindle.store.purge.purge import TokenRun
+from rekindle.store.purge import TokenRun
 from rekindle.store.tiered import TieredStore
 
 if TYPE_CHECKING:
@@ -176,15 +175,15 @@ class PrefixCache:
     ) -> CacheLookup:
         """What is stored of a prompt. `park` its parked context afterwards, or go on from it."""
         kv_space = self.kv_spaces.of(request, len(tokens))
-        asker = request.asker(kv_space.namespace.scope)
+        app_ref = request.app_ref(kv_space.namespace.scope)
         if self.store is None or request.reuse == "off":
-            return CacheLookup(kv_space, tokens, Matches(len(tokens)), off=True, guard=guard, asker=asker)
+            return CacheLookup(kv_space, tokens, Matches(len(tokens)), off=True, guard=guard, app_ref=app_ref)
         exact = not self.chunks.allowed(request)
         passages = None if exact or prompt_layout is None else ChunkMatches.of(prompt_layout, tokens)
         parked = self.kv.take_parked(self._parked, kv_space, tokens, exact=exact)
         in_engine = 0 if parked is None else parked.common(tokens, exact=exact)
         nothing = CacheLookup(
-            kv_space, tokens, Matches(len(tokens), in_engine), parked, guard=guard, passages=passages, asker=asker
+            kv_space, tokens, Matches(len(tokens), in_engine), parked, guard=guard, passages=passages, app_ref=app_ref
         )
         if in_engine >= len(tokens) - 1:
             return nothing
@@ -334,7 +333,7 @@ class PrefixCache:
 
 def _begin(context: Context, lookup: CacheLookup) -> None:
     context.passing, context.inflight, context.guard = lookup.off, lookup.inflight, lookup.guard
-    context.prompt_tokens, context.asker = len(lookup.tokens), lookup.asker
+    context.prompt_tokens, context.app_ref = len(lookup.tokens), lookup.app_ref
     context.stored_tokens = max(lookup.stored_tokens, context.stored_tokens)
 
 

@@ -12,7 +12,7 @@ from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
 from rekindle.core.plan import Plan
 from rekindle.core.reply import Reuse
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.store.prefix_index import Match
 from rekindle.store.tiered import TieredStore
 
@@ -66,11 +66,11 @@ class WasAsked:
 
     kv_space: KvSpace
     tokens: Sequence[int]
-    asker: Asker | None
+    app_ref: AppRef | None
 
     def do(self, store: TieredStore) -> str:
         """Runs after the prompt is written: then all of it is found."""
-        store.record_request(self.kv_space, self.tokens, self.asker)
+        store.record_request(self.kv_space, self.tokens, self.app_ref)
         return "noted"
 
     def detached_bytes(self) -> int:

@@ -113,7 +113,7 @@ class StoredKv:
         tiers: set[Tier] = {load.tier for load in plan.loads}
         if len(tiers) == 1:
             self.costs.loaded(tiers.pop(), lookup.matches.load_bytes(plan.reused), result.load_seconds)
-        store.record_use(used, max(0.0, saved - result.load_seconds) * 1e3, lookup.asker)
+        store.record_use(used, max(0.0, saved - result.load_seconds) * 1e3, lookup.app_ref)
         return result
 
     def plan_computing(self, lookup: CacheLookup, plan: Plan) -> Plan:
@@ -165,7 +165,7 @@ class StoredKv:
 
     def use_note(self, context: Context) -> BackgroundJob:
         """The job that notes which app used what is stored of a context."""
-        return WasAsked(context.kv_space, context.tokens, context.asker)
+        return WasAsked(context.kv_space, context.tokens, context.app_ref)
 
     def cut_to_pieces(self, context: Context) -> None:
         """Deterministic: drop what was not prefilled in whole pieces, which is never reused."""

@@ -9,10 +9,10 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from rekindle.apps.registry import mark_ended
+from rekindle.apps import mark_ended
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace
 from rekindle.core.kv import Kv, LayerKv, Span
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.store.tiered import TieredStore
 
 log = logging.getLogger("rekindle.keep")
@@ -66,7 +66,7 @@ class WriteJob:
         self.kept = False  # whether the store has all of it
         self.then: Callable[[], None] | None = None  # called when it is done, whatever the outcome
         self.guard: WriteGuard | None = None
-        self.asker: Asker | None = None  # the app it was computed for
+        self.app_ref: AppRef | None = None  # the app it was computed for
 
     def do(self, store: TieredStore) -> str:
         """Write what the store does not have yet."""
@@ -93,7 +93,7 @@ class WriteJob:
         if kv is None:
             return "gone"
         present = None if self.guard is None else self.guard.present
-        outcome = store.keep(self.kv_space, self.tokens, kv, app=self.asker, present=present).outcome
+        outcome = store.keep(self.kv_space, self.tokens, kv, app=self.app_ref, present=present).outcome
         self.kept = outcome in ("kept", "known") and gap.stop == len(self.tokens)
         return outcome
 
@@ -207,7 +207,7 @@ class BackgroundWriter:
     def _do(self, job: BackgroundJob | None) -> None:
         try:
             if job is None:
-                self._store.tend()
+                self._store.maintain()
                 if self._store.wake_seconds is not None:  # apps are known
                     mark_ended(self._store.disk)
             else:

@@ -8,15 +8,14 @@ from rekindle.cache.context import Context
 from rekindle.cache.writer import BackgroundJob, WriteGuard
 from rekindle.chunks.scores import ChunkScorer, context_impact, disorder, fix_overhead, overlap, preference, unscored
 from rekindle.chunks.select import OURS
-from rekindle.core.chunk import ChunkDigest, PromptLayout, Variant
-from rekindle.core.chunk_match import ChunkMatch, ChunkMatches, LoadableVariant
+from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkMatches, LoadableVariant, PromptLayout, Variant
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Kv, Span
 from rekindle.core.plan import Plan
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.engine.base import Engine
 from rekindle.json_file import JsonMemo
-from rekindle.settings.folders import home_folder
+from rekindle.machine import home_folder
 from rekindle.store.tiered import TieredStore
 
 _MODELS = 64  # number of stored calibrations
@@ -47,7 +46,7 @@ class ChunksToKeep:
         for variant in nonprefix:
             chunk = context.tokens[variant.span.start : variant.span.stop]
             kv = context.sequence.export(variant.span)
-            jobs.append(WriteNonprefixKv(context.kv_space, chunk, kv, variant, guard, context.asker))
+            jobs.append(WriteNonprefixKv(context.kv_space, chunk, kv, variant, guard, context.app_ref))
         return jobs
 
     def _variant(self, number: int, span: Span, drift: float) -> Variant | None:
@@ -90,17 +89,17 @@ class WriteNonprefixKv:
         kv: Kv,
         variant: Variant,
         guard: WriteGuard | None,
-        asker: Asker | None = None,
+        app_ref: AppRef | None = None,
     ) -> None:
         self._kv_space, self._tokens, self._kv, self._variant = kv_space, tokens, kv, variant
-        self._guard, self._asker = guard, asker
+        self._guard, self._app_ref = guard, app_ref
 
     def do(self, store: TieredStore) -> str:
         if _is_barred(self._guard):
             return "barred"
         present = None if self._guard is None else self._guard.present
         kept = store.variants.keep_nonprefix(
-            self._kv_space, self._tokens, self._kv, self._variant, app=self._asker, present=present
+            self._kv_space, self._tokens, self._kv, self._variant, app=self._app_ref, present=present
         )
         return kept.outcome
 

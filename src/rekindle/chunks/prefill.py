@@ -18,17 +18,16 @@ from rekindle.chunks.match import ChunksToKeep, calibration_of, match_chunks
 from rekindle.chunks.recompute import ChunkFeeds, SelectiveRecompute
 from rekindle.chunks.scores import ChunkScorer
 from rekindle.chunks.select import LOOK_LAYERS, RecomputePolicy, recompute_policy_for
-from rekindle.core.chunk import MIN_CHUNK_TOKENS, ChunkDigest, PromptLayout
-from rekindle.core.chunk_match import ChunkMatch, ChunkMatches, LoadableVariant
+from rekindle.core.chunk import MIN_CHUNK_TOKENS, ChunkDigest, ChunkMatch, ChunkMatches, LoadableVariant, PromptLayout
 from rekindle.core.keys import KvSpace, token_bytes
 from rekindle.core.kv import Span
 from rekindle.core.plan import Compute, Load, Plan, ReuseChunks, Step
 from rekindle.core.request import Request
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.errors import InvalidSetting, KvLost
 from rekindle.settings import Settings
 from rekindle.store.tiered import TieredStore
-from rekindle.store.variants import KnownVariant
+from rekindle.store.variants import StoredVariant
 
 log = logging.getLogger("rekindle.cache")
 
@@ -117,7 +116,7 @@ class ChunkPrefill:
             context.truncate(plan.reused if plan.in_engine else 0)
             instead = plan.without_chunk_reuse(kv.steps.spans(plan.reused, plan.tokens))
             return replace(kv.run(work, context, lookup, instead), lost=str(error))
-        self._record_use(passages, result, saved, lookup.asker)
+        self._record_use(passages, result, saved, lookup.app_ref)
         if plan.loads and not plan.in_engine and lookup.matches.match is not None:
             context.quantized_tokens = lookup.quantized_tokens(plan)
             self._store.record_use(lookup.matches.match.until(plan.reused))
@@ -136,16 +135,16 @@ class ChunkPrefill:
                 self.kv.note_busy(feed)
 
     def _record_use(
-        self, passages: ChunkMatches, result: PrefillResult, cold_seconds: float, asker: Asker | None
+        self, passages: ChunkMatches, result: PrefillResult, cold_seconds: float, app_ref: AppRef | None
     ) -> None:
         """Record the use of variants, by whom and what it saved, and the time to load them."""
         plan, tiers = result.plan, {load.tier for load in result.plan.loads} - {"engine"}
         size_bytes = 0
         for chunk in passages.reused_in(plan):
-            assert isinstance(chunk.known, KnownVariant)
+            assert isinstance(chunk.known, StoredVariant)
             share = len(chunk.span) / plan.tokens
             self._store.variants.record_use(chunk.known, chunk.overhead or 0.0, cold_seconds * share * 1e3)
-            self._store.record_use_by(asker, chunk.known.pieces)
+            self._store.record_use_by(app_ref, chunk.known.pieces)
             size_bytes += chunk.known.size_bytes
             tiers.add(chunk.known.tier)
         if len(tiers) == 1:

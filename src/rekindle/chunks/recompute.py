@@ -18,15 +18,14 @@ from rekindle.cache.deadline import Deadline, DeadlineCaller
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import Prefill, PrefillResult, TimedFeed
 from rekindle.chunks.select import LOOK_LAYERS, RecomputePolicy, StaleTokens
-from rekindle.core.chunk import PromptLayout
-from rekindle.core.chunk_match import ChunkMatch
+from rekindle.core.chunk import ChunkMatch, PromptLayout
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.plan import Plan
 from rekindle.engine.base import KvFeed, Logits, MovedFeed, Row, StayingFeed, Wanted
 from rekindle.engine.hooks import AttentionMap, KvDrift, Positions
 from rekindle.errors import KvLost
 from rekindle.store.tiered import TieredStore
-from rekindle.store.variants import KnownVariant
+from rekindle.store.variants import StoredVariant
 
 _GAZING_TOKENS = 128  # the last tokens of a question show what it attends to
 
@@ -55,7 +54,7 @@ class ChunkFeeds:
             if match is not None and plan.loads and not plan.in_engine:
                 opened.append(TimedFeed.open(store, lookup.source, match.until(plan.reused), timeout_seconds))
             for chunk in chunks:
-                assert isinstance(chunk.known, KnownVariant)
+                assert isinstance(chunk.known, StoredVariant)
                 opened.append(TimedFeed(store.variants.load(lookup.kv_space, chunk.known), timeout_seconds))
                 if deadline.passed:  # too late
                     raise KvLost("KV from the cache was opened too late; it is computed instead.")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.core.chunk_match import ChunkMatch
+from rekindle.core.chunk import ChunkMatch
 from rekindle.errors import InvalidSetting
 
 Positions = NDArray[np.int64]

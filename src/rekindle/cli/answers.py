@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.app import app
 from rekindle.cli.knowledge import Yes, open_knowledge
-from rekindle.cli.options import AsJson, library_options, takes
+from rekindle.cli.options import AsJson, app, library_options, print_json, print_table, takes
+from rekindle.core.size import human_bytes
 from rekindle.errors import InvalidSetting
 from rekindle.text.visible import printable
 
@@ -36,10 +36,9 @@ def list_answers(
     json: AsJson = False,
 ) -> None:
     """List questions: their origin, whether their answer is up to date, how often it was used, the time it saved."""
-    from rekindle.cli.console import print_json, print_table
 
     with _bank(settings) as bank:
-        found = bank.entries(where="1 ORDER BY used DESC, id DESC", most=limit)
+        found = bank.entries(where="1 ORDER BY used DESC, id DESC", max_count=limit)
     if json:
         print_json([asdict(entry) for entry in found])
         return
@@ -66,7 +65,6 @@ def show_answer(
     json: AsJson = False,
 ) -> None:
     """Show a question with its answer, and the passages it came from."""
-    from rekindle.cli.console import print_json
 
     with _bank(settings) as bank:
         found = bank.entries([number])
@@ -91,8 +89,6 @@ def show_answer(
 @takes(settings=library_options)
 def show_stats(settings: dict[str, Any], json: AsJson = False) -> None:
     """Show the number of stored questions, their size, and the time they saved."""
-    from rekindle.cli.console import print_json
-    from rekindle.core.size import human_bytes
 
     with _bank(settings) as bank:
         counts = bank.counts()
@@ -128,6 +124,6 @@ def _bank(settings: dict[str, Any]) -> Iterator[AnswerBank]:
     """The bank of the settings' tenant; administration needs no vectors."""
     from rekindle.answers.bank import AnswerBank
 
-    with open_knowledge(settings) as known:
-        known.warn()
-        yield AnswerBank(known.library(), "", 1)
+    with open_knowledge(settings) as libraries:
+        libraries.warn()
+        yield AnswerBank(libraries.library(), "", 1)

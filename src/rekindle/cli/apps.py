@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from rekindle.cli.app import app
 from rekindle.cli.cache import Folder, KeyFile, open_cache
-from rekindle.cli.options import AsJson
-
-if TYPE_CHECKING:
-    from rekindle.core.scope import Scope
+from rekindle.cli.options import AsJson, app, print_json, print_table
+from rekindle.core.scope import Scope, scope_of
+from rekindle.core.size import human_bytes
+from rekindle.settings import Settings
 
 apps = typer.Typer(
     help="List the apps that send requests, set their states, watch their processes.",
@@ -35,9 +34,7 @@ def list_apps(
     json: AsJson = False,
 ) -> None:
     """List apps: state, requests, and the KV kept for them, shared and private."""
-    from rekindle.apps.registry import list_apps, mark_ended
-    from rekindle.cli.console import print_json, print_table
-    from rekindle.core.size import human_bytes
+    from rekindle.apps import list_apps, mark_ended
 
     with open_cache(folder, key_file) as store:
         mark_ended(store)
@@ -76,8 +73,7 @@ def set_app(
     key_file: KeyFile = None,
 ) -> None:
     """Set the state of an app. KV that only a killed app used is evicted soon; what others use stays."""
-    from rekindle.apps.registry import Apps
-    from rekindle.settings import Settings
+    from rekindle.apps import Apps
 
     with open_cache(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
         now = Apps(store, _scope(tenant, cache_salt)).set(name, state)
@@ -98,8 +94,7 @@ def watch_app(
     key_file: KeyFile = None,
 ) -> None:
     """Mark an app killed when its process ends."""
-    from rekindle.apps.registry import process_name, wait_for_end, watch_process
-    from rekindle.settings import Settings
+    from rekindle.apps import process_name, wait_for_end, watch_process
 
     own = name or process_name(process)
     with open_cache(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
@@ -110,7 +105,4 @@ def watch_app(
 
 
 def _scope(tenant: str | None, cache_salt: str | None) -> Scope:
-    from rekindle.core.scope import scope_of
-    from rekindle.settings import Settings
-
     return scope_of(Settings.load(), tenant, cache_salt)

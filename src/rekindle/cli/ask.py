@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.app import app
-from rekindle.cli.options import AsJson, ModelOption, loading_options, sampling_options, takes
+from rekindle.cli.options import AsJson, ModelOption, app, loading_options, print_json, sampling_options, takes
 from rekindle.text.visible import printable
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def ask(
 ) -> None:
     """Answer a question from the documents that were ingested, with numbered sources."""
     from rekindle.cli.ask import show_reuse
-    from rekindle.cli.console import notes, print_json, progress
+    from rekindle.cli.console import notes, progress
     from rekindle.session.session import Session
 
     sampling.pop("top_k")  # of sampling; here it counts passages
@@ -100,7 +99,7 @@ def show_reuse(session: Session, request: Request, reuse: Reuse) -> None:
         known = "calibrated for this model" if reuse.calibrated else "not calibrated for this model"
         notes.print(
             f"recompute policy {reuse.recompute_policy}, budget {reuse.budget:.2f}, {known}; ",
-            Text("recomputed", _ANEW),
+            Text("recomputed", _RECOMPUTED),
         )
     tokens = encode_prompt(session.engine, request).tokens
     for chunk in reuse.chunks:
@@ -111,28 +110,28 @@ def show_reuse(session: Session, request: Request, reuse: Reuse) -> None:
             notes.print(_coloured(session, tokens, chunk), soft_wrap=True)
 
 
-_ANEW, _STALE = "bold yellow", "dim"
+_RECOMPUTED, _STALE = "bold yellow", "dim"
 
 
 def _coloured(session: Session, tokens: tuple[int, ...], chunk: ChunkReuse) -> Text:
     from rich.text import Text
 
     shown = Text("    ")
-    for anew, run in _runs(chunk):
+    for again, run in _runs(chunk):
         text = session.engine.tokenizer.spell([tokens[position] for position in run])
-        shown.append(printable(text), _ANEW if anew else _STALE)
+        shown.append(printable(text), _RECOMPUTED if again else _STALE)
     return shown
 
 
 def _runs(chunk: ChunkReuse) -> Iterator[tuple[bool, list[int]]]:
     """The chunk's positions in runs: recomputed, or not."""
     chosen = set(chunk.recomputed_positions)
-    for anew, run in groupby(range(chunk.start, chunk.stop), key=lambda position: position in chosen):
-        yield anew, list(run)
+    for again, run in groupby(range(chunk.start, chunk.stop), key=lambda position: position in chosen):
+        yield again, list(run)
 
 
 def _scores(chunk: ChunkReuse) -> str:
     names = {"impact": chunk.impact, "overlap": chunk.overlap, "disorder": chunk.disorder, "overhead": chunk.overhead}
     known = [f"{name} {value:.2f}" for name, value in names.items() if value is not None]
-    anew = f": {chunk.recomputed} of {chunk.stop - chunk.start} tokens anew" if chunk.source == "reused" else ""
-    return anew + (f" ({', '.join(known)})" if known else "")
+    again = f": {chunk.recomputed} of {chunk.stop - chunk.start} tokens recomputed" if chunk.source == "reused" else ""
+    return again + (f" ({', '.join(known)})" if known else "")

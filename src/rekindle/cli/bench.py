@@ -1,6 +1,7 @@
-"""`rekindle bench`: your model on your machine, cold, warm and after a restart.
+"""`rekindle bench`: the time to the first token with your model on your machine, cold, warm and after a restart;
+`rekindle calibrate`: the recompute budget and bits that your model needs.
 
-A prompt is a prefix that is known, and an ending that was never asked. What is measured is the time to the first token.
+A prompt of the bench is a prefix that was asked before and an ending that was not.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.app import app
-from rekindle.cli.options import AsJson, Model, engine_options, takes
+from rekindle.cli.options import AsJson, Model, app, engine_options, print_json, print_table, takes
 from rekindle.errors import EngineMissing, InvalidSetting, RekindleError
+from rekindle.machine import describe_machine
+from rekindle.settings import Settings
 
 if TYPE_CHECKING:
+    from rekindle.session.calibrate.calibration import Calibration
     from rekindle.session.session import Session
 
 SECONDS = 60.0
@@ -71,7 +74,7 @@ def bench(
     json: AsJson = False,
 ) -> None:
     """Measure the time to the first token with your model on this machine: cold, warm, and after a restart."""
-    from rekindle.cli.console import notes, print_json, print_table, progress
+    from rekindle.cli.console import notes, progress
     from rekindle.session.session import Session
 
     figure: Any = None if plot is None else _figure()
@@ -97,18 +100,16 @@ def bench(
         with notes.status("bench: a new process"):
             task = {"model": model, "settings": {**loading, **kept, "memory_limit": 0}, "prompts": vars(prompts)}
             times["restart"], reused["restart"] = _restart({**task, "seconds": seconds * _RESTART_SHARE})
-    told = {name: _told(name, times, reused) for name in _TITLES}
+    summaries = {name: _summary(name, times, reused) for name in _TITLES}
     if figure is not None:
-        _draw(figure, told, about)
+        _draw(figure, summaries, about)
         figure.savefig(plot, dpi=120)
     if json:
-        from rekindle.machine import describe_machine
-
-        print_json({**about, "machine": describe_machine(), "restart": "a new process", "first_token": told})
+        print_json({**about, "machine": describe_machine(), "restart": "a new process", "first_token": summaries})
         return
     rows = [
         [_TITLES[name], _shown(one), f"{one['speedup']:.1f}x", str(one["rounds"]), str(one["reused_tokens"])]
-        for name, one in told.items()
+        for name, one in summaries.items()
     ]
     title = f"first token of {about['tokens']} tokens, {about['model']} on {about['device']} ({about['dtype']})"
     print_table(["start", "median (from-to)", "against cold", "rounds", "reused"], rows, title=title)
@@ -193,7 +194,7 @@ def restarted() -> None:
     json.dump({"times": times, "reused": reused}, sys.stdout)
 
 
-def _told(name: str, times: dict[str, list[float]], reused: dict[str, list[int]]) -> dict[str, Any]:
+def _summary(name: str, times: dict[str, list[float]], reused: dict[str, list[int]]) -> dict[str, Any]:
     own = times[name]
     return {
         "median_s": statistics.median(own),
@@ -217,11 +218,72 @@ def _figure() -> Any:
     return Figure(figsize=(8, 3), layout="constrained")
 
 
-def _draw(figure: Any, told: dict[str, dict[str, Any]], about: dict[str, Any]) -> None:
+def _draw(figure: Any, summaries: dict[str, dict[str, Any]], about: dict[str, Any]) -> None:
     axes = figure.subplots()
-    rows = list(told.values())
+    rows = list(summaries.values())
     spread = [[one["median_s"] - one["min_s"] for one in rows], [one["max_s"] - one["median_s"] for one in rows]]
-    axes.barh([_TITLES[name] for name in told], [one["median_s"] for one in rows], xerr=spread)
+    axes.barh([_TITLES[name] for name in summaries], [one["median_s"] for one in rows], xerr=spread)
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel(f"seconds to the first token of {about['tokens']}, {about['model']}")
+
+
+@app.command()
+@takes(loading=engine_options)
+def calibrate(
+    model: Model,
+    loading: dict[str, Any],
+    quality: Annotated[
+        float, typer.Option(help="How near answers from reused passages must be to the full computation (ROUGE-L).")
+    ] = 0.9,
+    adapters: Annotated[
+        Path | None, typer.Option(help="A folder of adapters that PEFT saved: differences are measured with them.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="A folder of your own: .jsonl with question and contexts, .txt, .md.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=2, help="The largest number of questions.")] = 24,
+    json: AsJson = False,
+) -> None:
+    """Find the budget of reused passages and the bits of quantized KV for a model, and keep them for its sessions."""
+    from rekindle.cli.console import notes, progress
+    from rekindle.engine.load import EngineOptions, load_engine
+    from rekindle.session.calibrate.calibration import calibrate
+
+    with progress(model) as report:
+        engine = load_engine(model, EngineOptions.of(Settings.load(loading)), report)
+    try:
+        with notes.status(f"calibrate {model}") as status:
+            found = calibrate(
+                engine,
+                quality=quality,
+                adapters=adapters,
+                data=data,
+                prompts=prompts,
+                progress=lambda part: status.update(f"calibrate {model}: {part}"),
+            )
+    finally:
+        engine.close()
+    if json:
+        print_json(found.as_dict())
+        return
+    _print(found)
+
+
+def _print(found: Calibration) -> None:
+    if found.budget is not None:
+        columns = ["budget", "ROUGE-L", "KL", "computed"]
+        rows = [
+            [f"{one.budget:g}", f"{one.rouge_l:.3f}", f"{one.kl:.4f}", f"{one.computed_share:.1%}"]
+            for one in found.budget.tried
+        ]
+        title = f"reused passages, {found.budget.prompts} prompts, wanted ROUGE-L {found.budget.quality:g}"
+        print_table(columns, rows, title=title)
+        typer.echo()
+    if found.bits is not None:
+        rows = [[one.form, one.plan, f"{one.bits:.2f}", f"{one.kl:.4f}", f"{one.top1:.1%}"] for one in found.bits.tried]
+        print_table(["KV", "bits by layer", "bits a number", "KL", "same first choice"], rows, title="quantized KV")
+        typer.echo()
+    for note in found.notes:
+        typer.echo(note)
+    typer.echo(found.summary)

@@ -1,4 +1,6 @@
-"""`rekindle cache`: list, check, prune, export a cache folder. Needs no model and no engine."""
+"""`rekindle cache`: list, check, prune, export a cache folder, without a model; `rekindle warm`: fill it;
+`rekindle explain`: why a prompt is fast or slow.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.app import app
-from rekindle.cli.options import AsJson
+from rekindle.cli.options import (
+    AsJson,
+    ModelOption,
+    System,
+    app,
+    loading_options,
+    print_json,
+    print_table,
+    read_prompts,
+    takes,
+)
+from rekindle.core.size import human_bytes, parse_duration, parse_limit
 from rekindle.errors import CacheUnusable, EntryNotFound, InvalidSetting
+from rekindle.machine import cache_folder
 from rekindle.safe_read import read_secret_file
+from rekindle.settings import Settings
 
 if TYPE_CHECKING:
     from rekindle.store.disk import DiskStore
@@ -32,9 +46,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmat
 @cache.command("ls")
 def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False) -> None:
     """List the entries: model, tokens, size, hits."""
-    from rekindle.cli.console import print_json, print_table
-    from rekindle.core.size import human_bytes
-    from rekindle.store.admin import report
+    from rekindle.store import report
 
     with open_cache(folder, key_file) as store:
         entries = report.entries(store)
@@ -62,9 +74,7 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
 @cache.command()
 def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False) -> None:
     """Show totals: bytes, tokens, hits, time saved; by model with the room left; and the entries that saved most."""
-    from rekindle.cli.console import print_json
-    from rekindle.settings import Settings
-    from rekindle.store.admin import report
+    from rekindle.store import report
 
     with open_cache(folder, key_file) as store:
         room_bytes = _room_bytes(store)
@@ -87,9 +97,6 @@ def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False)
 
 
 def _print_stats(found: dict[str, Any], models: list[dict[str, Any]], best: list[dict[str, Any]]) -> None:
-    from rekindle.cli.console import print_table
-    from rekindle.core.size import human_bytes
-
     for name, value in found.items():
         shown = human_bytes(value) if name.endswith("bytes") else value
         typer.echo(f"{name.replace('_', ' '):14} {shown}")
@@ -125,9 +132,8 @@ def check(
     json: AsJson = False,
 ) -> None:
     """Verify the catalog and every byte of every entry. Exit status 1 if problems remain."""
-    from rekindle.cli.console import counting, print_json
-    from rekindle.core.size import human_bytes
-    from rekindle.store.admin.check import check as verify
+    from rekindle.cli.console import counting
+    from rekindle.store.check import check as verify
 
     with open_cache(folder, key_file) as store, counting("check") as progress:
         found = verify(store, fix=fix, progress=progress)
@@ -151,8 +157,8 @@ def check(
 def rm(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> None:
     """Remove entries, and those that depend on them."""
     with open_cache(folder, key_file, write=True) as store:
-        gone = store.remove(store.entries(entries))
-    typer.echo(f"{gone} removed")
+        removed = store.remove(store.entries(entries))
+    typer.echo(f"{removed} removed")
 
 
 @cache.command()
@@ -166,8 +172,7 @@ def prune(
     key_file: KeyFile = None,
 ) -> None:
     """Make the cache smaller: to a size, by age, or by model. Pinned entries stay."""
-    from rekindle.core.size import parse_duration, parse_limit
-    from rekindle.store.admin import report
+    from rekindle.store import report
 
     if to is None and unused is None and model is None:
         raise InvalidSetting("Say what to prune: --to 2GB, --unused 7d or --model NAME.")
@@ -193,20 +198,19 @@ def prune(
 @cache.command()
 def clear(yes: Yes = False, folder: Folder = None, key_file: KeyFile = None) -> None:
     """Remove everything, pinned entries too, and all traces: requests, apps, tenants, salts."""
-    from rekindle.store.purge import traces
+    from rekindle.store import purge
 
     with open_cache(folder, key_file, write=True) as store:
         rows = store.entries()
         if not yes and rows:
             typer.confirm(f"Remove all {len(rows)} entries of {store.folder}?", abort=True)
-        removed = traces.clear(store)
+        removed = purge.clear(store)
     typer.echo(f"{removed} removed")
 
 
 @cache.command()
 def pin(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> None:
     """Never evict these entries, nor those they depend on. Pinned entries take at most half of the disk limit."""
-    from rekindle.settings import Settings
 
     with open_cache(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
         store.pin(store.entries(entries))
@@ -238,7 +242,7 @@ def export_entries(
 ) -> None:
     """Write entries, and those they depend on, into one archive with digests."""
     from rekindle.cli.console import counting
-    from rekindle.store.admin.archive import export
+    from rekindle.store.archive import export
 
     if not file.absolute().parent.is_dir():
         raise InvalidSetting(f"{file.absolute().parent} is no folder: the archive cannot be written there.")
@@ -261,8 +265,8 @@ def import_entries(
     json: AsJson = False,
 ) -> None:
     """Verify a whole archive, then keep what is new."""
-    from rekindle.cli.console import counting, print_json
-    from rekindle.store.admin.archive import import_
+    from rekindle.cli.console import counting
+    from rekindle.store.archive import import_
     from rekindle.store.settings import StoreSettings
     from rekindle.store.tiered import TieredStore
 
@@ -306,8 +310,6 @@ def open_cache(
 
 def chosen_folder() -> Path:
     """The cache folder of the settings, else the user's own."""
-    from rekindle.settings import Settings
-    from rekindle.settings.folders import cache_folder
 
     chosen = Settings.load().cache
     return cache_folder() if chosen is None or chosen == "off" else Path(chosen)
@@ -319,9 +321,7 @@ def _key(path: Path | None) -> bytes | None:
 
 def _room_bytes(store: DiskStore) -> int:
     """Bytes that may still be kept without evicting, under the limit of the settings."""
-    from rekindle.core.size import parse_limit
-    from rekindle.settings import Settings
-    from rekindle.store.admin import report
+    from rekindle.store import report
 
     used = report.used_bytes(store)
     limit = parse_limit(Settings.load().disk_limit).resolve(store.files.free_bytes(store.folder) + used)
@@ -337,3 +337,109 @@ def _age(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit} ago"
     return "just now"
+
+
+Raw = Annotated[bool, typer.Option("--raw", help="A text is continued as it is, without the chat template.")]
+AsSystem = Annotated[bool, typer.Option("--as-system", help="A text is the system message, not the user's.")]
+
+
+@app.command()
+@takes(loading=loading_options)
+def warm(
+    loading: dict[str, Any],
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FILE]...", help="Texts, .json or .jsonl with messages.")
+    ] = None,
+    knowledge: Annotated[
+        bool, typer.Option("--knowledge", help="What questions begin with: the system prompt, frequent passages.")
+    ] = False,
+    passages: Annotated[int, typer.Option(min=0, max=1000, help="With --knowledge: number of passages.")] = 8,
+    model: ModelOption = "smollm2",
+    raw: Raw = False,
+    as_system: AsSystem = False,
+    json: AsJson = False,
+) -> None:
+    """Prefill prompts now and keep their KV: prompts that begin like them start at once, also after a restart."""
+    from rekindle.cli.console import counting, progress
+    from rekindle.session.session import Session
+
+    if not files and not knowledge:
+        raise InvalidSetting("Name files with prompts, or say --knowledge.")
+    named = [(str(path), prompt) for path in files or () for prompt in read_prompts(path, raw=raw, as_system=as_system)]
+    with progress(model) as report, Session(model, **loading, progress=report) as session:
+        if session.cache.store is None:
+            raise InvalidSetting("There is no cache to warm: leave out --cache off and --reuse off.")
+        started = time.perf_counter()
+        with counting("warm") as count:
+            done = session.warm([prompt for _, prompt in named], progress=count)
+        if knowledge:
+            with counting("warm passages") as count:
+                known = session.warm_knowledge(passages, progress=count)
+            names = ["the system prompt of ask", *(f"passage {number}" for number in range(1, len(known)))]
+            named += [(name, "") for name in names]
+            done += known
+        seconds = time.perf_counter() - started
+        outcomes = dict(session.cache.writer.outcomes) if session.cache.writer else {}
+    computed, reused = sum(reuse.computed for reuse in done), sum(reuse.reused for reuse in done)
+    if json:
+        print_json({"prompts": len(done), "computed_tokens": computed, "known_tokens": reused, "seconds": seconds})
+        return
+    for (path, _), reuse in zip(named, done, strict=True):
+        typer.echo(f"{path}: {reuse.computed + reuse.reused} tokens, {reuse.reused} known before")
+    typer.echo(f"{computed} tokens computed, {reused} known before, {seconds:.1f} s")
+    if refused := outcomes.get("refused", 0) + outcomes.get("failed", 0):
+        typer.echo(f"{refused} could not be kept: is the limit too small? `rekindle cache stats` tells.", err=True)
+
+
+@app.command()
+@takes(loading=loading_options)
+def explain(
+    loading: dict[str, Any],
+    file: Annotated[Path | None, typer.Argument(help="A prompt: a text, or .json with messages.")] = None,
+    question: Annotated[str | None, typer.Option(help="Instead of a prompt: a question about your documents.")] = None,
+    last: Annotated[bool, typer.Option("--last", help="Explain the last request that was answered.")] = False,
+    number: Annotated[int, typer.Option("--number", "-n", min=1, help="With --last: number of requests.")] = 1,
+    model: ModelOption = "smollm2",
+    raw: Raw = False,
+    system: System = None,
+    json: AsJson = False,
+) -> None:
+    """Show where each span of a prompt comes from, why the others are computed, and what would help."""
+    from rekindle.cli.console import progress
+    from rekindle.session.session import Session
+
+    if [last, file is not None, question is not None].count(True) != 1:
+        raise InvalidSetting("Name a file with a prompt, give a --question, or say --last.")
+    if last:
+        explanations = _last(loading, number)
+    elif question is not None:
+        with progress(model) as report, Session(model, **loading, progress=report) as session:
+            explanations = [session.explain_request(session.prepare(question).request)]
+    else:
+        assert file is not None
+        (prompt, *_) = read_prompts(file, raw=raw, as_system=False)
+        if system is not None and isinstance(prompt, list):
+            prompt = [{"role": "system", "content": system}, *prompt]
+        with progress(model) as report, Session(model, **loading, progress=report) as session:
+            explanations = [session.explain(prompt)]
+    if json:
+        print_json([one.as_dict() for one in explanations] if last else explanations[0].as_dict())
+        return
+    for one in explanations:
+        if one.at is not None:
+            typer.echo(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.at)))
+        typer.echo(str(one))
+
+
+def _last(loading: dict[str, Any], number: int) -> list[Any]:
+    """What was recorded about the last requests; needs no model."""
+    from rekindle.cache.explain import Explanation
+    from rekindle.cli.cache import open_cache
+    from rekindle.store import history
+
+    named = loading.get("cache")
+    with open_cache(Path(named) if named else None, None) as disk:
+        found = history.last(disk, number)
+        if not found:
+            raise CacheUnusable(f"Nothing was asked yet with the cache in {disk.folder}.")
+    return [Explanation.from_dict(asked.record) for asked in found]

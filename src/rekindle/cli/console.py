@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -20,7 +17,6 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.progress import TransferSpeedColumn as SpeedColumn
-from rich.table import Table
 
 from rekindle.models.download import Progress as Report
 
@@ -31,22 +27,6 @@ _STAGES = {
     "digest": "read the weights (once: their digest identifies the KV)",
     "load": "load the model",
 }
-
-
-def print_json(value: Any) -> None:
-    """One JSON value on standard output, and nothing else."""
-    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
-
-
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
-    """A table on standard output; numbers align right."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for index, name in enumerate(columns):
-        numeric = bool(rows) and all(row[index][:1].isdigit() for row in rows)
-        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    Console(highlight=False).print(table)
 
 
 @contextmanager

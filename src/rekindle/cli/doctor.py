@@ -1,19 +1,24 @@
-"""`rekindle doctor`: what is installed, what this machine has, and what Rekindle chooses."""
+"""`rekindle doctor`: what is installed and what Rekindle chooses; `rekindle trust`: settings files that apply."""
 
 from __future__ import annotations
 
+import json as json_
 import platform
 import shutil
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from rekindle import __version__
-from rekindle.cli.app import app
-from rekindle.cli.options import AsJson
-from rekindle.errors import EngineMissing
-from rekindle.settings.folders import cache_folder, home_folder, models_folder
+from rekindle.cli.options import AsJson, app, print_json, print_table
+from rekindle.core.size import human_bytes
+from rekindle.errors import EngineMissing, InvalidSetting
+from rekindle.machine import cache_folder, describe_machine, home_folder, models_folder
+from rekindle.settings import SETTINGS, Settings
+from rekindle.settings.file import FILE_NAME, SettingsFile, distrust, place_of, trusted_places
+from rekindle.settings.file import trust as trust_file
 
 _PACKAGES = (
     "torch",
@@ -30,7 +35,6 @@ _PACKAGES = (
 @app.command()
 def doctor(json: AsJson = False) -> None:
     """Show versions, engines, cores, memory, the number type chosen and why, and where things are kept."""
-    from rekindle.cli.console import print_json, print_table
 
     facts = examine()
     if json:
@@ -51,7 +55,6 @@ def examine() -> dict[str, Any]:
     """Facts about this machine, as plain values."""
     import psutil
 
-    from rekindle.machine import describe_machine
     from rekindle.models.registry import entries
 
     here = describe_machine()
@@ -124,8 +127,6 @@ def _label(name: str) -> str:
 
 
 def _say(value: Any) -> str:
-    from rekindle.core.size import human_bytes
-
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) and value > 10**6:
@@ -133,3 +134,50 @@ def _say(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return str(value)
+
+
+@app.command()
+def trust(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help=f"The {FILE_NAME} of a folder that you work in.")
+    ] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Trust it no longer.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the files that are trusted.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Let a rekindle.toml in the current folder set everything until it changes; an untrusted one may set little."""
+    if list_:
+        _list(as_json=json)
+        return
+    if file is None:
+        raise InvalidSetting(f"Name the file: rekindle trust {FILE_NAME}")
+    if remove:
+        if not distrust(file):
+            raise InvalidSetting(f"{file} was not trusted. `rekindle trust --list` shows what is.")
+        typer.echo(f"{place_of(file)} is trusted no longer.")
+        return
+    if file.name != FILE_NAME:
+        raise InvalidSetting(f"Only files called {FILE_NAME} are looked for. Name others in REKINDLE_CONFIG.")
+    Settings.load(environment={}, file=file)  # one with mistakes is refused
+    found = SettingsFile.read(file)
+    trust_file(found)
+    typer.echo(f"{found.place} is trusted until it is changed. It sets:")
+    for name, value in found.values.items():
+        if not SETTINGS[name].anywhere:
+            typer.echo(f"  {name} = {json_.dumps(value, default=str)}")  # quoted: it may hold terminal escape codes
+
+
+def _list(*, as_json: bool) -> None:
+    states = {place: _state(Path(place), digest) for place, digest in trusted_places().items()}
+    if as_json:
+        print_json([{"file": place, "state": state} for place, state in states.items()])
+        return
+    for place, state in states.items():
+        typer.echo(f"{place}: {state}")
+
+
+def _state(path: Path, digest: str) -> str:
+    try:
+        return "trusted" if SettingsFile.read(path).digest == digest else "changed since"
+    except InvalidSetting:
+        return "cannot be read"

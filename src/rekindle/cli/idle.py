@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.app import app
-from rekindle.cli.options import AsJson, ModelOption, loading_options, takes
+from rekindle.cli.options import AsJson, ModelOption, app, loading_options, print_json, print_table, takes
 from rekindle.core.request import DEFAULT_MAX_TOKENS
+from rekindle.core.size import parse_duration
 from rekindle.errors import NothingKnown
 from rekindle.text.visible import printable
 
@@ -53,10 +53,9 @@ def idle(
     json: AsJson = False,
 ) -> None:
     """Do idle work: refresh answers, predict questions, prefill what they begin with. Ctrl-C stops within a token."""
-    from rekindle.cli.console import notes, print_json, progress
-    from rekindle.core.size import parse_duration
-    from rekindle.idle.budget import Budget, IdleConditions
+    from rekindle.cli.console import notes, progress
     from rekindle.idle.idle import Idle, IdleOptions
+    from rekindle.idle.worker import Budget, IdleConditions
     from rekindle.session.session import Session
 
     if log:
@@ -102,15 +101,14 @@ def _sum_up(own: Idle, done: list[IdleAction]) -> None:
 
 def _show_log(loading: dict[str, Any], last: int, json: bool) -> None:
     """Print the log; needs no model."""
-    from rekindle.cli.console import print_json, print_table
     from rekindle.cli.knowledge import open_knowledge
     from rekindle.idle.log import recent_actions, summarize_actions
 
     names = ("cache", "library", "embedder", "tenant", "cache_salt")
     with open_knowledge(
         {name: value for name, value in loading.items() if name in names and value is not None}
-    ) as known:
-        library = known.library()
+    ) as libraries:
+        library = libraries.library()
         ways, entries = summarize_actions(library), recent_actions(library, last)
     if json:
         print_json({"actions": [asdict(way) for way in ways], "last": [asdict(entry) for entry in entries]})

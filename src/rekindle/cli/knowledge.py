@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.app import app
 from rekindle.cli.ask import Retrieval, TopK
-from rekindle.cli.options import AsJson, library_options, takes
+from rekindle.cli.options import AsJson, app, library_options, print_json, print_table, takes
+from rekindle.core.size import human_bytes, parse_duration
 from rekindle.errors import ExtraMissing, InvalidSetting
+from rekindle.settings import Settings
 from rekindle.text.visible import printable
 
 if TYPE_CHECKING:
@@ -47,15 +48,14 @@ def ingest(
 
     Unchanged files are not read again; documents whose files vanished from a folder are removed.
     """
-    from rekindle.cli.console import print_json
     from rekindle.knowledge.split import Splitting
 
     splitting = Splitting(size, by, overlap)  # type: ignore[arg-type]
-    with open_knowledge(settings) as known:
+    with open_knowledge(settings) as libraries:
 
         def once(some: list[str]) -> IngestResult:
             with _progress() as report:
-                done = known.ingest(some, splitting=splitting, app=owner, report=report)
+                done = libraries.ingest(some, splitting=splitting, app=owner, report=report)
             if json:
                 print_json({**asdict(done), "problems": [asdict(problem) for problem in done.problems]})
             else:
@@ -74,11 +74,10 @@ def ingest(
 @takes(settings=library_options)
 def list_documents(settings: dict[str, Any], json: AsJson = False) -> None:
     """List the documents, the newest first."""
-    from rekindle.cli.console import print_json, print_table
 
-    with open_knowledge(settings) as known:
-        known.warn()
-        entries = known.library().entries()
+    with open_knowledge(settings) as libraries:
+        libraries.warn()
+        entries = libraries.library().entries()
     if json:
         print_json([asdict(entry) for entry in entries])
         return
@@ -94,11 +93,10 @@ def list_documents(settings: dict[str, Any], json: AsJson = False) -> None:
 @takes(settings=library_options)
 def show_document(names: Names, settings: dict[str, Any], json: AsJson = False) -> None:
     """Show the passages of documents."""
-    from rekindle.cli.console import print_json
 
-    with open_knowledge(settings) as known:
-        known.warn()
-        library = known.library()
+    with open_knowledge(settings) as libraries:
+        libraries.warn()
+        library = libraries.library()
         found = [(entry, library.chunks_of(entry.id)) for name in names for entry in library.find(name)]
     if json:
         print_json([{**asdict(entry), "passages": [asdict(c.passage) for c in chunks]} for entry, chunks in found])
@@ -121,10 +119,10 @@ def search(
     json: AsJson = False,
 ) -> None:
     """Find passages, without a model."""
-    from rekindle.cli.console import notes, print_json
+    from rekindle.cli.console import notes
 
-    with open_knowledge(settings) as known:
-        found = known.search(question, top_k, retrieval)  # type: ignore[arg-type]
+    with open_knowledge(settings) as libraries:
+        found = libraries.search(question, top_k, retrieval)  # type: ignore[arg-type]
     if json:
         print_json([asdict(hit) for hit in found.hits])
         return
@@ -144,21 +142,19 @@ def search(
 @takes(settings=library_options)
 def show_stats(settings: dict[str, Any], json: AsJson = False) -> None:
     """Show the size of the library, and the passages retrieved most."""
-    from rekindle.cli.console import print_json, print_table
-    from rekindle.core.size import human_bytes
 
-    with open_knowledge(settings) as known:
-        known.warn()
-        library = known.library()
+    with open_knowledge(settings) as libraries:
+        libraries.warn()
+        library = libraries.library()
         counts, top = library.counts(), library.top_retrieved(10)
-        used, limit = known.limit.used_bytes(), known.limit.limit_bytes
+        used, limit = libraries.limit.used_bytes(), libraries.limit.limit_bytes
     if json:
-        space = {"folder": str(known.folder), "folder_bytes": used, "limit_bytes": limit}
+        space = {"folder": str(libraries.folder), "folder_bytes": used, "limit_bytes": limit}
         print_json({**counts, **space, "top_retrieved": [asdict(chunk) for chunk in top]})
         return
     typer.echo(
         f"{counts['documents']:,} documents, {counts['chunks']:,} passages ({counts['embedded']:,} with a vector), "
-        f"{counts['characters']:,} characters, {human_bytes(counts['file_bytes'])} in {known.folder}"
+        f"{counts['characters']:,} characters, {human_bytes(counts['file_bytes'])} in {libraries.folder}"
     )
     allowed = "no limit" if limit is None else f"library_limit {human_bytes(limit)}"
     typer.echo(f"{human_bytes(used)} with those of other tenants and salts ({allowed})")
@@ -183,18 +179,17 @@ def check(
 
     A library that is found damaged in use is salvaged at once; this also finds damage that was not met yet.
     """
-    from rekindle.cli.console import print_json
     from rekindle.session.library import ADVICE
 
     if remove_damaged and not yes and not json:
         typer.confirm("Remove damaged files of the library? What was not saved from them is lost.", abort=True)
-    with open_knowledge(settings) as known:
-        found = known.check(fix=fix)
+    with open_knowledge(settings) as libraries:
+        found = libraries.check(fix=fix)
         sound = found.damage is None or found.salvaged is not None
         if acknowledge and sound:
-            known.acknowledge()
-        lost = known.losses() if sound else []
-        removed = known.remove_damaged() if remove_damaged and sound else ()
+            libraries.acknowledge()
+        lost = libraries.losses() if sound else []
+        removed = libraries.remove_damaged() if remove_damaged and sound else ()
     left = [str(path) for path in found.damaged_files if path not in removed]
     if json:
         saved = None if found.salvaged is None else asdict(found.salvaged)
@@ -213,10 +208,9 @@ def export_library(
     file: Annotated[Path, typer.Argument(help="The backup to write.")], settings: dict[str, Any], json: AsJson = False
 ) -> None:
     """Write all documents with their passages to a backup file, one JSON value per line."""
-    from rekindle.cli.console import print_json
 
-    with open_knowledge(settings) as known:
-        done = known.export(file)
+    with open_knowledge(settings) as libraries:
+        done = libraries.export(file)
     if json:
         print_json(asdict(done))
     else:
@@ -231,10 +225,10 @@ def import_library(
     json: AsJson = False,
 ) -> None:
     """Verify a whole backup, then add the documents that the library lacks or has incompletely."""
-    from rekindle.cli.console import notes, print_json
+    from rekindle.cli.console import notes
 
-    with open_knowledge(settings) as known, notes.status("importing"):
-        done = known.import_(file)
+    with open_knowledge(settings) as libraries, notes.status("importing"):
+        done = libraries.import_(file)
     if json:
         print_json(asdict(done))
     else:
@@ -270,18 +264,18 @@ def forget(
 
 
 def _forget(settings: dict[str, Any], json: bool, *names: str, **choice: Any) -> None:
-    from rekindle.cli.console import notes, print_json
+    from rekindle.cli.console import notes
 
-    with open_knowledge(settings) as known, notes.status("forgetting"):
-        gone = known.forget(*names, **choice)
+    with open_knowledge(settings) as libraries, notes.status("forgetting"):
+        forgotten = libraries.forget(*names, **choice)
     if json:
-        damaged = [str(path) for path in gone.damaged_files]
-        documents = [asdict(entry) for entry in gone.documents]
-        print_json({"documents": documents, "passages": gone.passages, "damaged_files": damaged})
+        damaged = [str(path) for path in forgotten.damaged_files]
+        documents = [asdict(entry) for entry in forgotten.documents]
+        print_json({"documents": documents, "passages": forgotten.passages, "damaged_files": damaged})
         return
-    for entry in gone.documents:
+    for entry in forgotten.documents:
         typer.echo(printable(f"forgot {entry.name}  {entry.title}  ({entry.source})"))
-    typer.echo(f"{len(gone.documents)} documents with {gone.passages} passages")
+    typer.echo(f"{len(forgotten.documents)} documents with {forgotten.passages} passages")
 
 
 def _show_check(found: LibraryCheck, lost: list[str], left: list[str], removed: int) -> None:
@@ -302,14 +296,13 @@ def _show_check(found: LibraryCheck, lost: list[str], left: list[str], removed: 
 def open_knowledge(settings: dict[str, Any]) -> Iterator[Knowledge]:
     """The libraries of the settings, without a language model."""
     from rekindle.session.library import Knowledge, purging
-    from rekindle.settings import Settings
 
     chosen = Settings.load(settings)
-    known = Knowledge(chosen, purging(chosen))
+    libraries = Knowledge(chosen, purging(chosen))
     try:
-        yield known
+        yield libraries
     finally:
-        known.close()
+        libraries.close()
 
 
 @contextmanager
@@ -331,8 +324,6 @@ def _progress() -> Iterator[Callable[[IngestProgress], None]]:
 
 
 def _show(done: IngestResult) -> None:
-    from rekindle.cli.console import print_table
-
     if done.problems:
         rows = [[printable(problem.source), printable(problem.reason)] for problem in done.problems]
         print_table(["not ingested", "why"], rows)
@@ -362,8 +353,6 @@ def _watch(paths: list[str], once: Callable[[list[str]], IngestResult]) -> None:
 def _moment(text: str | None) -> float | None:
     """A time, in seconds since 1970, from a date or an age."""
     from datetime import datetime
-
-    from rekindle.core.size import parse_duration
 
     if text is None:
         return None

@@ -7,25 +7,20 @@ import sys
 import typer
 
 from rekindle.cli import (  # noqa: F401  (each module adds its commands to `app`)
-    adapters,
     answers,
     apps,
     ask,
     bench,
     cache,
-    calibrate,
     chat,
     doctor,
     idle,
     knowledge,
     models,
     origin,
-    run,
-    serve,
-    trust,
-    warm,
+    server,
 )
-from rekindle.cli.app import app
+from rekindle.cli.options import app
 from rekindle.errors import RekindleError
 
 

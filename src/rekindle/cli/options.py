@@ -1,4 +1,4 @@
-"""Options that several commands share, declared once; and prompts read from files.
+"""The root of the command line, options that several commands share, and prompts read from files.
 
     @takes(loading=loading_options, sampling=sampling_options)
     def run(prompt: str, loading: dict[str, Any], sampling: dict[str, Any]) -> None: ...
@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from rekindle import __version__
 from rekindle.core.request import DEFAULT_MAX_TOKENS, PromptLike
 from rekindle.errors import InvalidPrompt
 from rekindle.settings import SETTINGS, names_in
@@ -189,3 +190,48 @@ def _parse(text: str, where: str) -> PromptLike:
             f'{where} is no prompt. Write a list of messages, {{"messages": ...}} or {{"prompt": ...}}.'
         )
     return value
+
+
+app = typer.Typer(
+    name="rekindle",
+    help="A language model on your own machine that never prefills the same context twice.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: it appears in half the time
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rekindle {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+    ),
+) -> None:
+    pass
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on standard output, and nothing else."""
+    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
+    """A table on standard output; numbers align right."""
+    from rich.console import Console  # slow to import
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for index, name in enumerate(columns):
+        numeric = bool(rows) and all(row[index][:1].isdigit() for row in rows)
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console(highlight=False).print(table)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.app import app
-from rekindle.cli.options import AsJson, Model, loading_options, takes
-from rekindle.cli.warm import AsSystem, Raw
+from rekindle.cli.cache import AsSystem, Raw
+from rekindle.cli.options import AsJson, Model, app, loading_options, print_json, print_table, read_prompts, takes
+from rekindle.core.request import Request
+from rekindle.core.size import human_bytes
 from rekindle.errors import InvalidPrompt, InvalidSetting
 from rekindle.safe_read import read_secret_file
 
@@ -73,9 +74,8 @@ def publish(
     json: AsJson = False,
 ) -> None:
     """Publish the KV of prompts, computed or from the cache. What is already published costs nothing."""
-    from rekindle.cli.console import counting, print_json, progress
+    from rekindle.cli.console import counting, progress
     from rekindle.core.cells import CHUNK_TOKENS
-    from rekindle.core.request import Request
     from rekindle.remote.publish.publisher import Publisher
     from rekindle.remote.remote_kv import local_tenants
     from rekindle.remote.signing import SigningKey, read_secret
@@ -113,8 +113,6 @@ def publish(
 @origin.command("ls")
 def list_contexts(folder: Folder, secret: SecretFile = None, json: AsJson = False) -> None:
     """List the contexts in a folder. Without the secret, encrypted ones only show their size."""
-    from rekindle.cli.console import print_json, print_table
-    from rekindle.core.size import human_bytes
     from rekindle.remote.publish.folder import OriginFolder
     from rekindle.remote.signing import read_secret
 
@@ -174,8 +172,6 @@ def serve(
 
 
 def _prompts(prompt: str | None, files: Sequence[Path], *, raw: bool, as_system: bool) -> list[Any]:
-    from rekindle.cli.options import read_prompts
-
     found = [one for path in files for one in read_prompts(path, raw=raw, as_system=as_system)]
     if prompt is not None:
         if not prompt.strip():
@@ -203,8 +199,6 @@ def _fields(published: PublishResult, layout: KvLayout) -> dict[str, Any]:
 
 
 def _lines(published: PublishResult, layout: KvLayout) -> Iterator[str]:
-    from rekindle.core.size import human_bytes
-
     for level in _fields(published, layout)["levels"]:
         known = "" if level["new"] else ", published before"
         yield f"{level['name']:5} {human_bytes(level['size_bytes'])}, {level['bits']:.2f} bits a number{known}"

@@ -1,25 +1,135 @@
-"""How KV is coded on its way to disk: whole, and as a delta from a base. What is coded says itself how.
+"""How KV is coded on its way to disk: whole, or as a delta from a base. Coded bytes begin with a mark of their kind.
 
 `whole`   None: as the engine has it; a plan of bits: quantized
-`delta`   KV of an adapter, where a base is known: `exact` (bit by bit), a plan of bits (quantized), None: never as a
-          delta
+`delta`   KV of an adapter whose base is stored: `exact` (bit by bit), a plan of bits (quantized), None: no delta
 
-A layer that equals its base bit by bit, because an adapter changes nothing up to it, takes no room.
+A base is KV of the same tokens under the base model or another adapter; two adapters of one model see nearly the same
+KV. The exact delta is a difference of bit patterns, ordered like the numbers they represent, and is undone bit by bit.
+The quantized delta is coded like whole KV (`codec/quantized`), but its steps follow the difference, which is several
+times smaller: at the same size it is much closer. Both are taken from the base as it will be read back, so a base that
+was quantized itself adds no error.
+
+A layer that equals its base bit by bit, because an adapter changes nothing up to it, takes no space.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rekindle.codec import delta, quantized
-from rekindle.codec.bits import BitPlan
-from rekindle.codec.delta import check_alike, decode_exact, decode_quantized, encode_exact, encode_quantized
+from rekindle.codec import quantized
+from rekindle.codec.packing import Planes, PlanesSpec, fold, read_planes, unfold, write_planes
+from rekindle.codec.quantized import FloatKv, assemble, decode_floats, encode_floats
+from rekindle.codec.quantizer import BitPlan, LayerBits, carrier, widen
 from rekindle.core.kv import KvType, LayerKv, LayerSpec, Span
 from rekindle.safe_read import parse_untrusted_json
+
+DELTA_MAGIC = b"RKx1"
+
+
+def encode_exact(kv: LayerKv, base: LayerKv, dtype: KvType) -> bytes:
+    """The difference from the base, without loss, for any bit patterns (NaN and -0.0 too) and for quantized bytes.
+
+    Raises `ValueError` if the two do not have the same shape or are not of that type.
+    """
+    check_alike(kv, base, dtype)
+    keys, values = (
+        fold(_ordered(mine, dtype) - _ordered(theirs, dtype))
+        for mine, theirs in ((kv.keys, base.keys), (kv.values, base.values))
+    )
+    return write_planes(DELTA_MAGIC, Planes(keys, values))
+
+
+def decode_exact(data: bytes, base: LayerKv, spec: LayerSpec, span: Span | None = None) -> LayerKv:
+    """What was encoded, bit by bit: of the tokens `span`, to which the base has been cut. All tokens by default.
+
+    Raises `ValueError` for damaged bytes and for a base of another shape, type or number of tokens.
+    """
+    check_base(base, spec, span)
+    dtype = spec.dtype
+    folded = read_planes(
+        data, PlanesSpec(DELTA_MAGIC, np.dtype(f"u{carrier(dtype).itemsize}"), spec.shape, spec.tokens), span
+    )
+    keys, values = (
+        _pattern(_ordered(theirs, dtype) + unfold(mine), dtype)
+        for mine, theirs in ((folded.keys, base.keys), (folded.values, base.values))
+    )
+    return LayerKv(keys, values)
+
+
+def encode_quantized(kv: LayerKv, base: LayerKv, dtype: KvType, bits: LayerBits) -> bytes:
+    """The delta from the base with about `bits` bits a number; with 0 bits the base is used instead.
+
+    Raises `ValueError` as `encode_exact` does, and for numbers that are not finite.
+    """
+    check_alike(kv, base, dtype)
+    with np.errstate(invalid="ignore", over="ignore"):  # refused below, as numbers that are not finite
+        keys = widen(kv.keys, dtype) - widen(base.keys, dtype)
+        values = widen(kv.values, dtype) - widen(base.values, dtype)
+    return encode_floats(FloatKv(keys, values), dtype, "difference", bits)
+
+
+def decode_quantized(data: bytes, base: LayerKv, spec: LayerSpec, span: Span | None = None) -> LayerKv:
+    """KV of the tokens `span`, to which the base has been cut, in the base's type. All tokens by default.
+
+    Raises `ValueError` for damaged bytes and for a base of another shape, type or number of tokens.
+    """
+    check_base(base, spec, span)
+    parts = _added(decode_floats(data, "difference", spec, span), base, spec.dtype)
+    return assemble(spec, base.keys.shape[1], parts)
+
+
+def check_alike(kv: LayerKv, base: LayerKv, dtype: KvType) -> None:
+    """Raises `ValueError` unless both are of that type and of one shape."""
+    arrays = (kv.keys, kv.values, base.keys, base.values)
+    if any(array.dtype != carrier(dtype) for array in arrays):
+        raise ValueError(f"{dtype} KV is carried as {carrier(dtype)}, not as {sorted({str(a.dtype) for a in arrays})}")
+    if kv.keys.shape != base.keys.shape or kv.values.shape != base.values.shape:
+        raise ValueError("KV and its base must have the same heads, tokens and dims")
+    if kv.keys.ndim != 3 or kv.values.ndim != 3 or kv.keys.shape[:2] != kv.values.shape[:2]:
+        raise ValueError("keys and values of a layer have the same heads and tokens: [kv_heads, tokens, dim]")
+
+
+def check_base(base: LayerKv, spec: LayerSpec, span: Span | None) -> None:
+    """Raises `ValueError` unless the base is KV of the tokens `span`, all by default, of such a layer."""
+    check_alike(base, base, spec.dtype)
+    tokens, shape = spec.tokens if span is None else len(span), spec.shape
+    wanted = (shape.kv_heads, tokens, shape.key_dim), (shape.kv_heads, tokens, shape.value_dim)
+    if (base.keys.shape, base.values.shape) != wanted:
+        raise ValueError("the base has another shape or another number of tokens than the difference")
+
+
+def _added(parts: Iterator[tuple[Span, FloatKv]], base: LayerKv, dtype: KvType) -> Iterator[tuple[Span, FloatKv]]:
+    """Each part of a difference on top of its part of the base."""
+    for at, difference in parts:
+        keys, values = difference.keys, difference.values
+        keys += widen(base.keys[:, at.start : at.stop], dtype)
+        values += widen(base.values[:, at.start : at.stop], dtype)
+        yield at, FloatKv(keys, values)
+
+
+def _ordered(array: NDArray[Any], dtype: KvType) -> NDArray[Any]:
+    """The bit patterns as signed integers that rise with the numbers: a small difference of numbers is a small one
+    of these. Every pattern has its own; differences wrap around, and so lose nothing."""
+    signed: NDArray[Any] = array.view(f"i{array.itemsize}")
+    return signed if dtype == "uint8" else _turn_negative(signed)
+
+
+def _pattern(ordered: NDArray[Any], dtype: KvType) -> NDArray[Any]:
+    signed: NDArray[Any] = ordered if dtype == "uint8" else _turn_negative(ordered)
+    return signed.view(carrier(dtype))
+
+
+def _turn_negative(signed: NDArray[Any]) -> NDArray[Any]:
+    """All bits but the sign inverted where the sign is set: its own inverse, and without a branch for each number."""
+    turned: NDArray[Any] = signed ^ ((signed >> (8 * signed.itemsize - 1)) & np.iinfo(signed.dtype).max)
+    return turned
+
 
 SAME_LAYER = b"RKs1"  # in place of a layer that is the base's own
 
@@ -45,13 +155,13 @@ class Coder:
             return SAME_LAYER
         if self.delta == "exact":
             return encode_exact(kv, base, dtype)
-        if self._is_kindred(layer, kv, base, dtype):
+        if self._equals_quantized_base(layer, kv, base, dtype):
             return SAME_LAYER
         if dtype == "uint8":  # an engine's own quantized bytes have no smaller steps
             return encode_exact(kv, base, dtype)
         return encode_quantized(kv, base, dtype, self.delta.layers[layer])
 
-    def _is_kindred(self, layer: int, kv: LayerKv, base: LayerKv, dtype: KvType) -> bool:
+    def _equals_quantized_base(self, layer: int, kv: LayerKv, base: LayerKv, dtype: KvType) -> bool:
         """Whether the base is this very KV, quantized as it would be: an adapter that changes nothing up to there.
 
         Looks at the first group, and only then at all of it.
@@ -107,7 +217,7 @@ def decode(data: bytes, spec: LayerSpec, base: LayerKv | None, span: Span | None
         raise ValueError("a difference needs its base")
     if data == SAME_LAYER:
         return base
-    if kind == delta.MAGIC:
+    if kind == DELTA_MAGIC:
         return decode_exact(data, base, spec, span)
     return decode_quantized(data, base, spec, span)
 

@@ -4,14 +4,14 @@
     length  | what it holds,        | keys              | values         |
             | a digest per cell     | [kv_heads, tokens, dim] each       |
 
-Within a layer, KV stands as the engine has it, so reading a run of tokens is one read a head, straight into the
-engine's buffers, and writing needs no copy. A cell is one block in one layer; each has a digest, and so have the keys
-and the values of a layer as a whole, because the common read, all of it, is checked faster at once.
+Within a layer, KV has the engine's layout, so reading a run of tokens is one read per head, straight into the engine's
+buffers, and writing needs no copy. A cell is one block in one layer; each has a digest, and so have the keys and the
+values of a whole layer, because the common read, all of it, is checked faster at once.
 
 The header is safetensors', so other tools can open the file: tensors `layer.N.keys` and `layer.N.values`.
 
-Coded KV (`codec/coder`) stands as one run of bytes a layer, `layer.N.coded`, each with a digest; where nothing is lost,
-the keys and the values that come of it have theirs as well, so that a wrong base is found out.
+Coded KV (`codec/coder`) is one run of bytes per layer, `layer.N.coded`, each with a digest; of lossless codes, the
+decoded keys and values have digests too, so that a wrong base is detected.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.codec.bits import BitPlan
 from rekindle.codec.coder import Coder
 from rekindle.codec.digest import Digester
+from rekindle.codec.quantizer import BitPlan
 from rekindle.core.keys import BLOCK_TOKENS, NODE_KEY_BYTES, TOKEN_BYTES, NodeKey, layout_text, parse_layout
 from rekindle.core.kv import KvLayout, LayerKv, Span
 from rekindle.safe_read import parse_untrusted_json
@@ -59,17 +59,17 @@ class Coding:
         return self.coder.delta == "exact" if self.base_kv_space is not None else self.coder.whole is None
 
     def as_json(self) -> dict[str, Any]:
-        """As it stands in a header."""
+        """As it is written in a header."""
         return {"coder": self.coder.to_json(), "base": self.base_kv_space, "sizes": list(self.sizes)}
 
     @classmethod
     def from_json(cls, fields: Any, layers: int) -> Coding:
-        """From a header. Raises `ValueError`, `KeyError` or `TypeError` if it is none."""
+        """Parse the field of a header. Raises `ValueError`, `KeyError` or `TypeError`."""
         sizes, base_kv_space = tuple(fields["sizes"]), fields["base"]
         if len(sizes) != layers or not all(type(size) is int and 0 <= size < _LARGEST_LAYER_BYTES for size in sizes):
-            raise ValueError("the sizes of coded layers are none")
+            raise ValueError("the sizes of coded layers are invalid")
         if base_kv_space is not None and not isinstance(base_kv_space, str):
-            raise ValueError("the base of coded layers is none")
+            raise ValueError("the base of coded layers is invalid")
         coder = Coder.from_json(fields["coder"])
         used = coder.whole if base_kv_space is None else coder.delta
         if used is None or (isinstance(used, BitPlan) and len(used.layers) < layers):
@@ -92,7 +92,7 @@ class ExtentPlan:
 
     @property
     def coded_as(self) -> str:
-        """One word for how: raw, exact (coded, but nothing is lost), near."""
+        """How it is coded: raw, exact (coded without loss) or quantized."""
         return "raw" if self.coding is None else "exact" if self.coding.exact else "quantized"
 
     @property
@@ -136,7 +136,7 @@ class ExtentPlan:
         return self._starts[2 * layer + HALVES.index(half)]
 
     def coded_at(self, layer: int) -> Span:
-        """Where the bytes of a coded layer stand in the file."""
+        """The range of a coded layer in the file."""
         return Span(self._starts[layer], self._starts[layer + 1])
 
     def row_bytes(self, layer: int, half: Half, tokens: int) -> int:
@@ -155,7 +155,7 @@ class ExtentPlan:
         return (shape.kv_heads, tokens, shape.key_dim), (shape.kv_heads, tokens, shape.value_dim)
 
     def header(self, digests: bytes) -> bytes:
-        """The header as it stands in the file; its length does not depend on the digests."""
+        """The header in the file; its length does not depend on the digests."""
         about: dict[str, Any] = {
             "format": FORMAT,
             "extent": self.name,
@@ -200,7 +200,7 @@ class ExtentPlan:
 class ExtentHeader:
     """A header that was read: the plan, and the digests of each layer: keys, values, then every cell.
 
-    Of a coded layer: keys and values if nothing is lost, then the bytes that stand in the file.
+    Of a coded layer: keys and values if the code is lossless, then the bytes in the file.
     """
 
     plan: ExtentPlan
@@ -264,8 +264,8 @@ def header_length(first_bytes: bytes, file_bytes: int) -> int:
     """Bytes of the header with its length field, from the first eight bytes of a file. Raises
     `ValueError`."""
     length = int.from_bytes(first_bytes[:8], "little") + 8
-    most = min(file_bytes, _LARGEST_HEADER_BYTES + file_bytes // _HEADER_SHARE)
-    if len(first_bytes) < 8 or not 10 <= length <= most:
+    max_bytes = min(file_bytes, _LARGEST_HEADER_BYTES + file_bytes // _HEADER_SHARE)
+    if len(first_bytes) < 8 or not 10 <= length <= max_bytes:
         raise ValueError("not an extent: its first bytes are no header length")
     return length
 

@@ -2,9 +2,9 @@
 
     header | sizes of each group | side: steps, centres, strays | keys, values of group 0 | of group 1 | ...
 
-A group is 128 tokens, four blocks, the last maybe fewer: enough for its codes to be compressed almost as well as all
-together, few enough to be decoded for the sake of one block. All that is small stands together in front, because
-compressed group by group it would be twice as long. Keys have a step a channel of a group, values a step a token.
+A group is 128 tokens, four blocks, the last maybe fewer: enough to compress almost as well as all together, few enough
+to decode for one block. Everything small comes first, together, because it would be twice as long if compressed group
+by group. Keys have a step a channel of a group, values a step a token.
 
 Each layer is coded on its own, so that loading can go layer by layer.
 """
@@ -20,15 +20,18 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.codec.bits import LayerBits
-from rekindle.codec.dtypes import FLOAT_TYPES, carrier, narrow, widen
 from rekindle.codec.packing import DENSEST, Packed, expand, pack, squeeze, unpack
 from rekindle.codec.quantizer import (
+    FLOAT_TYPES,
+    LayerBits,
     QuantizedTensor,
+    carrier,
     dequantize_keys,
     dequantize_values,
+    narrow,
     quantize_keys,
     quantize_values,
+    widen,
     zeros,
 )
 from rekindle.core.keys import BLOCK_TOKENS
@@ -47,7 +50,7 @@ _SIDE_TYPE = np.dtype("<i2")
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """What coded bytes say of themselves."""
+    """The header of coded bytes."""
 
     kind: Kind
     dtype: KvType
@@ -77,7 +80,7 @@ class Coded:
 
 @dataclass(frozen=True, eq=False)
 class CodedLayout:
-    """Where the parts of some layers stand that are coded alike, nothing decompressed.
+    """The places of the parts of layers that are coded alike; nothing is decompressed.
 
     The side is one frame a layer: low bytes of all its numbers, then high bytes. Of a group they are: exponents and
     centres of the keys, exponents and centres of the values, the exponent of these centres, strays of both halves.
@@ -126,9 +129,9 @@ def decode(data: bytes, spec: LayerSpec, span: Span | None = None) -> LayerKv:
 
 
 def describe(data: bytes) -> Coded:
-    """What the bytes say that they hold, from their header alone: nothing to take memory for.
+    """The header of the bytes; takes no memory for the content.
 
-    Raises `ValueError` if it is none.
+    Raises `ValueError` for other bytes.
     """
     if len(data) < _HEADER.size:
         raise ValueError("not quantized KV: too short")
@@ -154,14 +157,14 @@ def encode_floats(numbers: FloatKv, dtype: KvType, kind: Kind, bits: LayerBits) 
             quantize_keys(keys, bits.keys) if bits.keys else zeros(keys.shape, token_steps=False),
             quantize_values(values, bits.values) if bits.values else zeros(values.shape, token_steps=True),
         )
-        packed = [pack(lattice.codes) for lattice in snapped]
+        packed = [pack(tensor.codes) for tensor in snapped]
         sizes[number] = (
             [len(half.symbols) for half in packed],
             [len(half.strays) for half in packed],
             [half.per_byte for half in packed],
         )
         frames += [half.symbols for half in packed]
-        side += [part.reshape(-1) for lattice in snapped for part in (lattice.exponents, lattice.centres)]
+        side += [part.reshape(-1) for tensor in snapped for part in (tensor.exponents, tensor.centres)]
         side += [np.array([snapped[1].centre_exponent], np.int16), *(half.strays for half in packed)]
     aside = squeeze(_planes(np.concatenate(side) if side else np.zeros(0, np.int16)))
     header = _HEADER.pack(
@@ -192,7 +195,7 @@ def decode_floats(data: bytes, kind: Kind, spec: LayerSpec, span: Span | None = 
 
 
 def assemble(spec: LayerSpec, tokens: int, parts: Iterator[tuple[Span, FloatKv]]) -> LayerKv:
-    """So many tokens of KV in the type of `spec`, from their parts and the places of these."""
+    """`tokens` tokens of KV in the type of `spec`, from parts and their places."""
     shape, numpy_type = spec.shape, carrier(spec.dtype)
     first = next(parts, None)  # memory is taken only when a part has shown that the bytes are what they should be
     count = 0 if first is None else tokens
@@ -221,7 +224,7 @@ def open_groups(data: bytes, kind: Kind, spec: LayerSpec, span: Span | None = No
 
 
 def locate_parts(layers: Sequence[bytes], kind: Kind, spec: LayerSpec, span: Span | None = None) -> CodedLayout:
-    """Where everything stands in layers whose headers say the same; `span` is what will be asked for.
+    """The places of all parts in layers with equal headers; `span` is what will be read.
 
     Raises `ValueError` for bytes that are damaged, as far as that shows, and for those of the other kind or another
     spec: before memory is taken for what they say.
@@ -243,7 +246,7 @@ def locate_parts(layers: Sequence[bytes], kind: Kind, spec: LayerSpec, span: Spa
         raise ValueError("quantized KV is cut off, or longer than it says")
     per_byte = sizes["per_byte"].astype(np.int64)
     if coded.groups and not 1 <= per_byte.min() <= per_byte.max() <= DENSEST:
-        raise ValueError("quantized KV is damaged: codes cannot stand so many to a byte")
+        raise ValueError("quantized KV is damaged: there cannot be that many codes in a byte")
     if (strays > _numbers_of_groups(coded)).any():  # each takes memory
         raise ValueError("quantized KV is damaged: more strays than numbers")
     counts = strays.sum(2) + np.array([coded.side_numbers(number) for number in range(coded.groups)], np.int64)

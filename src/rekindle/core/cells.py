@@ -84,7 +84,7 @@ class TransferOrder:
 
     def __post_init__(self) -> None:
         if len(set(self.numbers)) != len(self.numbers) or min(self.numbers, default=0) < 0:
-            raise ValueError("a cell is streamed twice, or is none")
+            raise ValueError("a cell is streamed twice, or is invalid")
 
     def __iter__(self) -> Iterator[Cell]:
         return (Cell(*divmod(number, self.layers)) for number in self.numbers)

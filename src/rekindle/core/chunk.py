@@ -4,20 +4,30 @@ prompt    [head .......][1] [chunk a ....][2] [chunk b ......][question ......]
                  ^ system prompt and template: a chunk of its own, the first
 
 A chunk is identified by its tokens alone, a variant also by what came before it.
+
+Non-prefix KV of a chunk was computed after reused KV, so it is not what a full prefill would give. It has a KV space of
+its own, where exact lookups never find it. Every chunk is a chain of one extent there, used as a whole. Its first
+tokens are the chunk's digest, so that two chunks with the same beginning share no block:
+
+    chain   [digest, as 4 tokens][the chunk's tokens ...........]
+    KV      [zeros .............][as it was computed at its span ]
 """
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NewType
+from dataclasses import dataclass, replace
+from typing import Any, NewType, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.core.keys import token_bytes
-from rekindle.core.kv import Span
+from rekindle.core.keys import TOKEN_BYTES, KvSpace, token_bytes
+from rekindle.core.kv import Kv, LayerKv, Span
+from rekindle.core.plan import Plan, Tier
+from rekindle.core.reply import ChunkReuse
 
 MIN_CHUNK_TOKENS = 16  # computing a shorter one is faster than looking it up
 
@@ -92,3 +102,141 @@ class Variant:
     def before(self) -> tuple[ChunkDigest, ...]:
         """The chunks it was computed after, in order, the head first."""
         return tuple(chunk.digest for chunk in self.scores.earlier)
+
+
+class LoadableVariant(Protocol):
+    """A variant that can be loaded."""
+
+    @property
+    def id(self) -> int:
+        """Its number in the store."""
+
+    @property
+    def variant(self) -> Variant:
+        """Its chunk, span and scores."""
+
+    @property
+    def tier(self) -> Tier:
+        """Where its KV is."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its KV."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkMatch:
+    """A chunk of a prompt, the variant that would be reused for it, and the scores that decided."""
+
+    span: Span
+    digest: ChunkDigest
+    known: LoadableVariant | None = None
+    impact: float | None = None  # CCI
+    overlap: float | None = None  # beta
+    disorder: float | None = None  # gamma
+    overhead: float | None = None  # CFO with alpha 1
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkMatches:
+    """The chunks of one prompt: their positions, digests, and the variant of each that would be reused."""
+
+    prompt_layout: PromptLayout
+    digests: tuple[ChunkDigest, ...]  # the head's first
+    picked: tuple[ChunkMatch, ...] = ()
+
+    @classmethod
+    def of(cls, prompt_layout: PromptLayout, tokens: Sequence[int]) -> ChunkMatches:
+        """The chunks of a prompt, before any lookup."""
+        spans = (Span(0, prompt_layout.head), *prompt_layout.chunks)
+        return cls(prompt_layout, tuple(chunk_digest(tokens[span.start : span.stop]) for span in spans))
+
+    def reused_in(self, plan: Plan) -> tuple[ChunkMatch, ...]:
+        """Those that the plan reuses, in order."""
+        spans = plan.reuse_chunks.spans if plan.reuse_chunks is not None else ()
+        return tuple(chunk for chunk in self.picked if chunk.span in spans)
+
+    def report(
+        self, plan: Plan, recomputed: Sequence[int], before: Sequence[ChunkReuse] = ()
+    ) -> tuple[ChunkReuse, ...]:
+        """Where the KV of each chunk came from; `before` is the report of the context that was continued.
+
+        Tokens may have been in other passages then: what was reused stays so.
+        """
+        reused_chunks = {chunk.span: chunk for chunk in self.reused_in(plan)}
+        stale = [chunk for chunk in before if chunk.source == "reused"]
+        reports: list[ChunkReuse] = []
+        for number, span in self.prompt_layout.numbered:
+            stood = [chunk for chunk in stale if _share(chunk, span)]
+            if span in reused_chunks:
+                reports.append(_reused(number, reused_chunks[span], recomputed))
+            elif stood:
+                own = tuple(position for chunk in stood for position in chunk.recomputed_positions if position in span)
+                whole = replace(stood[0], number=number, start=span.start, stop=span.stop)
+                reports.append(replace(whole, recomputed=len(own), recomputed_positions=own))
+            else:
+                after = any(chunk.source == "reused" and chunk.start < span.start for chunk in (*reports, *before))
+                reports.append(ChunkReuse(number, span.start, span.stop, "computed" if after else "exact"))
+        hidden = [rest for chunk in stale for rest in _uncovered(chunk, self.prompt_layout.chunks)]
+        return tuple(sorted((*reports, *hidden), key=lambda chunk: chunk.start))
+
+
+def _share(chunk: ChunkReuse, span: Span) -> bool:
+    """Whether they have tokens in common."""
+    return chunk.start < span.stop and chunk.stop > span.start
+
+
+def _uncovered(chunk: ChunkReuse, spans: Sequence[Span]) -> list[ChunkReuse]:
+    """The parts of a reused passage that are in no passage now."""
+    rests, place = [], chunk.start
+    for span in (*spans, Span(chunk.stop, chunk.stop)):
+        if span.stop <= place or place >= chunk.stop:
+            continue
+        if (stop := min(span.start, chunk.stop)) > place:
+            own = tuple(position for position in chunk.recomputed_positions if place <= position < stop)
+            rests.append(
+                replace(chunk, number=None, start=place, stop=stop, recomputed=len(own), recomputed_positions=own)
+            )
+        place = span.stop
+    if place < chunk.stop:
+        own = tuple(position for position in chunk.recomputed_positions if position >= place)
+        rests.append(replace(chunk, number=None, start=place, recomputed=len(own), recomputed_positions=own))
+    return rests
+
+
+def _reused(number: int, chunk: ChunkMatch, recomputed: Sequence[int]) -> ChunkReuse:
+    assert chunk.known is not None
+    start, stop = bisect_left(recomputed, chunk.span.start), bisect_left(recomputed, chunk.span.stop)
+    own = tuple(recomputed[start:stop])
+    scores = (chunk.impact, chunk.overlap, chunk.disorder, chunk.overhead, chunk.known.variant.drift)
+    return ChunkReuse(number, chunk.span.start, chunk.span.stop, "reused", len(own), own, *scores)
+
+
+DIGEST_TOKENS = 16 // TOKEN_BYTES
+NONPREFIX_SUFFIX = "/nonprefix"  # of a codec's name
+
+
+def nonprefix(kv_space: KvSpace) -> KvSpace:
+    """The KV space beside `kv_space` for its non-prefix KV: same model, tenant, salt and adapter."""
+    return replace(kv_space, codec=kv_space.codec + NONPREFIX_SUFFIX)
+
+
+def is_nonprefix(codec: str) -> bool:
+    """Whether a KV space of that codec holds non-prefix KV."""
+    return codec.endswith(NONPREFIX_SUFFIX)
+
+
+def chain_tokens(digest: ChunkDigest, tokens: bytes) -> bytes:
+    """The tokens of a chunk's own chain."""
+    return digest + tokens
+
+
+def chain_kv(kv: Kv) -> Kv:
+    """The KV of a chunk's own chain: a copy, with zeros for the digest."""
+    layers = tuple(LayerKv(_behind_name(layer.keys), _behind_name(layer.values)) for layer in kv.layers)
+    return Kv(Span(0, DIGEST_TOKENS + len(kv.span)), kv.layout, layers)
+
+
+def _behind_name(array: NDArray[Any]) -> NDArray[Any]:
+    heads, _, dim = array.shape
+    return np.concatenate([np.zeros((heads, DIGEST_TOKENS, dim), array.dtype), array], axis=1)

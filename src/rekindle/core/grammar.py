@@ -14,8 +14,8 @@ from rekindle.errors import InvalidGrammar
 
 GrammarKind = Literal["json", "regex", "lark", "gbnf"]
 
-# A grammar is compiled before the reply begins, in a process that is killed if that takes too long. What is known to
-# take quadratic time is refused before, with a better error: long patterns, many optional properties, remainders.
+# A grammar is compiled before the reply begins, in a process that is killed if that takes too long. Inputs that
+# take quadratic time are refused before, with a better error: long patterns, many optional properties, remainders.
 _LARGEST_BYTES = 256_000
 _LARGEST_RULES_BYTES: dict[GrammarKind, int] = {"json": 0, "regex": 8_000, "lark": 24_000, "gbnf": 16_000}
 _MAX_PROPERTIES = 1_000  # of one object
@@ -104,8 +104,8 @@ class Grammar:
         return cls("gbnf", text)
 
 
-def _too_large(size_bytes: int, most: int) -> InvalidGrammar:
-    return InvalidGrammar(f"A grammar of {size_bytes:,} bytes is too large: {most:,} are allowed. Shorten it.")
+def _too_large(size_bytes: int, max_bytes: int) -> InvalidGrammar:
+    return InvalidGrammar(f"A grammar of {size_bytes:,} bytes is too large: {max_bytes:,} are allowed. Shorten it.")
 
 
 def _schemas(kind: GrammarKind, text: str) -> tuple[EmbeddedSchema, ...]:

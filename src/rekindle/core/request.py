@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
 
 from rekindle.core.document import Quote
-from rekindle.core.scope import AppState, Asker, Scope
+from rekindle.core.scope import AppRef, AppState, Scope
 from rekindle.core.tools import Tool, ToolChoice, parse_tools
 from rekindle.errors import InvalidPrompt, InvalidSampling, InvalidSetting, nearest
 
@@ -180,7 +180,7 @@ class Request:
             raise InvalidSetting(f"answers={self.answers!r} is unknown. Use 'verified', 'direct' or 'off'.")
         if len(self.drafts) > MAX_DRAFTS:
             raise InvalidPrompt(f"There are {len(self.drafts):,} drafts. Give up to {MAX_DRAFTS}.")
-        self.asker(Scope(""))
+        self.app_ref(Scope(""))
         if self.app is None and self.app_state is not None:
             raise InvalidSetting("app_state says something of an app: give its name too, as app='...'.")
 
@@ -189,11 +189,11 @@ class Request:
         """Number of tokens of an earlier reply to the same prompt that may serve as a draft."""
         return 0 if self.answers in (None, "off") else self.max_tokens
 
-    def asker(self, scope: Scope) -> Asker | None:
+    def app_ref(self, scope: Scope) -> AppRef | None:
         """The app that asks, in that scope; None if it gave no name."""
         if self.app is None:
             return None
-        return Asker(scope.tenant, self.app, self.app_state, self.begun, scope.salt)
+        return AppRef(scope.tenant, self.app, self.app_state, self.begun, scope.salt)
 
     @classmethod
     def of(cls, prompt: PromptLike, **options: Unpack[Options]) -> Request:

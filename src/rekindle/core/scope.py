@@ -28,7 +28,7 @@ MAX_NAME = 256  # characters of an app's name
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class AppRef:
     """The app that makes a request, and its scope. `state` is its state by its own account; None: unchanged.
 
     It is alive, so never "killed". `at` is when the request began, None for now: a later report of the app's state wins
@@ -52,7 +52,7 @@ class Asker:
         return Scope(self.tenant, self.salt)
 
 
-_HINT = "Use 'foreground' or 'background'; `rekindle.apps.state.state_of` maps the names of iOS and Android."
+_HINT = "Use 'foreground' or 'background'; `rekindle.apps.state_of` maps the names of iOS and Android."
 
 
 def check_name(name: str) -> None:

@@ -150,7 +150,7 @@ class ToolChoice:
         names = [tool.name for tool in tools]
         if name not in names:
             advice = nearest(name, names) if names else " The request has no tools: send them along."
-            raise InvalidPrompt(f"'tool_choice' names {name!r}, which is none of the tools.{advice}")
+            raise InvalidPrompt(f"'tool_choice' names {name!r}, which is not one of the tools.{advice}")
         return cls("function", name)
 
     @classmethod

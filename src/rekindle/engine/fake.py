@@ -361,11 +361,11 @@ class ByteTokenizer:
     vocabulary_size = VOCABULARY
     template = ""
 
-    def fewest_tokens(self, text: str) -> int:
+    def min_token_count(self, text: str) -> int:
         return len(text)
 
     def encode(self, text: str, *, token_limit: int | None = None) -> list[int]:
-        check_length(text, token_limit, self.fewest_tokens)
+        check_length(text, token_limit, self.min_token_count)
         return list(text.encode("utf-8"))
 
     def encode_chat(
@@ -380,7 +380,7 @@ class ByteTokenizer:
         chat = [TemplateTools.of(self.template).prepare(m.as_template_input()) for m in messages]
         if tools or any(m.get("tool_calls") for m in chat):
             chat = tools_as_text(chat, [tool.as_template_input() for tool in tools])
-        check_length("".join(m["content"] for m in chat), token_limit, self.fewest_tokens)
+        check_length("".join(m["content"] for m in chat), token_limit, self.min_token_count)
         turns = [[START, *self.encode(f"{m['role']}\n{m['content']}"), END] for m in chat]
         return [token for turn in turns for token in turn] + [START, *self.encode("assistant\n")]
 

@@ -11,9 +11,8 @@ from typing import Literal
 from rekindle.engine.base import Engine
 from rekindle.engine.llamacpp.options import LlamaOptions
 from rekindle.errors import EngineMissing, InvalidSetting, ModelError, UnsupportedModel
-from rekindle.models.digest import digest_of_files
 from rekindle.models.download import Progress, require_space
-from rekindle.models.files import ModelFiles
+from rekindle.models.files import ModelFiles, digest_of_files
 from rekindle.models.gguf import read_header
 from rekindle.models.hf_folder import check_folder
 from rekindle.models.pull import obtain

@@ -19,7 +19,7 @@ from pydantic_core import SchemaError, SchemaValidator, core_schema
 from rekindle.core.adapter import Lora, LoraPair, Matrix
 from rekindle.errors import AdapterRefused, ModelError, ModelNotFound
 from rekindle.models.files import is_file
-from rekindle.models.safetensors import read_floats, read_tensor_infos
+from rekindle.models.hf_folder import read_floats, read_tensor_infos
 from rekindle.safe_read import parse_untrusted_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -15,7 +15,7 @@ from rekindle.core.identity import digest_of_fields
 from rekindle.engine.base import Engine, EngineSequence, Logits, Row
 from rekindle.errors import OutOfMemory, StepRefused
 from rekindle.json_file import JsonMemo
-from rekindle.settings.folders import home_folder
+from rekindle.machine import home_folder
 
 ANY = 64  # no draft is verified in larger steps
 _SIZES = (16, 8, 4, 2)

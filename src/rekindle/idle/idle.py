@@ -21,10 +21,7 @@ from rekindle.core.grammar import Grammar
 from rekindle.core.reply import Reply
 from rekindle.core.request import DEFAULT_MAX_TOKENS, Message, Request, Sampling
 from rekindle.errors import InvalidSetting
-from rekindle.idle.budget import Budget, IdleConditions, Spent
-from rekindle.idle.log import IdleAction
-from rekindle.idle.prepare import AskParameters, Preparer, Rule, Strategy, choose_strategy, first_passages, spread
-from rekindle.idle.questions.generated import (
+from rekindle.idle.generated_questions import (
     Origin,
     PredictedQuestion,
     list_grammar,
@@ -37,8 +34,10 @@ from rekindle.idle.questions.generated import (
     summary_grammar,
     summary_prompt,
 )
+from rekindle.idle.log import IdleAction
+from rekindle.idle.prepare import AskParameters, Preparer, Rule, Strategy, choose_strategy, first_passages, spread
 from rekindle.idle.sources import LibraryState
-from rekindle.idle.worker import IdleWorker, WorkResult
+from rekindle.idle.worker import Budget, IdleConditions, IdleWorker, Spent, WorkResult
 from rekindle.knowledge.retrieve import Retrieval
 from rekindle.session.library import asking, quote_of
 from rekindle.session.session import Session
@@ -189,13 +188,13 @@ class Idle:
         waiting = self._preparer.bank.entries(where="state='open' AND asked IS NOT NULL ORDER BY asked, id")
         return self._preparer.answer_all("true-answer", waiting)
 
-    def abstracts(self, most: int | None = None) -> list[IdleAction]:
+    def abstracts(self, max_count: int | None = None) -> list[IdleAction]:
         """Summarize documents that have no abstract yet, once no more are being added."""
         done: list[IdleAction] = []
         if self.strategy is None:
             return done
         encode, context = self._session.engine.tokenizer.encode, self._session.engine.context_tokens
-        for document in self._preparer.sources.without_abstract(self.options.settle_seconds)[:most]:
+        for document in self._preparer.sources.without_abstract(self.options.settle_seconds)[:max_count]:
             if not self._worker.may_continue():
                 break
             chunks = self._preparer.bank.library.chunks_of(document)
@@ -210,20 +209,22 @@ class Idle:
             done.append(self._preparer.record("abstract", chunks[0].title, result))
         return done
 
-    def predict_from_abstracts(self, most: int) -> list[IdleAction]:
+    def predict_from_abstracts(self, max_count: int) -> list[IdleAction]:
         """Generate questions from the abstracts whose turn it is, and prepare those that are new."""
         if self.strategy is None or not self._worker.may_continue():
             return []
-        chosen = self._preparer.sources.next_abstracts(most)
+        chosen = self._preparer.sources.next_abstracts(max_count)
         if not chosen.documents:
             return []
         seed = chosen.trips or None  # greedy the first time, then sampled
-        grammar = list_grammar(most, openings_about(chosen.texts, most))
-        result = self._write(prompt_from_abstracts(chosen.texts, most), most * _QUESTION_TOKENS, grammar, seed)
+        grammar = list_grammar(max_count, openings_about(chosen.texts, max_count))
+        result = self._write(
+            prompt_from_abstracts(chosen.texts, max_count), max_count * _QUESTION_TOKENS, grammar, seed
+        )
         action = self._preparer.record("guess-abstract", f"{len(chosen.documents)} abstracts", result)
-        return [action, *self._prepare_guessed(result.reply, most, "abstract", chosen.documents)]
+        return [action, *self._prepare_guessed(result.reply, max_count, "abstract", chosen.documents)]
 
-    def predict_from_history(self, most: int) -> list[IdleAction]:
+    def predict_from_history(self, max_count: int) -> list[IdleAction]:
         """Generate questions from users' latest ones, if they asked anything since this was done last."""
         if self.strategy is None or not self._worker.may_continue():
             return []
@@ -231,14 +232,14 @@ class Idle:
         asked = self._preparer.sources.asked()
         if asked is None:
             return []
-        grammar = list_grammar(most, openings_of(asked.questions, most))
-        result = self._write(prompt_from_history(asked.questions, most), most * _QUESTION_TOKENS, grammar)
+        grammar = list_grammar(max_count, openings_of(asked.questions, max_count))
+        result = self._write(prompt_from_history(asked.questions, max_count), max_count * _QUESTION_TOKENS, grammar)
         if result.reply is not None:
             self._preparer.sources.mark_used(asked)
         action = self._preparer.record("guess-history", f"{len(asked.questions)} questions", result)
-        return [action, *self._prepare_guessed(result.reply, most, "history", asked.documents)]
+        return [action, *self._prepare_guessed(result.reply, max_count, "history", asked.documents)]
 
-    def predict_from_passages(self, most: int) -> list[IdleAction]:
+    def predict_from_passages(self, max_count: int) -> list[IdleAction]:
         """Prepare questions extracted from documents, one from each whose turn it is. Extracting needs no model."""
         done: list[IdleAction] = []
         strategy = self.strategy
@@ -246,12 +247,12 @@ class Idle:
             return done
         for questions in self._preparer.sources.from_passages():
             done += self._preparer.prepare_first(questions, strategy)
-            if len(done) >= most or not self._worker.may_continue():
+            if len(done) >= max_count or not self._worker.may_continue():
                 break
         return done
 
     def convert(self) -> list[IdleAction]:
-        """Answer questions that were only prefilled, if that helps by now; recompute evicted KV, if there is room."""
+        """Answer questions that were only prefilled, if that helps now; recompute evicted KV, if there is room."""
         done: list[IdleAction] = []
         strategy, preparer = self.strategy, self._preparer
         if strategy is None:
@@ -263,14 +264,14 @@ class Idle:
         useful = "ORDER BY uses DESC, coalesce(asked, 0) DESC, id DESC"
         return [
             *done,
-            *preparer.restore_all(preparer.bank.entries(where=f"state!='stale' {useful}", most=_MAX_RESTORED)),
+            *preparer.restore_all(preparer.bank.entries(where=f"state!='stale' {useful}", max_count=_MAX_RESTORED)),
         ]
 
     def warm(self) -> list[IdleAction]:
         """Prefill the instructions and passages that prompts may begin with, the likeliest first."""
         done: list[IdleAction] = []
-        most, library = self.options.warm_passages, self._preparer.bank.library
-        for id in self._beginnings(most):
+        max_count, library = self.options.warm_passages, self._preparer.bank.library
+        for id in self._beginnings(max_count):
             if not self._worker.may_continue():
                 break
             chunk = None if id is None else library.chunks([id]).get(id)
@@ -287,24 +288,24 @@ class Idle:
             done.append(self._preparer.record("warm", what, self._worker.compute(request)))
         return done
 
-    def _beginnings(self, most: int | None) -> list[int | None]:
+    def _beginnings(self, max_count: int | None) -> list[int | None]:
         if self._session.cache.store is None:
             return []
         present = self._preparer.sources.passages()
         used = [chunk.id for chunk in self._preparer.bank.library.top_retrieved(len(present))]
-        return [None, *first_passages(used, self._preparer.sources.first_evidence(), present)[:most]]
+        return [None, *first_passages(used, self._preparer.sources.first_evidence(), present)[:max_count]]
 
     def _prepare_guessed(
-        self, reply: Reply | None, most: int, origin: Origin, documents: tuple[int, ...]
+        self, reply: Reply | None, max_count: int, origin: Origin, documents: tuple[int, ...]
     ) -> Iterator[IdleAction]:
         """Prepare the questions in a reply that are new and can be answered."""
-        texts = [] if reply is None else parse_questions(reply.text, most)
+        texts = [] if reply is None else parse_questions(reply.text, max_count)
         guessed = [PredictedQuestion(text, origin, documents) for text in texts]
         strategy = self.strategy
         if not guessed or strategy is None:
             return
         vectors = self._session.knowledge.embedder().embed(texts).vectors  # [questions, dimensions]
-        for place in pick_novel(guessed, vectors, vectors[:0], most):
+        for place in pick_novel(guessed, vectors, vectors[:0], max_count):
             if not self._worker.may_continue():
                 return
             yield from self._preparer.prepare_first([guessed[place]], strategy)

@@ -109,12 +109,12 @@ class LogEntry:
     saved_seconds: float | None
 
 
-def recent_actions(library: Library, most: int) -> list[LogEntry]:
+def recent_actions(library: Library, max_count: int) -> list[LogEntry]:
     """The last actions, the newest first."""
     with library.reading() as connection:
         rows = connection.execute(
             "SELECT w.at, w.action, w.seconds, w.tokens, w.flop / 1e12, w.joules, a.question, a.origin, a.uses, "
             "a.saved FROM work w LEFT JOIN answers a ON a.id=w.answer ORDER BY w.id DESC LIMIT ?",
-            (most,),
+            (max_count,),
         ).fetchall()
     return [LogEntry(*row) for row in rows]

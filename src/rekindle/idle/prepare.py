@@ -12,8 +12,8 @@ from rekindle.core.keys import BLOCK_TOKENS
 from rekindle.core.reply import QuestionOrigin
 from rekindle.core.request import DEFAULT_MAX_TOKENS, AnswersWay, Request
 from rekindle.errors import KnowledgeUnusable, NothingKnown, RequestError
+from rekindle.idle.generated_questions import SAME_QUESTION, PredictedQuestion, is_answerable
 from rekindle.idle.log import Action, IdleAction
-from rekindle.idle.questions.generated import SAME_QUESTION, PredictedQuestion, is_answerable
 from rekindle.idle.sources import QuestionSources
 from rekindle.idle.worker import IdleWorker, WorkResult
 from rekindle.knowledge.retrieve import Retrieval
@@ -54,16 +54,16 @@ def passages_to_read(asked: bool, rule: Rule = "rekindle") -> int | None:
     return None if asked or rule == "percache" else _READ_PASSAGES
 
 
-def spread(lengths: Sequence[int], most: int) -> list[int]:
-    """Indices of parts, evenly spread, that together are not longer than `most`; at least one."""
+def spread(lengths: Sequence[int], max_count: int) -> list[int]:
+    """Indices of parts, evenly spread, that together are not longer than `max_count`; at least one."""
     total = sum(lengths)
-    if total <= most or not lengths:
+    if total <= max_count or not lengths:
         return list(range(len(lengths)))
-    count = max(1, int(len(lengths) * most / total))
+    count = max(1, int(len(lengths) * max_count / total))
     places = sorted({math.floor(number * len(lengths) / count) for number in range(count)})
     chosen: list[int] = []
     for place in places:
-        if not chosen or sum(lengths[at] for at in chosen) + lengths[place] <= most:
+        if not chosen or sum(lengths[at] for at in chosen) + lengths[place] <= max_count:
             chosen.append(place)
     return chosen
 
@@ -217,7 +217,7 @@ class Preparer:
     def _prepare(self, question: str, top_k: int, retrieval: Retrieval) -> Prepared | None:
         """Retrieve for a question that no user asks now, without serving it from the bank.
 
-        None if it cannot be asked: no document is left, or it is too long by now.
+        None if it cannot be asked: no document is left, or it is too long now.
         """
         try:
             return self._session.prepare(

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from rekindle.answers.bank import AnswerBank
-from rekindle.idle.questions.extracted import extract_questions, topic_words
-from rekindle.idle.questions.generated import PredictedQuestion
+from rekindle.idle.extracted_questions import extract_questions, topic_words
+from rekindle.idle.generated_questions import PredictedQuestion
 from rekindle.knowledge.library import Library
-from rekindle.knowledge.vectors import STORED_DTYPE, Floats
+from rekindle.knowledge.retrieve import STORED_DTYPE, Floats
 
 _MAX_ASKED = 10  # earlier questions per prompt
 _MAX_VISITED = 200  # documents per run
@@ -86,11 +86,11 @@ class QuestionSources:
                 (document, text, time.time()),
             )
 
-    def next_abstracts(self, most: int) -> AbstractBatch:
+    def next_abstracts(self, max_count: int) -> AbstractBatch:
         with self._library.reading() as connection:
             texts = dict(connection.execute("SELECT document, text FROM abstracts").fetchall())
         last, trips = self._place("abstracts")
-        chosen = rotate(texts, last)[:most]
+        chosen = rotate(texts, last)[:max_count]
         if chosen:
             self._note("abstracts", chosen[-1], trips + (chosen[-1] == max(texts) or chosen[-1] <= last))
         return AbstractBatch(tuple(chosen), tuple(texts[id] for id in chosen), trips)

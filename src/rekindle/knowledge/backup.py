@@ -7,7 +7,7 @@
     {"end": {"documents": 1, "passages": 2, "digest": BLAKE2b of all lines before}}
 
 Passages are stored as they were split, so a restored library is exactly the same. Not in it: vectors and the word
-index, which are rebuilt; stored answers; the tenant: a backup goes into the library of whoever imports it.
+index, which are rebuilt; stored answers; the tenant: a backup goes into the library of the tenant who imports it.
 """
 
 from __future__ import annotations

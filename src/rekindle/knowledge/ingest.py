@@ -20,11 +20,11 @@ from rekindle.engine.embedding.embedder import Embedder
 from rekindle.errors import ExtraMissing, InvalidPrompt, RekindleError, UnreadableDocument
 from rekindle.knowledge.library import Library
 from rekindle.knowledge.paths import FoundFiles, find_files, is_there
-from rekindle.knowledge.read.common import ReadProblem
+from rekindle.knowledge.read.clean_text import ReadProblem
 from rekindle.knowledge.read.file import read_file
+from rekindle.knowledge.retrieve import to_stored
 from rekindle.knowledge.rows import SplitDocument, document_digest, embedded_text, passage_digest
 from rekindle.knowledge.split import Splitting, split
-from rekindle.knowledge.vectors import to_stored
 
 _PASSAGES_AT_ONCE = 64
 _READ_BYTES = 1 << 20
@@ -100,8 +100,8 @@ class Ingester:
             self._report_progress(path.name)
             self._file(path, known.get(str(path)))
             self._files_done += 1
-        for gone in _gone(found, known):
-            self._done.removed += self._library.remove_file(gone)
+        for name in _vanished(found, known):
+            self._done.removed += self._library.remove_file(name)
         return self._finished(started)
 
     def ingest_documents(self, documents: Iterable[Document]) -> IngestResult:
@@ -257,7 +257,7 @@ def _first_words(text: str) -> str:
     return line if len(line) <= 60 else line[:60].rsplit(" ", 1)[0] + CUT_SHORT
 
 
-def _gone(found: FoundFiles, known: Iterable[str]) -> list[str]:
+def _vanished(found: FoundFiles, known: Iterable[str]) -> list[str]:
     """Files that were read before, would be found by the same paths, and no longer exist."""
     there = {str(path) for path in found.files}
     return [path for path in known if path not in there and found.covers(Path(path)) and not is_there(Path(path))]

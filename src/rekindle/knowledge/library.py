@@ -20,8 +20,8 @@ from pathlib import Path
 
 from rekindle.core.document import Passage
 from rekindle.errors import CacheUnusable, DocumentNotFound, KnowledgeUnusable
-from rekindle.knowledge.folder import LibraryLimit
 from rekindle.knowledge.library_file import LibraryFile, current_file, damaged_files, library_path, locked
+from rekindle.knowledge.library_folder import LibraryLimit
 from rekindle.knowledge.rows import (
     SplitDocument,
     bump_generation,
@@ -172,12 +172,12 @@ class Library:
         kept = set(sources)
         with self.writing() as connection:
             rows = connection.execute("SELECT id, source FROM documents WHERE file=?", (path,)).fetchall()
-            gone = [id for id, source in rows if source not in kept]
-            if gone:
-                remove_documents(connection, gone)
+            removed = [id for id, source in rows if source not in kept]
+            if removed:
+                remove_documents(connection, removed)
                 bump_generation(connection)
             connection.execute("INSERT OR REPLACE INTO files VALUES (?,?,?,?)", (path, digest, splitting, time.time()))
-        return len(gone)
+        return len(removed)
 
     def remove_file(self, path: str) -> int:
         """Remove everything that was read from a file, and return the number of documents."""
@@ -264,7 +264,7 @@ class Library:
     def note_tokens(self, tokenizer: str, tokens: Mapping[int, bytes]) -> bool:
         """Record the tokens of passages, so that `forget` can find their KV again; durable when it returns.
 
-        False if a passage is gone by now, or the library is full: no KV of them must be kept. Of a passage that only
+        False if a passage was removed, or the library is full: no KV of them must be kept. Of a passage that only
         partly fit into a prompt the shortest part is recorded: it is found wherever more is.
         """
         with self.reading() as connection:
@@ -301,20 +301,20 @@ class Library:
             rows = connection.execute(f"SELECT count(*) FROM chunks WHERE id IN ({_marks(wanted)})", wanted)
             return int(rows.fetchone()[0]) == len(wanted)
 
-    def without_vector(self, embedder: str, most: int) -> list[Chunk]:
+    def without_vector(self, embedder: str, max_count: int) -> list[Chunk]:
         """Passages that have no vector of that embedder yet; vectors of another embedder are dropped."""
         with self.reading() as connection:
             owner = embedder_of(connection)
-            rows = connection.execute(f"{_CHUNK} WHERE c.vector IS NULL LIMIT ?", (most,)).fetchall()
+            rows = connection.execute(f"{_CHUNK} WHERE c.vector IS NULL LIMIT ?", (max_count,)).fetchall()
         if owner is not None and owner != embedder:
             with self.writing() as connection:
                 claim_embedder(connection, embedder)
                 bump_generation(connection)
-            return self.without_vector(embedder, most)
+            return self.without_vector(embedder, max_count)
         return [_chunk(row) for row in rows]
 
     def set_vectors(self, vectors: Mapping[int, bytes], embedder: str) -> None:
-        """Give passages their vectors; not if the library has another embedder's by now."""
+        """Give passages their vectors; not if the library has another embedder's now."""
         with self.writing() as connection:
             if embedder_of(connection) != embedder:
                 return
@@ -327,13 +327,13 @@ class Library:
             rows = connection.execute("SELECT id, text, tokenizer, tokens FROM leaving").fetchall()
         return [RemovedPassage(*row) for row in rows]
 
-    def purge_removed(self, gone: Sequence[RemovedPassage]) -> None:
+    def purge_removed(self, removed: Sequence[RemovedPassage]) -> None:
         """Erase removed passages whose KV is gone, to the last byte.
 
         Raises `KnowledgeUnusable` if a process keeps reading an old view, so that bytes are left; then call it again.
         """
         with self.writing() as connection:
-            connection.executemany("DELETE FROM leaving WHERE id=?", [(row.id,) for row in gone])
+            connection.executemany("DELETE FROM leaving WHERE id=?", [(row.id,) for row in removed])
             # Only a full merge of the index removes deleted words from it.
             connection.execute("INSERT INTO words(words) VALUES('optimize')")
             connection.execute("INSERT OR REPLACE INTO about VALUES ('unclean', 'yes')")

@@ -26,7 +26,7 @@ from rekindle.json_file import JsonMemo
 from rekindle.knowledge.rows import bump_generation
 from rekindle.knowledge.salvage import Loss, SalvageResult, read_losses, salvage, write_losses, wrong_passages
 from rekindle.knowledge.schema import MIGRATIONS
-from rekindle.settings.folders import home_folder
+from rekindle.machine import home_folder
 from rekindle.store.catalog.database import Database, SharedConnection
 from rekindle.store.catalog.schema import APPLICATION_ID
 from rekindle.store.files import Files
@@ -84,7 +84,7 @@ class LibraryFile(Database):
         return super()._ensure(side)
 
     def _is_replaced(self) -> bool:
-        """Whether another file is current by now. Called before every use, so without pathlib, which is slower."""
+        """Whether another file is current now. Called before every use, so without pathlib, which is slower."""
         return os.path.exists(self._next) or not os.path.exists(self.path)  # noqa: PTH110
 
     def _follow(self) -> None:

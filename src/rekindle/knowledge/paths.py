@@ -11,7 +11,7 @@ from pathlib import Path
 from re import compile as compile_pattern
 
 from rekindle.errors import UnreadableDocument
-from rekindle.knowledge.read.common import ReadProblem
+from rekindle.knowledge.read.clean_text import ReadProblem
 from rekindle.knowledge.read.file import kind_of
 
 _MAGIC = frozenset("*?[")

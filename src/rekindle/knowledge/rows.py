@@ -137,10 +137,10 @@ def mark_answers_stale(connection: sqlite3.Connection, document: int) -> None:
 
 
 def _remove_answers(connection: sqlite3.Connection, document: int) -> None:
-    gone = connection.execute(
+    removed = connection.execute(
         "DELETE FROM answers WHERE id IN (SELECT answer FROM grounds WHERE document=?)", (document,)
     )
-    if gone.rowcount:
+    if removed.rowcount:
         connection.execute("DELETE FROM grounds WHERE answer NOT IN (SELECT id FROM answers)")
         bump_answers(connection)
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 _TEXT = """
 a about all also am an and any are as at be been but by can could did do does for from had has have he her hers him his
@@ -14,6 +15,12 @@ these they this those to was we were what when where which who whom whose why wi
 """
 
 STOPWORDS = frozenset(_TEXT.split())
+
+
+def read_word_lists(path: Path) -> dict[str, str]:
+    """The sections of a file of word lists, by their names: `[name]` on a line, then words."""
+    parts = re.split(r"^\[(\w+)\]$", path.read_text("utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 # Scripts without spaces between words, and their punctuation: Thai to Tibetan, Myanmar, Khmer, kana, Han, full width.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rekindle.errors import AdapterNotFound, InvalidSetting
 from rekindle.json_file import write_json
-from rekindle.settings.folders import home_folder
+from rekindle.machine import home_folder
 
 _FILE = "adapters.json"
 _PACKAGED = Path(__file__).parent.parent / "samples" / "adapters"

@@ -96,7 +96,7 @@ def _fetch(url: str, part: Path, progress: Progress | None) -> None:
     have = part.stat().st_size if part.is_file() else 0
     headers = {"Range": f"bytes={have}-"} if have else {}
     with http_client() as http, http.stream("GET", url, headers=headers) as response:
-        if response.status_code == 416:  # nothing left to send: complete, or another file by now; the digest decides
+        if response.status_code == 416:  # nothing left to send: complete, or the file has changed; the digest decides
             return
         response.raise_for_status()
         resumed = response.status_code == 206

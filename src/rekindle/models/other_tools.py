@@ -7,7 +7,6 @@ HF_HUB_CACHE/models--ORG--NAME/snapshots/REVISION/FILE.gguf    links to the blob
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from rekindle.errors import ModelError
 from rekindle.models import ollama
 from rekindle.models.files import ModelFiles, as_path, find_paths, is_file, modified_seconds, part_names, read_text
 from rekindle.models.gguf import embeds
-from rekindle.models.hub_names import is_repository, model_names, spec_for
+from rekindle.models.hub import hub_cache, is_repository, model_names, spec_for
 
 _HUB_PREFIX = "models--"
 
@@ -78,16 +77,6 @@ def repositories() -> list[str]:
     hub = [path.name.removeprefix(_HUB_PREFIX) for path in find_paths(hub_cache(), f"{_HUB_PREFIX}*--*")]
     studio = [f"{path.parent.name}/{path.name}" for folder in studio_folders() for path in find_paths(folder, "*/*")]
     return sorted({*studio, *(name.replace("--", "/", 1) for name in hub)})
-
-
-def hub_cache() -> Path:
-    """The cache folder of the hub's client, by its own rules."""
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if chosen := os.environ.get(name):
-            return as_path(chosen)
-    if home := os.environ.get("HF_HOME"):
-        return as_path(home) / "hub"
-    return as_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface" / "hub"
 
 
 def studio_folders() -> list[Path]:

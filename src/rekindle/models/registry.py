@@ -13,8 +13,8 @@ from typing import Any
 
 from rekindle.errors import ModelNotFound, NotAModel
 from rekindle.json_file import write_json
+from rekindle.machine import models_folder
 from rekindle.models.files import ModelFiles
-from rekindle.settings.folders import models_folder
 
 _RECORD = "model.json"
 PULLED = "hf"  # the subfolder of a model's folder with the files that `pull` put there

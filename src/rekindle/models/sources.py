@@ -22,14 +22,14 @@ from typing import Literal
 
 from rekindle.core.identity import digest_of_fields
 from rekindle.errors import BrokenModel, ModelNotFound, NotAModel
+from rekindle.machine import models_folder
 from rekindle.models import ollama, registry
 from rekindle.models.files import ModelFiles, is_file, is_folder, part_names
 from rekindle.models.gguf import check_parts, read_header
 from rekindle.models.hf_folder import check_folder
-from rekindle.models.hub_names import HUB_NAME, choose_file, spec_for
+from rekindle.models.hub import HUB_NAME, choose_file, spec_for
 from rekindle.models.other_tools import find_models, folders_of
 from rekindle.models.registry import PulledModel
-from rekindle.settings.folders import models_folder
 
 Kind = Literal["decoder", "embedder"]
 Form = Literal["any", "gguf"]  # what an engine takes: anything, or only GGUF
@@ -145,7 +145,7 @@ def find(spec: str, *, form: Form = "any") -> ModelFiles:
     Raises `ModelNotFound` (with what to pull), `NotAModel` (also for a model that is only here in another form),
     `BrokenModel` or `UnsupportedModel`.
     """
-    entry = None if spec.startswith(ollama.PREFIX) else registry.lookup(spec)  # Ollama may have a newer one by now
+    entry = None if spec.startswith(ollama.PREFIX) else registry.lookup(spec)  # Ollama may have updated it
     if entry is not None:
         files = files_of(entry)
         if form == "any" or files.gguf is not None:

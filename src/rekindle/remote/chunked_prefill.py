@@ -189,7 +189,7 @@ def keep_arrived(store: TieredStore, lookup: CacheLookup, passage: WantedPassage
     """Store a fetched passage in the chunk cache; False if it was not stored."""
     if lookup.guard is not None:
         lookup.guard.note()
-    job = WriteNonprefixKv(lookup.kv_space, passage.body, kv, passage.variant, lookup.guard, lookup.asker)
+    job = WriteNonprefixKv(lookup.kv_space, passage.body, kv, passage.variant, lookup.guard, lookup.app_ref)
     return job.do(store) in ("kept", "known")
 
 

@@ -22,7 +22,7 @@ from rekindle.cache.cost import machine_and_model
 from rekindle.core.cells import CellGrid
 from rekindle.engine.base import Engine
 from rekindle.json_file import JsonMemo
-from rekindle.settings.folders import home_folder
+from rekindle.machine import home_folder
 
 MIN_BANDWIDTH = 1.0  # bytes a second: speed of a dead link, to avoid dividing by 0
 _TRANSFERS = 16  # size of the window

@@ -25,7 +25,7 @@ from rekindle.cache.prefill import Prefill, PrefillResult
 from rekindle.chunks.prefill import ChunkPrefill
 from rekindle.codec.coder import is_quantized
 from rekindle.core.cells import CHUNK_TOKENS
-from rekindle.core.chunk_match import ChunkMatches
+from rekindle.core.chunk import ChunkMatches
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
 from rekindle.core.plan import RAW, Plan

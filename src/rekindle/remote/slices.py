@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.codec import quantized
-from rekindle.codec.bits import BitPlan
-from rekindle.codec.dtypes import carrier
-from rekindle.codec.planes import Planes, PlanesSpec, read, write
+from rekindle.codec.packing import Planes, PlanesSpec, read_planes, write_planes
 from rekindle.codec.quantized import PRESETS
+from rekindle.codec.quantizer import BitPlan, carrier
 from rekindle.core.kv import KvLayout, LayerKv
 from rekindle.core.plan import RAW
 from rekindle.errors import InvalidSetting, nearest
@@ -60,14 +59,14 @@ def encode(level: Level, layout: KvLayout, layer: int, kv: LayerKv) -> bytes:
     """A slice. Raises `ValueError` for KV that the level cannot hold, such as non-finite numbers."""
     if level.plan is not None:
         return quantized.encode(kv, layout.dtype, level.plan.layers[layer])
-    return write(MAGIC, Planes(_bits(kv.keys), _bits(kv.values)))
+    return write_planes(MAGIC, Planes(_bits(kv.keys), _bits(kv.values)))
 
 
 def decode(data: bytes, layout: KvLayout, layer: int, tokens: int) -> LayerKv:
     """The KV of a slice of `tokens` tokens. Raises `ValueError` for anything else."""
     if data[:4] == MAGIC:
         dtype = carrier(layout.dtype)
-        planes = read(data, PlanesSpec(MAGIC, np.dtype(f"u{dtype.itemsize}"), layout.layers[layer], tokens))
+        planes = read_planes(data, PlanesSpec(MAGIC, np.dtype(f"u{dtype.itemsize}"), layout.layers[layer], tokens))
         return LayerKv(planes.keys.view(dtype), planes.values.view(dtype))
     return quantized.decode(data, layout.layer_spec(layer, tokens))
 

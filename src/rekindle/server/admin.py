@@ -25,9 +25,8 @@ from rekindle.server.metrics import CONTENT_TYPE
 from rekindle.server.openai.request import prompt_request
 from rekindle.server.openai.response import rekindle_of
 from rekindle.server.schema import AppRequest, CheckRequest, PromptRequest
-from rekindle.store import history
-from rekindle.store.admin import report
-from rekindle.store.admin.check import check as verify
+from rekindle.store import history, report
+from rekindle.store.check import check as verify
 from rekindle.store.tiered import TieredStore
 
 _T = TypeVar("_T")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rekindle.apps.registry import App
+from rekindle.apps import App
 from rekindle.core.scope import AppState, Scope
 
 MAX_APPS = 1024  # per tenant

@@ -18,7 +18,7 @@ from rekindle.server.admission_queue import AdmissionQueue
 from rekindle.server.auth import Caller
 from rekindle.server.job import Event, Finished
 from rekindle.session.session import Session
-from rekindle.store.admin import report
+from rekindle.store import report
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _NOT_SALTED = "no"

@@ -20,7 +20,7 @@ from pydantic import (
     Tag,
 )
 
-from rekindle.apps.state import state_of
+from rekindle.apps import state_of
 from rekindle.core.request import MAX_QUOTES, MAX_STOPS, AnswersWay, ReuseLevel
 from rekindle.core.scope import AppState
 from rekindle.errors import InvalidSetting

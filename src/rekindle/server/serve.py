@@ -14,12 +14,12 @@ import uvicorn
 from rekindle.core.size import parse_duration
 from rekindle.http_server import BACKLOG, HttpServer, bind, limited_protocol, url_of
 from rekindle.idle.idle import IdleOptions
+from rekindle.machine import home_folder
 from rekindle.server.app import make_app
 from rekindle.server.auth import ApiKeys, check_settings
 from rekindle.server.service import Service
 from rekindle.session.session import Session
 from rekindle.settings import ServerSettings
-from rekindle.settings.folders import home_folder
 
 _HEADER_BYTES = 64 << 10
 

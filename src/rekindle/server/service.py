@@ -15,8 +15,8 @@ from rekindle.core.scope import Scope, scope_of
 from rekindle.core.size import parse_duration, parse_limit
 from rekindle.engine.fairness import Requester
 from rekindle.errors import Cancelled, InvalidSetting
-from rekindle.idle.budget import IdleConditions
 from rekindle.idle.idle import IdleOptions
+from rekindle.idle.worker import IdleConditions
 from rekindle.server.admission_queue import AdmissionQueue
 from rekindle.server.auth import ApiKeys, Caller
 from rekindle.server.client_apps import ClientApps

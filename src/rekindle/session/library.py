@@ -21,18 +21,18 @@ from rekindle.core.size import parse_limit
 from rekindle.engine.embedding.embedder import Embedder
 from rekindle.errors import InvalidSetting, NothingKnown, RekindleError
 from rekindle.knowledge.backup import Backup, export, import_
-from rekindle.knowledge.folder import LibraryLimit, knowledge_folder
 from rekindle.knowledge.ingest import Ingester, IngestProgress, IngestResult, parse_documents
 from rekindle.knowledge.library import Chunk, DocumentEntry, Library
 from rekindle.knowledge.library_file import LibraryCheck, check_library, current_file, damaged_files, library_path
+from rekindle.knowledge.library_folder import LibraryLimit, knowledge_folder
 from rekindle.knowledge.retrieve import Retrieval, RetrievalResult, Retriever, check_question, check_retrieval
 from rekindle.knowledge.salvage import Loss
 from rekindle.knowledge.split import Splitting
+from rekindle.machine import cache_folder
 from rekindle.models.pull import pull
 from rekindle.settings import Settings
-from rekindle.settings.folders import cache_folder
 from rekindle.store.folder import may_hold_cache
-from rekindle.store.purge.purge import TokenRun
+from rekindle.store.purge import TokenRun
 
 log = logging.getLogger("rekindle.knowledge")
 

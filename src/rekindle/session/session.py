@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rekindle.apps.registry import Apps
+from rekindle.apps import Apps
 from rekindle.cache.explain import Explanation, Prompt
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import IsCancelled
@@ -55,9 +55,8 @@ from rekindle.session.reply_stream import AsyncReplyStream, ReplyStream
 from rekindle.settings import Settings
 from rekindle.settings.keywords import SettingsLike
 from rekindle.text.constraint import Constraint, GrammarBackend
-from rekindle.text.tools.grammar import call_grammar
 from rekindle.text.tools.parse import parse_reply_calls
-from rekindle.text.tools.styles import detect_style
+from rekindle.text.tools.styles import call_grammar, detect_style
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack

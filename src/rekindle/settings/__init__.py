@@ -130,7 +130,7 @@ class Settings(_Loadable):
     keep_reply_tokens: bool = setting(
         "model",
         False,
-        "In chats, let the tokens that the model generated stand in for its reply, if they decode to exactly its text.",
+        "In chats, use the tokens that the model generated for its reply, if they decode to exactly its text.",
     )
     cache: str | None = setting(
         "cache",

@@ -1,4 +1,4 @@
-"""`rekindle.toml`: where it is looked for, what stands in it, and which ones of other people's folders are trusted.
+"""`rekindle.toml`: where it is searched, what it may contain, and which files of other folders are trusted.
 
 The user's own file is trusted. So is one in the current folder after `rekindle trust FILE`, as long as its content
 stays what it was then: its path and digest are recorded beside the user's own file.
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rekindle.errors import InvalidSetting
 from rekindle.json_file import JsonMemo
+from rekindle.machine import config_folder
 from rekindle.safe_read import read_small_file
-from rekindle.settings.folders import config_folder
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,7 +25,7 @@ else:
 FILE_NAME = "rekindle.toml"
 _RECORD = "trusted.json"
 _MAX_TRUSTED = 1000
-_MAX_BYTES = 1 << 14  # the parser takes a second for so much of the worst, four times as long for twice as much
+_MAX_BYTES = 1 << 14  # the parser takes a second for the worst input of this size, and quadratic time
 _LONGEST_LINE_BYTES = 1 << 12  # of a name with n dots the parser keeps n * n / 2 parts: 16 MB, not 250
 
 

@@ -1,6 +1,6 @@
 """The settings as keyword arguments. Written by `make reference` from the declarations in `rekindle.settings`.
 
-Type checkers read no table at run time, so the types stand here as text.
+Type checkers read no table at run time, so the types are written out here.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Deltas and their bases: KV of the same tokens under the base model, or under another adapter.
 
     KV space of the base   [block][block][block][block]      whole: the delta base
-    KV space of an adapter [    delta     ][ whole ...]      what the base covers, and the rest
+    KV space of an adapter [    delta     ][ whole ...]      the part that the base covers, and the rest
 
-All adapters of a namespace have the same nodes, so a base is found by the keys of its blocks. A base is always
-whole: to read a delta, one other extent is read at each place, never a chain of them. While an extent is the base of a
-delta, eviction leaves it alone; where it must go all the same, the delta is re-based before, or goes along
-(`catalog.cut` sees to that whatever happens).
+All adapters of a namespace have the same nodes, so a base is found by the keys of its blocks. A base is never a delta
+itself: to read a delta, one other extent is read per place, never a chain of them. Eviction leaves the base of a delta
+alone; if it must go, the delta is re-based before, or goes with it (`catalog.cut` guarantees that).
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from rekindle.store.extents import BaseFile, CodedExtent, ExtentFiles, OpenBase,
 
 @dataclass(frozen=True)
 class DeltaBase:
-    """A KV space, by its digest, and which of its extents cover the first `blocks` blocks of a run."""
+    """The KV space, by its digest, and the extents in it that cover the first `blocks` blocks of a run."""
 
     kv_space: str
     parts: tuple[BaseBlocks, ...]
 
     @property
     def blocks(self) -> int:
-        """How many blocks of the run it covers, from the first on."""
+        """The number of blocks of the run that it covers, from the first on."""
         return self.parts[-1].at + self.parts[-1].blocks if self.parts else 0
 
     def until(self, blocks: int) -> DeltaBase:
-        """The same for the first `blocks` blocks alone."""
+        """The same for the first `blocks` blocks only."""
         parts = [replace(p, blocks=min(p.blocks, blocks - p.at)) for p in self.parts if p.at < blocks]
         return DeltaBase(self.kv_space, tuple(parts))
 
@@ -53,9 +52,9 @@ def find_base(
     fresh: Fresh,
     without: Container[int] = (),
 ) -> DeltaBase | None:
-    """What the run of blocks with these keys, in the KV space of that digest, could be a delta from; None: nothing.
+    """The base of which a run of blocks with these keys, in that KV space, could be a delta; None if there is none.
 
-    The base model's KV before an adapter's, and of adapters what was there first, unless another covers more.
+    KV of the base model before an adapter's; among adapters the oldest, unless another covers more.
     """
     best: DeltaBase | None = None
     for number, digest in delta_rows.sibling_kv_spaces(connection, kv_space, codec, layout, keys[0]):
@@ -92,7 +91,7 @@ def encode(
     coder: Coder,
     base: DeltaBase | None,
 ) -> CodedExtent | None:
-    """KV as it will be written; None if it stays as it is, because that is the way, or it cannot be coded.
+    """The KV as it will be written; None if it is written uncoded, by choice or because it cannot be coded.
 
     Raises as reading does if the base cannot be read.
     """
@@ -116,7 +115,7 @@ def encode(
 def _cover(
     connection: sqlite3.Connection, kv_space: int, keys: Sequence[NodeKey], fresh: Fresh, without: Container[int]
 ) -> tuple[BaseBlocks, ...]:
-    """The extents that hold the first of these blocks, as far as they are whole, may be used, and have no gap."""
+    """The extents, not deltas, that hold the first of these blocks without a gap."""
     parts: list[BaseBlocks] = []
     at = 0
     while at < len(keys):
@@ -131,7 +130,7 @@ def _cover(
 def open_extent(
     database: Database, extents: ExtentFiles, row: Extent, kv_space_digest: str, *, fresh: bool = False
 ) -> OpenExtent:
-    """An extent with its bases, ready to be read. Release it. Raises `Damaged` or `OSError`."""
+    """Open an extent with its bases. Release it. Raises `Damaged` or `OSError`."""
     if row.coding == "raw":
         return extents.open(row, kv_space_digest, fresh=fresh)
     for last in (False, True):
@@ -139,19 +138,19 @@ def open_extent(
             stands_on = base_files(connection, delta_rows.bases_of(connection, row.id))
         try:
             return extents.open(row, kv_space_digest, stands_on, fresh=fresh)
-        except FileNotFoundError:  # what it stands on may have been written anew meanwhile
+        except FileNotFoundError:  # its base may have been rewritten meanwhile
             if last:
                 raise
     raise AssertionError("it was opened, or could not be")
 
 
 def base_files(connection: sqlite3.Connection, parts: Sequence[BaseBlocks]) -> list[BaseFile]:
-    """The files behind parts of a base. Raises `FileNotFoundError` if one is not listed any more."""
+    """The files of parts of a base. Raises `FileNotFoundError` if one is no longer listed."""
     files = []
     for part in parts:
         row = catalog.extent(connection, part.base)
         if row is None or row.state != "live" or row.live < part.place + part.blocks:
-            raise FileNotFoundError("what it is a difference from was evicted meanwhile")
+            raise FileNotFoundError("its delta base was evicted meanwhile")
         (digest,) = connection.execute("SELECT digest FROM kv_spaces WHERE id=?", (row.kv_space,)).fetchone()
         files.append(BaseFile(row, digest, part.at, part.place, part.blocks))
     return files

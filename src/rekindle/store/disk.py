@@ -1,7 +1,7 @@
-"""A cache folder: its catalog, its extents, its limits, together.
+"""A cache folder on disk: its catalog, extents and limits together.
 
-Errors of the system (`OSError`, `sqlite3.Error`) pass through: `store/tiered` is the place where they become a miss
-or "not kept". Everything here works without a model and without torch.
+System errors (`OSError`, `sqlite3.Error`) pass through: `store/tiered` turns them into a miss or "not kept". Everything
+here works without a model and without torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rekindle.codec.digest import digester_for
 from rekindle.codec.extent import ExtentHeader, ExtentPlan
 from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, KvSpace, NodeKey, chain
 from rekindle.core.kv import Kv, Span
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable, EntryNotFound
 from rekindle.store.catalog import app_rows, catalog, variant_rows
@@ -36,13 +36,13 @@ from rekindle.store.limits import Refused, seen_before
 from rekindle.store.settings import StoreSettings
 
 OnPublish = Callable[[sqlite3.Connection, int], None]  # with the number of the KV space
-_SHELF_BYTES = 16 << 10  # what the catalog may grow by for a KV space
+_KV_SPACE_BYTES = 16 << 10  # what the catalog may grow by for a KV space
 _MIN_LOG_BYTES, _MAX_LOG_BYTES = 2 << 20, 8 << 20
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a store stands on; tests put failing parts here."""
+    """The system a store uses; tests replace its parts by failing ones."""
 
     files: Files = field(default_factory=Files)
     connect: Connect = sqlite3.connect
@@ -52,7 +52,7 @@ class Machine:
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """A keep that is published."""
+    """A published keep."""
 
     extent: int
     size_bytes: int
@@ -61,9 +61,9 @@ class Written:
 
 
 class DiskStore:
-    """The KV of one folder. Used from several threads and processes at once.
+    """The KV of one folder. Thread-safe, and shared by processes.
 
-    Raises `CacheUnusable` if the folder is not a cache and not empty; what other processes left unfinished is tidied.
+    Raises `CacheUnusable` if the folder is neither empty nor a cache. Unfinished work of dead processes is cleaned up.
     """
 
     def __init__(self, folder: Path, settings: StoreSettings, machine: Machine | None = None) -> None:
@@ -87,25 +87,25 @@ class DiskStore:
         self.room = DiskSpace(self.place, settings, self.database, self.extents, machine.clock)
 
     def kv_space_digest(self, kv_space: KvSpace) -> str:
-        """A KV space's name here: under another key the same KV is in another KV space, and simply not found."""
+        """The digest of a KV space in this store: under another key the same KV is in another KV space, not found."""
         return f"{kv_space.digest}:{self.digester.name}"
 
     @contextmanager
     def view(self, kv_space: KvSpace, lost: Container[str] = ()) -> Iterator[catalog.View | None]:
-        """The KV space's rows, as of one moment; None if nothing was ever kept on it."""
+        """The KV space's rows at one moment; None if nothing was ever kept in it."""
         with self.database.reading() as connection:
             number = catalog.kv_space_id(connection, self.kv_space_digest(kv_space))
             yield None if number is None else catalog.View(connection, number, self.room.fresh(), lost)
 
     def admit(self, kv_space: KvSpace, keys: Sequence[NodeKey]) -> int:
-        """How many of the chained keys were met before, for admission on second use; all are remembered."""
+        """The number of chained keys that were seen before, for admission on second use; all are recorded."""
         with self.database.writing() as connection:
             known = catalog.kv_space_id(connection, self.kv_space_digest(kv_space)) is not None
-            if not known and not self.room.allows(connection, _SHELF_BYTES):
+            if not known and not self.room.allows(connection, _KV_SPACE_BYTES):
                 return 0
             number = catalog.add_kv_space(connection, self.kv_space_digest(kv_space), kv_space)
-            most = self.room.most_seen(self.room.limit_bytes(self.room.used_bytes(connection)))
-            return seen_before(connection, number, keys, self.clock(), most)
+            max_count = self.room.max_seen(self.room.limit_bytes(self.room.used_bytes(connection)))
+            return seen_before(connection, number, keys, self.clock(), max_count)
 
     def keep(
         self,
@@ -116,16 +116,16 @@ class DiskStore:
         *,
         evict: bool = True,
         also: OnPublish | None = None,
-        app: Asker | None = None,
+        app: AppRef | None = None,
         coder: Coder | None = None,
         base: DeltaBase | None = None,
         lossy: bool = False,
     ) -> Written:
         """Write the KV of `kv.span`, which begins at a block and reaches the end of `tokens`.
 
-        `coder` is how, None: as it is; with `base`, as a delta from that; `lossy`: it had been
-        quantized before. `also` is done in the transaction that makes it visible, and `app` noted as its user. Raises
-        `Refused` if there is no room for it, or others were faster.
+        `coder` says how it is coded, None: uncoded; with `base`, as a delta from it; `lossy`: it was quantized before.
+        `also` runs in the transaction that makes it visible, and `app` is recorded as its user. Raises `Refused` if
+        there is no space for it, or another process kept it first.
         """
         depth = kv.span.start // BLOCK_TOKENS
         keys = chain(root, tokens)
@@ -139,7 +139,7 @@ class DiskStore:
             plan = coded.plan
         if plan.coding is None or plan.coding.base_kv_space is None:
             base = None
-        self.room.expire()  # what is too old to be found would be in the way
+        self.room.expire()  # expired KV takes space that can be used
         add = partial(catalog.add_kv_space, digest=digest, kv_space=kv_space)
         with self.room.reserved(plan, add, evict=evict, base=base, lossy=lossy) as room:
             written = self.extents.write(plan, kv.layers) if coded is None else self.extents.write_coded(coded)
@@ -155,13 +155,13 @@ class DiskStore:
     def _encoded(self, plan: ExtentPlan, kv: Kv, coder: Coder, base: DeltaBase | None) -> CodedExtent | None:
         try:
             return encode(self.database, self.extents, plan, lambda: kv.layers, coder, base)
-        except (OSError, Damaged) as error:  # the base cannot be read: then it is kept whole
+        except (OSError, Damaged) as error:  # the base cannot be read: keep it whole
             if isinstance(error, Damaged) and error.extent is not None:
                 self.lose(error.extent, error)
             return encode(self.database, self.extents, plan, lambda: kv.layers, coder, None)
 
     def find_base(self, kv_space: KvSpace, root: NodeKey, tokens: bytes, span: Span) -> DeltaBase | None:
-        """The base that the KV of an adapter, from a block's beginning on, could be a delta from."""
+        """The base for a delta of the KV of an adapter, which begins at a block."""
         keys = chain(root, tokens[: span.stop * TOKEN_BYTES])[span.start // BLOCK_TOKENS :]
         if kv_space.adapter is None or not keys:
             return None
@@ -173,13 +173,13 @@ class DiskStore:
         """An extent with its bases; see `open_extent`."""
         return open_extent(self.database, self.extents, row, kv_space_digest, fresh=fresh)
 
-    def _note_user(self, connection: sqlite3.Connection, room: Reservation, app: Asker, last: int) -> None:
+    def _note_user(self, connection: sqlite3.Connection, room: Reservation, app: AppRef, last: int) -> None:
         now, allows = self.clock(), self.room.allows
         if (id := app_rows.record_request(connection, app, now, allows)) is not None:
             app_rows.add_user(connection, app_rows.UsedBlocks(room.extent, room.name, last), id, now, allows)
 
     def lose(self, name: str, error: Exception) -> None:
-        """Stop serving an extent that could not be read: forget it if its file is gone, else quarantine it."""
+        """Stop serving an extent that could not be read: forget it if its file is missing, else quarantine it."""
         with self.database.writing() as connection:
             for row in catalog.extents(connection, "name=? AND state='live'", (name,)):
                 if isinstance(error, FileNotFoundError):
@@ -194,7 +194,7 @@ class DiskStore:
         return rows_named(rows, names) if names else rows
 
     def remove(self, rows: Sequence[catalog.Extent]) -> int:
-        """Remove extents and what hangs on them; how many files went. Pinned ones too: they were named."""
+        """Remove extents and their descendants, also pinned ones; returns the number of files removed."""
         self.room.rebase(rows)
         self.room.cut_all(rows)
         variant_rows.sweep(self.database)
@@ -203,8 +203,9 @@ class DiskStore:
         return self.room.sweep()
 
     def evict(self, chosen: Callable[[catalog.Extent], bool]) -> int:
-        """Remove the extents for which `chosen` holds, unless they are pinned or others hang on them; how many."""
-        # The deepest first, so that nothing hangs any more on what goes next.
+        """Remove the extents for which `chosen` holds, unless they are pinned or continued by others; returns how
+        many."""
+        # The deepest first, so that nothing continues the next ones.
         going = [row for row in sorted(self.entries(), key=lambda row: -row.depth) if chosen(row) and not row.pinned]
         ids = {row.id for row in going}
         for row in going:
@@ -218,10 +219,10 @@ class DiskStore:
         return self.room.sweep()
 
     def pin(self, rows: Sequence[catalog.Extent], pinned: bool = True, *, tenant: str | None = None) -> None:
-        """Never evict these extents and what they hang on; or allow it again.
+        """Never evict these extents and the extents they need; or allow it again.
 
-        All that is pinned takes at most half of the limit, and what `tenant` has pinned, if it is named, a quarter.
-        Raises `PinRefused`: then nothing has changed.
+        Pinned extents take at most half of the limit, and those of `tenant`, if given, a quarter. Raises `PinRefused`:
+        then nothing has changed.
         """
         with self.database.writing() as connection:
             before = catalog.pinned_bytes(connection)
@@ -230,7 +231,7 @@ class DiskStore:
                 self.room.check_pinned(connection, tenant)
 
     def tidy(self) -> None:
-        """Everything that may wait: expiry, what died halfway, files to remove, sparse extents, limits, the log."""
+        """All deferred work: expiry, recovery, removal of files, sparse extents, limits, the log."""
         self.room.recover()
         self.room.expire()
         self.room.expire_killed()
@@ -242,20 +243,22 @@ class DiskStore:
         self.room.hold_limit()
 
     def collect(self) -> int:
-        """`tidy`, and also remove stray files, and give the catalog's free space back; how many files went."""
+        """`tidy`, and also remove stray files and the catalog's free space; returns the number of files removed."""
         self.tidy()
         variant_rows.sweep(self.database)
         removed = self.room.remove_strays()
         with self.database.writing() as connection:
             catalog.sweep_kv_spaces(connection)
-        longer = max(0, self.database.size_bytes() - self.database.log_limit_bytes)  # than the log may become anyway
+        longer = max(
+            0, self.database.size_bytes() - self.database.log_limit_bytes
+        )  # than the log's limit allows for anyway
         with self.database.scanning() as connection:
             has_room = self.room.allows(connection, longer)
         self.database.shrink(rewrite=has_room)
         return removed
 
     def _log_bytes(self, settings: StoreSettings) -> int:
-        """How long the catalog's log may become: a small part of a small limit."""
+        """The limit of the catalog's log: a small part of a small limit."""
         limit = parse_limit(settings.disk_limit)
         try:
             place = next((folder for folder in (self.folder, *self.folder.parents) if folder.is_dir()), self.folder)
@@ -265,8 +268,8 @@ class DiskStore:
         return max(_MIN_LOG_BYTES, min(_MAX_LOG_BYTES, size_bytes // 6))
 
     def _narrow(self) -> None:
-        """Take the rights of others away from a folder that was there before."""
-        with contextlib.suppress(OSError):  # not ours to change: then it is as private as its owner wants it
+        """Remove other users' permissions from an existing folder."""
+        with contextlib.suppress(OSError):  # not ours to change: then its owner decides
             if os.name == "posix" and self.folder.stat().st_mode & 0o077:
                 self.folder.chmod(0o700)
 
@@ -278,13 +281,13 @@ class DiskStore:
 
 
 def check_present(_connection: sqlite3.Connection, _kv_space: int, present: Callable[[], bool] | None) -> None:
-    """Raises `Refused` if what KV was computed from is gone when the KV would become visible."""
+    """Raises `Refused` if the source of the KV was removed before the KV becomes visible."""
     if present is not None and not present():
         raise Refused("what it was computed from was removed meanwhile")
 
 
 def rows_named(rows: Sequence[catalog.Extent], names: Sequence[str]) -> list[catalog.Extent]:
-    """Of the rows those that begin with these names, each of which must mean one. Raises `EntryNotFound`."""
+    """The rows that begin with these names, each of which must match exactly one. Raises `EntryNotFound`."""
     chosen = []
     for name in names:
         found = [row for row in rows if name and row.name.startswith(name)]

@@ -1,4 +1,4 @@
-"""Disk space: bytes are counted before they are written, and until they are really gone.
+"""Disk space: bytes are counted before they are written, and until they are really removed.
 
     reserve (a row, committed)  ->  write, fsync  ->  publish (one transaction)        a keep
     rows freed (committed)      ->  file removed  ->  row removed                      an eviction
@@ -12,6 +12,7 @@ import contextlib
 import os
 import secrets
 import sqlite3
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,20 +24,105 @@ from rekindle.errors import CacheUnusable
 from rekindle.store.catalog import catalog, delta_rows
 from rekindle.store.catalog.database import Database
 from rekindle.store.delta_base import DeltaBase, base_of_copy, encode, open_extent
-from rekindle.store.evict.evict import Eviction, blocks_a_transaction
+from rekindle.store.evict import Eviction, blocks_a_transaction
 from rekindle.store.extents import SUFFIX, Damaged, ExtentFiles, OpenExtent, WrittenExtent
-from rekindle.store.folder import EXTENTS, CacheFolder
+from rekindle.store.files import NO_LOCKS, Files, Handle
+from rekindle.store.folder import EXTENTS, WRITERS, CacheFolder, is_own_name
 from rekindle.store.limits import Limits, Refused, add_written
 from rekindle.store.settings import StoreSettings
-from rekindle.store.writers import Writers
 
-# What the catalog may grow by until a keep is published; its log is counted apart.
+_ATTEMPTS = 20
+
+
+class Writers:
+    """The processes that write into a folder, and whether they live.
+
+    Each holds a locked file, which the system unlocks when the process dies.
+    """
+
+    def __init__(self, place: CacheFolder, files: Files) -> None:
+        self._place = place
+        self._folder = place.path / WRITERS
+        self._files = files
+        self._lock = threading.Lock()
+        self._own: tuple[str, Handle] | None = None
+        self._process = os.getpid()
+
+    def own_name(self) -> str:
+        """This writer's name; locked from the first call on."""
+        with self._lock:
+            if self._process != os.getpid():  # forked: the name is the parent's
+                self._own, self._process = None, os.getpid()
+            if self._own is None or not (self._folder / self._own[0]).exists():
+                self._place.make_part(WRITERS)
+                taken = self._take_name()
+                self._release()
+                self._own = taken
+            return self._own[0]
+
+    def is_own(self, name: str) -> bool:
+        return self._own is not None and self._own[0] == name and self._process == os.getpid()
+
+    def is_dead(self, name: str) -> bool:
+        """Whether that writer has died. Its file, if any, is removed."""
+        if self.is_own(name):
+            return False
+        if not is_own_name(WRITERS, name) or not (self._folder / name).exists():
+            return True
+        try:
+            handle = self._files.try_lock(self._folder / name)
+        except OSError as error:  # not a file of a writer; without locks nobody can know, so it counts as alive
+            return error.errno not in NO_LOCKS
+        if handle is None:
+            return False
+        self._remove(name, handle)
+        return True
+
+    def clear(self) -> None:
+        """Remove what dead writers left."""
+        for name in self._place.own_files(WRITERS):
+            self.is_dead(name)
+
+    def close(self) -> None:
+        """Give up this writer's name. Idempotent; a forked child leaves its parent's name alone."""
+        with self._lock:
+            if self._process == os.getpid():
+                self._release()
+
+    def _take_name(self) -> tuple[str, Handle]:
+        for _ in range(_ATTEMPTS):
+            name = secrets.token_hex(8)
+            handle = self._files.try_lock(self._folder / name)
+            if handle is not None:
+                return name, handle
+            # A process that looks for dead writers locked it between its creation and our lock.
+        raise OSError(f"cannot lock a file in {self._folder}")
+
+    def _release(self) -> None:
+        if self._own is not None:
+            (name, handle), self._own = self._own, None
+            self._remove(name, handle)
+
+    def _remove(self, name: str, handle: Handle) -> None:
+        if self._files.sharing_violations:  # an open file cannot be removed there
+            self._close(handle)
+        with contextlib.suppress(OSError, CacheUnusable):
+            self._place.remove(WRITERS, name)
+        if not self._files.sharing_violations:
+            self._close(handle)
+
+    def _close(self, handle: Handle) -> None:
+        with contextlib.suppress(OSError):
+            self._files.close(handle)
+
+
+# What the catalog may grow by until a keep is published; its log is counted separately.
 _CATALOG_BYTES, _CATALOG_BYTES_A_BLOCK = 64 << 10, 4 << 10
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """Room for an extent that is about to be written: its number, its name, and its KV space's number."""
+    """Space for an extent that is about to be written: its number, its name, and its KV space's number."""
 
     extent: int
     name: str
@@ -45,14 +131,14 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Compacted:
-    """How many extents were rewritten, and for how many there was no room."""
+    """The number of extents that were rewritten, and of those without space for it."""
 
     done: int
     no_room: int
 
 
 class DiskSpace(Limits):
-    """The limits of a folder, and what is done to hold them."""
+    """The limits of a folder, and the operations that enforce them."""
 
     def __init__(
         self,
@@ -81,11 +167,11 @@ class DiskSpace(Limits):
         base: DeltaBase | None = None,
         lossy: bool = False,
     ) -> Iterator[Reservation]:
-        """Room for a file, until it is published; if the block fails, the file is removed and the room given back.
+        """Reserve space for a file until it is published; if the block fails, the file is removed and the space
+        released.
 
-        A copy adds no rows to the catalog. `base` does not go for it.
-        `lossy`: its numbers were quantized once, however it is written. Raises `Refused` if there is no room and none
-        can be made.
+        A copy adds no rows to the catalog. `base` is not evicted for it. `lossy`: its numbers were quantized once,
+        however it is written. Raises `Refused` if there is no space and none can be freed.
         """
         need = plan.file_bytes
         if not copy:
@@ -113,7 +199,7 @@ class DiskSpace(Limits):
         written: WrittenExtent,
         base: DeltaBase | None = None,
     ) -> None:
-        """Make a written extent visible, and count what it cost. Raises `Refused` if others were busy meanwhile."""
+        """Make a written extent visible, and count what it cost. Raises `Refused` if other processes interfered."""
         self._check_reserved(connection, room)
         if reason := catalog.clashes(connection, run):
             raise Refused(reason)
@@ -124,12 +210,12 @@ class DiskSpace(Limits):
 
     def _add_base(self, connection: sqlite3.Connection, room: Reservation, base: DeltaBase | None) -> None:
         if base is not None and not delta_rows.add(connection, room.extent, base.parts):
-            raise Refused("what it is a difference from was evicted meanwhile")
+            raise Refused("its delta base was evicted meanwhile")
 
     def _check_reserved(self, connection: sqlite3.Connection, room: Reservation) -> None:
         row = catalog.extent(connection, room.extent)
         if row is None or row.state != "writing" or row.name != room.name:
-            raise Refused("its room was taken away meanwhile")
+            raise Refused("its reserved space was released meanwhile")
 
     def hold_limit(self, spare_bytes: int = 0) -> None:
         """Evict down to the limit, and `spare_bytes` further, if the limit was lowered or the disk became fuller."""
@@ -150,26 +236,26 @@ class DiskSpace(Limits):
                 return
 
     def sweep(self) -> int:
-        """Remove the files that nothing lists any more; how many went. What cannot be removed now, can later."""
+        """Remove the files of dropped extents; returns how many. Files that cannot be removed now are tried later."""
         with self._database.scanning() as connection:
             dropping = catalog.extents(connection, "state='dropping' AND state<>'live'")
-        gone = []
+        removed = []
         for row in dropping:
             with contextlib.suppress(OSError):
                 if self._place.remove(EXTENTS, f"{row.name}{SUFFIX}"):
-                    gone.append(row.name)
-        if gone:
+                    removed.append(row.name)
+        if removed:
             try:
                 self._files.sync_folder(self._extents.folder)
-            except OSError:  # they could come back with the power: they count until that is certain
+            except OSError:  # a power loss could bring them back: they count until that is certain
                 return 0
             with self._database.writing() as connection:
-                catalog.forget(connection, gone)
-        return len(gone)
+                catalog.forget(connection, removed)
+        return len(removed)
 
     def expire(self) -> None:
-        """Free what is older than allowed, unless the clock is wrong: then it is only not served."""
-        believed = self.is_clock_believed()  # which is noted, also for those who have a limit later
+        """Free KV older than allowed, unless the clock is in doubt: then it is only not served."""
+        believed = self.is_clock_believed()  # recorded also for a TTL that is set later
         if self._settings.ttl_seconds is None or not believed:
             return
         fresh = self.fresh()
@@ -181,13 +267,13 @@ class DiskSpace(Limits):
         self.evicted_bytes["expired"] += sum(row.size_bytes for row in expired)
 
     def expire_killed(self) -> None:
-        """Free what is of apps alone that were killed longer ago than allowed."""
+        """Free KV that only apps killed longer ago than allowed used."""
         after = self._settings.killed_ttl_seconds
         if after is not None:
             self.evicted_bytes["killed"] += self._eviction.free_killed(self._clock() - after)
 
     def cut_all(self, rows: Sequence[catalog.Extent], unless: Callable[[catalog.Extent], bool] | None = None) -> None:
-        """Free extents and what hangs on them, in transactions of bounded size; replaced rows stay."""
+        """Free extents and their descendants, in transactions of bounded size; replaced rows stay."""
         todo = deque(rows)
         while todo:
             blocks = blocks_a_transaction(self._database)
@@ -201,7 +287,7 @@ class DiskSpace(Limits):
                     blocks -= now.live
 
     def recover(self) -> None:
-        """Give back the room of writers that died, of own writes that failed halfway, and of damaged files."""
+        """Release the space of dead writers, of own writes that failed halfway, and of damaged files."""
         with self._database.scanning() as connection:
             others = catalog.extents(connection, "state IN ('writing', 'quarantined') AND state<>'live'")
         lost = [row.id for row in others if row.state == "quarantined" or self._is_lost(row)]
@@ -213,7 +299,7 @@ class DiskSpace(Limits):
         self._writers.clear()
 
     def remove_strays(self) -> int:
-        """Remove files of ours that no row names; how many went. A row comes before its file, so nobody needs it."""
+        """Remove our files that no row names; returns how many. Rows are created before files, so these are unused."""
         names = self._place.own_files(EXTENTS)
         with self._database.scanning() as connection:
             known = {f"{row[0]}{SUFFIX}" for row in connection.execute("SELECT name FROM extents")}
@@ -228,7 +314,7 @@ class DiskSpace(Limits):
         return removed
 
     def sweep_once(self) -> None:
-        """Once in the life of a catalog: remove files of an earlier one, which nothing counts."""
+        """Once in the life of a catalog: remove files of an earlier one, which are not counted."""
         with self._database.reading() as connection:
             swept = connection.execute("SELECT swept FROM totals").fetchone()[0]
         if not swept:
@@ -237,7 +323,7 @@ class DiskSpace(Limits):
                 connection.execute("UPDATE totals SET swept=1")
 
     def compact(self) -> Compacted:
-        """Rewrite extents of which less than half is live, if there is room for the copy."""
+        """Rewrite extents of which less than half is live, if there is space for the copy."""
         with self._database.scanning() as connection:
             sparse = catalog.sparse(connection, self._extents.digester.name)
         done = no_room = 0
@@ -249,13 +335,13 @@ class DiskSpace(Limits):
         return Compacted(done, no_room)
 
     def rebase(self, going: Sequence[catalog.Extent], also: Container[int] = ()) -> None:
-        """Give the deltas of extents that are about to go another base, except those that go `also`.
+        """Give deltas of extents that are about to go another base, except those that go `also`.
 
-        Where there is no other base, the delta that was used last becomes whole, and is the base of the others.
-        Deltas there is no room for go with their base.
+        If there is no other base, the most recently used delta becomes whole, and is the base of the others. Deltas
+        without space for that go with their base.
         """
         with self._database.scanning() as connection:
-            ids = delta_rows.with_descendants(connection, [row.id for row in going])  # all of that goes
+            ids = delta_rows.with_descendants(connection, [row.id for row in going])  # all of these go
             rows = delta_rows.deltas_of(connection, ids)
             digests = dict(connection.execute("SELECT id, digest FROM kv_spaces").fetchall())
         for row in rows:
@@ -267,10 +353,10 @@ class DiskSpace(Limits):
     def rewrite(
         self, row: catalog.Extent, kv_space_digest: str, *, evict: bool = False, without: Container[int] | None = None
     ) -> bool:
-        """Copy the live blocks of an extent into a new one that takes its place; False if it cannot be read.
+        """Copy the live blocks of an extent into a new one that replaces it; False if it cannot be read.
 
-        A delta stays one; with `without`, none of these extents is its base any more. Raises `Refused` if there
-        is no room, and none is made for it, or it changed meanwhile.
+        A delta stays one; with `without`, none of these extents is its base any more. Raises `Refused` if there is no
+        space for the copy, or the extent changed meanwhile.
         """
         try:
             old = open_extent(self._database, self._extents, row, kv_space_digest)
@@ -286,8 +372,8 @@ class DiskSpace(Limits):
                 catalog.quarantine(connection, row.id, str(error))
             return False
         except OSError:
-            return False  # whoever reads it will say why
-        self.sweep()  # the old one at once, so that there is never room needed for more than one copy
+            return False  # the next reader reports why
+        self.sweep()  # the old one at once, so that space is never needed for more than one copy
         return done
 
     def close(self) -> None:
@@ -325,7 +411,7 @@ class DiskSpace(Limits):
             if not evict:
                 raise Refused("there is no room for it")
             if not self._make_room(used + need - limit + limit // 64, holder, "new", apart):
-                raise Refused("all room is taken by what is pinned or being written")
+                raise Refused("all space is taken by extents that are pinned or being written")
 
     def _make_room(
         self,
@@ -334,19 +420,19 @@ class DiskSpace(Limits):
         reason: str,
         apart: Container[int] = (),
     ) -> bool:
-        """Do the next thing that gives room back, the cheapest first; whether there was one."""
+        """Do the next thing that frees space, the cheapest first; whether there was one."""
         if self.sweep():
             return True
         compacted = self.compact()
         if compacted.done > 0:
             return True
-        # Where sparse extents find no room for their copy, trimming more would give nothing back: whole ones go.
+        # If sparse extents have no space for a copy, trimming more would free nothing: whole extents go.
         freed_bytes = self._eviction.free(short, holder, compacted.no_room > 0, apart)
         self.evicted_bytes[reason] += freed_bytes
         return freed_bytes > 0
 
     def _holder(self, connection: sqlite3.Connection, plan: ExtentPlan) -> tuple[int, int] | None:
-        """The block that a new extent will hang on: it must not be evicted for it."""
+        """The parent block of a new extent: it must not be evicted for it."""
         row: tuple[int, int] | None = connection.execute(
             "SELECT extent, place FROM blocks b JOIN kv_spaces s ON s.id=b.kv_space WHERE key=? AND s.digest=?",
             (plan.parent, plan.kv_space),
@@ -355,7 +441,7 @@ class DiskSpace(Limits):
 
     def _is_lost(self, row: catalog.Extent) -> bool:
         if self._writers.is_own(row.writer):
-            return (os.getpid(), row.id) not in self._writing  # a write of ours that failed, and its cleaning too
+            return (os.getpid(), row.id) not in self._writing  # our own write failed, and so did its cleanup
         return self._writers.is_dead(row.writer)
 
     def _copy_live(self, row: catalog.Extent, old: OpenExtent, evict: bool, without: Container[int] | None) -> bool:
@@ -371,11 +457,11 @@ class DiskSpace(Limits):
         copy = replace(plan, name=secrets.token_hex(8), tokens=tokens, coding=None)
         layers = partial(self._extents.layers, old, copy.token_count)
         coded = None
-        if coding is not None and not stood_on:  # coded again, it would be other numbers than what stands on it needs
+        if coding is not None and not stood_on:  # coded again, it would have other numbers than its deltas need
             try:
                 coded = encode(self._database, self._extents, copy, layers, coding.coder, base)
             except FileNotFoundError as error:
-                raise Refused("what it stands on changed meanwhile") from error
+                raise Refused("its delta base changed meanwhile") from error
         copy, base = (copy, None) if coded is None else (coded.plan, base)
         lossy = row.coding == "quantized"
         with self.reserved(copy, lambda _: row.kv_space, evict=evict, copy=True, lossy=lossy) as room:

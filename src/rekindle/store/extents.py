@@ -1,12 +1,14 @@
-"""The extent files of a folder: written once, read in part, checked whenever they are read."""
+"""The extent files of a folder: written once, read in part, checked at every read."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,19 +36,99 @@ from rekindle.core.kv import LayerKv, Span
 from rekindle.store.catalog.catalog import Extent
 from rekindle.store.files import Files, Handle
 from rekindle.store.folder import EXTENTS, is_own_name
-from rekindle.store.read_pool import ReadHelper, Work
+
+_LAST_SECONDS = 1.0  # how long `close` waits for the thread
+Work = Callable[[], None]
+
+
+class ReadHelper:
+    """Runs two pieces of work in parallel: one in the caller, one in a helper thread. Thread-safe.
+
+    A thread pool does the same, but handing work over costs it three times as much: a tenth of a load.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free = threading.Lock()
+        self._jobs: queue.SimpleQueue[_Job | None] | None = None
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+
+    def run(self, helped: Work, own: Work) -> None:
+        """Run both; returns when both are done. Raises what either raised.
+
+        While the thread is busy for another caller, both run in the caller.
+        """
+        if not self._free.acquire(blocking=False):
+            helped()
+            own()
+            return
+        try:
+            self._run(helped, own)
+        finally:
+            self._free.release()
+
+    def _run(self, helped: Work, own: Work) -> None:
+        job = _Job(helped)
+        self._running().put(job)
+        try:
+            own()
+        finally:
+            error = job.done.get()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """End the thread. Idempotent; `run` starts another."""
+        with self._lock:
+            jobs, self._jobs = self._jobs, None
+            thread, self._thread = self._thread, None
+        if jobs is not None and thread is not None and self._process == os.getpid():
+            jobs.put(None)
+            thread.join(_LAST_SECONDS)
+
+    def _running(self) -> queue.SimpleQueue[_Job | None]:
+        with self._lock:
+            if self._jobs is None or self._process != os.getpid():  # threads do not survive a fork
+                self._process = os.getpid()
+                self._jobs = queue.SimpleQueue()
+                self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="rekindle-read", daemon=True)
+                self._thread.start()
+            return self._jobs
+
+
+class _Job:
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+
+def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        failed: BaseException | None = None
+        try:
+            job.work()
+        except BaseException as error:  # noqa: BLE001  (raised again in the caller)
+            failed = error
+        # The job may reference an engine's memory. Releasing that here, while the interpreter shuts down, would crash
+        # torch, so it is released before the caller continues.
+        done = job.done
+        del job
+        done.put(failed)
+        del failed
+
 
 SUFFIX = ".kv"
 _NO_FILE = (errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
 _HEADERS = 64  # remembered
-# A prefix of an extent is checked by the digest of the whole, for which the rest is read too, if it is at most one part
-# in this many: checking cell by cell takes three quarters of the time it takes to read them, and the GIL.
+# A prefix of an extent is checked by the digest of the whole, for which the rest is read too, if the rest is at most
+# one part in this many: checking cell by cell takes three quarters of the time of reading them, and the GIL.
 _READ_ON = 1.5
 _SPLIT_BYTES = 512 << 10  # from this size on, keys and values of a layer are read side by side
 
 
 class Damaged(Exception):
-    """An extent is not what its row says. The reason is for people; `extent` names another one that is to blame."""
+    """An extent is not what its row says. The reason is for people; `extent` names the extent at fault, if another."""
 
     def __init__(self, reason: str, extent: str | None = None) -> None:
         super().__init__(reason)
@@ -55,8 +137,9 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class BaseFile:
-    """An extent that is the base of a delta: `blocks` blocks of the delta, from number `at` on, are those of this one
-    from `place` on. `kv_space` is the digest of this one's KV space."""
+    """An extent that is the base of a delta: `blocks` blocks of the delta, from number `at` on, are those of this
+    extent
+    from `place` on. `kv_space` is the digest of this extent's KV space."""
 
     row: Extent
     kv_space: str
@@ -76,7 +159,7 @@ class OpenBase:
 
 @dataclass(frozen=True, eq=False)
 class OpenExtent:
-    """An extent that can be read, with its bases. The holder releases it."""
+    """An open extent with its bases. The holder releases it."""
 
     handle: Handle
     header: ExtentHeader
@@ -85,7 +168,7 @@ class OpenExtent:
 
 @dataclass(frozen=True, eq=False)
 class CodedExtent:
-    """An extent that is about to be written: the bytes of each layer, and their digests."""
+    """An encoded extent, to be written: the bytes of each layer, and their digests."""
 
     plan: ExtentPlan
     blobs: Sequence[bytes]
@@ -101,7 +184,7 @@ class WrittenExtent:
 
 
 class ExtentFiles:
-    """Extents as files. Knows nothing of what is listed or allowed."""
+    """Extents as files. Knows nothing of the catalog and the limits."""
 
     def __init__(self, folder: Path, files: Files, digester: Digester) -> None:
         self.folder = folder
@@ -121,7 +204,7 @@ class ExtentFiles:
     def open(
         self, row: Extent, kv_space_digest: str, stands_on: Sequence[BaseFile] = (), *, fresh: bool = False
     ) -> OpenExtent:
-        """An extent, its header checked against its row; `fresh`: even if it was before.
+        """An extent, its header checked against its row; `fresh`: even if it was checked before.
 
         Raises `Damaged` or `OSError`.
         """
@@ -153,9 +236,9 @@ class ExtentFiles:
                 self.files.close(one.handle)
 
     def _open_base(self, file: BaseFile, plan: ExtentPlan, fresh: bool) -> OpenBase:
-        """The base of a part of an extent, checked to hold the same tokens in the same place, on the right KV space."""
+        """The base of a part of an extent, checked to hold the same tokens in the same place of the right KV space."""
         if plan.coding is not None and plan.coding.base_kv_space != file.kv_space:
-            raise Damaged("what it is a difference from is on another kv_space")
+            raise Damaged("its delta base is in another KV space")
         try:
             extent = self._open(file.row, file.kv_space, fresh)
         except Damaged as error:
@@ -169,7 +252,7 @@ class ExtentFiles:
         )
         if own.tokens[start : start + len(tokens)] != tokens or above != below or own.layout != plan.layout:
             self.release(extent)
-            raise Damaged("what it is a difference from holds other tokens")
+            raise Damaged("its delta base holds other tokens")
         at = file.at * BLOCK_TOKENS
         return OpenBase(extent, Span(at, at + len(tokens) // TOKEN_BYTES), file.place * BLOCK_TOKENS)
 
@@ -194,7 +277,7 @@ class ExtentFiles:
             raise
 
     def tokens(self, row: Extent) -> bytes:
-        """All tokens that a file holds, also those of blocks that are not live; of one under another key, unchecked.
+        """All tokens in a file, also those of blocks that are not live; unchecked for a file under another key.
 
         Raises `Damaged` or `OSError`.
         """
@@ -248,7 +331,7 @@ class ExtentFiles:
             yield out
 
     def in_parallel(self, first: Work, second: Work, size_bytes: int) -> None:
-        """Do two things that mostly wait or copy, in parallel if that is worth it."""
+        """Run two pieces of work that mostly wait or copy, in parallel if they are large enough."""
         if size_bytes < _SPLIT_BYTES:
             first()
             second()
@@ -263,7 +346,7 @@ class ExtentFiles:
         base_kv_space: str | None,
         parts: Sequence[OpenBase],
     ) -> CodedExtent:
-        """The layers as they will stand in the file, as deltas from KV of `base_kv_space`, if there is one.
+        """The encoded layers of the file, as deltas from KV of `base_kv_space`, if there is one.
 
         Raises `ValueError` for KV that cannot be coded, and as reading does.
         """
@@ -292,7 +375,7 @@ class ExtentFiles:
             self.files.close(handle)
 
     def write(self, plan: ExtentPlan, layers: Iterable[LayerKv]) -> WrittenExtent:
-        """Write a new extent, layer by layer, the header last; one fsync. Raises `OSError`; the file is then left."""
+        """Write a new extent, layer by layer, the header last; one fsync. On `OSError` the partial file is left."""
         digests = bytearray()
         handle = self.files.create(self.path(plan.name))
         try:
@@ -316,8 +399,7 @@ class ExtentFiles:
         self._helper.close()
 
     def _read_coded(self, extent: OpenExtent, layer: int, span: Span, out: LayerKv) -> None:
-        """Fill `out` from coded bytes. Where nothing is lost, all of the layer is decoded, because its digest covers
-        all of it."""
+        """Fill `out` from coded bytes. A lossless layer is decoded as a whole, because its digest covers all of it."""
         plan, coding = extent.header.plan, extent.header.plan.coding
         assert coding is not None
         if (out.keys.shape, out.values.shape) != plan.layer_shapes(layer, len(span)) or (
@@ -342,7 +424,7 @@ class ExtentFiles:
         out.keys[...], out.values[...] = used.keys, used.values
 
     def _base_kv(self, plan: ExtentPlan, parts: Sequence[OpenBase], layer: int, span: Span) -> LayerKv:
-        """The KV that tokens `span` of a delta are taken from."""
+        """The base KV of tokens `span` of a delta."""
         kv, covered = plan.empty(layer, len(span)), span.start
         for part in parts:
             start, stop = max(span.start, part.tokens.start), min(span.stop, part.tokens.stop)
@@ -356,7 +438,7 @@ class ExtentFiles:
                 raise Damaged(str(error), part.extent.header.plan.name) from error
             covered = stop
         if covered != span.stop:
-            raise Damaged("what it is a difference from does not cover it")
+            raise Damaged("its delta base does not cover it")
         return kv
 
     def _digest(self, data: bytes | bytearray) -> bytes:
@@ -365,7 +447,7 @@ class ExtentFiles:
         return state.digest()
 
     def _read_block_part(self, extent: OpenExtent, layer: int, part: Span, out: LayerKv) -> None:
-        """Fill `out` with a part of a block, which is read whole, beside: its digest covers all of it."""
+        """Fill `out` with a part of a block, which is read whole: its digest covers all of it."""
         plan = extent.header.plan
         start = part.start // BLOCK_TOKENS * BLOCK_TOKENS
         stop = min(start + BLOCK_TOKENS, plan.token_count)
@@ -382,7 +464,7 @@ class ExtentFiles:
         )
 
     def _read_half(self, extent: OpenExtent, layer: int, half: Half, first: int, out: NDArray[Any]) -> None:
-        """Fill `out` with the tokens of a half from number `first` on; the others are read only to be checked."""
+        """Fill `out` with the tokens of a half from number `first` on; the others are only checked."""
         plan = extent.header.plan
         offset = plan.start(layer, half)
         lead = memoryview(bytearray(plan.row_bytes(layer, half, first)))
@@ -416,9 +498,9 @@ class ExtentFiles:
 
     def _header(self, row: Extent, kv_space_digest: str, handle: Handle, fresh: bool) -> ExtentHeader:
         with self._lock:
-            known = self._headers.get(row.name)
-        if known is not None and known.plan.kv_space == kv_space_digest and not fresh:
-            return known
+            cached = self._headers.get(row.name)
+        if cached is not None and cached.plan.kv_space == kv_space_digest and not fresh:
+            return cached
         try:
             data = self._read_header(row, handle)
             if self.digester.header(data) != row.digest:
@@ -438,7 +520,7 @@ class ExtentFiles:
         return header
 
     def _read_header(self, row: Extent, handle: Handle) -> bytearray:
-        """The bytes of a header. Raises `ValueError` or `EOFError` if it is none."""
+        """The bytes of a header. Raises `ValueError` or `EOFError`."""
         first = bytearray(8)
         self.files.read_at(handle, 0, memoryview(first))
         data = bytearray(header_length(bytes(first), row.size_bytes))

@@ -1,4 +1,4 @@
-"""The two places where failure ends: what cannot be read is a miss, what cannot be written is not kept.
+"""The two places where failures end: what cannot be read is a miss, what cannot be written is not kept.
 
 Both are counted and logged once. Everything in the store that a request waits for goes through one of them.
 """
@@ -16,7 +16,7 @@ from rekindle.errors import CacheUnusable, Closed
 
 log = logging.getLogger("rekindle.store")
 
-# The last four: rows that make no sense, because bits of the catalog were flipped.
+# The last four: damaged rows of the catalog.
 FAILURES = (OSError, sqlite3.Error, CacheUnusable, TypeError, ValueError, LookupError, ArithmeticError)
 _MAX_REASONS = 1000
 T = TypeVar("T")
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kept:
-    """What became of a keep: kept, known already, or refused and why."""
+    """The outcome of a keep: kept, known already, or refused and why."""
 
     outcome: Literal["kept", "known", "refused", "failed"]
     reason: str = ""
@@ -44,19 +44,19 @@ class Counts:
 
 
 class Failures:
-    """Where failure ends, for one open store. `closed` is set when it is closed: from then on reading is refused."""
+    """Where failures end, for one open store. After it is closed (`closed`), reading is refused."""
 
     def __init__(self) -> None:
         self.counts = Counts()
         self.closed = False
 
     def check_open(self) -> None:
-        """Raises `Closed` if the store is."""
+        """Raises `Closed` if the store was closed."""
         if self.closed:
             raise Closed("The store was closed.")
 
     def reading(self, work: Callable[[], T], miss: T) -> T:
-        """What `work` gives, or `miss` if that cannot be read. Raises `Closed`."""
+        """The result of `work`, or `miss` if it fails. Raises `Closed`."""
         self.check_open()
         try:
             return work()
@@ -66,7 +66,7 @@ class Failures:
             return miss
 
     def writing(self, work: Callable[[], T], failed: Callable[[str], T]) -> T:
-        """What `work` gives, or what `failed` makes of the reason why it could not be written."""
+        """The result of `work`, or of `failed` with the reason if it fails."""
         try:
             return work()
         except FAILURES as error:
@@ -75,17 +75,17 @@ class Failures:
             return failed(str(error))
 
     def refused(self, reason: str) -> Kept:
-        """Something is not kept, for a reason that is no error."""
+        """Count a refusal: something is not kept, but nothing failed."""
         self.counts.refused += 1
         self._count(reason)
         return Kept("refused", reason)
 
     def log_once(self, what: str, error: Exception, level: int = logging.WARNING) -> None:
-        """Tell people the first time, and those who look closer every time."""
+        """Log a warning the first time, and at debug level after that."""
         log.log(level if self._count(str(error)) == 1 else logging.DEBUG, "%s: %s", what, error)
 
     def _count(self, reason: str) -> int:
-        """Count a reason; how often it came up. Reasons may have names in them, so the memory for them is bounded."""
+        """Count a reason and return its count. Reasons may contain names, so their number is bounded."""
         reasons = self.counts.reasons
         if len(reasons) >= _MAX_REASONS and reason not in reasons:
             reasons.clear()

@@ -1,7 +1,7 @@
 """Feeds: KV from memory or extent files into a sequence, layer by layer, straight into the engine's own buffers.
 
-A fill is one copy and the check, keys and values side by side. Nothing is read ahead: asking the system to, for all of
-a file or for some layers, was measured to make a load from dropped pages slower by a fifth to a third.
+A fill is one copy and the check, keys and values in parallel. Nothing is read ahead: asking the system to, for a whole
+file or for some layers, made a load from dropped pages slower by a fifth to a third.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class KvSource:
         return self.origin.header
 
     def close(self, extents: ExtentFiles) -> None:
-        """Close its file, if it is one."""
+        """Close its file, if it has one."""
         if isinstance(self.origin, OpenExtent):
             extents.release(self.origin)
 
     @property
     def span(self) -> Span:
-        """The tokens it takes, as the extent counts them."""
+        """The tokens it provides, as the extent counts them."""
         start = self.piece.first * BLOCK_TOKENS + self.piece.skip
         return Span(start, start + len(self.piece.span))
 
 
 class StoredFeed:
-    """A feed (see `engine/base`) over pieces of extents. `lost` is called with what could not be read, and why."""
+    """A feed (see `engine/base`) over pieces of extents. `lost` is called for a piece that could not be read."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class StoredFeed:
     def fill(self, layer: int, out: LayerKv) -> None:
         """Write the KV of `span` in `layer` into `out`. Raises `KvLost` if it cannot be read or was changed."""
         if self._closed:
-            raise KvLost("The feed was closed; what it would have brought is computed instead.")
+            raise KvLost("The feed was closed; its KV is computed instead.")
         for source in self._sources:
             start, stop = source.piece.span.start - self.span.start, source.piece.span.stop - self.span.start
             window = LayerKv(out.keys[:, start:stop], out.values[:, start:stop])
@@ -83,7 +83,7 @@ class StoredFeed:
             self.close()
 
     def held(self) -> list[Held] | None:
-        """The KV where it stands, piece by piece; None unless all of it is in memory."""
+        """The KV in memory, piece by piece; None unless all of it is in memory."""
         held = [Held(s.origin.layers, s.span) for s in self._sources if isinstance(s.origin, HeldExtent)]
         return held if len(held) == len(self._sources) else None
 
@@ -117,7 +117,7 @@ class StoredFeed:
 
 
 def is_in_place(source: KvSource, match: Match, kv_space_digest: str) -> bool:
-    """Whether the extent itself says that it holds these tokens in this place: the catalog's word is not enough."""
+    """Whether the extent itself holds these tokens in this place: the catalog alone is not trusted."""
     plan, piece = source.header.plan, source.piece
     stored = plan.tokens[piece.first * BLOCK_BYTES :][: len(piece.span) * TOKEN_BYTES]
     wanted = match.tokens[piece.span.start * TOKEN_BYTES : piece.span.stop * TOKEN_BYTES]
@@ -131,9 +131,9 @@ def is_in_place(source: KvSource, match: Match, kv_space_digest: str) -> bool:
 
 
 def stretched(source: KvSource, match: Match, stop: int) -> KvSource | None:
-    """The same extent for all tokens up to `stop`, if its file has those too, though they are listed elsewhere since.
+    """The same extent for all tokens up to `stop`, if its file has those too, though they are listed elsewhere now.
 
-    The end of a prompt is: when the prompt went on, its last block was kept again as a whole.
+    That happens at the end of a prompt: when the prompt continued, its last block was kept again as a whole.
     """
     plan, piece = source.header.plan, source.piece
     count = stop - piece.span.start
@@ -144,20 +144,20 @@ def stretched(source: KvSource, match: Match, stop: int) -> KvSource | None:
 
 
 class KvSources:
-    """Opens the KV of pieces in memory or on disk, and remembers what could not be read. Used from several threads."""
+    """Opens the KV of pieces in memory or on disk, and remembers what could not be read. Thread-safe."""
 
     def __init__(self, disk: DiskStore, memory: MemoryTier, failures: Failures) -> None:
-        self.bad: dict[str, Exception] = {}  # extents that could not be read, until the catalog knows
+        self.bad: dict[str, Exception] = {}  # extents that could not be read, until the catalog is updated
         self._disk = disk
         self._memory = memory
         self._failures = failures
         self._lock = threading.Lock()
-        self._wanted: dict[str, None] = {}  # extents read from disk, to be held in memory when there is time
+        self._wanted: dict[str, None] = {}  # extents read from disk, to be held in memory later
 
     def add(self, opened: list[KvSource], kv_space: KvSpace, piece: Piece, fits: Fits) -> None:
-        """Open the source of a piece. `fits` says whether the extent itself holds what the catalog says it does.
+        """Open the source of a piece. `fits` checks that the extent itself holds what the catalog says.
 
-        Raises `KvLost` if it is not there any more, or is damaged; then all that were opened are closed.
+        Raises `KvLost` if it was removed or damaged; then all opened sources are closed.
         """
         try:
             opened.append(self._open(kv_space, piece, fits))
@@ -172,15 +172,15 @@ class KvSources:
         return StoredFeed(kv_space.layout, tuple(opened), self._disk.extents, self.lost)
 
     def lost(self, piece: Piece, error: Exception) -> None:
-        """An extent that was found could not be read: never find it again. The catalog learns of it off the path."""
+        """Never find an extent again that could not be read. The catalog is updated later, off the request's path."""
         counts = self._failures.counts
         counts.read_failures += 1
-        blamed = [error.extent] if isinstance(error, Damaged) and error.extent else []  # what it is a difference from
+        blamed = [error.extent] if isinstance(error, Damaged) and error.extent else []  # its delta base
         self._memory.forget([piece.name, *blamed])
-        # A file that is gone was most likely evicted by another process: that is nothing to worry about.
+        # A missing file was most likely evicted by another process: nothing to warn about.
         level = logging.DEBUG if isinstance(error, FileNotFoundError) else logging.WARNING
         self._failures.log_once("KV from the cache is lost and will be computed again", error, level)
-        if isinstance(error, (Damaged, FileNotFoundError)):  # anything else may be gone by the next time
+        if isinstance(error, (Damaged, FileNotFoundError)):  # anything else may work the next time
             counts.quarantined += isinstance(error, Damaged)
             with self._lock:
                 self.bad |= dict.fromkeys([piece.name, *blamed], error)
@@ -195,7 +195,7 @@ class KvSources:
                 self.bad.pop(name, None)
 
     def promote(self) -> None:
-        """Hold in memory what was read from disk last, as far as it fits; let go of what is not listed any more."""
+        """Hold in memory what was read from disk most recently, if it fits; drop what is no longer listed."""
         with self._lock:
             wanted, self._wanted = list(self._wanted), {}
         with self._disk.database.scanning() as connection:
@@ -220,7 +220,7 @@ class KvSources:
                 self._memory.put(row.name, HeldExtent(extent.header, layers))
 
     def _open(self, kv_space: KvSpace, piece: Piece, fits: Fits) -> KvSource:
-        """Where the KV of a piece comes from. Raises `Damaged` or `OSError`."""
+        """The source of a piece's KV. Raises `Damaged` or `OSError`."""
         held = self._memory.get(piece.name)
         if held is not None:
             source = KvSource(piece, held)
@@ -235,7 +235,7 @@ class KvSources:
         if not fits(source):
             source.close(self._disk.extents)
             raise Damaged("it holds other tokens than its row says")
-        if row.coding != "quantized":  # small already, and what is decoded is as large as any
+        if row.coding != "quantized":  # it is small on disk, but as large as any when decoded
             with self._lock:
                 self._wanted[piece.name] = None
         return source

@@ -1,4 +1,4 @@
-"""The operating system, as far as the store needs it: the one place where platforms differ.
+"""The operating system calls of the store: the one place where platforms differ.
 
 Tests put a failing `Files` in its place, so every call that can fail goes through here.
 """
@@ -21,17 +21,17 @@ else:
     import fcntl
 
 _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
-# What stands at a path may be a link, or something whose opening waits for somebody else (a FIFO): neither is a file.
+# A path may be a link, or a FIFO whose opening blocks: neither is a file.
 _REGULAR = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 _HAS_DIR_FD = os.unlink in os.supports_dir_fd and os.stat in os.supports_dir_fd
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system says that cannot lock files
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems that cannot lock files
 # On macOS, fsync alone stops at the drive's cache.
 _FULL_SYNC: int | None = None if sys.platform == "win32" else getattr(fcntl, "F_FULLFSYNC", None)
 
 
 @dataclass(frozen=True)
 class Handle:
-    """An open file. The lock serves systems that can only read at a position of the handle's own."""
+    """An open file. The lock serves systems that can only read at the handle's own position."""
 
     descriptor: int
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -46,15 +46,15 @@ class Files:
     sharing_violations: bool = sys.platform == "win32"  # whether an open file cannot be removed
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder, and those above it, that nobody else can enter."""
+        """Make a folder, and its parents, that nobody else can enter."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def create(self, path: Path) -> Handle:
-        """A new file that only its owner can read. Raises `FileExistsError` if there is one."""
+        """A new file that only its owner can read. Raises `FileExistsError`."""
         return Handle(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | _FLAGS, 0o600))
 
     def open(self, path: Path) -> Handle:
-        """A regular file, to read. Raises `OSError` at once if something else stands there, also a link to one."""
+        """Open a regular file to read. Raises `OSError` at once for anything else, also for a link."""
         return _regular(os.open(path, os.O_RDONLY | _REGULAR | _FLAGS), path)
 
     def read(self, path: Path, limit_bytes: int) -> bytes:
@@ -87,14 +87,14 @@ class Files:
         draft.replace(path)
 
     def status(self, path: Path) -> os.stat_result | None:
-        """What stands at a path, a link being a link; None if nothing does."""
+        """The status of a path, of a link itself; None if there is nothing."""
         try:
             return os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def make_private(self, path: Path) -> None:
-        """Take the rights of others away from a regular file, unless it has other names: those are not ours."""
+        """Remove other users' permissions from a regular file, unless it has other hard links."""
         handle = self.open(path)
         try:
             if sys.platform != "win32" and os.fstat(handle.descriptor).st_nlink == 1:
@@ -144,13 +144,13 @@ class Files:
             try:
                 fcntl.fcntl(handle.descriptor, self.full_sync)
                 return
-            except OSError as error:  # some file systems do not know it
+            except OSError as error:  # some file systems do not support it
                 if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOTTY):
                     raise
         os.fsync(handle.descriptor)
 
     def sync_file(self, path: Path) -> None:
-        """Return when a file is on the medium as it is now: its bytes, and that it has no more of them."""
+        """Return when a file is on the medium as it is now: its bytes and its length."""
         handle = Handle(os.open(path, os.O_RDWR | _FLAGS))
         try:
             self.sync(handle)
@@ -158,9 +158,9 @@ class Files:
             os.close(handle.descriptor)
 
     def sync_folder(self, path: Path) -> None:
-        """Return when what came into a folder and what was removed from it is on the medium.
+        """Return when additions to and removals from a folder are on the medium.
 
-        Nothing where the system cannot do that for a folder, or there is none.
+        Does nothing if the system does not support it, or the folder does not exist.
         """
         if os.name != "posix":
             return
@@ -171,7 +171,7 @@ class Files:
         try:
             self.sync(handle)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have no such thing
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems do not support it
                 raise
         finally:
             os.close(handle.descriptor)
@@ -183,9 +183,9 @@ class Files:
         return os.fstat(handle.descriptor).st_size
 
     def remove(self, path: Path) -> bool:
-        """Remove a regular file. Whatever else stands there is left; a link in place of its folder raises `OSError`.
+        """Remove a regular file, and nothing else; a link in place of its folder raises `OSError`.
 
-        False if another process has it open and the system minds: try again later.
+        False if the system refuses because another process has it open: try again later.
         """
         try:
             self.unlink(path)
@@ -198,7 +198,7 @@ class Files:
         return True
 
     def unlink(self, path: Path) -> None:
-        """Take a regular file's name away, whatever becomes of the path to its folder meanwhile."""
+        """Remove the name of a regular file, even if the path to its folder changes meanwhile."""
         if not _HAS_DIR_FD:
             if stat.S_ISREG(os.lstat(path).st_mode):
                 path.unlink()
@@ -211,20 +211,21 @@ class Files:
             os.close(folder)
 
     def names(self, folder: Path) -> list[str]:
-        """The names in a folder; none if it is not there."""
+        """The names in a folder; none if it does not exist."""
         try:
             return [path.name for path in folder.iterdir()]
         except FileNotFoundError:
             return []
 
     def free_bytes(self, folder: Path) -> int:
-        """What is free on the medium of a folder."""
+        """Free bytes on the medium of a folder."""
         return shutil.disk_usage(folder).free
 
     def try_lock(self, path: Path) -> Handle | None:
-        """Lock a regular file, made if missing, until the handle is closed or the process ends. None if another has it.
+        """Lock a regular file, created if missing, until the handle is closed or the process ends; None if it is
+        locked.
 
-        Raises `OSError` if something else stands there.
+        Raises `OSError` if the path is something else.
         """
         while True:
             handle = _regular(os.open(path, os.O_CREAT | os.O_RDWR | _REGULAR | _FLAGS, 0o600), path)
@@ -236,7 +237,7 @@ class Files:
             if not locked:
                 os.close(handle.descriptor)
                 return None
-            # Between opening and locking, whoever held it may have removed it: then this lock guards nothing.
+            # Between opening and locking, its former holder may have removed it: then this lock guards nothing.
             with contextlib.suppress(OSError):
                 if os.path.samestat(os.lstat(path), os.fstat(handle.descriptor)):
                     return handle

@@ -1,20 +1,20 @@
-"""A cache folder: how it is recognised and made, and which files in it are ours.
+"""A cache folder: how it is recognised and created, and which files in it are ours.
 
     CACHEDIR.TAG        the marker: the signature of the convention, our name, the version of the format
     catalog.sqlite      with its log; one that could not be read is set aside as catalog.sqlite.broken-NUMBER
     extents/HEX.kv      KV
-    writers/HEX         who is writing
+    writers/HEX         locks of writing processes
 
-A folder without the marker is somebody else's: it is never changed, unless it is empty. In a folder with the marker
-only regular files of exactly these names are written or removed, and no symbolic link is followed. The marker comes
-first and is checked again before every write and removal: without it, neither happens.
+A folder without the marker belongs to someone else: it is never changed, unless it is empty. In a folder with the
+marker only regular files of exactly these names are written or removed, and no symbolic link is followed. The marker is
+written first and is checked again before every write and removal: without it, neither happens.
 
 A cache of an older format is emptied when it is opened, under a lock:
 
     marker: format 1  ->  marker: format 2, being emptied  ->  our files removed  ->  marker: format 2
 
-The first step stops processes of the older version. Whoever is killed before the last leaves a marker that makes the
-next one to open the folder empty it again.
+The first step stops processes of the older version. A process that is killed before the last leaves a marker that makes
+the next one empty the folder again.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _BEING_EMPTIED = b"# Files of an older format are being removed: opening the cac
 _EMPTYING_TEXT = b"\n".join([*_TEXT.split(b"\n")[:2], _BEING_EMPTIED, b""])
 _MARKER_BYTES = 4096
 _HEX = "[0-9a-f]{16}"
-_LOCK = "0" * 16  # in the folder of writers: held by whoever empties the cache
+_LOCK = "0" * 16  # in the folder of writers: held while the cache is emptied
 _WAIT_SECONDS, _PAUSE_SECONDS = 60.0, 0.02  # for another process that empties it
 _DRAFT = re.compile(rf"{re.escape(MARKER)}\.{_HEX}")
-# What may be removed, by the folder it is in: "" is the cache folder itself.
+# Files that may be removed, by the folder they are in: "" is the cache folder itself.
 _REMOVABLE: Mapping[str, re.Pattern[str]] = {
     "": re.compile(rf"{re.escape(CATALOG)}\.broken-[0-9]+(?:-wal|-shm)?"),
     EXTENTS: re.compile(rf"{_HEX}\.kv"),
@@ -66,7 +66,7 @@ _SQLITE_SUFFIXES = ("", "-wal", "-shm", "-journal")
 
 
 def is_own_name(part: str, name: object) -> bool:
-    """Whether files of this name, in that part of a cache folder, are ours. Names come from the catalog, too."""
+    """Whether a file of this name in that part of a cache folder is ours. Names also come from the catalog."""
     return isinstance(name, str) and _REMOVABLE[part].fullmatch(name) is not None
 
 
@@ -80,10 +80,10 @@ def may_hold_cache(path: Path) -> bool:
 
 
 class CacheFolder:
-    """A folder that is a cache, or can become one. A link that leads to the folder is followed, once."""
+    """A folder that is a cache, or can become one. A link to the folder is followed, once."""
 
     def __init__(self, path: Path, files: Files) -> None:
-        """Changes nothing. Raises `CacheUnusable` for a path that no system takes."""
+        """Changes nothing. Raises `CacheUnusable` for an invalid path."""
         try:
             self.path = path.expanduser().resolve()
         except (OSError, RuntimeError, ValueError) as error:
@@ -95,7 +95,7 @@ class CacheFolder:
         self._read: tuple[int, ...] | None = None  # the marker that was read and found to be ours
 
     def claim(self) -> None:
-        """Make the folder a cache if it is absent or empty, empty a cache of an older format, else `check` it."""
+        """Make the folder a cache if it is missing or empty, empty a cache of an older format, else `check` it."""
         while (found := self._format()) != FORMAT:
             if found is None:
                 self._mark()
@@ -104,8 +104,8 @@ class CacheFolder:
         self._check_places()
 
     def check(self) -> None:
-        """Raises `CacheUnusable` if the folder is not a cache of ours, or something foreign stands in it where our
-        files should; `OSError` if it cannot be looked at."""
+        """Raises `CacheUnusable` if the folder is not a cache of ours, or something else is in the place of our files;
+        `OSError` if it cannot be read."""
         if self._format() != FORMAT:
             raise CacheUnusable(
                 f"{self.path / MARKER} is gone, so nothing is written to this folder or removed from it any more. "
@@ -114,7 +114,7 @@ class CacheFolder:
         self._check_places()
 
     def make_part(self, part: str) -> None:
-        """Make a folder inside it, if it is not there."""
+        """Make a folder inside it, if it is missing."""
         self.claim()
         if self._files.status(self.path / part) is None:
             self._files.make_folder(self.path / part)
@@ -128,9 +128,9 @@ class CacheFolder:
         return [name for name in self._files.names(self.path / part) if not self._is_own(part, name)]
 
     def remove(self, part: str, name: str) -> bool:
-        """Remove a file of ours, if it is there. What is not ours stays, whatever it is called.
+        """Remove a file of ours, if it exists. Other files stay, whatever their name.
 
-        False if another process has it open and the system minds: try again later. Raises as `check` does.
+        False if the system refuses because another process has it open: try again later. Raises as `check` does.
         """
         if self._is_own(part, name):
             self.check()
@@ -144,7 +144,7 @@ class CacheFolder:
         return found is not None and stat.S_ISREG(found.st_mode)
 
     def _format(self) -> int | None:
-        """The format that our marker names, 0 while the folder is being emptied; None without a marker.
+        """The format in our marker, 0 while the folder is being emptied; None without a marker.
 
         Raises `CacheUnusable` if the marker is another program's, or of a newer format.
         """
@@ -182,7 +182,7 @@ class CacheFolder:
         return number
 
     def _begin_anew(self) -> None:
-        """Remove everything that is ours from a cache of an older format, and mark it with this one."""
+        """Remove all our files from a cache of an older format, and mark it with this one."""
         self._check_places()
         try:
             if is_of_another_program(self._files.read(self.path / CATALOG, 100)):
@@ -201,11 +201,11 @@ class CacheFolder:
                 f"{self.path} is a cache of an older format and cannot be emptied: {error}. Delete it, or choose "
                 "another folder for the cache."
             ) from error
-        log.warning("%s was a cache of an older format: its KV was removed, and the cache begun anew.", self.path)
+        log.warning("%s was a cache of an older format: its KV was removed, and the cache starts empty.", self.path)
 
     @contextmanager
     def _emptying(self) -> Iterator[bool]:
-        """Hold the lock for emptying the folder; False if another process has done it meanwhile."""
+        """Hold the lock for emptying the folder; False if another process has done it."""
         self._files.make_folder(self.path / WRITERS)
         path, deadline = self.path / WRITERS / _LOCK, time.monotonic() + _WAIT_SECONDS
         while (lock := self._files.try_lock(path)) is None:
@@ -223,7 +223,7 @@ class CacheFolder:
                 self._files.close(lock)
 
     def _remove_own(self) -> None:
-        """Remove every file of ours but the marker and the lock; the catalog last, its log before it."""
+        """Remove all our files but the marker and the lock; the catalog last, its log before it."""
         going = [self.path / part / name for part in (EXTENTS, WRITERS, "") for name in self.own_files(part)]
         going += [self.path / name for name in self._files.names(self.path) if self._is_draft(name)]
         for path in [*going, *reversed(self._catalogs)]:
@@ -233,9 +233,9 @@ class CacheFolder:
             self._files.sync_folder(folder)
 
     def _mark(self) -> None:
-        """Put the marker into an empty folder, whole or not at all; that another process does the same is no harm."""
+        """Put the marker into an empty folder, atomically; another process may do the same at the same time."""
         names = [name for name in self._files.names(self.path) if not self._is_draft(name)]
-        if self._format() is not None:  # another process was faster; it makes everything else after its marker
+        if self._format() is not None:  # another process was first; it creates everything else after its marker
             return
         if names:
             library = self.path / OLD_LIBRARIES
@@ -249,11 +249,11 @@ class CacheFolder:
         try:
             self._write_marker(_TEXT, replace=False)
         except OSError:
-            if self._format() is None:  # else another process was faster
+            if self._format() is None:  # else another process was first
                 raise
 
     def _write_marker(self, text: bytes, *, replace: bool) -> None:
-        """Put a marker into the folder, whole or not at all, and return when it is on the medium."""
+        """Put a marker into the folder, atomically, and return when it is on the medium."""
         draft = self.path / f"{MARKER}.{secrets.token_hex(8)}"
         handle = self._files.create(draft)
         try:
@@ -272,7 +272,7 @@ class CacheFolder:
                 self._files.remove(draft)
 
     def _is_draft(self, name: str) -> bool:
-        """Whether that is a marker which another process is about to place, or did not live to."""
+        """Whether that is the draft of a marker of another process, maybe a dead one."""
         if not _DRAFT.fullmatch(name):
             return False
         try:
@@ -284,7 +284,7 @@ class CacheFolder:
             return False
 
     def _check_places(self) -> None:
-        """Raises `CacheUnusable` if something stands where our files should be that is none of them."""
+        """Raises `CacheUnusable` if anything else is in the place of our files."""
         for path in self._parts:
             found = self._files.status(path)
             if found is not None and not stat.S_ISDIR(found.st_mode):
@@ -295,7 +295,7 @@ class CacheFolder:
                 continue
             if not stat.S_ISREG(found.st_mode):
                 raise CacheUnusable(f"{path} is no regular file. Move it away, or choose another cache folder.")
-            if found.st_nlink > 1:  # what is written to it would be written to a file elsewhere
+            if found.st_nlink > 1:  # writing to it would change a file elsewhere
                 raise CacheUnusable(
                     f"{path} is also a file somewhere else (a hard link). Replace it by a copy, or choose another "
                     "cache folder."

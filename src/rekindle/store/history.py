@@ -1,7 +1,7 @@
-"""What was asked lately, and what came of it: so that a miss can be explained after it happened.
+"""Recent requests and their reuse, so that a miss can be explained later.
 
-Rows are bounded in number and size and live in the catalog: they count against its limit, belong to a KV space as KV
-does, and go with it.
+Rows are bounded in number and size and are part of the catalog: they count against its limit, belong to a KV space, and
+are removed with it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rekindle.core.scope import Scope
 from rekindle.store.catalog import catalog
 from rekindle.store.disk import DiskStore
 
-MAX_TOKENS = 2048  # of a prompt are remembered
+MAX_TOKENS = 2048  # of a prompt are stored
 _MAX_ROWS = 256
-_ROW_BYTES = 4096  # beside tokens and record: pages that are not full
+_ROW_BYTES = 4096  # estimate beside tokens and record: pages that are not full
 
 
 @dataclass(frozen=True)
 class PastRequest:
-    """A request of the past. `tokens` are the first of its prompt, `record` what was noted about it."""
+    """A past request: the first tokens of its prompt, and its record."""
 
     id: int
     at: float
@@ -35,12 +35,12 @@ class PastRequest:
 
 
 @dataclass(frozen=True)
-class OtherShelfRequest:
-    """A request in another KV space, and what that KV space is."""
+class OtherSpaceRequest:
+    """A past request in another KV space, and that KV space."""
 
     asked: PastRequest
     kv_space: Mapping[str, Any]  # model, identity, tenant, salt, adapter, codec
-    identity: Mapping[str, str]  # the fields of its identity; empty if they were never noted
+    identity: Mapping[str, str]  # the fields of its identity; empty if they were not recorded
 
 
 def note(
@@ -53,8 +53,11 @@ def note(
     *,
     present: Callable[[], bool] | None = None,
 ) -> None:
-    """Remember a request. The oldest go for it; without room, or if what it quotes is not `present`, it is not
-    remembered. Raises as the catalog does."""
+    """Record a request; the oldest are removed for it. Not recorded without space, or if what it quotes is not
+    `present`.
+
+    Raises as the catalog does.
+    """
     text = json.dumps(record, ensure_ascii=False)
     row = token_bytes(tokens[:MAX_TOKENS]), content, text
     size_bytes = sum(map(len, row)) + _ROW_BYTES
@@ -64,7 +67,7 @@ def note(
         (count,) = connection.execute("SELECT count(*) FROM requests").fetchone()
         used = disk.room.used_bytes(connection)
         if used + size_bytes > disk.room.limit_bytes(used):
-            # What is deleted leaves pages to write to: the file does not grow.
+            # Deleted rows leave pages to write to: the file does not grow.
             if count == 0:
                 return
             _forget_oldest(connection, max(1, count // 4))
@@ -80,19 +83,21 @@ def note(
         )
 
 
-def recent(disk: DiskStore, kv_space: KvSpace, most: int = 64) -> list[PastRequest]:
+def recent(disk: DiskStore, kv_space: KvSpace, max_count: int = 64) -> list[PastRequest]:
     """The last requests in a KV space, newest first."""
     with disk.database.reading() as connection:
         number = catalog.kv_space_id(connection, disk.kv_space_digest(kv_space))
         rows = connection.execute(
             "SELECT id, at, tokens, content, record FROM requests WHERE kv_space=? ORDER BY id DESC LIMIT ?",
-            (number, most),
+            (number, max_count),
         ).fetchall()
     return [_asked(row) for row in rows]
 
 
-def on_other_kv_spaces(disk: DiskStore, kv_space: KvSpace, most: int = 64, *, own: bool) -> list[OtherShelfRequest]:
-    """The last requests on other KV spaces, newest first; `own`: only on those of the same tenant and salt."""
+def on_other_kv_spaces(
+    disk: DiskStore, kv_space: KvSpace, max_count: int = 64, *, own: bool
+) -> list[OtherSpaceRequest]:
+    """The last requests in other KV spaces, newest first; `own`: only in those of the same tenant and salt."""
     columns = ("model", "identity", "tenant", "salt", "adapter", "codec")
     with disk.database.reading() as connection:
         number = catalog.kv_space_id(connection, disk.kv_space_digest(kv_space))
@@ -100,24 +105,24 @@ def on_other_kv_spaces(disk: DiskStore, kv_space: KvSpace, most: int = 64, *, ow
             f"SELECT r.id, r.at, r.tokens, r.content, r.record, i.fields, {', '.join(f's.{c}' for c in columns)} "
             "FROM requests r JOIN kv_spaces s ON s.id=r.kv_space LEFT JOIN identities i ON i.digest=s.identity "
             "WHERE r.kv_space IS NOT ? AND (NOT ? OR (s.tenant=? AND s.salt=?)) ORDER BY r.id DESC LIMIT ?",
-            (number, own, kv_space.namespace.tenant, kv_space.namespace.salt, most),
+            (number, own, kv_space.namespace.tenant, kv_space.namespace.salt, max_count),
         ).fetchall()
     return [
-        OtherShelfRequest(
+        OtherSpaceRequest(
             _asked(row[:5]), dict(zip(columns, row[6:], strict=True)), json.loads(row[5]) if row[5] else {}
         )
         for row in rows
     ]
 
 
-def last(disk: DiskStore, most: int = 1, scope: Scope | None = None) -> list[PastRequest]:
+def last(disk: DiskStore, max_count: int = 1, scope: Scope | None = None) -> list[PastRequest]:
     """The last requests of a scope, or of all, newest first."""
     tenant, salt = (None, None) if scope is None else (scope.tenant, scope.salt)
     with disk.database.reading() as connection:
         rows = connection.execute(
             "SELECT r.id, r.at, r.tokens, r.content, r.record FROM requests r JOIN kv_spaces s ON s.id=r.kv_space "
             "WHERE ?1 IS NULL OR (s.tenant=?1 AND s.salt=?2) ORDER BY r.id DESC LIMIT ?3",
-            (tenant, salt, most),
+            (tenant, salt, max_count),
         ).fetchall()
     return [_asked(row) for row in rows]
 

@@ -11,7 +11,7 @@ from rekindle.core.size import parse_limit
 from rekindle.errors import PinRefused
 from rekindle.store.catalog import catalog
 from rekindle.store.catalog.database import Database
-from rekindle.store.clock import BEHIND_SECONDS, is_believed
+from rekindle.store.evict import BEHIND_SECONDS, is_believed
 from rekindle.store.files import Files
 from rekindle.store.settings import StoreSettings
 
@@ -56,10 +56,10 @@ class Limits:
         """What files and catalog take, with all that is reserved."""
         seen = 0
         if self._settings.admission == "second-use":
-            seen = _SEEN_ROWS if self._limit.size_bytes is None else self.most_seen(self._limit.size_bytes)
+            seen = _SEEN_ROWS if self._limit.size_bytes is None else self.max_seen(self._limit.size_bytes)
         return catalog.total_bytes(connection) + self._database.claimed_bytes() + seen * _BYTES_A_SEEN_ROW
 
-    def most_seen(self, limit_bytes: int) -> int:
+    def max_seen(self, limit_bytes: int) -> int:
         """How many keys of second-use admission are remembered."""
         return min(_SEEN_ROWS, limit_bytes // _LIMIT_BYTES_A_SEEN_ROW)
 
@@ -96,13 +96,13 @@ def seen_before(
 ) -> int:
     """How many of the chained keys were met before; all are remembered now, the oldest others forgotten."""
     select = "SELECT 1 FROM seen_keys WHERE key=? AND kv_space=?"
-    known = [connection.execute(select, (key, kv_space)).fetchone() is not None for key in keys]
+    seen = [connection.execute(select, (key, kv_space)).fetchone() is not None for key in keys]
     connection.executemany("INSERT OR REPLACE INTO seen_keys VALUES (?,?,?)", [(key, kv_space, now) for key in keys])
     excess = int(connection.execute("SELECT count(*) FROM seen_keys").fetchone()[0]) - max_rows
     if excess > 0:
         oldest = "SELECT key, kv_space FROM seen_keys ORDER BY at LIMIT ?"
         connection.execute(f"DELETE FROM seen_keys WHERE (key, kv_space) IN ({oldest})", (excess,))
-    return known.index(False) if False in known else len(known)
+    return seen.index(False) if False in seen else len(seen)
 
 
 def add_written(connection: sqlite3.Connection, minute: int, size_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""KV in memory, above the disk: extents as arrays, checked once, least recently used go first."""
+"""KV in memory, above the disk: extents as arrays, checked once; the least recently used go first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rekindle.core.kv import LayerKv
 
 @dataclass(frozen=True, eq=False)
 class HeldExtent:
-    """An extent in memory. Its bytes were checked when it came."""
+    """An extent in memory, checked when it was read."""
 
     header: ExtentHeader
     layers: tuple[LayerKv, ...]
@@ -24,7 +24,7 @@ class HeldExtent:
 
 
 class MemoryTier:
-    """Extents by name, never more bytes than the limit. Used from several threads."""
+    """Extents by name, never more bytes than the limit. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -66,7 +66,7 @@ class MemoryTier:
             self._size_bytes += held.size_bytes
 
     def forget(self, names: Iterable[str]) -> None:
-        """Let go of extents that are no longer listed."""
+        """Drop extents."""
         with self._lock:
             for name in names:
                 self._drop(name)

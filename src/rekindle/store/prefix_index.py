@@ -1,9 +1,9 @@
-"""The longest known prefix of a prompt, token by token, without reading any KV.
+"""The longest stored prefix of a prompt, token by token, without reading any KV.
 
-Chains are prefix-closed (tails are evicted before heads), so the deepest known block is found by binary search over
-the chained keys. From there the extents that hold the chain are walked back to the root, one step an extent, and all
-tokens are compared. Inside the first block that differs, the two neighbours of the prompt's tokens among the parent's
-children share the longest beginning with it: KV of the beginning of a block is a slice of the block.
+Chains are prefix-closed (tails are evicted before heads), so the deepest stored block is found by binary search over
+the chained keys. From there the extents that hold the chain are walked back to the root, one step per extent, and all
+tokens are compared. In the first block that differs, one of the two neighbours of the prompt's tokens among the
+parent's children shares the longest beginning with it: KV of the beginning of a block is a slice of the block.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Neighbour:
 
 
 class BlockIndex(Protocol):
-    """What the search needs of a catalog, from one consistent view of it."""
+    """The queries that the search needs, on one consistent view of a catalog."""
 
     def find(self, key: NodeKey) -> BlockRef | None:
-        """The block of a node."""
+        """The block with that key."""
 
     def name(self, extent: int) -> str | None:
         """The name of an extent; None if it may not be used."""
 
     def tokens(self, spot: BlockRef) -> bytes:
-        """The tokens of an extent's blocks up to and with that place."""
+        """The tokens of an extent's blocks up to and including that place."""
 
     def neighbours(self, parent: NodeKey, tokens: bytes) -> Sequence[Neighbour]:
         """The children of `parent` just below (or at) and just above `tokens`, in the order of their bytes."""
@@ -50,10 +50,11 @@ class BlockIndex(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of a prompt's tokens whose KV is in one extent, from its block `first` on; the last may be used in part.
+    """A run of a prompt's tokens whose KV is in one extent, from its block `first` on; the last block may be used in
+    part.
 
-    So may the first: its `skip` first tokens are left out. The name makes sure: numbers of extents begin anew when a
-    catalog is lost.
+    So may the first: its `skip` first tokens are left out. The name is needed because numbers of extents start over
+    when a catalog is lost.
     """
 
     extent: int
@@ -61,8 +62,8 @@ class Piece:
     first: int
     span: Span
     skip: int = 0
-    coding: str = "raw"  # exact, near: it takes decoding
-    overread: int = 0  # tokens that have to be decoded with it
+    coding: str = "raw"  # raw, exact or quantized
+    overread: int = 0  # further tokens that must be decoded with it
 
     @property
     def last(self) -> int:
@@ -72,7 +73,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Match:
-    """What is known of a prompt: pieces that tile `[0, length)` in order."""
+    """The stored prefix of a prompt: pieces that tile `[0, length)` in order."""
 
     root: NodeKey
     tokens: bytes
@@ -81,20 +82,20 @@ class Match:
 
     @property
     def length(self) -> int:
-        """How many tokens are known, from the first on."""
+        """Number of stored tokens, from the first on."""
         return self.pieces[-1].span.stop if self.pieces else 0
 
     @property
     def full_blocks(self) -> int:
-        """How many whole blocks are known."""
+        """Number of whole blocks that are stored."""
         return self.length // BLOCK_TOKENS
 
     def key_before(self, block: int) -> NodeKey:
-        """The node that block number `block` of the prompt hangs on."""
+        """The parent node of block number `block` of the prompt."""
         return self.keys[block - 1] if block else self.root
 
     def until(self, length: int) -> Match:
-        """The same, of at most the first `length` tokens: for loading less than is known."""
+        """The same, of at most the first `length` tokens: for loading less than is stored."""
         pieces = [
             replace(piece, span=Span(piece.span.start, min(piece.span.stop, length)))
             for piece in self.pieces
@@ -103,18 +104,18 @@ class Match:
         return Match(self.root, self.tokens, self.keys, tuple(pieces))
 
     def gap(self) -> Span | None:
-        """What is to be kept of the prompt: from the first block not known whole. None if every token is known."""
+        """The span to keep: from the first block not stored as a whole. None if every token is stored."""
         count = len(self.tokens) // TOKEN_BYTES
         return None if self.length >= count else Span(self.full_blocks * BLOCK_TOKENS, count)
 
 
 def search(rows: BlockIndex, root: NodeKey, tokens: bytes) -> Match:
-    """The longest known prefix of `tokens`."""
+    """The longest stored prefix of `tokens`."""
     keys = chain(root, tokens)
     pieces = _whole_blocks(rows, keys[: len(tokens) // BLOCK_BYTES], tokens)
-    known = pieces[-1].span.stop // BLOCK_TOKENS if pieces else 0
-    rest = tokens[known * BLOCK_BYTES : (known + 1) * BLOCK_BYTES]
-    if rest and (piece := _inside_block(rows, keys[known - 1] if known else root, rest, known)):
+    stored = pieces[-1].span.stop // BLOCK_TOKENS if pieces else 0
+    rest = tokens[stored * BLOCK_BYTES : (stored + 1) * BLOCK_BYTES]
+    if rest and (piece := _inside_block(rows, keys[stored - 1] if stored else root, rest, stored)):
         if pieces and pieces[-1].extent == piece.extent and pieces[-1].last + 1 == piece.first:
             last = pieces.pop()
             piece = Piece(last.extent, last.name, last.first, Span(last.span.start, piece.span.stop))
@@ -133,7 +134,7 @@ def _whole_blocks(rows: BlockIndex, keys: Sequence[NodeKey], tokens: bytes) -> l
             first = depth - 1 - spot.place  # the depth of the extent's first block
             name = rows.name(spot.extent) if first >= 0 else None
             if name is None or rows.tokens(spot) != tokens[first * BLOCK_BYTES : depth * BLOCK_BYTES]:
-                # Damaged, expired, or a collision: what hangs below it is of no use either.
+                # Damaged, expired, or a collision: what follows it is unusable too.
                 limit = max(0, min(first, depth - 1))
                 break
             pieces.append(Piece(spot.extent, name, 0, Span(first * BLOCK_TOKENS, depth * BLOCK_TOKENS)))
@@ -145,16 +146,16 @@ def _whole_blocks(rows: BlockIndex, keys: Sequence[NodeKey], tokens: bytes) -> l
 
 
 def _deepest(rows: BlockIndex, keys: Sequence[NodeKey]) -> tuple[int, BlockRef | None]:
-    """How many of the chained keys are known, and where the last known one is."""
-    known, unknown, spot = 0, len(keys) + 1, None
-    while unknown - known > 1:
-        middle = (known + unknown) // 2
+    """The number of chained keys that are stored, and where the last one is."""
+    stored, missing, spot = 0, len(keys) + 1, None
+    while missing - stored > 1:
+        middle = (stored + missing) // 2
         found = rows.find(keys[middle - 1])
         if found is None:
-            unknown = middle
+            missing = middle
         else:
-            known, spot = middle, found
-    return known, spot
+            stored, spot = middle, found
+    return stored, spot
 
 
 def _inside_block(rows: BlockIndex, parent: NodeKey, rest: bytes, depth: int) -> Piece | None:
@@ -168,32 +169,32 @@ def _inside_block(rows: BlockIndex, parent: NodeKey, rest: bytes, depth: int) ->
     return best
 
 
-def following(rows: BlockIndex, match: Match, most: int) -> bytes:
-    """Up to `most` tokens that come after a whole match. Of several, those of the nearest in the order of bytes."""
+def following(rows: BlockIndex, match: Match, max_count: int) -> bytes:
+    """Up to `max_count` tokens that follow a whole match; of several continuations, the first in the order of bytes."""
     block = match.full_blocks
-    parent, known = match.key_before(block), match.tokens[block * BLOCK_BYTES :]
+    parent, stored = match.key_before(block), match.tokens[block * BLOCK_BYTES :]
     found = b""
-    while len(found) < most * TOKEN_BYTES:
-        near = [child.tokens for child in rows.neighbours(parent, known) if child.tokens.startswith(known)]
-        longer = max(near, key=len, default=known)[:BLOCK_BYTES]
-        more = longer[len(known) :]
+    while len(found) < max_count * TOKEN_BYTES:
+        near = [child.tokens for child in rows.neighbours(parent, stored) if child.tokens.startswith(stored)]
+        longer = max(near, key=len, default=stored)[:BLOCK_BYTES]
+        more = longer[len(stored) :]
         if not more or len(more) % TOKEN_BYTES:
             break
-        found, known = found + more, longer  # one that goes on like it may be longer still
-        if len(known) == BLOCK_BYTES:
-            (parent,), known = chain(parent, known), b""
-    return found[: most * TOKEN_BYTES]
+        found, stored = found + more, longer  # a longer one may continue it
+        if len(stored) == BLOCK_BYTES:
+            (parent,), stored = chain(parent, stored), b""
+    return found[: max_count * TOKEN_BYTES]
 
 
 def continuation(rows: BlockIndex, match: Match) -> bytes | None:
-    """The tokens with which something known goes on where `match` ends and the prompt does not; None if nothing does.
+    """The tokens of a stored continuation where `match` ends and the prompt differs; None if there is none.
 
-    Of several, those of the nearest in the order of token bytes.
+    Of several, the nearest in the order of token bytes.
     """
     block = match.full_blocks
     rest = match.tokens[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-    known = (match.length - block * BLOCK_TOKENS) * TOKEN_BYTES
+    stored = (match.length - block * BLOCK_TOKENS) * TOKEN_BYTES
     for neighbour in rows.neighbours(match.key_before(block), rest):
-        if neighbour.tokens[:known] == rest[:known] and len(neighbour.tokens) > known:
-            return neighbour.tokens[known:]
+        if neighbour.tokens[:stored] == rest[:stored] and len(neighbour.tokens) > stored:
+            return neighbour.tokens[stored:]
     return None

@@ -1,4 +1,4 @@
-"""What can be chosen about a store. Everything has a default that is right for most."""
+"""The settings of a store."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rekindle.codec.coder import EXACT, Coder, is_quantized
+from rekindle.core.chunk import is_nonprefix
 from rekindle.core.size import Limit, parse_limit
 from rekindle.errors import InvalidSetting
-from rekindle.store.evict.policy import POLICIES, Policy
-from rekindle.store.nonprefix_kv import is_nonprefix
+from rekindle.store.evict import POLICIES, Policy
 
 Admission = Literal["always", "second-use"]
 
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """The choices.
+    """The settings.
 
-    disk_limit       bytes, "512MB", or "10%" of what is free or already the cache's; counts files and catalog
+    disk_limit       bytes, "512MB", or "10%" of what is free or already the cache's; files and catalog together
     memory_limit     the same for KV held in memory above the disk
-    policy           what goes first when room is needed: utility, lru
+    policy           what goes first when space is needed: utility, lru
     ttl_seconds      KV older than this is not served and goes; None: never
-    killed_ttl_seconds  what an app alone used goes so long after it was killed; None: when room is needed
-    admission        keep always, or on second-use: only what was met before
-    write_budget     bytes that may be written within an hour, to spare flash; None: as many as there are
-    most_variants    variants of chunks that are listed for one KV space; those used least go first
-    most_a_chunk     the same for one chunk
-    exact            how KV is coded where no bit may be lost; None: not at all
-    near             the same where the level `quantized` is allowed
+    killed_ttl_seconds  KV that only a killed app used goes after this time; None: when space is needed
+    admission        keep always, or on second-use: only what was seen before
+    write_budget     bytes that may be written within an hour, to spare flash; None: no limit
+    max_variants     variants of chunks listed for one KV space; the least used go first
+    max_a_chunk      the same for one chunk
+    exact            how KV is coded where no bit may be lost; None: uncoded
+    quantized        the same where the level `quantized` is allowed
     key              16 to 64 secret bytes: then all digests are keyed, and files that others wrote are never served
     """
 
@@ -65,7 +65,7 @@ class StoreSettings:
         parse_limit(self.memory_limit)
 
     def coder(self, codec: str) -> Coder | None:
-        """How KV of a KV space with that codec is coded; None: as it is."""
+        """How KV of a KV space with that codec is coded; None: uncoded."""
         return None if is_nonprefix(codec) else self.quantized if is_quantized(codec) else self.exact
 
     @property

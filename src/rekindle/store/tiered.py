@@ -18,13 +18,13 @@ import psutil
 from rekindle.core.identity import Identity
 from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, KvSpace, chain, token_bytes, token_ids
 from rekindle.core.kv import Kv, LayerKv, Span
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable, InvalidSetting
-from rekindle.store import history
-from rekindle.store.access_log import AccessLog, BlockAccess
+from rekindle.store import history, purge
 from rekindle.store.catalog import app_rows, catalog, delta_rows
 from rekindle.store.catalog.app_rows import AppAccess, UsedBlocks
+from rekindle.store.catalog.catalog import AccessLog, BlockAccess
 from rekindle.store.catalog.delta_rows import coded_pieces
 from rekindle.store.delta_base import DeltaBase
 from rekindle.store.disk import DiskStore, Machine, Written, check_present
@@ -33,8 +33,7 @@ from rekindle.store.feed import KvSource, KvSources, StoredFeed, is_in_place, st
 from rekindle.store.limits import Refused
 from rekindle.store.memory import HeldExtent, MemoryTier
 from rekindle.store.prefix_index import Match, Piece, continuation, following, search
-from rekindle.store.purge import purge
-from rekindle.store.purge.traces import clear, remove_traces
+from rekindle.store.purge import clear, remove_traces
 from rekindle.store.settings import StoreSettings
 from rekindle.store.variants import Variants
 
@@ -42,11 +41,11 @@ __all__ = ["Counts", "Kept", "TieredStore"]
 
 T = TypeVar("T")
 _SPARE_BYTES = 64 << 10  # for rows about apps, before they are written
-_LOOK_AGAIN_SECONDS = 15.0  # after killed apps
+_LOOK_AGAIN_SECONDS = 15.0  # between two checks for killed apps
 
 
 class TieredStore:
-    """KV of any number of models in one folder. Used from several threads and processes at once.
+    """KV of any number of models in one folder. Thread-safe, and shared by processes.
 
     Raises `CacheUnusable` if the folder cannot be opened.
     """
@@ -63,13 +62,13 @@ class TieredStore:
         self._sources = KvSources(self.disk, self.memory, self._failures)
         self.variants = Variants(self.disk, self.memory, self._failures, self._sources, self._access_log)
         self._apps_to_flush = False  # since the last flush
-        self.wake_seconds: float | None = None  # call `tend` this often, even without requests
+        self.wake_seconds: float | None = None  # call `maintain` this often, even without requests
         self._tidy_at_start()
 
     # -- reading: every failure is a miss --------------------------------------------------------------------------
 
     def lookup(self, kv_space: KvSpace, tokens: Sequence[int]) -> Match:
-        """The longest prefix of `tokens` whose KV is known. Changes nothing."""
+        """The longest stored prefix of `tokens`. Changes nothing."""
         data, root = token_bytes(tokens), kv_space.namespace.root
 
         def look(rows: catalog.View) -> Match:
@@ -82,16 +81,16 @@ class TieredStore:
         return self._viewing(kv_space, look, Match(root, data, (), ()))
 
     def continuation(self, kv_space: KvSpace, match: Match) -> bytes | None:
-        """How something known goes on where `match` ends and its prompt does not; None if nothing does."""
+        """The tokens of a stored continuation where `match` ends and its prompt differs; None if there is none."""
         return self._viewing(kv_space, lambda rows: continuation(rows, match), None)
 
-    def following(self, kv_space: KvSpace, match: Match, most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that followed the whole prompt before; none if none did."""
-        return token_ids(self._viewing(kv_space, lambda rows: following(rows, match, most), b""))
+    def following(self, kv_space: KvSpace, match: Match, max_count: int) -> tuple[int, ...]:
+        """Up to `max_count` tokens that followed the whole prompt before; none if it was not continued."""
+        return token_ids(self._viewing(kv_space, lambda rows: following(rows, match, max_count), b""))
 
-    def beginnings(self, kv_space: KvSpace, most: int = 10_000) -> list[bytes]:
-        """The tokens with which everything kept in a KV space begins, a block of each; of a store in trouble, none."""
-        return self._viewing(kv_space, lambda rows: rows.children(kv_space.namespace.root, most), [])
+    def beginnings(self, kv_space: KvSpace, max_count: int = 10_000) -> list[bytes]:
+        """The first block of tokens of every chain in a KV space; none if the store cannot be read."""
+        return self._viewing(kv_space, lambda rows: rows.children(kv_space.namespace.root, max_count), [])
 
     def _viewing(self, kv_space: KvSpace, ask: Callable[[catalog.View], T], nothing: T) -> T:
         def look() -> T:
@@ -101,7 +100,7 @@ class TieredStore:
         return self._failures.reading(look, nothing)
 
     def load(self, kv_space: KvSpace, match: Match) -> StoredFeed:
-        """A feed of what `match` found, ready to fill. Raises `KvLost` if it is not there any more."""
+        """A feed of what `match` found, ready to fill. Raises `KvLost` if it was removed."""
         if not match.pieces:
             raise InvalidSetting("There is nothing to load: the match is empty.")
         self._failures.check_open()
@@ -115,13 +114,13 @@ class TieredStore:
         return self._sources.feed(kv_space, sources)
 
     def holds(self, piece: Piece) -> bool:
-        """Whether a piece's KV is in memory, as far as is known without looking closer."""
+        """Whether a piece's KV is in memory, by a quick check."""
         return self.memory.holds(piece.name)
 
-    def record_use(self, match: Match, saved_ms: float = 0.0, app: Asker | None = None) -> None:
-        """Record that what `match` found was used, and what that saved. Written to the catalog by `tend`.
+    def record_use(self, match: Match, saved_ms: float = 0.0, app: AppRef | None = None) -> None:
+        """Record a use of what `match` found, and the time it saved. Written to the catalog by `maintain`.
 
-        `app` is who used it; without one, `record_request` or `record_use_by` say so when the request is over.
+        `app` is the user; without one, `record_request` or `record_use_by` record it when the request is over.
         """
         length = max(1, match.length)
         now = self.disk.clock()
@@ -131,18 +130,18 @@ class TieredStore:
         if app is not None:
             self.record_use_by(app, match.pieces)
 
-    def record_use_by(self, app: Asker | None, pieces: Sequence[Piece], requests: int = 0) -> None:
-        """Record who used pieces, and with how many requests. Use without an app matters only where apps are known."""
+    def record_use_by(self, app: AppRef | None, pieces: Sequence[Piece], requests: int = 0) -> None:
+        """Record the user of pieces, and the number of requests; without an app, only if apps are registered."""
         places = [UsedBlocks(piece.extent, piece.name, piece.last) for piece in pieces]
         self._access_log.add([AppAccess(app, places, self.disk.clock(), self.disk.room.allows, requests)])
         self._apps_to_flush = True
 
-    def record_request(self, kv_space: KvSpace, tokens: Sequence[int], app: Asker | None) -> None:
-        """Record a finished request: that app used all that is known of its tokens, also what it did not load."""
+    def record_request(self, kv_space: KvSpace, tokens: Sequence[int], app: AppRef | None) -> None:
+        """Record a finished request: the app used all stored KV of its tokens, also what it did not load."""
         if self.tracks_use_of(app):
             self.record_use_by(app, self.lookup(kv_space, tokens).pieces, requests=1)
 
-    def tracks_use_of(self, app: Asker | None) -> bool:
+    def tracks_use_of(self, app: AppRef | None) -> bool:
         """Whether uses by that app, or without an app, are recorded."""
         if self.disk.database.read_only:
             return False
@@ -155,7 +154,7 @@ class TieredStore:
     # -- writing: every failure is "not kept" ----------------------------------------------------------------------
 
     def gap(self, kv_space: KvSpace, tokens: Sequence[int]) -> Span | None:
-        """The span of `tokens` that `keep` would take: what is not known, and admitted. None: nothing."""
+        """The span of `tokens` that `keep` would take: not stored yet, and admitted. None: nothing."""
         match = self.lookup(kv_space, tokens)
         gap = match.gap()
         if gap is None or self.settings.admission == "always":
@@ -176,16 +175,16 @@ class TieredStore:
         kv: Kv,
         *,
         evict: bool = True,
-        app: Asker | None = None,
+        app: AppRef | None = None,
         lossy: bool = False,
         present: Callable[[], bool] | None = None,
     ) -> Kept:
-        """Keep KV whose span is what `gap` said of the same tokens, or begins at an earlier block.
+        """Keep KV whose span is what `gap` returned for the same tokens, or begins at an earlier block.
 
-        `tokens` may go on behind the span. The arrays are the store's from now on: it may hold them in memory.
-        Returns when it is on disk and visible to every process. Without `evict` it is refused where others would have
-        to go for it. `app` is whose it is. `lossy`: it had been quantized before. `present` tells, in the transaction
-        that makes it visible, whether what it was computed from is still there.
+        `tokens` may continue after the span. The store owns the arrays from now on, and may hold them in memory.
+        Returns when the KV is on disk and visible to every process. Without `evict` it is refused if other KV would
+        have to go. `app` is its user. `lossy`: it was quantized before. `present` says, in the transaction that makes
+        it visible, whether its source still exists.
         """
         data = token_bytes(tokens[: kv.span.stop])
         if kv.span.start % BLOCK_TOKENS or len(kv.span) == 0 or kv.layout != kv_space.layout:
@@ -199,7 +198,7 @@ class TieredStore:
             if gap is None:
                 return Kept("known")
             if gap.start < kv.span.start:
-                return Kept("refused", "what it hangs on is not known any more")
+                return Kept("refused", "its prefix is no longer stored")
             self._flush()
             coder = self.settings.coder(kv_space.codec)
             base = (
@@ -218,7 +217,7 @@ class TieredStore:
                 except Refused:
                     if stands_on is None:
                         raise
-                    written = write_it()  # as a whole, and for it the base may go
+                    written = write_it()  # whole, and the base may be evicted for it
                 size_bytes += written.size_bytes
                 self._hold(written, kv, part)
                 self.counts.kept += 1
@@ -230,7 +229,7 @@ class TieredStore:
             return self._failures.refused(str(refusal))
 
     def _hold(self, written: Written, kv: Kv, part: Kv) -> None:
-        """Hold what was just written in memory too, unless it comes back from disk as something else."""
+        """Hold what was just written in memory too, unless reading it back would give other numbers."""
         if written.coding != "quantized" and self.memory.fits(len(part.span) * part.layout.token_bytes):
             held = kv.layers if part is kv else _copied(part)
             self.memory.put(written.header.plan.name, HeldExtent(written.header, held))
@@ -245,19 +244,19 @@ class TieredStore:
         *,
         present: Callable[[], bool] | None = None,
     ) -> None:
-        """Remember a request, for `explain`, if what it quotes is `present` then. What cannot be remembered is not."""
+        """Record a request for `explain`, if what it quotes is still `present`. Never fails."""
         if not self.disk.database.read_only:
             note = partial(history.note, self.disk, kv_space, identity, tokens, content, record, present=present)
             self._failures.writing(note, lambda _: None)
 
-    def tend(self) -> None:
-        """Do what may wait: note uses, hold in memory what was read, remove what expired. Call it when idle."""
+    def maintain(self) -> None:
+        """Do deferred work: record uses, hold in memory what was read, remove what expired. Call it when idle."""
 
         def work() -> None:
             if not self.disk.database.read_only:
                 self._flush()
                 self.disk.tidy()
-                self.variants.tidy()  # behind it: what expired or was evicted takes its variants along
+                self.variants.tidy()  # after it: expired and evicted KV takes its variants along
             self._sources.promote()
             self.wake_seconds = _LOOK_AGAIN_SECONDS if self._knows_apps() else None
 
@@ -265,7 +264,7 @@ class TieredStore:
         self._failures.writing(work, lambda _: None)
 
     def close(self) -> None:
-        """Note what is still to be noted, then close. Idempotent."""
+        """Record what is buffered, then close. Idempotent."""
         if self._failures.closed:
             return
         self._failures.closed = True
@@ -288,15 +287,15 @@ class TieredStore:
         texts: Sequence[str] = (),
         progress: Callable[[int, int], None] | None = None,
     ) -> purge.Purged:
-        """Remove every trace of runs of tokens, from memory too. Raises `CacheUnusable`: then run it again."""
+        """Remove every trace of runs of tokens, from memory too. On `CacheUnusable`, run it again."""
         self._failures.check_open()
         try:
             return purge.purge(self.disk, tenant, salt, runs, texts=texts, progress=progress)
         finally:
-            self.memory.forget(self.memory.names())  # of all: use brings the others back
+            self.memory.forget(self.memory.names())  # all of them: later use loads the others again
 
     def clear(self) -> int:
-        """Remove everything, from memory too; how many files went. Raises `CacheUnusable`: then run it again."""
+        """Remove everything, from memory too; returns the number of files. On `CacheUnusable`, run it again."""
         self._failures.check_open()
         self._access_log.drop()
         try:
@@ -305,9 +304,9 @@ class TieredStore:
             self.memory.forget(self.memory.names())
 
     def remove_all(self, tenant: str, salt: str) -> None:
-        """Remove all KV of a tenant and salt, from memory too, and their requests of the past.
+        """Remove all KV of a tenant and salt, from memory too, and their past requests.
 
-        Raises `CacheUnusable`: then run it again.
+        On `CacheUnusable`, run it again.
         """
         self._failures.check_open()
         own = "SELECT id FROM kv_spaces WHERE tenant=? AND salt=?"
@@ -325,7 +324,7 @@ class TieredStore:
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """Write to the catalog what was used, and what could not be read."""
+        """Write uses, and extents that could not be read, to the catalog."""
         if self._apps_to_flush:
             self._apps_to_flush = False
             self.disk.room.hold_limit(_SPARE_BYTES)
@@ -333,7 +332,7 @@ class TieredStore:
         self._sources.settle()
 
     def _tidy_at_start(self) -> None:
-        """Remove what others left unfinished; cheap when there is nothing, and never a reason not to open."""
+        """Remove unfinished work of others; cheap if there is none, and failures do not prevent opening."""
 
         def work() -> None:
             self.disk.room.sweep_once()
@@ -346,18 +345,18 @@ class TieredStore:
 
 
 def _covered(gap: Span, base: DeltaBase | None) -> list[Span]:
-    """What is kept in one piece: the part that can be a difference from the base, and the rest."""
+    """The spans to keep separately: the part that can be a delta from the base, and the rest."""
     cut = gap.stop if base is None else min(gap.start + base.blocks * BLOCK_TOKENS, gap.stop)
     return [Span(gap.start, gap.stop)] if cut == gap.stop else [Span(gap.start, cut), Span(cut, gap.stop)]
 
 
 def _part(kv: Kv, span: Span) -> Kv:
-    """The part of the KV of these tokens; views, no copies."""
+    """The part of the KV of these tokens, as views."""
     at = slice(span.start - kv.span.start, span.stop - kv.span.start)
     layers = tuple(LayerKv(layer.keys[:, at], layer.values[:, at]) for layer in kv.layers)
     return Kv(span, kv.layout, layers)
 
 
 def _copied(kv: Kv) -> tuple[LayerKv, ...]:
-    """Layers of its own: views would hold on to the whole they are a part of."""
+    """Copies of the layers: views would keep the whole arrays alive."""
     return tuple(LayerKv(layer.keys.copy(), layer.values.copy()) for layer in kv.layers)

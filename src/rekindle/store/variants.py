@@ -1,8 +1,8 @@
-"""Variants of chunks: KV already kept, found again by the chunk's tokens alone, whatever stood before it.
+"""Variants of chunks: KV already kept, found by the chunk's tokens alone, whatever preceded it.
 
-A variant is a view on the blocks of a prompt (`keep`), or, where these are not exact, non-prefix KV of its own
-(`keep_nonprefix`). Like everything else in the store it is never a reason for a request to fail: in trouble, nothing is
-known and nothing is kept.
+A variant is a view on the blocks of a prompt (`keep`), or, where these are not exact, a separate copy of non-prefix KV
+(`keep_nonprefix`). As everywhere in the store, failures never fail a request: then nothing is found and nothing is
+kept.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from rekindle.core.chunk import ChunkDigest, Variant, chunk_digest
+from rekindle.core.chunk import DIGEST_TOKENS, ChunkDigest, Variant, chain_kv, chain_tokens, chunk_digest, nonprefix
 from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, KvSpace, chain, token_bytes
 from rekindle.core.kv import Kv, Span
-from rekindle.core.scope import Asker
+from rekindle.core.scope import AppRef
 from rekindle.errors import InvalidSetting
-from rekindle.store.access_log import AccessLog, BlockAccess
 from rekindle.store.catalog import catalog, delta_rows, variant_rows
+from rekindle.store.catalog.catalog import AccessLog, BlockAccess
 from rekindle.store.catalog.variant_rows import (
     ChunkLocation,
     ChunkView,
@@ -35,7 +35,6 @@ from rekindle.store.failures import Failures, Kept
 from rekindle.store.feed import KvSource, KvSources, StoredFeed
 from rekindle.store.limits import Refused
 from rekindle.store.memory import HeldExtent, MemoryTier
-from rekindle.store.nonprefix_kv import DIGEST_TOKENS, chain_kv, chain_tokens, nonprefix
 from rekindle.store.prefix_index import Piece
 
 _A_TRANSACTION = 32
@@ -45,11 +44,11 @@ _MAX_GAIN = 10.0
 
 
 @dataclass(frozen=True, eq=False)
-class KnownVariant:
-    """A variant that can be loaded, as far as the catalog knows.
+class StoredVariant:
+    """A variant that can be loaded, by what the catalog says.
 
-    `frequency` is how much it was used, a use that needed little recompute counting more. `tier` is where its KV is,
-    `size_bytes` what that takes. The rest is for `load` and `record_use`.
+    `frequency` counts its uses; a use that needed little recompute counts more. `tier` is where its KV is, `size_bytes`
+    its size. The rest is for `load` and `record_use`.
     """
 
     id: int
@@ -66,7 +65,7 @@ class KnownVariant:
 
 @dataclass(frozen=True)
 class VariantCounts:
-    """How many chunks are listed, with how many variants, and how many of them are non-prefix KV."""
+    """The number of listed chunks, of their variants, and of variants that are non-prefix KV."""
 
     chunks: int = 0
     variants: int = 0
@@ -74,7 +73,7 @@ class VariantCounts:
 
 
 class Variants:
-    """The variants of a store. Used from several threads and processes at once."""
+    """The variants of a store. Thread-safe, and shared by processes."""
 
     def __init__(
         self, disk: DiskStore, memory: MemoryTier, failures: Failures, sources: KvSources, access_log: AccessLog
@@ -85,53 +84,53 @@ class Variants:
         self._sources = sources
         self._access_log = access_log
         self._lock = threading.Lock()
-        self._broken: set[int] = set()  # rows that make no sense, until they are removed
-        self._looked_at = 0  # the last row that was looked at when tidying
+        self._broken: set[int] = set()  # damaged rows, until they are removed
+        self._looked_at = 0  # the last row that was checked when tidying
 
     # -- reading: every failure is a miss --------------------------------------------------------------------------
 
-    def find(self, kv_space: KvSpace, chunks: Mapping[ChunkDigest, bytes]) -> dict[ChunkDigest, list[KnownVariant]]:
+    def find(self, kv_space: KvSpace, chunks: Mapping[ChunkDigest, bytes]) -> dict[ChunkDigest, list[StoredVariant]]:
         """The variants of chunks, given with the bytes of their tokens; most used first. Changes nothing.
 
         A chunk without any is left out.
         """
 
-        def look() -> dict[ChunkDigest, list[KnownVariant]]:
-            found: dict[ChunkDigest, list[KnownVariant]] = {}
+        def look() -> dict[ChunkDigest, list[StoredVariant]]:
+            found: dict[ChunkDigest, list[StoredVariant]] = {}
             fresh, size_bytes = self._disk.room.fresh(), kv_space.layout.token_bytes
             with self._disk.database.reading() as connection:
                 for space in self._spaces(connection, kv_space):
                     view = ChunkView(connection, space.number, fresh, self._sources.bad)
                     for digest, tokens in chunks.items():
-                        if known := list(self._known(view, space, digest, tokens, size_bytes)):
-                            found.setdefault(digest, []).extend(known)
-            for known in found.values():
-                known.sort(key=lambda one: -one.frequency)
+                        if stored := list(self._stored(view, space, digest, tokens, size_bytes)):
+                            found.setdefault(digest, []).extend(stored)
+            for stored in found.values():
+                stored.sort(key=lambda one: -one.frequency)
             return found
 
         return self._failures.reading(look, {})
 
-    def load(self, kv_space: KvSpace, known: KnownVariant) -> StoredFeed:
-        """A feed of a variant's KV as it was computed at its span. Raises `KvLost` if it is not there any more."""
+    def load(self, kv_space: KvSpace, stored: StoredVariant) -> StoredFeed:
+        """A feed of a variant's KV as it was computed at its span. Raises `KvLost` if it was removed or damaged."""
         self._failures.check_open()
-        own_kv_space = nonprefix(kv_space) if known.nonprefix else kv_space
-        if self._disk.kv_space_digest(own_kv_space) != known.kv_space:
+        own_kv_space = nonprefix(kv_space) if stored.nonprefix else kv_space
+        if self._disk.kv_space_digest(own_kv_space) != stored.kv_space:
             raise InvalidSetting("The variant was found on another kv_space. Load it from that one.")
         opened: list[KvSource] = []  # from the last on: each names the node that the one before it must reach
-        for piece in reversed(known.pieces):
+        for piece in reversed(stored.pieces):
             below = opened[-1] if opened else None
-            self._sources.add(opened, own_kv_space, piece, partial(_is_in_place, known=known, below=below))
+            self._sources.add(opened, own_kv_space, piece, partial(_is_in_place, stored=stored, below=below))
         return self._sources.feed(own_kv_space, opened[::-1])
 
-    def record_use(self, known: KnownVariant, cfo: float, saved_ms: float = 0.0) -> None:
-        """Record that a variant was used, what share of it was reused, and what that saved. `tend` writes it."""
-        now, length = self._disk.clock(), len(known.variant.span)
+    def record_use(self, stored: StoredVariant, cfo: float, saved_ms: float = 0.0) -> None:
+        """Record a use of a variant, the share that was reused, and the time that saved. Written by `maintain`."""
+        now, length = self._disk.clock(), len(stored.variant.span)
         gain = min(1 / cfo, _MAX_GAIN) if cfo > 0 else _MAX_GAIN
-        blocks = [BlockAccess(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in known.pieces]
-        self._access_log.add([*blocks, VariantAccess(known.id, known.variant.digest, gain, now)])
+        blocks = [BlockAccess(p.extent, p.name, p.last, now, saved_ms * len(p.span) / length) for p in stored.pieces]
+        self._access_log.add([*blocks, VariantAccess(stored.id, stored.variant.digest, gain, now)])
 
     def stats(self, kv_space: KvSpace | None = None) -> VariantCounts:
-        """How many there are in a KV space, or in all."""
+        """The counts of a KV space, or of all."""
 
         def count() -> VariantCounts:
             with self._disk.database.reading() as connection:
@@ -150,9 +149,9 @@ class Variants:
     # -- writing: every failure is "not kept" ----------------------------------------------------------------------
 
     def keep(self, kv_space: KvSpace, tokens: Sequence[int], variants: Sequence[Variant]) -> int:
-        """List variants of chunks in a prompt that was kept in the KV space; how many are new.
+        """List variants of chunks in a prompt that was kept in the KV space; returns how many are new.
 
-        One whose blocks are not known is not listed. One that is listed in the same place is replaced.
+        A variant whose blocks are not stored is not listed. One that is listed in the same place is replaced.
         """
         self._failures.check_open()
         data, root = token_bytes(tokens), kv_space.namespace.root
@@ -179,13 +178,13 @@ class Variants:
         kv: Kv,
         variant: Variant,
         *,
-        app: Asker | None = None,
+        app: AppRef | None = None,
         present: Callable[[], bool] | None = None,
     ) -> Kept:
-        """Keep KV of a chunk that is not exact, computed at the variant's span. No exact lookup will ever find it.
+        """Keep KV of a chunk that is not exact, computed at the variant's span. Exact lookups never find it.
 
-        One a chunk: while that is there, others are "known". Otherwise as `TieredStore.keep`; `kv.span` does not
-        matter, but for its length.
+        There is one per chunk: while it exists, others are "known". Otherwise like `TieredStore.keep`; only the length
+        of `kv.span` matters.
         """
         self._failures.check_open()
         tokens = token_bytes(chunk_tokens)
@@ -202,7 +201,7 @@ class Variants:
         def write() -> Kept:
             self._access_log.flush(self._disk.database)
             self._sources.settle()
-            if self._is_known(kv_space, variant.digest, tokens):
+            if self._is_stored(kv_space, variant.digest, tokens):
                 return Kept("known")
             if self._disk.settings.admission == "second-use" and self._disk.admit(own_kv_space, keys) < len(keys):
                 raise Refused("it was not met before")
@@ -221,7 +220,7 @@ class Variants:
             return self._failures.refused(str(refusal))
 
     def tidy(self) -> None:
-        """Remove rows that make no sense, and some of those whose blocks went. Raises as the catalog does."""
+        """Remove damaged rows, and some of those whose blocks were removed. Raises as the catalog does."""
         with self._lock:
             broken, self._broken = self._broken, set()
         if broken:
@@ -232,7 +231,7 @@ class Variants:
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def _spaces(self, connection: sqlite3.Connection, kv_space: KvSpace) -> list[SpaceRow]:
-        """The KV space and the one for its non-prefix KV, as far as they were ever used."""
+        """The KV space and the one for its non-prefix KV, if they were used before."""
         digests = [self._disk.kv_space_digest(one) for one in (kv_space, nonprefix(kv_space))]
         numbers = [catalog.kv_space_id(connection, digest) for digest in digests]
         return [
@@ -241,10 +240,10 @@ class Variants:
             if number is not None
         ]
 
-    def _known(
+    def _stored(
         self, view: ChunkView, space: SpaceRow, digest: ChunkDigest, tokens: bytes, size_bytes: int
-    ) -> Iterator[KnownVariant]:
-        """The variants of a chunk on one KV space, whose tokens take `size_bytes` bytes."""
+    ) -> Iterator[StoredVariant]:
+        """The variants in one KV space of a chunk whose tokens take `size_bytes` bytes."""
         for id, row in variant_rows.rows(view.connection, self._disk.digester, space, digest):
             if row is None:
                 with self._lock:
@@ -258,7 +257,7 @@ class Variants:
                 pieces = tuple(_moved(piece, shift) for piece in pieces)
             held = all(self._memory.holds(piece.name) for piece in pieces)
             coded = not held and bool(delta_rows.codings(view.connection, [piece.extent for piece in pieces]))
-            yield KnownVariant(
+            yield StoredVariant(
                 id=id,
                 variant=row.variant,
                 frequency=row.frequency,
@@ -271,7 +270,7 @@ class Variants:
                 pieces=pieces,
             )
 
-    def _is_known(self, kv_space: KvSpace, digest: ChunkDigest, tokens: bytes) -> bool:
+    def _is_stored(self, kv_space: KvSpace, digest: ChunkDigest, tokens: bytes) -> bool:
         return any(one.nonprefix for one in self.find(kv_space, {digest: tokens}).get(digest, ()))
 
     def _listing(self, kv_space_digest: str, location: ChunkLocation, variant: Variant) -> Listing:
@@ -297,11 +296,11 @@ class Variants:
 
     def _add_rows(self, connection: sqlite3.Connection, number: int, listed: Sequence[Listing]) -> int:
         settings = self._disk.settings
-        most = settings.max_variants, settings.max_a_chunk
-        return variant_rows.add(connection, number, listed, self._disk.clock(), *most)
+        max_count = settings.max_variants, settings.max_a_chunk
+        return variant_rows.add(connection, number, listed, self._disk.clock(), *max_count)
 
     def _cut_rest(self, kv_space: KvSpace, digest: ChunkDigest) -> None:
-        """Remove what is left of a chunk's own chain: KV of two computations must not be mixed."""
+        """Remove the rest of a chunk's own chain: KV of two computations must not be mixed."""
         with self._disk.database.writing() as connection:
             number = catalog.kv_space_id(connection, self._disk.kv_space_digest(kv_space))
             everything = catalog.Fresh(float("-inf"), float("inf"))
@@ -312,7 +311,7 @@ class Variants:
                 catalog.cut(connection, rest.extent, 0)
 
     def _has_room(self, size_bytes: int) -> bool:
-        """Whether the catalog may grow by `size_bytes`; what is worth least is evicted for it."""
+        """Whether the catalog may grow by `size_bytes`; KV of the lowest worth is evicted for it."""
         room = self._disk.room
         for attempt in (1, 2):
             with self._disk.database.scanning() as connection:
@@ -338,19 +337,19 @@ def _moved(piece: Piece, by: int) -> Piece:
     return replace(piece, span=Span(piece.span.start + by, piece.span.stop + by))
 
 
-def _is_in_place(source: KvSource, known: KnownVariant, below: KvSource | None) -> bool:
-    """Whether the extent itself says that it holds these tokens in this place: the catalog's word is not enough.
+def _is_in_place(source: KvSource, stored: StoredVariant, below: KvSource | None) -> bool:
+    """Whether the extent file itself holds these tokens in this place: the catalog alone is not trusted.
 
-    Its blocks must lead to the node above the chunk's last block, or to what the extent below hangs on.
+    Its blocks must lead to the node above the chunk's last block, or to the parent of the extent below.
     """
-    plan, piece, start = source.header.plan, source.piece, known.variant.span.start
-    wanted = _part(known.tokens, Span(piece.span.start - start, piece.span.stop - start))
-    blocks, node, tail = piece.last, known.location.parent, known.location.tail
+    plan, piece, start = source.header.plan, source.piece, stored.variant.span.start
+    wanted = _part(stored.tokens, Span(piece.span.start - start, piece.span.stop - start))
+    blocks, node, tail = piece.last, stored.location.parent, stored.location.tail
     if below is not None:
         blocks, node, tail = piece.last + 1, below.header.plan.parent, b""
     above = chain(plan.parent, plan.tokens[: blocks * BLOCK_BYTES])
     return (
-        plan.kv_space == known.kv_space
+        plan.kv_space == stored.kv_space
         and _part(plan.tokens, source.span) == wanted
         and plan.tokens.startswith(tail, blocks * BLOCK_BYTES)
         and (above[-1] if above else plan.parent) == node

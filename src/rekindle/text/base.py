@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
     def vocabulary_size(self) -> int:
         """Token ids are below this."""
 
-    def fewest_tokens(self, text: str) -> int:
+    def min_token_count(self, text: str) -> int:
         """A lower bound on the number of tokens of a text, in no time; 0 where none is known."""
 
     def encode(self, text: str, *, token_limit: int | None = None) -> list[int]:
@@ -123,14 +123,14 @@ class TokenLength:
             2 * longest if doubled else longest, "".join(chr(byte) for byte in range(0x80) if byte not in single)
         )
 
-    def fewest_tokens(self, text: str) -> int:
+    def min_token_count(self, text: str) -> int:
         return -(-(len(text) - sum(map(text.count, self.vanishing))) // self.characters)
 
 
-def check_length(text: str, token_limit: int | None, fewest_tokens: Callable[[str], int]) -> None:
+def check_length(text: str, token_limit: int | None, min_token_count: Callable[[str], int]) -> None:
     """Raise `ContextOverflow` for a text that must have more than `token_limit`."""
     if token_limit is None or len(text) <= token_limit:  # every token covers at least one character
         return
-    fewest = fewest_tokens(text)
+    fewest = min_token_count(text)
     if fewest > token_limit:
         raise ContextOverflow(fewest, token_limit, "Shorten it.", counted=False)

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from rekindle.text.base import TokenLength, check_length
-from rekindle.text.chat import ChatTokenizer, Render, is_marker
+from rekindle.text.chat_template import ChatTokenizer, Render, is_marker
 from rekindle.text.tools.styles import TemplateTools
 
 
@@ -45,7 +45,7 @@ class HfTokenizer(ChatTokenizer):
         super().__init__(render=render, special=special, control=self._ids, template=template)
 
     def encode(self, text: str, *, token_limit: int | None = None) -> list[int]:
-        check_length(text, token_limit, self.fewest_tokens)
+        check_length(text, token_limit, self.min_token_count)
         backend = self._renamed if self._control.search(text) else self._backend
         return encode_text(backend, text, add_special_tokens=True)
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from rekindle.core.tools import Tool, ToolChoice
 from rekindle.text.tools import styles as toolstyle
-from rekindle.text.tools.grammar import call_grammar
 from rekindle.text.tools.parse import ToolParser
-from rekindle.text.tools.styles import ToolStyle, detect_style
+from rekindle.text.tools.styles import ToolStyle, call_grammar, detect_style
 
 STYLES = {
     style.name: style

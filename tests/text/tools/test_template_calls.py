@@ -15,7 +15,7 @@ from rekindle.core.request import Message
 from rekindle.core.tools import Tool, ToolCall
 from rekindle.engine.fake import ByteTokenizer
 from rekindle.errors import InvalidPrompt
-from rekindle.text.chat import make_renderer
+from rekindle.text.chat_template import make_renderer
 from rekindle.text.tokenizer import HfTokenizer
 from rekindle.text.tools.parse import ToolParser
 from rekindle.text.tools.styles import TemplateTools, detect_style

@@ -16,10 +16,8 @@ from numpy.typing import NDArray
 from rekindle.core.identity import digest_of_config, digest_of_fields
 from rekindle.engine.embedding.bert import Bert, EqualLengthTexts
 from rekindle.errors import BrokenModel, Cancelled, InvalidPrompt, UnsupportedModel
-from rekindle.models.digest import digest_of_files
-from rekindle.models.files import ModelFiles
-from rekindle.models.hf_folder import check_folder, read_config, read_json
-from rekindle.models.safetensors import read_floats
+from rekindle.models.files import ModelFiles, digest_of_files
+from rekindle.models.hf_folder import check_folder, read_config, read_floats, read_json
 from rekindle.text.tokenizer import LARGE_CHARACTERS, encode_text, trim_heap
 
 _BATCH_TOKENS = 1024  # larger batches are not faster

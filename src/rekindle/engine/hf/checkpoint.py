@@ -24,11 +24,11 @@ from rekindle.core.identity import digest_of_config, digest_of_fields
 from rekindle.engine.hf.decoder import ADVICE, refusal
 from rekindle.engine.hf.device import Placement, choose_placement
 from rekindle.errors import BrokenModel, InvalidPrompt, OutOfMemory, UnsupportedModel
-from rekindle.models.digest import digest_of_files
 from rekindle.models.download import no_space
+from rekindle.models.files import digest_of_files
 from rekindle.models.gguf import read_header
 from rekindle.models.hf_folder import GENERATING, TOKENIZER_FILES, check_folder, read_json
-from rekindle.text.chat import render_template, start_renderer
+from rekindle.text.chat_template import render_template, start_renderer
 from rekindle.text.tokenizer import HfTokenizer
 
 

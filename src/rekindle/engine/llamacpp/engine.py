@@ -27,8 +27,7 @@ from rekindle.engine.llamacpp.state import Staging, StateLayout, UnknownLayout, 
 from rekindle.engine.llamacpp.tokenizer import GgufTokenizer
 from rekindle.engine.row_checks import CheckedRow, check_rows
 from rekindle.errors import Closed, NotAModel, StepRefused, UnsupportedModel
-from rekindle.models.digest import digest_of_files
-from rekindle.models.files import ModelFiles
+from rekindle.models.files import ModelFiles, digest_of_files
 
 log = logging.getLogger("rekindle.llamacpp")
 

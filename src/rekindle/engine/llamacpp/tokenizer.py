@@ -13,7 +13,7 @@ import numpy as np
 
 from rekindle.engine.llamacpp.library import LoadedModel
 from rekindle.text.base import TokenLength, check_length
-from rekindle.text.chat import ChatTokenizer, is_marker, make_renderer, match_any
+from rekindle.text.chat_template import ChatTokenizer, is_marker, make_renderer, match_any
 from rekindle.text.tools.styles import TemplateTools
 
 _TEMPLATE = "tokenizer.chat_template"
@@ -58,7 +58,7 @@ class GgufTokenizer(ChatTokenizer):
         return TokenLength.of(self._pieces, names, whole=kind == "llama")
 
     def encode(self, text: str, *, token_limit: int | None = None) -> list[int]:
-        check_length(text, token_limit, self.fewest_tokens)
+        check_length(text, token_limit, self.min_token_count)
         return self._lead + self._as_text(text)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rekindle.core.document import Document
 from rekindle.errors import UnreadableDocument
-from rekindle.knowledge.read.common import SectionBuilder, make_document, parser_missing
+from rekindle.knowledge.read.clean_text import SectionBuilder, make_document, parser_missing
 
 MAX_UNPACKED_BYTES = 64 << 20  # of all XML in the package; a book has 5 MB
 MAX_PARTS = 5000
@@ -84,12 +84,12 @@ def _bomb() -> UnreadableDocument:
     return UnreadableDocument("unpacks to far more than a document holds (a zip bomb?): cut it into smaller files")
 
 
-def _read(packed: zipfile.ZipFile, member: zipfile.ZipInfo, most: int) -> bytes:
+def _read(packed: zipfile.ZipFile, member: zipfile.ZipInfo, max_bytes: int) -> bytes:
     with packed.open(member) as file:
         content = bytearray()
         while piece := file.read(64 << 10):
             content += piece
-            if len(content) > most:
+            if len(content) > max_bytes:
                 raise _bomb()
     return bytes(content)
 

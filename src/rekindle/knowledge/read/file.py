@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from rekindle.core.document import Document
 from rekindle.errors import UnreadableDocument
-from rekindle.knowledge.read.common import ReadProblem, refusal_sentence
+from rekindle.knowledge.read.clean_text import ReadProblem, refusal_sentence
 from rekindle.knowledge.read.docx import read_word
 from rekindle.knowledge.read.html import read_html
 from rekindle.knowledge.read.mail import read_mail, read_mailbox

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rekindle.core.document import Document
 from rekindle.errors import UnreadableDocument
-from rekindle.knowledge.read.common import SectionBuilder, decode, make_document, parser_missing
+from rekindle.knowledge.read.clean_text import SectionBuilder, decode, make_document, parser_missing
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from rekindle.core.document import Document, Section
 from rekindle.errors import ExtraMissing, UnreadableDocument
-from rekindle.knowledge.read.common import (
+from rekindle.knowledge.read.clean_text import (
     ReadProblem,
     RecordNames,
     clean,

@@ -10,7 +10,7 @@ from typing import Any
 
 from rekindle.core.document import Document, Section
 from rekindle.errors import UnreadableDocument
-from rekindle.knowledge.read.common import (
+from rekindle.knowledge.read.clean_text import (
     MAX_CHARACTERS,
     ReadProblem,
     clean,

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from rekindle.core.document import Document, Section
 from rekindle.errors import UnreadableDocument
-from rekindle.knowledge.read.common import (
+from rekindle.knowledge.read.clean_text import (
     ReadProblem,
     RecordNames,
     clean,

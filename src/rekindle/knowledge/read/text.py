@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from rekindle.core.document import Document, Section
-from rekindle.knowledge.read.common import SectionBuilder, clean, decode, make_document
+from rekindle.knowledge.read.clean_text import SectionBuilder, clean, decode, make_document
 
 _TITLE_CHARACTERS = 100
 _RULE = re.compile(r"([=\-~*#^+])\1{2,}\s*")

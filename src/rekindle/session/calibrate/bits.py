@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.cache.coders import default_coder, recall_coder
-from rekindle.codec.bits import FEWEST_BITS, MAX_BITS, BitPlan, allocate
 from rekindle.codec.coder import Coder
-from rekindle.codec.dtypes import FLOAT_TYPES
+from rekindle.codec.quantizer import FLOAT_TYPES, MAX_BITS, MIN_BITS, BitPlan, allocate
 from rekindle.core.adapter import Lora
 from rekindle.core.kv import LayerKv
 from rekindle.engine.base import Engine
@@ -35,7 +34,7 @@ TEXTS = 2  # that a plan is made by, and as many that it is checked on
 WHOLE_BITS = (5.0, 6.0, 7.0, 8.0)  # a number, tried in this order
 DELTA_BITS = (2.7, 3.5, 4.5)
 NEAR_KL = 0.003  # nats: the mean divergence that is near enough; with it 98 of 100 first choices are the same
-LEVELS = tuple(float(bits) for bits in np.arange(FEWEST_BITS, MAX_BITS + 0.25, 0.25))
+LEVELS = tuple(float(bits) for bits in np.arange(MIN_BITS, MAX_BITS + 0.25, 0.25))
 WHOLE_TRIED_BITS, DELTA_TRIED_BITS = 4.0, 3.0  # where effects are measured: near where plans will be
 _FALL = 4.0  # of an effect, for each bit: the squared error falls so
 _NOISE = 1e-12  # a KL below is rounding

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rekindle.cache.coders import remember_coder
 from rekindle.chunks.match import remember_budgets
 from rekindle.chunks.select import OURS
-from rekindle.codec.bits import BitPlan
+from rekindle.codec.quantizer import BitPlan
 from rekindle.engine.base import Engine
 from rekindle.engine.load import EngineOptions, load_engine
 from rekindle.engine.lora_files import read_adapter

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rekindle.codec.bits import FEWEST_BITS, MAX_BITS
 from rekindle.codec.coder import Coder, decode
+from rekindle.codec.quantizer import MAX_BITS, MIN_BITS
 from rekindle.core.adapter import Lora
 from rekindle.core.kv import Kv, KvLayout, KvType, LayerKv, Span
 from rekindle.engine.base import Engine, Logits, Row
@@ -106,7 +106,7 @@ def fitted(make: Callable[[float], Coder], max_bits: float, size: Callable[[Code
 
     The smallest one if even that is larger.
     """
-    low, high = FEWEST_BITS, MAX_BITS
+    low, high = MIN_BITS, MAX_BITS
     if size(make(high)) <= max_bits:
         return make(high)
     for _ in range(_SEARCHES):

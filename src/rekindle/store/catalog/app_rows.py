@@ -1,11 +1,11 @@
 """The apps of a catalog, their states, and which of them used which blocks. Functions take the transaction.
 
-    apps   one row an app: its state, since when, and the process that is watched for it
-    users  one row for an app and an extent: the app used the extent's blocks up to and with place `last`
+    apps      one row per app: its state, since when, and the process it is tied to
+    app_uses  one row per app and extent: the app used the extent's blocks up to and including place `last`
 
-Uses of an extent are always of its first blocks, so one number says which. Who gives no name is user 0: it has no
-row among the apps, counts as in the background and is never killed. Users of an extent are noted from the first app
-on that comes across it: what has none belongs to nobody who gave a name.
+A use of an extent always covers its first blocks, so one number suffices. Requests without an app name are user 0: it
+has no row among the apps, counts as in the background and is never killed. Users of an extent are recorded from the
+first named app on: an extent without users was used without app names only.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rekindle.core.identity import digest_of_fields
-from rekindle.core.scope import AppState, Asker, Scope
+from rekindle.core.scope import AppRef, AppState, Scope
 
-NOBODY = 0  # the user who gave no name
+NOBODY = 0  # the user of requests without an app name
 MAX_APPS = 1024  # of a tenant
 MAX_USERS = 16  # of an extent
 MAX_ROWS = 50_000  # of users in all
-_LATE_SECONDS = 600.0  # what was said of an app so long after a use that is only now written, a wrong clock said
+_LATE_SECONDS = 600.0  # a report about an app this long after a use that is written only now came from a wrong clock
 _APP_BYTES, _USER_BYTES = 8192, 4096  # what a row may make the catalog grow by: a page of each index, at worst
 
 
 @dataclass(frozen=True)
 class AppRow:
-    """An app as the catalog knows it. `process` and `born` are the id and the start of the process that is watched."""
+    """A row of the table of apps. `process` and `born` are the id and start time of the process it is tied to."""
 
     id: int
     tenant: str
@@ -48,8 +48,8 @@ _COLUMNS = "id, tenant, salt_digest, name, state, CAST(since AS REAL), CAST(seen
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
-    """How many apps of each state use something. Nobody at all counts as one in the background."""
+class AppUsers:
+    """The number of apps in each state that use an extent."""
 
     foreground: int = 0
     background: int = 0
@@ -57,18 +57,18 @@ class Crowd:
 
     @property
     def live(self) -> int:
-        """How many of them may ask again."""
+        """Number of apps that may ask again."""
         return self.foreground + self.background
 
     @property
     def dead(self) -> bool:
-        """Whether it is of killed apps alone."""
+        """Whether only killed apps used it."""
         return self.killed > 0 and self.live == 0
 
 
 @dataclass(frozen=True, slots=True)
 class UsedBlocks:
-    """The blocks of an extent up to and with `last`; the name tells whether it is still the same one."""
+    """The blocks of an extent up to and including `last`; the name shows whether it is still the same extent."""
 
     extent: int
     name: str
@@ -83,21 +83,21 @@ class Allows(Protocol):
 
 @dataclass(frozen=True)
 class AppAccess:
-    """Somebody used blocks: an app, or, without one, nobody who gave a name.
+    """A use of blocks by an app, or without an app name.
 
-    `requests` is how many requests that was, if it is to be counted here.
+    `requests` is the number of requests to count with it.
     """
 
-    app: Asker | None
+    app: AppRef | None
     places: Sequence[UsedBlocks]
     at: float
     allows: Allows
     requests: int = 0
 
     def write(self, connection: sqlite3.Connection) -> None:
-        """Note it, as far as there is room; not if everything was removed since."""
+        """Record it if there is room, and unless everything was removed since."""
         (cleared,) = connection.execute("SELECT CAST(cleared AS REAL) FROM totals").fetchone()
-        if cleared - _LATE_SECONDS <= self.at <= cleared:  # what is older, a wrong clock said
+        if cleared - _LATE_SECONDS <= self.at <= cleared:  # anything older came from a wrong clock
             return
         if self.app is None:
             for place in self.places:
@@ -106,25 +106,25 @@ class AppAccess:
             return
         id = record_request(connection, self.app, self.at, self.allows, self.requests)
         for place in self.places:
-            if not _has_users(connection, place.extent):  # somebody kept it who gave no name
+            if not _has_users(connection, place.extent):  # it was kept without an app name
                 add_user(connection, _whole(connection, place), NOBODY, self.at, self.allows)
             if id is not None:
                 add_user(connection, place, id, self.at, self.allows)
 
 
 def record_request(
-    connection: sqlite3.Connection, asker: Asker, now: float, allows: Allows, requests: int = 0
+    connection: sqlite3.Connection, app_ref: AppRef, now: float, allows: Allows, requests: int = 0
 ) -> int | None:
-    """An app asks: its number; None if it is new and there is no room. One that was killed is alive again.
+    """Record a request of an app and return the app's number; None if it is new and there is no room.
 
-    But not if it was killed after it began to ask: requests are noted late.
+    A killed app is alive again, unless it was killed after the request began: requests are recorded late.
     """
-    row = app(connection, asker.scope, asker.name)
-    began = now if asker.at is None else min(asker.at, now)
+    row = app(connection, app_ref.scope, app_ref.name)
+    began = now if app_ref.at is None else min(app_ref.at, now)
     if row is None:
-        state = asker.state or "foreground"
-        return _add(connection, _new(asker.scope, asker.name, state, began, now, requests), allows)
-    state = _state(row, asker, now)
+        state = app_ref.state or "foreground"
+        return _add(connection, _new(app_ref.scope, app_ref.name, state, began, now, requests), allows)
+    state = _state(row, app_ref, now)
     since = row.since if state == row.state else began
     connection.execute(
         "UPDATE apps SET state=?, since=?, seen=?, requests=requests+? WHERE id=?",
@@ -133,17 +133,17 @@ def record_request(
     return row.id
 
 
-def _state(row: AppRow, asker: Asker, now: float = math.inf) -> AppState:
-    """The state of an app that asks: as it says, unless somebody said something of it since it began to ask."""
-    if asker.at is not None and asker.at <= row.since <= now + _LATE_SECONDS:
+def _state(row: AppRow, app_ref: AppRef, now: float = math.inf) -> AppState:
+    """The state of an app that asks: the one it reports, unless another report came after the request began."""
+    if app_ref.at is not None and app_ref.at <= row.since <= now + _LATE_SECONDS:
         return row.state
-    return asker.state or ("foreground" if row.state == "killed" else row.state)
+    return app_ref.state or ("foreground" if row.state == "killed" else row.state)
 
 
 def set_state(
     connection: sqlite3.Connection, scope: Scope, name: str, state: AppState, now: float, allows: Allows
 ) -> bool:
-    """Somebody says in what state an app is, new or not; False if it is new and there is no room for it."""
+    """Set the state of an app, new or not; False if it is new and there is no room for it."""
     row = app(connection, scope, name)
     if row is None:
         return _add(connection, _new(scope, name, state, now, now), allows) is not None
@@ -155,7 +155,7 @@ def set_state(
 
 
 def watch(connection: sqlite3.Connection, scope: Scope, name: str, process: int, born: float) -> None:
-    """An app lives as long as that process does."""
+    """Tie an app to a process."""
     connection.execute(
         "UPDATE apps SET process=?, born=? WHERE tenant=? AND salt_digest=? AND name=?",
         (process, born, scope.tenant, salt_digest(scope.salt), name),
@@ -163,7 +163,7 @@ def watch(connection: sqlite3.Connection, scope: Scope, name: str, process: int,
 
 
 def kill(connection: sqlite3.Connection, row: AppRow, now: float) -> None:
-    """The process that was watched for an app ended; nothing if another one is watched since."""
+    """Mark an app killed whose process ended; nothing happens if it is tied to another process since."""
     connection.execute(
         "UPDATE apps SET state='killed', since=?, process=NULL, born=NULL WHERE id=? AND process IS ? AND born IS ?",
         (now, row.id, row.process, row.born),
@@ -171,12 +171,12 @@ def kill(connection: sqlite3.Connection, row: AppRow, now: float) -> None:
 
 
 def salt_digest(salt: str) -> str:
-    """What a salt is known by: nothing needs the salt itself."""
+    """The digest that replaces a salt: the salt itself is not stored."""
     return digest_of_fields("rekindle/app-salt/1", salt) if salt else ""
 
 
 def apps(connection: sqlite3.Connection, scope: Scope | None = None) -> list[AppRow]:
-    """The apps of a scope, or of all, those seen last at the end."""
+    """The apps of a scope, or all, the most recently seen last."""
     select = f"SELECT {_COLUMNS} FROM apps WHERE ?1 IS NULL OR (tenant=?1 AND salt_digest=?2) ORDER BY seen, id"
     return [AppRow(*row) for row in connection.execute(select, _whose(scope)).fetchall()]
 
@@ -192,21 +192,21 @@ def app(connection: sqlite3.Connection, scope: Scope, name: str) -> AppRow | Non
 
 
 def sweep(connection: sqlite3.Connection) -> None:
-    """Remove the apps of tenants of whom nothing else is left, unless their process is watched."""
+    """Remove the apps of tenants without any KV, unless they are tied to a process."""
     connection.execute("DELETE FROM apps WHERE process IS NULL AND tenant NOT IN (SELECT tenant FROM kv_spaces)")
 
 
 def any_known(connection: sqlite3.Connection) -> bool:
-    """Whether any app gave its name so far."""
+    """Whether any app is registered."""
     return connection.execute("SELECT 1 FROM apps LIMIT 1").fetchone() is not None
 
 
 def add_user(connection: sqlite3.Connection, place: UsedBlocks, app: int, now: float, allows: Allows) -> None:
-    """An app used an extent's first blocks; nothing if the number means another extent since.
+    """Record that an app used an extent's first blocks; nothing happens if the number now means another extent.
 
-    Rows are bounded, of an extent and of all. What is deleted for a new one leaves a place to write to, so the
-    catalog does not grow. Where nothing can be, the extent has no users at all afterwards: some would be worse, since
-    it would be taken for private when those are killed.
+    Rows are bounded, per extent and in total. A deleted row leaves space for a new one, so the catalog does not grow.
+    If nothing can be deleted, the extent ends up without users: an incomplete list would be worse, because the extent
+    would be taken for private when the listed apps are killed.
     """
     if connection.execute("SELECT 1 FROM extents WHERE id=? AND name=?", (place.extent, place.name)).fetchone() is None:
         return
@@ -218,7 +218,7 @@ def add_user(connection: sqlite3.Connection, place: UsedBlocks, app: int, now: f
         if own >= MAX_USERS:
             _merge_user(connection, place.extent)
         elif every >= MAX_ROWS or not allows(connection, _USER_BYTES):
-            if own == every:  # there is no other that could make place
+            if own == every:  # no other extent could give up a row
                 connection.execute("DELETE FROM app_uses WHERE extent=?", (place.extent,))
                 return
             _drop_users(connection, place.extent)
@@ -229,30 +229,30 @@ def add_user(connection: sqlite3.Connection, place: UsedBlocks, app: int, now: f
     )
 
 
-def crowds(connection: sqlite3.Connection, *, whole: bool) -> dict[int, Crowd]:
-    """Who uses the last live block of each extent, or, with `whole`, any of its blocks; those of nobody left out."""
+def users_by_extent(connection: sqlite3.Connection, *, whole: bool) -> dict[int, AppUsers]:
+    """The users of the last live block of each extent, or, with `whole`, of any of its blocks; unused ones left out."""
     rows = connection.execute(
         "SELECT u.extent, total(a.state='foreground'), total(a.state IS NULL OR a.state='background'), "
         "total(a.state='killed') FROM app_uses u JOIN extents e ON e.id=u.extent LEFT JOIN apps a ON a.id=u.app "
         "WHERE ? OR u.last>=e.live-1 GROUP BY u.extent",
         (whole,),
     )
-    return {extent: Crowd(*map(int, counts)) for extent, *counts in rows}
+    return {extent: AppUsers(*map(int, counts)) for extent, *counts in rows}
 
 
 @dataclass(frozen=True, slots=True)
 class PrivateBlocks:
-    """The blocks of an extent from `start` on are of killed apps alone."""
+    """The blocks of an extent from `start` on that only killed apps used."""
 
     extent: int
     start: int
-    block_bytes: int  # what one of them takes, about
+    block_bytes: int  # approximate size of a block
 
 
 def private(connection: sqlite3.Connection, killed_before: float, extent: int | None = None) -> list[PrivateBlocks]:
-    """What is of apps alone that have been killed since then, in all extents or one, the deepest first.
+    """Blocks that only apps killed before that time used, in all extents or one, the deepest first.
 
-    Whether something else hangs on it is for `first_free_block` to say. Pinned extents are nobody's private ones.
+    Pinned extents are left out. `first_free_block` says which of the blocks other extents need.
     """
     rows = connection.execute(
         "SELECT u.extent, e.bytes / max(1, e.blocks), "
@@ -266,7 +266,7 @@ def private(connection: sqlite3.Connection, killed_before: float, extent: int | 
 
 
 def first_free_block(connection: sqlite3.Connection, extent: int) -> int:
-    """The first place from which on no other extent needs an extent's blocks."""
+    """The first place of an extent from which on no other extent needs its blocks."""
     row = connection.execute(
         "SELECT max(place) FROM (SELECT b.place FROM blocks b "
         "JOIN blocks c ON c.parent=b.key AND c.kv_space=b.kv_space AND c.extent<>b.extent WHERE b.extent=?1 "
@@ -278,14 +278,14 @@ def first_free_block(connection: sqlite3.Connection, extent: int) -> int:
 
 @dataclass(frozen=True)
 class AppShare:
-    """What an app has in a cache: bytes that it used, and those of them that no other did."""
+    """The bytes of KV that an app used, and the part that no other app used."""
 
     size_bytes: int = 0
     private_bytes: int = 0
 
 
 def shares(connection: sqlite3.Connection, scope: Scope | None = None) -> dict[int, AppShare]:
-    """What each app has, by its number. What several apps used counts for each of them."""
+    """The share of each app, by its number. KV that several apps used counts for each of them."""
     rows = connection.execute(
         "SELECT u.app, e.bytes, e.blocks, min(u.last+1, e.live), (SELECT max(o.last)+1 FROM app_uses o "
         "WHERE o.extent=u.extent AND o.app<>u.app) FROM app_uses u JOIN apps a ON a.id=u.app "
@@ -303,7 +303,7 @@ def shares(connection: sqlite3.Connection, scope: Scope | None = None) -> dict[i
 
 
 def _add(connection: sqlite3.Connection, new: AppRow, allows: Allows) -> int | None:
-    """Add an app; its number. Where there is no room, another of its tenant is forgotten for it."""
+    """Add an app and return its number. If there is no room, another app of its tenant is removed for it."""
     (count,) = connection.execute("SELECT count(*) FROM apps WHERE tenant=?", (new.tenant,)).fetchone()
     if count >= MAX_APPS or not allows(connection, _APP_BYTES):
         if not count:
@@ -321,7 +321,7 @@ def _new(scope: Scope, name: str, state: AppState, since: float, seen: float, re
 
 
 def _forget(connection: sqlite3.Connection, tenant: str) -> None:
-    """Forget an app, a killed one first, else the longest unseen; what it used is from now on of no name."""
+    """Remove an app, a killed one first, else the least recently seen; its uses become uses without a name."""
     (id,) = connection.execute(
         "SELECT id FROM apps WHERE tenant=? ORDER BY state<>'killed', seen, id LIMIT 1", (tenant,)
     ).fetchone()
@@ -331,7 +331,7 @@ def _forget(connection: sqlite3.Connection, tenant: str) -> None:
 
 
 def _unname(connection: sqlite3.Connection, extent: int, app: int) -> None:
-    """What an app used of an extent is from now on of no name, and so never taken for private."""
+    """Turn an app's use of an extent into one without a name, so that the extent is never taken for private."""
     (last,) = connection.execute("SELECT last FROM app_uses WHERE extent=? AND app=?", (extent, app)).fetchone()
     connection.execute("UPDATE app_uses SET last=max(last, ?) WHERE extent=? AND app=0", (last, extent))
     connection.execute("UPDATE OR IGNORE app_uses SET app=0 WHERE extent=? AND app=?", (extent, app))
@@ -339,7 +339,7 @@ def _unname(connection: sqlite3.Connection, extent: int, app: int) -> None:
 
 
 def _merge_user(connection: sqlite3.Connection, extent: int) -> None:
-    """Make place for another user of an extent: a killed one goes, else the oldest loses its name."""
+    """Free a row for another user of an extent: a killed app goes, else the oldest loses its name."""
     app, state = connection.execute(
         "SELECT u.app, a.state FROM app_uses u LEFT JOIN apps a ON a.id=u.app WHERE u.extent=? AND u.app<>0 "
         "ORDER BY a.state IS NOT 'killed', u.used LIMIT 1",
@@ -352,9 +352,9 @@ def _merge_user(connection: sqlite3.Connection, extent: int) -> None:
 
 
 def _drop_users(connection: sqlite3.Connection, extent: int) -> None:
-    """Make place for a user of an extent: forget all users of another, so that nobody takes that one for private.
+    """Free rows by removing all users of another extent, so that it is never taken for private.
 
-    One that no killed app used, if there is one, else the one that was used longest ago.
+    An extent that no killed app used, if there is one, else the least recently used.
     """
     (other,) = connection.execute(
         "SELECT u.extent FROM app_uses u LEFT JOIN apps a ON a.id=u.app WHERE u.extent<>? GROUP BY u.extent "

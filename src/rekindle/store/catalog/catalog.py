@@ -1,17 +1,21 @@
-"""The catalog: the only truth about what is in a cache folder.
+"""The catalog: the single source of truth about a cache folder.
 
-Methods take the transaction they belong to. Whoever changes rows here keeps four promises: an extent's live rows
-are its first places, every block's parent is there (chains are prefix-closed), the base of every delta is there,
-and an extent has a row for as long as its file may exist.
+Functions take the transaction they belong to. Every change of rows keeps four invariants: the live rows of an extent
+are its first places; the parent of every block exists (chains are prefix-closed); the base of every delta exists; and
+an extent has a row for as long as its file may exist.
 """
 
 from __future__ import annotations
 
+import logging
 import sqlite3
+import threading
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from rekindle.core.keys import BLOCK_BYTES, TOKEN_BYTES, KvSpace, NodeKey, layout_text
+from rekindle.store.catalog.database import Database
 from rekindle.store.prefix_index import BlockRef, Neighbour
 
 
@@ -43,12 +47,12 @@ _COLUMNS = (
     "id, name, kv_space, state, bytes, writer, digest, depth, blocks, live, tokens, pinned, kept, used, hits, "
     "saved_ms, reason, coding"
 )
-_SHELVES_A_SWEEP = 64  # new ones
+_KV_SPACES_A_SWEEP = 64  # new KV spaces between two sweeps
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The last live block of an extent, which nothing hangs on: what eviction chooses among."""
+    """The last live block of an extent, if it has no successors: a candidate for eviction."""
 
     extent: int
     live: int
@@ -62,7 +66,7 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """When an extent must have been kept to be served. One from the future, of a clock since put right, has no age."""
+    """The range of keep times that are served. A time in the future, from a wrong clock, is not served either."""
 
     oldest: float
     newest: float
@@ -72,7 +76,7 @@ class Fresh:
 class View:
     """The rows of one KV space, in one read transaction.
 
-    Extents kept outside of `fresh` are expired, unless pinned; those in `lost` could not be read a moment ago.
+    Extents kept outside of `fresh` are expired, unless pinned; those in `lost` could not be read recently.
     """
 
     connection: sqlite3.Connection
@@ -81,7 +85,7 @@ class View:
     lost: Container[str] = ()
 
     def find(self, key: NodeKey) -> BlockRef | None:
-        """The block of a node."""
+        """The block with that key."""
         row = self.connection.execute(
             "SELECT extent, place FROM blocks WHERE key=? AND kv_space=?", (key, self.kv_space)
         ).fetchone()
@@ -96,7 +100,7 @@ class View:
         return None if row is None or row[0] in self.lost else str(row[0])
 
     def tokens(self, spot: BlockRef) -> bytes:
-        """The tokens of an extent's blocks up to and with that place."""
+        """The tokens of an extent's blocks up to and including that place."""
         rows = self.connection.execute(
             "SELECT tokens FROM blocks WHERE extent=? AND place<=? ORDER BY place", (spot.extent, spot.place)
         )
@@ -111,14 +115,14 @@ class View:
         ]
         return [Neighbour(BlockRef(row[0], row[1]), row[2]) for cursor in found for row in cursor.fetchall()]
 
-    def children(self, parent: NodeKey, most: int) -> list[bytes]:
-        """The tokens of the blocks that hang on `parent`, in order of their bytes."""
+    def children(self, parent: NodeKey, max_count: int) -> list[bytes]:
+        """The tokens of the children of `parent`, in order of their bytes."""
         select = "SELECT tokens FROM blocks WHERE parent=? AND kv_space=? ORDER BY tokens LIMIT ?"
-        return [row[0] for row in self.connection.execute(select, (parent, self.kv_space, most)).fetchall()]
+        return [row[0] for row in self.connection.execute(select, (parent, self.kv_space, max_count)).fetchall()]
 
 
 def kv_space_id(connection: sqlite3.Connection, digest: str) -> int | None:
-    """The number of a KV space that has been used before."""
+    """The number of a KV space; None if it was never used."""
     row = connection.execute("SELECT id FROM kv_spaces WHERE digest=?", (digest,)).fetchone()
     return None if row is None else int(row[0])
 
@@ -136,13 +140,15 @@ def add_kv_space(connection: sqlite3.Connection, digest: str, kv_space: KvSpace)
         (*fields, layout_text(kv_space.layout)),
     ).lastrowid
     assert added is not None
-    if added % _SHELVES_A_SWEEP == 0:  # who sends another salt with each request must not make the catalog grow
+    if (
+        added % _KV_SPACES_A_SWEEP == 0
+    ):  # a client that sends a new salt with each request must not make the catalog grow
         sweep_kv_spaces(connection, before=added)
     return added
 
 
 def sweep_kv_spaces(connection: sqlite3.Connection, before: int | None = None) -> None:
-    """Remove the KV spaces that nothing refers to, or those numbered below `before`, and identities of no KV space."""
+    """Remove unreferenced KV spaces, all or those numbered below `before`, and identities without a KV space."""
     connection.execute(
         "DELETE FROM kv_spaces WHERE (?1 IS NULL OR id<?1) AND id NOT IN (SELECT kv_space FROM extents UNION "
         "SELECT kv_space FROM requests UNION SELECT kv_space FROM seen_keys UNION SELECT kv_space FROM variants)",
@@ -173,8 +179,10 @@ def tokens_of(connection: sqlite3.Connection, id: int) -> bytes:
 
 
 def sparse(connection: sqlite3.Connection, digest_name: str) -> list[tuple[Extent, str]]:
-    """Extents of which less than half is live, with the digests of their KV spaces; without those under other keys and
-    quantized ones that are bases of deltas: coded again they would be other numbers."""
+    """Extents of which less than half is live, with the digests of their KV spaces.
+
+    Without those under other keys, and without quantized bases of deltas: coding them again would change their numbers.
+    """
     columns = ", ".join(f"e.{column}" for column in _COLUMNS.split(", "))
     rows = connection.execute(
         f"SELECT {columns}, s.digest FROM extents e JOIN kv_spaces s ON s.id=e.kv_space "
@@ -186,7 +194,7 @@ def sparse(connection: sqlite3.Connection, digest_name: str) -> list[tuple[Exten
 
 
 def freeable_bytes(connection: sqlite3.Connection) -> int:
-    """Bytes of all extents that are not pinned and not being written: what eviction could free at most."""
+    """Bytes of all extents that are not pinned and not being written: the most that eviction could free."""
     return int(
         connection.execute(
             "SELECT coalesce(sum(bytes), 0) FROM extents WHERE NOT pinned AND state<>'writing'"
@@ -195,7 +203,7 @@ def freeable_bytes(connection: sqlite3.Connection) -> int:
 
 
 def pinned_bytes(connection: sqlite3.Connection, tenant: str | None = None) -> int:
-    """Bytes of the extents that are pinned and of those that these need; of one tenant, or of all."""
+    """Bytes of pinned extents and of the extents they need; of one tenant, or of all."""
     select = (
         "SELECT coalesce(sum(e.bytes), 0) FROM extents e JOIN kv_spaces s ON s.id=e.kv_space "
         "WHERE e.pinned AND e.state='live' AND (?1 IS NULL OR s.tenant=?1)"
@@ -233,17 +241,17 @@ class BlockRun:
 
 
 def clashes(connection: sqlite3.Connection, run: BlockRun) -> str | None:
-    """Why a run cannot be listed any more: others were busy since it was found missing."""
+    """Why a run can no longer be listed; None if it can. Other processes may have changed its surroundings."""
     select = "SELECT 1 FROM blocks WHERE key=? AND kv_space=?"
     if run.depth and connection.execute(select, (run.parent, run.kv_space)).fetchone() is None:
-        return "what it hangs on was evicted meanwhile"
+        return "its prefix was evicted meanwhile"
     if any(connection.execute(select, (key, run.kv_space)).fetchone() for key in run.keys):
         return "another process kept it first"
     return None
 
 
 def publish(connection: sqlite3.Connection, id: int, run: BlockRun, size_bytes: int, digest: bytes, now: float) -> None:
-    """Make a written extent visible. A partial block that its first block begins with gives way to it."""
+    """Make a written extent visible. A partial block that its first block extends is replaced by it."""
     first = run.tokens[:BLOCK_BYTES]
     prefixes = [first[:stop] for stop in range(TOKEN_BYTES, len(first), TOKEN_BYTES)]
     marks = ",".join("?" * len(prefixes))
@@ -266,7 +274,7 @@ def publish(connection: sqlite3.Connection, id: int, run: BlockRun, size_bytes: 
 def make_live(
     connection: sqlite3.Connection, id: int, size_bytes: int, digest: bytes, depth: int, blocks: int, tokens: int
 ) -> None:
-    """What was reserved is now written: from here on its real size counts."""
+    """Mark a reserved extent as written; from here on its real size counts."""
     connection.execute(
         "UPDATE extents SET state='live', bytes=?, digest=?, depth=?, blocks=?, live=?, tokens=? WHERE id=?",
         (size_bytes, digest, depth, blocks, blocks, tokens, id),
@@ -274,7 +282,7 @@ def make_live(
 
 
 def replace(connection: sqlite3.Connection, old: int, new: int) -> None:
-    """Let a written copy of an extent's live blocks take its place, with its history."""
+    """Replace an extent by a written copy of its live blocks, keeping its statistics."""
     connection.execute("UPDATE blocks SET extent=? WHERE extent=?", (new, old))
     connection.execute(
         "UPDATE extents SET (pinned, kept, used, hits, saved_ms) = "
@@ -290,7 +298,7 @@ def replace(connection: sqlite3.Connection, old: int, new: int) -> None:
 def cut(connection: sqlite3.Connection, id: int, place: int) -> None:
     """Free an extent's blocks from `place` on, and everything in other extents that needs them.
 
-    An extent without blocks is dropping: its file is to be removed.
+    An extent without blocks becomes `dropping`: its file is to be removed.
     """
     todo = [(id, place)]
     while todo:
@@ -314,7 +322,7 @@ def cut(connection: sqlite3.Connection, id: int, place: int) -> None:
 
 
 def has_children(connection: sqlite3.Connection, id: int) -> bool:
-    """Whether another extent hangs on this one."""
+    """Whether another extent continues this one."""
     row = connection.execute(
         "SELECT 1 FROM blocks b JOIN blocks c ON c.parent=b.key AND c.kv_space=b.kv_space AND c.extent<>b.extent "
         "WHERE b.extent=? LIMIT 1",
@@ -324,7 +332,7 @@ def has_children(connection: sqlite3.Connection, id: int) -> bool:
 
 
 def pin(connection: sqlite3.Connection, ids: Iterable[int], pinned: bool) -> None:
-    """Pin extents by name, or no more; what they hang on follows."""
+    """Pin or unpin extents; the extents they need follow."""
     connection.executemany("UPDATE extents SET pinned=? WHERE id=?", [(int(pinned), id) for id in ids])
     connection.execute("UPDATE extents SET pinned=0 WHERE pinned=2")
     todo = [row[0] for row in connection.execute("SELECT id FROM extents WHERE pinned=1").fetchall()]
@@ -340,13 +348,13 @@ def pin(connection: sqlite3.Connection, ids: Iterable[int], pinned: bool) -> Non
 
 
 def quarantine(connection: sqlite3.Connection, id: int, reason: str) -> None:
-    """Never read an extent again; its file stays, counted, until the next tidying. Cheap enough for any moment."""
+    """Never read an extent again. Its file stays and counts until the next tidying. Cheap."""
     cut(connection, id, 0)
     connection.execute("UPDATE extents SET state='quarantined', reason=? WHERE id=?", (reason, id))
 
 
 def forget(connection: sqlite3.Connection, names: Iterable[str]) -> None:
-    """Remove the rows of extents whose files are gone: only now do their bytes count as free."""
+    """Remove the rows of extents whose files were removed: only then do their bytes count as free."""
     connection.executemany("DELETE FROM extents WHERE name=? AND state<>'live'", [(name,) for name in names])
 
 
@@ -369,14 +377,16 @@ def tail(connection: sqlite3.Connection, id: int) -> Tail | None:
     return None if row is None else Tail(*row)
 
 
-def most_hits(connection: sqlite3.Connection) -> int:
-    """How often the most used extent was used."""
+def max_hits(connection: sqlite3.Connection) -> int:
+    """The hit count of the most used extent."""
     return int(connection.execute("SELECT coalesce(max(hits), 0) FROM extents WHERE state='live'").fetchone()[0])
 
 
 def tail_start(connection: sqlite3.Connection, tail: Tail, *, by_worth: bool) -> int:
-    """The first place from which on no other extent needs an extent's blocks, and, `by_worth`, they are worth no more
-    than the last."""
+    """The first place of an extent from which on no other extent needs its blocks.
+
+    With `by_worth`, also only blocks that are worth no more than the last.
+    """
     row = connection.execute(
         "SELECT max(place) FROM blocks b WHERE extent=?1 AND place<?2 AND ((?3 AND (hits>?4 OR used>?5 OR place<="
         "(SELECT max(last) FROM app_uses WHERE extent=?1 AND last<?2))) OR EXISTS "
@@ -388,7 +398,7 @@ def tail_start(connection: sqlite3.Connection, tail: Tail, *, by_worth: bool) ->
 
 
 def touch(connection: sqlite3.Connection, id: int, name: str, last: int, now: float, saved_ms: float) -> None:
-    """Count one use of an extent's blocks up to and with place `last`, unless it was replaced."""
+    """Count one use of an extent's blocks up to and including place `last`, unless the extent was replaced."""
     found = connection.execute(
         "UPDATE extents SET hits=hits+1, used=max(used, ?), saved_ms=saved_ms+? WHERE id=? AND name=?",
         (now, saved_ms, id, name),
@@ -397,3 +407,72 @@ def touch(connection: sqlite3.Connection, id: int, name: str, last: int, now: fl
         connection.execute(
             "UPDATE blocks SET hits=hits+1, used=max(used, ?) WHERE extent=? AND place<=?", (now, id, last)
         )
+
+
+log = logging.getLogger("rekindle.store")
+
+_ACCESSES_A_TRANSACTION = 16
+_MAX_ACCESSES = 10_000  # kept while the catalog cannot be written
+
+
+class Access(Protocol):
+    """A use of KV, to be written to the catalog."""
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        """Update its rows, if they still mean the same extent."""
+
+
+@dataclass(frozen=True)
+class BlockAccess:
+    """A use of an extent's blocks up to and including `last`, and the time it saved."""
+
+    extent: int
+    name: str
+    last: int
+    at: float
+    saved_ms: float
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        touch(connection, self.extent, self.name, self.last, self.at, self.saved_ms)
+
+
+class AccessLog:
+    """Uses of KV, buffered until the catalog is updated: a request must not wait for that. Bounded. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[Access] = []
+
+    def add(self, accesses: Sequence[Access]) -> None:
+        with self._lock:
+            self._waiting += accesses
+
+    def drop(self) -> None:
+        with self._lock:
+            self._waiting = []
+
+    def flush(self, database: Database) -> None:
+        """Write the buffered uses to the catalog, a few per transaction. Raises as it does, and keeps what was not
+        written.
+
+        A use that no catalog could store is dropped: it would block all others.
+        """
+        with self._lock:
+            accesses, self._waiting = self._waiting, []
+        try:
+            while accesses:
+                with database.writing() as connection:
+                    for access in accesses[:_ACCESSES_A_TRANSACTION]:
+                        _write(connection, access)
+                del accesses[:_ACCESSES_A_TRANSACTION]
+        except BaseException:
+            with self._lock:
+                self._waiting = accesses[-_MAX_ACCESSES:] + self._waiting
+            raise
+
+
+def _write(connection: sqlite3.Connection, access: Access) -> None:
+    try:
+        access.write(connection)
+    except (TypeError, ValueError, OverflowError) as error:  # a value that SQLite cannot store or encode
+        log.debug("a use was not recorded: %s", error)

@@ -1,7 +1,7 @@
 """The SQLite file under the catalog: opening, versions, connections, transactions.
 
-One connection reads, one writes; each is opened, used and closed under its own lock. The file is looked at before every
-use: if the folder was deleted, replaced or set aside, or the process forked, the connection is opened anew.
+One connection reads, one writes; each is opened, used and closed under its own lock. The file is checked before every
+use: if the folder was deleted, replaced or set aside, or the process forked, the connection is reopened.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ class SharedConnection:
                 connection.close()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: use nothing of the parent's."""
+        """In a forked child: abandon the parent's connection."""
         self.abandoned.append(self.connection)
         self.connection = None
         self.process = os.getpid()
 
 
 class Database:
-    """A catalog file. Raises `CacheUnusable` when it cannot be opened; a corrupt one is set aside and made anew.
+    """A catalog file. Raises `CacheUnusable` when it cannot be opened; a corrupt one is set aside and recreated.
 
-    `claim` makes the folder, or makes sure of it, before the file is opened, written or set aside.
+    `claim` creates or checks the folder before the file is opened, written or set aside.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Database:
         durable: bool = False,
         claim: Callable[[], None] | None = None,
     ) -> None:
-        """`durable`: a transaction that was committed survives a loss of power."""
+        """`durable`: committed transactions survive a power loss."""
         self.path = path
         self.read_only = False
         self.log_limit_bytes = log_bytes
@@ -92,10 +92,10 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """One consistent view of the catalog; within another one, the same. Never waits for writers."""
+        """One consistent view of the catalog; nested calls share it. Never waits for writers."""
         with self._reader.lock:
             outer = self._reader.connection if self._reader.process == os.getpid() else None
-            if outer is not None and outer.in_transaction:  # whose else could it be: the lock is ours
+            if outer is not None and outer.in_transaction:  # the lock is ours, so the transaction is too
                 yield outer
                 return
             with self._transaction(self._reader, "BEGIN") as connection:
@@ -103,16 +103,16 @@ class Database:
 
     @contextmanager
     def scanning(self) -> Iterator[sqlite3.Connection]:
-        """A view for long reads: beside `reading`, so that no lookup waits, and no writer of another process."""
+        """A view for long reads on a separate connection: neither lookups nor writers wait for it."""
         with self._transaction(self._reader if self.read_only else self._writer, "BEGIN") as connection:
             yield connection
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction: all of it or nothing.
+        """One transaction, all or nothing.
 
-        Raises `CacheUnusable` if the catalog can only be read, or if its log is long and cannot be cut: half of what
-        the log may take is for this transaction.
+        Raises `CacheUnusable` if the catalog is read-only, or if its log is long and cannot be truncated: half of the
+        log's limit is reserved for this transaction.
         """
         if self.read_only:
             raise CacheUnusable(f"{self.path.parent} can only be read.")
@@ -120,7 +120,7 @@ class Database:
             self._claim()
             self._cut_log(self.log_limit_bytes // 4)
             if self.log_bytes() > self.log_limit_bytes // 2:
-                raise CacheUnusable("Somebody has been reading the catalog for too long: its log cannot be cut.")
+                raise CacheUnusable("Another process has been reading the catalog for too long: its log cannot be cut.")
             with self._transaction(self._writer, "BEGIN IMMEDIATE") as connection:
                 yield connection
 
@@ -137,8 +137,8 @@ class Database:
                     if connection.in_transaction:
                         with contextlib.suppress(sqlite3.Error):
                             connection.execute("ROLLBACK")
-                    # A transaction that cannot be ended, or a query that broke off and still holds its view, would
-                    # block what comes after it.
+                    # A transaction that cannot be ended, or an aborted query that still holds its view, would block the
+                    # next transactions.
                     if connection.in_transaction or isinstance(error, sqlite3.Error):
                         channel.forget()
                     raise
@@ -152,7 +152,7 @@ class Database:
         return self._file_bytes("") + self.log_bytes()
 
     def claimed_bytes(self) -> int:
-        """The same, but with all the room that the log may take: it grows with every transaction."""
+        """Bytes of the catalog and the limit of its log: the log grows with every transaction."""
         return self._file_bytes("") + max(self.log_bytes(), self.log_limit_bytes)
 
     def log_bytes(self) -> int:
@@ -160,46 +160,46 @@ class Database:
         return self._file_bytes("-wal") + self._file_bytes("-shm")
 
     def shrink(self, *, rewrite: bool) -> None:
-        """Give the space of removed rows back to the disk, and cut the log.
+        """Give the space of removed rows back to the disk, and truncate the log.
 
-        Free pages always; with `rewrite`, for which the log takes as much as the file for a moment, what is free inside
-        of pages, too.
+        Free pages always; with `rewrite` also the free space inside pages, for which the log briefly takes as much as
+        the file.
         """
         if self.read_only:
             return
         with self._writer.lock:
-            while self._free_pages(most=max(1, self.log_limit_bytes // 32 // _PAGE_BYTES)):
+            while self._free_pages(max_count=max(1, self.log_limit_bytes // 32 // _PAGE_BYTES)):
                 pass
             if rewrite:
                 self._ensure(self._writer).execute("VACUUM")
             self._cut_log(above_bytes=0)
 
-    def _free_pages(self, most: int) -> bool:
-        """Cut at most `most` free pages off the file, in one transaction; whether there may be more."""
+    def _free_pages(self, max_count: int) -> bool:
+        """Truncate at most `max_count` free pages in one transaction; whether there may be more."""
         with self.writing() as connection:
             before = int(connection.execute("PRAGMA freelist_count").fetchone()[0])
-            for _ in range(min(most, before)):
+            for _ in range(min(max_count, before)):
                 connection.execute("PRAGMA incremental_vacuum(1)")  # Python steps it once, which is one page
             after = int(connection.execute("PRAGMA freelist_count").fetchone()[0])
         return 0 < after < before
 
     def scrub(self) -> None:
-        """Write the file anew, so that no trace of removed rows is in it, and empty the log: also after power loss.
+        """Rewrite the file, so that no trace of removed rows is in it, and empty the log: also after power loss.
 
-        For a moment the log takes as much as the file, and memory too. Raises `CacheUnusable` if another process
-        has been reading for so long that the log could not be emptied.
+        The log and memory briefly take as much as the file. Raises `CacheUnusable` if another process reads for too
+        long to empty the log.
         """
         if self.read_only:
             raise CacheUnusable(f"{self.path.parent} can only be read.")
         with self._writer.lock:
             self._cut_log(above_bytes=0)
-            # Zeroing what is deleted is not enough: pages that were balanced keep copies of rows that moved away.
+            # Zeroing deleted rows is not enough: rebalanced pages keep copies of rows that moved away.
             self._ensure(self._writer).execute("PRAGMA checkpoint_fullfsync=1")  # macOS: past the drive's cache
             self._ensure(self._writer).execute("VACUUM")
             for _ in range(_SCRUB_ATTEMPTS):
                 self._next_cut = 0.0
                 if self._cut_log(above_bytes=0, wait_seconds=_SCRUB_WAIT_SECONDS):
-                    # What is in it by now was written since. SQLite syncs the file when it moves the log there, but not
+                    # The log now only holds later writes. SQLite syncs the file when it moves the log there, but not
                     # the log when it empties it.
                     self._files.sync_file(Path(f"{self.path}-wal"))
                     self._files.sync_folder(self.path.parent)
@@ -210,7 +210,7 @@ class Database:
         )
 
     def discard(self) -> None:
-        """Set the catalog aside: it cannot be repaired."""
+        """Set aside a catalog that cannot be repaired."""
         with self._writer.lock:
             self._ensure(self._writer)
             self._set_aside(self._writer)
@@ -222,26 +222,26 @@ class Database:
                 channel.forget()
 
     def before_fork(self) -> None:
-        """SQLite must not be carried through a fork: the child would believe in locks that it does not have."""
+        """SQLite must not be carried through a fork: the child would rely on locks that it does not hold."""
         for channel in (self._reader, self._writer):
             channel.lock.acquire()
             if channel.connection is not None and not channel.connection.in_transaction:
                 channel.forget()
 
     def after_fork(self) -> None:
-        """Go on, in parent and child alike; each opens its own connections when it needs them."""
+        """Resume in parent and child; each opens its own connections when needed."""
         for channel in (self._writer, self._reader):
             channel.lock.release()
 
     def _cut_log(self, above_bytes: int, wait_seconds: float = 0.0) -> bool:
-        """Move the log into the file, if that did not happen by itself: others were reading, or at it themselves.
+        """Move the log into the file, if SQLite did not: others were reading, or moving it themselves.
 
-        With `wait_seconds` it is tried once, and writers wait meanwhile. Whether the log was empty for a moment.
+        With `wait_seconds` it is tried once, while writers wait. Returns whether the log was empty at that moment.
         """
         if self.log_bytes() <= above_bytes or time.monotonic() < self._next_cut:
             return False
         connection = self._ensure(self._writer)
-        # SQLite waits with its hands on the locks.
+        # SQLite holds its locks while it waits.
         connection.execute(f"PRAGMA busy_timeout={int(wait_seconds * 1000)}")
         try:
             for _ in range(1 if wait_seconds else _CUT_ATTEMPTS):
@@ -268,7 +268,7 @@ class Database:
         if channel.process != os.getpid():
             channel.leave_to_parent()
         if channel.connection is not None and _inode(self.path) != channel.inode:
-            channel.forget()  # deleted or replaced meanwhile
+            channel.forget()  # deleted or replaced
         if channel.connection is None:
             with self._open_lock:
                 self._open(channel)
@@ -302,14 +302,14 @@ class Database:
             channel.connection = self._connect_read_only()
             self._check_version(channel.connection)
         else:
-            # A file that is still being made, maybe by several processes at once, is worth waiting for.
+            # Wait for a file that is being created, maybe by several processes at once.
             new = self._file_bytes("") <= _PAGE_BYTES
             channel.connection = self._connection(self._writer.timeout_seconds if new else channel.timeout_seconds)
             self._migrate(channel.connection)
             channel.connection.execute(f"PRAGMA busy_timeout={int(channel.timeout_seconds * 1000)}")
 
     def _prepare_file(self) -> bool:
-        """Make the file with narrow rights; SQLite gives its log the same. False if they can only be read."""
+        """Create the file with private permissions; SQLite gives its log the same. False if it can only be read."""
         try:
             if not self.path.exists():
                 with contextlib.suppress(FileExistsError):
@@ -332,10 +332,10 @@ class Database:
             if self._check_version(connection) == 0:
                 connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
             connection.execute("PRAGMA journal_mode=WAL").fetchall()
-            # NORMAL may lose the last commits with the power. In a catalog that is a missing entry, never a wrong one.
+            # NORMAL may lose the last commits in a power loss: a missing entry, never a wrong one.
             connection.execute(f"PRAGMA synchronous={self._synchronous}")
             connection.execute(f"PRAGMA fullfsync={self._synchronous == 'FULL':d}")  # macOS: past the drive's cache
-            connection.execute("PRAGMA secure_delete=ON")  # tokens of removed rows are nobody's any more
+            connection.execute("PRAGMA secure_delete=ON")  # removed tokens are overwritten
             connection.execute("PRAGMA cache_size=-4096")
             connection.execute("PRAGMA temp_store=MEMORY")
             connection.execute(f"PRAGMA wal_autocheckpoint={max(1, self.log_limit_bytes // 8 // _PAGE_BYTES)}")
@@ -346,7 +346,7 @@ class Database:
         return connection
 
     def _connect_read_only(self) -> sqlite3.Connection:
-        # `immutable` is for folders where not even the log's index can be made: then nobody writes it either.
+        # `immutable` is for folders where the log's index cannot be created: then nobody can write to it either.
         for mode in ("mode=ro", "mode=ro&immutable=1"):
             address = f"{self.path.resolve().as_uri()}?{mode}"
             connection = self._connect(
@@ -362,7 +362,7 @@ class Database:
         raise AssertionError
 
     def _check_version(self, connection: sqlite3.Connection) -> int:
-        # The tables first: another process may make them, together with the numbers, between one look and the next.
+        # The tables first: another process may create them and set the version between the two reads.
         tables = int(connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
         version = int(connection.execute("PRAGMA user_version").fetchone()[0])
         application = int(connection.execute("PRAGMA application_id").fetchone()[0])
@@ -394,7 +394,7 @@ class Database:
             raise
 
     def _set_aside(self, channel: SharedConnection) -> None:
-        """Rename a catalog that cannot be read, unless it is another program's; the other one finds the new file."""
+        """Rename an unreadable catalog, unless it belongs to another program; other processes find the new file."""
         channel.forget()
         if _inode(self.path) != channel.inode:
             return  # another process did it already
@@ -402,13 +402,13 @@ class Database:
         if is_of_another_program(self._files.read(self.path, 100)):
             raise CacheUnusable(f"{self.path} is not a Rekindle catalog. Choose another folder for the cache.")
         stamp = f"broken-{time.time_ns()}"
-        for suffix in ("-wal", "-shm", ""):  # the file last: as long as it is there, nobody makes a new log
+        for suffix in ("-wal", "-shm", ""):  # the file last: while it exists, nobody creates a new log
             with contextlib.suppress(OSError):
                 Path(f"{self.path}{suffix}").replace(f"{self.path}.{stamp}{suffix}")
 
 
 def _is_corruption(error: sqlite3.DatabaseError | UnicodeDecodeError) -> bool:
-    if isinstance(error, UnicodeDecodeError):  # a text of the schema, or SQLite's complaint about it, is no text
+    if isinstance(error, UnicodeDecodeError):  # a text of the schema, or of SQLite's error, is not UTF-8
         return True
     code = getattr(error, "sqlite_errorcode", None)  # Python 3.11
     if code is not None:
@@ -424,7 +424,7 @@ def _inode(path: Path) -> tuple[int, int] | None:
     return about.st_dev, about.st_ino
 
 
-# SQLite must not be in use while its process forks: every open database stops for it, and goes on in parent and child.
+# SQLite must not be in use while its process forks: every open database stops before and resumes in parent and child.
 _OPEN: weakref.WeakSet[Database] = weakref.WeakSet()
 
 

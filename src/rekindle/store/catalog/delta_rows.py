@@ -24,13 +24,13 @@ class BaseBlocks:
 
 
 def bases_of(connection: sqlite3.Connection, id: int) -> tuple[BaseBlocks, ...]:
-    """The base of a delta, in order; empty for any other extent."""
+    """The base of a delta, in order; empty for other extents."""
     rows = connection.execute("SELECT base, at, place, blocks FROM delta_bases WHERE extent=? ORDER BY at", (id,))
     return tuple(BaseBlocks(*row) for row in rows.fetchall())
 
 
 def add(connection: sqlite3.Connection, id: int, parts: Sequence[BaseBlocks]) -> bool:
-    """Record the base of a delta; False if it is gone."""
+    """Record the base of a delta; False if the base was removed."""
     for part in parts:
         row = catalog.extent(connection, part.base)
         if row is None or row.state != "live" or row.live < part.place + part.blocks:
@@ -52,7 +52,7 @@ def deltas_of(connection: sqlite3.Connection, ids: Iterable[int]) -> list[Extent
 
 
 def with_descendants(connection: sqlite3.Connection, ids: Iterable[int]) -> set[int]:
-    """Extents, and all that hang on them, on those again, and so on."""
+    """Extents and all their descendants."""
     found = set(ids)
     todo = list(found)
     while todo:
@@ -68,7 +68,7 @@ def with_descendants(connection: sqlite3.Connection, ids: Iterable[int]) -> set[
 
 
 def reaching(connection: sqlite3.Connection, base: int, place: int) -> dict[int, int]:
-    """The deltas from an extent's blocks from `place` on, each with its first block that depends on them."""
+    """The deltas based on an extent's blocks from `place` on, each with its first block that depends on them."""
     rows = connection.execute(
         "SELECT extent, min(at+max(0, ?2-place)) FROM delta_bases WHERE base=?1 AND place+blocks>?2 GROUP BY extent",
         (base, place),
@@ -79,8 +79,10 @@ def reaching(connection: sqlite3.Connection, base: int, place: int) -> dict[int,
 def sibling_kv_spaces(
     connection: sqlite3.Connection, kv_space: str, codec: str, layout: KvLayout, key: NodeKey
 ) -> list[tuple[int, str]]:
-    """KV spaces, by number and digest, that differ from that one in the adapter alone and know a node; the base model's
-    first, then in the order in which they came to know it."""
+    """KV spaces, by number and digest, that differ only in the adapter and contain the node `key`.
+
+    The base model's first, then in the order in which they kept it.
+    """
     rows = connection.execute(
         "SELECT s.id, s.digest FROM blocks b JOIN kv_spaces s ON s.id=b.kv_space WHERE b.key=?1 AND s.digest<>?2 "
         "AND s.codec=?3 AND s.layout=?4 AND substr(s.digest, instr(s.digest, ':'))=substr(?2, instr(?2, ':')) "
@@ -93,7 +95,7 @@ def sibling_kv_spaces(
 def whole_run(
     connection: sqlite3.Connection, kv_space: int, keys: Sequence[NodeKey], fresh: Fresh
 ) -> BaseBlocks | None:
-    """The whole extent that has the first of these blocks, and how many after it; None if none has."""
+    """The extent, not a delta, that has the first of these blocks, and how many follow in it; None if none has."""
     row = connection.execute(
         "SELECT b.extent, b.place FROM blocks b JOIN extents e ON e.id=b.extent WHERE b.key=? AND b.kv_space=? "
         "AND e.state='live' AND (e.kept BETWEEN ? AND ? OR e.pinned) "
@@ -102,25 +104,25 @@ def whole_run(
     ).fetchone()
     if row is None:
         return None
-    known = connection.execute(
+    rows = connection.execute(
         "SELECT key FROM blocks WHERE extent=? AND place>=? ORDER BY place LIMIT ?", (*row, len(keys))
     ).fetchall()
-    same = [key == wanted for (key,), wanted in zip(known, keys, strict=False)]
+    same = [key == wanted for (key,), wanted in zip(rows, keys, strict=False)]
     return BaseBlocks(int(row[0]), 0, int(row[1]), same.index(False) if False in same else len(same))
 
 
 def codings(connection: sqlite3.Connection, ids: Sequence[int]) -> dict[int, tuple[str, int]]:
-    """How those of the extents are coded that are, and how many tokens their files hold about."""
+    """The coding of those extents that are coded, and about how many tokens each file holds."""
     marks = ",".join("?" * len(ids))
     select = f"SELECT id, coding, blocks FROM extents WHERE coding<>'raw' AND id IN ({marks})"
     return {id: (coding, blocks * BLOCK_TOKENS) for id, coding, blocks in connection.execute(select, list(ids))}
 
 
-def coded_pieces(pieces: Sequence[Piece], known: Mapping[int, tuple[str, int]]) -> tuple[Piece, ...]:
-    """The pieces, with how they are coded. What is coded without loss is decoded as a whole."""
+def coded_pieces(pieces: Sequence[Piece], coded: Mapping[int, tuple[str, int]]) -> tuple[Piece, ...]:
+    """The pieces with their coding. Losslessly coded KV is decoded as a whole."""
     reported = []
     for piece in pieces:
-        coding, tokens = known.get(piece.extent, ("raw", 0))
+        coding, tokens = coded.get(piece.extent, ("raw", 0))
         overread = max(0, tokens - len(piece.span)) if coding == "exact" else 0
         reported.append(replace(piece, coding=coding, overread=overread))
     return tuple(reported)

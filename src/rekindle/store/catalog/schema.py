@@ -1,22 +1,21 @@
 """The tables of the catalog, as numbered migrations. Version N is what the first N of them give.
 
-blocks        one row a block: its node, its tokens, and where its KV is (extent, place). Clustered by extent, so that a
-              run of blocks is one range. An extent's live rows are always its first places: tails go before heads.
-extents       one row a file, from before its first byte is written until after its last is gone.
-delta_bases   what a delta is taken from: `blocks` blocks of it, from number `at` on, are those of the extent `base`
-              from `place` on. While a row is there, those blocks are.
-KV spaces       what must be equal for KV to be interchangeable. One that nothing refers to any more is removed.
-identities    what a KV space's identity is made of, to tell in which way two models differ.
-variants      one row a variant of a chunk: where in a chain its KV is (a view, no copy), and what attention did in it.
-              A row whose blocks are gone is useless, and is removed when somebody comes across it.
-requests      recent requests and what came of them, for `explain`: a bounded number, the oldest go.
-apps          one row an app that sent requests: its state, and the process that is watched for it. Of its salt only a
-              digest.
+blocks        one row per block: its node, its tokens, and where its KV is (extent, place). Clustered by extent, so that
+              a run of blocks is one range. An extent's live rows are always its first places: tails go before heads.
+extents       one row per file, from before its first byte is written until after the file is removed.
+delta_bases   the base of a delta: `blocks` blocks of it, from number `at` on, are those of the extent `base` from
+              `place` on. While a row exists, those blocks do.
+kv_spaces     what must be equal for KV to be interchangeable. Unreferenced ones are removed.
+identities    the fields of a KV space's identity, to say how two models differ.
+variants      one row per variant of a chunk: where in a chain its KV is (a view, no copy), and its attention scores.
+              A row whose blocks were removed is useless, and is removed when it is met.
+requests      recent requests and their reuse, for `explain`: a bounded number, the oldest go.
+apps          one row per app that sent requests: its state, the process it is tied to, and a digest of its salt.
 app_uses      which app used an extent's blocks, up to which place. Bounded; removed with the extent.
 seen_keys     keys met once, for admission on second use.
 bytes_written bytes written, by minute, for the write budget.
 totals        the sum of all extents' bytes, kept by triggers: limits are checked at every keep.
-clock         the latest time that was believed, and since when the clock has been odd: see store/clock.
+clock         the latest time that was believed, and since when the clock has been odd: see store/evict.
 """
 
 from __future__ import annotations

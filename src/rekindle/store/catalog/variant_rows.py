@@ -1,7 +1,7 @@
-"""The rows of variants in the catalog: each says where in a chain the KV of a chunk stands, and what was scored there.
+"""The rows of variants in the catalog: where in a chain the KV of a chunk is, and its attention scores.
 
-A row is sealed by a digest of all it says, keyed if the store has a key; one that does not fit its seal says nothing.
-Functions take the transaction they belong to, or the catalog where they need several.
+A row is sealed by a digest of all its fields, keyed if the store has a key; a row that does not match its seal is
+ignored. Functions take the transaction they belong to, or the catalog where they need several.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from typing import Any
 import numpy as np
 
 from rekindle.codec.digest import Digester
-from rekindle.core.chunk import ChunkDigest, ChunkScores, EarlierChunk, Variant
+from rekindle.core.chunk import DIGEST_TOKENS, NONPREFIX_SUFFIX, ChunkDigest, ChunkScores, EarlierChunk, Variant
 from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, NodeKey
 from rekindle.core.kv import Span
 from rekindle.store.catalog import catalog
 from rekindle.store.catalog.database import Database
-from rekindle.store.nonprefix_kv import DIGEST_TOKENS, SUFFIX
 from rekindle.store.prefix_index import Piece
 
-_CANDIDATES = 8  # children of a node that are looked at: nearly always the first will do
+_CANDIDATES = 8  # children of a node that are compared: nearly always the first matches
 _ROWS_A_TRANSACTION = 1024
-_ROW_BYTES = 1024  # beside what is counted: numbers, indexes, pages that are not full
+_ROW_BYTES = 1024  # estimate for numbers, indexes and pages that are not full
 
-# Where bits were flipped, a column may be of another type: made what it should be, it can at least be read.
+# In a damaged catalog a column may have another type: a cast makes it readable at least.
 _COLUMNS = (
     "id, CAST(parent AS BLOB), CAST(tail AS BLOB), CAST(start AS INTEGER), CAST(stop AS INTEGER), "
     "CAST(outside AS BLOB), CAST(received AS BLOB), CAST(intra AS REAL), CAST(earlier AS BLOB), CAST(drift AS REAL), "
@@ -64,7 +63,7 @@ class ChunkLocation:
 
 @dataclass(frozen=True, slots=True)
 class BlockLocation:
-    """A block that may be used: its extent, its place there, and how many blocks are above the extent."""
+    """A usable block: its extent, its place there, and how many blocks precede the extent."""
 
     extent: int
     name: str
@@ -73,7 +72,7 @@ class BlockLocation:
 
 
 def chunk_location(root: NodeKey, keys: Sequence[NodeKey], tokens: bytes, span: Span) -> ChunkLocation:
-    """Where `span` stands in a prompt of `tokens` whose blocks have these keys."""
+    """The location of `span` in a prompt of `tokens` whose blocks have these keys."""
     last = (span.stop - 1) // BLOCK_TOKENS
     tail = tokens[last * BLOCK_BYTES : span.stop * TOKEN_BYTES]
     return ChunkLocation(keys[last - 1] if last else root, tail, span)
@@ -90,7 +89,7 @@ class SpaceRow:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class VariantRow:
-    """A variant as it is listed."""
+    """A listed variant."""
 
     id: int
     location: ChunkLocation
@@ -109,21 +108,21 @@ class Listing:
 
     @property
     def size_bytes(self) -> int:
-        """What its row takes in the catalog, at most."""
+        """An upper bound of the size of its row."""
         packed = self.packed
         return (
             len(packed.outside) + len(packed.received) + len(packed.earlier) + 2 * len(self.location.tail) + _ROW_BYTES
         )
 
     def columns(self) -> tuple[object, ...]:
-        """What is written over when the same is listed again."""
+        """The columns that are overwritten when the same location is listed again."""
         span, packed = self.variant.span, self.packed
         said = (packed.outside, packed.received, packed.intra, packed.earlier, float(self.variant.drift))
         return span.start, span.stop, *said, self.seal
 
 
 def listing(digester: Digester, kv_space_digest: str, location: ChunkLocation, variant: Variant) -> Listing:
-    """A variant at its location, sealed. Raises `ValueError` if its scores are none."""
+    """A variant at its location, sealed. Raises `ValueError` for invalid scores."""
     packed = pack_scores(variant.scores)
     unpack_scores(packed, len(variant.span))
     if variant.drift != variant.drift or packed.intra != packed.intra:
@@ -143,8 +142,8 @@ class ChunkView:
                                     ^ tail: the tokens of the last block it needs, up to its end; `parent` is the node
                                       above that block
 
-    The last block may be kept again, longer, when its prompt goes on: any child of the parent that begins with the
-    tail will do. Above it, each extent names the node it hangs on.
+    The last block may be kept again, longer, when its prompt continues: any child of the parent that begins with the
+    tail is right. Above it, each extent names its parent node.
     """
 
     connection: sqlite3.Connection
@@ -155,8 +154,8 @@ class ChunkView:
     def find_pieces(self, location: ChunkLocation, tokens: bytes) -> tuple[Piece, ...] | None:
         """The pieces that hold a chunk of these tokens, in order, with spans counted from the root.
 
-        None if not all of it is there. Only the tail is compared: the node above it stands for all tokens before, and
-        whoever loads the pieces compares every token with what their files say.
+        None if any part is missing. Only the tail is compared: the node above it identifies all tokens before, and the
+        loader compares every token with the extent files.
         """
         span, block, tail = location.span, location.last, location.tail
         if not tokens or len(tokens) != len(span) * TOKEN_BYTES:
@@ -187,19 +186,19 @@ class ChunkView:
         return None
 
     def holding(self, key: NodeKey) -> BlockLocation | None:
-        """The block of a node."""
+        """The block with that key."""
         for *holding, _ in self._holdings("b.key=?", key):
             if holding[1] not in self.lost:
                 return BlockLocation(*holding)
         return None
 
     def above(self, extent: int) -> NodeKey | None:
-        """The node that an extent hangs on."""
+        """The parent node of an extent's first block."""
         row = self.connection.execute("SELECT parent FROM blocks WHERE extent=? AND place=0", (extent,)).fetchone()
         return None if row is None else row[0]
 
     def _holdings(self, where: str, *values: bytes) -> list[tuple[Any, ...]]:
-        """Extent, name, place, depth and tokens of blocks that may be used."""
+        """Extent, name, place, depth and tokens of usable blocks."""
         given = (self.fresh.oldest, self.fresh.newest, self.kv_space, *values)
         return self.connection.execute(_HOLDING + where, given).fetchall()
 
@@ -207,16 +206,21 @@ class ChunkView:
 def rows(
     connection: sqlite3.Connection, digester: Digester, space: SpaceRow, digest: ChunkDigest
 ) -> Iterator[tuple[int, VariantRow | None]]:
-    """The variants of a chunk by number; None for those that make no sense."""
+    """The variants of a chunk by number; None for damaged rows."""
     select = f"SELECT {_COLUMNS} FROM variants WHERE digest=? AND kv_space=?"
     for values in connection.execute(select, (digest, space.number)).fetchall():
         yield values[0], _row(digester, space, digest, values)
 
 
 def add(
-    connection: sqlite3.Connection, kv_space: int, listed: Sequence[Listing], now: float, most: int, max_a_chunk: int
+    connection: sqlite3.Connection,
+    kv_space: int,
+    listed: Sequence[Listing],
+    now: float,
+    max_count: int,
+    max_a_chunk: int,
 ) -> int:
-    """List variants, each location once; how many are new. The least used go for them, the oldest of those first."""
+    """List variants, each location once; returns how many are new. The least used go for them, the oldest first."""
     (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM variants").fetchone()
     for one in listed:
         at = (one.variant.digest, kv_space, one.location.parent, one.location.tail)
@@ -229,7 +233,7 @@ def add(
             (*at, *one.columns(), now),
         )
         _trim(connection, "digest=? AND kv_space=?", (one.variant.digest, kv_space), max_a_chunk, last)
-    _trim(connection, "kv_space=?", (kv_space,), most, last)
+    _trim(connection, "kv_space=?", (kv_space,), max_count, last)
     (new,) = connection.execute("SELECT count(*) FROM variants WHERE id>?", (last,)).fetchone()
     return int(new)
 
@@ -241,7 +245,7 @@ def drop(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
             "SELECT b.extent FROM variants v JOIN kv_spaces s ON s.id=v.kv_space "
             "JOIN blocks b ON b.parent=v.parent AND b.kv_space=v.kv_space AND b.tokens=v.tail "
             "JOIN extents e ON e.id=b.extent WHERE v.id=? AND substr(s.codec, -length(?))=? AND NOT e.pinned",
-            (id, SUFFIX, SUFFIX),
+            (id, NONPREFIX_SUFFIX, NONPREFIX_SUFFIX),
         ).fetchall()
         connection.execute("DELETE FROM variants WHERE id=?", (id,))
         for (extent,) in extents:
@@ -250,7 +254,7 @@ def drop(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
 
 @dataclass(frozen=True)
 class VariantAccess:
-    """A variant was used, which adds to its frequency."""
+    """A use of a variant, which adds to its frequency."""
 
     id: int
     digest: ChunkDigest
@@ -266,7 +270,7 @@ class VariantAccess:
 
 
 def sweep(database: Database, after: int = 0, max_rows: int | None = None) -> int:
-    """Remove rows after number `after` whose blocks are gone, looking at `max_rows`; the last one, 0 at the end."""
+    """Remove rows after number `after` whose blocks were removed; checks `max_rows`, returns the last, 0 at the end."""
     looked_at = 0
     while max_rows is None or looked_at < max_rows:
         with database.scanning() as connection:
@@ -287,21 +291,21 @@ def sweep(database: Database, after: int = 0, max_rows: int | None = None) -> in
 def nonprefix_kv_spaces(connection: sqlite3.Connection) -> set[int]:
     """The numbers of all KV spaces that hold non-prefix KV."""
     select = "SELECT id FROM kv_spaces WHERE substr(codec, -length(?))=?"
-    return {id for (id,) in connection.execute(select, (SUFFIX, SUFFIX)).fetchall()}
+    return {id for (id,) in connection.execute(select, (NONPREFIX_SUFFIX, NONPREFIX_SUFFIX)).fetchall()}
 
 
 def cut_nonprefix(connection: sqlite3.Connection) -> list[catalog.Extent]:
-    """Extents of non-prefix KV that lost their last blocks: the rest is useless."""
+    """Extents of non-prefix KV that lost their last blocks: the remainder is useless."""
     kv_spaces = ",".join(map(str, nonprefix_kv_spaces(connection)))
     return (
         catalog.extents(connection, f"state='live' AND live<blocks AND kv_space IN ({kv_spaces})") if kv_spaces else []
     )
 
 
-def _trim(connection: sqlite3.Connection, where: str, values: Sequence[object], most: int, last: int) -> None:
-    """Remove the rows beyond `most`, those used least first, those numbered above `last` only if nothing else is."""
+def _trim(connection: sqlite3.Connection, where: str, values: Sequence[object], max_count: int, last: int) -> None:
+    """Remove the rows beyond `max_count`, the least used first; those numbered above `last` only as a last resort."""
     (count,) = connection.execute(f"SELECT count(*) FROM variants WHERE {where}", values).fetchone()
-    excess = count - most
+    excess = count - max_count
     for newness in ("id<=?", "id>?"):
         if excess > 0:
             select = f"SELECT id FROM variants WHERE {where} AND {newness} ORDER BY frequency, used, id LIMIT ?"
@@ -311,7 +315,7 @@ def _trim(connection: sqlite3.Connection, where: str, values: Sequence[object], 
 
 
 def _row(digester: Digester, space: SpaceRow, digest: ChunkDigest, values: Sequence[Any]) -> VariantRow | None:
-    """A row, if it fits its seal."""
+    """A row, if it matches its seal."""
     id, parent, tail, start, stop, outside, received, intra, earlier, drift, seal, frequency = values
     try:
         span = Span(start, stop)
@@ -352,7 +356,7 @@ def _seal(
 
 @dataclass(frozen=True, slots=True)
 class PackedScores:
-    """Scores as they are kept."""
+    """Scores as they are stored."""
 
     outside: bytes
     received: bytes
@@ -361,7 +365,7 @@ class PackedScores:
 
 
 def pack_scores(scores: ChunkScores) -> PackedScores:
-    """Scores as bytes. Raises `ValueError` for those of no chunk."""
+    """Scores as bytes. Raises `ValueError` for invalid ones."""
     outside, received = (np.asarray(of_tokens, _HALF) for of_tokens in (scores.outside, scores.received))
     try:
         earlier = [_EARLIER.pack(chunk.digest, chunk.tokens, chunk.mass) for chunk in scores.earlier]
@@ -371,9 +375,9 @@ def pack_scores(scores: ChunkScores) -> PackedScores:
 
 
 def unpack_scores(packed: PackedScores, tokens: int) -> ChunkScores:
-    """The scores of a chunk of `tokens` tokens. Raises `ValueError` if they are not."""
+    """The scores of a chunk of `tokens` tokens. Raises `ValueError` if they do not match."""
     if not len(packed.outside) == len(packed.received) == tokens * _HALF.itemsize:
-        raise ValueError("there is not one score a token")
+        raise ValueError("there is not one score per token")
     if len(packed.earlier) % _EARLIER.size:
         raise ValueError("a chunk before it is cut off")
     earlier = [EarlierChunk(ChunkDigest(digest), *rest) for digest, *rest in _EARLIER.iter_unpack(packed.earlier)]

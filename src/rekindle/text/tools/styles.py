@@ -1,4 +1,4 @@
-"""How models write tool calls: the conventions in use, and what a model's template does with tools.
+"""How models write tool calls: the conventions in use, what a template does with tools, grammars that force a call.
 
 A template that takes tools gets them, with calls and results in its own form. For any other, the tools and how to call
 them are written into the instructions, and calls and results into the text of the messages.
@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rekindle.core.tools import ToolCall
+from rekindle.core.grammar import Grammar
+from rekindle.core.tools import Tool, ToolCall, ToolChoice
 from rekindle.errors import InvalidPrompt
 
 StyleName = Literal["hermes", "qwen-xml", "llama", "mistral", "functionary", "deepseek", "bar", "command", "generic"]
@@ -88,7 +89,7 @@ def detect_style(template: str) -> ToolStyle:
 CALL, CALL_END, RESULT, RESULT_END = "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"
 
 _TAKES_TOOLS = re.compile(r"(?<![\w.'\"])tools(?![\w'\"])")
-# An unclosed block ends with the template: otherwise every opening would be searched to the end in vain.
+# An unclosed block ends with the template: otherwise every opening would be searched to the end.
 _CODE = re.compile(r"\{%.*?(?:%\}|\Z)|\{\{.*?(?:\}\}|\Z)", re.DOTALL)
 _TEXT_IN_CODE = re.compile(r"'(?:[^'\\]|\\.)*(?:'|\\?\Z)|\"(?:[^\"\\]|\\.)*(?:\"|\\?\Z)", re.DOTALL)
 _ASKS_FOR_NONE = re.compile(r"content(?:['\"]\])?\s+is\s+(?:not\s+)?none", re.IGNORECASE)
@@ -226,3 +227,78 @@ def _short_id(call_id: str) -> str:
         return call_id
     number = int.from_bytes(hashlib.blake2b(call_id.encode("utf-8"), digest_size=8).digest(), "big")
     return "".join(_SHORT_ID_LETTERS[number // len(_SHORT_ID_LETTERS) ** place % 36] for place in range(9))
+
+
+MAX_CALLS = 8  # a small model that is forced to call may never stop
+_OPEN_ENDED = ("patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The text around all calls, around each, and between two."""
+
+    first: str = ""
+    last: str = ""
+    before: str = ""
+    after: str = ""
+    between: str = "\n"
+
+
+_LISTED = _Frame(first="[", last="]", between=", ")
+# Markers that are control tokens are not in a reply's text and cannot be forced: those calls have none.
+_FRAMES = {
+    "hermes": _Frame(before="<tool_call>\n", after="\n</tool_call>"),
+    "qwen-xml": _Frame(before="<tool_call>\n", after="\n</tool_call>"),
+    "llama": _Frame(between="; "),
+    "mistral": _LISTED,
+    "bar": _LISTED,
+    "command": _LISTED,
+}
+
+
+def call_grammar(
+    style: ToolStyle, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool = True
+) -> Grammar | None:
+    """The grammar of a reply that `choice` forces to be a call of the named function, or one or more calls of any.
+
+    None if no call is forced, also for strict tools: a model that may answer in words cannot follow a grammar from its
+    first token on. Without `parallel` there is exactly one call.
+    """
+    allowed = [tool for tool in tools if choice.mode == "required" or tool.name == choice.name]
+    if not choice.forces or not allowed:
+        return None
+    frame = _FRAMES.get(style.name, _Frame())
+    max_calls = MAX_CALLS if parallel and choice.mode == "required" else 1
+    more = f" ({_literal(frame.between)} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
+    rules = [
+        f"start:{_part(frame.first)} call{more}{_part(frame.last)}",
+        f"call: {' | '.join(f'call_{number}' for number in range(len(allowed)))}",
+    ]
+    for number, tool in enumerate(allowed):
+        before, after = _around_arguments(style, frame, tool)
+        rules.append(f"call_{number}: {_literal(before)} arguments_{number} {_literal(after)}")
+        rules.append(f"arguments_{number}: %json {json.dumps(_closed(tool))}")
+    return Grammar.lark("\n".join(rules) + "\n")
+
+
+def _around_arguments(style: ToolStyle, frame: _Frame, tool: Tool) -> tuple[str, str]:
+    if style.name == "functionary":
+        return f"<function={tool.name}>", "</function>"
+    head = f"{{{json.dumps('name')}: {json.dumps(tool.name)}, {json.dumps(style.arguments)}: "
+    return frame.before + head, "}" + frame.after
+
+
+def _closed(tool: Tool) -> dict[str, Any]:
+    """The schema of the tool's arguments, closed to further properties unless it says otherwise."""
+    schema = dict(tool.parameters)
+    if not any(key in schema for key in ("additionalProperties", *_OPEN_ENDED)):
+        schema["additionalProperties"] = False
+    return schema
+
+
+def _part(text: str) -> str:
+    return f" {_literal(text)}" if text else ""
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text)

@@ -1,1 +1,0 @@
-"""The apps that send requests: their states and processes."""

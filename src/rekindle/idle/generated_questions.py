@@ -1,0 +1,264 @@
+"""Questions that a model generates: the prompts, parsing its reply, and filtering the questions.
+
+They are generated from abstracts of documents and from earlier questions. Everything here is a pure function of its
+arguments, so later questions cannot leak into a prediction.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rekindle.core.grammar import Grammar
+from rekindle.core.request import Message
+from rekindle.idle.english import EMPTY
+from rekindle.knowledge.retrieve import Floats
+
+Origin = Literal["abstract", "history", "passage"]
+
+OPENINGS = ("What did", "When did", "Why did", "How did", "Where did")
+SAME_QUESTION = 0.92  # cosine from which two questions count as the same
+_FEWEST_WORDS, _MAX_WORDS = 3, 30
+_MAX_CHARACTERS = 240
+_FOUND = 0.6  # share of a question's words that must occur in its passages
+_FAR = 0.25  # cosine below which a passage is unrelated to a question
+_MAX_READ = 20_000  # characters of a reply; a longer one is no list of questions
+
+_ASKING = frozenset(  # words of questions that answering texts do not contain
+    """
+    discuss discussed discussing discussion discussions conclusion group team meeting opinion opinions thoughts mention
+    mentioned describe described suggest suggested recommend decide decided reaction type specific requested email
+    sender recipient received sent
+    """.split()  # noqa: SIM905
+)
+_MAX_NAMES = 5
+_LONGEST_OPENING = 40  # characters: it becomes a part of a grammar
+_NEEDS_NAME = (" did", " does", " is", " was", " has", " will")
+_NAME = re.compile(r"\b[A-Z][a-z]\w*(?: [A-Z][a-z]\w*){0,2}")
+_WORD = re.compile(r"\w+(?:['’]\w+)*")
+_MARKUP = re.compile(r"\*{1,3}|__|`+|^#{1,6}\s+|^>\s*|</?[a-z]{1,8}>")
+_LABEL = re.compile(
+    r"^(?:[-•–—*+·]\s+|\(?\d{1,3}\s*[.):\]-]\s*|\[\d{1,3}\]\s*|\(?[a-hA-H][.)]\s+"
+    r"|(?:q|question|query|frage|user|follow-up)\s*(?:no\.? ?)?#?\d{0,3}\s*[:.)-]\s*)",
+    re.IGNORECASE,
+)
+_ANSWER = re.compile(
+    r"^[-•*\s]*(?:\d{1,3}[.)]\s*)?(?:a\s*\d{0,3}\s*:|(?:answer|response|reply|note|hint)\s*\d{0,3}\s*[:)])",
+    re.IGNORECASE,
+)
+_ASKS = re.compile(
+    r"(?:what|when|where|who|whom|whose|which|why|how|did|does|do|is|are|was|were|has|have|had|can|could|will|would"
+    r"|should|may|might|summarize|summarise|describe|explain|list|tell|compare)(?:'s|'re|’s|’re)?\s",
+    re.IGNORECASE,
+)
+_SAID_FIRST = re.compile(rf".{{0,200}}[.!:)]\s+[\"“]?(?={_ASKS.pattern})", re.IGNORECASE)
+_PLACEHOLDER = re.compile(
+    r"\b(?:you|your|yours|yourself)\b|"
+    r"\b(?:X{2,}|Y{3,}|N{2,}|TBD|lorem|placeholder)\b|\b(?:the|this) (?:user|assistant|ai|passage|text|abstract|"
+    r"notes?|summary|prompt|question|list)s?\b|[\[<{_]{1,3}\s*\w*\s*[\]>}_]{1,3}|\.{3}|…",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedQuestion:
+    """A question that may be asked. It can quote its documents, so it is removed with any of them."""
+
+    text: str
+    origin: Origin
+    documents: tuple[int, ...]
+
+
+def summary_prompt(passages: Sequence[str], max_words: int = 40) -> tuple[Message, ...]:
+    """The chat that asks for an abstract of passages."""
+    text = "\n\n".join(passage.strip() for passage in passages)
+    wanted = f"Tell me in at most {max_words} words what happened in it: who took part, and what it was about."
+    return (Message("user", f"Here is a text.\n\n{text}\n\n{wanted}"),)
+
+
+def prompt_from_abstracts(abstracts: Sequence[str], count: int) -> tuple[Message, ...]:
+    """The chat that asks for `count` questions about abstracts."""
+    notes = "\n".join(f"- {' '.join(abstract.split())}" for abstract in abstracts)
+    wanted = f"Write {count} short questions about this. Use the names of these people and topics."
+    return (Message("user", f"{notes}\n\n{wanted}"),)
+
+
+def prompt_from_history(questions: Sequence[str], count: int) -> tuple[Message, ...]:
+    """The chat that asks for `count` questions that may follow earlier ones."""
+    asked = "\n".join(f"- {' '.join(question.split())}" for question in questions)
+    wanted = f"Write {count} other questions that I could ask next, about the same people and things, in the same way."
+    return (Message("user", f"I asked these questions about my documents:\n{asked}\n\n{wanted}"),)
+
+
+def summary_grammar() -> Grammar:
+    """Constrains an abstract to plain sentences on one line: small models otherwise continue the dialogue they read."""
+    return Grammar.regex(r"[A-Z][^\n:?!]{40,240}\.")
+
+
+def list_grammar(count: int, openings: Sequence[str] = OPENINGS) -> Grammar:
+    """Constrains a reply to a numbered list of `count` questions that begin with these words in turn.
+
+    Small models otherwise repeat one question, or answer it.
+    """
+    words = [re.escape(" ".join(openings[number % len(openings)].split())) for number in range(count)]
+    return Grammar.regex(
+        r"\n".join(rf"{number}\. {word} [^\n?;]{{8,100}}[.?]" for number, word in enumerate(words, start=1))
+    )
+
+
+def openings_about(abstracts: Sequence[str], count: int) -> tuple[str, ...]:
+    """Openings for `count` questions about abstracts, with names: small models need to be led to use them."""
+    return _paired(OPENINGS, _names(abstracts), count)
+
+
+def openings_of(questions: Sequence[str], count: int) -> tuple[str, ...]:
+    """Openings for `count` follow-up questions: like the latest ones, but with other names.
+
+    A model that is asked to continue a list would write the same list again.
+    """
+    latest = questions[-count:]
+    kinds = [" ".join(_WORD.findall(question)[:2]) for question in latest]
+    distinct = list(dict.fromkeys(kind for kind in kinds if 0 < len(kind) <= _LONGEST_OPENING)) or [OPENINGS[0]]
+    others = [kind for kind in OPENINGS if kind not in distinct]
+    return _paired((*distinct[1:], distinct[0], *others), _names(latest), count)
+
+
+def _paired(kinds: Sequence[str], names: Sequence[str], count: int) -> tuple[str, ...]:
+    """Kinds of questions in turn, with a name after those that need one."""
+    found: list[str] = []
+    for number in range(count):
+        kind = kinds[number % len(kinds)]
+        named = names and kind.casefold().endswith(_NEEDS_NAME)
+        found.append(f"{kind} {names[number % len(names)]}" if named else kind)
+    return tuple(found)
+
+
+def _names(texts: Sequence[str]) -> list[str]:
+    """Capitalized words that do not merely begin sentences, the most frequent first."""
+    found = Counter(name for text in texts for run in _NAME.findall(text) if (name := _without_beginning(run)))
+    return [name for name, _ in found.most_common() if len(name) <= _LONGEST_OPENING][:_MAX_NAMES]
+
+
+def _without_beginning(run: str) -> str:
+    words = run.split()
+    while words and (words[0].casefold() in EMPTY or _ASKS.match(f"{words[0]} ")):
+        words.pop(0)
+    return " ".join(words)
+
+
+def parse_questions(text: str, max_count: int) -> list[str]:
+    """At most `max_count` questions of a reply, in order, without duplicates, each with its question mark.
+
+    Small models write untidy lists: numbers, bullets, quotes and labels are removed, and so are answers, headings,
+    overlong lines, and a truncated last line.
+    """
+    text = text[:_MAX_READ].replace("\r", "\n").replace("？", "?")
+    whole = text.rstrip().endswith(("?", ".", "!", '"', "”", "*", ")"))
+    pieces = [piece for line in text.splitlines() for piece in _pieces(line)]
+    found: dict[str, str] = {}
+    for number, piece in enumerate(pieces):
+        if number == len(pieces) - 1 and not whole and not piece.endswith("?"):
+            break  # cut off in the middle
+        question = _question(piece)
+        if question is not None and len(found) < max_count:
+            found.setdefault(_same(question), question)
+    return list(found.values())
+
+
+def _pieces(line: str) -> list[str]:
+    """The possible questions on a line, separated by ";", a number or a question mark."""
+    cleaned = _MARKUP.sub("", line.strip())
+    parts = re.split(r"(?<=\?)(?!\?)[\"'”’)\]]*[;,.]?\s*|;\s+|\s+(?=\(?\d{1,2}[.)]\s+[A-Z\"“])", cleaned)
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _question(piece: str) -> str | None:
+    """A piece as a question, or None."""
+    if _ANSWER.match(piece):
+        return None
+    text = " ".join(piece.split())
+    while (bare := _LABEL.sub("", text).strip(" \"'“”‘’`*_|>,[{(")) != text:  # "1. Q: ..." has two of them
+        text = bare
+    if not _ASKS.match(text) and (said := _SAID_FIRST.match(text)):
+        text = text[said.end() :]
+    if len(text) > _MAX_CHARACTERS or not _FEWEST_WORDS <= len(text.split()) <= _MAX_WORDS:
+        return None
+    if not text.endswith("?"):
+        text = text.rstrip(" .!,:;…-")
+        if not _ASKS.match(text):
+            return None
+        text += "?"
+    text = re.sub(r"\s*\?+$", "?", text)
+    return text[0].upper() + text[1:] if text[0].isalpha() and "?" not in text[:-1] else None
+
+
+def _same(question: str) -> str:
+    return " ".join(re.findall(r"\w+", question.casefold()))
+
+
+def pick_novel(
+    candidates: Sequence[PredictedQuestion],
+    vectors: Floats,
+    known: Floats,
+    max_count: int,
+    limit: float = SAME_QUESTION,
+) -> list[int]:
+    """Indices of at most `max_count` candidates that are new, in order.
+
+    vectors  [candidates, dimensions], of unit length
+    known    [questions, dimensions], of unit length: questions that need no prediction
+    """
+    if len(candidates) != len(vectors):
+        raise ValueError(f"{len(candidates)} candidates have {len(vectors)} vectors")
+    kept: list[int] = []
+    texts: set[str] = set()
+    against = known.reshape(-1, vectors.shape[1]) if len(vectors) else known
+    for number, candidate in enumerate(candidates):
+        if len(kept) >= max_count:
+            break
+        same = _same(candidate.text)
+        if same in texts or _nearest(vectors[number], against) >= limit:
+            continue
+        if _nearest(vectors[number], vectors[kept]) >= limit:
+            continue
+        texts.add(same)
+        kept.append(number)
+    return kept
+
+
+def _nearest(vector: Floats, others: Floats) -> float:
+    return float((others @ vector).max()) if len(others) else -1.0
+
+
+def is_answerable(question: str, passages: Sequence[tuple[str, float]]) -> bool:
+    """Whether the passages retrieved for a question, as (text, cosine), are likely to answer it.
+
+    They must contain most of its content words and all its names. Nobody asks questions with a blank, or about "the
+    user" or "this text".
+    """
+    if not passages or _PLACEHOLDER.search(question):
+        return False
+    text = " ".join(passage for passage, _ in passages).casefold()
+    stems = {_stem(word) for word in _WORD.findall(text)}
+    spoken = [word for word in _WORD.findall(question)[1:] if word.casefold() not in EMPTY]
+    words = [word for word in spoken if word.casefold() not in _ASKING] or spoken
+    names = [word for word in words if word[0].isupper() or word[0].isdigit()]
+    if not words:
+        return False
+    if any(_stem(name.casefold()) not in stems for name in names):
+        return False
+    found = sum(_stem(word.casefold()) in stems for word in words)
+    nearest = max(cosine for _, cosine in passages)
+    return found >= _FOUND * len(words) and (nearest >= _FAR or found == len(words) > 1)
+
+
+def _stem(word: str) -> str:
+    """A rough stem."""
+    word = word.removesuffix("'s").removesuffix("’s")
+    for end in ("ation", "ing", "ies", "ied", "ed", "es", "s", "e", "y"):
+        if word.endswith(end) and len(word) - len(end) >= 3:
+            return word[: -len(end)]
+    return word

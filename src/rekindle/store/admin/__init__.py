@@ -1,1 +1,0 @@
-"""Checks, reports and archives of a cache folder."""

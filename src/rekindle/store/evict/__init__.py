@@ -1,1 +1,0 @@
-"""What goes when space is needed."""

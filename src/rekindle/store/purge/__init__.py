@@ -1,1 +1,0 @@
-"""Removing every trace of tokens and texts."""

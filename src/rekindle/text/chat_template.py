@@ -1,0 +1,318 @@
+"""Chats to tokens, for any tokenizer library: the model's own chat template, in which user text never becomes a control
+token.
+
+Control tokens are the tokenizer's special tokens and the markers that the chat template writes (some models do not
+declare theirs special). Nearly always no user text spells one, and the rendered chat is tokenized as it is. Otherwise
+the spellings are replaced by placeholders while the template is rendered, and then tokenized as plain text.
+
+Assistant messages may contain the model's own markers (a thought, a tool call): in them only special tokens are text.
+
+Templates are rendered as transformers and llama.cpp do, in a process that can be stopped (`template_worker`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import Any, Protocol
+
+from rekindle.core.request import Message
+from rekindle.core.tools import Tool
+from rekindle.errors import InvalidPrompt, RekindleError
+from rekindle.text.base import QuotedChat, TokenLength, Written, check_length
+from rekindle.text.sandbox import LimitExceeded, SandboxProcess
+from rekindle.text.tools.styles import TemplateTools, merge_system_message, tools_as_text
+
+_MAX_QUOTES = 2048  # quotes whose tokens are cached
+_MAX_QUOTE_CHARACTERS = 8192  # of a cached quote
+
+
+class Render(Protocol):
+    """Renders the model's template."""
+
+    def __call__(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+        """The template's text, up to where the reply begins. Raises `InvalidPrompt` if it refuses the messages.
+
+        `tools` are passed only to a template that takes them, and only if there are any.
+        """
+
+
+class ChatTokenizer(ABC):
+    """What the tokenizers of all libraries share. See `Tokenizer` for the contract."""
+
+    def __init__(
+        self, *, render: Render | None, special: Iterable[str], control: Iterable[str], template: str = ""
+    ) -> None:
+        """`special` are the spellings of special tokens; `control` are those and the template's markers.
+
+        `template` is the source that `render` renders.
+        """
+        self.template = template
+        self._template_tools = TemplateTools.of(template)
+        self._render = render
+        self._special, self._control = match_any(special), match_any(control)
+        self._nonce = secrets.token_hex(8)
+        self._quotes: dict[str, Sequence[int]] = {}  # tokens of recent quotes: the same passages recur
+
+    @abstractmethod
+    def _plain(self, text: str, *, begins: bool = True) -> list[int]:
+        """Tokens of a rendered chat or a part of it; `begins`: it is the first part."""
+
+    @abstractmethod
+    def _mixed(self, text: str, reveal: Callable[[str], str], *, begins: bool = True) -> list[int]:
+        """Tokens of a rendered chat: control tokens in `text` count, those that `reveal` puts back are plain text."""
+
+    @property
+    @abstractmethod
+    def token_length(self) -> TokenLength | None:
+        """How much text one token may cover; None if unknown."""
+
+    def min_token_count(self, text: str) -> int:
+        return 0 if self.token_length is None else self.token_length.min_token_count(text)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        written: Written | None = None,
+        *,
+        tools: Sequence[Tool] = (),
+        token_limit: int | None = None,
+    ) -> list[int]:
+        chat = self._rendered(messages, tools)
+        check_length(chat.revealed, token_limit, self.min_token_count)
+        if chat.hidden.spellings:
+            return self._mixed(chat.text, chat.hidden.reveal)
+        tokens = self._plain(chat.text)
+        replies = {m["content"] for m in chat.shown if m["role"] == "assistant" and m["content"]}
+        own = {reply: written[reply] for reply in replies if reply in written} if written else {}
+        return (self._with_written(chat, tokens, own) or tokens) if own else tokens
+
+    def encode_quoting(
+        self,
+        messages: Sequence[Message],
+        quotes: Sequence[str],
+        *,
+        tools: Sequence[Tool] = (),
+        token_limit: int | None = None,
+    ) -> QuotedChat:
+        place = next((at for at, message in enumerate(messages) if message.role == "user"), None)
+        if place is None:
+            raise InvalidPrompt("There is no user message that passages could be quoted for. Add one.")
+        mark = f"\ue004{self._nonce}:quotes\ue005"
+        marked = [*messages]
+        marked[place] = replace(messages[place], content=mark + messages[place].content)
+        chat = self._rendered(marked, tools)
+        check_length(chat.revealed.replace(mark, ""), token_limit, self.min_token_count)
+        parts = chat.text.split(mark)
+        if len(parts) != 2:
+            raise InvalidPrompt("This model's chat template does not write messages as they are: it cannot quote.")
+        before, after = (
+            self._mixed(part, chat.hidden.reveal, begins=not at)
+            if chat.hidden.spellings
+            else self._plain(part, begins=not at)
+            for at, part in enumerate(parts)
+        )
+        return QuotedChat(before, [self._quote(self._cut(text, token_limit)) for text in quotes], after)
+
+    def _cut(self, text: str, token_limit: int | None) -> str:
+        """The longest prefix that may have `token_limit` tokens; it rarely has fewer."""
+        if token_limit is None or len(text) <= token_limit:
+            return text
+        return text[: len(text) * token_limit // max(token_limit, self.min_token_count(text)) + 1]
+
+    def _quote(self, text: str) -> Sequence[int]:
+        """Tokens of a text that is data, whatever it spells."""
+        known = self._quotes.get(text)
+        if known is None:
+            mark = f"\ue004{self._nonce}:quote\ue005"
+            spells = self._control.search(text)
+            known = tuple(
+                self._mixed(mark, lambda part: part.replace(mark, text), begins=False)
+                if spells
+                else self._plain(text, begins=False)
+            )
+            if len(self._quotes) >= _MAX_QUOTES:
+                self._quotes.clear()
+            if len(text) <= _MAX_QUOTE_CHARACTERS:
+                self._quotes[text] = known
+        return known
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> _Chat:
+        if self._render is None:
+            raise InvalidPrompt("This model has no chat template. Use generate() with a plain prompt.")
+        hidden = _Hidden()
+        shown = [self._shown(message, hidden) for message in messages]
+        offered = [hidden.hide(tool.as_template_input(), self._control) for tool in tools]
+        render: Callable[[list[dict[str, Any]]], str] = self._render
+        if self._template_tools.takes_tools and offered:
+            render = partial(self._render, tools=offered)
+        elif not self._template_tools.takes_tools and (offered or any(m.get("tool_calls") for m in shown)):
+            shown = self._accepted(tools_as_text(shown, offered))
+        return _Chat(render(shown), shown, hidden, render)
+
+    def _shown(self, message: Message, hidden: _Hidden) -> dict[str, Any]:
+        """A message as the template gets it. Arguments of a call are data, although the model wrote them."""
+        ready = self._template_tools.prepare(message.as_template_input())
+        calls = hidden.hide({key: ready.pop(key) for key in ("tool_calls",) if key in ready}, self._control)
+        return {**hidden.hide(ready, self._forbidden(message)), **calls}
+
+    def _accepted(self, shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The chat, with its system message merged into the first user message if the template refuses one."""
+        assert self._render is not None
+        try:
+            self._render(shown)
+        except InvalidPrompt:
+            return merge_system_message(shown)
+        return shown
+
+    def _with_written(self, chat: _Chat, tokens: list[int], own: Written) -> list[int] | None:
+        """The tokens with the model's own for its replies; None if they cannot be replaced cleanly."""
+        marks = {content: f"\ue004{self._nonce}:{number}\ue005" for number, content in enumerate(own)}
+        content_of = {mark: content for content, mark in marks.items()}
+        marked = [
+            {**m, "content": marks[m["content"]]} if m["role"] == "assistant" and m["content"] in marks else m
+            for m in chat.shown
+        ]
+        rendered = chat.render(marked)
+        parts = re.split("|".join(f"({re.escape(mark)})" for mark in marks.values()), rendered)
+        pieces = [part for part in parts if part]
+        if "".join(content_of.get(piece, piece) for piece in pieces) != chat.text:
+            return None  # the template changes the reply's text
+        alone = [self._plain(content_of.get(piece, piece), begins=not place) for place, piece in enumerate(pieces)]
+        if [token for part in alone for token in part] != tokens:
+            return None  # a token spans the edge of a reply
+        chosen = [
+            own[content_of[piece]] if piece in content_of else part for piece, part in zip(pieces, alone, strict=True)
+        ]
+        return [token for part in chosen for token in part]
+
+    def _forbidden(self, message: Message) -> re.Pattern[str]:
+        """The spellings that must stay text in a message."""
+        return self._special if message.role == "assistant" else self._control
+
+
+def is_marker(content: str, template: str) -> bool:
+    """Whether the template writes this token as a marker. White space and words are text."""
+    return content in template and content == content.strip() and not content.isalnum()
+
+
+def match_any(spellings: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that finds the longest of the spellings; it matches nothing if there are none.
+
+    Built as a prefix tree: trying a thousand spellings one by one takes seconds for a long text.
+    """
+    ordered = sorted(set(spellings))
+    return re.compile(_prefix_tree(ordered) if ordered else r"(?!)")
+
+
+def _prefix_tree(spellings: Sequence[str]) -> str:
+    """The pattern of sorted spellings, grouped by their first character."""
+    branches = []
+    for _, alike in groupby(filter(None, spellings), key=lambda spelling: spelling[0]):
+        group = list(alike)
+        first, last = group[0], group[-1]
+        shared = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+        rests = [spelling[shared:] for spelling in group]
+        branches.append(re.escape(first[:shared]) + ("" if rests == [""] else _prefix_tree(rests)))
+    return f"(?:{'|'.join(branches)}){'?' if '' in spellings else ''}"
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """A rendered chat and what it was made of."""
+
+    text: str
+    shown: list[dict[str, Any]]
+    hidden: _Hidden
+    render: Callable[[list[dict[str, Any]]], str]
+
+    @property
+    def revealed(self) -> str:
+        return self.hidden.reveal(self.text) if self.hidden.spellings else self.text
+
+
+class _Hidden:
+    """Control tokens spelled by users, replaced by placeholders while a template is rendered."""
+
+    def __init__(self) -> None:
+        self._nonce = secrets.token_hex(8)
+        self.spellings: list[str] = []
+
+    def hide(self, value: Any, forbidden: re.Pattern[str]) -> Any:
+        """The value with forbidden spellings in all its texts replaced by placeholders."""
+        if isinstance(value, str):
+            return forbidden.sub(self._placeholder, value)
+        if isinstance(value, dict):
+            return {self.hide(key, forbidden): self.hide(item, forbidden) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.hide(item, forbidden) for item in value]
+        return value
+
+    def reveal(self, text: str) -> str:
+        """The text with placeholders turned back, also those that a template escaped."""
+        start, stop = r"(?:\ue002|\\ue002)", r"(?:\ue003|\\ue003)"
+        return re.sub(f"{start}{self._nonce}:(\\d+){stop}", lambda found: self.spellings[int(found.group(1))], text)
+
+    def _placeholder(self, found: re.Match[str]) -> str:
+        self.spellings.append(found.group())
+        return f"\ue002{self._nonce}:{len(self.spellings) - 1}\ue003"
+
+
+_REFUSED = b"r"  # how a refusal of `template_worker` begins
+_lock = threading.Lock()
+_process: SandboxProcess | None = None  # for all templates
+
+
+def start_renderer() -> None:
+    """Start the rendering process without waiting for it, so that the first chat begins sooner."""
+    with _lock, suppress(RekindleError):  # raised again by the first chat, if there is one
+        _render_process()
+
+
+def make_renderer(template: str, bos: str, eos: str) -> Render:
+    """A function that renders messages with a template, up to where the reply begins."""
+    start_renderer()
+
+    def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+        offered = {"tools": tools} if tools else {}
+        return render_template(template, {"messages": messages, **offered, "bos_token": bos, "eos_token": eos})
+
+    return render
+
+
+def render_template(template: str, variables: Mapping[str, Any]) -> str:
+    """The text of a template, up to where the reply begins. Raises `InvalidPrompt`."""
+    try:
+        message = json.dumps([template, {"add_generation_prompt": True, **variables}], default=_stand_in).encode()
+        with _lock:
+            answer = _render_process().ask(message)
+    except (RecursionError, TypeError, ValueError) as error:
+        raise InvalidPrompt(f"The messages or tools cannot be written as JSON: {error}. Simplify them.") from None
+    except LimitExceeded as limit:
+        raise InvalidPrompt(
+            f"The model's chat template cannot be rendered: {limit}. Shorten the chat, or use another model."
+        ) from None
+    text = answer[1:].decode("utf-8", errors="surrogatepass")
+    if answer[:1] == _REFUSED:
+        raise InvalidPrompt(f"The model's chat template refuses these messages: {text}")
+    return text
+
+
+def _render_process() -> SandboxProcess:
+    global _process
+    if _process is None or not _process.usable:
+        _process = SandboxProcess("rekindle.text.template_worker", b"")
+    return _process
+
+
+def _stand_in(value: object) -> str:
+    """The stand-in for a value that is not JSON, as in transformers."""
+    return f"<{type(value).__name__}>"
