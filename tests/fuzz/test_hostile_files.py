@@ -189,17 +189,22 @@ def test_an_archive_with_a_coded_extent_is_refused(tmp_path: Path) -> None:
     import hashlib
     import io
 
-    from rekindle.store.archive_file import ArchiveEntry, TarWriter, entry_member, extent_member, manifest_bytes
+    from rekindle.store.archive_file import (
+        ArchiveEntry,
+        entry_member,
+        extent_member,
+        manifest_bytes,
+        member_info,
+        tar_writer,
+    )
 
     bomb(tmp_path / "x.kv", 24_576_000, KvLayout("float16", (LayerShape(1, 24_576_000, 1),)), "")
     data = (tmp_path / "x.kv").read_bytes()
     entry = ArchiveEntry("x", hashlib.sha256(data).hexdigest(), "m", "i", "t", "s", None, "quantized")
-    with (tmp_path / "a.tar").open("wb") as file:
-        tar = TarWriter(file)
+    with (tmp_path / "a.tar").open("wb") as file, tar_writer(file) as tar:
         members = {"manifest.json": manifest_bytes(1), entry_member("x"): entry.to_bytes(), extent_member("x"): data}
         for name, content in members.items():
-            tar.add(name, io.BytesIO(content), len(content))
-        tar.close()
+            tar.addfile(member_info(name, len(content)), io.BytesIO(content))
     outcome = outcome_of(tmp_path / "a.tar", _IMPORT, _TO)
     assert refused(outcome, "BrokenArchive"), outcome
 

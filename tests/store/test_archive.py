@@ -15,7 +15,7 @@ import pytest
 from rekindle.core.keys import KvSpace, Namespace
 from rekindle.errors import BrokenArchive, EntryNotFound, InvalidSetting
 from rekindle.store.archive import export, import_
-from rekindle.store.archive_file import MANIFEST, TarWriter, manifest_bytes
+from rekindle.store.archive_file import MANIFEST, manifest_bytes, member_info, tar_writer
 from rekindle.store.check import check
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
@@ -104,11 +104,9 @@ def rewritten(path: Path, change: Callable[[dict[str, bytes]], None]) -> Path:
     with tarfile.open(path) as tar:
         files = {info.name: tar.extractfile(info).read() for info in tar}  # type: ignore[union-attr]
     change(files)
-    with path.open("wb") as file:
-        writer = TarWriter(file)
+    with path.open("wb") as file, tar_writer(file) as writer:
         for name, data in files.items():
-            writer.add(name, io.BytesIO(data), len(data))
-        writer.close()
+            writer.addfile(member_info(name, len(data)), io.BytesIO(data))
     return path
 
 

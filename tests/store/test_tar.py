@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.store.archive_file import TarReader, TarWriter, header_of
+from rekindle.store.archive_file import TarReader, header_of, member_info, tar_writer
 
 
 def write(path: Path, members: dict[str, bytes]) -> Path:
-    with path.open("wb") as file:
-        tar = TarWriter(file)
+    with path.open("wb") as file, tar_writer(file) as tar:
         for name, data in members.items():
-            tar.add(name, io.BytesIO(data), len(data))
-        tar.close()
+            tar.addfile(member_info(name, len(data)), io.BytesIO(data))
     return path
 
 

@@ -30,12 +30,13 @@ from rekindle.store.archive_file import (
     MANIFEST_BYTES,
     ArchivedExtent,
     ArchiveEntry,
-    TarWriter,
     entry_member,
     extent_member,
     header_of,
     manifest_bytes,
+    member_info,
     opened_archive,
+    tar_writer,
 )
 from rekindle.store.catalog import catalog
 from rekindle.store.catalog.variant_rows import nonprefix_kv_spaces
@@ -93,20 +94,19 @@ def _write(store: DiskStore, rows: Sequence[catalog.Extent], folder: Path, progr
     keys: set[tuple[int, bytes]] = set()
     written = 0
     with (folder / _PART).open("w+b") as file:
-        tar = TarWriter(file)
-        tar.add(MANIFEST, io.BytesIO(manifest_bytes(0)), MANIFEST_BYTES)
-        for number, row in enumerate(rows):
-            entry = _copy_out(store, row, copies, keys)
-            if entry is not None:
-                path, about = copies.path(entry.name), entry.to_bytes()
-                tar.add(entry_member(entry.name), io.BytesIO(about), len(about))
-                with path.open("rb") as extent:
-                    tar.add(extent_member(entry.name), extent, path.stat().st_size)
-                path.unlink()
-                written += 1
-            if progress is not None:
-                progress(number + 1, len(rows))
-        tar.close()
+        with tar_writer(file) as tar:
+            tar.addfile(member_info(MANIFEST, MANIFEST_BYTES), io.BytesIO(manifest_bytes(0)))
+            for number, row in enumerate(rows):
+                entry = _copy_out(store, row, copies, keys)
+                if entry is not None:
+                    path, about = copies.path(entry.name), entry.to_bytes()
+                    tar.addfile(member_info(entry_member(entry.name), len(about)), io.BytesIO(about))
+                    with path.open("rb") as extent:
+                        tar.addfile(member_info(extent_member(entry.name), path.stat().st_size), extent)
+                    path.unlink()
+                    written += 1
+                if progress is not None:
+                    progress(number + 1, len(rows))
         file.seek(len(header_of(MANIFEST, MANIFEST_BYTES)))
         file.write(manifest_bytes(written))
     return written

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import re
-import shutil
+import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -38,45 +38,34 @@ MANIFEST_BYTES = 128  # always: it is written again when the number of entries i
 LARGEST_ENTRY_BYTES = 64 << 10
 _NAME = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-BLOCK_BYTES = 512  # of a tar
+BLOCK_BYTES = tarfile.BLOCKSIZE
 _LONGEST_NAME = 100
-_END_BYTES = 2 * BLOCK_BYTES  # zeros after the last member
-_LARGEST_END_BYTES = 20 * BLOCK_BYTES + _END_BYTES  # other tools fill a record
+_END_BYTES = 2 * BLOCK_BYTES  # zeros behind the last member
+_LARGEST_END_BYTES = tarfile.RECORDSIZE + _END_BYTES  # a record is filled
+
+
+def tar_writer(file: BinaryIO) -> tarfile.TarFile:
+    """Writes an archive: `addfile` with a `member_info`."""
+    return tarfile.TarFile(
+        fileobj=file, mode="w", format=tarfile.GNU_FORMAT, encoding="ascii", errors="strict", copybufsize=1 << 20
+    )
+
+
+def member_info(name: str, size_bytes: int) -> tarfile.TarInfo:
+    """What precedes a file: without times, and without the names and rights of this machine's users.
+
+    Raises `ValueError` for what no member has.
+    """
+    if len(name) > _LONGEST_NAME or not 0 <= size_bytes < 1 << 63:
+        raise ValueError("no name and size of a member")
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = size_bytes, 0o600
+    return info
 
 
 def header_of(name: str, size_bytes: int) -> bytes:
-    """The header of a file: without times, and without the names and permissions of this machine's users.
-
-    Always the same bytes for the same arguments. Raises `ValueError` for values that no member has.
-    """
-    encoded = name.encode("ascii")
-    if len(encoded) > _LONGEST_NAME or size_bytes < 0 or size_bytes >= 1 << 63:
-        raise ValueError("no name and size of a member")
-    # From 8 GB on the octal digits do not suffice: GNU's form has binary in their place.
-    size = b"%011o\0" % size_bytes if size_bytes < 8**11 else b"\x80" + size_bytes.to_bytes(11, "big")
-    before = encoded.ljust(_LONGEST_NAME, b"\0") + b"0000600\0" + b"0000000\0" * 2 + size + b"00000000000\0"
-    after = b"0" + bytes(100) + b"ustar  \0"
-    checksum = sum(before) + sum(after) + 8 * ord(" ")
-    return (before + b"%06o\0 " % checksum + after).ljust(BLOCK_BYTES, b"\0")
-
-
-class TarWriter:
-    """Writes members one after another; `close` ends the tar."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def add(self, name: str, data: BinaryIO, size_bytes: int) -> None:
-        """Add a file of `size_bytes` bytes."""
-        self._file.write(header_of(name, size_bytes))
-        start = self._file.tell()
-        shutil.copyfileobj(data, self._file, 1 << 20)
-        if self._file.tell() != start + size_bytes:
-            raise ValueError(f"{name} has not {size_bytes:,} bytes")
-        self._file.write(bytes(-size_bytes % BLOCK_BYTES))
-
-    def close(self) -> None:
-        self._file.write(bytes(_END_BYTES))
+    """The same as bytes: always the same, whatever wrote it."""
+    return member_info(name, size_bytes).tobuf(tarfile.GNU_FORMAT, "ascii", "strict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +77,7 @@ class Member:
 
 
 class TarReader:
-    """Reads members in their order. Raises `ValueError` for anything that `TarWriter` does not write."""
+    """Reads members in their order. Raises `ValueError` for anything that `tar_writer` does not write."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -99,10 +88,14 @@ class TarReader:
         """The next member; its bytes are complete."""
         self._file.seek(self._at)
         header = self._file.read(BLOCK_BYTES)
-        name, size_bytes = _name(header), _size(header)
-        start = self._at + BLOCK_BYTES
-        if len(header) < BLOCK_BYTES or header_of(name, size_bytes) != header:
+        try:
+            found = tarfile.TarInfo.frombuf(header, "ascii", "strict")
+            plain = header_of(found.name, found.size) == header
+        except (tarfile.TarError, ValueError):
+            plain = False
+        if not plain:
             raise ValueError(f"byte {self._at:,} is not the beginning of a plain file")
+        name, size_bytes, start = found.name, found.size, self._at + BLOCK_BYTES
         padding_bytes = -size_bytes % BLOCK_BYTES
         if start + size_bytes + padding_bytes > self._size_bytes:
             raise ValueError(f"it ends inside {name}")
@@ -125,17 +118,6 @@ class TarReader:
         self._file.seek(self._at)
         if not _END_BYTES <= left_bytes <= _LARGEST_END_BYTES or any(self._file.read(left_bytes)):
             raise ValueError("it is cut off, or goes on behind its end")
-
-
-def _name(header: bytes) -> str:
-    """A candidate for the name; the whole header is compared afterwards."""
-    return header[:100].rstrip(b"\0").decode("ascii")
-
-
-def _size(header: bytes) -> int:
-    """A candidate for the size: digits, or binary from 8 GB on."""
-    field = header[124:136]
-    return int.from_bytes(field[1:], "big") if field[:1] == b"\x80" else int(field[:11] or b"?", 8)
 
 
 @dataclass(frozen=True)
