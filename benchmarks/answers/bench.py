@@ -10,7 +10,6 @@ guard    which stored answers may be given for questions that come back or only 
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 from benchmarks.answers import foresight, guard, schedule, storage
 from benchmarks.answers.lanes import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Lane, Way
-from benchmarks.answers.report import Found, Measured, draw, tell
+from benchmarks.answers.report import Found, Measured, tell
 from benchmarks.answers.stream import people, stream
 from benchmarks.base import Advance, BenchOptions, Report, about, scratch
 from benchmarks.models import load
@@ -63,7 +62,6 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     report = Report("answers", fields=fields)
     found = Found(measured, scheduled, guarded, foreseen)
     tell(report, found)
-    report.plot = functools.partial(draw, found=found)
     return report
 
 

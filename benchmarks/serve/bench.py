@@ -17,7 +17,7 @@ from benchmarks.base import Advance, BenchOptions, Report, about, scratch
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
 from benchmarks.serve.clients import Ask, serve_all
-from benchmarks.serve.report import SETTINGS, STREAMS, Found, plotter, tell
+from benchmarks.serve.report import SETTINGS, STREAMS, Found, tell
 from benchmarks.serve.workload import BLOCK_TOKENS, Blocks, Workload, make_workload, read_trace, scale, shared_share
 from rekindle.engine.base import Engine
 from rekindle.server.serve import Server
@@ -48,7 +48,6 @@ def run(options: BenchOptions, advance: Advance) -> Report:
             measure.streams(stream, advance)
     engine.close()
     tell(report, found)
-    report.plot = plotter(found)
     return report
 
 
