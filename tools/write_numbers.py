@@ -1,7 +1,7 @@
 """`make numbers`: run every bench, keep what it printed in docs/numbers/, and rewrite the pages from there.
 
 `--pages` measures nothing and only rewrites; `--add FILE.json` takes what `python -m benchmarks NAME --json` printed on
-another machine; `--show` only prints. docs/numbers.md and its charts are drawn from the kept files. README and guide
+another machine; `--show` only prints. docs/numbers.md and its charts are drawn from the kept files. Other pages
 name the file behind each number, a path in it and a format: `<!-- = prefix-x86_64 speedup_disk .0f -->13<!-- = -->`.
 The format `ms` is for seconds; a list of objects is a table; the path `when` says where and when a file was measured.
 """
@@ -25,7 +25,11 @@ from benchmarks.__main__ import BENCHES
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "numbers.md"
 KEPT = ROOT / "docs" / "numbers"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md")))
+PAGES = (
+    ROOT / "README.md",
+    *sorted((ROOT / "docs" / "guide").glob("*.md")),
+    *(ROOT / "docs" / "concepts" / f"{name}.md" for name in ("coding", "sources")),
+)
 
 # A bench, or one on another engine than its usual one.
 NAMES = [*BENCHES, *(["prefix:llamacpp", "serve:llamacpp"] if importlib.util.find_spec("llama_cpp") else [])]
@@ -118,7 +122,7 @@ def keep(result: dict[str, Any]) -> None:
 
 
 def write_pages() -> None:
-    """Rewrite docs/numbers.md, its charts, and the numbers in README and guide."""
+    """Rewrite docs/numbers.md, its charts, and the numbers of other pages."""
     for stem, result in kept().items():
         if result["bench"] in BENCHES:
             charts.save_chart(result, KEPT / f"{stem}.png")
