@@ -25,10 +25,11 @@ from benchmarks.__main__ import BENCHES
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "numbers.md"
 KEPT = ROOT / "docs" / "numbers"
+CONCEPTS = ("answers", "apps", "coding", "knowledge", "llamacpp", "sources", "store")
 PAGES = (
     ROOT / "README.md",
     *sorted((ROOT / "docs" / "guide").glob("*.md")),
-    *(ROOT / "docs" / "concepts" / f"{name}.md" for name in ("coding", "sources")),
+    *(ROOT / "docs" / "concepts" / f"{name}.md" for name in CONCEPTS),
 )
 
 # A bench, or one on another engine than its usual one.
