@@ -99,7 +99,7 @@ def cold_warm_restart(title: str) -> Panel:
         size, found = list(result["sizes"].items())[-1]
         shown = {"cold": "cold_ttft_s", "warm": "warm_memory_ttft_s", "after a restart": "warm_disk_ttft_s"}
         values = {name: found[field] * 1e3 for name, field in shown.items()}
-        bars(axes, values, "{:,.0f} ms", f"{title}, {size} tokens", theirs=["cold"])
+        bars(axes, values, "{:,.0f} ms", f"first token, {title}, {size} tokens", theirs=["cold"])
 
     return panel
 
