@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from rekindle.cli.options import AsJson, print_json, print_table
-from rekindle.errors import EngineMissing, InvalidSetting, RekindleError
+from rekindle.errors import InvalidSetting, RekindleError
 
 BENCHES = {
     "engine": "benchmarks.engine",
@@ -64,6 +64,7 @@ def bench(
 ) -> None:
     """Run a bench: every baseline in the same process, interleaved, as medians and ratios."""
     from benchmarks.base import BenchOptions
+    from benchmarks.charts import save_chart
     from rekindle.cli.console import notes
     from rekindle.engine.load import choose_engine, require_packages
 
@@ -87,22 +88,12 @@ def bench(
     with notes.status(f"bench {name}") as status:
         report = import_module(BENCHES[name]).run(options, lambda part: status.update(f"bench {name}: {part}"))
     if plot is not None:
-        _draw(report, plot)
+        save_chart(report.as_json(), plot)
     if json:
         print_json(report.as_json())
         return
     columns = ["measure", "ours", "baseline", "ratio", "bar"]
     print_table(columns, [[getattr(row, column) for column in columns] for row in report.rows], title=f"bench {name}")
-
-
-def _draw(report: Any, path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EngineMissing("Plots need matplotlib: pip install 'rekindle[bench]'") from error
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    report.plot(figure)
-    figure.savefig(path, dpi=120)
 
 
 def main() -> None:

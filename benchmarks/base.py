@@ -63,7 +63,6 @@ class Report:
     bench: str
     rows: list[TableRow] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
-    plot: Callable[[Any], None] | None = None  # draws on a matplotlib figure
 
     def as_json(self) -> dict[str, Any]:
         """The JSON object; `table` is what people see."""

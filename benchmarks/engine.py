@@ -45,7 +45,6 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     for part in (measure.prefill, measure.decode, measure.batch, measure.scattered, measure.long, measure.startup):
         advance(part.__name__)
         part(report)
-    report.plot = _plotter(report)
     return report
 
 
@@ -315,21 +314,3 @@ def _row(measure: str, ours: Timing, theirs: Timing, ratio: float, bar: str = ""
 
 def _spawn(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True)
-
-
-def _plotter(report: Report) -> Callable[[Any], None]:
-    def draw(figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        for axes, name, theirs in ((left, "prefill", "model"), (right, "decode", "generate")):
-            rows = report.fields[name]
-            sizes = [str(row.get("tokens") or row.get("context_tokens")) for row in rows]
-            places = np.arange(len(rows))
-            axes.bar(places - 0.2, [row["ours"]["median_s"] * 1e3 for row in rows], 0.4, label="rekindle")
-            axes.bar(places + 0.2, [row[theirs]["median_s"] * 1e3 for row in rows], 0.4, label=f"transformers {theirs}")
-            axes.set_xticks(places, sizes)
-            axes.set_xlabel("tokens")
-            axes.set_ylabel("ms" if name == "prefill" else "ms a token")
-            axes.set_title(name)
-            axes.legend()
-
-    return draw

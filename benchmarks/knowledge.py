@@ -87,7 +87,6 @@ def run(options: BenchOptions, advance: Advance) -> Report:
         for part in (large.documents, large.match, large.passages):
             advance(part.__name__)
             part(report)
-    report.plot = _plotter(report)
     return report
 
 
@@ -334,29 +333,3 @@ def _seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
-
-
-def _plotter(report: Report) -> Callable[[Any], None]:
-    def draw(figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        sets = {name: result for name, result in report.fields["sets"].items() if result["questions"]}
-        width = 0.8 / len(WAYS)
-        for place, way in enumerate(WAYS):
-            at = [number + place * width for number in range(len(sets))]
-            left.bar(at, [result["recall5"][way] for result in sets.values()], width, label=way)
-        left.set_xticks([number + 0.3 for number in range(len(sets))], list(sets))
-        left.set_title("recall@5")
-        left.legend(loc="lower left")
-        sizes = ["1k", "100k"]
-        bottom = np.zeros(len(sizes))
-        for kind in ("embed", "search"):
-            part = np.array([report.fields[f"{kind}_ms_{size}"] for size in sizes])
-            right.bar(
-                [f"{report.fields[f'passages_{size}']:,} passages" for size in sizes], part, bottom=bottom, label=kind
-            )
-            bottom += part
-        right.set_ylabel("milliseconds")
-        right.set_title("retrieve")
-        right.legend()
-
-    return draw

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,6 @@ def run(options: BenchOptions, advance: Advance) -> Report:
         for part in (measure.put, measure.get, measure.evict, measure.rows, measure.storm):
             advance(part.__name__)
             part(report)
-    report.plot = _plotter(report)
     return report
 
 
@@ -393,18 +392,3 @@ def _compare(report: Report, measure: str, times: dict[str, Timing], baseline: s
     ratio = 1 / paired_ratio(times["ours"], times[baseline])
     name = f"{times[baseline]} {baseline}"
     report.rows.append(TableRow(measure, str(times["ours"]), name, f"{ratio:.3f}", bar))
-
-
-def _plotter(report: Report) -> Callable[[Any], None]:
-    def draw(figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        names = ["get_mb_s", "file_get_mb_s", "diskcache_get_mb_s", "memory_get_mb_s"]
-        left.bar(["rekindle", "plain read", "diskcache", "rekindle,\nmemory"], [report.fields[name] for name in names])
-        left.set_ylabel("MB/s")
-        left.set_title("load 1,000 tokens, warm pages")
-        right.bar(list(ROWS), [report.fields[f"lookup_us_{name}"] for name in ROWS])
-        right.set_xlabel("rows (synthetic)")
-        right.set_ylabel("microseconds")
-        right.set_title("look up 8,000 tokens")
-
-    return draw

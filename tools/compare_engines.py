@@ -1,4 +1,4 @@
-"""`make engines`: both engines on the embedded model, each in processes of its own, into docs/guide/llamacpp.md.
+"""`make engines`: both engines on the embedded model, each in processes of its own, for docs/guide/llamacpp.md.
 
 One process a round and engine, in turns: load, a cold prompt, the same document with another question, a long reply;
 then another process that finds the document on disk.
@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "guide" / "llamacpp.md"
 TITLES = {"hf": "transformers, float32", "llamacpp": "llama.cpp, Q4_1"}
 TOKENS, REPLY = 1000, 64
 
 
 def main() -> None:
-    """Measure, print, and write the table with `--write`."""
+    """Measure and print; `--write` keeps it and rewrites the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the table into the guide")
+    parser.add_argument("--write", action="store_true", help="keep it in docs/numbers and write it into the guide")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--measure", nargs=3, metavar=("ENGINE", "FOLDER", "PART"), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -38,13 +34,13 @@ def main() -> None:
         for engine, rows in found.items():
             with tempfile.TemporaryDirectory() as folder:
                 rows.append(run(engine, folder, "cold") | run(engine, folder, "restarted"))
-    text = table(found)
-    print(text)
+    result = report(found)
+    print(json.dumps(result, indent=1))
     if chosen.write:
-        page = PAGE.read_text("utf-8")
-        PAGE.write_text(
-            re.sub(r"(<!-- engines -->\n).*?(<!-- /engines -->)", rf"\1{text}\n\2", page, flags=re.DOTALL), "utf-8"
-        )
+        from tools import write_numbers
+
+        write_numbers.keep(result)
+        write_numbers.write_pages()
 
 
 def run(engine: str, folder: str, part: str) -> dict[str, Any]:
@@ -84,12 +80,11 @@ def measure(engine: Any, folder: str, part: str) -> dict[str, Any]:
         }
 
 
-def table(found: dict[str, list[dict[str, Any]]]) -> str:
-    """Medians, as Markdown."""
+def report(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Medians, as benches print them."""
     from rekindle.machine import describe_machine
 
-    here = describe_machine()
-    rows = {
+    forms = {
         f"first token of {TOKENS} new tokens": ("cold_ms", "{:,.0f} ms"),
         "the same document again": ("warm_ms", "{:,.0f} ms"),
         "in a new process, from disk": ("restarted_ms", "{:,.0f} ms"),
@@ -98,17 +93,24 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
         "memory of the process": ("memory_mb", "{:,.0f} MB"),
         "KV of a token": ("kv_kb", "{:.0f} kB"),
     }
-    lines = [
-        f"Printed by `make engines`: SmolLM2-135M on {here['processor']}, {here['cores']} cores, medians of "
-        f"{len(next(iter(found.values())))} rounds.",
-        "",
-        "| | " + " | ".join(TITLES.values()) + " |",
-        "|---|" + "---:|" * len(TITLES),
+    middle = {
+        engine: {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+        for engine, rows in found.items()
+    }
+    table = [
+        {"measure": what} | {TITLES[engine]: form.format(values[name]) for engine, values in middle.items()}
+        for what, (name, form) in forms.items()
     ]
-    for what, (name, form) in rows.items():
-        values = [form.format(statistics.median(row[name] for row in found[engine])) for engine in TITLES]
-        lines.append(f"| {what} | " + " | ".join(values) + " |")
-    return "\n".join(lines)
+    return {
+        "bench": "engines",
+        "command": "make engines",
+        "machine": describe_machine(),
+        "model": "smollm2",
+        "device": "cpu",
+        "rounds": len(next(iter(found.values()))),
+        "medians": middle,
+        "table": table,
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`make demo`: the same questions cold and warm, across a restart, with damage and with isolation; then questions about
 a small library of documents; then one prompt under several adapters. Text proved equal.
 
-Nothing is left behind: the demo's cache is a temporary folder of its own. `--readme` also writes the table into README.
+Nothing is left behind: the demo's cache is a temporary folder of its own.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Line:
 
 def main() -> None:
     """Run the demo, or a part of it in a process of its own."""
-    if len(sys.argv) > 1 and sys.argv[1] != "--readme":
+    if len(sys.argv) > 1:
         part: Callable[[dict[str, Any]], list[dict[str, Any]]] = {
             "restart": restart,
             "theirs": theirs,
@@ -88,7 +88,6 @@ def main() -> None:
     show(console, answers)
     console.print(f"\n{sizes}\n")
     show(console, adapted)
-    cold = statistics.median(lines[0].seconds)
     console.print(
         "\nTry:     .venv/bin/rekindle chat smollm2         turns after the first start at once, also tomorrow\n"
         "         .venv/bin/rekindle ingest docs; .venv/bin/rekindle ask 'How do I limit the cache?'\n"
@@ -99,21 +98,6 @@ def main() -> None:
     )
     if not all(all(line.same) for line in [*lines, *answers, *adapted[:2]]):  # the last may differ, and says so
         sys.exit("The texts differ: this should never happen. Please report it.")
-    if len(sys.argv) > 1:
-        write_readme(
-            f"{about['processor']}, {about['cores']} cores; {size} tokens", [line.cells(cold) for line in lines]
-        )
-
-
-def write_readme(where: str, rows: list[list[str]]) -> None:
-    """Put the table between its marks in the README."""
-    path = Path(__file__).resolve().parent.parent / "README.md"
-    before = path.read_text("utf-8")
-    head, rest = before.split("<!-- demo -->\n")[0], before.split("<!-- /demo -->\n")[1]
-    table = ["| | first token | speed-up | cached tokens | same text |", "|---|---:|---:|---:|---:|"]
-    table += ["| " + " | ".join(row) + " |" for row in rows]
-    body = "\n".join([f"Printed by `make demo` on {where}:", "", *table])
-    path.write_text(f"{head}<!-- demo -->\n{body}\n<!-- /demo -->\n{rest}", "utf-8")
 
 
 def measure(console: Console, folder: Path) -> tuple[int, list[Line]]:

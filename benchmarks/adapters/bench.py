@@ -7,7 +7,6 @@ deltas      what a difference takes, and how near the answers are to the exact o
 
 from __future__ import annotations
 
-import functools
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 from benchmarks.adapters import quality
 from benchmarks.adapters.data import Material, read_adapters, read_material
 from benchmarks.adapters.modes import MODES, REPLY_TOKENS, Watch, answer_all, open_lanes
-from benchmarks.adapters.report import ScenarioResult, add_rows, draw
+from benchmarks.adapters.report import ScenarioResult, add_rows
 from benchmarks.adapters.shape import run_shape
 from benchmarks.adapters.workload import (
     CONTEXTS,
@@ -65,7 +64,6 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     finally:
         engine.close()
     add_rows(report, results, deltas)
-    report.plot = functools.partial(draw, results=results)
     return report
 
 

@@ -1,4 +1,4 @@
-"""What `bench adapters` found: fields, rows, a plot."""
+"""What `bench adapters` found: fields and rows."""
 
 from __future__ import annotations
 
@@ -248,26 +248,3 @@ def _last_rows(fields: Mapping[str, Any]) -> list[TableRow]:
         TableRow("within the limit", str(fields["within_limit"]), "", "", "True"),
         TableRow("same texts where nothing is lost", str(fields["texts_equal"]), "", "", "True"),
     ]
-
-
-def draw(figure: Any, results: Sequence[ScenarioResult]) -> None:
-    """What folders take, request by request, and first-token times."""
-    left, right = figure.subplots(1, 2)
-    first = results[0]
-    for served in first.served.values():
-        used = _used(served)
-        if used and served.mode.caches:
-            left.plot(range(1, len(used) + 1), [size / 1e6 for size in used], label=served.mode.name)
-    left.axhline(first.limit_bytes / 1e6, color="black", linestyle="--", label="limit")
-    left.axvline(first.workload.filling + 0.5, color="gray", linestyle=":")
-    left.set_xlabel(f"requests of {first.workload.scenario.name}; measured behind the dotted line")
-    left.set_title("MB on disk")
-    left.legend(fontsize="small")
-    modes = [mode for mode in MODES if any(one.ttft_s(mode.name) is not None for one in results)]
-    width = 0.8 / max(1, len(modes))
-    for number, mode in enumerate(modes):
-        places = [place + number * width - 0.4 + width / 2 for place in range(len(results))]
-        right.bar(places, [one.ttft_s(mode.name) or 0.0 for one in results], width, label=mode.name)
-    right.set_xticks(range(len(results)), [one.workload.scenario.name for one in results])
-    right.set_title("mean seconds to the first token")
-    right.legend(fontsize="small")

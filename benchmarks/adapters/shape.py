@@ -74,7 +74,6 @@ def run_shape(options: BenchOptions, advance: Advance) -> Report:
     reason = "random weights say nothing about answers"
     report.fields |= {"rows": [], "rows_reason": reason, **found}
     _add_rows(report, found)
-    report.plot = functools.partial(_draw, found=found)
     return report
 
 
@@ -244,11 +243,3 @@ def _add_rows(report: Report, found: dict[str, Any]) -> None:
         bar = _BARS.get(found["shape"], "") if name == "delta" else ""
         ours, ratio = f"{found[f'{name}_s'] * 1e3:,.1f} ms", f"{found[f'{name}_speedup']:.2f}"
         report.rows.append(TableRow(label, ours, computed, ratio, bar))
-
-
-def _draw(figure: Any, found: dict[str, Any]) -> None:
-    axes = figure.subplots()
-    names = ("compute", "delta", "whole", "raw")
-    axes.bar(range(len(names)), [found[f"{name}_s"] * 1e3 for name in names])
-    axes.set_xticks(range(len(names)), ["computed", "difference", "quantized", "raw"])
-    axes.set_ylabel(f"milliseconds, {found['tokens']:,} tokens")

@@ -10,14 +10,13 @@ guard    which stored answers may be given for questions that come back or only 
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from benchmarks.answers import foresight, guard, schedule
-from benchmarks.answers.report import AnswerResults, UserResults, add_rows, draw, measure_storage
+from benchmarks.answers.report import AnswerResults, UserResults, add_rows, measure_storage
 from benchmarks.answers.ways import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Way, WayRun, people, stream
 from benchmarks.base import Advance, BenchOptions, Report, about, scratch
 from benchmarks.models import load
@@ -62,7 +61,6 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     report = Report("answers", fields=fields)
     found = AnswerResults(measured, scheduled, guarded, foreseen)
     add_rows(report, found)
-    report.plot = functools.partial(draw, found=found)
     return report
 
 

@@ -252,61 +252,6 @@ def _schedule_rows(cases: dict[str, Any]) -> list[TableRow]:
     return rows
 
 
-def draw(figure: Any, found: AnswerResults) -> None:
-    """Latency of every way, the guard by threshold, foresight by stride; idle work by question, KV known by room."""
-    figure.set_size_inches(15, 8)
-    figure.set_layout_engine("constrained")
-    (bars, curve, seen), (raised, later, storage) = figure.subplots(2, 3)
-    measured, guard, foresight = found.measured, found.guard, found.foresight
-    if found.schedule is not None:
-        _draw_cases(raised, later, found.schedule)
-    for one in measured:
-        shares = [row["limit_bytes"] / 1e9 for row in one.storage]
-        storage.plot(shares, [row["known_share"] for row in one.storage], marker="o", label=f"{one.set} {one.user}")
-    storage.set_xlabel("room for KV (GB)")
-    storage.set_ylabel("share of prompts known")
-    storage.legend(fontsize=7)
-    names = [way.name for way in WAYS]
-    means = [statistics.fmean(one.seconds for some in measured for one in some.results(name)) for name in names]
-    colours = ["#1b7837" if _is_ours(name) else "#999999" for name in names]
-    bars.barh(names[::-1], means[::-1], color=colours[::-1])
-    bars.set_xlabel("mean latency (s)")
-    points = guard.get("curve") or []
-    for guarded, style in ((True, "-"), (False, ":")):
-        own = [point for point in points if point["guarded"] == guarded]
-        label = "guarded" if guarded else "cosine alone"
-        at = [point["threshold"] for point in own]
-        curve.plot(at, [point["again_served"] for point in own], "g" + style, label=f"in other words, {label}")
-        curve.plot(at, [point["near_served"] for point in own], "r" + style, label=f"near misses, {label}")
-    curve.set_xlabel("similarity threshold")
-    curve.set_ylabel("share served from the bank")
-    if points:
-        curve.legend(fontsize=7)
-    for name in dict.fromkeys(row["set"] for row in foresight):
-        own = [row for row in foresight if row["set"] == name]
-        strides = [row["stride"] for row in own]
-        (line,) = seen.plot(strides, [row["first_passage_warm_share"] for row in own], label=f"{name}: passage warm")
-        seen.plot(strides, [row["near70_share"] for row in own], ":", color=line.get_color(), label=f"{name}: near")
-    seen.set_xlabel("questions foreseen of each document")
-    seen.set_ylabel("share of the questions asked")
-    if foresight:
-        seen.legend(fontsize=7)
-
-
-def _draw_cases(work: Any, latency: Any, cases: dict[str, Any]) -> None:
-    """Idle work so far after each question, the threshold rising; latency of each question, with more room."""
-    for way, row in cases["raised"]["ways"].items():
-        work.plot(range(1, len(row["tflop"]) + 1), row["tflop"], marker="o", label=way)
-    work.set_xlabel(f"question; the threshold rises after {cases['raised']['changed_after']}")
-    work.set_ylabel("idle work so far (TFLOP)")
-    work.legend(fontsize=7)
-    for way, row in cases["room"]["ways"].items():
-        latency.plot(range(1, len(row["seconds"]) + 1), row["seconds"], marker="o", label=way)
-    latency.set_xlabel(f"question; more room after {cases['room']['changed_after']}")
-    latency.set_ylabel("latency (s)")
-    latency.legend(fontsize=7)
-
-
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of what the store takes after the stream
 MAX_QUESTIONS = 30
 

@@ -10,14 +10,13 @@ alone.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
 from benchmarks.base import Advance, BenchOptions, Report, about, scratch
 from benchmarks.chunks import calibrate, contexts, endurance, shape
 from benchmarks.chunks.modes import require_mending
-from benchmarks.chunks.report import add_rows, draw
+from benchmarks.chunks.report import add_rows
 from benchmarks.chunks.streams import Streams
 from benchmarks.models import load
 from benchmarks.personal import PersonalSet, personal_sets
@@ -63,7 +62,6 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     if rouge_l() is None:
         report.fields["rouge_l_reason"] = "rouge-score is not installed (rekindle[bench])"
     add_rows(report)
-    report.plot = functools.partial(draw, fields=report.fields)
     return report
 
 

@@ -74,15 +74,4 @@ def _report(
             shown = f"{one.rouge_l:.3f}, {one.kl:.4f}, {one.computed_share:.3f}"
             report.rows.append(TableRow(measure, shown, kept, f"{one.rouge_l / quality:.2f}", f">= {quality:g}"))
     report.fields |= {"calibrated": by_policy, "quality": quality, "prompts": prompts, "stored": dict(stored)}
-    report.plot = lambda figure: _draw(figure, tried, quality)
     return report
-
-
-def _draw(figure: Any, tried: Mapping[str, Sequence[TriedBudget]], quality: float) -> None:
-    axes = figure.subplots()
-    for name, some in tried.items():
-        axes.plot([one.computed_share for one in some], [one.rouge_l for one in some], "o-", label=name)
-    axes.axhline(quality, linestyle=":", color="grey")
-    axes.set_xlabel("computed share of the passages")
-    axes.set_ylabel("ROUGE-L to the full computation")
-    axes.legend()

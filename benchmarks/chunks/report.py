@@ -1,4 +1,4 @@
-"""What `python -m benchmarks chunks` shows: the table, and the plot."""
+"""What `python -m benchmarks chunks` shows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from benchmarks.base import Report, TableRow
 from benchmarks.chunks.modes import CRAFT, SIGNALS
-from rekindle.chunks.select import OURS
 
 
 def add_rows(report: Report) -> None:
@@ -107,39 +106,3 @@ def _endurance(report: Report, result: Mapping[str, Any]) -> None:
     if worse is not None and result["kl"] is not None:
         change = f"{worse['per_100']:+.4f} per 100 ({worse['low']:+.4f} to {worse['high']:+.4f})"
         report.rows.append(TableRow(f"{title}: KL", f"{result['kl']:.4f}", "0 (exact)", change, "flat"))
-
-
-def draw(figure: Any, fields: Mapping[str, Any]) -> None:
-    """Left: quality against what is computed, all modes. Right: quality and speed over a long run."""
-    figure.set_size_inches(14, 4.5)
-    rouge, kl, endurance = figure.subplots(1, 3)
-    judged = [row for row in fields["rows"] if row["kl"] is not None]
-    for axes, field in ((rouge, "rouge_l"), (kl, "kl")):
-        for row in judged:
-            if row[field] is not None and row["mode"] not in ("none", "prefix"):
-                axes.plot(row["computed_share"], row[field], "s" if row["mode"] == OURS else "o", label=_label(row))
-        ours = [row for row in judged if row["mode"] == OURS and row[field] is not None]
-        axes.plot([row["computed_share"] for row in ours], [row[field] for row in ours], "-", color="grey")
-        axes.set_xlabel("computed share of the passages")
-    rouge.set_title("ROUGE-L to the full computation")
-    kl.set_title("KL from the full computation (nats)")
-    if judged:
-        rouge.legend(fontsize=5, ncols=2)
-    _draw_endurance(endurance, fields["endurance"])
-
-
-def _draw_endurance(axes: Any, result: Mapping[str, Any] | None) -> None:
-    axes.set_title("a long run with chunk reuse")
-    if result is None or not result["questions"]:
-        return
-    windows = result["windows"]
-    at = [one["first"] + one["questions"] / 2 for one in windows]
-    axes.plot(at, [one["ttft_vs_prefix"] for one in windows], "o-", label="first token, times sooner than exact")
-    axes.set_xlabel("question")
-    axes.set_ylim(bottom=0)
-    other = axes.twinx()
-    if all(one["kl"] is not None for one in windows):
-        other.plot(at, [one["kl"] for one in windows], "s--", color="tab:red", label="KL")
-        other.set_ylim(bottom=0)
-        other.legend(loc="lower right", fontsize=7)
-    axes.legend(loc="upper left", fontsize=7)

@@ -82,7 +82,6 @@ def run(options: BenchOptions, advance: Advance) -> Report:
             busy = f"{result['mend_device_s'] * 1e3:,.0f} ms", f"{result['full_device_s'] * 1e3:,.0f} ms"
             ratio = f"{result['mend_vs_full_device']:.2f}"
             report.rows.append(TableRow(f"{result['tokens']:,} tokens, device busy", *busy, ratio, ">= 2.3"))
-    report.plot = lambda figure: _draw(figure, found)
     return report
 
 
@@ -94,16 +93,6 @@ def _of_size(engine: Engine, size: int, options: BenchOptions, advance: Advance)
         settings: dict[str, Any] = {"memory_limit": "16GB", "disk_limit": "20GB", "recompute_budget": BUDGET}
         with Session(engine, cache=folder, reuse="approximate", **settings) as session:
             return _measure(session, shaped, options.rounds(7))
-
-
-def _draw(figure: Any, found: dict[str, dict[str, Any]]) -> None:
-    axes = figure.subplots()
-    places = np.arange(len(found))
-    for shift, field, label in ((-0.2, "full_s", "computing everything"), (0.2, "mend_s", "mending 30 %")):
-        axes.bar(places + shift, [result[field] for result in found.values()], 0.4, label=label)
-    axes.set_xticks(places, [f"{int(size):,} tokens" for size in found])
-    axes.set_ylabel("seconds to the first token")
-    axes.legend()
 
 
 def _measure(session: Session, shaped: Shaped, rounds: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from benchmarks.base import Advance, BenchOptions, Report, Timing, about, scratc
 from benchmarks.models import load
 from benchmarks.prefix.floor import Floor, Run, floor_engine
 from benchmarks.prefix.fresh import ASKED_TOKENS
-from benchmarks.prefix.report import ENDING, SHARES, SIZES, PrefixResults, SizeResults, add_rows, plotter
+from benchmarks.prefix.report import ENDING, SHARES, SIZES, PrefixResults, SizeResults, add_rows
 from benchmarks.prefix.rivals import rivals_of
 from benchmarks.prompts import SharedPrefix, prompts
 from rekindle.cache.stored_kv import PIECE_TOKENS
@@ -58,7 +58,6 @@ def run(options: BenchOptions, advance: Advance) -> Report:
         measure.deterministic()
     engine.close()
     add_rows(report, measure.found)
-    report.plot = plotter(report, measure.found.titles)
     return report
 
 

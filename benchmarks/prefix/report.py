@@ -1,9 +1,8 @@
-"""What `bench prefix` found: fields, rows, a plot."""
+"""What `bench prefix` found: fields and rows."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,29 +207,3 @@ def _cold_pages(found: SizeResults) -> dict[str, Any]:
         return {**dict.fromkeys(names), "cold_pages_reason": "this system cannot be asked to drop pages"}
     timing = found.timing("cold_pages")
     return dict(zip(names, (timing.median, paired_ratio(timing, found.timing("fresh_floor"))), strict=True))
-
-
-def plotter(report: Report, titles: dict[str, str]) -> Callable[[Any], None]:
-    """Bars of first-token times, ours and theirs, a panel for each size."""
-
-    def draw(figure: Any) -> None:
-        bars = {
-            "cold": "cold_ttft_s",
-            "new process, pages dropped": "warm_disk_cold_pages_ttft_s",
-            "new process, disk": "warm_disk_ttft_s",
-            "memory tier": "warm_memory_tier_ttft_s",
-            "same process": "warm_memory_ttft_s",
-            "floor": "floor_ttft_s",
-            **{title: f"{name}_ttft_s" for name, title in titles.items()},
-        }
-        for axes, (size, fields) in zip(figure.subplots(1, len(SIZES)), report.fields["sizes"].items(), strict=True):
-            known = {label: fields[name] for label, name in bars.items() if fields.get(name) is not None}
-            seconds = list(known.values())
-            axes.barh(list(known), seconds, color=["C1" if label in titles.values() else "C0" for label in known])
-            axes.bar_label(axes.containers[0], labels=[f" {s * 1e3:,.0f} ms" for s in seconds])
-            axes.set_xlim(0, max(seconds) * 1.25)
-            axes.invert_yaxis()
-            axes.set_xlabel("seconds to the first token")
-            axes.set_title(f"{size} tokens")
-
-    return draw

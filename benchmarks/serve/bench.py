@@ -17,7 +17,7 @@ from benchmarks.base import Advance, BenchOptions, Report, about, scratch
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
 from benchmarks.serve.clients import ClientRequest, serve_all
-from benchmarks.serve.report import SETTINGS, STREAMS, ServeResults, add_rows, plotter
+from benchmarks.serve.report import SETTINGS, STREAMS, ServeResults, add_rows
 from benchmarks.serve.workload import (
     BLOCK_TOKENS,
     Blocks,
@@ -56,7 +56,6 @@ def run(options: BenchOptions, advance: Advance) -> Report:
             measure.streams(stream, advance)
     engine.close()
     add_rows(report, found)
-    report.plot = plotter(found)
     return report
 
 

@@ -1,9 +1,9 @@
-"""What `bench serve` found: fields, rows, a plot."""
+"""What `bench serve` found: fields and rows."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,29 +179,3 @@ def _compared(measure: str, ours: float | None, theirs: float | None, unit: floa
         return "-" if value is None else f"{value * unit:,.1f} {name}"
 
     return TableRow(measure, result(ours), result(theirs), f"{ours / theirs:.3f}" if ours and theirs else "-")
-
-
-def plotter(found: ServeResults) -> Callable[[Any], None]:
-    """Bars of first-token times and of throughput, with the cache and without."""
-
-    def draw(figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        for shift, cache in ((-0.2, True), (0.2, False)):
-            settings = [LoadSetting(clients, cache) for clients in CLIENTS]
-            places = [number + shift for number in range(len(CLIENTS))]
-            label = f"cache {'on' if cache else 'off'}"
-            middle, worst = (
-                [_percentile(found.first_tokens(setting), percent) or 0.0 for setting in settings]
-                for percent in (50, 99)
-            )
-            above = [high - low for low, high in zip(middle, worst, strict=True)]
-            left.bar(places, middle, 0.4, yerr=[[0.0] * len(above), above], capsize=4, label=label)
-            speeds = [found.tokens_per_s(setting) for setting in settings]
-            right.bar_label(right.bar(places, speeds, 0.4, label=label), fmt="%.1f")
-        for axes, title in ((left, "seconds to the first token, p50 and p99"), (right, "tokens of replies a second")):
-            axes.set_xticks(range(len(CLIENTS)), [str(clients) for clients in CLIENTS])
-            axes.set_xlabel("clients")
-            axes.set_title(title)
-            axes.legend()
-
-    return draw

@@ -23,7 +23,7 @@ from benchmarks.stream import costs, schedules, sensitivity
 from benchmarks.stream.costs import LayerTimings
 from benchmarks.stream.modes import LEVEL, LEVELS, MODES, QUICK_MODES, StreamMode
 from benchmarks.stream.passages import PASSAGES, Passages
-from benchmarks.stream.report import StreamResults, TraceCase, add_rows, draw
+from benchmarks.stream.report import StreamResults, TraceCase, add_rows
 from benchmarks.stream.site import ContextSetup, Site
 from benchmarks.stream.traces import MADE, Trace, made_trace, read_traces
 from benchmarks.stream.trouble import Trouble
@@ -56,7 +56,6 @@ def run(options: BenchOptions, advance: Advance) -> Report:
         engine.close()
     report = Report("stream", fields=fields)
     add_rows(report, found)
-    report.plot = functools.partial(draw, found=found)
     return report
 
 

@@ -58,6 +58,16 @@ def test_files_named_in_the_docs_exist() -> None:
             assert found, f"{page.relative_to(ROOT)} names {name}"
 
 
+def test_every_mechanism_of_the_sources_says_where_it_is_and_how_it_is_tested() -> None:
+    rows = re.findall(r"^\| (.+) \| ([\w ]+) \| (.+) \|$", (ROOT / "docs/concepts/sources.md").read_text("utf-8"), re.M)
+    rows = [row for row in rows if row[0] != "mechanism"]
+    assert len(rows) > 60
+    for mechanism, state, here in rows:
+        assert state in ("built", "in part", "replaced", "not built", "added"), mechanism
+        assert state == "not built" or re.search(r"`tests/[\w/.]+`", here), mechanism
+        assert state == "not built" or re.search(r"`(?!tests/)[a-z_]+/[\w/]+`", here), mechanism
+
+
 def test_every_public_name_exists_and_is_documented() -> None:
     assert sorted(rekindle.__all__) == dir(rekindle)
     for name in rekindle.__all__:
@@ -80,7 +90,7 @@ def test_the_numbers_page_names_its_commands() -> None:
 
     page = (ROOT / "docs" / "numbers.md").read_text("utf-8")
     for name in BENCHES:
-        assert f"python -m benchmarks {name}" in page and "- machine: " in page and "- commit: " in page
+        assert re.search(rf"^- .*: machine: .*; commit: .*; `python -m benchmarks {name}\b", page, re.MULTILINE), name
 
 
 @pytest.mark.docs
