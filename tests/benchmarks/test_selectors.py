@@ -136,7 +136,7 @@ def test_ours_is_the_product_of_what_is_seen_what_was_outside_and_the_lead(token
 
 
 def test_ours_needs_the_question() -> None:
-    with pytest.raises(ValueError, match="not told"):
+    with pytest.raises(ValueError, match="is missing"):
         importance(stale([2]))
 
 

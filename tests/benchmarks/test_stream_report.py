@@ -11,7 +11,7 @@ from benchmarks.base import Report
 from benchmarks.baselines.predictor import best_model
 from benchmarks.stream.costs import LayerTimings
 from benchmarks.stream.modes import MODES, StreamMode
-from benchmarks.stream.report import StreamResults, TraceCase, add_rows, draw
+from benchmarks.stream.report import StreamResults, TraceCase, add_rows
 from benchmarks.stream.schedules import coarse, compare
 from benchmarks.stream.site import StreamRun
 from benchmarks.stream.traces import made_trace
@@ -86,13 +86,6 @@ def test_what_was_not_measured_is_null_with_a_reason() -> None:
     add_rows(report, found(case("constant"), quick=True))
     assert report.fields["vs_fixed_changing"] is None and "no trace" in report.fields["changing_reason"]
     assert "quick" in report.fields["vs_fixed_window_reason"]
-
-
-def test_a_plot_can_be_drawn() -> None:
-    figures = pytest.importorskip("matplotlib.figure")
-    figure = figures.Figure()
-    draw(figure, found(case("constant", 0.5), case("step down", 2.0)))
-    assert len(figure.axes) == 3
 
 
 @given(depths=st.lists(st.integers(0, 4), min_size=4, max_size=4))

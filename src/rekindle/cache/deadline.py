@@ -100,7 +100,7 @@ def _answer(questions: SimpleQueue[_Question[object] | None]) -> None:
     while (question := questions.get()) is not None:
         try:
             question.answer = question.ask()
-        except BaseException as error:  # noqa: BLE001  (raised again by whoever asked)
+        except BaseException as error:  # noqa: BLE001  (raised again by the caller)
             question.error = error
         answered = question.answered
         del question  # do not keep the last result alive

@@ -83,7 +83,7 @@ def judge(sight: Sight) -> Reason:
     if sight.goes_on:
         return Reason("differs", "Something known begins alike and then goes on otherwise: see the first difference.")
     if sight.reused:
-        return Reason("ends", "All that is known of it is reused; the rest is new.")
+        return Reason("ends", "All that is stored of it is reused; the rest is new.")
     return Reason("new", "Nothing that begins like this was asked before.")
 
 

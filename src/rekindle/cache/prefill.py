@@ -95,7 +95,7 @@ class PrefillResult:
     lost: str | None = None
     recomputed_positions: tuple[int, ...] = ()
     cells: int = 0  # number of token-layers of reused passages that were computed
-    streamed: RemoteReport | None = None  # what came of streaming, if something was
+    streamed: RemoteReport | None = None  # what was fetched from an origin, if anything
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class PrefixCache:
         self._parked = ParkedContexts((sys.maxsize if crowded else memory // 2) if parks else 0)
         self._memory_gate, self._inflight = MemoryGate(self.unpark), InflightPrefills()
         self._warned = False  # that the store does not answer: once, until it does again
-        self.owner_asks = True  # False in a server: whoever asks there may not be the owner of the folder
+        self.owner_asks = True  # False in a server: its clients may not own the folder
         self._closed = False
 
     @property

@@ -58,5 +58,5 @@ def _chunks(lookup: CacheLookup, plan: Plan) -> tuple[ChunkReuse, ...]:
 
 
 def _reused_before(chunks: Sequence[ChunkReuse], plan: Plan) -> int:
-    """Number of tokens of passages that earlier requests reused; what stands behind them is computed."""
+    """Number of tokens of passages that earlier requests reused; what follows them is computed."""
     return sum(max(0, min(chunk.stop, plan.reused) - chunk.start) for chunk in chunks if chunk.source == "reused")

@@ -71,7 +71,7 @@ def refuse_unfit(model: object) -> PreTrainedModel:
     """The model, if its weights and tokens determine its KV; else raises `UnsupportedModel`."""
     if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedModel(
-            "The model carries a PEFT adapter, whose KV is not told apart from the base model's yet. "
+            "The model carries a PEFT adapter, whose KV cannot be distinguished from the base model's yet. "
             "Merge it (merge_and_unload), or attach to the base model."
         )
     if hasattr(model, "_orig_mod"):

@@ -6,7 +6,7 @@ upper layers of one chunk or all of several, is one range.
 
 Bytes have exactly one form: a manifest that does not serialize to the same bytes is refused.
 
-    header, JSON    signer, lookups, salt if encrypted; in clear, for whoever administers the files
+    header, JSON    signer, lookups, salt if encrypted; in clear, for administrators
     signature       of header and body, hexadecimal
     body            the manifest
 

@@ -85,4 +85,4 @@ async def _ended(running: asyncio.Future[None]) -> None:
         except asyncio.CancelledError:
             continue
     if not running.cancelled():
-        running.exception()  # seen: whoever waits for it is gone
+        running.exception()  # marked as seen

@@ -223,7 +223,7 @@ def decode(
 def _check(
     generation: Generation, sequence: EngineSequence, guess: Sequence[int], logits: Logits
 ) -> tuple[list[TextPiece], bool]:
-    """Draw tokens as long as they are the guessed ones, and one more; forget what was computed in vain.
+    """Draw tokens as long as they are the guessed ones, and one more; drop the rest.
 
     Also tells whether the next token was too close to call: then it is to be computed alone, as without a guess.
     """

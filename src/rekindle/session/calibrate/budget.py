@@ -140,7 +140,7 @@ def start_prompt(
 
 def _shares(prompt_layout: PromptLayout, result: PrefillResult, layers: int) -> tuple[float, float]:
     tokens = sum(map(len, prompt_layout.chunks))
-    whole = sum(  # tokens of passages that nothing was known of
+    whole = sum(  # tokens of passages that were not stored
         max(0, min(step.span.stop, span.stop) - max(step.span.start, span.start))
         for step in result.plan.computes
         for span in prompt_layout.chunks
