@@ -59,7 +59,7 @@ def bars(axes: Any, values: Mapping[str, float], form: str, title: str, theirs: 
     if not values:
         return
     axes.barh(list(values), list(values.values()), color=[THEIRS if name in theirs else OURS for name in values])
-    largest = max(values.values())
+    largest = max(values.values()) or 1.0
     for place, value in enumerate(values.values()):
         inside = value > 0.75 * largest
         where = (
@@ -77,19 +77,20 @@ def groups(axes: Any, names: Sequence[str], values: Mapping[str, Sequence[float]
         places = [place + (number + 0.5) * width - 0.4 for place in range(len(names))]
         axes.bar(places, own, width, label=label)
     axes.set_xticks(range(len(names)), names)
-    axes.set_ylim(0, 1.35 * max(max(own) for own in values.values()))
+    axes.set_ylim(0, 1.35 * max(max(own) for own in values.values()) or 1.0)
     axes.legend(loc="upper left", ncols=3, fontsize=8)
     axes.set_title(title)
 
 
 def lines(axes: Any, values: Mapping[str, tuple[Sequence[float], Sequence[float]]], across: str, title: str) -> None:
     """A line for each name, from zero, with a legend above them."""
-    for label, (at, own) in values.items():
-        axes.plot(at, own, ".-", label=label)
-    axes.set_ylim(0, 1.4 * axes.get_ylim()[1])
-    axes.legend(loc="upper left", ncols=2, fontsize=8)
     axes.set_xlabel(across)
     axes.set_title(title)
+    for label, (at, own) in values.items():
+        axes.plot(at, own, ".-", label=label)
+    if values:
+        axes.set_ylim(0, 1.4 * axes.get_ylim()[1])
+        axes.legend(loc="upper left", ncols=2, fontsize=8)
 
 
 def cold_warm_restart(title: str) -> Panel:
@@ -248,17 +249,19 @@ def _answers_time(axes: Any, result: Result) -> None:
 def _answers_guard(axes: Any, result: Result) -> None:
     values = {}
     for guarded, way in ((True, "guarded"), (False, "cosine")):
-        own = [point for point in result["guard"].get("curve") or [] if point["guarded"] == guarded]
+        own = [point for point in (result["guard"] or {}).get("curve") or [] if point["guarded"] == guarded]
         at = [point["threshold"] for point in own]
-        values[f"in other words, {way}"] = at, [point["again_served"] for point in own]
-        values[f"near misses, {way}"] = at, [point["near_served"] for point in own]
+        if own:
+            values[f"in other words, {way}"] = at, [point["again_served"] for point in own]
+            values[f"near misses, {way}"] = at, [point["near_served"] for point in own]
     lines(axes, values, "similarity threshold", "share answered from the bank")
 
 
 def _answers_foreseen(axes: Any, result: Result) -> None:
     values = {}
-    for name in dict.fromkeys(row["set"] for row in result["foresight"]):
-        own = [row for row in result["foresight"] if row["set"] == name]
+    rows = result["foresight"] or []
+    for name in dict.fromkeys(row["set"] for row in rows):
+        own = [row for row in rows if row["set"] == name]
         values[name] = [row["stride"] for row in own], [row["first_passage_warm_share"] for row in own]
     lines(axes, values, "questions predicted of each document", "share of questions with a warm passage")
 
@@ -282,7 +285,7 @@ def _stream_ratios(axes: Any, result: Result) -> None:
 
 
 def _stream_gain(axes: Any, result: Result) -> None:
-    values = {f"{one['what']}: {one['value']}": one["gain"] for one in result["sensitivity"] or []}
+    values = {f"{one['what']}: {one['value']}": one["gain"] for one in result.get("sensitivity") or []}
     bars(axes, values, "{:.2f}x", "sooner than computing, link as fast")
 
 

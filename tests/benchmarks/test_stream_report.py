@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import charts
 from benchmarks.base import Report
 from benchmarks.baselines.predictor import best_model
 from benchmarks.stream.costs import LayerTimings
@@ -86,6 +87,17 @@ def test_what_was_not_measured_is_null_with_a_reason() -> None:
     add_rows(report, found(case("constant"), quick=True))
     assert report.fields["vs_fixed_changing"] is None and "no trace" in report.fields["changing_reason"]
     assert "quick" in report.fields["vs_fixed_window_reason"]
+
+
+def test_a_plot_can_be_drawn() -> None:
+    pytest.importorskip("matplotlib.figure")
+    report = Report("stream")
+    add_rows(report, found(case("constant", 0.5), case("step down", 2.0)))
+    result = report.as_json()
+    times, gain = charts.draw([(panel, result) for panel in charts.panels_of(result)]).axes
+    shown = {line.get_label(): list(line.get_ydata()) for line in times.lines}
+    assert shown["ours"] == [0.6, 0.6] and shown["stream q5"] == [1.0, 1.0] and "stream q4" not in shown
+    assert not gain.patches  # not measured
 
 
 @given(depths=st.lists(st.integers(0, 4), min_size=4, max_size=4))
