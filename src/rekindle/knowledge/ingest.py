@@ -100,8 +100,8 @@ class Ingester:
             self._report_progress(path.name)
             self._file(path, known.get(str(path)))
             self._files_done += 1
-        for name in _vanished(found, known):
-            self._done.removed += self._library.remove_file(name)
+        for vanished in _vanished(found, known):
+            self._done.removed += self._library.remove_file(vanished)
         return self._finished(started)
 
     def ingest_documents(self, documents: Iterable[Document]) -> IngestResult:
