@@ -14,6 +14,7 @@ REFUSED = {
     "a number of thousands of digits": b"9" * 5000,
     "half of a pair": rb'"\ud800"',
     "half of a pair deep inside": rb'{"a": ["x", {"\udfff": 1}]}',
+    "half of a pair that is not escaped": '"\ud800"',
     "no UTF-8": b'"\xff"',
     "another encoding": '{"a": 1}'.encode("utf-16"),
     "too many lists": b"[" + b"[]," * MAX_VALUES + b"[]]",
