@@ -189,6 +189,12 @@ def test_a_call_of_several_rows_is_one_step_of_its_own() -> None:
     assert np.array_equal(both[1], alone(prompt(20), 1)[0])
 
 
+def test_a_row_of_no_token_is_refused_as_by_the_engine() -> None:
+    engine = BatchingEngine(FakeEngine())
+    with pytest.raises(StepRefused):
+        engine.step([Row.following(engine.open(5, engine.regime(5)), [])])
+
+
 def test_after_it_was_closed_every_call_raises() -> None:
     engine = BatchingEngine(FakeEngine())
     sequence = engine.open(5, engine.regime(5))

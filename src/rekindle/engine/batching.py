@@ -67,12 +67,12 @@ class BatchingEngine(EngineWrapper):
         """Own the engine until `own` is over, then wake the next owner."""
         try:
             while not own.is_over:
-                self._take_arrivals(_RETURN_SECONDS)
+                self._take_arrivals(waits=True)
                 self._dismiss_unwanted()
                 self._compute(self._scheduler.next_step())
         finally:
             with self._lock:
-                self._take_arrivals(0.0)
+                self._take_arrivals(waits=False)
                 if own in self._scheduler.waiting:  # interrupted
                     self._scheduler.remove(own)
                 heir = next(iter(self._scheduler.waiting), None)
@@ -80,12 +80,11 @@ class BatchingEngine(EngineWrapper):
             if heir is not None:
                 heir.woken.set()
 
-    def _take_arrivals(self, return_seconds: float) -> None:
+    def _take_arrivals(self, *, waits: bool) -> None:
         """Take the calls that arrived, and wait a moment for each reply of the last step that did not call again."""
-        scheduler = self._scheduler
         with suppress(queue.Empty):
-            while True:
-                scheduler.add(self._arrivals.get(timeout=return_seconds if scheduler.returning else 0.0))
+            while not self._arrivals.empty() or (waits and self._scheduler.returning):
+                self._scheduler.add(self._arrivals.get(timeout=_RETURN_SECONDS))
 
     def _dismiss_unwanted(self) -> None:
         for call in [call for call in self._scheduler.waiting if call.unwanted]:

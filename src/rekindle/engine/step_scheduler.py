@@ -18,9 +18,11 @@ from dataclasses import dataclass, field, replace
 
 from rekindle.engine.base import EngineSequence, Logits, Row
 from rekindle.engine.fairness import FairShare, Requester
+from rekindle.engine.hooks import Positions
 
 STALL_SECONDS = 0.25  # for which pieces of prompts may hold up replies
 ALONE_SECONDS = 1.0  # for which they may hold up newcomers, while there is no reply
+FIRST_PIECE_TOKENS = 64  # of a prompt, while no speed is known
 MIN_PIECE_TOKENS = 16  # of a prompt; shorter pieces say nothing about the speed of prompts
 TRY_SHARING_STEPS = 64  # after so many steps of single tokens sharing is tried again, if it was slower
 _NEWEST_WEIGHT = 0.3  # of a measurement in its average
@@ -43,6 +45,12 @@ class StepCall:
     def __post_init__(self) -> None:
         self.tokens = sum(len(row.tokens) for row in self.rows)
         self.start_length = self.rows[0].sequence.length if self.rows else 0
+        row = self.rows[0] if len(self.rows) == 1 else None
+        is_plain = row is not None and row.until is None and not (row.selector or row.probe or row.gaze)
+        # The next token of a reply, which any shared step can include.
+        self.is_next_token = is_plain and self.tokens == 1 and not self.rows[0].feeds
+        # Whether it may be computed in pieces.
+        self.divisible = is_plain and self.rows[0].logits != "all" and _is_contiguous(self.rows[0].positions)
 
     @property
     def left(self) -> int:
@@ -60,27 +68,9 @@ class StepCall:
         return self.abandoned or (self.cancelled is not None and self.cancelled())
 
     @property
-    def is_next_token(self) -> bool:
-        """Whether it is the next token of a reply, which any shared step can include."""
-        return self.tokens == 1 and self._is_plain and not self.rows[0].feeds
-
-    @property
     def goes_alone(self) -> bool:
         """Whether its next piece must not share a step."""
         return not self.divisible or (self.done == 0 and bool(self.rows[0].feeds))
-
-    @property
-    def divisible(self) -> bool:
-        """Whether it may be computed in pieces."""
-        if not self._is_plain or self.rows[0].logits == "all":
-            return False
-        positions = self.rows[0].positions
-        return int(positions[-1]) - int(positions[0]) + 1 == len(positions)
-
-    @property
-    def _is_plain(self) -> bool:
-        row = self.rows[0] if len(self.rows) == 1 else None
-        return row is not None and row.until is None and not (row.selector or row.probe or row.gaze)
 
     def piece(self, tokens: int) -> StepPart:
         """Its next `tokens`."""
@@ -175,7 +165,7 @@ class StepScheduler:
     def _budget(self, seconds: float) -> int:
         """Number of prompt tokens that take that long."""
         speed = self._prompt_token_seconds
-        tokens = MIN_PIECE_TOKENS if speed is None else int(seconds / speed)
+        tokens = FIRST_PIECE_TOKENS if speed is None else int(seconds / speed)
         return max(MIN_PIECE_TOKENS, min(tokens, self._prefill_tokens))
 
     @property
@@ -202,6 +192,10 @@ class StepScheduler:
 def _piece_within(budget: int, call: StepCall) -> StepPart:
     """As much of a call as fits, but never all tokens except one."""
     return call.piece(budget if call.divisible and call.left > budget + 1 else call.left)
+
+
+def _is_contiguous(positions: Sequence[int] | Positions) -> bool:
+    return len(positions) > 0 and int(positions[-1]) - int(positions[0]) + 1 == len(positions)
 
 
 def _averaged(known: float | None, measured: float) -> float:
