@@ -41,7 +41,7 @@ MEASURED = {
     "serve": "server engine cache store codec session text core",
     "chunks": "chunks engine cache store session core",
     "answers": "answers idle knowledge engine cache store session core",
-    "adapters": "codec engine cache store apps session core",
+    "adapters": "codec engine cache store apps.py session core",
     "stream": "remote codec engine cache session core",
     "knowledge": "knowledge engine/embedding",
     "store": "store codec core",

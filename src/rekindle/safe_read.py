@@ -5,7 +5,9 @@ bounded memory.
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import shlex
 import stat
 import sys
@@ -71,18 +73,24 @@ def _is_credential(path: Path) -> bool:
 
 MAX_VALUES = 1 << 17  # about 30 MB of Python objects at worst: a dictionary of one pair takes 240 bytes
 VALUE_BYTES = 256  # of one value, at most
+_HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_untrusted_json(data: bytes | bytearray | str, max_values: int = MAX_VALUES) -> Any:
     """Parse JSON that a stranger may have written, in UTF-8.
 
-    Raises `ValueError`, and nothing else, if it is not JSON, is nested more than 200 deep, or holds more than about
+    Raises `ValueError`, and nothing else, if it is not JSON, is nested too deeply, or holds more than about
     `max_values` values, integers of thousands of digits, or lone surrogates.
     """
-    from pydantic_core import from_json  # late: settings are read without it
-
     encoded = data.encode() if isinstance(data, str) else data
     # A value takes at least two characters.
     if len(encoded) > 2 * max_values and sum(map(encoded.count, (b"[", b"{", b","))) > max_values:
         raise ValueError("JSON of too many values")
-    return from_json(encoded)
+    text = data if isinstance(data, str) else encoded.decode("utf-8")
+    try:
+        value = json.loads(text)
+        if _HALF_OF_A_PAIR.search(text) is not None:
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+    return value
