@@ -52,7 +52,7 @@ class Calibration:
         if self.bits is not None:
             kept = [self.bits.kept("whole"), self.bits.kept("difference")]
             sizes = [f"{one.bits:.1f} bits a number" for one in kept if one is not None]
-            parts.append(f"keep KV with {', differences of adapters with '.join(sizes)} (reuse=near)")
+            parts.append(f"keep KV with {', differences of adapters with '.join(sizes)} (reuse=quantized)")
         return f"From now on sessions of {self.model} {' and '.join(parts)}."
 
     def as_dict(self) -> dict[str, Any]:
