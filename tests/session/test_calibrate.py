@@ -52,7 +52,7 @@ def test_an_engine_of_any_model_is_calibrated_without_adapters_and_sessions_use_
     assert recall_coder(engine) == found.bits.coder
     assert found.bits.coder.delta == default_coder(len(engine.layout.layers)).delta
     assert any("--adapters" in note for note in found.notes)
-    assert found.summary.startswith(f"From now on sessions of {engine.name} compute")
+    assert found.summary.startswith(f"From now on sessions of {engine.name} recompute")
     with Session(engine, cache=tmp_path / "cache", reuse="approximate") as session:
         assert session.cache.chunks.recompute_policy.calibrated
     assert calibration_of(FakeEngine(seed=1)) is None
