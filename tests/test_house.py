@@ -53,6 +53,19 @@ def test_no_package_hides_a_public_name() -> None:
     assert not hidden
 
 
+def test_sql_has_no_numbered_placeholders() -> None:
+    """From Python 3.14 on sqlite3 refuses a sequence of values for them."""
+    texts = [
+        (path.name, node.value)
+        for path, tree in trees("rekindle").items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    sql = [text for text in texts if re.search(r"\b(SELECT|INSERT|UPDATE|DELETE|WHERE|VALUES|AND)\b", text[1])]
+    assert len(sql) > 100
+    assert not [text for text in sql if re.search(r"\?\d", text[1])]
+
+
 @cache
 def trees(part: str) -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text("utf-8")) for path in sorted(PARTS[part].rglob("*.py"))}

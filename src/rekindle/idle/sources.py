@@ -82,8 +82,8 @@ class QuestionSources:
         """Store a document's abstract, if the document still exists."""
         with self._library.writing() as connection:
             connection.execute(
-                "INSERT OR REPLACE INTO abstracts SELECT ?1, ?2, ?3 WHERE EXISTS (SELECT 1 FROM documents WHERE id=?1)",
-                (document, text, time.time()),
+                "INSERT OR REPLACE INTO abstracts SELECT id, ?, ? FROM documents WHERE id=?",
+                (text, time.time(), document),
             )
 
     def next_abstracts(self, max_count: int) -> AbstractBatch:

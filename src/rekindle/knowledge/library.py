@@ -220,7 +220,8 @@ class Library:
     def find(self, name: str) -> list[DocumentEntry]:
         """The documents of a name, a source, or a file. Raises `DocumentNotFound`."""
         path = str(Path(os.path.expanduser(name)).absolute())  # noqa: PTH111  (a name may begin with ~, too)
-        found = self.entries("d.name=?1 OR d.source IN (?1, ?2) OR d.file IN (?1, ?2)", (name, path))
+        where = "d.name=? OR d.source IN (?, ?) OR d.file IN (?, ?)"
+        found = self.entries(where, (name, name, path, name, path))
         if not found:
             with self.reading() as connection:
                 rows = connection.execute("SELECT name, source FROM documents LIMIT 1000").fetchall()
@@ -278,20 +279,20 @@ class Library:
         if len(noted) < len(tokens):
             return False
         new = [
-            (id, tokenizer, data) for id, data in tokens.items() if noted[id] is None or not data.startswith(noted[id])
+            (tokenizer, data, id) for id, data in tokens.items() if noted[id] is None or not data.startswith(noted[id])
         ]
         if not new:
             return True
         with self.writing() as connection:
-            if not self.limit.allows(connection, sum(len(data) for _, _, data in new)):
+            if not self.limit.allows(connection, sum(len(data) for _, data, _ in new)):
                 return False
             connection.executemany(
-                "INSERT INTO tokens SELECT ?1, ?2, ?3 WHERE EXISTS (SELECT 1 FROM chunks WHERE id=?1) "
+                "INSERT INTO tokens SELECT id, ?, ? FROM chunks WHERE id=? "
                 "ON CONFLICT (chunk, tokenizer) DO UPDATE SET tokens=excluded.tokens "
                 "WHERE substr(tokens, 1, length(excluded.tokens))=excluded.tokens",
                 new,
             )
-            select = "SELECT 1 FROM tokens WHERE chunk=?1 AND tokenizer=?2 AND substr(?3, 1, length(tokens))=tokens"
+            select = "SELECT 1 FROM tokens WHERE tokenizer=? AND substr(?, 1, length(tokens))=tokens AND chunk=?"
             return all(connection.execute(select, row).fetchone() for row in new)
 
     def has_passages(self, ids: Iterable[int]) -> bool:

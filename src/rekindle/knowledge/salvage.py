@@ -336,9 +336,9 @@ def _put(connection: sqlite3.Connection, row: RawRow) -> None:
         if kinds == "ti":  # sqlite_sequence: the last id of a table
             connection.execute("INSERT INTO seen_last VALUES (?,?)", row.values)
     elif kinds == "ti":
-        connection.execute("INSERT INTO seen_texts VALUES (?2,?1)", row.values)
+        connection.execute("INSERT INTO seen_texts VALUES (?,?)", row.values[::-1])
     elif kinds == "bi":
-        connection.execute("INSERT OR IGNORE INTO seen_passages VALUES (?2)", row.values)
+        connection.execute("INSERT OR IGNORE INTO seen_passages VALUES (?)", row.values[1:])
     elif kinds == "iii":
         connection.execute("INSERT INTO seen_places VALUES (?,?,?)", row.values)
 

@@ -121,8 +121,8 @@ def last(disk: DiskStore, max_count: int = 1, scope: Scope | None = None) -> lis
     with disk.database.reading() as connection:
         rows = connection.execute(
             "SELECT r.id, r.at, r.tokens, r.content, r.record FROM requests r JOIN kv_spaces s ON s.id=r.kv_space "
-            "WHERE ?1 IS NULL OR (s.tenant=?1 AND s.salt=?2) ORDER BY r.id DESC LIMIT ?3",
-            (tenant, salt, max_count),
+            "WHERE :tenant IS NULL OR (s.tenant=:tenant AND s.salt=:salt) ORDER BY r.id DESC LIMIT :count",
+            {"tenant": tenant, "salt": salt, "count": max_count},
         ).fetchall()
     return [_asked(row) for row in rows]
 

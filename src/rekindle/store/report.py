@@ -55,10 +55,10 @@ class CacheEntry:
 
 def kv_spaces(disk: DiskStore, scope: Scope | None = None) -> dict[int, KvSpaceInfo]:
     """The KV spaces of a scope, or all, by their number."""
-    tenant, salt = (None, None) if scope is None else (scope.tenant, scope.salt)
-    select = f"SELECT id, {', '.join(_COLUMNS)} FROM kv_spaces WHERE ?1 IS NULL OR (tenant=?1 AND salt=?2)"
+    select = f"SELECT id, {', '.join(_COLUMNS)} FROM kv_spaces WHERE :tenant IS NULL OR (tenant=:tenant AND salt=:salt)"
+    whose = {"tenant": None, "salt": None} if scope is None else {"tenant": scope.tenant, "salt": scope.salt}
     with disk.database.reading() as connection:
-        rows = connection.execute(select, (tenant, salt)).fetchall()
+        rows = connection.execute(select, whose).fetchall()
     return {row[0]: KvSpaceInfo(*row[1:]) for row in rows}
 
 

@@ -177,12 +177,16 @@ def salt_digest(salt: str) -> str:
 
 def apps(connection: sqlite3.Connection, scope: Scope | None = None) -> list[AppRow]:
     """The apps of a scope, or all, the most recently seen last."""
-    select = f"SELECT {_COLUMNS} FROM apps WHERE ?1 IS NULL OR (tenant=?1 AND salt_digest=?2) ORDER BY seen, id"
+    select = (
+        f"SELECT {_COLUMNS} FROM apps WHERE :tenant IS NULL OR (tenant=:tenant AND salt_digest=:salt) ORDER BY seen, id"
+    )
     return [AppRow(*row) for row in connection.execute(select, _whose(scope)).fetchall()]
 
 
-def _whose(scope: Scope | None) -> tuple[str | None, str | None]:
-    return (None, None) if scope is None else (scope.tenant, salt_digest(scope.salt))
+def _whose(scope: Scope | None) -> dict[str, str | None]:
+    if scope is None:
+        return {"tenant": None, "salt": None}
+    return {"tenant": scope.tenant, "salt": salt_digest(scope.salt)}
 
 
 def app(connection: sqlite3.Connection, scope: Scope, name: str) -> AppRow | None:
@@ -269,9 +273,9 @@ def first_free_block(connection: sqlite3.Connection, extent: int) -> int:
     """The first place of an extent from which on no other extent needs its blocks."""
     row = connection.execute(
         "SELECT max(place) FROM (SELECT b.place FROM blocks b "
-        "JOIN blocks c ON c.parent=b.key AND c.kv_space=b.kv_space AND c.extent<>b.extent WHERE b.extent=?1 "
-        "UNION ALL SELECT place+blocks-1 FROM delta_bases WHERE base=?1)",
-        (extent,),
+        "JOIN blocks c ON c.parent=b.key AND c.kv_space=b.kv_space AND c.extent<>b.extent WHERE b.extent=:extent "
+        "UNION ALL SELECT place+blocks-1 FROM delta_bases WHERE base=:extent)",
+        {"extent": extent},
     ).fetchone()
     return 0 if row[0] is None else int(row[0]) + 1
 
@@ -290,7 +294,7 @@ def shares(connection: sqlite3.Connection, scope: Scope | None = None) -> dict[i
         "SELECT u.app, e.bytes, e.blocks, min(u.last+1, e.live), (SELECT max(o.last)+1 FROM app_uses o "
         "WHERE o.extent=u.extent AND o.app<>u.app) FROM app_uses u JOIN apps a ON a.id=u.app "
         "JOIN extents e ON e.id=u.extent WHERE e.state='live' "
-        "AND (?1 IS NULL OR (a.tenant=?1 AND a.salt_digest=?2))",
+        "AND (:tenant IS NULL OR (a.tenant=:tenant AND a.salt_digest=:salt))",
         _whose(scope),
     )
     found: dict[int, AppShare] = {}

@@ -150,9 +150,9 @@ def add_kv_space(connection: sqlite3.Connection, digest: str, kv_space: KvSpace)
 def sweep_kv_spaces(connection: sqlite3.Connection, before: int | None = None) -> None:
     """Remove unreferenced KV spaces, all or those numbered below `before`, and identities without a KV space."""
     connection.execute(
-        "DELETE FROM kv_spaces WHERE (?1 IS NULL OR id<?1) AND id NOT IN (SELECT kv_space FROM extents UNION "
+        "DELETE FROM kv_spaces WHERE (:before IS NULL OR id<:before) AND id NOT IN (SELECT kv_space FROM extents UNION "
         "SELECT kv_space FROM requests UNION SELECT kv_space FROM seen_keys UNION SELECT kv_space FROM variants)",
-        (before,),
+        {"before": before},
     )
     connection.execute("DELETE FROM identities WHERE digest NOT IN (SELECT identity FROM kv_spaces)")
 
@@ -206,9 +206,9 @@ def pinned_bytes(connection: sqlite3.Connection, tenant: str | None = None) -> i
     """Bytes of pinned extents and of the extents they need; of one tenant, or of all."""
     select = (
         "SELECT coalesce(sum(e.bytes), 0) FROM extents e JOIN kv_spaces s ON s.id=e.kv_space "
-        "WHERE e.pinned AND e.state='live' AND (?1 IS NULL OR s.tenant=?1)"
+        "WHERE e.pinned AND e.state='live' AND (:tenant IS NULL OR s.tenant=:tenant)"
     )
-    return int(connection.execute(select, (tenant,)).fetchone()[0])
+    return int(connection.execute(select, {"tenant": tenant}).fetchone()[0])
 
 
 def reserve(
@@ -339,8 +339,8 @@ def pin(connection: sqlite3.Connection, ids: Iterable[int], pinned: bool) -> Non
     while todo:
         needed = connection.execute(
             "SELECT a.extent FROM blocks b JOIN blocks a ON a.key=b.parent AND a.kv_space=b.kv_space "
-            "WHERE b.extent=?1 AND b.place=0 UNION SELECT base FROM delta_bases WHERE extent=?1",
-            (todo.pop(),),
+            "WHERE b.extent=:extent AND b.place=0 UNION SELECT base FROM delta_bases WHERE extent=:extent",
+            {"extent": todo.pop()},
         ).fetchall()
         for above in needed:
             connection.execute("UPDATE extents SET pinned=2 WHERE id=? AND pinned=0", above)
@@ -388,11 +388,12 @@ def tail_start(connection: sqlite3.Connection, tail: Tail, *, by_worth: bool) ->
     With `by_worth`, also only blocks that are worth no more than the last.
     """
     row = connection.execute(
-        "SELECT max(place) FROM blocks b WHERE extent=?1 AND place<?2 AND ((?3 AND (hits>?4 OR used>?5 OR place<="
-        "(SELECT max(last) FROM app_uses WHERE extent=?1 AND last<?2))) OR EXISTS "
+        "SELECT max(place) FROM blocks b WHERE extent=:extent AND place<:last AND ((:by_worth AND "
+        "(hits>:hits OR used>:used OR place<="
+        "(SELECT max(last) FROM app_uses WHERE extent=:extent AND last<:last))) OR EXISTS "
         "(SELECT 1 FROM blocks c WHERE c.parent=b.key AND c.kv_space=b.kv_space AND c.extent<>b.extent) "
-        "OR EXISTS (SELECT 1 FROM delta_bases a WHERE a.base=?1 AND a.place+a.blocks>b.place))",
-        (tail.extent, tail.live - 1, by_worth, tail.hits, tail.used),
+        "OR EXISTS (SELECT 1 FROM delta_bases a WHERE a.base=:extent AND a.place+a.blocks>b.place))",
+        {"extent": tail.extent, "last": tail.live - 1, "by_worth": by_worth, "hits": tail.hits, "used": tail.used},
     ).fetchone()
     return 0 if row[0] is None else int(row[0]) + 1
 

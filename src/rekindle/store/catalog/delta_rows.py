@@ -70,8 +70,9 @@ def with_descendants(connection: sqlite3.Connection, ids: Iterable[int]) -> set[
 def reaching(connection: sqlite3.Connection, base: int, place: int) -> dict[int, int]:
     """The deltas based on an extent's blocks from `place` on, each with its first block that depends on them."""
     rows = connection.execute(
-        "SELECT extent, min(at+max(0, ?2-place)) FROM delta_bases WHERE base=?1 AND place+blocks>?2 GROUP BY extent",
-        (base, place),
+        "SELECT extent, min(at+max(0, :place-place)) FROM delta_bases WHERE base=:base AND place+blocks>:place "
+        "GROUP BY extent",
+        {"base": base, "place": place},
     )
     return dict(rows.fetchall())
 
@@ -84,10 +85,11 @@ def sibling_kv_spaces(
     The base model's first, then in the order in which they kept it.
     """
     rows = connection.execute(
-        "SELECT s.id, s.digest FROM blocks b JOIN kv_spaces s ON s.id=b.kv_space WHERE b.key=?1 AND s.digest<>?2 "
-        "AND s.codec=?3 AND s.layout=?4 AND substr(s.digest, instr(s.digest, ':'))=substr(?2, instr(?2, ':')) "
+        "SELECT s.id, s.digest FROM blocks b JOIN kv_spaces s ON s.id=b.kv_space WHERE b.key=:key AND s.digest<>:own "
+        "AND s.codec=:codec AND s.layout=:layout "
+        "AND substr(s.digest, instr(s.digest, ':'))=substr(:own, instr(:own, ':')) "
         "ORDER BY s.adapter IS NOT NULL, b.extent",
-        (key, kv_space, codec, layout_text(layout)),
+        {"key": key, "own": kv_space, "codec": codec, "layout": layout_text(layout)},
     )
     return [(int(id), str(digest)) for id, digest in rows.fetchall()]
 
