@@ -7,24 +7,31 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rekindle.core.adapter import Lora
 from rekindle.core.identity import Identity
-from rekindle.engine.base import Engine, EngineWrapper
+from rekindle.core.request import Sampling
+from rekindle.engine.base import Engine, EngineSequence, Logits, Row, TokenSampler
 from rekindle.errors import Closed, ModelError
+from rekindle.text.base import Tokenizer
 
 log = logging.getLogger("rekindle")
 
 
-class ReloadableEngine(EngineWrapper):
+class ReloadableEngine:
     """See `Engine` for the contract. `load` must return the same model each time."""
 
     def __init__(self, load: Callable[[], Engine]) -> None:
-        super().__init__(load())
         self._load = load
         self._lock = threading.Lock()
+        self._engine: Engine | None = load()
         self._closed = False
+        awake = self._engine
+        self.name, self.device, self.arithmetic = awake.name, awake.device, awake.arithmetic
+        self.capabilities, self.layout = awake.capabilities, awake.layout
+        self.context_tokens, self.prefill_tokens = awake.context_tokens, awake.prefill_tokens
+        self.parameters, self.attention = awake.parameters, awake.attention
         self._identities: dict[str, Identity] = {}
         self._adapters: dict[str, Lora] = {}
 
@@ -34,7 +41,7 @@ class ReloadableEngine(EngineWrapper):
         return self._engine is None
 
     @property
-    def inner(self) -> Engine:
+    def awake(self) -> Engine:
         """The engine underneath, loaded if it must be. Raises as loading does."""
         with self._lock:
             if self._closed:
@@ -56,14 +63,21 @@ class ReloadableEngine(EngineWrapper):
         if engine is not None:
             engine.close()
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.awake.tokenizer
+
+    def regime(self, tokens: int) -> str:
+        return self.awake.regime(tokens)
+
     def identity(self, regime: str) -> Identity:
         if regime not in self._identities:
-            self._identities[regime] = super().identity(regime)
+            self._identities[regime] = self.awake.identity(regime)
         return self._identities[regime]
 
     def load_adapter(self, lora: Lora) -> int:
         """Load an adapter, now and after every reload."""
-        same = super().load_adapter(lora)
+        same = self.awake.load_adapter(lora)
         with self._lock:
             self._adapters[lora.digest] = lora
         return same
@@ -73,6 +87,15 @@ class ReloadableEngine(EngineWrapper):
             self._adapters.pop(digest, None)
             if self._engine is not None:
                 self._engine.unload_adapter(digest)
+
+    def open(self, capacity: int, regime: str, adapter: str | None = None) -> EngineSequence:
+        return self.awake.open(capacity, regime, adapter)
+
+    def sampler(self, sampling: Sampling, context: Sequence[int]) -> TokenSampler:
+        return self.awake.sampler(sampling, context)
+
+    def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        return self.awake.step(rows, cancelled)
 
     def close(self) -> None:
         """Free the model for good. Idempotent."""
