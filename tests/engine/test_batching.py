@@ -79,6 +79,7 @@ def company(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were in the last step are waited for, however slow this machine gives them a core."""
     monkeypatch.setattr("rekindle.engine.batching._DRAW_SECONDS", 1.0)
     monkeypatch.setattr("rekindle.engine.batching._WAIT_SECONDS", 1.0)
+    monkeypatch.setattr(BatchingEngine, "_sharing_pays", True)  # whether it does is measured: noise where others work
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
