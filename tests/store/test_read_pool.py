@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from rekindle.store.extents import ReadHelper
+from rekindle.store.read_pool import ReadHelper
 
 
 class _Buffer:

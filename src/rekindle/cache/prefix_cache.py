@@ -379,12 +379,12 @@ class PromptPrefill:
         self._ended = False
         return self._result.logits
 
-    def note(self, prompt: Prompt, first_token_seconds: float) -> None:
-        """Remember the request for `explain`, in the background."""
+    def note(self, prompt: Prompt, reuse: Reuse, first_token_seconds: float) -> None:
+        """Remember the request and what was reused for `explain`, in the background."""
         if not self.lookup.off:
             explainer, match = self._cache.explainer(self.lookup.kv_space), self.lookup.matches.match
             plan, guard = self.result.plan, self.lookup.guard
-            self._cache.offer(Note(explainer, prompt, plan, match, self.reuse, first_token_seconds, guard))
+            self._cache.offer(Note(explainer, prompt, plan, match, reuse, first_token_seconds, guard))
 
     def explain(self, prompt: Prompt) -> Explanation:
         """Where the KV of the prompt would come from, and why not more of it."""

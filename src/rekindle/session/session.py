@@ -357,7 +357,7 @@ class Session:
                     reuse = prefill.reuse
                     if evidence is not None:
                         cache.offer(evidence)
-                    prefill.note(self._prompt(request, prefill.lookup), time.perf_counter() - started)
+                    prefill.note(self._prompt(request, prefill.lookup), reuse, time.perf_counter() - started)
                 prefill.commit_prompt()
                 if text:
                     yield text
