@@ -90,6 +90,7 @@ def own_home(
         for name in ("OLLAMA_MODELS", "HF_HOME"):  # what other tools have here is none of a test's business
             monkeypatch.setenv(name, str(own / "others" / name))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(own / "config"))
+    monkeypatch.setenv("REKINDLE_DAEMON", "no")  # no process outlives the test that started it
 
 
 @pytest.fixture(autouse=True)

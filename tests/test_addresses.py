@@ -16,7 +16,7 @@ import pytest
 
 from rekindle.addresses import is_loopback, refuse_plain_authorization, refuse_plain_http
 from rekindle.cli.server import _ask
-from rekindle.cli.server_client import ServerSession, make_client
+from rekindle.cli.server_client import ServerRunner, make_client
 from rekindle.errors import InvalidSetting, RekindleError
 from rekindle.models import hub
 from rekindle.models.download import download, http_client
@@ -108,17 +108,20 @@ def test_an_address_that_is_none_is_refused_or_means_this_machine() -> None:
             assert HttpClient(url, KEY).host == "::1"  # as some Pythons read the first
 
 
+JOB = {"kind": "generate", "prompt": [{"role": "user", "content": "Hello"}], "options": {}}
+
+
 @pytest.mark.parametrize("url", URLS)
 def test_the_key_of_a_server_is_refused_before_anything_is_sent(url: str) -> None:
     with pytest.raises((RekindleError, httpx.InvalidURL)):
-        list(ServerSession(url, KEY).stream([{"role": "user", "content": "Hello"}]))
+        ServerRunner(url, KEY).run(JOB, print)
     if "//0.0.0.0:" not in url and "//[::]:" not in url:  # there, `rekindle ps` asks this machine
         assert "over plain http" in _ask(url, KEY)["state"] or "InvalidURL" in _ask(url, KEY)["state"]
 
 
 def test_a_password_in_an_address_counts_as_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidSetting, match="evil.example over plain http"):
-        list(ServerSession("http://me:password@evil.example").stream([]))
+        ServerRunner("http://me:password@evil.example").run(JOB, print)
     with pytest.raises(InvalidSetting, match="evil.example over plain http"):
         download("http://me:password@evil.example/x.whl", tmp_path / "x.whl", sha256="0" * 64)
 
@@ -131,7 +134,7 @@ def test_a_key_goes_to_this_machine_and_past_every_proxy(monkeypatch: pytest.Mon
             monkeypatch.delenv(name, raising=False)
         for url in (server.url, server.url.replace("127.0.0.1", "localhost")):
             with pytest.raises(RekindleError, match="404"):
-                list(ServerSession(url, KEY).stream([{"role": "user", "content": "Hello"}]))
+                ServerRunner(url, KEY).run(JOB, print)
         assert _ask(server.url.replace("127.0.0.1", "0.0.0.0"), KEY)["state"].startswith("does not answer")
     assert len(server.seen) == 3 and all(KEY in seen for seen in server.seen)
     assert proxy.connections == 0

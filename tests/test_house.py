@@ -25,7 +25,9 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 LIMITS = {"rekindle": (37_650, 285), "benchmarks": (8_900, 84)}
 
 # What later changes may add to that: (part, code lines, modules, what was added and why).
-LEDGER: tuple[tuple[str, int, int, str], ...] = ()
+LEDGER: tuple[tuple[str, int, int, str], ...] = (
+    ("rekindle", 740, 9, "daemon/: a model stays loaded between commands, so the second starts in under a second"),
+)
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
 

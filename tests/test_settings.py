@@ -20,10 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from rekindle.cli.options import loading_options, server_options, serving_options, takes
+from rekindle.cli.options import loading_options, server_options, serving_options, settings_options, takes
 from rekindle.errors import InvalidSetting
 from rekindle.machine import config_folder
-from rekindle.settings import GROUPS, SETTINGS, ServerSettings, Settings
+from rekindle.settings import GROUPS, SETTINGS, ServerSettings, Settings, names_in
 from rekindle.settings.file import SettingsFile, trust
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "settings.md"
@@ -379,7 +379,8 @@ def test_flags_give_only_what_was_said() -> None:
 def test_every_setting_is_a_flag_and_its_help_says_the_same() -> None:
     app = typer.Typer(rich_markup_mode=None)
     groups = {"loading": loading_options, "serving": serving_options, "server": server_options}
-    app.command()(takes(**groups)(lambda loading, serving, server: None))
+    groups["commands"] = settings_options(names_in("commands"))
+    app.command()(takes(**groups)(lambda loading, serving, server, commands: None))
     options = {option.name: option for option in typer.main.get_command(app).params}  # type: ignore[attr-defined]
     for name, setting in SETTINGS.items():
         assert options[name].help == setting.doc and setting.flag in options[name].opts

@@ -33,6 +33,7 @@ RekindleError
 |   |-- InvalidSampling     a sampling value out of its range
 |   |-- InvalidGrammar      a grammar or schema that is wrong, too large or not supported
 |   `-- ContextOverflow     longer than the model's context
+|-- DaemonFailed            the background process of the commands cannot be started, or died
 |-- StepRefused             a row that breaks the engine's contract: a bug in the caller
 |-- Closed                  the session or sequence was closed
 `-- Cancelled               the caller asked to stop
@@ -181,6 +182,10 @@ class ContextOverflow(RequestError):
         super().__init__(f"The prompt has {number} tokens, the model's context holds {context_tokens:,}. {advice}")
         self.prompt_tokens = prompt_tokens
         self.context_tokens = context_tokens
+
+
+class DaemonFailed(RekindleError):
+    """The background process of the commands cannot be started, or it died."""
 
 
 class StepRefused(RekindleError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,11 @@ def test_run_prints_the_reply_and_keeps_numbers_apart(tiny_folder: Path) -> None
         expected = session.chat("Hello", max_tokens=8)
     assert result.exit_code == 0
     assert result.stdout == expected.text + "\n"
-    assert "tokens in, " in result.stderr and "first token" in result.stderr
+    line, advice = result.stderr.splitlines()
+    assert re.fullmatch(
+        r"model loaded in [\d.]+ s; first token [\d.]+ s; 0 of 23 tokens reused; 8 tokens out, [\d.]+ tokens/s", line
+    )
+    assert advice == "--daemon would keep the model loaded for the next command."
 
 
 def test_run_as_json_is_one_object(tiny_folder: Path) -> None:

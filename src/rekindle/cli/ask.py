@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
-from rekindle.cli.options import AsJson, ModelOption, app, loading_options, print_json, sampling_options, takes
+from rekindle.cli import STARTED
+from rekindle.cli.options import (
+    AsJson,
+    ModelOption,
+    app,
+    daemon_options,
+    loading_options,
+    print_json,
+    sampling_options,
+    takes,
+)
 from rekindle.text.visible import printable
-
-if TYPE_CHECKING:
-    from rich.text import Text
-
-    from rekindle.core.reply import AnswerSource, ChunkReuse, Reuse
-    from rekindle.core.request import Request
-    from rekindle.session.session import Session
-
 
 TopK = Annotated[int, typer.Option("--top-k", "-k", min=1, max=1000, help="Number of passages to quote.")]
 Retrieval = Annotated[
@@ -26,11 +27,12 @@ Retrieval = Annotated[
 
 
 @app.command()
-@takes(sampling=sampling_options, loading=loading_options, without={"top_k"})
+@takes(sampling=sampling_options, loading=loading_options, daemon=daemon_options, without={"top_k"})
 def ask(
     question: Annotated[str, typer.Argument(help="What you want to know.")],
     sampling: dict[str, Any],
     loading: dict[str, Any],
+    daemon: dict[str, Any],
     model: ModelOption = "smollm2",
     top_k: TopK = 5,
     retrieval: Retrieval = "fused",
@@ -41,33 +43,32 @@ def ask(
     json: AsJson = False,
 ) -> None:
     """Answer a question from the documents that were ingested, with numbered sources."""
-    from rekindle.cli.ask import show_reuse
-    from rekindle.cli.console import notes, progress
-    from rekindle.session.session import Session
+    from rekindle.cli.runner import Waiting, open_runner
 
-    sampling.pop("top_k")  # of sampling; here it counts passages
-    with progress(model) as report, Session(model, **loading, progress=report) as session:
-        stream = session.ask_stream(question, top_k=top_k, retrieval=retrieval, **sampling)  # type: ignore[arg-type]
-        for piece in stream:
-            if not json:
-                typer.echo(piece, nl=False)
-        if json:
-            print_json({"model": session.engine.name, **stream.answer.as_dict()})
-            return
-        typer.echo("\n")
-        show_sources(stream.sources, whole=sources)
-        if verbose:
-            show_reuse(session, stream.request, stream.answer.reuse)
-        notes.print(stream.answer.summary(), style="dim", soft_wrap=True)
+    sampling["top_k"] = top_k  # of passages
+    options = {**sampling, "retrieval": retrieval}
+    waiting = Waiting(STARTED, silent=json)
+    with open_runner(model, loading, daemon) as runner:
+        job = {"kind": "ask", "question": question, "options": options, "spelled": verbose}
+        result = runner.run(job, waiting.take)
+    answer = result["answer"]
+    if json:
+        print_json({"model": result["model"], **answer})
+        return
+    typer.echo("\n")
+    show_sources(answer["sources"], whole=sources)
+    if verbose:
+        show_reuse(answer["reuse"], result["spelled"])
+    waiting.print_footer(result, answer)
 
 
-def show_sources(sources: Sequence[AnswerSource], *, whole: bool) -> None:
+def show_sources(sources: Sequence[dict[str, Any]], *, whole: bool) -> None:
     """Print the sources, numbered as in the answer, quoted line by line."""
     for source in sources:
-        where = "" if source.source == source.title else f"  ({source.source})"
-        typer.echo(printable(f"[{source.number}] {source.title}{where}"))
+        where = "" if source["source"] == source["title"] else f"  ({source['source']})"
+        typer.echo(printable(f"[{source['number']}] {source['title']}{where}"))
         if whole:
-            for line in printable(source.text).splitlines():
+            for line in printable(source["text"]).splitlines():
                 typer.echo(f"    | {line}")
 
 
@@ -78,60 +79,45 @@ _SOURCES = {
 }
 
 
-def show_reuse(session: Session, request: Request, reuse: Reuse) -> None:
-    """Print where the tokens of a prompt came from; of reused passages, the tokens themselves."""
+def show_reuse(reuse: dict[str, Any], spelled: Sequence[Sequence[tuple[bool, str]]]) -> None:
+    """Print where the tokens of a prompt came from; of reused passages, the tokens themselves as `spelled`."""
     from rich.text import Text
 
     from rekindle.cli.console import notes
-    from rekindle.session.prompt import encode_prompt
 
-    parts = {"from the engine": reuse.engine, "from memory": reuse.memory, "from disk": reuse.disk}
-    counts = [f"{count} {where}" for where, count in parts.items() if count]
-    if reuse.from_chunks:
-        counts.append(f"{reuse.from_chunks} from other prompts ({reuse.recomputed} of them recomputed)")
-    if reuse.streamed:
-        counts.append(f"{reuse.streamed} from the origin")
-    counts.append(f"{reuse.computed} computed")
-    notes.print(f"reuse: {reuse.level}; {', '.join(counts)}", soft_wrap=True)
-    if not reuse.from_chunks:
+    parts = {"from the engine": "engine", "from memory": "memory", "from disk": "disk"}
+    counts = [f"{reuse[name]} {where}" for where, name in parts.items() if reuse[name]]
+    if reuse["from_chunks"]:
+        counts.append(f"{reuse['from_chunks']} from other prompts ({reuse['recomputed']} of them recomputed)")
+    if reuse["streamed"]:
+        counts.append(f"{reuse['streamed']} from the origin")
+    counts.append(f"{reuse['computed']} computed")
+    notes.print(f"reuse: {reuse['level']}; {', '.join(counts)}", soft_wrap=True)
+    if not reuse["from_chunks"]:
         return
-    if reuse.budget is not None:
-        known = "calibrated for this model" if reuse.calibrated else "not calibrated for this model"
+    if reuse["budget"] is not None:
+        known = "calibrated for this model" if reuse["calibrated"] else "not calibrated for this model"
         notes.print(
-            f"recompute policy {reuse.recompute_policy}, budget {reuse.budget:.2f}, {known}; ",
+            f"recompute policy {reuse['recompute_policy']}, budget {reuse['budget']:.2f}, {known}; ",
             Text("recomputed", _RECOMPUTED),
         )
-    tokens = encode_prompt(session.engine, request).tokens
-    for chunk in reuse.chunks:
-        came = ", from the origin" if chunk.streamed else ""
-        line = f"[{chunk.number or '-'}] {_SOURCES[chunk.source]}{came}{_scores(chunk)}"
+    for chunk, runs in zip(reuse["chunks"], spelled, strict=True):
+        came = ", from the origin" if chunk["streamed"] else ""
+        line = f"[{chunk['number'] or '-'}] {_SOURCES[chunk['source']]}{came}{_scores(chunk)}"
         notes.print(line, markup=False, soft_wrap=True)
-        if chunk.source == "reused":
-            notes.print(_coloured(session, tokens, chunk), soft_wrap=True)
+        if chunk["source"] == "reused":
+            shown = Text("    ")
+            for again, text in runs:
+                shown.append(printable(text), _RECOMPUTED if again else _STALE)
+            notes.print(shown, soft_wrap=True)
 
 
 _RECOMPUTED, _STALE = "bold yellow", "dim"
 
 
-def _coloured(session: Session, tokens: tuple[int, ...], chunk: ChunkReuse) -> Text:
-    from rich.text import Text
-
-    shown = Text("    ")
-    for again, run in _runs(chunk):
-        text = session.engine.tokenizer.spell([tokens[position] for position in run])
-        shown.append(printable(text), _RECOMPUTED if again else _STALE)
-    return shown
-
-
-def _runs(chunk: ChunkReuse) -> Iterator[tuple[bool, list[int]]]:
-    """The chunk's positions in runs: recomputed, or not."""
-    chosen = set(chunk.recomputed_positions)
-    for again, run in groupby(range(chunk.start, chunk.stop), key=lambda position: position in chosen):
-        yield again, list(run)
-
-
-def _scores(chunk: ChunkReuse) -> str:
-    names = {"impact": chunk.impact, "overlap": chunk.overlap, "disorder": chunk.disorder, "overhead": chunk.overhead}
-    known = [f"{name} {value:.2f}" for name, value in names.items() if value is not None]
-    again = f": {chunk.recomputed} of {chunk.stop - chunk.start} tokens recomputed" if chunk.source == "reused" else ""
+def _scores(chunk: dict[str, Any]) -> str:
+    names = ("impact", "overlap", "disorder", "overhead")
+    known = [f"{name} {chunk[name]:.2f}" for name in names if chunk[name] is not None]
+    tokens = chunk["stop"] - chunk["start"]
+    again = f": {chunk['recomputed']} of {tokens} tokens recomputed" if chunk["source"] == "reused" else ""
     return again + (f" ({', '.join(known)})" if known else "")

@@ -19,6 +19,7 @@ from rekindle.cli.options import (
     ModelOption,
     System,
     app,
+    daemon_options,
     loading_options,
     print_json,
     print_table,
@@ -344,9 +345,10 @@ AsSystem = Annotated[bool, typer.Option("--as-system", help="A text is the syste
 
 
 @app.command()
-@takes(loading=loading_options)
+@takes(loading=loading_options, daemon=daemon_options)
 def warm(
     loading: dict[str, Any],
+    daemon: dict[str, Any],
     files: Annotated[
         list[Path] | None, typer.Argument(metavar="[FILE]...", help="Texts, .json or .jsonl with messages.")
     ] = None,
@@ -360,41 +362,40 @@ def warm(
     json: AsJson = False,
 ) -> None:
     """Prefill prompts now and keep their KV: prompts that begin like them start at once, also after a restart."""
-    from rekindle.cli.console import counting, progress
-    from rekindle.session.session import Session
+    from rekindle.cli.console import counting
+    from rekindle.cli.runner import open_runner
 
     if not files and not knowledge:
         raise InvalidSetting("Name files with prompts, or say --knowledge.")
     named = [(str(path), prompt) for path in files or () for prompt in read_prompts(path, raw=raw, as_system=as_system)]
-    with progress(model) as report, Session(model, **loading, progress=report) as session:
-        if session.cache.store is None:
-            raise InvalidSetting("There is no cache to warm: leave out --cache off and --reuse off.")
-        started = time.perf_counter()
-        with counting("warm") as count:
-            done = session.warm([prompt for _, prompt in named], progress=count)
-        if knowledge:
-            with counting("warm passages") as count:
-                known = session.warm_knowledge(passages, progress=count)
-            names = ["the system prompt of ask", *(f"passage {number}" for number in range(1, len(known)))]
-            named += [(name, "") for name in names]
-            done += known
-        seconds = time.perf_counter() - started
-        outcomes = dict(session.cache.writer.outcomes) if session.cache.writer else {}
-    computed, reused = sum(reuse.computed for reuse in done), sum(reuse.reused for reuse in done)
+    job = {
+        "kind": "warm",
+        "prompts": [prompt for _, prompt in named],
+        "passages": passages if knowledge else None,
+    }
+    with open_runner(model, loading, daemon) as runner, counting("warm") as count:
+        result = runner.run(job, lambda event: count(*event["warmed"]))
+    done = result["prompts"]
+    if knowledge:
+        known = len(done) - len(named)
+        named += [(name, "") for name in ("the system prompt of ask", *(f"passage {n}" for n in range(1, known)))]
+    computed, reused = sum(one["computed"] for one in done), sum(one["reused"] for one in done)
+    seconds = result["seconds"]
     if json:
         print_json({"prompts": len(done), "computed_tokens": computed, "known_tokens": reused, "seconds": seconds})
         return
-    for (path, _), reuse in zip(named, done, strict=True):
-        typer.echo(f"{path}: {reuse.computed + reuse.reused} tokens, {reuse.reused} known before")
+    for (path, _), one in zip(named, done, strict=True):
+        typer.echo(f"{path}: {one['computed'] + one['reused']} tokens, {one['reused']} known before")
     typer.echo(f"{computed} tokens computed, {reused} known before, {seconds:.1f} s")
-    if refused := outcomes.get("refused", 0) + outcomes.get("failed", 0):
+    if refused := result["refused"]:
         typer.echo(f"{refused} could not be kept: is the limit too small? `rekindle cache stats` tells.", err=True)
 
 
 @app.command()
-@takes(loading=loading_options)
+@takes(loading=loading_options, daemon=daemon_options)
 def explain(
     loading: dict[str, Any],
+    daemon: dict[str, Any],
     file: Annotated[Path | None, typer.Argument(help="A prompt: a text, or .json with messages.")] = None,
     question: Annotated[str | None, typer.Option(help="Instead of a prompt: a question about your documents.")] = None,
     last: Annotated[bool, typer.Option("--last", help="Explain the last request that was answered.")] = False,
@@ -405,23 +406,22 @@ def explain(
     json: AsJson = False,
 ) -> None:
     """Show where each span of a prompt comes from, why the others are computed, and what would help."""
-    from rekindle.cli.console import progress
-    from rekindle.session.session import Session
+    from rekindle.cache.explain import Explanation
+    from rekindle.cli.runner import open_runner
 
     if [last, file is not None, question is not None].count(True) != 1:
         raise InvalidSetting("Name a file with a prompt, give a --question, or say --last.")
     if last:
         explanations = _last(loading, number)
-    elif question is not None:
-        with progress(model) as report, Session(model, **loading, progress=report) as session:
-            explanations = [session.explain_request(session.prepare(question).request)]
     else:
-        assert file is not None
-        (prompt, *_) = read_prompts(file, raw=raw, as_system=False)
-        if system is not None and isinstance(prompt, list):
-            prompt = [{"role": "system", "content": system}, *prompt]
-        with progress(model) as report, Session(model, **loading, progress=report) as session:
-            explanations = [session.explain(prompt)]
+        job: dict[str, Any] = {"kind": "explain", "question": question}
+        if file is not None:
+            (prompt, *_) = read_prompts(file, raw=raw, as_system=False)
+            if system is not None and isinstance(prompt, list):
+                prompt = [{"role": "system", "content": system}, *prompt]
+            job = {"kind": "explain", "prompt": prompt}
+        with open_runner(model, loading, daemon) as runner:
+            explanations = [Explanation.from_dict(runner.run(job, lambda _: None)["explanation"])]
     if json:
         print_json([one.as_dict() for one in explanations] if last else explanations[0].as_dict())
         return

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rekindle.cli import STARTED
 from rekindle.cli.options import (
     AsJson,
     Model,
     OptionalModel,
     System,
     app,
+    daemon_options,
     loading_options,
     print_json,
     read_text,
@@ -23,14 +26,18 @@ from rekindle.cli.options import (
 from rekindle.core.request import PromptLike, as_messages
 from rekindle.errors import Cancelled, InvalidPrompt, InvalidSetting, RequestError
 
+if TYPE_CHECKING:
+    from rekindle.daemon.jobs import JobRunner
+
 _HELP = "/system TEXT sets the system message, /clear starts over, /bye leaves. Ctrl-C stops a reply."
 
 
 @app.command()
-@takes(sampling=sampling_options, loading=loading_options)
+@takes(sampling=sampling_options, loading=loading_options, daemon=daemon_options)
 def chat(
     sampling: dict[str, Any],
     loading: dict[str, Any],
+    daemon: dict[str, Any],
     model: OptionalModel = None,
     system: System = None,
     server: Annotated[str | None, typer.Option(help="Use the running server at this address.")] = None,
@@ -38,40 +45,27 @@ def chat(
     json: AsJson = False,
 ) -> None:
     """Talk to a model. When the chat outgrows the context, its oldest messages are dropped, not the system message."""
-    from rekindle.cli.console import progress
-    from rekindle.session.session import Session
+    from rekindle.cli.runner import open_runner
+    from rekindle.cli.server_client import ServerRunner
 
     if server is not None:
-        if loading:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in loading)
+        if given := loading | daemon:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise InvalidSetting(f"{names}: these options belong to the server. Give them to `rekindle serve`.")
-        _talk_to_server(server, api_key, model, sampling, system, as_json=json)
+        with ServerRunner(server, api_key, model) as runner:
+            _Conversation(runner, sampling, system, as_json=json).talk()
         return
     if model is None:
         raise InvalidSetting("Name a model (rekindle chat smollm2), or a server (--server URL).")
-    with progress(model) as report:
-        session = Session(model, **loading, progress=report)
-    with session:
-        _Conversation(session, {**sampling, "overflow": "drop-oldest"}, system, as_json=json).talk()
-
-
-def _talk_to_server(
-    url: str, api_key: str | None, model: str | None, sampling: dict[str, Any], system: str | None, *, as_json: bool
-) -> None:
-    from rekindle.cli.server_client import ServerSession
-
-    session = ServerSession(url, api_key, model)
-    try:
-        _Conversation(session, sampling, system, as_json=as_json).talk()
-    finally:
-        session.close()
+    with open_runner(model, loading, daemon) as runner:
+        _Conversation(runner, {**sampling, "overflow": "drop-oldest"}, system, as_json=json).talk()
 
 
 class _Conversation:
     """The messages so far, and the commands."""
 
-    def __init__(self, session: Any, options: dict[str, Any], system: str | None, *, as_json: bool) -> None:
-        self._session = session
+    def __init__(self, runner: JobRunner, options: dict[str, Any], system: str | None, *, as_json: bool) -> None:
+        self._runner = runner
         self._options = options
         self._json = as_json
         self._system = system
@@ -103,40 +97,35 @@ class _Conversation:
             self._answer(line)
 
     def _answer(self, line: str) -> None:
-        from rekindle.cli.console import notes
+        from rekindle.cli.runner import Waiting
 
         lead = [{"role": "system", "content": self._system}] if self._system else []
         asked = {"role": "user", "content": line}
-        pieces: list[str] = []
-        stream = None
+        job = {"kind": "generate", "prompt": [*lead, *self._turns, asked], "options": self._options}
+        waiting = Waiting(time.perf_counter(), silent=self._json)
         try:
-            stream = self._session.stream([*lead, *self._turns, asked], **self._options)
-            for piece in stream:
-                pieces.append(piece)
-                if not self._json:
-                    typer.echo(piece, nl=False)
+            result = self._runner.run(job, waiting.take)
             if self._json:
-                print_json(stream.reply.as_dict())
+                print_json(result["reply"])
             else:
                 typer.echo()
-                notes.print(stream.reply.summary(), style="dim", soft_wrap=True)
+                waiting.print_footer(result, result["reply"])
         except RequestError as error:  # this message cannot be answered; the next one may
             typer.echo(f"error: {error}", err=True)
             return
         except (KeyboardInterrupt, Cancelled):
-            if stream is not None:
-                stream.close()
             typer.echo(" [stopped]", err=True)
-        if pieces:
-            self._turns += [asked, {"role": "assistant", "content": "".join(pieces)}]
+        if waiting.text:
+            self._turns += [asked, {"role": "assistant", "content": waiting.text}]
 
 
 @app.command()
-@takes(sampling=sampling_options, loading=loading_options)
+@takes(sampling=sampling_options, loading=loading_options, daemon=daemon_options)
 def run(
     model: Model,
     sampling: dict[str, Any],
     loading: dict[str, Any],
+    daemon: dict[str, Any],
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads standard input.")] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Put this file's text before the prompt.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
@@ -144,24 +133,21 @@ def run(
     json: AsJson = False,
 ) -> None:
     """Ask a model once. The reply streams to standard output, sizes and times go to standard error."""
-    from rekindle.cli.console import notes, progress
-    from rekindle.session.session import Session
+    from rekindle.cli.runner import Waiting, open_runner
 
     text = _read_prompt(prompt, file)
     if raw and system is not None:
         raise InvalidPrompt("--raw has no chat template, so --system has no place. Leave one of them out.")
     lead = [{"role": "system", "content": system}] if system else []
     request: PromptLike = text if raw else [*lead, *as_messages(text)]
-    with progress(model) as report, Session(model, **loading, progress=report) as session:
-        stream = session.stream(request, **sampling)
-        for piece in stream:
-            if not json:
-                typer.echo(piece, nl=False)
-        if json:
-            print_json({"model": session.engine.name, **stream.reply.as_dict()})
-        else:
-            typer.echo()
-            notes.print(stream.reply.summary(), style="dim", soft_wrap=True)
+    waiting = Waiting(STARTED, silent=json)
+    with open_runner(model, loading, daemon) as runner:
+        result = runner.run({"kind": "generate", "prompt": request, "options": sampling}, waiting.take)
+    if json:
+        print_json({"model": result["model"], **result["reply"]})
+    else:
+        typer.echo()
+        waiting.print_footer(result, result["reply"])
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:

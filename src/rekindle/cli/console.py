@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -18,7 +18,8 @@ from rich.progress import (
 )
 from rich.progress import TransferSpeedColumn as SpeedColumn
 
-from rekindle.models.download import Progress as Report
+if TYPE_CHECKING:
+    from rekindle.models.download import Progress as Report
 
 notes = Console(stderr=True, highlight=False)
 

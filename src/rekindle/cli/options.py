@@ -20,7 +20,7 @@ import typer
 from rekindle import __version__
 from rekindle.core.request import DEFAULT_MAX_TOKENS, PromptLike
 from rekindle.errors import InvalidPrompt
-from rekindle.settings import SETTINGS, names_in
+from rekindle.settings import ENGINE_SETTINGS, SETTINGS, names_in
 from rekindle.settings.setting import Setting
 
 Group = Callable[..., dict[str, Any]]
@@ -76,11 +76,11 @@ def _parameter(setting: Setting) -> inspect.Parameter:
     )
 
 
-_OF_A_REQUEST = ("adapter", "deterministic", "keep_reply_tokens")
-engine_options = settings_options([name for name in names_in("model") if name not in _OF_A_REQUEST])
+engine_options = settings_options(ENGINE_SETTINGS)
 loading_options = settings_options(names_in("model", "cache", "chunks", "library", "answers", "remote"))
 serving_options = settings_options(names_in("retention", "serving"))
 server_options = settings_options(names_in("server"))
+daemon_options = settings_options(["daemon", "keep_alive"])
 library_options = settings_options(["cache", *names_in("library"), "key_file", "tenant", "cache_salt"])
 
 

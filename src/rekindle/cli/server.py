@@ -1,9 +1,10 @@
-"""`rekindle serve`: an OpenAI-compatible server; `rekindle ps`: running servers."""
+"""`rekindle serve`: an OpenAI-compatible server; `rekindle ps` and `rekindle stop`: what is running."""
 
 from __future__ import annotations
 
 import json as json_
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from rekindle.cli.options import (
     AsJson,
     Model,
     app,
+    complete_model,
     loading_options,
     print_json,
     print_table,
@@ -20,6 +22,7 @@ from rekindle.cli.options import (
     serving_options,
     takes,
 )
+from rekindle.core.size import human_duration
 from rekindle.errors import InvalidSetting
 from rekindle.safe_read import read_secret_file
 from rekindle.settings import API_KEYS_VARIABLE, ServerSettings, Settings
@@ -49,6 +52,8 @@ def serve(
 ) -> None:
     """Serve a model with its cache to OpenAI clients. Ctrl-C or SIGTERM stops it and loses nothing."""
     from rekindle.cli.console import notes, progress
+    from rekindle.daemon.private_socket import SUPPORTED
+    from rekindle.daemon.spec import DaemonSpec
     from rekindle.server.auth import ApiKeys, check_settings
     from rekindle.server.serve import Server
     from rekindle.server.service import DEFAULT_PARALLEL
@@ -67,7 +72,12 @@ def serve(
             raise InvalidSetting(f"--adapter {text}: that is the name of the model itself. Use another.")
     running = Server(session, settings, keys)
     notes.print(f"{session.engine.name} at {running.url}/v1 ({running.url}/docs tells more)", soft_wrap=True)
-    running.run()
+    with ExitStack() as opened:
+        if SUPPORTED:
+            from rekindle.daemon.answering import accepting_commands
+
+            opened.enter_context(accepting_commands(session, DaemonSpec.of(model, session.settings)))
+        running.run()
 
 
 def _read_keys(path: str | None) -> list[str]:
@@ -87,24 +97,61 @@ def ps(
     api_key: Annotated[str | None, typer.Option(help="The key to send, for servers that need one.")] = None,
     json: AsJson = False,
 ) -> None:
-    """List this user's running servers: address, model, load."""
+    """List what this user is running: servers, and the model that commands left in the background."""
+    from rekindle.daemon.client import running
 
     found = [_ask(url, api_key) for url in ([server] if server else _known_servers())]
+    if server is None:
+        found += [{"url": None, "state": _state(status), **status} for _, status in running()]
     if json:
         print_json(found)
         return
+    if not found:
+        typer.echo("No server is running, and no model is loaded in the background.")
+        return
     lines = [
         [
-            one["url"],
+            one["url"] or "in the background",
             one.get("model", "-"),
             one["state"],
-            f"{one['running']} of {one['parallel']}" if "running" in one else "-",
+            _load(one),
             str(one.get("waiting", "-")),
-            _duration(one.get("uptime_seconds")),
+            human_duration(one["uptime_seconds"]) if "uptime_seconds" in one else "-",
         ]
         for one in found
     ]
     print_table(["server", "model", "state", "answering", "waiting", "up"], lines)
+
+
+def _state(status: dict[str, Any]) -> str:
+    left = status["leaves_in_seconds"]
+    state = "loaded" if status["loaded"] else "loading"
+    return state if left is None else f"{state}, leaves in {human_duration(left)}"
+
+
+def _load(one: dict[str, Any]) -> str:
+    if "running" not in one:
+        return "-"
+    return f"{one['running']} of {one['parallel']}" if "parallel" in one else str(one["running"])
+
+
+@app.command()
+def stop(
+    model: Annotated[str | None, typer.Argument(help="The model; default: any.", autocompletion=complete_model)] = None,
+) -> None:
+    """Free the model that commands left in the background, after the replies it is writing."""
+    from rekindle.daemon.client import ask, running
+
+    stopped = [
+        status["model"]
+        for path, status in running()
+        if model in (None, status["model"]) and ask(path, {"kind": "leave", "only_if_idle": False})
+    ]
+    for name in stopped:
+        typer.echo(f"{name} stopped")
+    if not stopped:
+        what = "No model is" if model is None else f"{model} is not"
+        typer.echo(f"{what} loaded in the background. Servers stop with Ctrl-C, or SIGTERM.")
 
 
 def _known_servers() -> list[str]:
@@ -145,12 +192,3 @@ def _ask(url: str, api_key: str | None) -> dict[str, Any]:
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         return {"url": url, "state": f"does not answer ({type(error).__name__})"}
     return {"url": url, "state": "loaded" if about.get("loaded") else "unloaded", **about}
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

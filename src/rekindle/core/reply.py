@@ -99,6 +99,17 @@ class ChunkReuse:
     streamed: bool = False
 
 
+_MISSES = {
+    "off": "reuse is off",
+    "unknown": "no earlier prompt begins like this one",
+    "differs": "earlier prompts differ from there",
+    "slower": "loading would take longer",
+    "lost": "stored KV could not be read",
+    "late": "the cache did not answer in time",
+    "checkpoint": "reuse ends at a checkpoint",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Reuse:
     """What was reused for a prompt, and why not more.
@@ -143,6 +154,21 @@ class Reuse:
     recompute_policy: str | None = None
     budget: float | None = None
     calibrated: bool | None = None
+
+    def __str__(self) -> str:
+        """One line for people."""
+        parts = {
+            "from the engine": self.engine,
+            "from memory": self.memory,
+            "from disk": self.disk,
+            "from other prompts": self.from_chunks,
+            "from the origin": self.streamed,
+        }
+        where = ", ".join(f"{count:,} {name}" for name, count in parts.items() if count)
+        again = f", {self.recomputed:,} of them recomputed" if self.recomputed else ""
+        reused = f"{self.reused:,} of {self.reused + self.computed:,} tokens reused"
+        rest = f"{self.computed:,} computed" + (f" ({_MISSES.get(self.miss, self.miss)})" if self.miss else "")
+        return f"{reused}{f' ({where}{again})' if where else ''}; {rest}"
 
     @property
     def loaded(self) -> int:
@@ -189,22 +215,21 @@ class Reply:
         )
 
     def summary(self) -> str:
-        """One line for people: sizes and times."""
-        rate = self.timings.tokens_per_second
-        near = ", quantized" if self.reuse.quantized else ""
-        more = f", {self.reuse.from_chunks} from other prompts" if self.reuse.from_chunks else ""
-        more += f", {self.reuse.streamed} streamed" if self.reuse.streamed else ""
-        cached = f" ({self.usage.cached_tokens} reused{near}{more})" if self.usage.cached_tokens else ""
-        drafted = f" ({self.usage.drafted_tokens} foreseen)" if self.usage.drafted_tokens else ""
+        """One line for people: times and sizes."""
+        usage, rate = self.usage, self.timings.tokens_per_second
+        how = ["quantized"] if self.reuse.quantized else []
+        how += [f"{self.reuse.from_chunks:,} from other prompts"] if self.reuse.from_chunks else []
+        how += [f"{self.reuse.streamed:,} streamed"] if self.reuse.streamed else []
+        reused = f"{usage.cached_tokens:,} of {usage.prompt_tokens:,} tokens reused"
+        drafted = f" ({usage.drafted_tokens} drafted)" if usage.drafted_tokens else ""
         parts = [
-            f"{self.usage.prompt_tokens} tokens in{cached}, {self.usage.completion_tokens} out{drafted}",
             f"first token {self.timings.first_token_seconds:.3f} s",
+            f"{reused} ({', '.join(how)})" if how else reused,
+            f"{usage.completion_tokens} tokens out{drafted}" + ("" if rate is None else f", {rate:.1f} tokens/s"),
         ]
-        if rate is not None:
-            parts.append(f"{rate:.1f} tokens/s")
-        if self.usage.dropped_messages:
-            parts.append(f"{self.usage.dropped_messages} oldest messages left out")
-        return ", ".join(parts)
+        if usage.dropped_messages:
+            parts.append(f"{usage.dropped_messages} oldest messages left out")
+        return "; ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +313,7 @@ class Answer(Reply):
         parts = [f"{len(self.sources)} passages{left} in {self.retrieve_seconds * 1e3:.0f} ms"]
         if self.stored is not None:
             parts.append(str(self.stored))
-        return ", ".join([Reply.summary(self), *parts])
+        return "; ".join([Reply.summary(self), *parts])
 
     def _repr_html_(self) -> str:
         items = "".join(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import threading
 from dataclasses import dataclass
 
 from rekindle.errors import InvalidSetting
@@ -64,3 +66,20 @@ def parse_duration(text: str) -> float:
     if found is None:
         raise InvalidSetting(f"{text!r} is not a time. Write 90s, 30m, 12h or 7d.")
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+
+
+def keep_alive_seconds(given: str | float) -> float | None:
+    """keep_alive as Ollama has it: seconds, or "5m"; negative means for ever (None)."""
+    if isinstance(given, str):
+        return None if given.strip().startswith("-") else min(parse_duration(given), threading.TIMEOUT_MAX)
+    if not -math.inf < given < math.inf:
+        raise InvalidSetting(f"keep_alive={given!r} makes no sense. Use 30s, 5m, or -1 for ever.")
+    return None if given < 0 else float(min(given, threading.TIMEOUT_MAX))
+
+
+def human_duration(seconds: float) -> str:
+    """A duration for people, in its largest unit: "5 min"."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

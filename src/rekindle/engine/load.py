@@ -119,9 +119,9 @@ def _load_hf(model: str, options: EngineOptions, progress: Progress | None) -> E
     files = obtain(model, progress)
     convert_gguf(files, progress)
     _digest(check_folder(files.folder), progress)
-    from rekindle.engine.hf.engine import HfEngine
-
     _report(progress, "load", 0, 1)
+    from rekindle.engine.hf.engine import HfEngine  # takes seconds
+
     engine = HfEngine.load(files, device=options.device, dtype=options.dtype, context_tokens=options.context_tokens)
     _report(progress, "load", 1, 1)
     return engine

@@ -121,7 +121,7 @@ def digest_of_files(paths: Sequence[Path], progress: BytesProgress | None = None
     sizes = [path.stat().st_size for path in paths]
     digests, done, total = [], 0, sum(sizes)
     for path, size in zip(paths, sizes, strict=True):
-        key = _memo_key(path)
+        key = file_version(path)
         digest = memory.recall(key)
         if not isinstance(digest, str):
             digest = _digest_of_file(path, size, partial(_report, progress, total, done))
@@ -160,7 +160,8 @@ def _digest_of_piece(path: Path, offset: int) -> bytes:
     return state.digest()
 
 
-def _memo_key(path: Path) -> str:
+def file_version(path: Path) -> str:
+    """A text that changes whenever the file does, without reading it. Raises `OSError`."""
     about = path.stat()
     # The change time too: an edit that sets the modification time back still changes it.
     fields = (

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from rekindle.core.request import Request
 from rekindle.core.scope import Scope, scope_of
-from rekindle.core.size import parse_duration, parse_limit
+from rekindle.core.size import keep_alive_seconds, parse_duration, parse_limit
 from rekindle.engine.fairness import Requester
-from rekindle.errors import Cancelled, InvalidSetting
+from rekindle.errors import Cancelled
 from rekindle.idle.idle import IdleOptions
 from rekindle.idle.worker import IdleConditions
 from rekindle.server.admission_queue import AdmissionQueue
@@ -80,7 +78,7 @@ class Service:
     def turn(self, caller: Caller, body: CacheBody) -> Requester:
         """The app of a request and its priority."""
         if body.keep_alive is not None and caller.operator:
-            self.session.stay(_stay_seconds(body.keep_alive))
+            self.session.stay(keep_alive_seconds(body.keep_alive))
         app = self.apps.record(self.scope(caller, body.cache_salt), body.app, body.app_state)
         app.requests += 1
         return Requester(f"{caller.tenant}/{app.id}", background=app.state == "background")
@@ -192,15 +190,6 @@ def _places(session: Session) -> int:
     if session.settings.deterministic and session.engine.capabilities.crowded:
         return 1  # other rows in the batch would change the last bits
     return session.settings.parallel or DEFAULT_PARALLEL
-
-
-def _stay_seconds(given: str | float) -> float | None:
-    """keep_alive as Ollama has it: seconds, or "5m"; negative means for ever (None)."""
-    if isinstance(given, str):
-        return None if given.strip().startswith("-") else min(parse_duration(given), threading.TIMEOUT_MAX)
-    if not -math.inf < given < math.inf:
-        raise InvalidSetting(f"keep_alive={given!r} makes no sense. Use 30s, 5m, or -1 for ever.")
-    return None if given < 0 else float(min(given, threading.TIMEOUT_MAX))
 
 
 def _too_late(limit: float) -> ApiError:

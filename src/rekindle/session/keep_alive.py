@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,7 +16,8 @@ class KeepAlive:
         self._seconds = seconds
         self._rest = rest
         self._lock = threading.Lock()
-        self._users = 0
+        self.users = 0
+        self._leaves_at = 0.0
         self._closed = False
         self._timer: threading.Timer | None = None
         with self._lock:
@@ -25,13 +27,13 @@ class KeepAlive:
     def use(self) -> Iterator[None]:
         """The model stays while this lasts."""
         with self._lock:
-            self._users += 1
+            self.users += 1
             self._stop()
         try:
             yield
         finally:
             with self._lock:
-                self._users -= 1
+                self.users -= 1
                 self._start()
 
     def stay(self, seconds: float | None) -> None:
@@ -42,6 +44,12 @@ class KeepAlive:
                 self._stop()
                 self._start()
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Until it is freed; None while it is used, or if it stays for ever."""
+        with self._lock:
+            return None if self._timer is None else max(0.0, self._leaves_at - time.monotonic())
+
     def close(self) -> None:
         """Let nothing rest any more."""
         with self._lock:
@@ -49,9 +57,10 @@ class KeepAlive:
             self._stop()
 
     def _start(self) -> None:
-        if self._seconds is not None and not self._users:
+        if self._seconds is not None and not self.users:
             self._timer = threading.Timer(self._seconds, self._over)
             self._timer.daemon = True
+            self._leaves_at = time.monotonic() + self._seconds
             self._timer.start()
 
     def _stop(self) -> None:
@@ -61,5 +70,5 @@ class KeepAlive:
 
     def _over(self) -> None:
         with self._lock:  # a request that comes now waits until the model is freed, and loads it again
-            if not self._users and self._seconds is not None:
+            if not self.users and self._seconds is not None:
                 self._rest()

@@ -47,6 +47,7 @@ GROUPS = {
     "retention": "What the cache keeps",
     "serving": "Several requests",
     "server": "Server",
+    "commands": "Commands",
 }
 API_KEYS_VARIABLE = f"{PREFIX}API_KEYS"  # keys are secrets: never in `rekindle.toml`, so they are no setting
 _OTHER_VARIABLES = (f"{PREFIX}HOME", f"{PREFIX}CONFIG", API_KEYS_VARIABLE)
@@ -274,7 +275,7 @@ class Settings(_Loadable):
         "serving",
         None,
         "Free the model after this long without a request (30s, 5m), and load it again for the next; its KV stays "
-        "warm. none: never.",
+        "warm. none: never; 5m for a model that a command left in the background.",
         kind=a_time("30s, 5m"),
     )
 
@@ -327,12 +328,28 @@ class ServerSettings(_Loadable):
     on_battery: bool = setting("server", False, "With idle: also without mains.")
 
 
-SETTINGS: Mapping[str, Setting] = settings_of(Settings) | settings_of(ServerSettings)
+@dataclass(frozen=True)
+class CommandSettings(_Loadable):
+    """What can be chosen about the commands themselves."""
+
+    daemon: bool = setting(
+        "commands",
+        True,
+        "Keep the model loaded in the background after a command, for the next one; it leaves after keep_alive, 5m by "
+        "default.",
+    )
+
+
+SETTINGS: Mapping[str, Setting] = settings_of(Settings) | settings_of(ServerSettings) | settings_of(CommandSettings)
 
 
 def names_in(*groups: str) -> list[str]:
     """The settings of these groups."""
     return [one.name for one in SETTINGS.values() if one.group in groups]
+
+
+_OF_A_REQUEST = ("adapter", "deterministic", "keep_reply_tokens")
+ENGINE_SETTINGS = tuple(name for name in names_in("model") if name not in _OF_A_REQUEST)
 
 
 def _from_arguments(given: Mapping[str, object], own: Mapping[str, Setting]) -> dict[str, Any]:

@@ -83,6 +83,11 @@ class Setting:
         return _plain_type(self.hint)
 
     @property
+    def is_path(self) -> bool:
+        """Whether it is the path of a file or folder."""
+        return self.kind.read is _read_path
+
+    @property
     def variable(self) -> str:
         """The environment variable that sets it."""
         return PREFIX + self.name.upper()
@@ -103,7 +108,7 @@ class Setting:
         if parsed is None:
             right = f"{self.kind.right}{', or none' if self.optional else ''}"
             raise InvalidSetting(f"{where} is {_shown(value)}. Use {right}.")
-        if folder is not None and self.kind.read is _read_path and parsed != "off":
+        if folder is not None and self.is_path and parsed != "off":
             return str(folder / str(parsed))
         return parsed
 

@@ -1,0 +1,111 @@
+"""Where the jobs of a command run: in the daemon that keeps the model loaded, else in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from rekindle.cli.console import notes, progress
+from rekindle.core.size import human_duration, keep_alive_seconds
+from rekindle.daemon.client import DaemonClient
+from rekindle.daemon.private_socket import SUPPORTED
+from rekindle.daemon.spec import DaemonSpec
+from rekindle.settings import CommandSettings, Settings
+
+if TYPE_CHECKING:
+    from rekindle.daemon.jobs import Event, Job, JobRunner, Send
+    from rekindle.models.download import Progress
+
+KEEP_ALIVE = "5m"  # of a model in the background, as other tools have it
+_LONG_SECONDS = 1.0  # a wait worth a sentence of advice
+
+
+@contextmanager
+def open_runner(model: str, loading: dict[str, Any], daemon: dict[str, Any]) -> Iterator[JobRunner]:
+    """Runs jobs on a model. `loading` and `daemon` are the options that were given."""
+    settings = Settings.load(loading)
+    with progress(model) as report, ExitStack() as opened:
+        yield _in_daemon(model, settings, daemon, report) or _InProcess(model, loading, report, opened)
+
+
+def _in_daemon(model: str, settings: Settings, daemon: dict[str, Any], report: Progress) -> JobRunner | None:
+    given = dict(daemon)
+    keep_alive = given.pop("keep_alive", None) or settings.keep_alive or KEEP_ALIVE
+    seconds = keep_alive_seconds(keep_alive)
+    if not (SUPPORTED and CommandSettings.load(given).daemon) or seconds == 0:
+        return None
+    try:
+        return DaemonClient(DaemonSpec.of(model, settings), seconds, report)
+    except OSError as error:
+        notes.print(f"The model does not stay loaded in the background: {error}.", style="dim", soft_wrap=True)
+        return None
+
+
+class _InProcess:
+    """Loads the model for the first job."""
+
+    def __init__(self, model: str, loading: dict[str, Any], report: Progress, opened: ExitStack) -> None:
+        self._model, self._loading, self._report, self._opened = model, loading, report, opened
+        self._session: Any = None
+
+    def run(self, job: Job, send: Send) -> dict[str, Any]:
+        from rekindle.daemon.jobs import run_job
+        from rekindle.session.session import Session
+
+        started, first = time.perf_counter(), self._session is None
+        if self._session is None:
+            session = Session(self._model, **self._loading, progress=self._report)
+            self._session = self._opened.enter_context(session)
+        seconds = time.perf_counter() - started
+        return {**run_job(self._session, job, send), "load_seconds": seconds if first else None}
+
+
+class Waiting:
+    """Prints the pieces of a reply as they come, and measures how long the user waited for the first."""
+
+    def __init__(self, started: float, *, silent: bool) -> None:
+        """`started`: when the user asked, by `time.perf_counter`."""
+        self._started = started
+        self._silent = silent
+        self._seconds: float | None = None
+        self.text = ""
+
+    def take(self, event: Event) -> None:
+        """An event of the job."""
+        if self._seconds is None:
+            self._seconds = time.perf_counter() - self._started
+        self.text += event["text"]
+        if not self._silent:
+            typer.echo(event["text"], nl=False)
+
+    def print_footer(self, result: dict[str, Any], reply: dict[str, Any]) -> None:
+        """Where the wait went, and what would shorten its larger part."""
+        first_token = reply["timings"].get("first_token_seconds")
+        if first_token is None:  # a server's: its model is loaded
+            notes.print(result["summary"], style="dim", soft_wrap=True)
+            return
+        before = max(0.0, (self._seconds or 0.0) - first_token)
+        loaded = result.get("load_seconds") is not None
+        start = f"{'model loaded' if loaded else 'started'} in {before:.1f} s; "
+        notes.print(f"{start}{result['summary']}", style="dim", soft_wrap=True)
+        if advice := _advice(result, reply["reuse"], loaded=loaded and before > max(first_token, _LONG_SECONDS)):
+            notes.print(advice, style="dim", soft_wrap=True)
+
+
+def _advice(result: dict[str, Any], reuse: dict[str, Any], *, loaded: bool) -> str | None:
+    if loaded and "stays_seconds" not in result:
+        return "--daemon would keep the model loaded for the next command."
+    if loaded:
+        stays = result["stays_seconds"]
+        time_left = (
+            "until `rekindle stop`" if stays is None else f"for {human_duration(stays)} (or until `rekindle stop`)"
+        )
+        return f"The model stays loaded {time_left}: the next command starts at once."
+    cold = reuse["cold_seconds"] or 0.0
+    if reuse["miss"] == "differs" and cold > _LONG_SECONDS:
+        return f"{reuse['computed']:,} tokens were computed: `rekindle explain --last` says why."
+    return None

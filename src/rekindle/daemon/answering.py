@@ -1,0 +1,140 @@
+"""Connections of commands, and the jobs they bring: to the daemon, or to a server that has their model loaded."""
+
+from __future__ import annotations
+
+import logging
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from rekindle.daemon.jobs import Job, run_job
+from rekindle.daemon.private_socket import JobConnection
+from rekindle.daemon.spec import DaemonSpec
+from rekindle.errors import RekindleError
+from rekindle.models.files import file_version
+from rekindle.models.sources import find
+from rekindle.session.reply_stream import ReplyStream
+from rekindle.session.session import Session
+
+log = logging.getLogger("rekindle.daemon")
+
+REQUEST_SECONDS = 10.0  # for a client to send its request
+
+
+@contextmanager
+def accepting_commands(session: Session, spec: DaemonSpec) -> Iterator[None]:
+    """While the block runs, this user's commands for the same model and settings run here: a server has it loaded."""
+    version = model_version(spec.model)
+
+    def answer(client: JobConnection) -> None:
+        request = client.receive(REQUEST_SECONDS)
+        if request is not None and request["kind"] == "job" and version == model_version(spec.model):
+            answer_job(session, request["job"], client)
+
+    try:
+        path = spec.server_socket_path
+        path.unlink(missing_ok=True)  # of a server that was killed, or of an older one: the newest gets the commands
+        listener = Listener(str(path), answer)
+    except OSError as error:
+        log.info("commands start a model of their own: %s", error)
+        yield
+        return
+    bound = file_version(path)
+    with listener:
+        threading.Thread(target=listener.serve_forever, name="rekindle-commands", daemon=True).start()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                if file_version(path) == bound:
+                    path.unlink()
+            listener.shutdown()
+
+
+class Listener(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    """A thread for each connection."""
+
+    request_queue_size = 64
+
+    def __init__(self, path: str, answer: Callable[[JobConnection], None]) -> None:
+        self._answer = answer
+        super().__init__(path, socketserver.BaseRequestHandler)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  (the name is given)
+        client = JobConnection(request)
+        try:
+            self._answer(client)
+        finally:
+            client.close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  (the name is given)
+        log.exception("a connection failed")
+
+
+def answer_job(session: Session, job: Job, client: JobConnection, load_seconds: float | None = None) -> None:
+    """Do a job and send its events and its result. The client sees the end when all of its KV is on disk."""
+    try:
+        with _ClientWatch(client) as watched:
+            result = run_job(session, job, client.send, watched.cancel_with)
+        client.send({"result": {**result, "load_seconds": load_seconds}})
+        session.flush()
+    except OSError:
+        log.info("a client left", exc_info=True)
+    except Exception as error:  # noqa: BLE001  (raised again by the client)
+        send_error(client, error)
+
+
+def send_error(client: JobConnection, error: Exception) -> None:
+    """The client raises it again."""
+    ours = isinstance(error, RekindleError)
+    if not ours:
+        log.error("a job failed", exc_info=error)
+    with suppress(OSError):
+        client.send(
+            {
+                "error": {
+                    "type": type(error).__name__ if ours else "RekindleError",
+                    "message": str(error) if ours else f"The model failed in the background: {error!r}",
+                }
+            }
+        )
+
+
+class _ClientWatch:
+    """Cancels the reply of a client that goes away, also while its prompt is computed."""
+
+    def __init__(self, client: JobConnection) -> None:
+        self._client = client
+        self._stream: ReplyStream | None = None
+        self._gone = False
+
+    def cancel_with(self, stream: ReplyStream) -> None:
+        self._stream = stream
+        if self._gone:
+            stream.cancel()
+
+    def __enter__(self) -> _ClientWatch:
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream = None
+
+    def _watch(self) -> None:
+        for _ in self._client.messages():  # nothing more is expected from it, but the end
+            pass
+        self._gone = True
+        if (stream := self._stream) is not None:
+            stream.cancel()
+
+
+def model_version(model: str) -> str | None:
+    """Changes whenever a file of the model does; None if it is not here."""
+    try:
+        files = find(model)
+        paths = files.parts or sorted(path for path in files.folder.iterdir() if path.is_file())
+        return "\n".join(map(file_version, paths))
+    except (RekindleError, OSError):
+        return None
