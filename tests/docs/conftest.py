@@ -18,7 +18,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     pages = getattr(metafunc.module, "PAGES", None)
     if pages is not None and "command" in metafunc.fixturenames:
         found = commands(pages)
-        metafunc.parametrize(("where", "command"), found, ids=[f"{where}: {what[:40]}" for where, what in found])
+        names = [f"{where}: {command[:40]}" for where, command, _ in found]
+        metafunc.parametrize(("where", "command", "prints"), found, ids=names)
     if pages is not None and "page" in metafunc.fixturenames:
         metafunc.parametrize("page", pages)
 

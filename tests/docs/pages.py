@@ -1,4 +1,7 @@
-"""Commands and code of README and guide, run: a module for each page names it (`PAGES`), so they go in parallel."""
+"""Commands and code of README and guide, run: a module for each page names it (`PAGES`), so they go in parallel.
+
+What they print is checked, too: see `outputs`.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +40,30 @@ def blocks(pages: Sequence[str], language: str) -> list[tuple[str, str]]:
     ]
 
 
-def commands(pages: Sequence[str]) -> list[tuple[str, str]]:
-    """The commands, and where they stand."""
-    found = blocks(pages, "console")
-    return [(where, line.removeprefix("$ ")) for where, block in found for line in block.splitlines() if line]
+def outputs(pages: Sequence[str], language: str) -> list[list[str]]:
+    """For each block of a language, the patterns of what it prints: a comment behind it, a regular expression a line.
+
+        <!-- prints
+        tokens reused
+        -->
+    """
+    pattern = rf"```{language}\n.*?```\n(?:\n?<!-- prints\n(.*?)-->)?"
+    found = [re.findall(pattern, (ROOT / page).read_text("utf-8"), re.DOTALL) for page in pages]
+    return [expected.splitlines() for page in found for expected in page]
+
+
+def commands(pages: Sequence[str]) -> list[tuple[str, str, str]]:
+    """The commands, where they stand, and what each prints: of a block's patterns, one is for each command."""
+    found = []
+    for (where, block), expected in zip(blocks(pages, "console"), outputs(pages, "console"), strict=True):
+        lines = [line.removeprefix("$ ") for line in block.splitlines() if line]
+        assert len(lines) == len(expected), f"{where}: {len(lines)} commands, and {len(expected)} lines of what they print"
+        found += [(where, line, pattern) for line, pattern in zip(lines, expected, strict=True)]
+    return found
 
 
 @pytest.mark.docs
-def test_a_command_of_the_docs_works(where: str, command: str, request: pytest.FixtureRequest) -> None:
+def test_a_command_of_the_docs_works(where: str, command: str, prints: str, request: pytest.FixtureRequest) -> None:
     _skip_without_llamacpp(where)
     command = _at_port(request, command)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -52,7 +71,8 @@ def test_a_command_of_the_docs_works(where: str, command: str, request: pytest.F
         ["bash", "-c", command], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{where}: {command}\n{done.stderr}"
-    assert done.stdout
+    said = f"{done.stdout}\n{done.stderr}"
+    assert done.stdout and re.search(prints, said), f"{where}: {command} does not print {prints!r}:\n{said}"
 
 
 @pytest.mark.docs
@@ -60,14 +80,18 @@ def test_the_code_of_the_docs_works(page: str, request: pytest.FixtureRequest) -
     """Block after block, each with names of its own; in one process, because most of the time is for importing."""
     _skip_without_llamacpp(page)
     found = [(where, _at_port(request, code)) for where, code in blocks([page], "python")]
+    said: dict[str, str] = {}
     for python, group in groupby(found, key=lambda block: _python_for(block[1])):
         todo = list(group)
         done = subprocess.run(
             [python, "-c", _RUN], input=json.dumps(todo), cwd=ROOT, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"{page}\n{done.stdout}\n{done.stderr}"
-        said = done.stdout.split(_MARK)[1:]
-        assert len(said) == len(todo) and all(text.strip() for text in said), f"a block says nothing: {said}"
+        said.update(zip((where for where, _ in todo), done.stdout.split(_MARK)[1:], strict=True))
+    for (where, _), expected in zip(found, outputs([page], "python"), strict=True):
+        assert expected, f"{where} does not say what it prints"
+        for pattern in expected:
+            assert re.search(pattern, said[where]), f"{where} does not print {pattern!r}:\n{said[where]}"
 
 
 def _skip_without_llamacpp(where: str) -> None:
