@@ -55,7 +55,7 @@ HEADLINES = {
     "prefix": """1000+20, new process, disk / floor; 1000+20, cold / disk; partial *; same greedy text""",
     "serve": """* first token p50, *; 16 clients, cache on / off; 4 streams *; their texts equal""",
     "chunks": """full-cache; leading *; cache-craft, *; rekindle 30%; rekindle 50%; KL, *; ROUGE-L, *;
-        * mend: first token; * warmed: first token; 300 questions *: speedup""",
+        * reused: first token; * warmed: first token; 300 questions *: speedup""",
     "answers": """none; kv-only; percache; ours-verified; ours-direct; ours-verified below *; ours-direct below *;
         verified text *; idle work *, raised; near misses *; questions in other words *; labelled *""",
     "adapters": """S1, prefix:*; S1, ours:*; S1, exact:*; S1, mobilora:*; first token sooner *; bits *; most likely *;
