@@ -202,7 +202,7 @@ def _chunks_endurance(axes: Any, result: Result) -> None:
 
 def _chunks_shape(axes: Any, result: Result) -> None:
     found = result["sizes"].values()
-    fields = {"computing everything": "full_s", "recomputing 30 %": "mend_s"}
+    fields = {"computing everything": "full_s", "recomputing 30 %": "reuse_s"}
     values = {label: [one[field] for one in found] for label, field in fields.items()}
     groups(axes, [f"{one['tokens']:,} tokens" for one in found], values, "seconds to the first token")
 

@@ -3,7 +3,8 @@
 `--pages` measures nothing and only rewrites; `--add FILE.json` takes what `python -m benchmarks NAME --json` printed on
 another machine; `--show` only prints. docs/numbers.md and its charts are drawn from the kept files. Other pages
 name the file behind each number, a path in it and a format: `<!-- = prefix-x86_64 speedup_disk .0f -->13<!-- = -->`.
-The format `ms` is for seconds; a list of objects is a table; the path `when` says where and when a file was measured.
+The format `ms` is for seconds; a list of objects is a table, and `rows/mode=h2o/kl` is a number of one of its rows; the
+path `when` says where and when a file was measured.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ from benchmarks.__main__ import BENCHES
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "numbers.md"
 KEPT = ROOT / "docs" / "numbers"
-CONCEPTS = ("answers", "apps", "coding", "knowledge", "llamacpp", "sources", "store")
 PAGES = (
     ROOT / "README.md",
     *sorted((ROOT / "docs" / "guide").glob("*.md")),
-    *(ROOT / "docs" / "concepts" / f"{name}.md" for name in CONCEPTS),
+    *sorted((ROOT / "docs" / "concepts").glob("*.md")),
 )
 
 # A bench, or one on another engine than its usual one.
@@ -55,7 +55,7 @@ HEADLINES = {
     "prefix": """1000+20, new process, disk / floor; 1000+20, cold / disk; partial *; same greedy text""",
     "serve": """* first token p50, *; 16 clients, cache on / off; 4 streams *; their texts equal""",
     "chunks": """full-cache; leading *; cache-craft, *; rekindle 30%; rekindle 50%; KL, *; ROUGE-L, *;
-        * mend: first token; * warmed: first token; 300 questions *: speedup""",
+        * reused: first token; * warmed: first token; 300 questions *: speedup""",
     "answers": """none; kv-only; percache; ours-verified; ours-direct; ours-verified below *; ours-direct below *;
         verified text *; idle work *, raised; near misses *; questions in other words *; labelled *""",
     "adapters": """S1, prefix:*; S1, ours:*; S1, exact:*; S1, mobilora:*; first token sooner *; bits *; most likely *;
@@ -213,10 +213,19 @@ def _filled(match: re.Match[str]) -> str:
         return f"{start}{when(stem)}{stop}"
     value: Any = kept()[stem]
     for name in path.split("/"):
-        value = value[name]
+        value = _item(value, name) if isinstance(value, list) else value[name]
     if isinstance(value, list):
         return f"{start}\n\n{table(value)}\n\n{stop}"
     return f"{start}{f'{value * 1e3:,.0f} ms' if form == 'ms' else format(value, form or '')}{stop}"
+
+
+def _item(rows: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
+    """The one row with these values, such as `mode=rekindle,budget=0.3`. Raises `KeyError` for none and several."""
+    fields = [field.split("=", 1) for field in wanted.split(",")]
+    found = [row for row in rows if all(str(row[name]) == value for name, value in fields)]
+    if len(found) != 1:
+        raise KeyError(f"{len(found)} rows have {wanted}")
+    return found[0]
 
 
 def _git(*arguments: str) -> subprocess.CompletedProcess[str]:

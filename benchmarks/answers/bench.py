@@ -164,7 +164,7 @@ class _Person:
         return sorted(runs, key=lambda run: [way.name for way in WAYS].index(run.way.name)), self._idle(first)
 
     def _warm(self, way: Way) -> list[IdleAction]:
-        """Compute passages ahead. What is only read is exact; a way that mends also notes where they are."""
+        """Compute passages ahead. What is only read is exact; a way that reuses chunks also notes where they are."""
         run = WayRun.open(way, self._engine, self._folder / VERIFIED, _LIMIT_BYTES)
         done = self._idle(run).warm()
         run.session.flush()

@@ -5,8 +5,8 @@ none, kv-only, answers-only, predicted, kv+answers, kv+predicted   the baselines
 percache            as published: Q, K and V of passages, answers, and foreseen questions in both
 ours-verified       KV, foreseen questions, warm passages; stored answers are drafts that the model checks
 ours-direct         all that may change an answer is switched on, too: the stored answer is given where the guard
-                    agrees, and passages of other prompts are mended (reuse=approximate)
-ours-direct-exact   the same without mending; ours-unguarded: and without the guard
+                    agrees, and passages of other prompts are reused (reuse=approximate)
+ours-direct-exact   the same without that; ours-unguarded: and without the guard
 
 All answer the same questions with the same loaded model, in turns.
 """

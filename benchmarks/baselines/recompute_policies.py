@@ -59,7 +59,7 @@ class SignalPolicy(RecomputePolicy):
 
 
 @dataclass(frozen=True)
-class RandomMender(LeadingPolicy):
+class RandomPolicy(LeadingPolicy):
     """Drawn within each chunk."""
 
     name: str = "random"
@@ -70,7 +70,7 @@ class RandomMender(LeadingPolicy):
 
 
 @dataclass(frozen=True)
-class HeavyMender(LeadingPolicy):
+class HeavyHitterPolicy(LeadingPolicy):
     """Those that got the most attention in their chunk (H2O)."""
 
     name: str = "h2o"
@@ -112,13 +112,13 @@ def policy_of(name: str, budget: float | None = None, calibrated: float | None =
             raise InvalidSetting(f"recompute_budget={budget} is out of range: use an alpha of 0 or more.")
         return CraftPolicy(next((one for one in (budget, calibrated) if one is not None), 1.0))
     share = recompute_policy_for("scattered", budget, calibrated).budget
-    plain = {"leading": LeadingPolicy, "random": RandomMender, "h2o": HeavyMender}
+    plain = {"leading": LeadingPolicy, "random": RandomPolicy, "h2o": HeavyHitterPolicy}
     if name in plain:
         return plain[name](share)
     signals = tuple(part.strip() for part in name.split("*"))
     if not set(signals) <= set(selectors.SIGNALS):
         raise InvalidSetting(
-            f"mender={name!r} is unknown. Use {', '.join(RECOMPUTE_POLICIES)}, or signals joined by *: "
+            f"recompute_policy={name!r} is unknown. Use {', '.join(RECOMPUTE_POLICIES)}, or signals joined by *: "
             f"{', '.join(selectors.SIGNALS)}."
         )
     return SignalPolicy(share, name=name, signals=signals)
@@ -152,7 +152,7 @@ def only_the_set(
     return {key: [known for known in found[key] if known.variant is variant] for key, variant in chosen.items()}
 
 
-class PublishedMending(SelectiveRecompute):
+class PublishedRecompute(SelectiveRecompute):
     """Chooses inside the layer loop, in place of a recompute policy."""
 
     def _compute(
@@ -177,5 +177,5 @@ class PublishedMending(SelectiveRecompute):
 
 def use(session: Session, name: str, budget: float | None = None) -> None:
     """Make the session use this recompute policy. Raises `InvalidSetting`."""
-    prefill.SelectiveRecompute = PublishedMending  # type: ignore[attr-defined]
+    prefill.SelectiveRecompute = PublishedRecompute  # type: ignore[attr-defined]
     session.cache.chunks = PublishedChunks(session.cache.kv, session.settings, name, budget)

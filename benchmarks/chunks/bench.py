@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.base import Advance, BenchOptions, Report, about, scratch
 from benchmarks.chunks import calibrate, contexts, endurance, shape
-from benchmarks.chunks.modes import require_mending
+from benchmarks.chunks.modes import require_chunk_reuse
 from benchmarks.chunks.report import add_rows
 from benchmarks.chunks.streams import Streams
 from benchmarks.models import load
@@ -49,7 +49,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     advance("load the model")
     engine = load(options)
     try:
-        require_mending(engine)
+        require_chunk_reuse(engine)
         if options.calibrate:
             report = calibrate.run(engine, asked, options, advance)
             report.fields = {**about(engine, options), **report.fields}

@@ -215,7 +215,7 @@ class _ContextMeasure:
         return statistics.median(theirs.seconds / own.seconds for theirs, own in pairs)
 
     def _best(self, modes: Sequence[ChunkMode], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The mend row that computes most within the bounds, and beside it Cache-Craft."""
+        """Our row that computes most within the bounds, and Cache-Craft beside it."""
         fits = [
             (row, mode)
             for row, mode in zip(rows, modes, strict=True)

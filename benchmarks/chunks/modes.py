@@ -118,7 +118,7 @@ class ModeTrials(PassageTrials):
         self.session.cache.chunks = self._modes[mode]
 
 
-def require_mending(engine: Engine) -> None:
+def require_chunk_reuse(engine: Engine) -> None:
     """Raises `InvalidSetting` for an engine that cannot reuse passages of other prompts."""
     if engine.capabilities.recompute == "none" or not engine.capabilities.spans:
         raise InvalidSetting(f"{engine.name} cannot reuse passages of other prompts: measure with another model.")

@@ -71,7 +71,7 @@ def _best(report: Report) -> None:
 def _stream(report: Report, name: str, result: Mapping[str, Any]) -> None:
     before = result["computed_tokens_prefix"]
     for way, some in (
-        ("mend", {**result, "computed_tokens": result["computed_tokens_mend"]}),
+        ("reused", {**result, "computed_tokens": result["computed_tokens_reused"]}),
         ("warmed", result["warmed"]),
     ):
         report.rows.append(

@@ -76,11 +76,11 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     reason = "random weights say nothing about quality"
     report.fields |= {"rows": [], "rows_reason": reason, "best": None, "best_vs_cachecraft": None, "sizes": found}
     for result in found.values():
-        times = f"{result['mend_s'] * 1e3:,.0f} ms", f"{result['full_s'] * 1e3:,.0f} ms"
-        report.rows.append(TableRow(f"{result['tokens']:,} tokens", *times, f"{result['mend_vs_full']:.2f}", ">= 1.7"))
-        if result["mend_vs_full_device"] is not None:
-            busy = f"{result['mend_device_s'] * 1e3:,.0f} ms", f"{result['full_device_s'] * 1e3:,.0f} ms"
-            ratio = f"{result['mend_vs_full_device']:.2f}"
+        times = f"{result['reuse_s'] * 1e3:,.0f} ms", f"{result['full_s'] * 1e3:,.0f} ms"
+        report.rows.append(TableRow(f"{result['tokens']:,} tokens", *times, f"{result['reuse_vs_full']:.2f}", ">= 1.7"))
+        if result["reuse_vs_full_device"] is not None:
+            busy = f"{result['reuse_device_s'] * 1e3:,.0f} ms", f"{result['full_device_s'] * 1e3:,.0f} ms"
+            ratio = f"{result['reuse_vs_full_device']:.2f}"
             report.rows.append(TableRow(f"{result['tokens']:,} tokens, device busy", *busy, ratio, ">= 2.3"))
     return report
 
@@ -116,15 +116,15 @@ def _measure(session: Session, shaped: Shaped, rounds: int) -> dict[str, Any]:
     device = busy["off"] / busy["approximate"] if busy["off"] and busy["approximate"] else None
     return {
         "tokens": len(shaped.tokens),
-        "mended": result["mended"],
+        "from_chunks": result["from_chunks"],
         "recomputed": result["recomputed"],
         "full_s": statistics.median(full),
-        "mend_s": statistics.median(reused),
+        "reuse_s": statistics.median(reused),
         "load_s": statistics.median(loads),
-        "mend_vs_full": statistics.median(ratios),
+        "reuse_vs_full": statistics.median(ratios),
         "full_device_s": busy["off"],
-        "mend_device_s": busy["approximate"],
-        "mend_vs_full_device": device,
+        "reuse_device_s": busy["approximate"],
+        "reuse_vs_full_device": device,
     }
 
 
@@ -143,7 +143,7 @@ def _fill(
     return {
         "seconds": seconds,
         "load_seconds": result.load_seconds,
-        "mended": reuse.from_chunks,
+        "from_chunks": reuse.from_chunks,
         "recomputed": reuse.recomputed,
     }
 

@@ -1,7 +1,7 @@
 """The second part of `python -m benchmarks chunks`: questions of one person, one after the other, over shared passages.
 
 prefix    the exact cache: what a prompt shares with the beginning of an earlier one
-mend      passages of earlier prompts as well, at the budget in use
+reused    passages of earlier prompts as well, at the budget in use
 warmed    the same, where every passage that is asked for was computed once beforehand, off the clock
 
 Each has a folder of its own and keeps what it computed, as in use. They take turns, question by question.
@@ -32,7 +32,7 @@ QUESTIONS, QUICK_QUESTIONS = 20, 4
 TOP_K, QUICK_TOP_K = 5, 2
 COMPARED = 5  # how often answers are compared, in questions
 WARMED_TOGETHER = 3  # passages of one prompt, when they are warmed
-_LEVELS: Mapping[str, ReuseLevel] = {"prefix": "exact", "mend": "approximate", "warmed": "approximate"}
+_LEVELS: Mapping[str, ReuseLevel] = {"prefix": "exact", "reused": "approximate", "warmed": "approximate"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _StreamTimes:
     seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _LEVELS})
     computed: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in _LEVELS})
     fallbacks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LEVELS, 0))
-    quality: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: {"mend": [], "warmed": []})
+    quality: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: {"reused": [], "warmed": []})
     budgets: set[float] = field(default_factory=set)
     calibrated: bool = False
 
@@ -130,7 +130,7 @@ class Streams:
             if not compared:
                 starts[name].end(cache, keep=True)
         if compared:
-            others = ("mend", "warmed")
+            others = ("reused", "warmed")
             found = compare(self._engine, starts["prefix"], [starts[name] for name in others])
             for name, (kl, top1) in zip(others, found, strict=True):
                 times.quality[name].append((kl, top1))
@@ -143,15 +143,15 @@ class Streams:
 def _fields(times: _StreamTimes) -> dict[str, Any]:
     if not times.seconds["prefix"]:
         return {"questions": 0, "reason": "no question has passages that are long enough to be found again"}
-    mend = _against(times, "mend")
+    reused = _against(times, "reused")
     return {
         "questions": len(times.seconds["prefix"]),
         "budget": max(times.budgets, default=None),
         "calibrated": times.calibrated,
         "computed_tokens_prefix": sum(times.computed["prefix"]),
         "ttft_prefix_s": statistics.median(times.seconds["prefix"]),
-        "computed_tokens_mend": mend.pop("computed_tokens"),
-        **mend,
+        "computed_tokens_reused": reused.pop("computed_tokens"),
+        **reused,
         "warmed": _against(times, "warmed"),
     }
 

@@ -246,7 +246,7 @@ def _more_rows(found: StreamResults) -> list[TableRow]:
     for row in found.passages:
         share, rouge = row["streamed_tokens"], _number(row["rouge_l"])
         row_text = f"{row['ours_s']:.2f} s, {share} tokens streamed, KL {row['kl']:.4f}, ROUGE-L {rouge}"
-        others = f"{row['computed_s']:.2f} s (computed), {row['fetched_s']:.2f} s (fetched, then mended)"
+        others = f"{row['computed_s']:.2f} s (computed), {row['fetched_s']:.2f} s (fetched, then reused)"
         title = f"{row['passages']} passages, ratio {row['ratio']:g}"
         rows.append(TableRow(title, row_text, others, f"{row['ours_s'] / row['computed_s']:.2f}"))
     for row in found.trouble:

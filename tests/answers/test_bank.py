@@ -509,7 +509,7 @@ def test_a_damaged_row_is_no_answer_and_does_not_hide_the_others(
     assert look(fresh, asked(known, WHERE_LAMP)).direct is not None
     assert look(bank, asked(known, WHERE_LAMP)).direct is not None
     bank.keep(asked(known, COST), text("Eleven crowns."))
-    assert look(opened(known), asked(known, COST)).direct is not None  # it is mended by being kept anew
+    assert look(opened(known), asked(known, COST)).direct is not None  # keeping it again replaces it
 
 
 @pytest.mark.parametrize("column", ["text", "question", "terms", "finish", "tokenizer"])

@@ -103,7 +103,7 @@ def test_the_shapes_of_these_tests_have_strays_and_every_density() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_layers_of_the_anchor_itself_stand_among_differences(device: torch.device) -> None:
+def test_layers_of_the_delta_base_itself_stand_among_deltas(device: torch.device) -> None:
     anchor = some_kv((2, 150, 8, 8), "bfloat16", 3)
     kv = [own if layer in (0, 3) else other for layer, (own, other) in
           enumerate(zip(anchor, some_kv((2, 150, 8, 8), "bfloat16", 4), strict=True))]  # fmt: skip
@@ -115,7 +115,7 @@ def test_layers_of_the_anchor_itself_stand_among_differences(device: torch.devic
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_an_anchor_may_be_on_the_device_already(device: torch.device) -> None:
+def test_a_delta_base_may_be_on_the_device_already(device: torch.device) -> None:
     kv, anchor = some_kv((2, 150, 8, 8), "float16", 3), some_kv((2, 150, 8, 8), "float16", 4)
     blobs = [Coder(delta=PLAN).encode(i, kv[i], anchor[i], "float16") for i in range(len(kv))]
     there = [LayerTensors(*(torch.from_numpy(half).to(device) for half in (a.keys, a.values))) for a in anchor]

@@ -49,7 +49,7 @@ def test_numbers_that_have_no_bounded_difference_are_refused(bad: float) -> None
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_another_anchor_is_refused(dtype: KvType) -> None:
+def test_another_delta_base_is_refused(dtype: KvType) -> None:
     kv = smooth(SHAPE, 40, dtype)
     published = mobilora.encode(kv, kv, dtype)
     other = "float16" if dtype == "float32" else "float32"
@@ -84,7 +84,7 @@ def test_the_published_bound_follows_the_similarity_of_a_token() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_coder_gives_the_anchors_own_layers_and_differences_near_the_truth(dtype: KvType) -> None:
+def test_a_coder_gives_layers_of_the_delta_base_and_deltas_close_to_the_truth(dtype: KvType) -> None:
     anchor = smooth(SHAPE, TOTAL, dtype)
     kv = near(anchor, dtype)
     assert PublishedCoder(1).encode(0, anchor, anchor, dtype) == SAME_LAYER

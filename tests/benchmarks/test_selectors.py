@@ -1,4 +1,4 @@
-"""Which tokens are mended: how many, which, and in which chunk."""
+"""Which tokens are recomputed: how many, which, and in which chunk."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_what_is_no_coder_is_not_recalled(value: Any) -> None:
     assert recall_coder(ENGINE) is None
 
 
-def test_a_damaged_file_is_as_good_as_none_and_is_mended() -> None:
+def test_a_damaged_file_counts_as_missing_and_is_replaced() -> None:
     remember_coder(ENGINE, Coder(RISING))
     file = home_folder() / "coders.json"
     file.write_bytes(file.read_bytes()[:-5])

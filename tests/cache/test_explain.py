@@ -140,7 +140,7 @@ def test_what_is_known_elsewhere_is_named_by_what_differs(folder: str, changed: 
         ({"adapter": "x"}, "adapter"),
     ],
 )
-def test_every_way_in_which_shelves_differ_has_a_word(changed: dict[str, str], word: str) -> None:
+def test_every_way_in_which_kv_spaces_differ_has_a_word(changed: dict[str, str], word: str) -> None:
     engine = FakeEngine()
     own = engine.identity("plain")
     kv_space = KvSpace(Namespace(own.digest), engine.layout)

@@ -144,7 +144,7 @@ def test_a_reversed_prefix_is_all_disorder(order: list[ChunkDigest], length: int
     assert disorder(variant(chunk_digest([7]), before), before[::-1]) == 1.0
 
 
-# What mending costs
+# What selective recompute costs
 
 
 def test_the_overhead_is_what_the_formula_gives() -> None:

@@ -1,4 +1,4 @@
-"""The chunk cache with every engine: exact where it must be, mended as far as the engine can, never in the way."""
+"""The chunk cache with every engine: exact where it must be, recomputed as far as the engine can, never in the way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rekindle.core.kv import LayerKv, Span
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import Cancelled, KvLost
 from rekindle.store.feed import StoredFeed
-from tests.chunks.mending import PASSAGES, Outcome, asked, cancelling_after, compute, prefill, warmed
+from tests.chunks.chunk_reuse import PASSAGES, Outcome, asked, cancelling_after, compute, prefill, warmed
 from tests.parity.engines import KINDS, assert_same, each, make, needs
 from tests.parity.sessions import is_open, opened, uncached, watch
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def mending(kind: str, folder: Path, **settings: Any) -> Session:
+def reusing(kind: str, folder: Path, **settings: Any) -> Session:
     return opened(kind, folder, **{"reuse": "approximate", "recompute_budget": 0.3, **settings})
 
 
@@ -46,15 +46,15 @@ def assert_right(kind: str, outcome: Outcome) -> None:
 
 
 @each(*SPANS)
-def test_exact_answers_beside_mended_ones_are_those_without_a_cache(kind: str, folder: Path) -> None:
-    with mending(kind, folder) as session:
+def test_exact_answers_between_approximate_ones_are_those_without_a_cache(kind: str, folder: Path) -> None:
+    with reusing(kind, folder) as session:
         warmed(session, [A, B, C])
-        mended = prefill(session, asked([C, D, A]))
-        assert [chunk.source for chunk in mended.reuse.chunks] == ["reused", "computed", "reused"]
-        assert mended.reuse.recomputed == round(0.3 * mended.reuse.from_chunks)
+        approximate = prefill(session, asked([C, D, A]))
+        assert [chunk.source for chunk in approximate.reuse.chunks] == ["reused", "computed", "reused"]
+        assert approximate.reuse.recomputed == round(0.3 * approximate.reuse.from_chunks)
         assert_right(kind, prefill(session, asked([C, D, A], reuse="exact")))
         again = prefill(session, asked([D, C], "Who?"))
-        assert again.reuse.chunks[0].source == "reused"  # from behind mended ones
+        assert again.reuse.chunks[0].source == "reused"  # computed after reused ones
         assert_right(kind, prefill(session, asked([D, C], "Who?", reuse="exact")))
     with opened(kind, folder) as exact:
         for order in ([C, D, A], [A, B, C], [D, C]):
@@ -62,8 +62,8 @@ def test_exact_answers_beside_mended_ones_are_those_without_a_cache(kind: str, f
 
 
 @each(*SPANS)
-def test_where_every_token_is_computed_anew_the_logits_are_right(kind: str, folder: Path) -> None:
-    with mending(kind, folder, recompute_budget=0.999) as session:
+def test_where_every_token_is_recomputed_the_logits_are_right(kind: str, folder: Path) -> None:
+    with reusing(kind, folder, recompute_budget=0.999) as session:
         warmed(session, [A, B])
         done = prefill(session, asked([B, A]))
         assert done.reuse.level == "approximate" and done.reuse.recomputed == done.reuse.from_chunks
@@ -71,9 +71,9 @@ def test_where_every_token_is_computed_anew_the_logits_are_right(kind: str, fold
 
 
 @each(*SPANS)
-def test_a_mended_context_is_nearer_to_the_right_one_than_none_at_all(kind: str, folder: Path) -> None:
+def test_reused_passages_are_closer_to_the_right_logits_than_no_passages(kind: str, folder: Path) -> None:
     """Keys that were not turned, or put in the wrong place, would show."""
-    with mending(kind, folder, recompute_budget=0.0) as session:
+    with reusing(kind, folder, recompute_budget=0.0) as session:
         warmed(session, [A, B])
         done = prefill(session, asked([B, A]))
         right, wrong = compute(uncached(kind).engine, done.tokens)[1], done.kv
@@ -89,7 +89,7 @@ def test_a_beginning_that_ends_inside_a_passage_is_the_same_from_the_store_and_t
     kind: str, folder: Path
 ) -> None:
     """With no budget, no token leads from what is loaded to the passage behind it."""
-    with mending(kind, folder, recompute_budget=0.0) as session:
+    with reusing(kind, folder, recompute_budget=0.0) as session:
         warmed(session, [C, A2], [A, B])  # A begins as A2 does
         session.cache.unpark()
         stored = prefill(session, asked([A2, C]))
@@ -115,7 +115,7 @@ def break_feeds(monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
 @each(*SPANS)
 def test_kv_that_is_lost_or_hangs_is_computed(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    with mending(kind, folder) as session:
+    with reusing(kind, folder) as session:
         warmed(session, [A, B])
 
         def lose(feed: StoredFeed, layer: int) -> None:
@@ -140,7 +140,7 @@ def test_kv_that_is_lost_or_hangs_is_computed(kind: str, folder: Path, monkeypat
 
 @each(*SPANS)
 def test_cancelling_anywhere_leaves_no_sequence_open(kind: str, folder: Path) -> None:
-    with mending(kind, folder) as session:
+    with reusing(kind, folder) as session:
         warmed(session, [A, B])
         sequences, looks = watch(session.engine), 0
         while True:
@@ -158,7 +158,7 @@ def test_cancelling_anywhere_leaves_no_sequence_open(kind: str, folder: Path) ->
 
 @needs("llamacpp-opaque")
 def test_an_engine_whose_state_cannot_be_taken_apart_computes(folder: Path) -> None:
-    with mending("llamacpp-opaque", folder) as session:
+    with reusing("llamacpp-opaque", folder) as session:
         for order in ([A, B], [B, A]):
             reply = session.chat("Why?", documents=order, max_tokens=2)
             assert reply.reuse.level == "exact" and reply.reuse.from_chunks == 0 and reply.reuse.chunks == ()
@@ -166,7 +166,7 @@ def test_an_engine_whose_state_cannot_be_taken_apart_computes(folder: Path) -> N
 
 @needs("llamacpp")
 def test_an_engine_that_can_only_lead_leads(folder: Path) -> None:
-    with mending("llamacpp", folder) as session:
+    with reusing("llamacpp", folder) as session:
         warmed(session, [A, B])
         done = prefill(session, asked([B, A]))
         assert done.reuse.recompute_policy == "leading" and done.reuse.budget == 0.3
@@ -208,7 +208,7 @@ def test_a_variant_is_a_view_on_what_is_kept_and_takes_no_second_copy(fake: Fake
     assert sizes[0] == sizes[1] > 0
 
 
-def test_a_chunk_that_stands_twice_is_mended_twice(fake: FakeEngine, folder: Path) -> None:
+def test_a_chunk_that_is_quoted_twice_is_reused_twice(fake: FakeEngine, folder: Path) -> None:
     with opened(fake, folder, reuse="approximate", recompute_budget=0.0) as session:
         warmed(session, [A, B])
         done = prefill(session, asked([B, A, B]))
@@ -221,7 +221,7 @@ def test_a_chunk_that_stands_twice_is_mended_twice(fake: FakeEngine, folder: Pat
 
 @each("fake", "hf")
 def test_a_passage_that_begins_as_a_known_one_does_is_known_as_well(kind: str, folder: Path) -> None:
-    with mending(kind, folder) as session:
+    with reusing(kind, folder) as session:
         warmed(session, [A], [A2])  # the second finds its first tokens in the first's place
         assert session.cache.store is not None and session.cache.store.variants.stats().variants == 2
         assert [chunk.source for chunk in prefill(session, asked([B, A2])).reuse.chunks] == ["exact", "reused"]
@@ -229,7 +229,7 @@ def test_a_passage_that_begins_as_a_known_one_does_is_known_as_well(kind: str, f
 
 @each("fake", "hf")
 def test_a_passage_of_exact_prompts_is_known_once_an_approximate_one_has_met_it(kind: str, folder: Path) -> None:
-    with mending(kind, folder) as session:
+    with reusing(kind, folder) as session:
         warmed(session, [A, B], reuse="exact")
         assert prefill(session, asked([B, A])).reuse.from_chunks == 0
         prefill(session, asked([A, B], "When?"))  # loads both
@@ -238,7 +238,7 @@ def test_a_passage_of_exact_prompts_is_known_once_an_approximate_one_has_met_it(
 
 
 def test_passages_have_the_numbers_of_the_prompt(folder: Path) -> None:
-    with mending("fake", folder) as session:
+    with reusing("fake", folder) as session:
         warmed(session, [A, B])
         told = prefill(session, asked(["Short.", B, A], "Which?")).reuse.chunks
         assert [(chunk.number, chunk.source) for chunk in told] == [(2, "reused"), (3, "reused")]

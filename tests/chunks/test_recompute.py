@@ -1,4 +1,4 @@
-"""Mended passages: `exact` never sees them, what is stale is never kept as computed, and every token is counted."""
+"""Selective recompute: `exact` never sees reused KV, stale KV is never kept as computed, every token is counted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rekindle.engine.fake import FakeEngine, _rotate
 from rekindle.errors import Cancelled, InvalidSetting, KvLost
 from rekindle.session.prompt import encode_prompt
 from rekindle.store.feed import StoredFeed
-from tests.chunks.mending import (
+from tests.chunks.chunk_reuse import (
     PASSAGES,
     asked,
     assert_is_exact,
@@ -46,21 +46,23 @@ pytestmark = pytest.mark.thorough
 
 A, B, C, A2, D, E = PASSAGES
 LEVELS: tuple[ReuseLevel, ...] = ("approximate", "approximate", "exact")
-MENDS: dict[str, Any] = {"reuse": "approximate", "recompute_budget": 0.3}
+APPROXIMATE: dict[str, Any] = {"reuse": "approximate", "recompute_budget": 0.3}
 
 
-def mending(folder: Path, engine: FakeEngine | None = None, **settings: Any) -> Session:
-    """A session that mends whatever it can."""
+def reusing(folder: Path, engine: FakeEngine | None = None, **settings: Any) -> Session:
+    """A session that reuses every chunk it can."""
     recompute_policy = settings.pop("recompute_policy", None)
-    session = opened(engine or FakeEngine(), folder, **{**MENDS, **settings})
+    session = opened(engine or FakeEngine(), folder, **{**APPROXIMATE, **settings})
     if recompute_policy is not None:
-        recompute_policies.use(session, recompute_policy, settings.get("recompute_budget", MENDS["recompute_budget"]))
+        recompute_policies.use(
+            session, recompute_policy, settings.get("recompute_budget", APPROXIMATE["recompute_budget"])
+        )
     return session
 
 
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[Session]:
-    with mending(tmp_path / "cache") as session:
+    with reusing(tmp_path / "cache") as session:
         yield session
 
 
@@ -72,7 +74,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> str:
 # -- exact is exact --------------------------------------------------------------------------------------------------
 
 
-def test_exact_never_mends_however_much_is_known_of_every_passage(session: Session) -> None:
+def test_exact_never_reuses_chunks_however_many_variants_are_stored(session: Session) -> None:
     warmed(session, [A, B, C], [C, B, A])
     question = asked([B, C, A])
     assert prefill(session, question).reuse.from_chunks > 0
@@ -81,9 +83,9 @@ def test_exact_never_mends_however_much_is_known_of_every_passage(session: Sessi
     assert_is_exact(prefill(session, asked([C, A, B], "Really?", reuse="exact")))
 
 
-def test_an_exact_session_on_the_folder_of_one_that_mends_answers_as_without_a_cache(tmp_path: Path) -> None:
+def test_an_exact_session_on_the_folder_of_an_approximate_one_answers_as_without_a_cache(tmp_path: Path) -> None:
     orders = ([A, B, C], [C, A, D], [B, D, A, C])
-    with mending(tmp_path / "cache") as session:
+    with reusing(tmp_path / "cache") as session:
         for order in orders:
             session.chat("Why?", documents=order, max_tokens=4)
     with opened(FakeEngine(), tmp_path / "cache") as exact, Session(FakeEngine(), cache="off") as plain:
@@ -93,52 +95,56 @@ def test_an_exact_session_on_the_folder_of_one_that_mends_answers_as_without_a_c
             assert ours.reuse.chunks == () and ours.reuse.from_chunks == 0
 
 
-def test_prompts_without_passages_are_exact_where_mending_is_allowed(session: Session) -> None:
+def test_prompts_without_passages_are_exact_where_chunk_reuse_is_allowed(session: Session) -> None:
     warmed(session, [A, B])
     for text in (A, f"{A}\n\n[2] {B}", "Why?"):
         assert_is_exact(prefill(session, Request.of([{"role": "user", "content": text}])))
         assert_is_exact(prefill(session, Request.of(text)))
 
 
-def test_a_budget_of_all_tokens_plans_no_mending(tmp_path: Path) -> None:
-    with mending(tmp_path / "cache", recompute_budget=1.0) as session:
+def test_a_budget_of_all_tokens_plans_no_chunk_reuse(tmp_path: Path) -> None:
+    with reusing(tmp_path / "cache", recompute_budget=1.0) as session:
         warmed(session, [A, B])
         assert_is_exact(prefill(session, asked([B, A])))
 
 
 @pytest.mark.parametrize("recompute_policy", ["rekindle", "leading", "random", "h2o", "deviation", "deviation*seen"])
-def test_with_every_stale_token_computed_anew_the_logits_are_exact(tmp_path: Path, recompute_policy: str) -> None:
-    with mending(tmp_path / "cache", recompute_policy=recompute_policy, recompute_budget=0.999) as session:
+def test_with_every_stale_token_recomputed_the_logits_are_exact(tmp_path: Path, recompute_policy: str) -> None:
+    with reusing(tmp_path / "cache", recompute_policy=recompute_policy, recompute_budget=0.999) as session:
         warmed(session, [A, B, C])
-        mended = prefill(session, asked([C, A, B]))
-        assert mended.plan.reuse_chunks is not None
-        assert mended.reuse.recomputed == mended.reuse.from_chunks == sum(map(len, mended.plan.reuse_chunks.spans))
-        logits, kv = cold(mended.tokens)
-        assert np.array_equal(mended.logits, logits) and same_kv(mended.kv, kv)
+        approximate = prefill(session, asked([C, A, B]))
+        assert approximate.plan.reuse_chunks is not None
+        assert (
+            approximate.reuse.recomputed
+            == approximate.reuse.from_chunks
+            == sum(map(len, approximate.plan.reuse_chunks.spans))
+        )
+        logits, kv = cold(approximate.tokens)
+        assert np.array_equal(approximate.logits, logits) and same_kv(approximate.kv, kv)
 
 
 @pytest.mark.parametrize(
     "how", [{"recompute_policy": "full-cache", "recompute_budget": None}, {"recompute_budget": 0.0}]
 )
 def test_without_a_budget_the_logits_are_those_over_kv_turned_by_hand(tmp_path: Path, how: dict[str, Any]) -> None:
-    with mending(tmp_path / "cache", **how) as session:
+    with reusing(tmp_path / "cache", **how) as session:
         source = prefill(session, asked([A, B, C], "Who?"))
-        mended = prefill(session, asked([C, A, B]))
-    assert mended.reuse.recomputed == 0 and mended.reuse.from_chunks > 0
-    engine, tokens = FakeEngine(), mended.tokens
+        approximate = prefill(session, asked([C, A, B]))
+    assert approximate.reuse.recomputed == 0 and approximate.reuse.from_chunks > 0
+    engine, tokens = FakeEngine(), approximate.tokens
     sequence = engine.open(len(tokens), "plain")
-    head = mended.result.plan.reused
+    head = approximate.result.plan.reused
     places = dict(zip((A, B, C), (used.span for used in source.prompt.quoted), strict=True))
     for layer, kv in enumerate(source.kv.layers):
         _put(sequence.buffer(layer, Span(0, head)), kv, 0, 0)
-        for text, used in zip((C, A, B), mended.prompt.quoted, strict=True):
+        for text, used in zip((C, A, B), approximate.prompt.quoted, strict=True):
             start = places[text].start
             _put(sequence.buffer(layer, used.span), kv, start, used.span.start - start)
-    stale = {place for used in mended.prompt.quoted for place in range(used.span.start, used.span.stop)}
+    stale = {place for used in approximate.prompt.quoted for place in range(used.span.start, used.span.stop)}
     row = [place for place in range(head, len(tokens)) if place not in stale]
-    sequence.set_length(mended.prompt.quoted[-1].span.stop)
+    sequence.set_length(approximate.prompt.quoted[-1].span.stop)
     (logits,) = engine.step([Row(sequence, [tokens[place] for place in row], row)])
-    assert np.array_equal(mended.logits, logits)
+    assert np.array_equal(approximate.logits, logits)
 
 
 def _put(out: LayerKv, kv: LayerKv, start: int, shift: int) -> None:
@@ -149,9 +155,9 @@ def _put(out: LayerKv, kv: LayerKv, start: int, shift: int) -> None:
 
 
 @pytest.mark.parametrize("recompute_policy", [*RECOMPUTE_POLICIES, "deviation", "outside*lead", "seen*deviation"])
-def test_every_mender_chooses_within_its_budget(tmp_path: Path, recompute_policy: str) -> None:
+def test_every_recompute_policy_chooses_within_its_budget(tmp_path: Path, recompute_policy: str) -> None:
     budget = None if recompute_policy in ("full-cache", "set-cache") else 0.5
-    with mending(tmp_path / "cache", recompute_policy=recompute_policy, recompute_budget=budget) as session:
+    with reusing(tmp_path / "cache", recompute_policy=recompute_policy, recompute_budget=budget) as session:
         warmed(session, [A, B, C])
         done = prefill(session, asked([B, A, C, D]))
         assert done.reuse.recompute_policy == recompute_policy and done.reuse.from_chunks > 0
@@ -173,7 +179,7 @@ class Wanderer:
     def __init__(self, folder: Path, seed: int, **settings: Any) -> None:
         self.random = random.Random(seed)
         self.folder, self.settings = folder, settings
-        self.session = mending(folder, **settings)
+        self.session = reusing(folder, **settings)
         self.prompts: list[tuple[int, ...]] = []
         self.chats: list[tuple[list[dict[str, str]], list[str]]] = []
         self.levels: set[str] = set()
@@ -203,7 +209,7 @@ class Wanderer:
             self.session.cache.unpark()
         if self.random.random() < 0.05:
             self.session.close()
-            self.session = mending(self.folder, **self.settings)
+            self.session = reusing(self.folder, **self.settings)
 
     def _chat(self) -> tuple[list[dict[str, str]], list[str]]:
         if self.chats and self.random.random() < 0.5:
@@ -239,7 +245,7 @@ def test_any_mixture_of_levels_leaves_only_exact_kv_behind(tmp_path: Path, seed:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(100, 112))
-def test_the_same_for_long_and_with_other_menders(tmp_path: Path, seed: int) -> None:
+def test_the_same_for_long_and_with_other_recompute_policies(tmp_path: Path, seed: int) -> None:
     ways: list[dict[str, Any]] = [
         {"recompute_policy": "deviation"},
         {"recompute_policy": "cache-craft"},
@@ -253,19 +259,19 @@ def test_the_same_for_long_and_with_other_menders(tmp_path: Path, seed: int) -> 
 
 def test_passages_that_another_outline_hides_are_still_not_exact(session: Session) -> None:
     warmed(session, [B])
-    mended = prefill(session, asked([D, B], "Why so?"))  # D was computed, B is stale
-    assert [chunk.source for chunk in mended.reuse.chunks] == ["exact", "reused"]
+    approximate = prefill(session, asked([D, B], "Why so?"))  # D was computed, B is stale
+    assert [chunk.source for chunk in approximate.reuse.chunks] == ["exact", "reused"]
     pasted = prefill(session, asked([D], f"[2] {B}\n\nWhy so?"))  # the same tokens, as if B were no passage
-    assert pasted.tokens == mended.tokens
+    assert pasted.tokens == approximate.tokens
     assert pasted.reuse.level == "approximate"
     joined = prefill(session, asked([f"{D}\n\n[2] {B}"], "Why so?"))
-    assert joined.tokens == mended.tokens
+    assert joined.tokens == approximate.tokens
     assert joined.reuse.level == "approximate"
     assert_is_exact(prefill(session, asked([D, B], "Why so?", reuse="exact")))
-    assert_store_is_exact(session, kv_space_of(session), [mended.tokens])
+    assert_store_is_exact(session, kv_space_of(session), [approximate.tokens])
 
 
-def test_kv_computed_behind_mended_passages_is_found_by_mending_only(session: Session) -> None:
+def test_kv_computed_after_reused_passages_is_found_by_chunk_reuse_only(session: Session) -> None:
     assert session.cache.store is not None
     variants = session.cache.store.variants
     warmed(session, [A, B])
@@ -286,7 +292,7 @@ def test_kv_computed_behind_mended_passages_is_found_by_mending_only(session: Se
 # -- contexts in the engine ------------------------------------------------------------------------------------------
 
 
-def test_a_follow_up_goes_on_from_a_mended_context_and_says_so(session: Session) -> None:
+def test_a_follow_up_continues_an_approximate_context_and_says_so(session: Session) -> None:
     warmed(session, [A, B])
     chat = [{"role": "user", "content": "Why?"}]
     once = session.chat(chat, documents=[B, A], max_tokens=4)
@@ -300,15 +306,15 @@ def test_a_follow_up_goes_on_from_a_mended_context_and_says_so(session: Session)
     assert_is_exact(prefill(session, Request.of(longer, documents=[B, A], reuse="exact")))
 
 
-def test_an_exact_follow_up_does_not_use_a_mended_context_but_leaves_it(session: Session) -> None:
+def test_an_exact_follow_up_does_not_use_an_approximate_context_but_leaves_it(session: Session) -> None:
     warmed(session, [A, B])
-    mended = prefill(session, asked([B, A]))
+    approximate = prefill(session, asked([B, A]))
     exact = prefill(session, asked([B, A], reuse="exact"))
     assert_is_exact(exact)
-    assert exact.reuse.engine <= mended.prompt.quoted[0].span.start + 1
+    assert exact.reuse.engine <= approximate.prompt.quoted[0].span.start + 1
 
 
-def test_a_context_cut_inside_a_mended_passage_counts_what_stays(session: Session) -> None:
+def test_a_context_cut_inside_a_reused_passage_counts_what_stays(session: Session) -> None:
     long = "The baker of Vesk, whose oven stands behind the chapel, sells rye on Mondays, wheat on Fridays"
     warmed(session, [A, long])
     assert prefill(session, asked([long, A])).reuse.from_chunks > 0
@@ -321,7 +327,7 @@ def test_a_context_cut_inside_a_mended_passage_counts_what_stays(session: Sessio
     assert_store_is_exact(session, kv_space_of(session), [cut.tokens, other.tokens])
 
 
-def test_going_on_from_a_mended_context_may_mend_more(session: Session) -> None:
+def test_continuing_an_approximate_context_may_reuse_more_chunks(session: Session) -> None:
     warmed(session, [A, B], [C, D])
     one = prefill(session, asked([B, A]))
     two = prefill(session, asked([B, A, C, D]))
@@ -348,7 +354,7 @@ def break_feeds(monkeypatch: pytest.MonkeyPatch, how: Callable[[int], None]) -> 
 def test_a_damaged_variant_is_computed_and_the_reply_is_that_without_a_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: int
 ) -> None:
-    with mending(tmp_path / "cache") as session:
+    with reusing(tmp_path / "cache") as session:
         warmed(session, [A, B])
         sequences = watch(session.engine)
 
@@ -384,7 +390,7 @@ def assert_scores_add_up(session: Session, texts: Sequence[str]) -> None:
 
 def test_a_variant_whose_file_was_damaged_is_computed(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
-    with mending(folder) as session:
+    with reusing(folder) as session:
         warmed(session, [A, B, C])
     files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 4096]
     extents = [path for path in files if "catalog" not in path.name and path.suffix not in (".db", ".sqlite")]
@@ -394,14 +400,14 @@ def test_a_variant_whose_file_was_damaged_is_computed(tmp_path: Path) -> None:
         for place in range(len(data) // 2, len(data), 64):
             data[place] ^= 0x5A
         path.write_bytes(data)
-    with mending(folder) as session:
+    with reusing(folder) as session:
         done = prefill(session, asked([C, A, B]))
         assert_is_exact(done)
         assert done.reuse.miss == "lost"
 
 
 def test_a_variant_evicted_between_lookup_and_load_is_computed(tmp_path: Path) -> None:
-    with mending(tmp_path / "cache", memory_limit="0") as session:
+    with reusing(tmp_path / "cache", memory_limit="0") as session:
         warmed(session, [A, B])
         request = asked([B, A])
         prompt = encode_prompt(session.engine, request)
@@ -462,7 +468,7 @@ def prefill_without_flush(session: Session, request: Request) -> Any:
 
 @pytest.mark.parametrize("recompute_policy", ["rekindle", "deviation", "leading"])
 def test_cancelling_in_any_pass_leaves_everything_usable(tmp_path: Path, recompute_policy: str) -> None:
-    with mending(tmp_path / "cache", recompute_policy=recompute_policy) as session:
+    with reusing(tmp_path / "cache", recompute_policy=recompute_policy) as session:
         warmed(session, [A, B])
         sequences, looks = watch(session.engine), 0
         while True:
@@ -506,10 +512,10 @@ TEA = "Tea is served at five o'clock; the kettle stands on the left of the stove
 CUPS = "The cups are in the cupboard, and whoever breaks one has to buy two of them."
 
 
-def test_a_forgotten_document_leaves_no_variant_and_no_loose_kv(tmp_path: Path, embedder: str) -> None:
+def test_a_forgotten_document_leaves_no_variant_and_no_nonprefix_kv(tmp_path: Path, embedder: str) -> None:
     folder = tmp_path / "cache"
     secret = list(forms_of_tokens(FakeEngine().tokenizer.encode(SECRET), 24))[::4]
-    with mending(folder, embedder=embedder) as session:
+    with reusing(folder, embedder=embedder) as session:
         session.ingest(documents=[{"text": text, "source": text[:3]} for text in (TEA, CUPS)])
         session.ingest(documents=[{"text": SECRET, "source": "safe"}])
         for order in ([TEA, CUPS], [CUPS, TEA, SECRET], [SECRET, CUPS], [TEA, SECRET, CUPS]):
@@ -542,7 +548,7 @@ def variants_of(session: Session, text: str) -> list[Any]:
 def test_a_question_under_way_does_not_bring_a_forgotten_document_back(tmp_path: Path, embedder: str) -> None:
     engine = Waiting()
     secret = list(forms_of_tokens(engine.tokenizer.encode(SECRET), 24))[::4]
-    with mending(tmp_path / "cache", engine, embedder=embedder) as session:
+    with reusing(tmp_path / "cache", engine, embedder=embedder) as session:
         session.ingest(documents=[{"text": text, "source": text[:3]} for text in (TEA, CUPS)])
         session.ingest(documents=[{"text": SECRET, "source": "safe"}])
         session.answer(ordered(session, [TEA, CUPS])).reply  # noqa: B018
@@ -564,7 +570,7 @@ def test_a_question_under_way_does_not_bring_a_forgotten_document_back(tmp_path:
         assert not {name for name in traces(tmp_path / "cache", secret) if "cache-library" not in name}
 
 
-# -- who can mend ----------------------------------------------------------------------------------------------------
+# -- who can recompute -------------------------------------------------------------------------------------------------
 
 
 def test_deterministic_and_approximate_exclude_each_other(tmp_path: Path) -> None:
@@ -572,39 +578,39 @@ def test_deterministic_and_approximate_exclude_each_other(tmp_path: Path) -> Non
         Session(FakeEngine(), cache=tmp_path / "cache", reuse="approximate", deterministic=True)
 
 
-def test_a_deterministic_session_does_not_mend_whatever_a_request_asks_for(tmp_path: Path) -> None:
+def test_a_deterministic_session_reuses_no_chunks_whatever_a_request_asks_for(tmp_path: Path) -> None:
     with opened(FakeEngine(), tmp_path / "cache", deterministic=True) as session:
         warmed(session, [A, B])
         assert_is_exact(prefill(session, asked([B, A], reuse="approximate")))
 
 
 class Plain(FakeEngine):
-    """An engine that cannot mend."""
+    """An engine that cannot recompute parts of a context."""
 
     capabilities = Capabilities(layer_feeds=True, recompute="none", probes=False)
 
 
-def test_an_engine_that_cannot_mend_computes(tmp_path: Path) -> None:
-    with mending(tmp_path / "cache", Plain()) as session:
+def test_with_an_engine_that_cannot_recompute_everything_is_computed(tmp_path: Path) -> None:
+    with reusing(tmp_path / "cache", Plain()) as session:
         warmed(session, [A, B])
         assert_is_exact(prefill(session, asked([B, A])))
         assert session.cache.store is not None and session.cache.store.variants.stats().variants == 0
 
 
 class Silent(FakeEngine):
-    """An engine that mends, but tells nothing of attention to whoever scores."""
+    """An engine that recomputes, but has no probes to score variants with."""
 
     capabilities = replace(FakeEngine.capabilities, probes=False)
 
 
-def test_variants_without_scores_are_mended_too(tmp_path: Path) -> None:
-    with mending(tmp_path / "cache", Silent(), recompute_policy="leading") as session:
+def test_variants_without_scores_are_reused_too(tmp_path: Path) -> None:
+    with reusing(tmp_path / "cache", Silent(), recompute_policy="leading") as session:
         warmed(session, [A, B])
         done = prefill(session, asked([B, A]))
         assert done.reuse.from_chunks > 0 and done.reuse.recomputed == round(0.3 * done.reuse.from_chunks)
 
 
-def test_a_request_may_ask_for_mending_on_an_exact_session_and_may_refuse_it(tmp_path: Path) -> None:
+def test_a_request_may_ask_for_chunk_reuse_on_an_exact_session_and_may_refuse_it(tmp_path: Path) -> None:
     with opened(FakeEngine(), tmp_path / "cache") as session:
         warmed(session, [A, B], reuse="approximate")
         assert_is_exact(prefill(session, asked([B, C])))
@@ -613,7 +619,7 @@ def test_a_request_may_ask_for_mending_on_an_exact_session_and_may_refuse_it(tmp
         assert off.reuse.level == "off" and off.reuse.chunks == ()
 
 
-def test_costs_that_are_measured_never_make_mending_fail(tmp_path: Path) -> None:
-    with Session(FakeEngine(), cache=tmp_path / "cache", disk_limit="200MB", **MENDS) as session:  # type: ignore[arg-type]
+def test_measured_costs_never_make_chunk_reuse_fail(tmp_path: Path) -> None:
+    with Session(FakeEngine(), cache=tmp_path / "cache", disk_limit="200MB", **APPROXIMATE) as session:  # type: ignore[arg-type]
         for order in ([A, B], [B, A], [B, A, C], [C, A], [A, C, B]):
             prefill(session, asked(order))

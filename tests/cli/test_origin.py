@@ -101,7 +101,7 @@ def test_what_is_published_is_listed_served_found_and_removed(
     assert "no context begins" in error("origin", "rm", folder, first["context"][:6])
 
 
-def test_kv_that_is_in_the_cache_is_not_computed_again_and_near_kv_is_never_published_as_exact(
+def test_kv_that_is_in_the_cache_is_not_computed_again_and_quantized_kv_is_never_published_as_exact(
     tiny_folder: Path, manual: Path, keys: Path, tmp_path: Path, one_thread: None
 ) -> None:
     """A cache that holds quantized KV of the prompt: what is published is computed all the same."""

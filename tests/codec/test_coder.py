@@ -60,7 +60,7 @@ def test_some_tokens_are_decoded_as_they_are_among_all(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_near_difference_is_closer_than_the_anchor_and_whole_kv_closer_with_more_bits(dtype: KvType) -> None:
+def test_a_quantized_delta_is_closer_than_its_base_and_whole_kv_closer_with_more_bits(dtype: KvType) -> None:
     anchor = smooth(SHAPE, 200, dtype)
     kv = near(anchor, dtype)
     back = decode(QUANTIZED.encode(0, kv, anchor, dtype), dtype, anchor)
@@ -71,7 +71,7 @@ def test_a_near_difference_is_closer_than_the_anchor_and_whole_kv_closer_with_mo
 
 @pytest.mark.parametrize("coder", CODERS.values(), ids=list(CODERS))
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "uint8"])
-def test_a_layer_that_is_the_anchors_own_takes_no_room_and_comes_back(coder: Coder, dtype: KvType) -> None:
+def test_a_layer_equal_to_its_delta_base_takes_no_room_and_comes_back(coder: Coder, dtype: KvType) -> None:
     anchor = any_bits(SHAPE, 70, dtype, 3)  # NaN too: only bits count
     coded = coder.encode(1, anchor, anchor, dtype)
     assert len(coded) == 4
@@ -121,13 +121,13 @@ def test_a_flipped_bit_gives_an_error_or_kv_of_the_same_shape(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "whole"])
-def test_a_difference_without_its_anchor_is_refused(kind: str) -> None:
+def test_a_delta_without_its_base_is_refused(kind: str) -> None:
     with pytest.raises(ValueError, match="anchor|difference"):
         decode(KINDS[kind][0], "float16", None)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("whole", "same")])
-def test_an_anchor_of_another_shape_type_or_length_is_refused(kind: str) -> None:
+def test_a_delta_base_of_another_shape_type_or_length_is_refused(kind: str) -> None:
     data = KINDS[kind][0]
     for anchor in (
         smooth(LayerShape(2, 4, 8), 200, "float16"),
@@ -148,7 +148,7 @@ def test_whole_kv_is_no_difference_and_a_difference_not_whole() -> None:
 
 
 @pytest.mark.parametrize("coder", CODERS.values(), ids=list(CODERS))
-def test_an_anchor_that_is_not_alike_cannot_be_coded_against(coder: Coder) -> None:
+def test_a_delta_base_that_is_not_alike_cannot_be_coded_against(coder: Coder) -> None:
     kv = smooth(SHAPE, 40, "float16")
     for anchor in (smooth(SHAPE, 39, "float16"), smooth(LayerShape(2, 8, 8), 40, "float16")):
         with pytest.raises(ValueError):
@@ -232,6 +232,6 @@ def test_no_text_gives_anything_but_a_way_of_coding_or_a_value_error(text: str) 
         assert isinstance(Coder.from_json(text), Coder)
 
 
-def test_the_codec_of_a_shelf_says_whether_something_may_be_lost() -> None:
+def test_the_codec_of_a_kv_space_says_whether_something_may_be_lost() -> None:
     assert is_quantized("quantized") and is_quantized("quantized/q8")
     assert not is_quantized("raw") and not is_quantized("nearly")

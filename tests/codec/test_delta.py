@@ -1,4 +1,4 @@
-"""Differences from an anchor: exact ones and near ones."""
+"""Deltas from a base: exact ones and quantized ones."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def test_some_tokens_can_be_decoded_alone(data: st.DataObject, dtype: KvType, se
 
 
 @pytest.mark.parametrize("dtype", [*FLOAT_TYPES, "uint8"])
-def test_a_layer_equal_to_its_anchor_costs_next_to_nothing(dtype: KvType) -> None:
+def test_a_layer_equal_to_its_delta_base_costs_next_to_nothing(dtype: KvType) -> None:
     kv = any_bits(LayerShape(3, 64, 64), 512, dtype, 1)
     assert len(encode_exact(kv, kv, dtype)) < 200
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_a_layer_equal_to_its_anchor_costs_next_to_nothing_when_quantized_too(dtype: KvType) -> None:
+def test_a_layer_equal_to_its_delta_base_costs_next_to_nothing_when_quantized_too(dtype: KvType) -> None:
     kv = smooth(LayerShape(3, 64, 64), 512, dtype)
     data = encode_quantized(kv, kv, dtype, LayerBits(3, 3))
     assert len(data) * 8 < 0.02 * (kv.keys.size + kv.values.size)
@@ -106,7 +106,7 @@ def test_a_similar_layer_is_smaller_as_a_difference_without_loss(dtype: KvType) 
 
 @SOME
 @given(SHAPES, TOKENS, FLOATS, SEEDS, st.floats(1, 8), st.floats(1e-3, 10))
-def test_a_near_difference_is_never_further_than_the_difference_itself_needs(
+def test_a_quantized_delta_is_never_further_off_than_the_delta_itself_needs(
     shape: LayerShape, tokens: int, dtype: KvType, seed: int, bits: float, share: float
 ) -> None:
     anchor = smooth(shape, tokens, dtype, seed)
@@ -120,7 +120,7 @@ def test_a_near_difference_is_never_further_than_the_difference_itself_needs(
             assert np.abs(widen(mine, dtype) - widen(got, dtype)).max() <= 2.0 ** (3 - bits) * change + 2 * rounding
 
 
-def test_a_near_difference_is_far_closer_than_whole_kv_of_the_same_size() -> None:
+def test_a_quantized_delta_is_far_closer_than_whole_kv_of_the_same_size() -> None:
     anchor = smooth(LayerShape(3, 64, 64), 256, "float32")
     kv, bits = near(anchor, "float32"), LayerBits(3, 3)
     difference, whole = encode_quantized(kv, anchor, "float32", bits), encode(kv, "float32", bits)
@@ -128,7 +128,7 @@ def test_a_near_difference_is_far_closer_than_whole_kv_of_the_same_size() -> Non
     assert 5 * distance(decode_quantized(difference, anchor), kv, "float32") < distance(decode(whole), kv, "float32")
 
 
-def test_an_anchor_that_was_quantized_itself_adds_no_error() -> None:
+def test_a_delta_base_that_was_quantized_itself_adds_no_error() -> None:
     exact = smooth(LayerShape(3, 64, 64), 256, "float32")
     coarse = decode(encode(exact, "float32", LayerBits(4, 4)))
     kv, bits = near(exact, "float32"), LayerBits(6, 6)
@@ -139,7 +139,7 @@ def test_an_anchor_that_was_quantized_itself_adds_no_error() -> None:
     assert distance(from_coarse, kv, "float32") < 4 * right < distance(crossed, kv, "float32")
 
 
-def test_no_bits_mean_the_anchor_itself() -> None:
+def test_no_bits_mean_the_delta_base_itself() -> None:
     anchor = smooth(SHAPE, 200, "float16")
     kv = near(anchor, "float16")
     back = decode_quantized(encode_quantized(kv, anchor, "float16", LayerBits(0, 0)), anchor)
@@ -156,7 +156,7 @@ def test_numbers_that_cannot_be_quantized_are_refused(bad: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_another_anchor_is_refused(dtype: KvType) -> None:
+def test_another_delta_base_is_refused(dtype: KvType) -> None:
     kv = smooth(SHAPE, 40, dtype)
     exact, close = encode_exact(kv, kv, dtype), encode_quantized(kv, kv, dtype, LayerBits(3, 3))
     other = "float16" if dtype == "float32" else "float32"

@@ -59,7 +59,7 @@ def test_no_number_is_further_off_than_its_step_allows(numbers: np.ndarray, bits
 
 @SOME
 @given(SHAPES, TOKENS, FLOATS, SEEDS, BITS, BITS)
-def test_kv_comes_back_in_its_type_and_shape_and_near(
+def test_kv_comes_back_in_its_type_and_shape_and_close(
     shape: LayerShape, tokens: int, dtype: KvType, seed: int, key_bits: float, value_bits: float
 ) -> None:
     kv = smooth(shape, tokens, dtype, seed)

@@ -31,7 +31,7 @@ def test_namespaces_share_no_key() -> None:
     assert len(keys) == len(names)
 
 
-def test_shelves_differ_in_everything_that_makes_kv_different_and_in_nothing_else() -> None:
+def test_kv_spaces_differ_in_everything_that_makes_kv_different_and_in_nothing_else() -> None:
     layout = KvLayout("float32", (LayerShape(1, 2, 2),))
     base = KvSpace(Namespace("m"), layout)
     others = [

@@ -133,7 +133,7 @@ def test_logits_come_as_asked(engine: Engine, logits: np.ndarray) -> None:
 
 
 @scattered
-def test_garbage_is_mended_by_recomputing_exactly_where_it_stood(
+def test_garbage_is_repaired_by_recomputing_exactly_its_positions(
     engine: Engine, reference: tuple[np.ndarray, Kv]
 ) -> None:
     """KV of scattered positions is overwritten in every layer; recomputing just those gives the right KV back."""
@@ -238,7 +238,7 @@ def test_everything_may_be_dropped_when_nothing_is_read(engine: Engine, referenc
 
 
 @scattered
-def test_rows_dropped_in_one_lane_leave_the_others_alone(engine: Engine, reference: tuple[np.ndarray, Kv]) -> None:
+def test_tokens_dropped_in_one_row_leave_the_other_rows_alone(engine: Engine, reference: tuple[np.ndarray, Kv]) -> None:
     logits, kv = reference
     first, second = opened(engine), opened(engine)
     keep_last = Choosing(lambda layer, p: p[-1:].tolist())
@@ -450,7 +450,9 @@ def test_with_spans_there_are_no_snapshots(engine: Engine) -> None:
 
 
 @scattered
-def test_who_mends_by_scattered_rows_appends_nothing(engine: Engine, reference: tuple[np.ndarray, Kv]) -> None:
+def test_an_engine_that_recomputes_scattered_rows_appends_nothing(
+    engine: Engine, reference: tuple[np.ndarray, Kv]
+) -> None:
     sequence = opened(engine)
     with pytest.raises(StepRefused):
         sequence.append(reference[1])
@@ -736,7 +738,7 @@ def test_a_sequence_can_grow_and_keeps_what_it_holds(engine: Engine) -> None:
 
 
 @scattered
-def test_a_gaze_weighs_what_the_probe_reads_by_what_the_values_carry(engine: Engine) -> None:
+def test_an_attention_map_weighs_what_the_probe_reads_by_the_length_of_the_values(engine: Engine) -> None:
     tokens = list(range(1, 25))
     readings: list[Reading] = []
     seen: list[np.ndarray] = []

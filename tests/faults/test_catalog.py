@@ -199,7 +199,7 @@ def test_rows_that_make_no_sense_never_serve_wrong_numbers_never_raise_and_can_b
     _expect_as_new(folder)
 
 
-def test_a_byte_changed_anywhere_in_the_catalog_is_mended_by_a_check_that_fixes(sound: Path) -> None:
+def test_a_byte_changed_anywhere_in_the_catalog_is_repaired_by_a_check_that_fixes(sound: Path) -> None:
     size = (sound / CATALOG).stat().st_size
     chance = random.Random(12)
     raised: dict[int, str] = {}
@@ -549,7 +549,7 @@ def test_a_catalog_made_anew_by_another_costs_none_of_its_entries(tmp_path: Path
         assert {problem.kind for problem in check(store.disk).problems} <= {"stray"}
 
 
-def test_a_row_that_leads_to_another_shelf_is_not_served_from_memory(tmp_path: Path) -> None:
+def test_a_row_that_leads_to_another_kv_space_is_not_served_from_memory(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     adapted = replace(KV_SPACE, adapter="a" * 32)
     with TieredStore(folder, WITH_MEMORY) as store:

@@ -31,10 +31,10 @@ from tests.faults.test_injected import METHODS, SYSTEM_ERRORS, BrokenFiles, Conn
 from tests.faults.test_purge import KILLED, DyingConnections, DyingFiles, places
 from tests.store.test_delta_base import (
     BASE,
+    KV_SPACES,
     LATE,
     ONE,
     ROOMY,
-    SHELVES,
     TWO,
     adapted,
     fetch,
@@ -42,8 +42,8 @@ from tests.store.test_delta_base import (
     keep,
     load,
     load_or_lose,
-    near,
     problems,
+    quantized,
     rows_of,
     stands_on,
 )
@@ -51,7 +51,7 @@ from tests.store.test_delta_base import (
 T = list(range(1000, 1200))
 LONGER = [*T, *range(3000, 3100)]
 OTHER = list(range(7000, 7500))
-QUANTIZED = (near(BASE), near(ONE))
+QUANTIZED = (quantized(BASE), quantized(ONE))
 LIMIT = (2 << 20) + 1_500_000
 SETTINGS = replace(ROOMY, disk_limit=LIMIT)
 USED_METHODS = [name for name in METHODS if name not in ("free_bytes", "make_folder", "names", "place", "sync_file")]
@@ -59,10 +59,10 @@ USED_METHODS = [name for name in METHODS if name not in ("free_bytes", "make_fol
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a prompt on the base's KV space and as differences on two adapters', exact and near."""
+    """A folder with a prompt on the base's KV space and as differences on two adapters', exact and quantized."""
     folder = tmp_path_factory.mktemp("anchors") / "cache"
     with TieredStore(folder, SETTINGS) as store:
-        for kv_space in (*SHELVES, *QUANTIZED):
+        for kv_space in (*KV_SPACES, *QUANTIZED):
             assert keep(store, T, kv_space).outcome == "kept"
         assert keep(store, OTHER, BASE).outcome == "kept"
         assert keep(store, OTHER[:200], ONE).outcome == "kept"
@@ -72,7 +72,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def expect_right(store: TieredStore) -> None:
     """Every KV space serves what was kept, or has lost it; what was lost is not found again, and can be kept again."""
-    for kv_space in (*SHELVES, LATE):
+    for kv_space in (*KV_SPACES, LATE):
         before = store.lookup(kv_space, LONGER).length
         if load_or_lose(store, LONGER, kv_space) is None:
             assert store.lookup(kv_space, LONGER).length < before, "what was lost is found again"
@@ -85,7 +85,7 @@ def expect_sound(folder: Path) -> None:
     assert file_bytes(folder) <= LIMIT
     with TieredStore(folder, SETTINGS) as store:
         assert problems(store) == ()
-        for kv_space in (*SHELVES, LATE):
+        for kv_space in (*KV_SPACES, LATE):
             load(store, LONGER, kv_space)
             load(store, OTHER, kv_space)
         for kv_space in QUANTIZED:
@@ -110,7 +110,7 @@ def use(store: TieredStore) -> None:
     with contextlib.suppress(*SYSTEM_ERRORS):
         store.disk.remove(rows_of(store, BASE)[:1])
     with contextlib.suppress(*SYSTEM_ERRORS):
-        store.disk.remove(rows_of(store, near(BASE)))
+        store.disk.remove(rows_of(store, quantized(BASE)))
     load_or_lose(store, LONGER, TWO)
     store.maintain()
 
@@ -146,8 +146,8 @@ def calls(sound: Path) -> Counter[str]:
         use(store)
         counted = files.calls + connections.calls
         assert any(stands_on(store, row) for row in rows_of(store, ONE))
-        assert [row.coding for row in rows_of(store, near(ONE))] == ["quantized"]
-        assert not any(stands_on(store, row) for row in rows_of(store, near(ONE))), "it was to be re-based"
+        assert [row.coding for row in rows_of(store, quantized(ONE))] == ["quantized"]
+        assert not any(stands_on(store, row) for row in rows_of(store, quantized(ONE))), "it was to be re-based"
     assert files.open_now == {}
     expect_sound(folder)
     return counted
@@ -266,10 +266,10 @@ def test_while_the_disk_is_full_differences_are_served_and_afterwards_kept(sound
     with TieredStore(folder, SETTINGS, Machine(files=files)) as store:
         files.broken = {method: errno.ENOSPC}
         assert keep(store, T, LATE).outcome == "failed"
-        assert [load(store, T, kv_space) for kv_space in SHELVES] == [200] * 3
+        assert [load(store, T, kv_space) for kv_space in KV_SPACES] == [200] * 3
         with contextlib.suppress(*SYSTEM_ERRORS):
             store.disk.remove(rows_of(store, BASE)[:1])
-        for kv_space in SHELVES:
+        for kv_space in KV_SPACES:
             load(store, T, kv_space)
         assert problems(store) == ()
         files.broken = {}
@@ -281,10 +281,10 @@ def test_what_cannot_be_read_for_a_while_is_lost_for_that_while_only(sound: Path
     folder, files = copy(sound, "unreadable"), BrokenFiles()
     with TieredStore(folder, SETTINGS, Machine(files=files)) as store:
         files.broken = {"read_some": errno.EIO}
-        assert [load_or_lose(store, T, kv_space) for kv_space in SHELVES] == [None] * 3
+        assert [load_or_lose(store, T, kv_space) for kv_space in KV_SPACES] == [None] * 3
         assert keep(store, T, LATE).outcome == "kept", "without its anchor, as a whole"
         files.broken = {}
-        assert [load(store, T, kv_space) for kv_space in (*SHELVES, LATE)] == [200] * 4
+        assert [load(store, T, kv_space) for kv_space in (*KV_SPACES, LATE)] == [200] * 4
         assert stands_on(store, rows_of(store, LATE)[0]) == []
 
 
@@ -319,11 +319,11 @@ def test_a_flipped_bit_anywhere_gives_the_right_numbers_or_none(sound: Path, mem
                 store.maintain()
                 check(store.disk, fix=True)
                 assert problems(store) == ()
-                assert [load(store, LONGER, kv_space) for kv_space in SHELVES][1:] == [300, 300]
+                assert [load(store, LONGER, kv_space) for kv_space in KV_SPACES][1:] == [300, 300]
     assert losses > 2 * flips
 
 
-def test_a_damaged_anchor_costs_what_stands_on_it_and_all_of_it_can_be_kept_again(sound: Path) -> None:
+def test_a_damaged_delta_base_costs_what_stands_on_it_and_all_of_it_can_be_kept_again(sound: Path) -> None:
     folder = copy(sound, "damaged")
     with TieredStore(folder, SETTINGS) as store:
         (base,) = [row for row in rows_of(store, BASE) if row.tokens == 200]
@@ -340,7 +340,7 @@ def test_a_damaged_anchor_costs_what_stands_on_it_and_all_of_it_can_be_kept_agai
 
 
 @pytest.mark.parametrize("how", ["missing", "empty", "cut off", "another's"])
-def test_an_anchor_whose_file_is_no_more_what_it_was_gives_nothing_wrong(sound: Path, how: str) -> None:
+def test_a_delta_base_whose_file_is_no_more_what_it_was_gives_nothing_wrong(sound: Path, how: str) -> None:
     folder = copy(sound, "file")
     with TieredStore(folder, SETTINGS) as store:
         (base,), (two,) = [r for r in rows_of(store, BASE) if r.tokens == 200], rows_of(store, TWO)
@@ -355,8 +355,8 @@ def test_an_anchor_whose_file_is_no_more_what_it_was_gives_nothing_wrong(sound: 
             }
             path.write_bytes(data[how])
     with TieredStore(folder, SETTINGS) as store:
-        assert [load_or_lose(store, T, kv_space) for kv_space in SHELVES] == [None] * 3
-        assert [store.lookup(kv_space, T).length for kv_space in SHELVES] == [0] * 3
+        assert [load_or_lose(store, T, kv_space) for kv_space in KV_SPACES] == [None] * 3
+        assert [store.lookup(kv_space, T).length for kv_space in KV_SPACES] == [0] * 3
         expect_right(store)
     assert check_fixed(folder) == ()
 
@@ -368,9 +368,9 @@ def check_fixed(folder: Path) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("codec", ["raw", "quantized"])
-def test_a_difference_that_is_said_to_stand_on_another_shelfs_kv_is_lost(tmp_path: Path, codec: str) -> None:
+def test_a_delta_whose_base_is_said_to_be_in_another_kv_space_is_lost(tmp_path: Path, codec: str) -> None:
     """The same tokens in the same place, whole, but of another adapter: only the numbers are others."""
-    base, one, two = (replace(kv_space, codec=codec) for kv_space in SHELVES)
+    base, one, two = (replace(kv_space, codec=codec) for kv_space in KV_SPACES)
     with TieredStore(tmp_path / "c", replace(SETTINGS, exact=None)) as store:
         assert keep(store, T, two).outcome == "kept"
     with TieredStore(tmp_path / "c", SETTINGS) as store:
@@ -389,7 +389,7 @@ def test_a_difference_that_is_said_to_stand_on_another_shelfs_kv_is_lost(tmp_pat
             pytest.fail("it should not be served")
 
 
-def test_a_difference_whose_anchor_has_other_numbers_in_the_same_place_is_lost(tmp_path: Path) -> None:
+def test_a_delta_whose_base_has_other_numbers_in_the_same_place_is_lost(tmp_path: Path) -> None:
     """An anchor that is sound in itself, so that only what comes of both can tell."""
     with TieredStore(tmp_path / "c", SETTINGS) as store:
         keep(store, T, BASE)
@@ -415,7 +415,7 @@ GARBAGE = (1, "text", -1, 0, 2, 2**62, 1.5, 1e300, b"\xff" * 9)
     "garbage", [GARBAGE[:2], pytest.param(GARBAGE[2:], marks=pytest.mark.exhaustive)], ids=["some", "more"]
 )
 @pytest.mark.parametrize("column", ["extent", "base", "at", "place", "blocks"])
-def test_garbage_in_a_row_of_anchors_gives_the_right_numbers_or_none(
+def test_garbage_in_a_row_of_delta_bases_gives_the_right_numbers_or_none(
     sound: Path, column: str, garbage: tuple[object, ...]
 ) -> None:
     for value in garbage:
@@ -423,7 +423,7 @@ def test_garbage_in_a_row_of_anchors_gives_the_right_numbers_or_none(
         with closing(sqlite3.connect(folder / CATALOG)) as connection, connection:
             connection.execute(f"UPDATE OR REPLACE delta_bases SET {column}=?", (value,))
         with TieredStore(folder, SETTINGS) as store:
-            for kv_space in (*SHELVES, LATE):
+            for kv_space in (*KV_SPACES, LATE):
                 load_or_lose(store, T, kv_space)
                 assert keep(store, T, kv_space).outcome in ("kept", "known", "failed", "refused")
                 load_or_lose(store, T, kv_space)
@@ -435,13 +435,13 @@ def test_garbage_in_a_row_of_anchors_gives_the_right_numbers_or_none(
             assert problems(store) == ()
 
 
-def test_rows_of_anchors_that_are_gone_make_the_difference_lost(sound: Path) -> None:
+def test_rows_of_delta_bases_that_are_gone_make_the_difference_lost(sound: Path) -> None:
     folder = copy(sound, "rowless")
     with closing(sqlite3.connect(folder / CATALOG)) as connection, connection:
         connection.execute("DELETE FROM delta_bases")
     with TieredStore(folder, SETTINGS) as store:
         assert {problem.kind for problem in problems(store)} == {"damaged"}
-        assert [load_or_lose(store, T, kv_space) for kv_space in SHELVES] == [200, None, None]
+        assert [load_or_lose(store, T, kv_space) for kv_space in KV_SPACES] == [200, None, None]
         expect_right(store)
         check(store.disk, fix=True)
         assert problems(store) == ()
@@ -460,7 +460,7 @@ def test_any_flipped_bit_of_the_catalog_gives_the_right_numbers_or_none(sound: P
         flip(folder / CATALOG, rng.randrange(100, size), rng.randrange(8))
         with TieredStore(folder, SETTINGS) as store:
             for _again in range(2):
-                for kv_space in SHELVES:
+                for kv_space in KV_SPACES:
                     load_or_lose(store, T, kv_space)
                 for kv_space in QUANTIZED:
                     with contextlib.suppress(KvLost):
@@ -480,7 +480,7 @@ def test_a_lost_catalog_costs_everything_and_nothing_stands_on_what_was_before(s
     for path in folder.glob(f"{CATALOG}*"):
         path.unlink()
     with TieredStore(folder, SETTINGS) as store:
-        assert [load(store, T, kv_space) for kv_space in SHELVES] == [0, 0, 0]
+        assert [load(store, T, kv_space) for kv_space in KV_SPACES] == [0, 0, 0]
         assert keep(store, T, ONE).outcome == "kept"
         assert load(store, T, ONE) == 200
         expect_right(store)
@@ -500,7 +500,7 @@ def fill(store: TieredStore, kv_space: KvSpace, feed: object) -> Kv:
 
 
 @pytest.mark.parametrize("how", ["remove", "purge", "prune"])
-def test_who_found_a_difference_before_its_anchor_went_gets_it_right_or_not_at_all(sound: Path, how: str) -> None:
+def test_a_reader_that_found_a_delta_before_its_base_went_gets_it_right_or_nothing(sound: Path, how: str) -> None:
     folder = copy(sound, "readers")
     with TieredStore(folder, SETTINGS) as reader, TieredStore(folder, SETTINGS) as other:
         match = reader.lookup(ONE, T)
@@ -518,7 +518,7 @@ def test_who_found_a_difference_before_its_anchor_went_gets_it_right_or_not_at_a
         assert problems(other) == ()
 
 
-def test_an_anchor_that_goes_while_a_difference_is_written_is_noticed(sound: Path) -> None:
+def test_a_delta_base_that_goes_while_a_difference_is_written_is_noticed(sound: Path) -> None:
     folder = copy(sound, "meanwhile")
 
     class Removing(FailingFiles):
@@ -551,9 +551,9 @@ served = 0
 with TieredStore({str(folder)!r}, SETTINGS) as store:
     for turn in range(24):
         tokens = LONGER[:rng.choice([70, 96, 200, 300])]
-        kv_space = rng.choice([*SHELVES, LATE])
+        kv_space = rng.choice([*KV_SPACES, LATE])
         keep(store, tokens, kv_space)
-        for kv_space in (*SHELVES, LATE):
+        for kv_space in (*KV_SPACES, LATE):
             served += load_or_lose(store, LONGER, kv_space) or 0
         if turn % 4 == 3:
             rows = store.disk.entries()
@@ -585,14 +585,14 @@ def test_a_folder_that_can_only_be_read_serves_differences(sound: Path, monkeypa
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
     with TieredStore(folder, SETTINGS) as store:
         assert store.disk.database.read_only
-        assert [load(store, T, kv_space) for kv_space in SHELVES] == [200] * 3
+        assert [load(store, T, kv_space) for kv_space in KV_SPACES] == [200] * 3
         assert keep(store, T, LATE).outcome == "failed"
 
 
 def test_another_way_of_coding_reads_what_was_kept_before(sound: Path) -> None:
     for settings in (replace(SETTINGS, exact=None, quantized=None), StoreSettings(disk_limit=LIMIT, memory_limit=0)):
         with TieredStore(copy(sound, "settings"), settings) as store:
-            assert [load(store, T, kv_space) for kv_space in SHELVES] == [200] * 3
+            assert [load(store, T, kv_space) for kv_space in KV_SPACES] == [200] * 3
             store.disk.remove(rows_of(store, BASE))
-            assert [load(store, T, kv_space) for kv_space in SHELVES] == [0, 200, 200]
+            assert [load(store, T, kv_space) for kv_space in KV_SPACES] == [0, 200, 200]
             assert problems(store) == ()

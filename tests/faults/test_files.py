@@ -61,7 +61,7 @@ def _header_bytes(path: Path) -> bytes:
 
 
 def _expect_healing(sound: Path, damage: Damage, settings: StoreSettings = NO_MEMORY) -> None:
-    """Damage a copy's first extent: it is lost or right, found by a check, and mended both ways."""
+    """Damage a copy's first extent: it is lost or right, found by a check, and repaired both ways."""
     folder = copy(sound, "served")
     damage(extent_of(folder, VICTIM))
     with TieredStore(folder, settings) as store:
@@ -387,7 +387,7 @@ def test_with_a_key_forged_numbers_digests_and_rows_are_not_served(tmp_path: Pat
         assert load(store, OTHER) == len(OTHER)
 
 
-def test_with_a_key_an_extent_of_a_plain_shelf_cannot_be_passed_off_as_a_keyed_one(tmp_path: Path) -> None:
+def test_with_a_key_an_extent_of_an_unkeyed_kv_space_cannot_be_passed_off_as_a_keyed_one(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     fill(folder, [VICTIM], KEYED)
     fill(folder, [VICTIM])

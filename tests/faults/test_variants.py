@@ -34,18 +34,18 @@ PROMPT = prompt(1, 150)
 SPAN = Span(40, 100)
 CHUNK = PROMPT[SPAN.start : SPAN.stop]
 OTHER = prompt(2, 90)
-LOOSE_SPAN = Span(7, 80)
-LOOSE = OTHER[LOOSE_SPAN.start : LOOSE_SPAN.stop]
+PART = Span(7, 80)
+ALONE = OTHER[PART.start : PART.stop]
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a prompt, a variant of a part of it, and a loose variant."""
+    """A folder with a prompt, a variant of a part of it, and a non-prefix variant."""
     folder = tmp_path_factory.mktemp("variants") / "cache"
     with TieredStore(folder, NO_MEMORY) as store:
         keep(store, PROMPT)
         store.variants.keep(KV_SPACE, PROMPT, [variant(PROMPT, SPAN, 0.25)])
-        store.variants.keep_nonprefix(KV_SPACE, LOOSE, make_kv(OTHER, LOOSE_SPAN), variant(OTHER, LOOSE_SPAN, 0.5))
+        store.variants.keep_nonprefix(KV_SPACE, ALONE, make_kv(OTHER, PART), variant(OTHER, PART, 0.5))
         assert store.variants.stats() == VariantCounts(2, 2, 1)
     return folder
 
@@ -53,7 +53,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(store: TieredStore) -> list[bool | None]:
     """For both chunks: True if its variant was served, right to the bit; None if it was found but lost; else False."""
     outcomes: list[bool | None] = []
-    for chunk, tokens, span in ((CHUNK, PROMPT, SPAN), (LOOSE, OTHER, LOOSE_SPAN)):
+    for chunk, tokens, span in ((CHUNK, PROMPT, SPAN), (ALONE, OTHER, PART)):
         found = find(store, chunk)
         if not found:
             outcomes.append(False)
@@ -104,8 +104,8 @@ def test_every_flipped_bit_of_a_row_makes_it_unknown_and_its_row_go(sound: Path)
             store.maintain()
             assert load(store, PROMPT) == len(PROMPT)
             assert store.variants.keep(KV_SPACE, PROMPT, [variant(PROMPT, SPAN)]) in (0, 1)
-            kv, given = make_kv(OTHER, LOOSE_SPAN), variant(OTHER, LOOSE_SPAN, 0.5)
-            assert store.variants.keep_nonprefix(KV_SPACE, LOOSE, kv, given).outcome == "kept"
+            kv, given = make_kv(OTHER, PART), variant(OTHER, PART, 0.5)
+            assert store.variants.keep_nonprefix(KV_SPACE, ALONE, kv, given).outcome == "kept"
             assert served(store) == [True, True], column
             assert check(store.disk).problems == ()
 
@@ -149,7 +149,7 @@ def test_any_flipped_bit_of_the_catalog_gives_the_right_numbers_or_none(sound: P
             served(store)
 
 
-@pytest.mark.parametrize("step", ["blocks", "rows", "loose"])
+@pytest.mark.parametrize("step", ["blocks", "rows", "nonprefix"])
 def test_killed_between_keeping_blocks_and_listing_variants_leaves_a_sound_folder(tmp_path: Path, step: str) -> None:
     folder = tmp_path / "cache"
     script = f"""
@@ -165,8 +165,8 @@ def dying(*given):
 store = TieredStore({str(folder)!r}, NO_MEMORY)
 keep(store, PROMPT)
 variant_rows.add = dying
-if step == "loose":
-    store.variants.keep_nonprefix(KV_SPACE, LOOSE, make_kv(OTHER, LOOSE_SPAN), variant(OTHER, LOOSE_SPAN, 0.5))
+if step == "nonprefix":
+    store.variants.keep_nonprefix(KV_SPACE, ALONE, make_kv(OTHER, PART), variant(OTHER, PART, 0.5))
 store.variants.keep(KV_SPACE, PROMPT, [variant(PROMPT, SPAN)])
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, check=False)
@@ -176,8 +176,8 @@ store.variants.keep(KV_SPACE, PROMPT, [variant(PROMPT, SPAN)])
         assert load(store, PROMPT) == len(PROMPT)
         assert check(store.disk).problems == ()
         assert store.variants.keep(KV_SPACE, PROMPT, [variant(PROMPT, SPAN)]) == 1
-        kv, given = make_kv(OTHER, LOOSE_SPAN), variant(OTHER, LOOSE_SPAN, 0.5)
-        assert store.variants.keep_nonprefix(KV_SPACE, LOOSE, kv, given).outcome == "kept"
+        kv, given = make_kv(OTHER, PART), variant(OTHER, PART, 0.5)
+        assert store.variants.keep_nonprefix(KV_SPACE, ALONE, kv, given).outcome == "kept"
         assert served(store) == [True, True]
 
 
@@ -193,8 +193,8 @@ with TieredStore({str(folder)!r}, NO_MEMORY) as store:
         span = Span(20 + turn, 80 + turn)
         keep(store, tokens)
         store.variants.keep(KV_SPACE, tokens, [variant(tokens, span)])
-        own = [*prompt(100 + number, 30), *LOOSE]
-        store.variants.keep_nonprefix(KV_SPACE, LOOSE, make_kv(own, Span(30, 103)), variant(own, Span(30, 103), number))
+        own = [*prompt(100 + number, 30), *ALONE]
+        store.variants.keep_nonprefix(KV_SPACE, ALONE, make_kv(own, Span(30, 103)), variant(own, Span(30, 103), number))
         for known in find(store, CHUNK):
             start = known.variant.span.start
             try:
@@ -203,9 +203,9 @@ with TieredStore({str(folder)!r}, NO_MEMORY) as store:
                 pass  # the other process removed it
         if turn % 4 == number:
             store.disk.remove(store.disk.entries()[-1:])
-        for known in find(store, LOOSE):
+        for known in find(store, ALONE):
             try:
-                own = [*prompt(100 + int(known.variant.drift), 30), *LOOSE]
+                own = [*prompt(100 + int(known.variant.drift), 30), *ALONE]
                 assert_gives(store, known, make_kv(own, Span(30, 103)))
             except KvLost:
                 pass  # the other process removed it
@@ -221,7 +221,7 @@ with TieredStore({str(folder)!r}, NO_MEMORY) as store:
         assert worker.returncode == 0, complaint.decode()
     with TieredStore(folder, NO_MEMORY) as store:
         assert check(store.disk).problems == ()
-        assert len(find(store, LOOSE)) <= 1
+        assert len(find(store, ALONE)) <= 1
 
 
 def test_eviction_under_a_variant_never_gives_wrong_numbers_nor_exceeds_the_limit(tmp_path: Path) -> None:
@@ -344,13 +344,13 @@ def test_an_extent_that_is_said_to_stand_elsewhere_makes_its_variants_unknown(so
         assert served(store) == [False, False] and store.counts.read_failures == 0
 
 
-def test_loose_kv_of_two_computations_is_not_taken_for_one(sound: Path) -> None:
+def test_nonprefix_kv_of_two_computations_is_not_taken_for_one(sound: Path) -> None:
     with TieredStore(copy(sound, "mixed"), NO_MEMORY) as store:
-        chain = np.frombuffer(chain_tokens(chunk_digest(LOOSE), token_bytes(LOOSE)), "<u4").tolist()
+        chain = np.frombuffer(chain_tokens(chunk_digest(ALONE), token_bytes(ALONE)), "<u4").tolist()
         match = store.lookup(nonprefix(KV_SPACE), chain)
         assert match.length == len(chain)
         with store.disk.database.writing() as connection:
             catalog.cut(connection, match.pieces[0].extent, 1)
         assert keep(store, chain, nonprefix(KV_SPACE)).outcome == "kept"  # as an import of old could
         assert store.lookup(nonprefix(KV_SPACE), chain).length == len(chain)
-        assert find(store, LOOSE) == []
+        assert find(store, ALONE) == []

@@ -117,7 +117,7 @@ def _json(random: Random, data: bytes) -> bytes:
 
 
 def _other_header(random: Random, header: bytes) -> bytes:
-    """A field changed and the checksum mended; or one that has a pax or sparse header before it."""
+    """A field changed and the checksum corrected; or one that has a pax or sparse header before it."""
     kind = random.randrange(4)
     if kind == 0:
         info = tarfile.TarInfo("extents/" + "n" * random.choice((3, 120)))

@@ -38,10 +38,10 @@ class Inputs(Family):
     def __init__(self, folder: Path) -> None:
         self.anchor = smooth(SHAPE, TOKENS, "float16", 1)
         kv = LayerKv(self.anchor.keys + np.float16(0.01), self.anchor.values * np.float16(1.01))
-        near = Coder(BitPlan.uniform(1, 4), BitPlan.uniform(1, 3))
+        quantized = Coder(BitPlan.uniform(1, 4), BitPlan.uniform(1, 3))
         self.samples = [
-            (near.encode(0, kv, None, "float16"), None, "layer"),
-            (near.encode(0, kv, self.anchor, "float16"), self.anchor, "layer"),
+            (quantized.encode(0, kv, None, "float16"), None, "layer"),
+            (quantized.encode(0, kv, self.anchor, "float16"), self.anchor, "layer"),
             (coder.EXACT.encode(0, kv, self.anchor, "float16"), self.anchor, "layer"),
             (coder.SAME_LAYER, self.anchor, "layer"),
             (slices.encode(slices.level_named("raw", LAYOUT), LAYOUT, 0, kv), None, "slice"),

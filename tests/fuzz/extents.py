@@ -40,10 +40,14 @@ class Inputs(Family):
             for name in _NAMES
         ]
         anchor = self.files.write(plans[0], kv).header
-        near = Coder(BitPlan.uniform(2, 4), BitPlan.uniform(2, 3))
+        quantized = Coder(BitPlan.uniform(2, 4), BitPlan.uniform(2, 3))
         opened = OpenBase(self._open(anchor.plan), Span(0, TOKENS), 0)
         moved = [LayerKv(one.keys * kv[0].keys.dtype.type(1.01), one.values) for one in kv]
-        for plan, coder, on in ((plans[1], near, None), (plans[2], EXACT, "kv_space"), (plans[3], near, "kv_space")):
+        for plan, coder, on in (
+            (plans[1], quantized, None),
+            (plans[2], EXACT, "kv_space"),
+            (plans[3], quantized, "kv_space"),
+        ):
             self.files.write_coded(self.files.encode(plan, moved, coder, on, [opened] if on else []))
         self.files.release(opened.extent)
         self.anchor = self.files.path(_NAMES[0]).read_bytes()

@@ -24,7 +24,7 @@ from tests.knowledge.conftest import Counting, library
 ROOT = Path(__file__).parents[2]
 
 
-class Shelf:
+class IngestedFolder:
     """A folder of files, and the library they go into."""
 
     def __init__(self, folder: Path, embedder: Embedder) -> None:
@@ -61,8 +61,8 @@ class Shelf:
 
 
 @pytest.fixture
-def kv_space(tmp_path: Path, embedder: Embedder) -> Shelf:
-    return Shelf(tmp_path, embedder)
+def files(tmp_path: Path, embedder: Embedder) -> IngestedFolder:
+    return IngestedFolder(tmp_path, embedder)
 
 
 def counts(done: IngestResult) -> tuple[int, int, int, int]:
@@ -72,140 +72,142 @@ def counts(done: IngestResult) -> tuple[int, int, int, int]:
 # -- what changed
 
 
-def test_a_file_that_was_only_touched_is_not_read_again(kv_space: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = kv_space.write("a.txt", "walrus")
-    kv_space.write("b.txt", "penguin")
-    assert counts(kv_space.ingest()) == (2, 0, 0, 0) and len(kv_space.texts) == 2
-    generation = kv_space.known.generation
+def test_a_file_that_was_only_touched_is_not_read_again(files: IngestedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = files.write("a.txt", "walrus")
+    files.write("b.txt", "penguin")
+    assert counts(files.ingest()) == (2, 0, 0, 0) and len(files.texts) == 2
+    generation = files.known.generation
     os.utime(path, (1, 1))
 
     def never(path: Path) -> object:
         raise AssertionError(path)
 
     monkeypatch.setattr(module, "read_file", never)
-    assert counts(kv_space.ingest()) == (0, 0, 0, 2)
-    assert kv_space.texts == [] and kv_space.known.generation == generation
+    assert counts(files.ingest()) == (0, 0, 0, 2)
+    assert files.texts == [] and files.known.generation == generation
 
 
-def test_a_changed_file_embeds_only_its_changed_passages(kv_space: Shelf) -> None:
+def test_a_changed_file_embeds_only_its_changed_passages(files: IngestedFolder) -> None:
     paragraphs = [" ".join(f"word{number}x{n}" for n in range(80)) + "." for number in range(6)]
-    kv_space.write("a.md", "# T\n\n" + "\n\n".join(paragraphs))
-    first = kv_space.ingest()
-    assert first.embedded == len(kv_space.texts) >= 5
+    files.write("a.md", "# T\n\n" + "\n\n".join(paragraphs))
+    first = files.ingest()
+    assert first.embedded == len(files.texts) >= 5
     paragraphs[2] = "something else " * 40 + "."
-    kv_space.write("a.md", "# T\n\n" + "\n\n".join(paragraphs))
-    assert counts(kv_space.ingest()) == (0, 1, 0, 0)
-    assert len(kv_space.texts) == 1 and "something else" in kv_space.texts[0]
-    assert "something else" in kv_space.said("a.md") and "word2x" not in kv_space.said("a.md")
+    files.write("a.md", "# T\n\n" + "\n\n".join(paragraphs))
+    assert counts(files.ingest()) == (0, 1, 0, 0)
+    assert len(files.texts) == 1 and "something else" in files.texts[0]
+    assert "something else" in files.said("a.md") and "word2x" not in files.said("a.md")
 
 
-def test_another_splitting_cuts_everything_again(kv_space: Shelf, embedder: Embedder) -> None:
-    kv_space.write("a.txt", " ".join(f"This is sentence {number}." for number in range(40)))
-    kv_space.ingest()
-    before = kv_space.known.counts()["chunks"]
-    done = Ingester(kv_space.known, embedder, Splitting(20)).ingest([kv_space.folder])
-    assert counts(done) == (0, 1, 0, 0) and kv_space.known.counts()["chunks"] > before
+def test_another_splitting_cuts_everything_again(files: IngestedFolder, embedder: Embedder) -> None:
+    files.write("a.txt", " ".join(f"This is sentence {number}." for number in range(40)))
+    files.ingest()
+    before = files.known.counts()["chunks"]
+    done = Ingester(files.known, embedder, Splitting(20)).ingest([files.folder])
+    assert counts(done) == (0, 1, 0, 0) and files.known.counts()["chunks"] > before
 
 
-def test_removed_files_go_and_others_stay(kv_space: Shelf, tmp_path: Path) -> None:
+def test_removed_files_go_and_others_stay(files: IngestedFolder, tmp_path: Path) -> None:
     for name in ("a.txt", "sub/b.txt", "sub/deep/c.txt"):
-        kv_space.write(name, f"about {name}")
+        files.write(name, f"about {name}")
     elsewhere = tmp_path / "d.txt"
     elsewhere.write_text("elsewhere")
-    kv_space.ingest(kv_space.folder, elsewhere)
-    (kv_space.folder / "sub/b.txt").unlink()
+    files.ingest(files.folder, elsewhere)
+    (files.folder / "sub/b.txt").unlink()
     elsewhere.unlink()
-    assert counts(kv_space.ingest()) == (0, 0, 1, 2)
-    assert {Path(entry.source).name for entry in kv_space.known.entries()} == {"a.txt", "c.txt", "d.txt"}
-    assert counts(kv_space.ingest(elsewhere)) == (0, 0, 1, 0)  # named itself, and it was known: no problem
-    assert kv_space.names == ["a.txt", "sub/deep/c.txt"]
+    assert counts(files.ingest()) == (0, 0, 1, 2)
+    assert {Path(entry.source).name for entry in files.known.entries()} == {"a.txt", "c.txt", "d.txt"}
+    assert counts(files.ingest(elsewhere)) == (0, 0, 1, 0)  # named itself, and it was known: no problem
+    assert files.names == ["a.txt", "sub/deep/c.txt"]
 
 
-def test_a_folder_that_is_gone_takes_its_documents_along(kv_space: Shelf) -> None:
-    kv_space.write("sub/a.txt", "a")
-    kv_space.write("sub/deep/b.txt", "b")
-    kv_space.write("subordinate.txt", "c")
-    kv_space.ingest()
+def test_a_folder_that_is_gone_takes_its_documents_along(files: IngestedFolder) -> None:
+    files.write("sub/a.txt", "a")
+    files.write("sub/deep/b.txt", "b")
+    files.write("subordinate.txt", "c")
+    files.ingest()
     for path in ("sub/a.txt", "sub/deep/b.txt"):
-        (kv_space.folder / path).unlink()
-    (kv_space.folder / "sub/deep").rmdir()
-    (kv_space.folder / "sub").rmdir()
-    done = kv_space.ingest(kv_space.folder / "sub")
-    assert counts(done) == (0, 0, 2, 0) and done.problems == [] and kv_space.names == ["subordinate.txt"]
+        (files.folder / path).unlink()
+    (files.folder / "sub/deep").rmdir()
+    (files.folder / "sub").rmdir()
+    done = files.ingest(files.folder / "sub")
+    assert counts(done) == (0, 0, 2, 0) and done.problems == [] and files.names == ["subordinate.txt"]
 
 
-def test_removed_records_of_a_file_go_and_only_new_ones_are_embedded(kv_space: Shelf) -> None:
-    kv_space.records("r.jsonl", {"one": "walrus", "two": "penguin", "three": "puffin"})
-    assert counts(kv_space.ingest()) == (3, 0, 0, 0)
-    kv_space.records("r.jsonl", {"three": "puffin", "one": "walrus!", "four": "gull"})
-    assert counts(kv_space.ingest()) == (1, 1, 1, 1)
-    assert kv_space.names == ["r.jsonl#four", "r.jsonl#one", "r.jsonl#three"] and len(kv_space.texts) == 2
-    assert kv_space.said("r.jsonl#one") == "walrus!"
+def test_removed_records_of_a_file_go_and_only_new_ones_are_embedded(files: IngestedFolder) -> None:
+    files.records("r.jsonl", {"one": "walrus", "two": "penguin", "three": "puffin"})
+    assert counts(files.ingest()) == (3, 0, 0, 0)
+    files.records("r.jsonl", {"three": "puffin", "one": "walrus!", "four": "gull"})
+    assert counts(files.ingest()) == (1, 1, 1, 1)
+    assert files.names == ["r.jsonl#four", "r.jsonl#one", "r.jsonl#three"] and len(files.texts) == 2
+    assert files.said("r.jsonl#one") == "walrus!"
 
 
-def test_a_renamed_file_is_found_under_its_new_name_and_not_embedded_again(kv_space: Shelf) -> None:
-    path = kv_space.write("old.md", "# Tusks\n\nAbout the walrus.")
-    kv_space.ingest()
-    path.rename(kv_space.folder / "new.md")
-    assert counts(kv_space.ingest()) == (1, 0, 1, 0) and kv_space.texts == []
-    assert kv_space.names == ["new.md"] and kv_space.known.counts()["embedded"] == 1
+def test_a_renamed_file_is_found_under_its_new_name_and_not_embedded_again(files: IngestedFolder) -> None:
+    path = files.write("old.md", "# Tusks\n\nAbout the walrus.")
+    files.ingest()
+    path.rename(files.folder / "new.md")
+    assert counts(files.ingest()) == (1, 0, 1, 0) and files.texts == []
+    assert files.names == ["new.md"] and files.known.counts()["embedded"] == 1
 
 
-def test_equal_files_are_both_listed_and_embedded_once(kv_space: Shelf) -> None:
+def test_equal_files_are_both_listed_and_embedded_once(files: IngestedFolder) -> None:
     for name in ("a.md", "b.md", "c/d.md"):
-        kv_space.write(name, "# Tusks\n\nAbout the walrus.")
-    assert counts(kv_space.ingest()) == (3, 0, 0, 0)
-    assert kv_space.names == ["a.md", "b.md", "c/d.md"] and len(kv_space.texts) == 1
-    assert kv_space.known.counts()["embedded"] == 3
+        files.write(name, "# Tusks\n\nAbout the walrus.")
+    assert counts(files.ingest()) == (3, 0, 0, 0)
+    assert files.names == ["a.md", "b.md", "c/d.md"] and len(files.texts) == 1
+    assert files.known.counts()["embedded"] == 3
 
 
 # -- what cannot be read
 
 
-def test_a_problem_stops_nothing_and_is_told_with_its_path(kv_space: Shelf) -> None:
-    kv_space.write("a.json", "{no json")
-    kv_space.write("b.txt", "walrus")
-    kv_space.write("c.pdf", "no pdf")
-    kv_space.write("d.jsonl", '{"text": "fine"}\n{broken\n{"text": "too"}')
-    kv_space.write("e.txt", "   \n")
-    done = kv_space.ingest(kv_space.folder, kv_space.folder / "missing.txt")
+def test_a_problem_stops_nothing_and_is_told_with_its_path(files: IngestedFolder) -> None:
+    files.write("a.json", "{no json")
+    files.write("b.txt", "walrus")
+    files.write("c.pdf", "no pdf")
+    files.write("d.jsonl", '{"text": "fine"}\n{broken\n{"text": "too"}')
+    files.write("e.txt", "   \n")
+    done = files.ingest(files.folder, files.folder / "missing.txt")
     told = {problem.source: problem.reason for problem in done.problems}
     names = {Path(source).name for source in told}
     assert names == {"a.json", "c.pdf", "d.jsonl#2", "e.txt", "missing.txt"}
     assert all(source in reason for source, reason in told.items())
-    assert kv_space.names == ["b.txt", "d.jsonl#1", "d.jsonl#3"] and done.added == 3
+    assert files.names == ["b.txt", "d.jsonl#1", "d.jsonl#3"] and done.added == 3
 
 
-def test_a_file_that_became_unreadable_loses_what_it_said(kv_space: Shelf) -> None:
-    path = kv_space.write("a.json", '{"text": "walrus"}')
-    kv_space.write("b.txt", "penguin")
-    kv_space.ingest()
+def test_a_file_that_became_unreadable_loses_what_it_said(files: IngestedFolder) -> None:
+    path = files.write("a.json", '{"text": "walrus"}')
+    files.write("b.txt", "penguin")
+    files.ingest()
     path.write_text("{no json any more")
-    done = kv_space.ingest()
-    assert counts(done) == (0, 0, 1, 1) and len(done.problems) == 1 and kv_space.names == ["b.txt"]
-    assert len(kv_space.ingest().problems) == 1  # told each time, and tried each time
+    done = files.ingest()
+    assert counts(done) == (0, 0, 1, 1) and len(done.problems) == 1 and files.names == ["b.txt"]
+    assert len(files.ingest().problems) == 1  # told each time, and tried each time
     path.write_text('{"text": "walrus again"}')
-    assert counts(kv_space.ingest()) == (1, 0, 0, 1)
+    assert counts(files.ingest()) == (1, 0, 0, 1)
 
 
 @pytest.mark.parametrize("empty", ["", "  \n\n", "\ufeff"])
-def test_a_file_that_was_emptied_loses_what_it_said(kv_space: Shelf, empty: str) -> None:
-    kv_space.write("a.txt", "walrus")
-    kv_space.ingest()
-    kv_space.write("a.txt", empty)
-    done = kv_space.ingest()
-    assert done.removed == 1 and len(done.problems) == 1 and kv_space.names == []
+def test_a_file_that_was_emptied_loses_what_it_said(files: IngestedFolder, empty: str) -> None:
+    files.write("a.txt", "walrus")
+    files.ingest()
+    files.write("a.txt", empty)
+    done = files.ingest()
+    assert done.removed == 1 and len(done.problems) == 1 and files.names == []
 
 
-def test_a_document_without_text_replaces_the_old_one_by_nothing(kv_space: Shelf, embedder: Embedder) -> None:
-    Ingester(kv_space.known, embedder).ingest_documents([Document("x", "t", (Section("walrus"),))])
-    done = Ingester(kv_space.known, embedder).ingest_documents([Document("x", "t", (Section(" "),))])
-    assert counts(done) == (0, 0, 1, 0) and len(done.problems) == 1 and kv_space.known.entries() == []
+def test_a_document_without_text_replaces_the_old_one_by_nothing(files: IngestedFolder, embedder: Embedder) -> None:
+    Ingester(files.known, embedder).ingest_documents([Document("x", "t", (Section("walrus"),))])
+    done = Ingester(files.known, embedder).ingest_documents([Document("x", "t", (Section(" "),))])
+    assert counts(done) == (0, 0, 1, 0) and len(done.problems) == 1 and files.known.entries() == []
 
 
-def test_a_parser_that_is_not_installed_stops_only_its_files(kv_space: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv_space.write("a.pdf", "%PDF-")
-    kv_space.write("b.txt", "walrus")
+def test_a_parser_that_is_not_installed_stops_only_its_files(
+    files: IngestedFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write("a.pdf", "%PDF-")
+    files.write("b.txt", "walrus")
     real = module.read_file
 
     def reading(path: Path) -> object:
@@ -214,31 +216,31 @@ def test_a_parser_that_is_not_installed_stops_only_its_files(kv_space: Shelf, mo
         return real(path)
 
     monkeypatch.setattr(module, "read_file", reading)
-    done = kv_space.ingest()
-    assert kv_space.names == ["b.txt"] and "pip install" in done.problems[0].reason
+    done = files.ingest()
+    assert files.names == ["b.txt"] and "pip install" in done.problems[0].reason
 
 
-def test_a_name_that_is_no_text_is_a_problem_of_its_own(kv_space: Shelf) -> None:
-    kv_space.write("b.txt", "walrus")
+def test_a_name_that_is_no_text_is_a_problem_of_its_own(files: IngestedFolder) -> None:
+    files.write("b.txt", "walrus")
     try:
-        (kv_space.folder / os.fsdecode(b"bad\xff.txt")).write_text("penguin")
+        (files.folder / os.fsdecode(b"bad\xff.txt")).write_text("penguin")
     except OSError:
         pytest.skip("this system has no such names")
-    done = kv_space.ingest()
-    assert kv_space.names == ["b.txt"] and "rename" in done.problems[0].reason
+    done = files.ingest()
+    assert files.names == ["b.txt"] and "rename" in done.problems[0].reason
     done.problems[0].reason.encode()
 
 
-def test_nothing_named_is_refused_and_an_empty_folder_is_fine(kv_space: Shelf, embedder: Embedder) -> None:
-    assert counts(kv_space.ingest()) == (0, 0, 0, 0) and kv_space.known.entries() == []
+def test_nothing_named_is_refused_and_an_empty_folder_is_fine(files: IngestedFolder, embedder: Embedder) -> None:
+    assert counts(files.ingest()) == (0, 0, 0, 0) and files.known.entries() == []
     with pytest.raises(UnreadableDocument, match="Name files"):
-        Ingester(kv_space.known, embedder).ingest([])
+        Ingester(files.known, embedder).ingest([])
 
 
 @pytest.mark.parametrize("odd", ["x" * 5000, "~nobodyhere/x", "a\0b", "*nothing*.txt", "", "/proc/none/*/x.txt"])
-def test_paths_that_lead_nowhere_are_problems(kv_space: Shelf, odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(kv_space.folder)
-    done = kv_space.ingest(odd)
+def test_paths_that_lead_nowhere_are_problems(files: IngestedFolder, odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files.folder)
+    done = files.ingest(odd)
     assert len(done.problems) == (odd != "")  # the empty path is where we are
     assert counts(done) == (0, 0, 0, 0)
 
@@ -246,87 +248,83 @@ def test_paths_that_lead_nowhere_are_problems(kv_space: Shelf, odd: str, monkeyp
 # -- folders and patterns
 
 
-def test_hidden_files_are_left_out_unless_they_are_named(kv_space: Shelf) -> None:
+def test_hidden_files_are_left_out_unless_they_are_named(files: IngestedFolder) -> None:
     for name in (".a.txt", ".git/b.txt", "c.txt", "d.exe"):
-        kv_space.write(name, name)
-    kv_space.ingest()
-    assert kv_space.names == ["c.txt"]
-    kv_space.ingest(str(kv_space.folder / "*.txt"), str(kv_space.folder / "**/*.txt"))
-    assert kv_space.names == ["c.txt"]
-    kv_space.ingest(kv_space.folder / ".a.txt", kv_space.folder / ".git", kv_space.folder / "d.exe")
-    assert kv_space.names == [".a.txt", ".git/b.txt", "c.txt", "d.exe"]
-    assert counts(kv_space.ingest()) == (0, 0, 0, 1)  # what stands there hidden is not gone
+        files.write(name, name)
+    files.ingest()
+    assert files.names == ["c.txt"]
+    files.ingest(str(files.folder / "*.txt"), str(files.folder / "**/*.txt"))
+    assert files.names == ["c.txt"]
+    files.ingest(files.folder / ".a.txt", files.folder / ".git", files.folder / "d.exe")
+    assert files.names == [".a.txt", ".git/b.txt", "c.txt", "d.exe"]
+    assert counts(files.ingest()) == (0, 0, 0, 1)  # what stands there hidden is not gone
 
 
-def test_patterns_find_files_and_see_that_they_are_gone(kv_space: Shelf) -> None:
+def test_patterns_find_files_and_see_that_they_are_gone(files: IngestedFolder) -> None:
     for name in ("a.txt", "b.md", "sub/c.txt", "sub/deep/d.txt"):
-        kv_space.write(name, name)
-    kv_space.ingest(str(kv_space.folder / "*.txt"))
-    assert kv_space.names == ["a.txt"]
-    everywhere = str(kv_space.folder / "**" / "*.txt")
-    kv_space.ingest(everywhere)
-    assert kv_space.names == ["a.txt", "sub/c.txt", "sub/deep/d.txt"]
+        files.write(name, name)
+    files.ingest(str(files.folder / "*.txt"))
+    assert files.names == ["a.txt"]
+    everywhere = str(files.folder / "**" / "*.txt")
+    files.ingest(everywhere)
+    assert files.names == ["a.txt", "sub/c.txt", "sub/deep/d.txt"]
     for name in ("a.txt", "sub/deep/d.txt"):
-        (kv_space.folder / name).unlink()
-    assert counts(kv_space.ingest(everywhere)) == (0, 0, 2, 1) and kv_space.names == ["sub/c.txt"]
-    (kv_space.folder / "sub/c.txt").unlink()
-    last = kv_space.ingest(everywhere)
+        (files.folder / name).unlink()
+    assert counts(files.ingest(everywhere)) == (0, 0, 2, 1) and files.names == ["sub/c.txt"]
+    (files.folder / "sub/c.txt").unlink()
+    last = files.ingest(everywhere)
     assert counts(last) == (0, 0, 1, 0) and last.problems == []
-    assert "is not there" in kv_space.ingest(everywhere).problems[0].reason
+    assert "is not there" in files.ingest(everywhere).problems[0].reason
 
 
-def test_a_file_with_the_name_of_a_pattern_is_itself(kv_space: Shelf) -> None:
-    kv_space.write("a[1].txt", "one")
-    kv_space.write("a1.txt", "two")
-    kv_space.ingest(kv_space.folder / "a[1].txt")
-    assert kv_space.names == ["a[1].txt"]
+def test_a_file_with_the_name_of_a_pattern_is_itself(files: IngestedFolder) -> None:
+    files.write("a[1].txt", "one")
+    files.write("a1.txt", "two")
+    files.ingest(files.folder / "a[1].txt")
+    assert files.names == ["a[1].txt"]
 
 
-def test_a_folder_inside_another_one_is_read_once(kv_space: Shelf) -> None:
-    kv_space.write("sub/a.txt", "walrus")
-    inside = kv_space.folder / "sub"
-    done = kv_space.ingest(kv_space.folder, inside, inside / "a.txt", str(inside / "*.txt"), f"{inside}/../sub")
-    assert counts(done) == (1, 0, 0, 0) and len(kv_space.texts) == 1
+def test_a_folder_inside_another_one_is_read_once(files: IngestedFolder) -> None:
+    files.write("sub/a.txt", "walrus")
+    inside = files.folder / "sub"
+    done = files.ingest(files.folder, inside, inside / "a.txt", str(inside / "*.txt"), f"{inside}/../sub")
+    assert counts(done) == (1, 0, 0, 0) and len(files.texts) == 1
 
 
-def test_links_that_go_in_circles_or_nowhere_end(kv_space: Shelf) -> None:
-    kv_space.write("sub/a.txt", "walrus")
-    (kv_space.folder / "sub" / "up").symlink_to(kv_space.folder, target_is_directory=True)
-    (kv_space.folder / "self.txt").symlink_to(kv_space.folder / "self.txt")
-    (kv_space.folder / "nowhere.txt").symlink_to(kv_space.folder / "none")
-    kv_space.ingest(kv_space.folder, str(kv_space.folder / "**" / "*.txt"))
-    assert kv_space.names == ["sub/a.txt"]
-    assert len(kv_space.ingest(kv_space.folder / "self.txt").problems) == 1
+def test_links_that_go_in_circles_or_nowhere_end(files: IngestedFolder) -> None:
+    files.write("sub/a.txt", "walrus")
+    (files.folder / "sub" / "up").symlink_to(files.folder, target_is_directory=True)
+    (files.folder / "self.txt").symlink_to(files.folder / "self.txt")
+    (files.folder / "nowhere.txt").symlink_to(files.folder / "none")
+    files.ingest(files.folder, str(files.folder / "**" / "*.txt"))
+    assert files.names == ["sub/a.txt"]
+    assert len(files.ingest(files.folder / "self.txt").problems) == 1
 
 
 # -- being stopped
 
 
-def test_a_second_run_embeds_only_what_the_first_did_not(kv_space: Shelf) -> None:
+def test_a_second_run_embeds_only_what_the_first_did_not(files: IngestedFolder) -> None:
     for number in range(300):
-        kv_space.write(f"{number:03}.txt", f"document number {number}")
+        files.write(f"{number:03}.txt", f"document number {number}")
     with pytest.raises(KeyboardInterrupt):
-        kv_space.ingest(breaks_after=170)
-    first = list(kv_space.texts)
+        files.ingest(breaks_after=170)
+    first = list(files.texts)
     assert 100 < len(first) <= 170
-    done = kv_space.ingest()
-    assert done.added + done.unchanged == 300 == len(kv_space.names)
-    assert len(set(first) & set(kv_space.texts)) <= 1 and len({*first, *kv_space.texts}) == 300
+    done = files.ingest()
+    assert done.added + done.unchanged == 300 == len(files.names)
+    assert len(set(first) & set(files.texts)) <= 1 and len({*first, *files.texts}) == 300
 
 
-def test_one_long_document_goes_on_where_it_was_stopped(kv_space: Shelf) -> None:
-    kv_space.write(
-        "long.txt", "\n\n".join(" ".join(f"p{number}w{n}" for n in range(80)) + "." for number in range(300))
-    )
+def test_one_long_document_goes_on_where_it_was_stopped(files: IngestedFolder) -> None:
+    files.write("long.txt", "\n\n".join(" ".join(f"p{number}w{n}" for n in range(80)) + "." for number in range(300)))
     with pytest.raises(KeyboardInterrupt):
-        kv_space.ingest(breaks_after=200)
-    first = list(kv_space.texts)
+        files.ingest(breaks_after=200)
+    first = list(files.texts)
     assert len(first) >= 128
-    kv_space.ingest()
-    assert (
-        not set(first) & set(kv_space.texts) and len(first) + len(kv_space.texts) == kv_space.known.counts()["chunks"]
-    )
-    assert kv_space.known.counts()["embedded"] == kv_space.known.counts()["chunks"] >= 300
+    files.ingest()
+    assert not set(first) & set(files.texts) and len(first) + len(files.texts) == files.known.counts()["chunks"]
+    assert files.known.counts()["embedded"] == files.known.counts()["chunks"] >= 300
 
 
 KILLED = """
@@ -345,26 +343,26 @@ Ingester(known, Embedder.load(ModelFiles("tiny", Path(sys.argv[2]))), report=rep
 
 
 def test_killed_amid_an_ingestion_the_next_one_completes_it(
-    kv_space: Shelf, tmp_path: Path, embedder_folder: Path
+    files: IngestedFolder, tmp_path: Path, embedder_folder: Path
 ) -> None:
-    path = kv_space.records("r.jsonl", {f"r{number}": f"document number {number}" for number in range(200)})
+    path = files.records("r.jsonl", {f"r{number}": f"document number {number}" for number in range(200)})
     arguments = [sys.executable, "-c", KILLED, str(tmp_path), str(embedder_folder), str(path)]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == -9, done.stderr
-    assert 64 <= kv_space.known.counts()["documents"] < 200
-    again = kv_space.ingest()
-    assert again.unchanged >= 64 and again.added + again.unchanged == 200 == kv_space.known.counts()["embedded"]
-    assert len(kv_space.texts) <= 200 - 64
+    assert 64 <= files.known.counts()["documents"] < 200
+    again = files.ingest()
+    assert again.unchanged >= 64 and again.added + again.unchanged == 200 == files.known.counts()["embedded"]
+    assert len(files.texts) <= 200 - 64
 
 
 # -- how it tells
 
 
-def test_a_thousand_documents_move_forward_step_by_step(kv_space: Shelf, embedder: Embedder) -> None:
-    path = kv_space.records("r.jsonl", {f"r{number}": f"text {number}" for number in range(1000)})
-    kv_space.write("z.txt", "last")
+def test_a_thousand_documents_move_forward_step_by_step(files: IngestedFolder, embedder: Embedder) -> None:
+    path = files.records("r.jsonl", {f"r{number}": f"text {number}" for number in range(1000)})
+    files.write("z.txt", "last")
     steps: list[IngestProgress] = []
-    done = Ingester(kv_space.known, embedder, report=steps.append).ingest([path, kv_space.folder])
+    done = Ingester(files.known, embedder, report=steps.append).ingest([path, files.folder])
     assert done.added == 1001 == done.embedded == done.passages
     told = [(step.files_done, step.documents, step.passages) for step in steps]
     assert all(all(a <= b for a, b in zip(x, y, strict=True)) for x, y in pairwise(told))
@@ -372,32 +370,32 @@ def test_a_thousand_documents_move_forward_step_by_step(kv_space: Shelf, embedde
     assert {step.files for step in steps} == {2}
 
 
-def test_one_word_documents_are_found(kv_space: Shelf) -> None:
-    kv_space.records("r.jsonl", {"a": "walrus", "b": "x", "c": "1"})
-    assert kv_space.ingest().added == 3
-    assert kv_space.said("r.jsonl#b") == "x"
+def test_one_word_documents_are_found(files: IngestedFolder) -> None:
+    files.records("r.jsonl", {"a": "walrus", "b": "x", "c": "1"})
+    assert files.ingest().added == 3
+    assert files.said("r.jsonl#b") == "x"
 
 
-def test_passages_longer_than_the_embedder_reads_are_counted(kv_space: Shelf, embedder: Embedder) -> None:
-    kv_space.write("a.txt", "a b c")
-    assert kv_space.ingest().truncated == 0
-    kv_space.write("b.txt", "a " * (embedder.token_limit + 20))
-    assert kv_space.ingest().truncated == 1
+def test_passages_longer_than_the_embedder_reads_are_counted(files: IngestedFolder, embedder: Embedder) -> None:
+    files.write("a.txt", "a b c")
+    assert files.ingest().truncated == 0
+    files.write("b.txt", "a " * (embedder.token_limit + 20))
+    assert files.ingest().truncated == 1
 
 
 # -- documents that are given
 
 
-def test_given_documents_are_named_and_replaced_by_their_source(kv_space: Shelf, embedder: Embedder) -> None:
+def test_given_documents_are_named_and_replaced_by_their_source(files: IngestedFolder, embedder: Embedder) -> None:
     def give(*given: object) -> IngestResult:
-        return Ingester(kv_space.known, embedder).ingest_documents(parse_documents(given))  # type: ignore[arg-type]
+        return Ingester(files.known, embedder).ingest_documents(parse_documents(given))  # type: ignore[arg-type]
 
     done = give("just text", {"text": "walrus", "id": "w", "title": "Tusks"}, {"text": "penguin", "source": "w"})
     assert done.added + done.changed == 3 and done.changed == 1
-    assert [chunk.passage.text for chunk in kv_space.known.chunks_of(kv_space.known.find("w")[0].id)] == ["penguin"]
+    assert [chunk.passage.text for chunk in files.known.chunks_of(files.known.find("w")[0].id)] == ["penguin"]
     assert counts(give("just text")) == (0, 0, 0, 1)
     give({"text": "half \ud800 a character", "title": "\ud800", "source": "s\udfff"})
-    assert len(kv_space.known.entries()) == 3
+    assert len(files.known.entries()) == 3
 
 
 @pytest.mark.parametrize("wrong", [[{}], [{"text": ""}], [{"text": 5}], [5], [None], ["  "], [["text"]]])
@@ -406,9 +404,9 @@ def test_what_is_no_document_is_refused(wrong: Sequence[object]) -> None:
         list(parse_documents(wrong))  # type: ignore[arg-type]
 
 
-def test_documents_carry_their_app(kv_space: Shelf) -> None:
-    kv_space.write("a/1.txt", "walrus")
-    kv_space.write("b/1.txt", "penguin")
-    kv_space.ingest(kv_space.folder / "a", app="mail")
-    kv_space.ingest(kv_space.folder / "b")
-    assert {entry.source[-7:]: entry.app for entry in kv_space.known.entries()} == {"a/1.txt": "mail", "b/1.txt": None}
+def test_documents_carry_their_app(files: IngestedFolder) -> None:
+    files.write("a/1.txt", "walrus")
+    files.write("b/1.txt", "penguin")
+    files.ingest(files.folder / "a", app="mail")
+    files.ingest(files.folder / "b")
+    assert {entry.source[-7:]: entry.app for entry in files.known.entries()} == {"a/1.txt": "mail", "b/1.txt": None}

@@ -119,7 +119,9 @@ def test_whatever_is_fed_behind_whatever_is_present_is_as_if_computed(
 @scattered
 @lawful(25)
 @given(st.sets(st.integers(0, LENGTH - 2)), st.sets(st.integers(0, LENGTH - 2), max_size=4))
-def test_whatever_is_recomputed_whatever_is_broken_is_mended(name: str, extra: set[int], broken: set[int]) -> None:
+def test_recomputing_broken_positions_repairs_them_whatever_else_is_recomputed(
+    name: str, extra: set[int], broken: set[int]
+) -> None:
     """Fed KV with holes of garbage; the holes and any other positions are recomputed: all is as computed whole."""
     engine, (logits, kv) = engine_of(name), whole(name)
     layers = len(engine.layout.layers)

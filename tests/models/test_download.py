@@ -40,7 +40,7 @@ def test_the_file_arrives_with_progress(served: Served, tmp_path: Path) -> None:
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
 
 
-def test_a_break_is_mended_within_one_call(served: Served, tmp_path: Path) -> None:
+def test_a_broken_download_is_resumed_within_one_call(served: Served, tmp_path: Path) -> None:
     served.cut_after = [300_000, 100_000]
     told: list[int] = []
     download(f"{served.url}/file", tmp_path / "f", sha256=SHA256, progress=lambda what, done, total: told.append(total))

@@ -1,7 +1,7 @@
-"""Mending `leading`: KV of another context is appended where it is needed, its keys turned by the distance.
+"""Recompute `leading`: KV of another context is appended where it is needed, its keys turned by the distance.
 
 In layer 0 keys and values depend only on a token and its position, so there appended KV must be what computing gives.
-Further up they also depend on what stood before: computing the tokens that lead to it mends that, the more the better.
+Further up they also depend on what stood before: recomputing its leading tokens corrects that, the more the better.
 """
 
 from __future__ import annotations
@@ -238,9 +238,9 @@ kv = source.export(Span(10, 30))
 try:
     target.append(kv)
     engine.step([Row.following(target, [5, 6, 7])])
-    print("leading", engine.capabilities.mends)
+    print("leading", engine.capabilities.recompute)
 except StepRefused:
-    print("refused", engine.capabilities.mends)
+    print("refused", engine.capabilities.recompute)
 """
 
 

@@ -99,7 +99,7 @@ def test_deterministic_logits_are_bit_equal_whatever_chats_went_before(kind: str
 
 
 @principal
-def test_kv_of_other_pieces_is_on_another_shelf(kind: str, tmp_path: Path) -> None:
+def test_kv_computed_in_other_pieces_is_in_another_kv_space(kind: str, tmp_path: Path) -> None:
     prompt = tokens_of(600, seed=10)
     following = [*prompt, 251]
     with opened(long(kind), tmp_path / "cache") as session:

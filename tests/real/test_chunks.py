@@ -1,4 +1,4 @@
-"""Mending with real weights: exact answers stay exact, mended ones stay near, and nothing stale is kept."""
+"""Chunk reuse with real weights: exact answers stay exact, approximate ones stay close, and nothing stale is kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from rekindle import Session
 from rekindle.core.request import Request
-from tests.chunks.mending import Outcome, compute, kv_space_of, prefill, stored_kv
+from tests.chunks.chunk_reuse import Outcome, compute, kv_space_of, prefill, stored_kv
 from tests.unmeasured_costs import UnmeasuredCosts
 
 pytestmark = pytest.mark.real
@@ -41,7 +41,7 @@ TOLERANCE = {"hf": 1e-4, "llamacpp": 5e-2}  # of the largest logit: what roundin
 
 @pytest.fixture(scope="module", params=ENGINES)
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    folder = tmp_path_factory.mktemp("mend") / "cache"
+    folder = tmp_path_factory.mktemp("chunks") / "cache"
     options: dict[str, Any] = {"engine": request.param, "device": "cpu"}
     if request.param == "hf":
         options["dtype"] = "float32"
@@ -63,11 +63,11 @@ def off_by(session: Session, logits: np.ndarray, outcome: Outcome) -> float:
     return float(np.abs(logits - right).max() / np.abs(right).max())
 
 
-def test_exact_is_exact_beside_mending_and_nothing_stale_is_kept(session: Session) -> None:
+def test_exact_is_exact_between_approximate_prompts_and_nothing_stale_is_kept(session: Session) -> None:
     tolerance = TOLERANCE[session.engine_kind]
     order = ("Bakery", "Lighthouse", "Harbour")
-    mended = prefill(session, about("Who lit the lamp?", *order))
-    assert mended.reuse.level == "approximate"
+    approximate = prefill(session, about("Who lit the lamp?", *order))
+    assert approximate.reuse.level == "approximate"
     exact = prefill(session, about("Who lit the lamp?", *order, reuse="exact"))
     assert exact.reuse.level == "exact" and off_by(session, exact.logits, exact) <= tolerance
     found = stored_kv(session, kv_space_of(session), exact.tokens)
@@ -78,7 +78,7 @@ def test_exact_is_exact_beside_mending_and_nothing_stale_is_kept(session: Sessio
         assert np.abs(a - b).max() <= tolerance * np.abs(b).max()
 
 
-def test_mending_comes_nearer_to_the_right_logits_than_reusing_as_it_is(session: Session) -> None:
+def test_selective_recompute_comes_closer_to_the_right_logits_than_reuse_alone(session: Session) -> None:
     chosen = session.cache.chunks.recompute_policy
     distances = {}
     try:
@@ -107,18 +107,18 @@ def divergence(right: np.ndarray, ours: np.ndarray) -> float:
     return float((p * (np.log(p + 1e-30) - np.log(q + 1e-30))).sum())
 
 
-def test_exact_replies_between_mended_ones_are_those_with_everything_computed(session: Session) -> None:
+def test_exact_replies_between_approximate_ones_are_those_with_everything_computed(session: Session) -> None:
     question = "What does the ferry to Ormund cost?"
     for order in (("Lighthouse", "Ferry", "Harbour"), ("Ferry", "Harbour"), ("Bakery", "Ferry")):
-        mended, exact, plain = (
+        approximate, exact, plain = (
             session.answer(about(question, *order, max_tokens=12, reuse=level)).reply
             for level in ("approximate", "exact", "off")
         )
-        assert mended.reuse.from_chunks > 0 and exact.reuse.level == "exact" and plain.reuse.level == "off"
+        assert approximate.reuse.from_chunks > 0 and exact.reuse.level == "exact" and plain.reuse.level == "off"
         assert exact.tokens == plain.tokens
 
 
-def test_a_chat_goes_on_from_a_mended_context_and_says_so(session: Session) -> None:
+def test_a_chat_continues_an_approximate_context_and_says_so(session: Session) -> None:
     session.cache.unpark()
     first = about("Who lit the lamp?", "Harbour", "Ferry", "Lighthouse", max_tokens=8)
     reply = session.answer(first).reply

@@ -1,4 +1,4 @@
-"""Passages from an origin with real weights: what comes is mended, marked, and nearly what computing gives."""
+"""Passages from an origin with real weights: what comes is reused, marked, and nearly what computing gives."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_prefill_has_the_models_own_logits(engine: HfEngine) -> None:
     assert (logits.argmax(axis=1) == expected.argmax(axis=1)).all()
 
 
-def test_fed_and_mended_kv_gives_the_same_next_token(engine: HfEngine) -> None:
+def test_fed_and_recomputed_kv_gives_the_same_next_token(engine: HfEngine) -> None:
     tokens = engine.tokenizer.encode("Lighthouses warn ships of rocks. Each has its own rhythm of light. " * 6)
     count, layers = len(tokens), len(engine.layout.layers)
     with engine.open(count, "plain") as first:

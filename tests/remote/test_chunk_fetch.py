@@ -1,4 +1,4 @@
-"""Passages that come from an origin: mended like those known here, said to be, and nothing hangs on them."""
+"""Passages that come from an origin: reused like local ones, marked as such, and no reply depends on them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rekindle.remote.signing import SigningKey
 from rekindle.session.prompt import encode_prompt
 from rekindle.session.publish import beginnings, computed, levels_of
 from rekindle.store import history
-from tests.chunks.mending import asked, compute, same_kv
+from tests.chunks.chunk_reuse import asked, compute, same_kv
 from tests.parity.engines import make
 from tests.server.soak import tiny_embedder
 
@@ -41,7 +41,7 @@ PASSAGES = [
     for name, place in (("Ada", "pier"), ("Bo", "tower"), ("Cy", "ferry"), ("Dot", "mill"), ("Ed", "bakery"))
 ]
 QUESTION = "Who writes down the lamp oil?"
-MENDS: dict[str, Any] = {"reuse": "approximate", "recompute_budget": 0.3}
+APPROXIMATE: dict[str, Any] = {"reuse": "approximate", "recompute_budget": 0.3}
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def serving(folder: Path) -> Iterator[str]:
 
 
 def opened(url: str, key: SigningKey, cache: Path, engine: Any = None, **more: Any) -> Session:
-    return Session(engine or FakeEngine(), cache=cache, origin=url, origin_keys=key.public, **{**MENDS, **more})
+    return Session(engine or FakeEngine(), cache=cache, origin=url, origin_keys=key.public, **{**APPROXIMATE, **more})
 
 
 def ask(session: Session, passages: Sequence[str] = PASSAGES, **options: Any) -> Reply:
@@ -94,7 +94,7 @@ def came(reply: Reply) -> list[int | None]:
 
 
 @pytest.mark.usefixtures("origin_first")
-def test_passages_come_and_are_mended(origin: Path, key: SigningKey, tmp_path: Path) -> None:
+def test_passages_come_and_are_reused(origin: Path, key: SigningKey, tmp_path: Path) -> None:
     with serving(origin) as url, opened(url, key, tmp_path / "cache") as session:
         reply = ask(session)
         assert 5 in came(reply) and not {1, 3} & set(came(reply))  # the first is computed, the third is not there
@@ -107,7 +107,7 @@ def test_passages_come_and_are_mended(origin: Path, key: SigningKey, tmp_path: P
         assert "come from the origin" in str(Explanation.from_dict(noted.record))
         assert reply.reuse.engine == 0  # what was computed a moment ago is not called known
     # They are known here now, wherever they stand.
-    with Session(FakeEngine(), cache=tmp_path / "cache", **MENDS) as session:
+    with Session(FakeEngine(), cache=tmp_path / "cache", **APPROXIMATE) as session:
         later = ask(session, [PASSAGES[1], PASSAGES[4]])
         assert [chunk.source for chunk in later.reuse.chunks] == ["reused", "reused"] and not came(later)
 

@@ -230,7 +230,7 @@ def test_slices_that_are_damaged_are_computed(either: Published, alone: Any, tmp
 
 
 @pytest.mark.usefixtures("origin_first")
-def test_what_is_near_here_is_said_though_nothing_comes(published: Published, tmp_path: Path) -> None:
+def test_local_quantized_kv_is_reported_though_nothing_comes(published: Published, tmp_path: Path) -> None:
     folder = tmp_path / "files"
     shutil.copytree(published.folder, folder)
     for path in folder.glob("contexts/*/*.kv"):

@@ -79,7 +79,7 @@ def test_what_was_removed_is_computed_again(served: Served) -> None:
     assert served.chat(LONG)["rekindle"]["computed"] == tokens
 
 
-def test_check_finds_and_mends_damage(served: Served) -> None:
+def test_check_finds_and_repairs_damage(served: Served) -> None:
     served.chat(LONG)
     assert served.session.flush()
     sound = served.post(f"{OWN}/check").json()

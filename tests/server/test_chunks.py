@@ -1,4 +1,4 @@
-"""Mending over HTTP: told in every reply, right for requests that share steps, refused where it is not wanted."""
+"""Chunk reuse over HTTP: reported in every reply, right for requests that share steps, refused where not wanted."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from rekindle import Session
 from rekindle.engine.fake import FakeEngine
 from rekindle.server.auth import ApiKeys
-from tests.chunks.mending import PASSAGES
+from tests.chunks.chunk_reuse import PASSAGES
 from tests.parity.sessions import opened
 from tests.server.serving import ALICE, BOB, Served, serving
 
 A, B, C, A2, D, E = PASSAGES
-MENDS: dict[str, Any] = {"reuse": "approximate", "recompute_budget": 0.3, "parallel": 4}
+APPROXIMATE: dict[str, Any] = {"reuse": "approximate", "recompute_budget": 0.3, "parallel": 4}
 ORDERS = ([B, A], [C, D, A], [D, B, C], [A, D, C, B], [C, A], [B, D, A2])
 
 
@@ -31,8 +31,8 @@ def quoting(served: Served, documents: list[str], **more: Any) -> dict[str, Any]
     return served.chat("Why?", rekindle=about)
 
 
-def test_a_mended_reply_says_so_and_counts_every_token(tmp_path: Path) -> None:
-    with opened(FakeEngine(), tmp_path / "cache", **MENDS) as session, serving(known(session)) as served:
+def test_a_reply_with_reused_chunks_says_so_and_counts_every_token(tmp_path: Path) -> None:
+    with opened(FakeEngine(), tmp_path / "cache", **APPROXIMATE) as session, serving(known(session)) as served:
         told = quoting(served, [B, A])
         about = told["rekindle"]
         assert about["level"] == "approximate" and about["from_chunks"] > 0
@@ -46,9 +46,9 @@ def test_a_mended_reply_says_so_and_counts_every_token(tmp_path: Path) -> None:
         assert cached == about["loaded"] + about["from_chunks"] - about["recomputed"]
 
 
-def test_an_exact_reply_of_a_server_that_mends_is_that_without_a_cache(tmp_path: Path) -> None:
+def test_an_exact_reply_of_a_server_that_reuses_chunks_is_that_without_a_cache(tmp_path: Path) -> None:
     with (
-        opened(FakeEngine(), tmp_path / "cache", **MENDS) as session,
+        opened(FakeEngine(), tmp_path / "cache", **APPROXIMATE) as session,
         serving(known(session)) as served,
         Session(FakeEngine(), cache="off") as plain,
     ):
@@ -58,27 +58,27 @@ def test_an_exact_reply_of_a_server_that_mends_is_that_without_a_cache(tmp_path:
             assert text == plain.chat("Why?", documents=order, max_tokens=4, temperature=0.0).text
 
 
-def test_requests_that_share_steps_are_mended_as_they_are_alone(tmp_path: Path) -> None:
+def test_requests_that_share_steps_reuse_chunks_as_they_do_alone(tmp_path: Path) -> None:
     def alone(order: list[str]) -> tuple[str, int, int]:
-        with opened(FakeEngine(), tmp_path / f"{ORDERS.index(order)}", **MENDS) as session:
+        with opened(FakeEngine(), tmp_path / f"{ORDERS.index(order)}", **APPROXIMATE) as session:
             reply = known(session).chat("Why?", documents=order, max_tokens=4, temperature=0.0)
             return reply.text, reply.reuse.from_chunks, reply.reuse.recomputed
 
     with (
-        opened(FakeEngine(), tmp_path / "cache", **MENDS) as session,
+        opened(FakeEngine(), tmp_path / "cache", **APPROXIMATE) as session,
         serving(known(session)) as served,
         ThreadPoolExecutor(4) as pool,
     ):
         told = list(pool.map(lambda order: quoting(served, order), ORDERS))
     for order, reply in zip(ORDERS, told, strict=True):
-        text, mended, recomputed = alone(order)
-        assert reply["rekindle"]["from_chunks"] == mended > 0 and reply["rekindle"]["recomputed"] == recomputed
+        text, from_chunks, recomputed = alone(order)
+        assert reply["rekindle"]["from_chunks"] == from_chunks > 0 and reply["rekindle"]["recomputed"] == recomputed
         assert reply["choices"][0]["message"]["content"] == text
 
 
-def test_tenants_of_a_server_do_not_mend_from_each_other(tmp_path: Path) -> None:
+def test_tenants_of_a_server_do_not_reuse_chunks_of_each_other(tmp_path: Path) -> None:
     keys = ApiKeys([f"alice={ALICE}", f"bob={BOB}"])
-    with opened(FakeEngine(), tmp_path / "cache", **MENDS) as session, serving(session, keys=keys) as served:
+    with opened(FakeEngine(), tmp_path / "cache", **APPROXIMATE) as session, serving(session, keys=keys) as served:
 
         def ask(key: str, *documents: str) -> dict[str, Any]:
             told: dict[str, Any] = served.chat("Why?", key, rekindle={"documents": list(documents)})["rekindle"]

@@ -179,7 +179,7 @@ def ask(session: Session) -> None:
     session.ask("combination of the safe", top_k=1, retrieval="bm25", max_tokens=2)
 
 
-def ask_of_a_mended_prompt(session: Session) -> None:
+def ask_with_reused_passages(session: Session) -> None:
     session.ask("combination of the safe", top_k=2, max_tokens=2)
     session.ask("tea at five", top_k=2, max_tokens=2)
 
@@ -197,7 +197,7 @@ def work_when_idle(session: Session) -> None:
     ("use", "settings"),
     [
         (ask, {}),
-        (ask_of_a_mended_prompt, {"reuse": "approximate", "recompute_budget": 0.3}),
+        (ask_with_reused_passages, {"reuse": "approximate", "recompute_budget": 0.3}),
         (warm, {}),
         (work_when_idle, {}),
     ],

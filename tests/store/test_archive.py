@@ -175,7 +175,7 @@ BROKEN = {
     "a field missing": entry(lambda fields: fields.__delitem__("codec")),
     "a name that is none": entry(lambda fields: fields.__setitem__("identity", None)),
     "half of a pair": entry(lambda fields: fields.__setitem__("salt", "\ud800")),
-    "a loose entry": entry(lambda fields: fields.__setitem__("codec", "raw/nonprefix")),
+    "a non-prefix entry": entry(lambda fields: fields.__setitem__("codec", "raw/nonprefix")),
     "a long entry": entry(lambda fields: fields.__setitem__("salt", "s" * 100_000)),
 }
 

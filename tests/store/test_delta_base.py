@@ -40,11 +40,11 @@ pytestmark = pytest.mark.thorough
 
 BASE = KV_SPACE
 ONE, TWO, LATE = (replace(KV_SPACE, adapter=name) for name in ("one", "two", "late"))  # the last changes no first layer
-SHELVES = (BASE, ONE, TWO)
+KV_SPACES = (BASE, ONE, TWO)
 NEAR_CODER = Coder(BitPlan.uniform(2, 8), BitPlan.uniform(2, 3))
 
 
-def near(kv_space: KvSpace) -> KvSpace:
+def quantized(kv_space: KvSpace) -> KvSpace:
     """The KV space for KV that may lose something."""
     return replace(kv_space, codec="quantized")
 
@@ -170,12 +170,12 @@ def prompt(number: int, tokens: int = 640) -> list[int]:
     return [number * 10_000 + place for place in range(tokens)]
 
 
-def keep_all(store: TieredStore, tokens: list[int] = T, kv_spaces: tuple[KvSpace, ...] = SHELVES) -> None:
+def keep_all(store: TieredStore, tokens: list[int] = T, kv_spaces: tuple[KvSpace, ...] = KV_SPACES) -> None:
     for kv_space in kv_spaces:
         assert keep(store, tokens, kv_space).outcome == "kept"
 
 
-def load_all(store: TieredStore, tokens: list[int] = T, kv_spaces: tuple[KvSpace, ...] = SHELVES) -> list[int]:
+def load_all(store: TieredStore, tokens: list[int] = T, kv_spaces: tuple[KvSpace, ...] = KV_SPACES) -> list[int]:
     return [load(store, tokens, kv_space) for kv_space in kv_spaces]
 
 
@@ -184,21 +184,21 @@ def load_all(store: TieredStore, tokens: list[int] = T, kv_spaces: tuple[KvSpace
 
 def test_kv_of_an_adapter_stands_on_the_bases_and_is_smaller_and_the_same_to_the_bit(store: TieredStore) -> None:
     keep_all(store)
-    (base,), (one,), (two,) = (rows_of(store, kv_space) for kv_space in SHELVES)
+    (base,), (one,), (two,) = (rows_of(store, kv_space) for kv_space in KV_SPACES)
     assert (base.coding, one.coding, two.coding) == ("raw", "exact", "exact")
     assert stands_on(store, one) == stands_on(store, two) == [base.id]
     assert one.size_bytes < 0.6 * base.size_bytes
     assert load_all(store) == [200] * 3
-    assert [load(store, T[:77], kv_space) for kv_space in SHELVES] == [77] * 3
+    assert [load(store, T[:77], kv_space) for kv_space in KV_SPACES] == [77] * 3
     assert problems(store) == ()
 
 
-def test_without_the_base_another_adapters_whole_kv_is_the_anchor(store: TieredStore) -> None:
+def test_without_the_models_kv_another_adapters_whole_kv_is_the_delta_base(store: TieredStore) -> None:
     keep_all(store, kv_spaces=(ONE, TWO, BASE, LATE))
     (one,), (two,), (base,), (late,) = (rows_of(store, kv_space) for kv_space in (ONE, TWO, BASE, LATE))
     assert (one.coding, base.coding) == ("raw", "raw"), "the base is never a difference"
     assert (stands_on(store, two), stands_on(store, late)) == ([one.id], [base.id])
-    assert load_all(store, kv_spaces=(*SHELVES, LATE)) == [200] * 4
+    assert load_all(store, kv_spaces=(*KV_SPACES, LATE)) == [200] * 4
 
 
 def test_a_layer_that_the_adapter_does_not_change_takes_no_room(store: TieredStore) -> None:
@@ -215,14 +215,14 @@ def test_a_layer_that_the_adapter_does_not_change_takes_no_room(store: TieredSto
     assert load(store, T, LATE) == 200
 
 
-def test_what_the_anchor_does_not_cover_is_kept_whole(store: TieredStore) -> None:
+def test_what_the_delta_base_does_not_cover_is_kept_whole(store: TieredStore) -> None:
     keep(store, T[:70], BASE)
     keep(store, T, ONE)
     assert codings(store, T, ONE) == [("exact", 64), ("raw", 136)]
     assert load(store, T, ONE) == 200 and problems(store) == ()
 
 
-def test_an_anchor_may_be_several_extents(store: TieredStore) -> None:
+def test_a_delta_base_may_be_several_extents(store: TieredStore) -> None:
     for stop in (70, 130, 200):
         keep(store, T[:stop], BASE)
     keep(store, T, ONE)
@@ -232,7 +232,7 @@ def test_an_anchor_may_be_several_extents(store: TieredStore) -> None:
     assert load(store, T, ONE) == 200 and problems(store) == ()
 
 
-def test_the_middle_of_an_anchor_is_enough(store: TieredStore) -> None:
+def test_the_middle_of_a_delta_base_is_enough(store: TieredStore) -> None:
     keep(store, T[:96], ONE)
     keep(store, T, BASE)
     keep(store, T, ONE)
@@ -247,7 +247,7 @@ def test_the_middle_of_an_anchor_is_enough(store: TieredStore) -> None:
         KvSpace(Namespace("synthetic", salt="pepper"), KV_SPACE.layout, "one"),
         KvSpace(Namespace("another model"), KV_SPACE.layout, "one"),
         KvSpace(KV_SPACE.namespace, KvLayout("float16", (LayerShape(2, 4, 4),)), "one"),
-        near(ONE),
+        quantized(ONE),
     ],
     ids=["tenant", "salt", "model", "layout", "codec"],
 )
@@ -257,7 +257,7 @@ def test_nothing_stands_on_kv_of_another_kind_or_owner(store: TieredStore, other
     assert stands_on(store, row) == []
 
 
-def test_under_another_key_nothing_is_an_anchor(tmp_path: Path) -> None:
+def test_under_another_key_nothing_is_a_delta_base(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ROOMY) as store:
         keep(store, T, BASE)
     with TieredStore(tmp_path / "c", replace(ROOMY, key=bytes(32))) as store:
@@ -302,8 +302,8 @@ def test_differences_are_held_in_memory_and_served_from_there(tmp_path: Path) ->
 # -- what may be lost --------------------------------------------------------------------------------------------------
 
 
-def test_where_something_may_be_lost_kv_is_near_what_was_kept(store: TieredStore) -> None:
-    for kv_space in map(near, SHELVES):
+def test_where_something_may_be_lost_kv_is_close_to_what_was_kept(store: TieredStore) -> None:
+    for kv_space in map(quantized, KV_SPACES):
         keep(store, T, kv_space)
         assert codings(store, T, kv_space) == [("quantized", 200)]
         assert furthest(fetch(store, T, kv_space), adapted(T, Span(0, 200), kv_space)) < CLOSE
@@ -312,8 +312,8 @@ def test_where_something_may_be_lost_kv_is_near_what_was_kept(store: TieredStore
     assert problems(store) == ()
 
 
-def test_a_difference_is_not_changed_when_its_near_anchor_is_written_anew(store: TieredStore) -> None:
-    base, one = near(BASE), near(ONE)
+def test_a_delta_is_not_changed_when_its_quantized_base_is_rewritten(store: TieredStore) -> None:
+    base, one = quantized(BASE), quantized(ONE)
     keep(store, [*T, *T, *T], base)
     keep(store, T[:160], one)
     before = fetch(store, T[:160], one)
@@ -329,8 +329,8 @@ def test_a_difference_is_not_changed_when_its_near_anchor_is_written_anew(store:
     assert is_same(fetch(store, T[:160], one), before)
 
 
-def test_near_kv_that_is_written_anew_again_and_again_stays_near(store: TieredStore) -> None:
-    base, one, two = map(near, SHELVES)
+def test_quantized_kv_that_is_rewritten_again_and_again_stays_close(store: TieredStore) -> None:
+    base, one, two = map(quantized, KV_SPACES)
     for kv_space in (base, one, two):
         keep(store, T, kv_space)
     for _ in range(10):
@@ -344,10 +344,10 @@ def test_near_kv_that_is_written_anew_again_and_again_stays_near(store: TieredSt
 # -- an anchor goes ----------------------------------------------------------------------------------------------------
 
 
-def test_when_an_anchor_is_removed_what_was_used_last_becomes_whole_and_the_others_stand_on_it(
+def test_when_a_delta_base_is_removed_what_was_used_last_becomes_whole_and_the_others_stand_on_it(
     store: TieredStore, clock: Clock
 ) -> None:
-    keep_all(store, kv_spaces=(*SHELVES, LATE))
+    keep_all(store, kv_spaces=(*KV_SPACES, LATE))
     clock.now += 60
     store.record_use(store.lookup(TWO, T))
     store.maintain()
@@ -355,12 +355,12 @@ def test_when_an_anchor_is_removed_what_was_used_last_becomes_whole_and_the_othe
     (one,), (two,), (late,) = (rows_of(store, kv_space) for kv_space in (ONE, TWO, LATE))
     assert (one.coding, two.coding, late.coding) == ("exact", "raw", "exact")
     assert stands_on(store, one) == stands_on(store, late) == [two.id]
-    assert load_all(store, kv_spaces=(*SHELVES, LATE)) == [0, 200, 200, 200]
+    assert load_all(store, kv_spaces=(*KV_SPACES, LATE)) == [0, 200, 200, 200]
     assert (two.hits, two.used) == (1, clock.now)
     assert problems(store) == ()
 
 
-def test_when_an_anchor_is_removed_differences_of_its_descendants_anchors_stay_too(store: TieredStore) -> None:
+def test_when_a_delta_base_is_removed_deltas_of_its_descendants_bases_stay_too(store: TieredStore) -> None:
     """Removing an extent removes what hangs on it: that may be an anchor as well."""
     for stop in (96, 200):
         keep_all(store, T[:stop], (BASE, ONE))
@@ -370,7 +370,7 @@ def test_when_an_anchor_is_removed_differences_of_its_descendants_anchors_stay_t
     assert problems(store) == ()
 
 
-def test_when_an_anchor_expires_its_differences_stay(tmp_path: Path, clock: Clock) -> None:
+def test_when_a_delta_base_expires_its_differences_stay(tmp_path: Path, clock: Clock) -> None:
     with TieredStore(tmp_path / "c", replace(ROOMY, ttl_seconds=1000), Machine(clock=clock)) as store:
         keep(store, T, BASE)
         clock.now += 600
@@ -386,7 +386,7 @@ def test_when_an_anchor_expires_its_differences_stay(tmp_path: Path, clock: Cloc
         assert store.disk.entries() == [] and problems(store) == ()
 
 
-def test_when_an_anchor_expires_differences_of_its_descendants_anchors_stay_too(tmp_path: Path, clock: Clock) -> None:
+def test_when_a_delta_base_expires_deltas_of_its_descendants_bases_stay_too(tmp_path: Path, clock: Clock) -> None:
     with TieredStore(tmp_path / "c", replace(ROOMY, ttl_seconds=1000), Machine(clock=clock)) as store:
         keep(store, T[:96], BASE)
         clock.now += 600
@@ -399,7 +399,7 @@ def test_when_an_anchor_expires_differences_of_its_descendants_anchors_stay_too(
         assert problems(store) == ()
 
 
-def test_what_expired_is_no_anchor(tmp_path: Path, clock: Clock) -> None:
+def test_what_expired_is_no_delta_base(tmp_path: Path, clock: Clock) -> None:
     with TieredStore(tmp_path / "c", replace(ROOMY, ttl_seconds=1000), Machine(clock=clock)) as store:
         keep(store, T, BASE)
         clock.now += 2000
@@ -407,7 +407,7 @@ def test_what_expired_is_no_anchor(tmp_path: Path, clock: Clock) -> None:
         assert codings(store, T, ONE) == [("raw", 200)]
 
 
-def test_an_anchor_that_stays_because_something_hangs_on_it_keeps_its_differences(store: TieredStore) -> None:
+def test_a_delta_base_that_stays_because_something_hangs_on_it_keeps_its_differences(store: TieredStore) -> None:
     keep_all(store, T[:96], (BASE, ONE))
     keep(store, T, BASE)
     head = rows_of(store, BASE)[0]
@@ -415,7 +415,7 @@ def test_an_anchor_that_stays_because_something_hangs_on_it_keeps_its_difference
     assert codings(store, T[:96], ONE) == [("exact", 96)]
 
 
-def test_an_anchor_that_is_evicted_by_choice_leaves_its_differences(store: TieredStore) -> None:
+def test_a_delta_base_that_is_evicted_by_choice_leaves_its_differences(store: TieredStore) -> None:
     keep_all(store)
     (base,) = rows_of(store, BASE)
     assert store.disk.evict(lambda row: row.id == base.id) > 0
@@ -423,7 +423,7 @@ def test_an_anchor_that_is_evicted_by_choice_leaves_its_differences(store: Tiere
 
 
 @pytest.mark.parametrize("how", ["cut", "quarantine", "lose"])
-def test_an_anchor_that_is_lost_takes_its_differences_along(store: TieredStore, how: str) -> None:
+def test_a_delta_base_that_is_lost_takes_its_differences_along(store: TieredStore, how: str) -> None:
     keep_all(store)
     keep(store, [*T, *T], ONE)
     keep(store, prompt(1), BASE)
@@ -444,7 +444,7 @@ def test_an_anchor_that_is_lost_takes_its_differences_along(store: TieredStore, 
     assert load_all(store) == [200] * 3
 
 
-def test_an_anchor_that_loses_its_last_blocks_takes_what_stands_on_these_along(store: TieredStore) -> None:
+def test_a_delta_base_that_loses_its_last_blocks_takes_what_stands_on_these_along(store: TieredStore) -> None:
     keep(store, T, BASE)
     keep(store, T[:64], ONE)
     keep(store, T, TWO)
@@ -471,7 +471,7 @@ def test_there_is_no_room_to_become_whole_so_it_goes_along_and_the_limit_holds(t
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_anchor_is_never_evicted_before_what_stands_on_it(store: TieredStore, clock: Clock) -> None:
+def test_a_delta_base_is_never_evicted_before_what_stands_on_it(store: TieredStore, clock: Clock) -> None:
     keep_all(store)
     clock.now += 60
     store.record_use(store.lookup(TWO, T))  # the anchor itself is what was not used for longest
@@ -486,7 +486,7 @@ def test_an_anchor_is_never_evicted_before_what_stands_on_it(store: TieredStore,
     assert all(base for base, one, two in seen if one or two)
 
 
-def test_of_an_anchor_only_what_nothing_stands_on_is_evicted(store: TieredStore, clock: Clock) -> None:
+def test_of_a_delta_base_only_what_nothing_stands_on_is_evicted(store: TieredStore, clock: Clock) -> None:
     keep(store, prompt(1), BASE)
     clock.now += 60
     keep(store, prompt(1)[:64], ONE)
@@ -531,7 +531,7 @@ def test_limits_hold_at_every_moment(tmp_path: Path, clock: Clock) -> None:
     with TieredStore(folder, replace(ROOMY, disk_limit=TIGHT), Machine(files=Measuring(), clock=clock)) as store:
         for number in range(30):
             clock.now += 60
-            kv_space = (*SHELVES, near(BASE), near(ONE))[number % 5]
+            kv_space = (*KV_SPACES, quantized(BASE), quantized(ONE))[number % 5]
             keep(store, prompt(number // 3, 100 + number * 37 % 900), kv_space)
             if number % 4 == 3:
                 store.disk.remove(rows_of(store, BASE)[:1])
@@ -576,7 +576,7 @@ def test_a_partial_block_that_nothing_stands_on_gives_way(store: TieredStore) ->
     assert [row.live for row in rows_of(store, BASE)] == [2, 5]
 
 
-def test_pins_carry_over_to_anchors(store: TieredStore) -> None:
+def test_pins_carry_over_to_delta_bases(store: TieredStore) -> None:
     for stop in (96, 200):
         keep(store, T[:stop], BASE)
     keep_all(store, kv_spaces=(ONE, TWO))
@@ -606,7 +606,7 @@ def test_a_pinned_difference_that_is_rebased_pins_what_it_stands_on_then(store: 
 # -- writing anew ------------------------------------------------------------------------------------------------------
 
 
-def test_a_sparse_anchor_is_written_anew_under_its_differences(store: TieredStore) -> None:
+def test_a_sparse_delta_base_is_rewritten_under_its_deltas(store: TieredStore) -> None:
     keep(store, prompt(1), BASE)
     keep(store, prompt(1)[:200], ONE)
     (base,) = rows_of(store, BASE)
@@ -620,7 +620,7 @@ def test_a_sparse_anchor_is_written_anew_under_its_differences(store: TieredStor
     assert problems(store) == ()
 
 
-def test_a_sparse_difference_is_written_anew_as_one(store: TieredStore) -> None:
+def test_a_sparse_delta_is_rewritten_as_a_delta(store: TieredStore) -> None:
     keep_all(store, prompt(1), (BASE, ONE))
     (one,) = rows_of(store, ONE)
     with store.disk.database.writing() as connection:
@@ -641,7 +641,7 @@ ASKED = [*T[:100], *SECRET, *T[:100]]
 
 def test_a_purge_removes_the_tokens_from_differences_too(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ROOMY) as store:
-        keep_all(store, ASKED, (*SHELVES, *map(near, SHELVES)))
+        keep_all(store, ASKED, (*KV_SPACES, *map(quantized, KV_SPACES)))
         keep_all(store, [*ASKED, *T])
         store.purge("local", "", [TokenRun("words", token_bytes(SECRET))])
         assert traces(tmp_path / "c", SECRET) == []
@@ -650,7 +650,7 @@ def test_a_purge_removes_the_tokens_from_differences_too(tmp_path: Path) -> None
     assert traces(tmp_path / "c", SECRET) == []
 
 
-def test_a_purge_leaves_what_is_before_the_tokens_on_every_shelf(store: TieredStore) -> None:
+def test_a_purge_leaves_what_is_before_the_tokens_in_every_kv_space(store: TieredStore) -> None:
     keep_all(store, ASKED)
     store.purge("local", "", [TokenRun("words", token_bytes(SECRET))])
     assert load_all(store, ASKED) == [96] * 3
@@ -704,7 +704,7 @@ class AnchorMachine(RuleBasedStateMachine):
         self.limit = limit
         self.store = TieredStore(self.folder / "cache", self.settings)
 
-    @rule(data=st.data(), kv_space=st.sampled_from(SHELVES), tail=st.integers(0, 3), count=st.integers(0, 130))
+    @rule(data=st.data(), kv_space=st.sampled_from(KV_SPACES), tail=st.integers(0, 3), count=st.integers(0, 130))
     def keep(self, data: st.DataObject, kv_space: KvSpace, tail: int, count: int) -> None:
         head = data.draw(st.sampled_from(self.ever), "begins like")
         head = head[: data.draw(st.integers(0, len(head)) | st.just(len(head)), "shared")]
@@ -716,14 +716,14 @@ class AnchorMachine(RuleBasedStateMachine):
         self.kept.add((kv_space, tuple(tokens)))
         self.ever.append(tokens)
 
-    @rule(data=st.data(), kv_space=st.sampled_from(SHELVES))
+    @rule(data=st.data(), kv_space=st.sampled_from(KV_SPACES))
     def keep_what_another_kv_space_has(self, data: st.DataObject, kv_space: KvSpace) -> None:
         tokens = data.draw(st.sampled_from(self.ever))
         if tokens:
             keep(self.store, tokens, kv_space)
             self.kept.add((kv_space, tuple(tokens)))
 
-    @rule(data=st.data(), kv_space=st.sampled_from(SHELVES))
+    @rule(data=st.data(), kv_space=st.sampled_from(KV_SPACES))
     def load(self, data: st.DataObject, kv_space: KvSpace) -> None:
         tokens = data.draw(st.sampled_from(self.ever))
         found = load(self.store, tokens, kv_space)
@@ -788,7 +788,7 @@ TestAnchors.settings = settings(
 )
 
 
-def test_the_blocks_of_a_difference_are_whole_blocks_of_its_anchor(store: TieredStore) -> None:
+def test_the_blocks_of_a_delta_are_whole_blocks_of_its_base(store: TieredStore) -> None:
     for count in (31, 32, 33, 63, 64, 65):
         tokens = prompt(count, count)
         keep(store, tokens, BASE)

@@ -1,4 +1,4 @@
-"""Variants of chunks: any part of any chain, found by its tokens alone, to the bit; and loose ones, kept apart."""
+"""Variants of chunks: any part of any chain, found by its tokens alone, to the bit; and non-prefix ones, kept apart."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_what_is_used_least_goes_first_and_the_new_one_stays(tmp_path: Path) -> 
         assert [known.frequency for known in find(store, CHUNK)] == [2.0]
 
 
-def test_a_use_counts_more_the_less_it_was_mended_and_never_without_bound(tmp_path: Path) -> None:
+def test_a_use_counts_more_the_less_was_recomputed_and_never_without_bound(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         listed(store)
         for cfo in (0.5, 4.0, 0.0, 0.001):
@@ -258,10 +258,10 @@ def test_a_use_counts_more_the_less_it_was_mended_and_never_without_bound(tmp_pa
         assert row.hits == 4 and row.saved_ms == pytest.approx(12)
 
 
-# -- loose ones --------------------------------------------------------------------------------------------------------
+# -- non-prefix KV ----------------------------------------------------------------------------------------------------
 
 
-def test_loose_kv_comes_back_to_the_bit_and_no_exact_lookup_finds_it(tmp_path: Path) -> None:
+def test_nonprefix_kv_comes_back_to_the_bit_and_no_exact_lookup_finds_it(tmp_path: Path) -> None:
     right = make_kv(PROMPT, SPAN)
     for number, tiers in enumerate((ON_DISK, IN_MEMORY)):
         with TieredStore(tmp_path / str(number), tiers) as store:
@@ -276,7 +276,7 @@ def test_loose_kv_comes_back_to_the_bit_and_no_exact_lookup_finds_it(tmp_path: P
             assert check(store.disk).problems == ()
 
 
-def test_one_loose_variant_a_chunk_the_first_that_is_whole(tmp_path: Path) -> None:
+def test_one_nonprefix_variant_a_chunk_the_first_that_is_whole(tmp_path: Path) -> None:
     first, second = make_kv(PROMPT, SPAN), make_kv([*range(40, 80), *CHUNK], SPAN)
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         assert store.variants.keep_nonprefix(KV_SPACE, CHUNK, first, variant(PROMPT, SPAN)).outcome == "kept"
@@ -291,7 +291,7 @@ def test_one_loose_variant_a_chunk_the_first_that_is_whole(tmp_path: Path) -> No
         assert_gives(store, known, second)
 
 
-def test_loose_chunks_that_begin_alike_share_nothing(tmp_path: Path) -> None:
+def test_nonprefix_chunks_with_a_common_prefix_share_nothing(tmp_path: Path) -> None:
     spans = [Span(40, 40 + count) for count in (20, 40, 64, 90)]
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         for number, span in enumerate(spans):
@@ -303,7 +303,7 @@ def test_loose_chunks_that_begin_alike_share_nothing(tmp_path: Path) -> None:
             assert_gives(store, known, make_kv([number] * 40 + PROMPT[40:], span))
 
 
-def test_what_is_left_of_loose_kv_that_lost_its_end_goes(tmp_path: Path) -> None:
+def test_what_is_left_of_nonprefix_kv_that_lost_its_end_goes(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         store.variants.keep_nonprefix(KV_SPACE, CHUNK, make_kv(PROMPT, SPAN), variant(PROMPT, SPAN))
         with store.disk.database.writing() as connection:
@@ -312,7 +312,7 @@ def test_what_is_left_of_loose_kv_that_lost_its_end_goes(tmp_path: Path) -> None
         assert store.disk.entries() == [] and rows(store) == 0
 
 
-def test_loose_kv_goes_with_its_row(tmp_path: Path) -> None:
+def test_nonprefix_kv_goes_with_its_row(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", replace(ON_DISK, max_variants=2)) as store:
         for start in (0, 30, 60):
             span = Span(start, start + 40)
@@ -322,7 +322,7 @@ def test_loose_kv_goes_with_its_row(tmp_path: Path) -> None:
         assert find(store, PROMPT[:40]) == []
 
 
-def test_loose_kv_obeys_limit_and_admission_like_any_other(tmp_path: Path) -> None:
+def test_nonprefix_kv_obeys_limit_and_admission_like_any_other(tmp_path: Path) -> None:
     kv, given_variant = make_kv(PROMPT, SPAN), variant(PROMPT, SPAN)
     with TieredStore(tmp_path / "a", replace(ON_DISK, admission="second-use")) as store:
         assert store.variants.keep_nonprefix(KV_SPACE, CHUNK, kv, given_variant).outcome == "refused"
@@ -336,7 +336,7 @@ def test_loose_kv_obeys_limit_and_admission_like_any_other(tmp_path: Path) -> No
 # -- purge, check, archive, versions -----------------------------------------------------------------------------------
 
 
-def test_after_a_purge_no_trace_of_the_tokens_is_left_in_rows_nor_in_loose_kv(tmp_path: Path) -> None:
+def test_after_a_purge_no_trace_of_the_tokens_is_left_in_rows_nor_in_nonprefix_kv(tmp_path: Path) -> None:
     head, secret, other = numbers(1, 45), numbers(2, 50), numbers(3, 50)
     prompt = [*head, *secret, *other]
     folder = tmp_path / "c"
@@ -445,8 +445,8 @@ def test_a_row_that_was_sealed_without_the_key_is_not_believed(tmp_path: Path) -
         assert find(store, CHUNK) == []
 
 
-def test_loose_and_exact_kv_of_one_chunk_are_never_taken_for_each_other(tmp_path: Path) -> None:
-    """Keeping the chunk itself, exactly, beside its loose KV: neither is taken for the other."""
+def test_nonprefix_and_exact_kv_of_one_chunk_are_never_taken_for_each_other(tmp_path: Path) -> None:
+    """Keeping the chunk itself, exactly, beside its non-prefix KV: neither is taken for the other."""
     with TieredStore(tmp_path / "c", ON_DISK) as store:
         approximate = make_kv([9] * 40 + PROMPT[40:], SPAN)
         store.variants.keep_nonprefix(KV_SPACE, CHUNK, approximate, variant(PROMPT, SPAN, 0.5))

@@ -43,7 +43,7 @@ class Capabilities:
     layer_feeds   feeds fill layer by layer, while earlier layers compute
     recompute     how KV of another context can be recomputed. scattered: rows may be any sorted set of positions, so
                   any of its tokens. leading: KV is appended to what is present (`append`), so only tokens before it.
-                  none: not at all
+                  none: it cannot be
     probes        attention and deviation can be read
     adapters      LoRA adapters can be loaded, several at a time; rows of different ones share a step
     steady        a few tokens in one step get the logits that each would get alone, up to rounding

@@ -22,7 +22,7 @@ _SIZES = (16, 8, 4, 2)
 _BEFORE = 24  # tokens of context
 _LAST_DIGITS = 1e-3
 _MODELS = 64
-_TEXT = "The lamp was lit at dusk, and whoever passed the house by the river could see it from the other side. "
+_TEXT = "The lamp was lit at dusk, and people on the road by the river could see it from the other side. "
 
 
 def max_exact_step(engine: Engine) -> int:

@@ -48,7 +48,7 @@ class SettingsFile:
         except OSError as error:
             reason = error.strerror or "no reason given"
             raise InvalidSetting(
-                f"{path} cannot be read ({reason}). Mend it, or name another in REKINDLE_CONFIG."
+                f"{path} cannot be read ({reason}). Make it readable, or name another in REKINDLE_CONFIG."
             ) from None
         except UnicodeDecodeError as error:
             raise InvalidSetting(f"{path} is not UTF-8 text: byte {error.start}. Save it as UTF-8.") from None
@@ -94,8 +94,8 @@ def trust(file: SettingsFile) -> None:
         record.keep(file.place, file.digest)
     if record is None or record.recall(file.place) != file.digest:
         raise InvalidSetting(
-            f"{config_folder() or 'A home of this user'} cannot be written, where trust is recorded. Mend that, or "
-            "name the file in REKINDLE_CONFIG."
+            f"{config_folder() or 'A home of this user'} cannot be written, where trust is recorded. Make it "
+            "writable, or name the file in REKINDLE_CONFIG."
         )
 
 
@@ -106,7 +106,9 @@ def distrust(path: Path) -> bool:
         return False
     record.forget(place_of(path))
     if place_of(path) in record.names():
-        raise InvalidSetting(f"{config_folder()} cannot be written, where trust is recorded. Mend that and try again.")
+        raise InvalidSetting(
+            f"{config_folder()} cannot be written, where trust is recorded. Make it writable and try again."
+        )
     return True
 
 

@@ -63,7 +63,7 @@ def test_greedy_decoding_equals_generate(engine: HfEngine) -> None:
     assert got == out[0, COUNT:].tolist()
 
 
-def test_fed_through_pinned_memory_and_mended(engine: HfEngine) -> None:
+def test_fed_through_pinned_memory_and_recomputed(engine: HfEngine) -> None:
     layers = len(engine.layout.layers)
     with engine.open(COUNT, "plain") as first:
         engine.step([Row.following(first, TOKENS, logits="none")])

@@ -75,7 +75,7 @@ def test_pieces_of_any_size_give_the_same_logits(engine: HfEngine) -> None:
     assert_close(np.concatenate(parts), own_logits(engine, tokens))
 
 
-def test_scattered_garbage_inside_the_window_is_mended_exactly(engine: HfEngine) -> None:
+def test_scattered_garbage_inside_the_window_is_recomputed_exactly(engine: HfEngine) -> None:
     tokens = prompt_of(PROMPT)
     layers = len(engine.layout.layers)
     with engine.open(PROMPT, "plain") as first:

@@ -36,7 +36,7 @@ def stale_of(engine: Engine) -> Kv:
     return kv
 
 
-def mended(engine: Engine, chosen: list[int], spread: KvDrift | None, logits: str = "last") -> tuple[Kv, np.ndarray]:
+def recompute(engine: Engine, chosen: list[int], spread: KvDrift | None, logits: str = "last") -> tuple[Kv, np.ndarray]:
     sequence = engine.open(COUNT, "plain")
     feeds = (Stored(stale_of(engine), Span(0, COUNT - 1)),)
     row = Row(sequence, [TOKENS[p] for p in chosen], chosen, logits=logits, feeds=feeds, spread=spread)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def mended(engine: Engine, chosen: list[int], spread: KvDrift | None, logits: st
 @pytest.mark.parametrize("logits", ["last", "all"])
 def test_the_others_of_a_span_move_by_a_share_of_the_mean_change(engine: Engine, logits: str) -> None:
     before = stale_of(engine)
-    after, _ = mended(engine, CHOSEN, KvDrift(SPANS, 0.5), logits)
+    after, _ = recompute(engine, CHOSEN, KvDrift(SPANS, 0.5), logits)
     moved = 0
     for old, new in zip(before.layers, after.layers, strict=True):
         for a, b in ((old.keys, new.keys), (old.values, new.values)):
@@ -65,16 +65,16 @@ def test_the_others_of_a_span_move_by_a_share_of_the_mean_change(engine: Engine,
 
 
 def test_what_computes_sees_what_moved(engine: Engine) -> None:
-    plain, moved = (mended(engine, CHOSEN, spread)[1] for spread in (None, KvDrift(SPANS, 0.5)))
+    plain, moved = (recompute(engine, CHOSEN, spread)[1] for spread in (None, KvDrift(SPANS, 0.5)))
     assert np.abs(plain - moved).max() > 1e-4 * np.abs(plain).max()
-    nothing = mended(engine, CHOSEN, KvDrift((Span(13, 20), Span(20, 30)), 0.5))[1]  # none, and all
+    nothing = recompute(engine, CHOSEN, KvDrift((Span(13, 20), Span(20, 30)), 0.5))[1]  # none, and all
     np.testing.assert_array_equal(nothing, plain)
 
 
 def test_a_run_that_reaches_into_a_span_moves_its_beginning(engine: Engine) -> None:
     chosen = [*range(32, COUNT)]
     before = stale_of(engine)
-    after, _ = mended(engine, chosen, KvDrift((Span(30, 34),), 1.0))
+    after, _ = recompute(engine, chosen, KvDrift((Span(30, 34),), 1.0))
     old, new = before.layers[-1].values, after.layers[-1].values
     change = (new[:, 32:34] - old[:, 32:34]).mean(axis=1, keepdims=True)
     np.testing.assert_allclose(new[:, 30:32], old[:, 30:32] + change, atol=2e-5)

@@ -51,8 +51,8 @@ def run_static(engine: HfEngine, rows: list[Row]) -> np.ndarray:
     """The rows through a fresh step of fixed shape."""
     decoder = engine._live()
     checked = check_rows(rows, layers=len(engine.layout.layers), vocabulary_size=decoder.vocabulary_size)
-    lanes = [replayable(row, engine.context_tokens) for row in checked]
-    step = StaticPass(lanes, "plain", plain_attention)
+    shapes = [replayable(row, engine.context_tokens) for row in checked]
+    step = StaticPass(shapes, "plain", plain_attention)
     step.load(checked)
     step.begin()
     return decoder.run(step).numpy()
@@ -101,7 +101,7 @@ def test_a_step_is_used_again_with_other_tokens(engine: HfEngine) -> None:
         np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
-def test_lanes_of_different_lengths_share_a_static_step(engine: HfEngine) -> None:
+def test_rows_of_different_lengths_share_a_static_step(engine: HfEngine) -> None:
     sequences = [engine.open(120, "plain") for _ in range(3)]
     starts, counts = (5, 40, 22), (1, 3, 20)
     for sequence, start in zip(sequences, starts, strict=True):
@@ -118,19 +118,19 @@ def test_what_cannot_be_replayed_is_not() -> None:
     engine.step([Row.following(sequence, TOKENS[:20], logits="none")])
     kv = sequence.export(Span(0, 20))
 
-    def lane(row: Row, longest: int = 512) -> object:
+    def shape(row: Row, longest: int = 512) -> object:
         return replayable(check_rows([row], layers=4, vocabulary_size=320)[0], longest)
 
-    assert lane(Row.following(sequence, [5])) == (sequence.buffers, 1, None)
-    assert lane(Row.following(sequence, [5] * 9)) == (sequence.buffers, 16, None)
-    assert lane(Row.following(sequence, [5] * 64)) == (sequence.buffers, 64, None)
-    assert lane(Row.following(sequence, [5] * 65)) is None
-    assert lane(Row.following(sequence, [5] * 9, logits="all")) is None
-    assert lane(Row(sequence, [5], [7])) is None, "recomputing inside what is there"
-    assert lane(Row(sequence, [5, 6], [19, 20])) is None
+    assert shape(Row.following(sequence, [5])) == (sequence.buffers, 1, None)
+    assert shape(Row.following(sequence, [5] * 9)) == (sequence.buffers, 16, None)
+    assert shape(Row.following(sequence, [5] * 64)) == (sequence.buffers, 64, None)
+    assert shape(Row.following(sequence, [5] * 65)) is None
+    assert shape(Row.following(sequence, [5] * 9, logits="all")) is None
+    assert shape(Row(sequence, [5], [7])) is None, "recomputing inside what is there"
+    assert shape(Row(sequence, [5, 6], [19, 20])) is None
     fresh = engine.open(100, "plain")
-    assert lane(Row(fresh, [5], [20], feeds=(Stored(kv),))) is None
-    assert lane(Row.following(sequence, [5] * 9), longest=30) is None, "padding would leave the context"
+    assert shape(Row(fresh, [5], [20], feeds=(Stored(kv),))) is None
+    assert shape(Row.following(sequence, [5] * 9), longest=30) is None, "padding would leave the context"
     assert GraphRecorder.for_decoder(engine._live()) is None, "only CUDA records"
 
 

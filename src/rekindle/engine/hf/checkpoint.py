@@ -224,7 +224,7 @@ _SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codes
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write the model in `gguf` as a Hugging Face folder. The folder appears whole or not at all.
+    """Write the model in `gguf` as a Hugging Face folder. The folder appears only when it is complete.
 
     Raises `UnsupportedModel` for an architecture transformers cannot read, `BrokenModel` for a damaged file and
     `NoSpace` for a full disk.

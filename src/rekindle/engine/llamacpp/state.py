@@ -150,7 +150,7 @@ def read_layout(state: Bytes, cells: int) -> StateLayout:
     types = {half.type for half in (*keys, *values)}
     size = layout.kv.numpy_dtype.itemsize
     if (transposed and len(types) > 1) or any(half.row_bytes % size for half in (*keys, *values)):
-        raise UnknownLayout(f"numbers of types {sorted(types)} that cannot be told apart")
+        raise UnknownLayout(f"numbers of types {sorted(types)}, mixed in a way that cannot be read")
     if start != len(state) or layout.size_bytes(cells) != start:
         raise UnknownLayout(f"{len(state)} bytes in place of {start}")
     return layout
@@ -288,7 +288,7 @@ class _ThreadedJob:
     def _do(self) -> None:
         try:
             self._job()
-        except BaseException as error:  # noqa: BLE001  (raised again by whoever waits)
+        except BaseException as error:  # noqa: BLE001  (raised again by `done`)
             self._error = error
         finally:
             self._over.set()

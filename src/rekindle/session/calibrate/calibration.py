@@ -1,7 +1,7 @@
 """`rekindle calibrate`: what a model needs where answers may be nearly the same, measured and kept for its sessions.
 
 budget  the share of reused passages' tokens that is recomputed under `approximate`    session/calibrate/budget
-bits    how many bits the KV of each layer gets under `near`                             session/calibrate/bits
+bits    how many bits the KV of each layer gets under `quantized`                      session/calibrate/bits
 """
 
 from __future__ import annotations

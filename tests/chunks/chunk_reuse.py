@@ -1,4 +1,4 @@
-"""Sessions that mend passages, and what must be true of whatever they do."""
+"""Sessions that reuse passages, and what must be true of whatever they do."""
 
 from __future__ import annotations
 
@@ -127,10 +127,10 @@ def assert_adds_up(outcome: Outcome) -> None:
         assert min(counts) >= 0, counts
         assert reuse.loaded + reuse.from_chunks + reuse.computed - reuse.recomputed == count
         assert (reuse.level == "approximate") == (reuse.from_chunks > 0)
-    reuse, mend = outcome.reuse, outcome.result.plan.reuse_chunks
+    reuse, chunks = outcome.reuse, outcome.result.plan.reuse_chunks
     if outcome.result.lost is None:
         assert outcome.planned.level == reuse.level and outcome.planned.from_chunks == reuse.from_chunks
-    stale = [range(span.start, span.stop) for span in (mend.spans if mend is not None else ())]
+    stale = [range(span.start, span.stop) for span in (chunks.spans if chunks is not None else ())]
     assert len(set(outcome.result.recomputed_positions)) == reuse.recomputed
     assert all(any(place in span for span in stale) for place in outcome.result.recomputed_positions)
     for chunk in reuse.chunks:

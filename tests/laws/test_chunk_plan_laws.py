@@ -1,4 +1,4 @@
-"""Laws of plans that mend: pure functions, driven at random."""
+"""Laws of plans that reuse chunks: pure functions, driven at random."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def recompute_policies(draw: st.DrawFn) -> RecomputePolicy:
 def plans(
     prompt: Prompt, recompute_policy: RecomputePolicy, rates: Rates, token_limit: int = 10_000
 ) -> tuple[Plan, Plan]:
-    """The exact plan, and the one that may mend."""
+    """The exact plan, and the one that may reuse chunks."""
     exact = make_plan(prompt.matches, rates, CUT)
     return exact, plan_chunk_reuse(exact, prompt.prompt_layout, prompt.chunks, recompute_policy, rates, token_limit)
 
@@ -99,7 +99,7 @@ def spans_of(plan: Plan) -> list[Span]:
 
 
 @given(prompts(), recompute_policies(), some_rates)
-def test_a_plan_that_mends_has_every_token_once_and_computes_the_last(
+def test_a_plan_that_reuses_chunks_has_every_token_once_and_computes_the_last(
     prompt: Prompt, recompute_policy: RecomputePolicy, rates: Rates
 ) -> None:
     _, plan = plans(prompt, recompute_policy, rates)
@@ -110,15 +110,15 @@ def test_a_plan_that_mends_has_every_token_once_and_computes_the_last(
 
 
 @given(prompts(), recompute_policies(), some_rates)
-def test_only_whole_chunks_that_are_known_are_mended_each_from_its_own_variant(
+def test_only_whole_stored_chunks_are_reused_each_from_its_own_variant(
     prompt: Prompt, recompute_policy: RecomputePolicy, rates: Rates
 ) -> None:
     _, plan = plans(prompt, recompute_policy, rates)
     known = {chunk.span: chunk.known.id for chunk in prompt.chunks if chunk.known is not None}
-    mend = plan.reuse_chunks or ReuseChunks((), (), recompute_policy.name, recompute_policy.budget)
-    assert [known.get(span) for span in mend.spans] == list(mend.variants)
-    assert list(mend.spans) == sorted(mend.spans, key=lambda span: span.start)
-    assert (mend.recompute_policy, mend.budget) == (recompute_policy.name, recompute_policy.budget)
+    reuse = plan.reuse_chunks or ReuseChunks((), (), recompute_policy.name, recompute_policy.budget)
+    assert [known.get(span) for span in reuse.spans] == list(reuse.variants)
+    assert list(reuse.spans) == sorted(reuse.spans, key=lambda span: span.start)
+    assert (reuse.recompute_policy, reuse.budget) == (recompute_policy.name, recompute_policy.budget)
 
 
 @given(prompts(), recompute_policies(), some_rates)
@@ -136,7 +136,7 @@ def test_what_is_loaded_exactly_was_loaded_by_the_exact_plan(
 
 
 @given(prompts(), recompute_policies(), known_rates)
-def test_a_plan_that_mends_is_never_expected_to_be_slower_than_one_that_does_not(
+def test_a_plan_that_reuses_chunks_is_never_expected_to_be_slower_than_the_exact_one(
     prompt: Prompt, recompute_policy: RecomputePolicy, rates: Rates
 ) -> None:
     exact, plan = plans(prompt, recompute_policy, rates)
@@ -159,13 +159,13 @@ def test_the_same_arguments_give_the_same_plan(prompt: Prompt, recompute_policy:
 
 
 @given(prompts(), some_rates, st.sampled_from(["rekindle", "leading", "random", "h2o"]))
-def test_where_all_would_be_computed_anew_nothing_is_mended(prompt: Prompt, rates: Rates, name: str) -> None:
+def test_where_all_tokens_would_be_recomputed_no_chunk_is_reused(prompt: Prompt, rates: Rates, name: str) -> None:
     exact, plan = plans(prompt, policy_of(name, 1.0), rates)
     assert plan is exact and plan.reuse_chunks is None
 
 
 @given(prompts(), recompute_policies(), some_rates)
-def test_without_mending_the_same_is_loaded_and_the_rest_computed(
+def test_without_chunk_reuse_the_same_is_loaded_and_the_rest_computed(
     prompt: Prompt, recompute_policy: RecomputePolicy, rates: Rates
 ) -> None:
     _, plan = plans(prompt, recompute_policy, rates)
@@ -175,7 +175,7 @@ def test_without_mending_the_same_is_loaded_and_the_rest_computed(
 
 
 def test_a_plan_of_unknown_costs_gives_way_to_none_that_is_known_to_be_slower_than_computing() -> None:
-    """What the exact plan loads from disk was never measured; what mending loads from memory takes too long."""
+    """What the exact plan loads from disk was never measured; what chunk reuse loads from memory takes too long."""
     span = Span(40, 140)
     variant = Variant(
         ChunkDigest(bytes(16)), span, ChunkScores(np.zeros(100, np.float16), np.zeros(100, np.float16), 1.0, ())
@@ -220,7 +220,7 @@ def test_a_budget_that_is_no_share_is_refused(budget: float) -> None:
         policy_of("rekindle", budget)
 
 
-def test_an_unknown_mender_is_refused_with_those_there_are() -> None:
+def test_an_unknown_recompute_policy_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidSetting, match="rekindle, leading"):
         policy_of("magic")
     with pytest.raises(InvalidSetting):
