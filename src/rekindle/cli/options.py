@@ -194,7 +194,7 @@ def _parse(text: str, where: str) -> PromptLike:
 
 app = typer.Typer(
     name="rekindle",
-    help="A language model on your own machine that never prefills the same context twice.",
+    help="A language model on your own machine that does not prefill the same context twice.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: it appears in half the time
