@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 CUT_SHORT = " ..."  # how a title ends that is the beginning of a longer text
 
@@ -34,6 +35,18 @@ class Document:
     title: str
     sections: tuple[Section, ...]
     headers: str = ""
+
+    @property
+    def text(self) -> str:
+        """All of it for a reader: the headers, then each section under those of its headings that are new."""
+        parts, above = [self.headers] if self.headers else [], ()
+        for section in self.sections:
+            same = sum(
+                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(above, section.headings, strict=False))
+            )
+            parts.append("\n".join([*section.headings[same:], section.text]))
+            above = section.headings
+        return "\n\n".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
