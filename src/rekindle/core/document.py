@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import takewhile
 
 CUT_SHORT = " ..."  # how a title ends that is the beginning of a longer text
 
@@ -39,12 +38,15 @@ class Document:
     @property
     def text(self) -> str:
         """All of it for a reader: the headers, then each section under those of its headings that are new."""
-        parts, above = [self.headers] if self.headers else [], ()
+        parts = [self.headers] if self.headers else []
+        above: tuple[str, ...] = ()
         for section in self.sections:
-            same = sum(
-                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(above, section.headings, strict=False))
-            )
-            parts.append("\n".join([*section.headings[same:], section.text]))
+            new = [*section.headings]
+            for heading in above:
+                if new[:1] != [heading]:
+                    break
+                del new[0]
+            parts.append("\n".join([*new, section.text]))
             above = section.headings
         return "\n\n".join(parts)
 
