@@ -99,6 +99,17 @@ class ChunkReuse:
     streamed: bool = False
 
 
+OriginMiss = Literal["nothing", "level", "late", "failed", "unable"]
+ORIGIN_MISSES: dict[OriginMiss, str] = {
+    "nothing": "it has nothing like this prompt for this model, signed by a key you named (`rekindle origin publish`).",
+    "level": "it has this prompt only in coded levels, which reuse='quantized' allows.",
+    "late": "it had not answered when the prompt was computed.",
+    "failed": "it failed, and is asked again half a minute later.",
+    "unable": "the engine cannot mix KV from there with computing, or deterministic=True forbids it.",
+}
+"""Sentences for people that begin behind "Nothing came from the origin:"."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reuse:
     """What was reused for a prompt, and why not more.
@@ -123,6 +134,8 @@ class Reuse:
                         begins like it), "differs" (what is stored continues differently, or ends), "slower" (loading
                         would be), "lost" (KV could not be read), "late" (the cache did not answer in time),
                         "checkpoint" (a state that cannot be cut was reused up to its checkpoint)
+    origin_miss         why nothing came from the origin although one is set and more than a chunk was missing here: a
+                        key of `ORIGIN_MISSES`
     """
 
     level: ReuseLevel
@@ -139,6 +152,7 @@ class Reuse:
     predicted_seconds: float | None = None
     cold_seconds: float | None = None
     miss: str | None = None
+    origin_miss: OriginMiss | None = None
     chunks: tuple[ChunkReuse, ...] = ()
     recompute_policy: str | None = None
     budget: float | None = None
