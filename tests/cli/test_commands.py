@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from rekindle import Session, __version__
 from rekindle.cli.main import app
+from tests.knowledge.files import pdf
 
 SCRIPT = str(Path(sys.executable).with_name("rekindle"))
 
@@ -89,13 +90,47 @@ def test_run_reads_files_and_standard_input(tiny_folder: Path, tmp_path: Path) -
     assert tokens("Hello", "--system", "S") == system
 
 
+def test_run_reads_documents_as_ingest_does(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "log.pdf").write_bytes(pdf([["Mist at dawn."], ["Calm at dusk."]]))
+    (tmp_path / "latin.txt").write_bytes("Grüße\n".encode("latin-1"))
+    (tmp_path / "page.html").write_text("<h1>Ships</h1><p>Three <b>sails</b>.</p><script>x</script>")
+    (tmp_path / "data.csv").write_text("day,ships\nMonday,3\n")
+    with Session(tiny_folder) as session:
+        expected = {
+            name: session.chat(f"{text}\n\nWhat?", max_tokens=4).tokens
+            for name, text in {
+                "log.pdf": "Mist at dawn.\n\nCalm at dusk.",
+                "latin.txt": "Grüße\n",
+                "page.html": "Ships\nThree sails.",
+                "data.csv": "day,ships\nMonday,3\n",
+            }.items()
+        }
+    for name, tokens in expected.items():
+        done = rekindle("run", str(tiny_folder), "What?", "-f", str(tmp_path / name), "-n", "4", "--json")
+        assert json.loads(done.stdout)["tokens"] == list(tokens), name
+
+
+def test_what_is_left_out_of_a_file_is_a_line_on_standard_error(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "all.mbox").write_bytes(
+        b"From a@b Mon Jan  1 10:00:00 2026\nSubject: one\n\nThe lamp is lit.\n\n"
+        b"From a@b Mon Jan  1 11:00:00 2026\n\n\n"
+    )
+    done = rekindle("run", str(tiny_folder), "What?", "-f", str(tmp_path / "all.mbox"), "-n", "2")
+    assert done.exit_code == 0 and done.stderr.count("note: ") == 1
+    assert f"note: {tmp_path / 'all.mbox'}#2 is empty: it holds no text.\n" in done.stderr
+
+
 def test_errors_are_one_sentence_and_status_1(tiny_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "latin.txt").write_bytes(b"Gr\xfc\xdfe")
+    (tmp_path / "pic.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(64))
+    (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "scan.pdf").write_bytes(pdf([[]]))
     cases = {
         ("run", "nosuch", "hi"): "Unknown model 'nosuch'",
         ("run", str(tmp_path / "none"), "hi"): "no folder",
         ("run", str(tiny_folder), ""): "empty",
-        ("run", str(tiny_folder), "-f", str(tmp_path / "latin.txt")): "not UTF-8 text: byte 2 is 0xfc",
+        ("run", str(tiny_folder), "-f", str(tmp_path / "pic.png")): "pic.png is binary, not text",
+        ("run", str(tiny_folder), "-f", str(tmp_path / "blank.txt")): "blank.txt is empty: it holds no text.",
+        ("run", str(tiny_folder), "-f", str(tmp_path / "scan.pdf")): "has no text, only pictures; run OCR first",
         ("run", str(tiny_folder), "-f", str(tmp_path / "gone.txt")): "cannot be read",
         ("run", str(tiny_folder), "hi", "-t", "-1"): "temperature=-1.0 is out of range",
         ("run", str(tiny_folder), "hi", "--raw", "--system", "x"): "--raw",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_commands import rekindle
+from tests.knowledge.files import pdf
 
 RULES = "Light the lamp at dusk. Write the hour into the book."
 
@@ -55,10 +56,20 @@ def test_a_file_can_be_a_system_message_messages_or_many_prompts(
     assert json.loads(ok("warm", str(chat), str(many), "--model", model, "--json"))["prompts"] == 3
 
 
+def test_a_document_is_warmed_and_explained_as_run_reads_it(tiny_folder: Path, tmp_path: Path) -> None:
+    model, path = str(tiny_folder), tmp_path / "log.pdf"
+    path.write_bytes(pdf([["The lamp is lit at dusk, and the hour is written down."]]))
+    ok("warm", str(path), "--model", model)
+    reply = json.loads(ok("run", model, "Why?", "--file", str(path), "-n", "2", "--json"))
+    assert reply["usage"]["cached_tokens"] >= 50
+    assert json.loads(ok("explain", str(path), "--model", model, "--json"))["tokens"] < len(path.read_bytes()) // 4
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
         ("a.json", "{", "is not JSON"),
+        ("a.pdf", "no PDF", "is a damaged PDF, or none"),
         ("a.json", "{}", "is no prompt"),
         ("a.jsonl", '{"prompt": "x"}\n3', "line 2 is no prompt"),
         ("a.json", '[{"role": "boss", "content": "x"}]', "Unknown role 'boss'"),

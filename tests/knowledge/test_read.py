@@ -26,7 +26,7 @@ from rekindle.knowledge.read import clean_text as text
 from rekindle.knowledge.read import docx as word
 from rekindle.knowledge.read import records
 from rekindle.knowledge.read.clean_text import ReadProblem
-from rekindle.knowledge.read.file import KINDS, kind_of, read_bytes, read_file
+from rekindle.knowledge.read.file import KINDS, FileText, kind_of, read_bytes, read_file, read_file_text
 from tests.knowledge import files
 
 pytestmark = pytest.mark.thorough
@@ -644,3 +644,27 @@ def test_one_mail_in_html_does_not_stop_a_mailbox() -> None:
     found = list(read_bytes("a.mbox", first + MAILBOX))
     assert isinstance(found[0], ReadProblem) and "pip install" in found[0].reason
     assert len(found) == 4
+
+
+def test_the_text_of_a_file_is_what_it_says_or_its_source(tmp_path: Path) -> None:
+    def read(name: str, data: bytes) -> FileText:
+        (tmp_path / name).write_bytes(data)
+        return read_file_text(tmp_path / name)
+
+    assert read("a.md", b"# Lamp\n\n* wick\n") == FileText("# Lamp\n\n* wick\n")
+    assert read("a.py", b"def f():\n\treturn 1\n").text == "def f():\n\treturn 1\n"
+    assert read("a.jsonl", b'{"text": "x"}\n').text == '{"text": "x"}\n'
+    html = b"<h1>Log</h1><h2>May</h2><p>Mist.</p><h2>June</h2><p>Sun.</p>"
+    assert read("a.html", html).text == "Log\nMay\nMist.\n\nJune\nSun."
+    mail = b"From: a@b\nSubject: lamp\n\nIt burns.\n"
+    assert read("a.eml", mail).text == "From: a@b\nSubject: lamp\n\nIt burns."
+    with pytest.raises(UnreadableDocument, match=r"a\.bin is binary, not text"):
+        read("a.bin", bytes(100))
+    with pytest.raises(UnreadableDocument, match=r"a\.txt is empty: it holds no text\."):
+        read("a.txt", b"\n")
+    with pytest.raises(UnreadableDocument, match=r"a\.mbox#1 is empty: it holds no text\."):
+        read("a.mbox", b"From a@b Mon Jan  1 11:00:00 2026\n\n\n")
+    with pytest.raises(UnreadableDocument, match=r"cannot be read: No such file"):
+        read_file_text(tmp_path / "gone")
+    with pytest.raises(UnreadableDocument, match=r"cannot be read: Is a directory"):
+        read_file_text(tmp_path)

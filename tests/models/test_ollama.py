@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from rekindle.cli.main import app
 from rekindle.cli.options import complete_model
+from rekindle.engine.load import missing_packages
 from rekindle.errors import BrokenModel, ModelError, ModelNotFound, NotAModel, UnsupportedModel
 from rekindle.models import ollama, registry
 from rekindle.models.ollama import OllamaName, parse_name
@@ -22,6 +23,7 @@ from rekindle.models.other_tools import list_in_place
 from rekindle.models.pull import obtain, pull
 from rekindle.models.sources import OllamaModel, find, parse
 from tests.models.ggufs import stranger, write_gguf
+from tests.tiny_gguf import write_llama
 
 KIND = "application/vnd.ollama.image."
 
@@ -368,6 +370,43 @@ def test_list_shows_them_behind_what_was_pulled(shop: Ollama, tiny_folder: Path)
     table = CliRunner().invoke(app, ["list"]).stdout
     assert table.index("tiny") < table.index("ollama:llama3.2:latest") < table.index("not pulled")
     assert "in place: Ollama" in " ".join(table.split())
+
+
+def test_list_says_which_it_cannot_use_and_why(shop: Ollama) -> None:
+    shop.add()
+    shop.manifest("registry.ollama.ai/library/big/cloud", {"layers": [shop.layer("license", b"x")]})
+    done = CliRunner().invoke(app, ["list"])
+    assert done.exit_code == 0 and "ollama:llama3.2:latest" in done.stdout and "ollama:big" not in done.stdout
+    [line] = done.stderr.splitlines()
+    assert line.startswith("note: ollama:big:cloud has no weights here: it runs on Ollama's servers")
+
+
+def test_list_says_that_a_folder_is_closed(service: Ollama) -> None:
+    (service.folder / "manifests").chmod(0)
+    said: list[str] = []
+    with stranger():
+        assert list_in_place(said.append) == []
+    (service.folder / "manifests").chmod(0o755)
+    [sentence] = said
+    assert sentence.startswith("Ollama's models cannot be listed: ") and "usermod -aG ollama $USER" in sentence
+
+
+def test_run_takes_one_at_once_and_says_if_it_must_convert_it(
+    shop: Ollama, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shop.gguf = write_llama(tmp_path / "tiny.gguf").read_bytes()
+    shop.add()
+    command = ["run", "ollama:llama3.2", "hi", "-n", "2", "--json"]
+    first, second = (CliRunner().invoke(app, command) for _ in range(2))
+    assert first.exit_code == second.exit_code == 0, first.output
+    assert json.loads(first.stdout)["tokens"] == json.loads(second.stdout)["tokens"]
+    said = [record.message for record in caplog.records if record.name == "rekindle.engine"]
+    wanted = (
+        []
+        if not missing_packages("llamacpp")
+        else ["llama.cpp is not installed, so ollama:llama3.2:latest is converted"]
+    )
+    assert [sentence[: len(want)] for sentence, want in zip(said, wanted, strict=True)] == wanted
 
 
 def test_shells_complete_them(shop: Ollama) -> None:

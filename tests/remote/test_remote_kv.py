@@ -157,6 +157,63 @@ def test_what_may_not_be_streamed_is_computed(
         assert reply.reuse.streamed == 0 and reply.tokens == alone.tokens
 
 
+OTHER = "Something else. " * 30
+
+
+@pytest.mark.usefixtures("origin_first")
+@pytest.mark.parametrize(
+    ("choice", "prompt", "miss", "words"),
+    [
+        ({}, OTHER, "nothing", "it has nothing like this prompt for this model"),
+        ({"origin_keys": SigningKey.new().public}, PROMPT, "nothing", "signed by a key you named"),
+        ({"deterministic": True}, PROMPT, "unable", "deterministic=True forbids it"),
+        ({"local_tenants": "*"}, PROMPT, None, ""),
+        ({"reuse": "off"}, PROMPT, None, ""),
+        ({}, "short", None, ""),
+        ({}, PROMPT, None, ""),
+    ],
+    ids=["another prompt", "another key", "deterministic", "local", "off", "short", "streamed"],
+)
+def test_why_nothing_came_is_said_once(
+    published: Published, choice: dict[str, Any], prompt: str, miss: str | None, words: str,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    with serving(published.folder) as url, opened(published, url, tmp_path / "cache", **choice) as session:
+        replies = [session.generate(prompt, max_tokens=2, cache_salt=salt) for salt in ("a", "b")]
+    assert [reply.reuse.origin_miss for reply in replies] == [miss, miss]
+    lines = [record.getMessage() for record in caplog.records if record.name == "rekindle.remote"]
+    assert len(lines) == (miss is not None) and all(
+        line.startswith("Nothing came from the origin: ") and words in line for line in lines
+    )
+
+
+@pytest.mark.usefixtures("origin_first")
+def test_an_origin_with_other_levels_says_which_setting_allows_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = SigningKey.new()
+    with Session(FakeEngine(), cache="off") as session, computed(session, Request.of(PROMPT)) as source:
+        Publisher(tmp_path / "files", key).publish(source, levels_of("q8", session))
+    place = Published(tmp_path / "files", key, None)
+    with serving(place.folder) as url, opened(place, url, tmp_path / "cache") as session:
+        assert session.generate(PROMPT, max_tokens=2).reuse.origin_miss == "level"
+    assert "reuse='quantized' allows" in caplog.text
+
+
+@pytest.mark.usefixtures("origin_first")
+def test_an_origin_that_fails_is_one_line(
+    published: Published, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with opened(published, f"http://127.0.0.1:{port}", tmp_path / "cache") as session:
+        replies = [session.generate(PROMPT, max_tokens=2, cache_salt=salt) for salt in ("a", "b")]
+    assert [reply.reuse.origin_miss for reply in replies] == ["failed", "failed"]
+    [line] = [record.getMessage() for record in caplog.records if record.name == "rekindle.remote"]
+    assert line.startswith("The origin is left alone for 30 s: ")
+
+
 def test_an_origin_that_is_not_there_costs_no_answer(published: Published, alone: Any, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -196,6 +253,7 @@ def test_an_origin_that_is_silent_to_the_end_is_not_waited_for(
             reply = session.generate(PROMPT + "And then", max_tokens=8)
             longer = session.generate(PROMPT * 3, max_tokens=2)
     assert reply.tokens == alone.tokens and reply.reuse.streamed == longer.reuse.streamed == 0
+    assert reply.reuse.origin_miss == longer.reuse.origin_miss == "late"
     assert reply.reuse.computed == reply.usage.prompt_tokens
 
 
@@ -226,7 +284,7 @@ def test_slices_that_are_damaged_are_computed(either: Published, alone: Any, tmp
         path.write_bytes(bytes(path.stat().st_size))
     with serving(folder) as url, opened(either, url, tmp_path / "cache") as session:
         reply = session.generate(PROMPT + "And then", max_tokens=8)
-        assert reply.tokens == alone.tokens and reply.reuse.streamed == 0
+        assert reply.tokens == alone.tokens and reply.reuse.streamed == 0 and reply.reuse.origin_miss == "failed"
 
 
 @pytest.mark.usefixtures("origin_first")

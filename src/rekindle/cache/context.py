@@ -11,7 +11,7 @@ from rekindle.cache.inflight import InflightPrefill
 from rekindle.cache.writer import BackgroundJob, WriteGuard, WriteJob
 from rekindle.core.keys import KvSpace, common_tokens, token_bytes
 from rekindle.core.kv import Kv, Span
-from rekindle.core.reply import ChunkReuse
+from rekindle.core.reply import ChunkReuse, OriginMiss
 from rekindle.core.scope import AppRef, Scope
 from rekindle.engine.base import EngineSequence
 
@@ -45,6 +45,7 @@ class Context:
         self.inflight: InflightPrefill | None = None  # others may wait for what is being computed here
         self.watched: ChunkJobs | None = None  # its chunks may be worth storing
         self.chunk_reuse: tuple[ChunkReuse, ...] = ()  # its passages, if some of them were computed in other prompts
+        self.origin_miss: OriginMiss | None = None  # why nothing of the current prompt came from the origin
         self.quantized_tokens = 0  # number of its tokens whose KV was quantized
         self._keeps: list[WriteJob] = []
         self._stored_tokens = 0

@@ -335,6 +335,7 @@ def _begin(context: Context, lookup: CacheLookup) -> None:
     context.passing, context.inflight, context.guard = lookup.off, lookup.inflight, lookup.guard
     context.prompt_tokens, context.app_ref = len(lookup.tokens), lookup.app_ref
     context.stored_tokens = max(lookup.stored_tokens, context.stored_tokens)
+    context.origin_miss = None
 
 
 class PromptPrefill:

@@ -350,7 +350,7 @@ def warm(
     loading: dict[str, Any],
     daemon: dict[str, Any],
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FILE]...", help="Texts, .json or .jsonl with messages.")
+        list[Path] | None, typer.Argument(metavar="[FILE]...", help="Documents, .json or .jsonl with messages.")
     ] = None,
     knowledge: Annotated[
         bool, typer.Option("--knowledge", help="What questions begin with: the system prompt, frequent passages.")
@@ -396,7 +396,7 @@ def warm(
 def explain(
     loading: dict[str, Any],
     daemon: dict[str, Any],
-    file: Annotated[Path | None, typer.Argument(help="A prompt: a text, or .json with messages.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="A prompt: a document, or .json with messages.")] = None,
     question: Annotated[str | None, typer.Option(help="Instead of a prompt: a question about your documents.")] = None,
     last: Annotated[bool, typer.Option("--last", help="Explain the last request that was answered.")] = False,
     number: Annotated[int, typer.Option("--number", "-n", min=1, help="With --last: number of requests.")] = 1,

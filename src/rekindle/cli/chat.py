@@ -19,7 +19,7 @@ from rekindle.cli.options import (
     daemon_options,
     loading_options,
     print_json,
-    read_text,
+    read_document,
     sampling_options,
     takes,
 )
@@ -127,7 +127,9 @@ def run(
     loading: dict[str, Any],
     daemon: dict[str, Any],
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads standard input.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Put this file's text before the prompt.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Put this file before the prompt: a text, or what ingest reads.")
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     system: System = None,
     json: AsJson = False,
@@ -151,7 +153,7 @@ def run(
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
-    parts = [] if file is None else [read_text(file)]
+    parts = [] if file is None else [read_document(file)]
     if prompt == "-" or (prompt is None and file is None):
         try:
             parts.append(sys.stdin.buffer.read().decode("utf-8"))

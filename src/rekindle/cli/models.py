@@ -56,7 +56,8 @@ def list_models(json: AsJson = False) -> None:
 
     pulled = entries()
     known = {e.name for e in pulled}
-    others = [other for other in list_in_place() if other.name not in known]
+    found = list_in_place(lambda sentence: typer.echo(f"note: {sentence}", err=True))
+    others = [other for other in found if other.name not in known]
     if json:
         print_json(
             [

@@ -22,6 +22,7 @@ from rekindle.core.request import DEFAULT_MAX_TOKENS, PromptLike
 from rekindle.errors import InvalidPrompt
 from rekindle.settings import ENGINE_SETTINGS, SETTINGS, names_in
 from rekindle.settings.setting import Setting
+from rekindle.text.visible import printable
 
 Group = Callable[..., dict[str, Any]]
 
@@ -142,7 +143,20 @@ def takes(without: Container[str] = (), **groups: Group) -> Callable[[Callable[.
     return decorate
 
 
-def read_text(path: Path) -> str:
+def read_document(path: Path) -> str:
+    """The text of a document, read as `rekindle ingest` reads it; what is left out is one line on standard error.
+
+    Raises `UnreadableDocument` or `ExtraMissing`.
+    """
+    from rekindle.knowledge.read.file import read_file_text
+
+    found = read_file_text(path)
+    for problem in found.problems:
+        typer.echo(f"note: {printable(problem.reason)}", err=True)
+    return found.text
+
+
+def _read_utf8(path: Path) -> str:
     """The text of a file. Raises `InvalidPrompt` if it is not UTF-8 or cannot be read."""
     try:
         return path.read_text("utf-8")
@@ -160,13 +174,13 @@ def read_prompts(path: Path, *, raw: bool, as_system: bool) -> list[PromptLike]:
 
     .json    one prompt: a list of messages, `{"messages": [...]}`, or `{"prompt": "text"}`
     .jsonl   one such prompt per line
-    others   a text: a user message, a system message, or as it is (`raw`)
+    others   a document: a user message, a system message, or as it is (`raw`)
     """
-    text = read_text(path)
     if path.suffix == ".json":
-        return [_parse(text, str(path))]
+        return [_parse(_read_utf8(path), str(path))]
     if path.suffix == ".jsonl":
-        return list(_parse_lines(text, path))
+        return list(_parse_lines(_read_utf8(path), path))
+    text = read_document(path)
     if raw:
         return [text]
     return [[{"role": "system" if as_system else "user", "content": text}]]

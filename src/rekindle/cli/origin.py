@@ -59,7 +59,7 @@ def publish(
     sign: Annotated[Path, typer.Option("--key", help="The key to sign with: rekindle origin key FILE")],
     prompt: Annotated[str | None, typer.Argument(help="A prompt.")] = None,
     file: Annotated[
-        list[Path] | None, typer.Option("--file", "-f", help="Texts, .json or .jsonl with messages. Repeatable.")
+        list[Path] | None, typer.Option("--file", "-f", help="Documents, .json or .jsonl with messages. Repeatable.")
     ] = None,
     knowledge: Annotated[
         bool, typer.Option("--knowledge", help="What questions begin with: the system prompt, frequent passages.")

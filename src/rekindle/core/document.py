@@ -35,6 +35,21 @@ class Document:
     sections: tuple[Section, ...]
     headers: str = ""
 
+    @property
+    def text(self) -> str:
+        """All of it for a reader: the headers, then each section under those of its headings that are new."""
+        parts = [self.headers] if self.headers else []
+        above: tuple[str, ...] = ()
+        for section in self.sections:
+            new = [*section.headings]
+            for heading in above:
+                if new[:1] != [heading]:
+                    break
+                del new[0]
+            parts.append("\n".join([*new, section.text]))
+            above = section.headings
+        return "\n\n".join(parts)
+
 
 @dataclass(frozen=True, slots=True)
 class Quote:

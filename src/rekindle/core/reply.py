@@ -109,6 +109,16 @@ _MISSES = {
     "checkpoint": "reuse ends at a checkpoint",
 }
 
+OriginMiss = Literal["nothing", "level", "late", "failed", "unable"]
+ORIGIN_MISSES: dict[OriginMiss, str] = {
+    "nothing": "it has nothing like this prompt for this model, signed by a key you named (`rekindle origin publish`).",
+    "level": "it has this prompt only in coded levels, which reuse='quantized' allows.",
+    "late": "it had not answered when the prompt was computed.",
+    "failed": "it failed, and is asked again half a minute later.",
+    "unable": "the engine cannot mix KV from there with computing, or deterministic=True forbids it.",
+}
+"""Sentences for people that begin behind "Nothing came from the origin:"."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
@@ -134,6 +144,8 @@ class Reuse:
                         begins like it), "differs" (what is stored continues differently, or ends), "slower" (loading
                         would be), "lost" (KV could not be read), "late" (the cache did not answer in time),
                         "checkpoint" (a state that cannot be cut was reused up to its checkpoint)
+    origin_miss         why nothing came from the origin although one is set and more than a chunk was missing here: a
+                        key of `ORIGIN_MISSES`
     """
 
     level: ReuseLevel
@@ -150,6 +162,7 @@ class Reuse:
     predicted_seconds: float | None = None
     cold_seconds: float | None = None
     miss: str | None = None
+    origin_miss: OriginMiss | None = None
     chunks: tuple[ChunkReuse, ...] = ()
     recompute_policy: str | None = None
     budget: float | None = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
+from rekindle.core.size import human_bytes
 from rekindle.engine.base import Engine
 from rekindle.engine.llamacpp.options import LlamaOptions
 from rekindle.errors import EngineMissing, InvalidSetting, ModelError, UnsupportedModel
@@ -18,6 +20,8 @@ from rekindle.models.hf_folder import check_folder
 from rekindle.models.pull import obtain
 from rekindle.models.sources import GgufModel, HubModel, OllamaModel, WheelModel, find, parse
 from rekindle.settings import Settings
+
+log = logging.getLogger("rekindle.engine")
 
 EngineName = Literal["hf", "llamacpp"]
 ENGINES: dict[EngineName, tuple[str, ...]] = {  # with the packages that each needs
@@ -117,6 +121,14 @@ def _load_hf(model: str, options: EngineOptions, progress: Progress | None) -> E
         if value != getattr(plain, name):
             raise InvalidSetting(f"{name}={value!r} is for llama.cpp. Leave it away, or use engine='llamacpp'.")
     files = obtain(model, progress)
+    if options.engine == "auto" and files.gguf is not None and not files.converted and _is_gguf(model):
+        size = human_bytes(4 * read_header(files.gguf).values)
+        log.warning(
+            "llama.cpp is not installed, so %s is converted for transformers first, once (%s). To run it as it is: "
+            "pip install 'rekindle[llamacpp]'",
+            files.name,
+            size,
+        )
     convert_gguf(files, progress)
     _digest(check_folder(files.folder), progress)
     _report(progress, "load", 0, 1)

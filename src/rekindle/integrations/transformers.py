@@ -15,7 +15,6 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,14 +27,11 @@ from rekindle.cache.open_store import open_store
 from rekindle.cache.prefix_cache import CLOSE_SECONDS
 from rekindle.cache.stored_kv import LOAD_SECONDS
 from rekindle.cache.writer import BackgroundWriter, WriteJob
-from rekindle.core.identity import Identity
 from rekindle.core.keys import KvSpace, Namespace, common_tokens, token_bytes
-from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
-from rekindle.engine.hf.checkpoint import Fingerprint, fingerprint_of
-from rekindle.engine.hf.decoder import Decoder
-from rekindle.engine.hf.rope import Rope
+from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.engine.hf.sequence import TORCH_TYPE, raw_view
 from rekindle.errors import Closed, InvalidPrompt, InvalidSetting, KvLost, RekindleError, nearest
+from rekindle.integrations.model_facts import ModelFacts
 from rekindle.integrations.tracked_cache import (
     OTHER_TOKENS,
     CacheSnapshot,
@@ -45,7 +41,7 @@ from rekindle.integrations.tracked_cache import (
     MatchTerms,
     Track,
 )
-from rekindle.integrations.weights import Interference, Weights, refuse_unfit, refuse_untested
+from rekindle.integrations.weights import refuse_unfit
 from rekindle.settings import Settings
 from rekindle.settings.keywords import CacheSettings
 from rekindle.store.prefix_index import Match
@@ -69,9 +65,10 @@ def attach(model: PreTrainedModel, **settings: Unpack[CacheSettings]) -> Attache
             cache = kv.match(input_ids)
             output = model.generate(input_ids, past_key_values=cache)
 
-    Reads all weights once, to identify the model. The settings are those of a `Session`: `cache` (the folder),
-    `memory_limit`, `disk_limit`, `tenant`, `cache_salt` and so on. Raises `UnsupportedModel` for a model whose KV
-    cannot be kept, `CacheUnusable` if the folder you named cannot be opened, `InvalidSetting` for a wrong setting.
+    Reads all weights, to identify the model; what else it measures the first time is remembered. The settings are
+    those of a `Session`: `cache` (the folder), `memory_limit`, `disk_limit`, `tenant`, `cache_salt` and so on. Raises
+    `UnsupportedModel` for a model whose KV cannot be kept, `CacheUnusable` if the folder you named cannot be opened,
+    `InvalidSetting` for a wrong setting.
     """
     for name in settings:
         if name not in CacheSettings.__annotations__:
@@ -86,8 +83,7 @@ class Attached:
         self._model = model
         self._settings = settings
         self._lock = threading.Lock()
-        self._facts = _ModelFacts(model)
-        refuse_untested(model, self._facts.family, self._facts.layout.dtype)
+        self._facts = ModelFacts(model)
         if settings.reuse == "quantized":
             raise InvalidSetting("attach keeps KV as it is: leave reuse='quantized' out, or use a Session.")
         self._store = open_store(settings)
@@ -161,7 +157,7 @@ class Attached:
         with self._lock:
             if self._facts.weights.changed():
                 log.info("The weights of the model changed: they are read again.")
-                self._facts = _ModelFacts(refuse_unfit(self._model))
+                self._facts = ModelFacts(refuse_unfit(self._model))
             facts = self._facts
         reason = facts.interference.reason()
         if reason is not None:
@@ -297,23 +293,6 @@ class _Hook:
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[None]]:
         return _Hook, (None,)
-
-
-class _ModelFacts:
-    """Everything about a model that determines its KV. Reads all its weights."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.weights = Weights(model)  # first: changes from here on are detected
-        self.interference = Interference(model)
-        self._fingerprint: Fingerprint = fingerprint_of(model)
-        decoder = Decoder(model)
-        self.family = decoder.family
-        self.layout: KvLayout = decoder.layout
-        self.rope: Rope = decoder.rope
-
-    def identity(self, regime: str) -> Identity:
-        """The model's identity under a RoPE regime."""
-        return Identity(**asdict(self._fingerprint), dtype=self.layout.dtype, rope=regime)
 
 
 class _SnapshotWrite(WriteJob):

@@ -102,6 +102,19 @@ def names() -> list[OllamaName]:
     return sorted(found, key=str)
 
 
+def closed_folders() -> list[str]:
+    """A sentence for each folder of Ollama whose models this user may not even list."""
+    sentences = []
+    for folder in folders():
+        try:
+            next((folder / _MANIFESTS[-1]).iterdir(), None)
+        except PermissionError as refused:
+            sentences.append(f"Ollama's models cannot be listed: {_say_closed(refused.filename)}")
+        except OSError:  # none here
+            continue
+    return sentences
+
+
 def find_weights(name: OllamaName) -> Path:
     """The GGUF file of a model; its header is not checked.
 
@@ -117,10 +130,7 @@ def find_weights(name: OllamaName) -> Path:
         except PermissionError as error:
             refused = error
     if refused is not None:
-        raise ModelNotFound(
-            f"{name} cannot be read: {refused.filename} is closed to this user, as Ollama's service keeps it. Join its "
-            "group (sudo usermod -aG ollama $USER, then log in again), or set OLLAMA_MODELS to a folder of your own."
-        ) from refused
+        raise ModelNotFound(f"{name} cannot be read: {_say_closed(refused.filename)}") from refused
     respelled = [other for other in names() if str(other).lower() == str(name).lower() and other != name]
     if respelled:  # Ollama ignores case too
         return find_weights(respelled[0])
@@ -132,6 +142,13 @@ def names_near(name: str) -> list[OllamaName]:
     known = names()
     close = get_close_matches(name, {other.name for other in known}, n=3)
     return [other for other in known if other.name in close]
+
+
+def _say_closed(path: str) -> str:
+    return (
+        f"{path} is closed to this user, as Ollama's service keeps it. Join its group (sudo usermod -aG ollama $USER, "
+        "then log in again), or set OLLAMA_MODELS to a folder of your own."
+    )
 
 
 def _say_missing(name: OllamaName) -> str:

@@ -7,7 +7,7 @@ HF_HUB_CACHE/models--ORG--NAME/snapshots/REVISION/FILE.gguf    links to the blob
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,15 +106,24 @@ class InPlaceModel:
     size_bytes: int
 
 
-def list_in_place() -> list[InPlaceModel]:
-    """All models of other tools, without unreadable and incomplete ones. Raises nothing."""
-    return [*_in_ollama(), *_in_repositories()]
+def list_in_place(report: Callable[[str], None] = lambda _: None) -> list[InPlaceModel]:
+    """All models of other tools, without unreadable and incomplete ones. Raises nothing.
+
+    `report` gets a sentence for each model that Ollama has and that cannot be used.
+    """
+    return [*_in_ollama(report), *_in_repositories()]
 
 
-def _in_ollama() -> Iterator[InPlaceModel]:
+def _in_ollama(report: Callable[[str], None]) -> Iterator[InPlaceModel]:
+    for sentence in ollama.closed_folders():
+        report(sentence)
     for name in ollama.names():
-        with suppress(ModelError, OSError):
+        try:
             yield _describe(str(name), "Ollama", ollama.find_weights(name))
+        except ModelError as error:
+            report(str(error))
+        except OSError as error:
+            report(f"{name} cannot be read ({error}).")
 
 
 def _in_repositories() -> Iterator[InPlaceModel]:

@@ -25,6 +25,7 @@ from rekindle.chunks.scores import unscored
 from rekindle.core.cells import Cell, CellGrid, TimelineEvent
 from rekindle.core.chunk import ChunkDigest, PromptLayout, Variant, chunk_digest
 from rekindle.core.kv import Kv, LayerKv, Span
+from rekindle.core.reply import OriginMiss
 from rekindle.errors import Cancelled
 from rekindle.remote.client import Origin, PublishedPrefix, SliceTransfer, decode_slice
 from rekindle.remote.connection import OriginFailed, Stop
@@ -40,7 +41,7 @@ class RemotePrefixFetch(TransferQueue):
 
     def __init__(
         self,
-        find: Callable[[Stop], OriginSlices | None],
+        find: Callable[[Stop], OriginSlices | OriginMiss],
         tokens: int,
         on_failure: Callable[[str], None],
         bandwidth: Bandwidth | None = None,
@@ -51,6 +52,7 @@ class RemotePrefixFetch(TransferQueue):
         self._stop = Stop()
         self._over = False
         self._offer: OriginSlices | None = None
+        self._miss: OriginMiss | None = None
         super().__init__(None, bandwidth)
 
     @property
@@ -64,6 +66,14 @@ class RemotePrefixFetch(TransferQueue):
         """What was found; None until then."""
         with self._changed:
             return self._offer
+
+    @property
+    def miss(self) -> OriginMiss | None:
+        """Why nothing came; None if something may have. Ask before `close`."""
+        with self._changed:
+            if not self._over:
+                return "late"
+            return "failed" if self.failed is not None and not self.arrived_cells else self._miss
 
     def wait_for_lookup(self, seconds: float) -> None:
         """Wait until the lookup ends or `seconds` pass."""
@@ -81,26 +91,28 @@ class RemotePrefixFetch(TransferQueue):
         offer = self._look()
         with self._changed:
             self._over = True
-            if offer is not None and not self._closed:
+            if isinstance(offer, str):
+                self._miss = offer
+            elif not self._closed:
                 self._source = self._offer = offer
                 self._wanted = _backwards(offer.cells, self._here)
             self._changed.notify_all()
         if self._offer is not None:
             super()._run()
 
-    def _look(self) -> OriginSlices | None:
+    def _look(self) -> OriginSlices | OriginMiss:
         try:
             return self._find(self._stop)
         except Cancelled:
-            return None
+            return "late"
         except OriginFailed as failed:
             if not self._stop.is_set:
                 self._on_failure(str(failed))
-            return None
+            return "failed"
         except Exception as error:  # any failure: the prompt is computed
             log.exception("Looking for a prompt at the origin failed.")
             self._on_failure(f"{type(error).__name__}: {error}")
-            return None
+            return "failed"
 
 
 def _backwards(cells: CellGrid, here: int) -> list[Cell]:
@@ -166,6 +178,7 @@ class RemoteChunkFetch:
         self._fetching: PassageOffer | None = None
         self._found: queue.SimpleQueue[tuple[WantedPassage, PassageOffer] | None] = queue.SimpleQueue()
         self._events: list[tuple[int, float, float]] = []
+        self._miss: OriginMiss = "nothing"
         for target in (self._look, self._bring):
             name = f"rekindle-arrivals{target.__name__}"
             threading.Thread(target=self._run, args=(target,), name=name, daemon=True).start()
@@ -175,6 +188,12 @@ class RemoteChunkFetch:
         """Numbers of the passages that have arrived."""
         with self._changed:
             return frozenset(self._here)
+
+    @property
+    def miss(self) -> OriginMiss | None:
+        """Why nothing arrived; None if something did."""
+        with self._changed:
+            return None if self._here else self._miss
 
     def left(self) -> tuple[WantedPassage, ...]:
         """Passages that may still arrive, in prompt order."""
@@ -219,6 +238,8 @@ class RemoteChunkFetch:
         """Fetch nothing more. Idempotent; does not wait for a hanging transfer."""
         self._stop.set()
         with self._changed:
+            if self._open and self._miss == "nothing":
+                self._miss = "late"
             self._open = {}
             fetching = self._fetching
             self._changed.notify_all()
@@ -250,6 +271,7 @@ class RemoteChunkFetch:
 
     def _give_up(self, reason: str) -> None:
         if not self._stop.is_set:
+            self._miss = "failed"
             self._failed(reason)
         self.close()
 

@@ -29,6 +29,7 @@ from rekindle.core.chunk import ChunkMatches
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
 from rekindle.core.plan import RAW, Plan
+from rekindle.core.reply import ORIGIN_MISSES, OriginMiss
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting, KvLost, StepRefused
 from rekindle.remote.chunked_prefill import PrefixPrefill, keep_arrived, prefill_with_arrivals
@@ -87,6 +88,7 @@ class RemoteKv:
         self._ahead: dict[PromptKey, RemoteFetch] = {}
         self._closed = False
         self._backoff_until = 0.0
+        self._said: OriginMiss | None = None  # in the log, the last time
 
     def run(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult | None:
         """Prefill a prompt from the local cache, the origin and computing; None if the origin is not asked.
@@ -95,11 +97,15 @@ class RemoteKv:
         """
         fetch = self.start_fetch(lookup, plan)
         if fetch is None:
+            self._report(context, self._obstacle(lookup, plan))
             return None
         try:
             if isinstance(fetch, RemoteChunkFetch):
-                return prefill_with_arrivals(self._chunks, work, context, lookup, fetch)
-            return self._prefill_prefix(fetch, PrefixPrefill(self._kv, work, context, lookup, plan))
+                result = prefill_with_arrivals(self._chunks, work, context, lookup, fetch)
+            else:
+                result = self._prefill_prefix(fetch, PrefixPrefill(self._kv, work, context, lookup, plan))
+            self._report(context, fetch.miss)
+            return result
         finally:
             fetch.close()
 
@@ -198,15 +204,29 @@ class RemoteKv:
             log.exception("What layers cost could not be learned.")
 
     def _is_allowed(self, lookup: CacheLookup, plan: Plan) -> bool:
-        return (
-            (self._can_fetch_prefix if lookup.passages is None else self._engine.capabilities.spans)
-            and not lookup.off
-            and plan.tokens - plan.reused > CHUNK_TOKENS
-            and not self._local & {lookup.kv_space.namespace.tenant, "*"}
-            and time.monotonic() >= self._backoff_until
-        )
+        return self._is_wanted(lookup, plan) and self._obstacle(lookup, plan) is None
 
-    def _find(self, lookup: CacheLookup, stop: Stop) -> OriginSlices | None:
+    def _is_wanted(self, lookup: CacheLookup, plan: Plan) -> bool:
+        """Whether the user wants the origin to be asked, and enough is missing here."""
+        local = self._local & {lookup.kv_space.namespace.tenant, "*"}
+        return not lookup.off and not local and plan.tokens - plan.reused > CHUNK_TOKENS
+
+    def _obstacle(self, lookup: CacheLookup, plan: Plan) -> OriginMiss | None:
+        """Why the origin cannot be asked for a prompt although it is wanted."""
+        if not self._is_wanted(lookup, plan):
+            return None
+        if not (self._can_fetch_prefix if lookup.passages is None else self._engine.capabilities.spans):
+            return "unable"
+        return "failed" if time.monotonic() < self._backoff_until else None
+
+    def _report(self, context: Context, miss: OriginMiss | None) -> None:
+        """Note why nothing came, and log it unless that was the last thing logged."""
+        context.origin_miss = miss
+        if miss is not None and miss != self._said:
+            log.warning("Nothing came from the origin: %s", ORIGIN_MISSES[miss])
+        self._said = miss or self._said
+
+    def _find(self, lookup: CacheLookup, stop: Stop) -> OriginSlices | OriginMiss:
         kv_space = lookup.kv_space
         tokens = lookup.tokens[: len(lookup.tokens) - 1]  # the last token is computed
         found = self._origin.find(
@@ -217,10 +237,10 @@ class RemoteKv:
             timeout_seconds=FIND_SECONDS,
             stop=stop,
         )
-        level = None if found is None else self._level(found, lookup)
-        if found is None or level is None:
-            return None
-        return OriginSlices(self._origin, found, level)
+        if found is None:
+            return "nothing"
+        level = self._level(found, lookup)
+        return "level" if level is None else OriginSlices(self._origin, found, level)
 
     @staticmethod
     def _level(found: PublishedPrefix, lookup: CacheLookup) -> str | None:
@@ -275,7 +295,7 @@ class RemoteKv:
 
     def _back_off(self, reason: str) -> None:
         log.warning("The origin is left alone for %.0f s: %s", BACKOFF_SECONDS, reason)
-        self._backoff_until = time.monotonic() + BACKOFF_SECONDS
+        self._backoff_until, self._said = time.monotonic() + BACKOFF_SECONDS, "failed"
 
 
 @dataclass(frozen=True)

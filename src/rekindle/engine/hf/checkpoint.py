@@ -131,13 +131,18 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
+def hash_weights(model: PreTrainedModel, update: Callable[[bytes | memoryview], object]) -> None:
+    """Give a digest the name, shape, type and bytes of every tensor of a model."""
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().cpu().contiguous()
+        update(f"{name} {tuple(flat.shape)} {flat.dtype}\n".encode())
+        update(flat.view(-1).view(torch.uint8).numpy().data)
+
+
 def fingerprint_of(model: PreTrainedModel) -> Fingerprint:
     """Digests of a model in memory: its tensors, its config, and no tokenizer."""
     state = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().cpu().contiguous()
-        state.update(f"{name} {tuple(flat.shape)} {flat.dtype}\n".encode())
-        state.update(flat.view(-1).view(torch.uint8).numpy().data)
+    hash_weights(model, state.update)
     config = digest_of_config(model.config.to_dict())
     return Fingerprint(state.hexdigest(), config, digest_of_fields("no tokenizer"), digest_of_fields("no template"))
 
