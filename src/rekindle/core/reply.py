@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rekindle.core.cells import TimelineEvent
 from rekindle.core.request import ReuseLevel
+from rekindle.core.size import count_of
 from rekindle.core.tools import ToolCall
 
 FinishReason = Literal["stop", "length"]
@@ -195,15 +196,15 @@ class Reply:
         more = f", {self.reuse.from_chunks} from other prompts" if self.reuse.from_chunks else ""
         more += f", {self.reuse.streamed} streamed" if self.reuse.streamed else ""
         cached = f" ({self.usage.cached_tokens} reused{near}{more})" if self.usage.cached_tokens else ""
-        drafted = f" ({self.usage.drafted_tokens} foreseen)" if self.usage.drafted_tokens else ""
+        drafted = f" ({self.usage.drafted_tokens} drafted)" if self.usage.drafted_tokens else ""
         parts = [
-            f"{self.usage.prompt_tokens} tokens in{cached}, {self.usage.completion_tokens} out{drafted}",
+            f"{count_of(self.usage.prompt_tokens, 'token')} in{cached}, {self.usage.completion_tokens} out{drafted}",
             f"first token {self.timings.first_token_seconds:.3f} s",
         ]
         if rate is not None:
             parts.append(f"{rate:.1f} tokens/s")
         if self.usage.dropped_messages:
-            parts.append(f"{self.usage.dropped_messages} oldest messages left out")
+            parts.append(f"{count_of(self.usage.dropped_messages, 'oldest message')} left out")
         return ", ".join(parts)
 
 
@@ -285,9 +286,11 @@ class Answer(Reply):
     def summary(self) -> str:
         """One line for people: sizes, times, and how many passages."""
         left = f" ({self.left_out} did not fit)" if self.left_out else ""
-        parts = [f"{len(self.sources)} passages{left} in {self.retrieve_seconds * 1e3:.0f} ms"]
+        parts = [f"{count_of(len(self.sources), 'passage')}{left} in {self.retrieve_seconds * 1e3:.0f} ms"]
         if self.stored is not None:
             parts.append(str(self.stored))
+        if self.stored is not None and self.stored.way == "direct":
+            return ", ".join([f"nothing computed, {self.timings.first_token_seconds:.3f} s", *parts])
         return ", ".join([Reply.summary(self), *parts])
 
     def _repr_html_(self) -> str:
