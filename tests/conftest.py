@@ -1,7 +1,7 @@
-"""Fixtures for all tests. Every test has a Rekindle home of its own; those marked `real` or `docs` use the models of
-whoever runs them, and share a cache that goes with the run.
+"""Fixtures for all tests. Every test has a Rekindle home of its own; those marked `real` or `docs`, and fixtures that
+several tests share, have the home of the run, with the models of the user's own home.
 
-No test sees the settings of whoever runs it.
+No test sees the settings of whoever runs it, and none writes into their home.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from itertools import count
@@ -16,6 +18,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from rekindle.machine import home_folder
+from tests.home import fill_home, live_in
 
 settings.register_profile("shared machine", deadline=None)  # how long an example takes says nothing here
 settings.register_profile("quick", deadline=None, max_examples=25)
@@ -47,8 +52,20 @@ def is_quick(config: pytest.Config) -> bool:
     return "not thorough" in config.option.markexpr
 
 
+HOME = pytest.StashKey[Path]()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("quick" if is_quick(config) else "shared machine")
+    if not hasattr(config, "workerinput"):  # the workers of xdist inherit it
+        config.stash[HOME] = Path(tempfile.mkdtemp(prefix="rekindle-tests-"))
+        fill_home(config.stash[HOME], home_folder())
+        live_in(config.stash[HOME])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if HOME in config.stash:
+        shutil.rmtree(config.stash[HOME], ignore_errors=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

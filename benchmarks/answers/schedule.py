@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.answers.ways import NEW_TOKENS, PUBLISHED_SIMILARITY, TOP_K
+from benchmarks.answers.ways import NEW_TOKENS, PUBLISHED_SIMILARITY, TOP_K, change_banks, take_cut
 from benchmarks.base import Advance
 from benchmarks.personal import Person
 from rekindle.engine.base import Engine
@@ -129,7 +129,7 @@ def _through(case: ChangeCase, way: str, engine: Engine, asked: Sequence[str], f
 
 
 def _open(engine: Engine, folder: Path, stage: _Phase) -> Session:
-    return Session(
+    session = Session(
         engine,
         cache=str(folder / "cache"),
         library=str(folder / "library"),
@@ -138,6 +138,8 @@ def _open(engine: Engine, folder: Path, stage: _Phase) -> Session:
         answers="direct",
         similarity_threshold=stage.threshold,
     )
+    change_banks(session, take_cut)
+    return session
 
 
 def _idle(session: Session, way: str) -> Idle:

@@ -14,7 +14,7 @@ All answer the same questions with the same loaded model, in turns.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -111,8 +111,9 @@ class WayRun:
             disk_limit=limit_bytes,
             **way.settings,
         )
+        change_banks(session, take_cut)
         if not way.guarded:
-            unguard_session(session)
+            change_banks(session, unguard)
         return cls(way, session, QkvTree(folder / "qkv", limit_bytes) if way.qkv else None)
 
     def ask(self, question: str) -> AnswerResult:
@@ -227,8 +228,14 @@ def unguard(bank: AnswerBank) -> AnswerBank:
     return bank
 
 
-def unguard_session(session: Session) -> None:
-    """The same for all banks of a session."""
+def take_cut(bank: AnswerBank) -> AnswerBank:
+    """The bank that gives answers which the token limit cut off, too: here all of them have the same length."""
+    setattr(bank, "is_complete", lambda _answer: True)  # noqa: B010  (of this bank alone)
+    return bank
+
+
+def change_banks(session: Session, change: Callable[[AnswerBank], AnswerBank]) -> None:
+    """The same for every bank of a session."""
     answers: Any = session.answers
     opened = answers.bank
-    answers.bank = lambda *whose: unguard(opened(*whose))
+    answers.bank = lambda *whose: change(opened(*whose))

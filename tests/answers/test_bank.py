@@ -208,6 +208,13 @@ def test_an_answer_that_was_cut_off_does_not_replace_a_whole_one(bank: AnswerBan
     assert bank.entries([entry.id])[0].answer == text("Twelve", finish="length")
 
 
+def test_an_answer_that_was_cut_off_is_a_draft_only(bank: AnswerBank, known: Library) -> None:
+    bank.keep(asked(known, COST), text("Eleven", finish="length"))
+    found = look(bank, asked(known, COST))
+    assert found.direct is None and found.refused is not None and "cut off by a token limit" in found.refused
+    assert [near.entry.question for near in found.drafts] == [COST]
+
+
 def test_history_open_and_counts(bank: AnswerBank, known: Library) -> None:
     bank.keep(asked(known, COST), text("Eleven."))
     bank.keep(asked(known, WHERE_LAMP), None, "abstract")

@@ -121,7 +121,7 @@ def test_a_reply_shows_itself() -> None:
     assert str(reply) == "a <b>"
     assert reply.as_dict()["usage"]["total_tokens"] == 5
     assert "&lt;b&gt;" in reply._repr_html_() and "<b>" not in reply._repr_html_()
-    summary = "first token 0.500 s; 2 of 3 tokens reused; 2 tokens out, 10.0 tokens/s; 1 oldest messages left out"
+    summary = "first token 0.500 s; 2 of 3 tokens reused; 2 tokens out, 10.0 tokens/s; 1 oldest message left out"
     assert reply.summary() == summary
     assert str(reply.reuse) == "2 of 3 tokens reused (2 from disk); 1 computed"
     other = Reuse("approximate", computed=5, engine=1, from_chunks=8, recomputed=3, miss="differs")

@@ -43,9 +43,9 @@ def blocks(pages: Sequence[str], language: str) -> list[tuple[str, str]]:
 def outputs(pages: Sequence[str], language: str) -> list[list[str]]:
     """For each block of a language, the patterns of what it prints: a comment behind it, a regular expression a line.
 
-        <!-- prints
-        tokens reused
-        -->
+    <!-- prints
+    tokens reused
+    -->
     """
     pattern = rf"```{language}\n.*?```\n(?:\n?<!-- prints\n(.*?)-->)?"
     found = [re.findall(pattern, (ROOT / page).read_text("utf-8"), re.DOTALL) for page in pages]
@@ -57,7 +57,7 @@ def commands(pages: Sequence[str]) -> list[tuple[str, str, str]]:
     found = []
     for (where, block), expected in zip(blocks(pages, "console"), outputs(pages, "console"), strict=True):
         lines = [line.removeprefix("$ ") for line in block.splitlines() if line]
-        assert len(lines) == len(expected), f"{where}: {len(lines)} commands, and {len(expected)} lines of what they print"
+        assert len(lines) == len(expected), f"{where}: {len(lines)} commands print {len(expected)} patterns"
         found += [(where, line, pattern) for line, pattern in zip(lines, expected, strict=True)]
     return found
 

@@ -14,7 +14,6 @@ import pytest
 
 from rekindle import Session
 from rekindle.answers.bank import AnswerBank
-from rekindle.engine.fake import FakeEngine
 from rekindle.errors import AdapterNotFound, KnowledgeUnusable, ModelNotFound
 from rekindle.knowledge.library import Library
 from tests.session.test_answers import BOATS, BREAD, FERRY, HOW, LAMPS, ask, documents, embedder, open_session, way
@@ -191,7 +190,7 @@ def test_errors_of_the_question_itself_are_told_as_without_a_bank(session: Sessi
 
 
 def test_a_session_that_ends_without_closing_keeps_its_answers(open_session: Open) -> None:
-    session = open_session(FakeEngine(context_tokens=4000))
+    session = open_session()
     session.ingest(documents=documents(BOATS))
     session.ask(FERRY, **HOW)
     session.close()

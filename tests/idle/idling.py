@@ -20,6 +20,7 @@ from rekindle.engine.fake import FakeEngine
 from rekindle.idle import idle
 from rekindle.idle.generated_questions import prompt_from_abstracts, prompt_from_history, summary_prompt
 from rekindle.models.pull import pull
+from tests.session.asking import Terse
 
 DOCUMENTS = {
     "lamp": "Mara keeps the lighthouse of Ternholm. The lamp burns oil from the harbour of Vesk.",
@@ -50,6 +51,10 @@ class Scripted(FakeEngine):
                 self.asked.append(prompt)
                 return _Saying([*self.tokenizer.encode(text), *self.tokenizer.stop_ids])
         return super().sampler(sampling, context)
+
+
+class TerseScripted(Scripted, Terse):
+    """Ends what it thinks as soon as it may."""
 
 
 class _Saying:

@@ -21,7 +21,7 @@ from rekindle.idle import worker
 from rekindle.idle.idle import Idle, IdleOptions
 from rekindle.idle.log import IdleAction, flop, recent_actions, summarize_actions
 from rekindle.idle.worker import Budget, CpuLoad, EnergyMeter, IdleConditions, on_mains
-from tests.idle.idling import DOCUMENTS, FROM_HISTORY, SAID, Scripted, free_words, session
+from tests.idle.idling import DOCUMENTS, FROM_HISTORY, SAID, Scripted, TerseScripted, free_words, session
 from tests.server.soak import tiny_embedder
 
 __all__ = ["free_words"]  # a fixture
@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("free_words")]
 FERRY = "When does the ferry leave?"
 OVEN = "Where does the oven stand?"
 OPTIONS = IdleOptions(stride=2, settle_seconds=0.0, max_tokens=6)
+TERSE = IdleOptions(stride=2, settle_seconds=0.0, max_tokens=6, min_tokens=4)  # answers that end: given as they are
 
 
 @pytest.fixture(scope="module")
@@ -167,18 +168,18 @@ def test_with_a_high_threshold_questions_are_only_read_and_answered_when_it_fall
     tmp_path: Path, embedder: str
 ) -> None:
     with session(tmp_path, embedder, answers="direct", similarity_threshold=0.95) as own:
-        done = Idle(own, OPTIONS).predict_from_passages(1)
+        done = Idle(own, TERSE).predict_from_passages(1)
         assert actions(done) == ["prefill"]
         (entry,) = own.answers.bank().entries()
         assert entry.state == "open" and entry.origin == "passage" and entry.asked is None
-        assert Idle(own, OPTIONS).convert() == []  # its KV is there
+        assert Idle(own, TERSE).convert() == []  # its KV is there
         assert_read(own.ask(entry.question, max_tokens=6, answers="off"), passages=2)
-    with session(tmp_path, embedder, answers="direct", similarity_threshold=0.8) as own:
-        (did,) = Idle(own, OPTIONS).convert()
+    with session(tmp_path, embedder, TerseScripted(), answers="direct", similarity_threshold=0.8) as own:
+        (did,) = Idle(own, TERSE).convert()
         assert did.action == "decode" and did.answer == entry.id
         (answered,) = own.answers.bank().entries(where="origin='passage'")
         assert answered.state == "fresh" and answered.answer is not None
-        given = own.ask(entry.question, max_tokens=6)
+        given = own.ask(entry.question, max_tokens=6, min_tokens=4)
         assert given.stored is not None and given.stored.way == "direct" and given.text == answered.answer.text
 
 
@@ -226,19 +227,19 @@ def test_answers_are_found_anew_when_their_documents_change(own: Session) -> Non
 
 
 def test_a_question_that_was_given_anothers_answer_gets_its_own(tmp_path: Path, embedder: str) -> None:
-    with session(tmp_path, embedder, answers="direct", similarity_threshold=0.7) as own:
-        ask(own, FERRY)
+    with session(tmp_path, embedder, TerseScripted(), answers="direct", similarity_threshold=0.7) as own:
+        ask(own, FERRY, min_tokens=4)
         asked = "When does the ferry leave, please?"
-        given = own.ask(asked, max_tokens=6)
+        given = own.ask(asked, max_tokens=6, min_tokens=4)
         own.flush()
         assert given.stored is not None and given.stored.question == FERRY
         before = [entry.asked for entry in own.answers.bank().history(10)]
-        (did,) = Idle(own, OPTIONS).settle()
+        (did,) = Idle(own, TERSE).settle()
         assert did.action == "true-answer" and did.what == asked
         (entry,) = own.answers.bank().entries(where=f"question='{asked}'")
         assert entry.state == "fresh" and entry.origin == "user" and entry.answer is not None
         assert [entry.asked for entry in own.answers.bank().history(10)] == before
-        assert Idle(own, OPTIONS).settle() == []
+        assert Idle(own, TERSE).settle() == []
 
 
 def test_forgetting_a_document_removes_what_was_foreseen_from_it(own: Session) -> None:

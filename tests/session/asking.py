@@ -11,7 +11,7 @@ import numpy as np
 
 from rekindle.core.kv import KvLayout, LayerShape
 from rekindle.engine.base import Capabilities, Logits, Row
-from rekindle.engine.fake import FakeEngine, FakeSequence
+from rekindle.engine.fake import END, FakeEngine, FakeSequence
 
 
 def forms_of_tokens(tokens: Sequence[int], window: int = 8) -> Iterator[bytes]:
@@ -74,11 +74,24 @@ class WholeStates(FakeEngine):
         return _State(self, capacity, adapter)
 
 
-class Waiting(FakeEngine):
+class Terse(FakeEngine):
+    """An engine that ends its replies as soon as it may: after `min_tokens`."""
+
+    def __init__(self, *, seed: int = 0, context_tokens: int = 4000) -> None:
+        super().__init__(seed=seed, context_tokens=context_tokens)
+
+    def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        logits = super().step(rows, cancelled)
+        for of_row in logits:
+            of_row[:, END] += 1e3
+        return logits
+
+
+class Waiting(Terse):
     """An engine that stops before its next step until it may go on."""
 
     def __init__(self) -> None:
-        super().__init__(context_tokens=4000)
+        super().__init__()
         self.go, self.entered = threading.Event(), threading.Event()
         self.go.set()
 

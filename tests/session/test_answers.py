@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from rekindle import Session
 from rekindle.core.document import Document, Passage, Section
 from rekindle.core.grammar import Grammar
-from rekindle.core.reply import Answer
+from rekindle.core.reply import Answer, Usage
 from rekindle.core.request import MAX_DRAFTS
 from rekindle.engine.base import Logits, Row
 from rekindle.engine.fake import END, VOCABULARY, FakeEngine
@@ -25,7 +25,7 @@ from rekindle.errors import InvalidSetting, NothingKnown
 from rekindle.knowledge.rows import SplitDocument
 from tests.lora import fake_pairs, save_lora
 from tests.server.soak import tiny_embedder
-from tests.session.asking import Waiting, forms_of_text, forms_of_tokens, traces
+from tests.session.asking import Terse, Waiting, forms_of_text, forms_of_tokens, traces
 
 pytestmark = pytest.mark.thorough
 
@@ -33,7 +33,7 @@ LAMPS = "The lamp in the hall burns for nine hours. Its oil comes from the harbo
 BOATS = "Boats leave Vesk on Tuesdays. The ferry to Ormund costs eleven crowns."
 BREAD = "Bread is baked at four in the morning. The baker is called Tomas Ivarsen."
 FERRY = "What does the ferry to Ormund cost?"
-HOW: dict[str, Any] = {"top_k": 1, "retrieval": "bm25", "max_tokens": 12, "min_tokens": 12}
+HOW: dict[str, Any] = {"top_k": 1, "retrieval": "bm25", "max_tokens": 16, "min_tokens": 12}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def documents(*texts: str) -> list[dict[str, str]]:
 def open_session(tmp_path: Path, embedder: str) -> Callable[..., Session]:
     def opened(engine: Any = None, **settings: Any) -> Session:
         chosen = {"cache": tmp_path / "cache", "embedder": embedder, "answers": "direct", **settings}
-        return Session(engine or FakeEngine(context_tokens=4000), **chosen)
+        return Session(engine or Terse(), **chosen)
 
     return opened
 
@@ -84,7 +84,7 @@ def test_the_identical_question_gets_the_stored_answer_and_is_told_so(session: S
     assert second.stored.saved_seconds is not None and second.stored.saved_seconds > 0
     assert abs(second.stored.made - time.time()) < 600
     assert [source.text for source in second.sources] == [BOATS] and second.reuse.computed == 0
-    assert second.usage.completion_tokens == 12 and second.usage.drafted_tokens == 0
+    assert second.usage == Usage(0, 0, quoted_passages=1) and first.usage.completion_tokens == len(first.tokens)
     assert "stored answer of" in second.summary() and FERRY in second.summary()
     assert "stored answer of" in second._repr_html_()
     told = json.loads(json.dumps(second.as_dict()))
@@ -193,8 +193,8 @@ def test_answers_are_there_after_a_restart(open_session: Callable[..., Session])
         {"stop": ["\n"]},
         {"min_tokens": 3},
         {"adapter": "a0"},
-        {"max_tokens": 20},
-        {"max_tokens": 12, "min_tokens": 0},
+        {"max_tokens": 12},
+        {"max_tokens": 16, "min_tokens": 0},
     ],
     ids=str,
 )
@@ -205,14 +205,14 @@ def test_an_answer_that_was_asked_for_otherwise_is_never_given(
     ask(session)
     answer = ask(session, **other)
     assert way(answer) != "direct"
-    assert way(ask(session)) == "direct" or "max_tokens" in other  # of each, the last one is kept
+    assert way(ask(session)) == "direct"
 
 
 def test_another_models_answer_is_never_given(open_session: Callable[..., Session]) -> None:
     with open_session() as session:
         session.ingest(documents=documents(LAMPS, BOATS, BREAD))
         first = ask(session)
-    with open_session(FakeEngine(seed=1, context_tokens=4000)) as session:
+    with open_session(Terse(seed=1)) as session:
         other = ask(session)
         assert way(other) != "direct" and other.text != first.text
         assert other.refused is not None and "another model" in other.refused
@@ -237,16 +237,19 @@ def test_other_passages_make_it_another_question(session: Session) -> None:
     assert (way(answer) == "direct") == (hits[0].chunk.passage.text == BOATS)
 
 
-def test_an_answer_that_was_cut_off_is_given_where_it_would_be_again(session: Session) -> None:
-    free = {"min_tokens": 0}
-    first = ask(session, max_tokens=6, **free)
-    assert first.finish_reason == "length"
-    assert way(ask(session, max_tokens=6, **free)) == "direct"
-    for count in (5, 7, 100):
-        longer = ask(session, max_tokens=count, **free)
-        assert way(longer) != "direct" and len(longer.tokens) == len(
-            ask(session, max_tokens=count, answers="off", **free).tokens
-        )
+def test_an_answer_that_was_cut_off_is_never_given(open_session: Callable[..., Session]) -> None:
+    with open_session(FakeEngine(context_tokens=4000)) as session:
+        session.ingest(documents=documents(BOATS))
+        for count in (6, 6, 5, 7):
+            answer = ask(session, max_tokens=count, min_tokens=0)
+            assert answer.finish_reason == "length" and len(answer.tokens) == count and way(answer) != "direct"
+
+
+def test_what_was_cut_off_says_so_and_is_still_a_draft(session: Session) -> None:
+    first, second = (ask(session, max_tokens=12) for _ in range(2))
+    assert first.finish_reason == second.finish_reason == "length" and second.text == first.text
+    assert second.refused is not None and "cut off by a token limit" in second.refused
+    assert way(second) == "verified" and second.usage.drafted_tokens > 6
 
 
 def test_an_answer_that_ended_is_given_wherever_it_fits(session: Session) -> None:
@@ -455,7 +458,7 @@ ABSTRACT = "A note about a locked strongbox and the person who remembers how it 
 def test_after_forgetting_no_byte_of_questions_answers_or_abstracts_is_left(
     open_session: Callable[..., Session], tmp_path: Path
 ) -> None:
-    how = {**HOW, "max_tokens": 40, "min_tokens": 40}
+    how = {**HOW, "max_tokens": 44, "min_tokens": 40}
     with open_session() as session:
         session.ingest(documents=[{"text": SECRET, "source": "safe"}, {"text": BREAD, "source": "bread"}])
         answer = session.ask(ASKED, **how)
@@ -487,7 +490,7 @@ def test_after_forgetting_no_byte_of_questions_answers_or_abstracts_is_left(
 
 
 def test_a_changed_document_leaves_no_byte_of_its_answers(open_session: Callable[..., Session], tmp_path: Path) -> None:
-    how = {**HOW, "max_tokens": 40, "min_tokens": 40}
+    how = {**HOW, "max_tokens": 44, "min_tokens": 40}
     with open_session() as session:
         session.ingest(documents=[{"text": SECRET, "source": "safe"}])
         answer = session.ask(ASKED, **how)
@@ -516,7 +519,7 @@ def test_the_command_tells_where_an_answer_came_from(tmp_path: Path, tiny_folder
             "--model",
             str(tiny_folder),
             "--max-tokens",
-            "8",
+            "24",
             "--retrieval",
             "bm25",
             *where,
@@ -526,13 +529,17 @@ def test_the_command_tells_where_an_answer_came_from(tmp_path: Path, tiny_folder
         assert result.exit_code == 0, (result.exception, result.output)
         return result
 
-    off, first, second = (json.loads(told("--json", "--answers", how).stdout) for how in ("off", "direct", "direct"))
+    letter = json.loads(told("--json").stdout)["text"][-1]  # an answer that the limit cut off is not given
+    off, first, second = (
+        json.loads(told("--json", "--stop", letter, "--answers", how).stdout) for how in ("off", "direct", "direct")
+    )
     assert off["stored"] is first["stored"] is None and second["stored"]["way"] == "direct"
     assert off["text"] == first["text"] == second["text"] and second["stored"]["question"] == "ferry?"
-    verified = json.loads(told("--json", "--answers", "verified").stdout)
+    verified = json.loads(told("--json", "--stop", letter, "--answers", "verified").stdout)
     assert verified["text"] == off["text"] and verified["stored"]["way"] == "verified"
     assert verified["usage"]["drafted_tokens"] > 0
-    assert "stored answer of" in told("--answers", "direct").output
+    said = told("--stop", letter, "--answers", "direct").output
+    assert "stored answer of" in said and "nothing computed" in said
 
 
 @pytest.mark.parametrize(

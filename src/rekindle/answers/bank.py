@@ -5,7 +5,7 @@
 
 A stored answer is given only while its evidence, the passages retrieved for its question, is unchanged. Every change
 of documents raises the library's generation; an answer of an earlier generation is checked again before it is given,
-so no stale answer can slip through.
+so no stale answer can slip through. An answer that a token limit cut off is only a draft.
 """
 
 from __future__ import annotations
@@ -155,6 +155,8 @@ class AnswerBank:
         """Why the answer of an entry must not be given for a question; None if it may."""
         if entry.answer is None or entry.state != "fresh":
             return "it has no answer that is up to date"
+        if not self.is_complete(entry.answer):
+            return "its answer was cut off by a token limit"
         if entry.terms != question.terms:
             return "it was answered by another model or in another way"
         reason = self.difference(question, entry)
@@ -169,6 +171,10 @@ class AnswerBank:
         if reason is None and not same_evidence(question.evidence, entry.evidence):
             return _OTHER_PASSAGES
         return reason
+
+    def is_complete(self, answer: AnswerText) -> bool:
+        """Whether the model ended the answer: what a token limit cut off is only a draft."""
+        return answer.finish == "stop"
 
     def is_current(self, entry: BankEntry, retrieve: Retrieve) -> bool:
         """Whether the evidence of an answer is unchanged; the finding is recorded in the background."""

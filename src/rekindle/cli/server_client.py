@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from rekindle.addresses import is_loopback, refuse_plain_authorization
+from rekindle.core.size import count_of
 from rekindle.errors import RekindleError, RequestError
 
 _OPTIONS = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
@@ -87,7 +88,7 @@ def _summary(reply: dict[str, Any]) -> str:
     parts = [f"first token {timings['prompt_ms'] / 1e3:.3f} s"] if "prompt_ms" in timings else []
     parts.append(f"{timings.get('cache_n') or 0:,} of {usage.get('prompt_tokens', 0):,} tokens reused")
     rate = timings.get("predicted_per_second")
-    out = f"{usage.get('completion_tokens', 0)} tokens out"
+    out = f"{count_of(usage.get('completion_tokens', 0), 'token')} out"
     parts.append(out if rate is None else f"{out}, {rate:.1f} tokens/s")
     return "; ".join(parts)
 

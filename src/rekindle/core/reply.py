@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rekindle.core.cells import TimelineEvent
 from rekindle.core.request import ReuseLevel
+from rekindle.core.size import count_of
 from rekindle.core.tools import ToolCall
 
 FinishReason = Literal["stop", "length"]
@@ -238,10 +239,11 @@ class Reply:
         parts = [
             f"first token {self.timings.first_token_seconds:.3f} s",
             f"{reused} ({', '.join(how)})" if how else reused,
-            f"{usage.completion_tokens} tokens out{drafted}" + ("" if rate is None else f", {rate:.1f} tokens/s"),
+            f"{count_of(usage.completion_tokens, 'token')} out{drafted}"
+            + ("" if rate is None else f", {rate:.1f} tokens/s"),
         ]
         if usage.dropped_messages:
-            parts.append(f"{usage.dropped_messages} oldest messages left out")
+            parts.append(f"{count_of(usage.dropped_messages, 'oldest message')} left out")
         return "; ".join(parts)
 
 
@@ -323,9 +325,11 @@ class Answer(Reply):
     def summary(self) -> str:
         """One line for people: sizes, times, and how many passages."""
         left = f" ({self.left_out} did not fit)" if self.left_out else ""
-        parts = [f"{len(self.sources)} passages{left} in {self.retrieve_seconds * 1e3:.0f} ms"]
+        parts = [f"{count_of(len(self.sources), 'passage')}{left} in {self.retrieve_seconds * 1e3:.0f} ms"]
         if self.stored is not None:
             parts.append(str(self.stored))
+        if self.stored is not None and self.stored.way == "direct":
+            return "; ".join([f"nothing computed, {self.timings.first_token_seconds:.3f} s", *parts])
         return "; ".join([Reply.summary(self), *parts])
 
     def _repr_html_(self) -> str:

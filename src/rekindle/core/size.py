@@ -1,4 +1,4 @@
-"""Sizes and times as people write them: "512MB", "1.5 GiB", "10%" of what is free, "12h"."""
+"""Sizes, counts and times as people write them: "512MB", "10%" of what is free, "1 passage", "12h"."""
 
 from __future__ import annotations
 
@@ -58,6 +58,11 @@ def human_bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def count_of(count: int, noun: str, plural: str | None = None) -> str:
+    """1, "passage" -> "1 passage"; 1200, "entry", "entries" -> "1,200 entries"."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def parse_duration(text: str) -> float:

@@ -128,7 +128,7 @@ class Answers:
         except (RekindleError, OSError, ValueError) as error:
             log.warning("Earlier answers cannot be used: %s", error)
             return None
-        direct = None if found.direct is None else _whole(found.direct.entry.answer, request, self._engine())
+        direct = None if found.direct is None else _fitting(found.direct.entry.answer, request)
         return Consulted(bank, question, found, tokenizer, request.reuse or self._settings.reuse, direct)
 
     def _question(
@@ -238,10 +238,6 @@ def _common(near: SimilarQuestion, reply: Reply) -> int:
     )
 
 
-def _whole(answer: AnswerText | None, request: Request, engine: Engine) -> AnswerText | None:
-    """A stored answer, if the request would have let the model write all of it, and no more than it."""
-    if answer is None:
-        return None
-    if answer.finish == "stop":
-        return answer if len(answer.tokens) <= request.max_tokens else None
-    return answer if len(answer.tokens) == min(request.max_tokens, engine.context_tokens) else None
+def _fitting(answer: AnswerText | None, request: Request) -> AnswerText | None:
+    """A stored answer, if the request would have let the model write all of it."""
+    return answer if answer is not None and len(answer.tokens) <= request.max_tokens else None

@@ -51,11 +51,11 @@ class Prepared:
 
     @property
     def given(self) -> Reply | None:
-        """The stored answer, if it is given without the model."""
+        """The stored answer, if it is given without the model: `usage` and `reuse` say that nothing was computed."""
         text = None if self.consulted is None else self.consulted.direct
         if text is None:
             return None
-        usage = Usage(self.prompt_tokens, len(text.tokens), quoted_passages=len(self.sources))
+        usage = Usage(0, 0, quoted_passages=len(self.sources))  # nothing was read or written
         assert self.consulted is not None
         reuse = Reuse(self.consulted.level, computed=0)
         return Reply(text.text, text.tokens, text.finish, usage, Timings(0.0, 0.0, None), reuse)
