@@ -235,12 +235,12 @@ class Reply:
         how += [f"{self.reuse.from_chunks:,} from other prompts"] if self.reuse.from_chunks else []
         how += [f"{self.reuse.streamed:,} streamed"] if self.reuse.streamed else []
         reused = f"{usage.cached_tokens:,} of {usage.prompt_tokens:,} tokens reused"
-        drafted = f" ({usage.drafted_tokens} drafted)" if usage.drafted_tokens else ""
+        out = f"{count_of(usage.completion_tokens, 'token')} out"
+        out += f" ({usage.drafted_tokens} drafted)" if usage.drafted_tokens else ""
         parts = [
             f"first token {self.timings.first_token_seconds:.3f} s",
             f"{reused} ({', '.join(how)})" if how else reused,
-            f"{count_of(usage.completion_tokens, 'token')} out{drafted}"
-            + ("" if rate is None else f", {rate:.1f} tokens/s"),
+            out if rate is None else f"{out}, {rate:.1f} tokens/s",
         ]
         if usage.dropped_messages:
             parts.append(f"{count_of(usage.dropped_messages, 'oldest message')} left out")
