@@ -179,7 +179,7 @@ def test_a_chat_outgrowing_the_context_goes_on(tiny_folder: Path) -> None:
     result = rekindle("chat", str(tiny_folder), "-n", "2", stdin=lines)
     assert result.exit_code == 0 and "oldest messages left out" in result.stderr
     result = rekindle("chat", str(tiny_folder), "-n", "2", stdin="x" * 600 + "\nhi\n")
-    assert "error: The prompt has" in result.stderr and "2 out" in result.stderr
+    assert "error: The prompt has" in result.stderr and "2 tokens out" in result.stderr
 
 
 def test_models_are_pulled_listed_and_removed(tiny_folder: Path) -> None:
