@@ -59,6 +59,8 @@ def ask(
         if verbose:
             show_reuse(session, stream.request, stream.answer.reuse)
         notes.print(stream.answer.summary(), style="dim", soft_wrap=True)
+        if stream.answer.refused is not None:
+            typer.echo(f"note: no earlier answer was given: {printable(stream.answer.refused)}", err=True)
 
 
 def show_sources(sources: Sequence[AnswerSource], *, whole: bool) -> None:
