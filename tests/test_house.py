@@ -26,8 +26,8 @@ LIMITS = {"rekindle": (37_650, 285), "benchmarks": (8_900, 84)}
 
 # What later changes may add to that: (part, code lines, modules, what was added and why).
 LEDGER: tuple[tuple[str, int, int, str], ...] = (
-    ("rekindle", 245, 1, "nothing is silent that disappoints: documents for --file, why an origin, an earlier answer, the "
-                         "disk limit, ingest, idle or Ollama's models did not help; what attach measured is remembered"),
+    ("rekindle", 245, 1, "nothing is silent that disappoints: documents for --file, why an origin, an earlier answer, "
+     "the disk limit, ingest, idle or Ollama's models did not help; what attach measured is remembered"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
