@@ -63,6 +63,35 @@ def test_a_budget_and_what_is_in_the_way_are_heeded(settings: list[str]) -> None
     assert result.exit_code == 0 and "Stopped: others keep" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--answers", "off"], "all is prepared. New documents and questions bring work; --answers verified predicts"),
+        (
+            ["--answers", "verified", "--settle", "1h", "--rounds", "0"],
+            "documents came less than 3600 s ago. Wait, or use --settle",
+        ),
+        (["--seconds", "0s"], "the budget is spent."),
+        (["--disk-limit", "150kB"], "the cache has no room left for more. Set a larger disk_limit"),
+    ],
+    ids=["prepared", "too new", "budget", "room"],
+)
+def test_nothing_to_do_is_a_line_with_the_reason(settings: list[str], options: list[str], words: str) -> None:
+    quick = [*settings, *QUICK]
+    if "--disk-limit" not in options:
+        assert rekindle("idle", *quick, "--answers", "off").exit_code == 0
+    for more in ([], ["--json"]):
+        result = rekindle("idle", *quick, *options, *more)
+        assert result.exit_code == 0 and f"Nothing to do: {words}" in result.stderr, result.output
+
+
+def test_nothing_to_do_without_a_cache_is_a_line(settings: list[str], tmp_path: Path) -> None:
+    where = ["--library", str(tmp_path / "cache-library"), *settings[4:]]
+    result = rekindle("idle", *settings[:2], *where, *QUICK, "--cache", "off", "--answers", "off")
+    assert result.exit_code == 0, result.output
+    assert "Nothing to do: answers is off and there is no cache." in result.stderr
+
+
 def test_watching_goes_on_until_it_is_interrupted(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[bool] = []
 

@@ -65,10 +65,11 @@ def test_ingest_counts_and_tells_again_that_nothing_changed(run: Run, files: Pat
     assert (done["added"], done["removed"], done["unchanged"], done["problems"]) == (0, 1, 1, [])
 
 
-def test_problems_are_a_table_and_do_not_fail_what_could_be_read(run: Run, files: Path) -> None:
+def test_problems_are_a_table_and_a_status_and_the_rest_is_read(run: Run, files: Path) -> None:
     (files / "broken.json").write_text("{")
     result = run("ingest", files)
-    assert result.exit_code == 0 and "broken.json" in result.stdout.replace("\n", "") and "1 problems" in result.stdout
+    assert result.exit_code == 1 and "2 documents added" in result.stdout
+    assert "broken.json" in result.stdout.replace("\n", "") and "1 problems" in result.stdout
 
 
 def test_ingest_fails_where_nothing_could_be_read(run: Run, files: Path, tmp_path: Path) -> None:
@@ -77,7 +78,20 @@ def test_ingest_fails_where_nothing_could_be_read(run: Run, files: Path, tmp_pat
         assert run("ingest", nothing).exit_code == 1
         result = run("ingest", nothing, "--json")
         assert result.exit_code == 1 and len(json.loads(result.stdout)["problems"]) == 1
-    assert run("ingest", files, tmp_path / "missing.txt").exit_code == 0
+    result = run("ingest", files, tmp_path / "missing.txt")
+    assert result.exit_code == 1 and "2 documents added" in result.stdout
+
+
+def test_ingest_says_what_it_skipped_and_that_it_found_nothing(run: Run, files: Path, tmp_path: Path) -> None:
+    for name in ("pic.png", "b.zip", "c.bin", "d.exe", ".hidden"):
+        (files / name).write_bytes(b"x")
+    result = run("ingest", files)
+    line = "note: skipped, because their kind is not read: b.zip, c.bin, d.exe, 1 more. Name a file itself to read it "
+    assert result.exit_code == 0 and result.stderr.startswith(line) and "2 documents added" in result.stdout
+    assert len(parsed(run("ingest", files, "--json"))["skipped"]) == 4
+    (tmp_path / "empty").mkdir()
+    result = run("ingest", tmp_path / "empty")
+    assert result.exit_code == 0 and result.stderr.startswith("note: no documents were found there")
 
 
 @pytest.mark.parametrize("wrong", [["--size", "100000"], ["--by", "letters"], ["--overlap", "99"]])
@@ -176,7 +190,7 @@ def test_nothing_in_documents_steers_the_terminal(run: Run, files: Path) -> None
     lines = [{"id": HOSTILE, "title": HOSTILE, "text": f"{HOSTILE} [bold]walrus[/bold] [/] {HOSTILE}"}, {"text": ""}]
     (files / "bad \x1b[31m.jsonl").write_text("\n".join(map(json.dumps, lines)))
     first = run("ingest", files, "--app", "evil \x1b[31m")
-    assert first.exit_code == 0, first.exception
+    assert first.exit_code == 1 and "1 problems" in first.stdout
     assert_tame(first.output)
     (name,) = (entry["name"] for entry in listed(run).values() if "bell" in entry["title"])
     for command in (["ls"], ["show", name], ["search", "walrus"], ["stats"], ["rm", name]):

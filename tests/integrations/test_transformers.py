@@ -108,6 +108,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered of models is not in the folder of a test, which is its cache."""
+    monkeypatch.setenv("REKINDLE_HOME", str(tmp_path_factory.mktemp("home")))
+
+
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return tiny_model("llama")

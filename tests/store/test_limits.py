@@ -18,6 +18,7 @@ from rekindle.store.catalog.catalog import Tail
 from rekindle.store.check import check
 from rekindle.store.disk import Machine
 from rekindle.store.evict import POLICIES, EvictionState, chance, rank
+from rekindle.store.files import Files
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 from tests.kvs import KV_SPACE, keep, load, make_kv
@@ -137,6 +138,18 @@ def test_a_keep_that_cannot_fit_evicts_nothing(tmp_path: Path) -> None:
         refused = [keep(store, prompt(number, 5_000)) for number in range(10, 14)]
         assert "refused" in {kept.outcome for kept in refused}
         assert known(store, 4) == [0, 1, 2, 3]
+
+
+def test_a_limit_that_lets_nothing_in_is_logged_once_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Files, "free_bytes", lambda *_: 21_000_000)
+    with TieredStore(tmp_path / "c", StoreSettings(disk_limit="10%", memory_limit=0)) as store:
+        assert [keep(store, prompt(number, 5_000)).outcome for number in range(2)] == ["refused"] * 2
+        assert store.counts.refused == 2
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("KV is not kept on disk: it needs ")
+    assert "the disk limit (10% of free) allows 2." in line and "--disk-limit 2GB" in line
 
 
 def of_tenant(tenant: str) -> KvSpace:

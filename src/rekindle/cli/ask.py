@@ -60,6 +60,8 @@ def ask(
     if verbose:
         show_reuse(answer["reuse"], result["spelled"])
     waiting.print_footer(result, answer)
+    if answer["refused"] is not None:
+        typer.echo(f"note: no earlier answer was given: {printable(answer['refused'])}", err=True)
 
 
 def show_sources(sources: Sequence[dict[str, Any]], *, whole: bool) -> None:

@@ -81,6 +81,8 @@ def idle(
         done = own.run(stop)
         while watch and not stop.wait(pause):
             done += own.run(stop)
+        if not done and own.blocked_by is None and not stop.is_set():
+            notes.print(f"Nothing to do: {own.why_nothing()}", markup=False, soft_wrap=True)
     if json:
         print_json([asdict(action) for action in done])
         return

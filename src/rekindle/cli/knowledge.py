@@ -46,7 +46,8 @@ def ingest(
 ) -> None:
     """Read documents into the library: txt, md, html, pdf, eml, mbox, docx, json, jsonl, csv.
 
-    Unchanged files are not read again; documents whose files vanished from a folder are removed.
+    Unchanged files are not read again; documents whose files vanished from a folder are removed. Exit status 1 if
+    something could not be read.
     """
     from rekindle.knowledge.split import Splitting
 
@@ -60,13 +61,15 @@ def ingest(
                 print_json({**asdict(done), "problems": [asdict(problem) for problem in done.problems]})
             else:
                 _show(done)
+            for line in _notes(done):
+                typer.echo(f"note: {line}", err=True)
             return done
 
         if watch:
             _watch(paths, once)
             return
         done = once(paths)
-        if done.problems and not done.changes + done.unchanged:
+        if done.problems:
             raise typer.Exit(1)
 
 
@@ -333,6 +336,17 @@ def _show(done: IngestResult) -> None:
         + (f"; {done.truncated} passages are longer than the embedder reads" if done.truncated else "")
         + (f"; {len(done.problems)} problems" if done.problems else "")
     )
+
+
+def _notes(done: IngestResult) -> Iterator[str]:
+    """What people may not expect: files that were left out, or none at all."""
+    names = [printable(Path(path).name) for path in done.skipped[:3]]
+    if more := len(done.skipped) - len(names):
+        names.append(f"{more:,} more")
+    if names:
+        yield f"skipped, because their kind is not read: {', '.join(names)}. Name a file itself to read it as text."
+    elif not done.problems and not done.changes + done.unchanged:
+        yield "no documents were found there; rekindle ingest --help lists the kinds that are read."
 
 
 def _watch(paths: list[str], once: Callable[[list[str]], IngestResult]) -> None:

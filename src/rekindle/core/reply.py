@@ -304,7 +304,7 @@ class Answer(Reply):
 
     left_out    passages that were retrieved and did not fit into the context
     stored      the earlier answer that was used, if any
-    refused     why the answer to the most similar question was not used, if `answers` is direct
+    refused     why the model wrote it although `answers` is direct
     """
 
     question: str = ""

@@ -37,7 +37,7 @@ from rekindle.idle.generated_questions import (
 from rekindle.idle.log import IdleAction
 from rekindle.idle.prepare import AskParameters, Preparer, Rule, Strategy, choose_strategy, first_passages, spread
 from rekindle.idle.sources import LibraryState
-from rekindle.idle.worker import Budget, IdleConditions, IdleWorker, Spent, WorkResult
+from rekindle.idle.worker import Budget, IdleConditions, IdleWorker, Spent, WorkResult, is_left
 from rekindle.knowledge.retrieve import Retrieval
 from rekindle.session.library import asking, quote_of
 from rekindle.session.session import Session
@@ -115,6 +115,7 @@ class Idle:
         self._tenant, self._salt = tenant, cache_salt
         self._predicted: LibraryState | None = None  # the library when questions were last predicted
         self._finished: LibraryState | None = None  # the library when nothing was left to do
+        self._lacks_room = False  # the last time passages were to be prefilled
         self._preparer = Preparer(session, self._worker, self.options.asking, tenant, cache_salt, self.options.rule)
 
     @property
@@ -125,6 +126,21 @@ class Idle:
     def blocked_by(self) -> str | None:
         """Why it stopped, if because of load or battery."""
         return self._worker.blocked_by
+
+    def why_nothing(self) -> str:
+        """Why a `run` found nothing to do, and what brings work: a sentence for people."""
+        settings, options = self._session.settings, self.options
+        if not is_left(options.budget, self.spent):
+            return "the budget is spent."
+        if self.strategy is None and self._session.cache.store is None:
+            return "answers is off and there is no cache. Use --answers verified, or leave out --cache off."
+        if self._lacks_room:
+            return "the cache has no room left for more. Set a larger disk_limit: --disk-limit 2GB."
+        waiting = self._preparer.sources.without_abstract(0.0) if "abstract" in options.sources else []
+        if self.strategy is not None and waiting:
+            return f"documents came less than {options.settle_seconds:g} s ago. Wait, or use --settle 0s."
+        more = "; --answers verified predicts questions, too" if settings.answers == "off" else ""
+        return f"all is prepared. New documents and questions bring work{more}."
 
     def run(self, stop: threading.Event | None = None) -> list[IdleAction]:
         """Do everything there is to do, until `stop` is set or the budget is spent.
@@ -271,6 +287,7 @@ class Idle:
         """Prefill the instructions and passages that prompts may begin with, the likeliest first."""
         done: list[IdleAction] = []
         max_count, library = self.options.warm_passages, self._preparer.bank.library
+        self._lacks_room = False
         for id in self._beginnings(max_count):
             if not self._worker.may_continue():
                 break
@@ -283,6 +300,7 @@ class Idle:
             if not missing:
                 continue
             if not self._preparer.has_room(missing):
+                self._lacks_room = True
                 break
             what = "the instructions" if chunk is None else f"{chunk.title} {chunk.place + 1}"
             done.append(self._preparer.record("warm", what, self._worker.compute(request)))

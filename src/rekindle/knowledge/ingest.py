@@ -53,6 +53,7 @@ class IngestResult:
     embedded: int = 0
     truncated: int = 0  # passages longer than the embedder reads
     problems: list[ReadProblem] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # files in folders whose kind is not read
     seconds: float = 0.0
 
     @property
@@ -92,6 +93,7 @@ class Ingester:
         self.embed_missing()
         found = find_files(paths)
         self._done.problems += found.problems
+        self._done.skipped += map(str, found.skipped)
         self._files = len(found.files)
         known = self._library.files()
         missing = [path for path in found.missing if not _knows(found, path, known)]

@@ -19,7 +19,10 @@ _MAGIC = frozenset("*?[")
 
 @dataclass
 class FoundFiles:
-    """The files, each once and in order; the folders and patterns they were found by; missing paths and problems."""
+    """The files, each once and in order; the folders and patterns they were found by; missing paths and problems.
+
+    `skipped` are files in folders whose kind is not read.
+    """
 
     files: list[Path] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)
@@ -27,6 +30,7 @@ class FoundFiles:
     named: list[Path] = field(default_factory=list)
     missing: list[Path] = field(default_factory=list)
     problems: list[ReadProblem] = field(default_factory=list)
+    skipped: list[Path] = field(default_factory=list)
 
     def covers(self, path: Path) -> bool:
         """Whether a file at that path would have been found."""
@@ -51,7 +55,7 @@ def find_files(paths: Sequence[str | Path]) -> FoundFiles:
         path = absolute(text)
         if is_there(path) and path.is_dir():
             found.folders.append(path)
-            found.files += _inside(path, found.problems)
+            found.files += _inside(path, found)
         elif is_there(path):
             found.named.append(path)
             found.files.append(path)
@@ -93,15 +97,21 @@ def _is_text(path: Path, problems: list[ReadProblem]) -> bool:
     return True
 
 
-def _inside(folder: Path, problems: list[ReadProblem]) -> Iterator[Path]:
+def _inside(folder: Path, found: FoundFiles) -> Iterator[Path]:
     def failed(error: OSError) -> None:
-        problems.append(ReadProblem(str(error.filename), f"{error.filename} cannot be entered ({error.strerror})."))
+        found.problems.append(
+            ReadProblem(str(error.filename), f"{error.filename} cannot be entered ({error.strerror}).")
+        )
 
     for parent, folders, files in os.walk(folder, onerror=failed):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             path = Path(parent) / name
-            if not name.startswith(".") and kind_of(path) is not None and is_there(path) and path.is_file():
+            if name.startswith(".") or not (is_there(path) and path.is_file()):
+                continue
+            if kind_of(path) is None:
+                found.skipped.append(path)
+            else:
                 yield path
 
 

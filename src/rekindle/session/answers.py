@@ -129,7 +129,16 @@ class Answers:
             log.warning("Earlier answers cannot be used: %s", error)
             return None
         direct = None if found.direct is None else _fitting(found.direct.entry.answer, request)
+        if direct is None and self.way(request) == "direct":
+            found = replace(found, refused=found.refused or self._why_not(found))
         return Consulted(bank, question, found, tokenizer, request.reuse or self._settings.reuse, direct)
+
+    def _why_not(self, found: BankLookup) -> str:
+        """Why no answer is given at once although none is refused."""
+        if found.direct is not None:
+            return f"its answer has another length than this request allows ({found.direct.entry.question!r})"
+        threshold = self._settings.similarity_threshold
+        return f"no earlier question is near enough (similarity_threshold={threshold:g}; idle work prepares some)"
 
     def _question(
         self,

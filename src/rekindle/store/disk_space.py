@@ -28,7 +28,7 @@ from rekindle.store.evict import Eviction, blocks_a_transaction
 from rekindle.store.extents import SUFFIX, Damaged, ExtentFiles, OpenExtent, WrittenExtent
 from rekindle.store.files import NO_LOCKS, Files, Handle
 from rekindle.store.folder import EXTENTS, WRITERS, CacheFolder, is_own_name
-from rekindle.store.limits import Limits, Refused, add_written
+from rekindle.store.limits import Limits, LimitTooSmall, Refused, add_written
 from rekindle.store.settings import StoreSettings
 
 _ATTEMPTS = 20
@@ -403,7 +403,7 @@ class DiskSpace(Limits):
                     self._writing.add((os.getpid(), id))
                     return Reservation(id, plan.name, number)
                 if used + need - catalog.freeable_bytes(connection) > limit:
-                    raise Refused(f"it needs {need:,} bytes, more than can be freed under the limit of {limit:,}")
+                    raise LimitTooSmall(need, self._limit, limit)
                 holder = self._holder(connection, plan)
             if not recovered:
                 self.recover()

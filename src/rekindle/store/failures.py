@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from rekindle.errors import CacheUnusable, Closed
+from rekindle.store.limits import LimitTooSmall, Refused
 
 log = logging.getLogger("rekindle.store")
 
@@ -49,6 +50,7 @@ class Failures:
     def __init__(self) -> None:
         self.counts = Counts()
         self.closed = False
+        self._limit_said = False
 
     def check_open(self) -> None:
         """Raises `Closed` if the store was closed."""
@@ -74,8 +76,12 @@ class Failures:
             self.log_once("The cache cannot be written, so nothing new is kept", error)
             return failed(str(error))
 
-    def refused(self, reason: str) -> Kept:
-        """Count a refusal: something is not kept, but nothing failed."""
+    def refused(self, refusal: Refused) -> Kept:
+        """Count a refusal: something is not kept, but nothing failed. That the limit is too small is logged once."""
+        reason = str(refusal)
+        if isinstance(refusal, LimitTooSmall) and not self._limit_said:
+            self._limit_said = True
+            log.warning("KV is not kept on disk: %s.", reason)
         self.counts.refused += 1
         self._count(reason)
         return Kept("refused", reason)

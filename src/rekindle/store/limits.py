@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rekindle.core.keys import NodeKey
-from rekindle.core.size import parse_limit
+from rekindle.core.size import Limit, human_bytes, parse_limit
 from rekindle.errors import PinRefused
 from rekindle.store.catalog import catalog
 from rekindle.store.catalog.database import Database
@@ -22,6 +22,16 @@ _PINNED_SHARE, _PINNED_SHARE_A_TENANT = 0.5, 0.25
 
 class Refused(Exception):
     """Something is not kept, for a reason that is no error."""
+
+
+class LimitTooSmall(Refused):
+    """It does not fit under the disk limit, whatever is evicted."""
+
+    def __init__(self, need_bytes: int, limit: Limit, limit_bytes: int) -> None:
+        super().__init__(
+            f"it needs {human_bytes(need_bytes)}, and the disk limit ({limit}) allows {human_bytes(limit_bytes)}. Set "
+            "a larger disk_limit (--disk-limit 2GB), put the cache on another disk, or make room on this one"
+        )
 
 
 class Limits:

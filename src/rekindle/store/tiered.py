@@ -226,7 +226,7 @@ class TieredStore:
         try:
             return self._failures.writing(write, lambda reason: Kept("failed", reason))
         except Refused as refusal:
-            return self._failures.refused(str(refusal))
+            return self._failures.refused(refusal)
 
     def _hold(self, written: Written, kv: Kv, part: Kv) -> None:
         """Hold what was just written in memory too, unless reading it back would give other numbers."""

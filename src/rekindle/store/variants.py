@@ -217,7 +217,7 @@ class Variants:
         try:
             return self._failures.writing(write, lambda reason: Kept("failed", reason))
         except Refused as refusal:
-            return self._failures.refused(str(refusal))
+            return self._failures.refused(refusal)
 
     def tidy(self) -> None:
         """Remove damaged rows, and some of those whose blocks were removed. Raises as the catalog does."""

@@ -1,0 +1,41 @@
+"""`rekindle ask`, end to end on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_commands import rekindle
+from tests.knowledge.conftest import embedder_folder
+
+__all__ = ["embedder_folder"]  # a fixture
+
+QUESTION = "Who lights the lamp of Ternholm?"
+
+
+@pytest.fixture
+def settings(tiny_folder: Path, tmp_path: Path, embedder_folder: Path) -> list[str]:
+    where = ["--cache", str(tmp_path / "cache"), "--embedder", str(embedder_folder)]
+    notes = tmp_path / "notes.txt"
+    notes.write_text("The lamp of Ternholm burns oil from Vesk. Mara lights it at dusk.", "utf-8")
+    assert rekindle("ingest", str(notes), *where).exit_code == 0
+    return ["--model", str(tiny_folder), *where, "-n", "4", "--min-tokens", "4", "-k", "1"]
+
+
+def test_a_direct_answer_that_the_model_had_to_write_is_a_line_with_the_reason(settings: list[str]) -> None:
+    first = rekindle("ask", QUESTION, *settings, "--answers", "direct")
+    assert first.exit_code == 0, first.output
+    assert (
+        "note: no earlier answer was given: no earlier question is near enough (similarity_threshold=" in first.stderr
+    )
+    again = rekindle("ask", QUESTION, *settings, "--answers", "direct")
+    assert again.exit_code == 0 and "stored answer of" in again.stderr and "note:" not in again.stderr
+    longer = [*settings[:-6], "-n", "6", "--min-tokens", "4", "-k", "1"]
+    cut = rekindle("ask", QUESTION, *longer, "--answers", "direct")
+    assert "note: no earlier answer was given: its answer has another length than this request allows" in cut.stderr
+    shown = json.loads(rekindle("ask", "What burns in it?", *settings, "--answers", "direct", "--json").stdout)
+    assert shown["refused"] is not None
+    off = rekindle("ask", QUESTION, *settings, "--answers", "off")
+    assert off.exit_code == 0 and "note:" not in off.stderr
