@@ -203,6 +203,15 @@ class Cancelled(RekindleError):
     """The caller asked to stop; what was being computed is dropped."""
 
 
+def why_unreadable(path: object, error: OSError | RuntimeError) -> str:
+    """Why a file cannot be read, as a sentence: the same words in every command."""
+    if isinstance(error, FileNotFoundError):
+        return f"There is no file {path}."
+    if isinstance(error, IsADirectoryError):
+        return f"{path} is a folder, not a file."
+    return f"{path} cannot be read: {getattr(error, 'strerror', None) or error}."
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """How a refusal of an unknown `name` ends: with the known name nearest to it, or with all of them."""
     choices = sorted(known)

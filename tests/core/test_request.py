@@ -121,5 +121,5 @@ def test_a_reply_shows_itself() -> None:
     assert str(reply) == "a <b>"
     assert reply.as_dict()["usage"]["total_tokens"] == 5
     assert "&lt;b&gt;" in reply._repr_html_() and "<b>" not in reply._repr_html_()
-    assert "1 oldest messages left out" in reply.summary() and "3 tokens in (2 reused)" in reply.summary()
+    assert "1 oldest message left out" in reply.summary() and "3 tokens in (2 reused)" in reply.summary()
     assert reply.as_dict()["reuse"]["disk"] == reply.reuse.reused == 2

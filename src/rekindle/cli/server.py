@@ -66,7 +66,7 @@ def serve(
         if session.adapters.load_text(text).name == session.engine.name:
             raise InvalidSetting(f"--adapter {text}: that is the name of the model itself. Use another.")
     running = Server(session, settings, keys)
-    notes.print(f"{session.engine.name} at {running.url}/v1 ({running.url}/docs tells more)", soft_wrap=True)
+    notes.print(f"{session.engine.name} at {running.url}/v1 (its endpoints: {running.url}/docs)", soft_wrap=True)
     running.run()
 
 
@@ -104,7 +104,7 @@ def ps(
         ]
         for one in found
     ]
-    print_table(["server", "model", "state", "answering", "waiting", "up"], lines)
+    print_table(["server", "model", "state", "answering", "waiting", "up"], lines, empty="No server is running.")
 
 
 def _known_servers() -> list[str]:
