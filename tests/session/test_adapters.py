@@ -200,7 +200,7 @@ def test_explaining_loads_nothing(session: Session, folders: list[Path]) -> None
 def test_a_session_keeps_its_own_adapter_and_a_server_loads_none_by_itself(folders: list[Path], tmp_path: Path) -> None:
     known.add("known", folders[1])
     with open_session(tmp_path, adapter=f"writer={folders[0]}") as session:
-        with pytest.raises(InvalidSetting, match="answers with"):
+        with pytest.raises(InvalidSetting, match="default adapter"):
             session.adapters.unload("writer")
         session.adapters.loads_known = False
         with pytest.raises(AdapterNotFound):

@@ -115,7 +115,7 @@ def _load_hf(model: str, options: EngineOptions, progress: Progress | None) -> E
     for name in (known.name for known in fields(LlamaOptions)):
         value = getattr(options.llama, name)
         if value != getattr(plain, name):
-            raise InvalidSetting(f"{name}={value!r} is for llama.cpp. Leave it away, or use engine='llamacpp'.")
+            raise InvalidSetting(f"{name}={value!r} is for llama.cpp. Leave it out, or use engine='llamacpp'.")
     files = obtain(model, progress)
     convert_gguf(files, progress)
     _digest(check_folder(files.folder), progress)

@@ -77,7 +77,7 @@ class LoraManager:
     def unload(self, name: str) -> None:
         """Unload an adapter. Raises `AdapterNotFound`, and `InvalidSetting` for the session's default."""
         if name == self._default:
-            raise InvalidSetting(f"This session answers with {name!r} unless told otherwise. Make one without it.")
+            raise InvalidSetting(f"{name!r} is the default adapter of this session. Open a session without it.")
         with self._lock:
             adapter = self._named.pop(name, None)
             if adapter is None:

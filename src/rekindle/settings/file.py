@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rekindle.errors import InvalidSetting
+from rekindle.errors import InvalidSetting, why_unreadable
 from rekindle.json_file import JsonMemo
 from rekindle.machine import config_folder
 from rekindle.safe_read import read_small_file
@@ -46,10 +46,7 @@ class SettingsFile:
                 raise ValueError(f"a line has more than {_LONGEST_LINE_BYTES:,} bytes")
             values = tomllib.loads(content.decode("utf-8-sig"))  # some editors put a byte order mark first
         except OSError as error:
-            reason = error.strerror or "no reason given"
-            raise InvalidSetting(
-                f"{path} cannot be read ({reason}). Mend it, or name another in REKINDLE_CONFIG."
-            ) from None
+            raise InvalidSetting(f"{why_unreadable(path, error)} Name another file in REKINDLE_CONFIG.") from None
         except UnicodeDecodeError as error:
             raise InvalidSetting(f"{path} is not UTF-8 text: byte {error.start}. Save it as UTF-8.") from None
         except (ValueError, RecursionError) as error:  # also of numbers with too many digits
@@ -94,7 +91,7 @@ def trust(file: SettingsFile) -> None:
         record.keep(file.place, file.digest)
     if record is None or record.recall(file.place) != file.digest:
         raise InvalidSetting(
-            f"{config_folder() or 'A home of this user'} cannot be written, where trust is recorded. Mend that, or "
+            f"{config_folder() or 'A home of this user'} cannot be written, where trust is recorded. Correct that, or "
             "name the file in REKINDLE_CONFIG."
         )
 
@@ -106,7 +103,9 @@ def distrust(path: Path) -> bool:
         return False
     record.forget(place_of(path))
     if place_of(path) in record.names():
-        raise InvalidSetting(f"{config_folder()} cannot be written, where trust is recorded. Mend that and try again.")
+        raise InvalidSetting(
+            f"{config_folder()} cannot be written, where trust is recorded. Correct that and try again."
+        )
     return True
 
 

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from rekindle.core.document import Document
-from rekindle.errors import UnreadableDocument
+from rekindle.errors import UnreadableDocument, why_unreadable
 from rekindle.knowledge.read.clean_text import ReadProblem, refusal_sentence
 from rekindle.knowledge.read.docx import read_word
 from rekindle.knowledge.read.html import read_html
@@ -78,7 +78,7 @@ def read_file(path: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Document | 
                 return
             data = file.read(max_bytes + 1) if about.st_size <= max_bytes else None
     except OSError as error:
-        raise UnreadableDocument(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise UnreadableDocument(why_unreadable(path, error)) from error
     if data is None or len(data) > max_bytes:
         raise UnreadableDocument(
             f"{path} is larger than {max_bytes / 1e6:,.0f} MB: cut it into smaller files, or convert it to .jsonl."
