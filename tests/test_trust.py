@@ -89,8 +89,8 @@ def test_what_is_ignored_is_named_once_a_process(cloned: Path, caplog: pytest.Lo
     (told,) = [record for record in caplog.records if record.name == "rekindle.settings"]
     assert told.levelno == logging.WARNING
     assert told.getMessage() == (
-        f"{cloned}/rekindle.toml is not trusted, so what it says of these is ignored: tenant, origin. "
-        f"If you want it: rekindle trust {cloned}/rekindle.toml"
+        f"{cloned}/rekindle.toml is not trusted, so these settings in it are ignored: tenant, origin. "
+        f"To apply them: rekindle trust {cloned}/rekindle.toml"
     )
 
 
@@ -180,7 +180,7 @@ def test_a_link_is_trusted_by_what_it_leads_to(cloned: Path, tmp_path: Path) -> 
 def test_what_is_no_small_regular_file_is_refused_at_once(cloned: Path) -> None:
     file = cloned / "rekindle.toml"
     os.mkfifo(file)  # opened as a file, it would wait for somebody to write
-    with pytest.raises(InvalidSetting, match="rekindle.toml cannot be read .it is not a regular file"):
+    with pytest.raises(InvalidSetting, match="rekindle.toml cannot be read: it is not a regular file"):
         Settings.load()
     file.unlink()
     file.symlink_to("/dev/zero")

@@ -92,7 +92,7 @@ def state_of(name: str) -> AppState:
     state = _STATES.get(_plain(name))
     if state is None:
         known = [*APP_STATES, *(row.name for row in LIFECYCLE)]
-        raise InvalidSetting(f"{name[:80]!r} is no state of an app.{nearest(name, known)} Use {', '.join(APP_STATES)}.")
+        raise InvalidSetting(f"{name[:80]!r} is not an app's state.{nearest(name, known)} Use {', '.join(APP_STATES)}.")
     return state
 
 
@@ -170,7 +170,7 @@ def list_apps(disk: DiskStore, scope: Scope | None = None) -> list[App]:
 @contextmanager
 def _writing(disk: DiskStore | None) -> Iterator[tuple[DiskStore, sqlite3.Connection]]:
     if disk is None:
-        raise CacheUnusable("There is no cache, so nothing is remembered of apps. Open one without cache='off'.")
+        raise CacheUnusable("Apps are remembered in the cache, which is off. Leave out cache='off'.")
     with _trouble(disk), disk.database.writing() as connection:
         yield disk, connection
 

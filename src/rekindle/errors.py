@@ -176,10 +176,18 @@ class InvalidGrammar(RequestError):
 class ContextOverflow(RequestError):
     """The prompt is longer than the model's context."""
 
-    def __init__(self, prompt_tokens: int, context_tokens: int, advice: str, *, counted: bool = True) -> None:
-        """`counted`: whether the tokens were counted; else `prompt_tokens` is a lower bound, from the length."""
+    def __init__(
+        self, prompt_tokens: int, context_tokens: int, advice: str, *, counted: bool = True, longest: int = 0
+    ) -> None:
+        """`counted`: whether the tokens were counted; else `prompt_tokens` is a lower bound, from the length.
+        `longest`: the context that the model was made for, if the setting `context` may be raised to it.
+        """
         number = f"{prompt_tokens:,}" if counted else f"at least {prompt_tokens:,}"
-        super().__init__(f"The prompt has {number} tokens, the model's context holds {context_tokens:,}. {advice}")
+        holds = f"the model's context holds {context_tokens:,}"
+        if longest > context_tokens:
+            holds = f"the context is limited to {context_tokens:,}"
+            advice = f"{advice} Or raise --context: the model takes up to {longest:,}."
+        super().__init__(f"The prompt has {number} tokens, {holds}. {advice}")
         self.prompt_tokens = prompt_tokens
         self.context_tokens = context_tokens
 
@@ -198,6 +206,15 @@ class Closed(RekindleError):
 
 class Cancelled(RekindleError):
     """The caller asked to stop; what was being computed is dropped."""
+
+
+def why_unreadable(path: object, error: OSError | RuntimeError) -> str:
+    """Why a file cannot be read, as a sentence: the same words in every command."""
+    if isinstance(error, FileNotFoundError):
+        return f"There is no file {path}."
+    if isinstance(error, IsADirectoryError):
+        return f"{path} is a folder, not a file."
+    return f"{path} cannot be read: {getattr(error, 'strerror', None) or error}."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -77,7 +77,7 @@ class HttpServer(uvicorn.Server):
         try:
             while not self.started:
                 if not thread.is_alive():
-                    raise InvalidSetting("The server did not start; its log tells why.")
+                    raise InvalidSetting("The server did not start; its log says why.")
                 threading.Event().wait(0.01)
             yield
         finally:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rekindle.errors import InvalidSetting
+from rekindle.errors import InvalidSetting, why_unreadable
 
 _SECRET_BYTES = 1 << 20  # enough for the keys of ten thousand clients
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_RDONLY", "O_CLOEXEC", "O_NOCTTY", "O_NONBLOCK", "O_BINARY"))
@@ -35,7 +35,7 @@ def read_secret_file(path: Path, what: str) -> bytes:
         path = path.expanduser()
         content, about = _read(path, _SECRET_BYTES)
     except (OSError, RuntimeError) as error:  # RuntimeError: the home of an unknown user
-        raise InvalidSetting(f"{what} {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+        raise InvalidSetting(why_unreadable(path, error)) from None
     if sys.platform == "win32":  # mode bits say nothing there
         return content
     shared = stat.S_IMODE(about.st_mode) & (0o007 if _is_credential(path) else 0o077)

@@ -117,7 +117,7 @@ def test_what_is_too_old_is_called_expired(folder: str, monkeypatch: pytest.Monk
     [
         ({"tenant": "bob"}, "tenant"),
         ({"cache_salt": "s"}, "cache_salt"),
-        ({"deterministic": True}, "cut of the prefill (deterministic)"),
+        ({"deterministic": True}, "prefill step size (deterministic)"),
     ],
 )
 def test_what_is_known_elsewhere_is_named_by_what_differs(folder: str, changed: dict[str, object], word: str) -> None:
@@ -136,7 +136,7 @@ def test_what_is_known_elsewhere_is_named_by_what_differs(folder: str, changed: 
         ({"tokenizer": "x"}, "tokenizer"),
         ({"template": "x"}, "template"),
         ({"dtype": "x"}, "number type"),
-        ({"rope": "x"}, "rope regime"),
+        ({"rope": "x"}, "RoPE scaling"),
         ({"adapter": "x"}, "adapter"),
     ],
 )
@@ -223,7 +223,7 @@ def test_text_that_changes_with_every_request_is_named_with_what_moving_it_saves
         assert told.change is not None and told.change.requests == 3
         assert told.change.now in "·Sunday" and told.change.earlier[0] in "·Friday"
         assert told.change.shared_tokens >= len(RULES) - 8 and told.change.saved_seconds > 0
-        assert "changes from request to request" in str(told)
+        assert "changes with every request" in str(told)
         assert session.explain(f"{RULES} Today is Sunday.").change is None
 
 

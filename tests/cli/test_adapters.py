@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,10 @@ def test_a_folder_that_went_away_is_listed_with_what_is_wrong(folder: Path) -> N
     (folder / "adapter_config.json").unlink()
     (told,) = listed()
     assert "adapter_config.json" in told["problem"]
-    assert "no LoRA adapter" in " ".join(rekindle("adapters", "ls").stdout.split())
+    assert "not a LoRA adapter" in " ".join(rekindle("adapters", "ls").stdout.split())
+    shutil.rmtree(folder)
+    (told,) = listed()
+    assert told["problem"] == f"There is no folder {folder}. Give the folder that PEFT saved."
 
 
 def test_what_is_wrong_is_said_before_anything_is_remembered(folder: Path, tiny_folder: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rekindle.cli.main import app
+from rekindle.core.size import human_bytes
 from rekindle.errors import BrokenArchive, CacheUnusable, EntryNotFound, InvalidSetting, RekindleError
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
@@ -53,12 +54,14 @@ def test_stats_sum_up_and_rank(folder: Path) -> None:
     assert (found["entries"], found["tokens"], found["hits"], found["saved_ms"]) == (3, 520, 1, 1500)
     assert found["best"][0]["tokens"] == 300 and found["models"][0]["entries"] == 3
     assert found["bytes"] == sum(int(str(entry["bytes"])) for entry in entries(folder))
-    assert "saved" in cache(folder, "stats").stdout
+    shown = cache(folder, "stats").stdout
+    assert "time saved  1.5 s\n" in shown and "entries     3 (0 pinned)\n" in shown and "saved ms" not in shown
+    assert f"limit       10 % of the free disk ({human_bytes(found['limit_bytes'])})\n" in shown
 
 
 def test_check_finds_and_fixes(folder: Path) -> None:
     good = cache(folder, "check")
-    assert good.exit_code == 0 and "all good" in good.stdout
+    assert good.exit_code == 0 and "3 entries, " in good.stdout and "no problems" in good.stdout
     path = folder / "extents" / f"{entries(folder)[2]['name']}.kv"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -89,11 +92,11 @@ def test_pin_and_unpin(folder: Path) -> None:
 
 
 def test_prune_by_age_and_by_model(folder: Path) -> None:
-    assert "0 removed, 3 left" in cache(folder, "prune", "--unused", "1h").stdout
+    assert "0 entries removed, 3 left" in cache(folder, "prune", "--unused", "1h").stdout
     assert isinstance(cache(folder, "prune").exception, InvalidSetting)
     missing = cache(folder, "prune", "--model", "nosuch").exception
     assert isinstance(missing, EntryNotFound) and "synthetic" in str(missing)
-    assert "3 removed, 0 left" in cache(folder, "prune", "--model", "synthetic").stdout
+    assert "3 entries removed, 0 left" in cache(folder, "prune", "--model", "synthetic").stdout
 
 
 def test_clear_asks(folder: Path) -> None:
@@ -104,7 +107,7 @@ def test_clear_asks(folder: Path) -> None:
 
 def test_gc_removes_strays_and_nothing_else(folder: Path) -> None:
     (folder / "extents" / "0123456789abcdef.kv").write_bytes(b"stray")
-    assert "1 stray" in cache(folder, "gc").stdout
+    assert "1 leftover file removed" in cache(folder, "gc").stdout
     assert len(entries(folder)) == 3 == len(list((folder / "extents").iterdir()))
 
 
@@ -144,8 +147,8 @@ def test_keyed_caches_are_looked_at_with_their_key(tmp_path: Path) -> None:
     key.chmod(0o600)
     with TieredStore(tmp_path / "c", StoreSettings(disk_limit="50MB", key=key.read_bytes())) as store:
         keep(store, PROMPTS[0])
-    assert "all good" in cache(tmp_path / "c", "check", "--key-file", str(key)).stdout
-    assert "under another key" in cache(tmp_path / "c", "check").stdout
+    assert "no problems" in cache(tmp_path / "c", "check", "--key-file", str(key)).stdout
+    assert "not checked, written with another key: 1 entry" in cache(tmp_path / "c", "check").stdout
     assert isinstance(cache(tmp_path / "c", "check", "--key-file", str(tmp_path / "none")).exception, InvalidSetting)
 
 

@@ -131,12 +131,21 @@ def test_errors_are_one_sentence_and_status_1(tiny_folder: Path, tmp_path: Path)
         ("run", str(tiny_folder), "-f", str(tmp_path / "pic.png")): "pic.png is binary, not text",
         ("run", str(tiny_folder), "-f", str(tmp_path / "blank.txt")): "blank.txt is empty: it holds no text.",
         ("run", str(tiny_folder), "-f", str(tmp_path / "scan.pdf")): "has no text, only pictures; run OCR first",
-        ("run", str(tiny_folder), "-f", str(tmp_path / "gone.txt")): "cannot be read",
+        ("run", str(tiny_folder), "-f", str(tmp_path / "gone.txt")): f"There is no file {tmp_path}",
         ("run", str(tiny_folder), "hi", "-t", "-1"): "temperature=-1.0 is out of range",
         ("run", str(tiny_folder), "hi", "--raw", "--system", "x"): "--raw",
         ("run", str(tiny_folder), "hi", "--device", "tpu"): "device='tpu' is unknown",
         ("run", str(tiny_folder), "hi", "--engine", "magic"): "engine is 'magic'. Use auto, hf or llamacpp",
         ("run", str(tiny_folder), "x" * 600): "The prompt has 618 tokens, the model's context holds 512. Shorten it.",
+        (
+            "run",
+            str(tiny_folder),
+            "x" * 60,
+            "--context",
+            "50",
+        ): "The prompt has 78 tokens, the context is limited to 50. "
+        "Shorten it. Or raise --context: the model takes up to 512.",
+        ("run", str(tiny_folder), "hi", "--context", "600"): "--context 600 is out of range: this model takes 1 to 512",
         ("rm", "nosuch"): "No model 'nosuch' was pulled",
     }
     for arguments, words in cases.items():
@@ -172,6 +181,23 @@ def test_chat_remembers_and_obeys_its_commands(tiny_folder: Path) -> None:
         second = session.chat(turns, max_tokens=4)
     assert [tuple(r["tokens"]) for r in replies] == [first.tokens, second.tokens, first.tokens]
     assert "/clear starts over" in result.stderr
+
+
+def test_a_chat_says_what_its_commands_did_and_names_unknown_ones(tiny_folder: Path) -> None:
+    result = rekindle("chat", str(tiny_folder), stdin="/system Be brief.\n/system\n/clear\n/quit now\n/help\n")
+    said = result.stderr.splitlines()
+    assert said[:3] == ["System message set.", "System message removed.", "The conversation starts over."]
+    assert said[3].startswith("Unknown command /quit. /system TEXT sets") and said[4].startswith("/system TEXT sets")
+
+
+def test_the_end_of_input_ends_the_line_on_a_terminal(tiny_folder: Path) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    os.write(ours, b"\x04")  # Ctrl-D
+    command = [sys.executable, "-m", "rekindle", "chat", str(tiny_folder)]
+    done = subprocess.run(command, stdin=theirs, capture_output=True, check=False)
+    assert done.returncode == 0 and done.stderr.endswith(b"\n\n")  # after the help, that of the prompt
 
 
 def test_a_chat_outgrowing_the_context_goes_on(tiny_folder: Path) -> None:

@@ -105,7 +105,7 @@ def test_watching_goes_on_until_it_is_interrupted(settings: list[str], monkeypat
     monkeypatch.setattr(Idle, "run", run)
     before = signal.getsignal(signal.SIGINT)
     result = rekindle("idle", *settings, "--watch", "--every", "0s")
-    assert result.exit_code == 0 and "0 things" in result.stdout
+    assert result.exit_code == 0 and "0 actions" in result.stdout
     assert runs == [False] * 3 and signal.getsignal(signal.SIGINT) is before
 
 

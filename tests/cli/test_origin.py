@@ -61,8 +61,9 @@ def keys(tmp_path: Path) -> Path:
 def test_keys_are_made_and_told(tmp_path: Path) -> None:
     told = ok("origin", "key", tmp_path / "key")
     assert read_public(str(tmp_path / "key.pub")) in told
-    assert "there already" in error("origin", "key", tmp_path / "key")
-    assert "a secret" in ok("origin", "key", "--secret", tmp_path / "secret")
+    assert f"signing key {SigningKey.read(tmp_path / 'key').name[:8]}" in told  # as `origin ls` shows it
+    assert "already exists" in error("origin", "key", tmp_path / "key")
+    assert "a new secret" in ok("origin", "key", "--secret", tmp_path / "secret")
     for name in ("key", "secret"):
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
 
@@ -77,11 +78,13 @@ def test_what_is_published_is_listed_served_found_and_removed(
     assert first["tokens"] > 300 and [level["name"] for level in first["levels"]] == ["raw", "quantized"]
     assert all(level["new"] for level in first["levels"])
     again = ok(*publish, "--levels", "quantized,q4")
-    assert again.count("published before") == 2 and "q4" in again and first["context"][:8] in again
+    assert again.count("already published") == 2 and "q4" in again and first["context"][:8] in again
     (listed,) = json.loads(ok("origin", "ls", folder, "--json"))
     assert listed["encrypted"] == encrypted and listed["tokens"] == (None if encrypted else first["tokens"])
     told = ok("origin", "ls", folder, *(["--secret", keys / "secret"] if encrypted else []))
-    assert "tiny" in told and "raw, quantized" in told and "q4" in told
+    assert (
+        "tiny" in told and SigningKey.read(keys / "key").name[:8] in told and "raw, quantized" in told and "q4" in told
+    )
     secret = read_secret(keys / "secret") if encrypted else None
     messages = [{"role": "user", "content": TEXT}]
     with (
@@ -98,6 +101,7 @@ def test_what_is_published_is_listed_served_found_and_removed(
         origin.close()
     assert "removed" in ok("origin", "rm", folder, first["context"][:6])
     assert json.loads(ok("origin", "ls", folder, "--json")) == []
+    assert ok("origin", "ls", folder) == f"Nothing is published in {folder}.\n"
     assert "no context begins" in error("origin", "rm", folder, first["context"][:6])
 
 
@@ -128,10 +132,10 @@ def test_kv_that_is_in_the_cache_is_not_computed_again_and_quantized_kv_is_never
 def test_what_cannot_be_published_is_said(tiny_folder: Path, manual: Path, keys: Path) -> None:
     base = ["origin", "publish", tiny_folder, "--to", keys / "origin", "--key", keys / "key"]
     assert "Give a prompt" in error(*base)
-    assert "tokens. It is published in chunks of 128" in error(*base, "short")
+    assert "tokens, too few to publish. Give at least 128" in error(*base, "short")
     assert "no level 'q9'" in error(*base, "--file", manual, "--levels", "q9")
     assert "levels" in error(*base, "--file", manual, "--levels", ",")
-    assert "no signing key" in error(*base[:-1], keys / "secret", "--file", manual)
+    assert "not a signing key" in error(*base[:-1], keys / "secret", "--file", manual)
     assert "no secret" in error(*base, "--file", manual, "--secret", keys / "key")
     assert "not the folder of an origin" in error("origin", "ls", manual.parent / "nothing")
     assert "no token" in error("origin", "serve", keys / "origin", "--host", "0.0.0.0")

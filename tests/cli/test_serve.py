@@ -181,7 +181,7 @@ def test_ps_forgets_servers_that_are_dead() -> None:
     [
         (["--host", "0.0.0.0"], "--allow-unauthenticated"),
         (["--api-key", "short"], "at least 8"),
-        (["--api-key-file", "/nowhere/keys"], "cannot be read"),
+        (["--api-key-file", "/nowhere/keys"], "There is no file /nowhere/keys."),
         (["--port", "70000"], "port"),
         (["--queue", "-1"], "queue"),
         (["--timeout", "0s"], "timeout"),

@@ -53,19 +53,20 @@ def test_a_file_is_trusted_listed_changed_and_trusted_no_longer(folder: Path) ->
     assert Settings.load().tenant == "us"
     assert listed() == {str(file): "trusted"}
     file.write_text('tenant = "them"')
-    assert listed() == {str(file): "changed since"} and ok("--list") == f"{file}: changed since\n"
+    assert listed() == {str(file): "changed since it was trusted"}
+    assert ok("--list") == f"{file}: changed since it was trusted\n"
     assert Settings.load().tenant == "local"
     assert "It sets:" in ok(str(file))
     assert Settings.load().tenant == "them"
     file.unlink()
     assert listed() == {str(file): "cannot be read"}
-    assert ok("--remove", "rekindle.toml") == f"{file} is trusted no longer.\n"
+    assert ok("--remove", "rekindle.toml") == f"{file} is no longer trusted.\n"
     assert listed() == {}
 
 
 def test_what_cannot_be_trusted_is_refused_in_words(folder: Path) -> None:
     assert "Name the file: rekindle trust rekindle.toml" in error()
-    assert "cannot be read" in error("rekindle.toml")
+    assert "There is no file rekindle.toml." in error("rekindle.toml")
     assert "REKINDLE_CONFIG" in error("other.toml")
     assert "was not trusted" in error("--remove", "rekindle.toml")
     (folder / "rekindle.toml").write_text('tenant = "us"\ncontext = "many"')
@@ -86,4 +87,4 @@ def test_a_command_says_on_one_line_what_it_ignores_and_its_output_stays_the_sam
     after = run()
     assert (after.returncode, after.stdout) == (before.returncode, before.stdout)
     (line,) = after.stderr.removesuffix(before.stderr).splitlines()
-    assert line.endswith(f"ignored: tenant, origin. If you want it: rekindle trust {folder}/rekindle.toml")
+    assert line.endswith(f"ignored: tenant, origin. To apply them: rekindle trust {folder}/rekindle.toml")

@@ -37,7 +37,7 @@ def test_what_was_warmed_is_reused_by_another_command(tiny_folder: Path, rules: 
     told = json.loads(ok("warm", str(rules), "--model", model, "--json"))
     assert told["prompts"] == 1 and told["computed_tokens"] > len(RULES) and told["known_tokens"] == 0
     again = ok("warm", str(rules), "--model", model)
-    assert "1 tokens computed" in again
+    assert "1 token computed" in again
     reply = json.loads(ok("run", model, "Why?", "--file", str(rules), "-n", "2", "--json"))
     assert reply["usage"]["cached_tokens"] >= len(RULES) and reply["reuse"]["disk"] == reply["usage"]["cached_tokens"]
 
@@ -70,8 +70,8 @@ def test_a_document_is_warmed_and_explained_as_run_reads_it(tiny_folder: Path, t
     [
         ("a.json", "{", "is not JSON"),
         ("a.pdf", "no PDF", "is a damaged PDF, or none"),
-        ("a.json", "{}", "is no prompt"),
-        ("a.jsonl", '{"prompt": "x"}\n3', "line 2 is no prompt"),
+        ("a.json", "{}", "is not a prompt"),
+        ("a.jsonl", '{"prompt": "x"}\n3', "line 2 is not a prompt"),
         ("a.json", '[{"role": "boss", "content": "x"}]', "Unknown role 'boss'"),
     ],
 )
@@ -87,7 +87,7 @@ def test_the_last_request_can_be_explained_and_so_can_a_file(tiny_folder: Path, 
     model = str(tiny_folder)
     ok("run", model, "Why?", "--file", str(rules), "-n", "2")
     told = ok("explain", "--last")
-    assert "0 of" in told and "Nothing that begins like this" in told and "first token" in told
+    assert "0 of" in told and "No earlier prompt begins like this one." in told and "first token" in told
     other = rules.with_name("other.txt")
     other.write_text(RULES.replace("Write", "write"), "utf-8")
     shown = ok("explain", str(other), "--model", model)
@@ -103,7 +103,7 @@ def test_explain_says_what_to_do_when_there_is_nothing_to_explain(tiny_folder: P
     assert "There is no cache" in error("explain", "--last")
     ok("run", str(tiny_folder), "Hello", "-n", "2")
     ok("cache", "clear", "--yes")
-    assert "Nothing was asked yet" in error("explain", "--last")
+    assert "No request has used the cache" in error("explain", "--last")
     assert "no cache to warm" in error("warm", str(rules), "--model", str(tiny_folder), "--cache", "off")
 
 
@@ -130,6 +130,6 @@ def test_stats_rank_entries_by_what_they_saved_and_say_what_fits(tiny_folder: Pa
     for question in ("a", "b", "c"):
         ok("run", model, question, "--file", str(rules), "-n", "2")
     told = ok("cache", "stats")
-    assert "entries that saved most" in told and "room" in told
+    assert "Entries that saved most" in told and "room for" in told
     best = json.loads(ok("cache", "stats", "--json"))["best"]
     assert best[0]["hits"] >= 2 and best[0]["saved_ms"] == max(entry["saved_ms"] for entry in best)

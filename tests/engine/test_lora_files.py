@@ -112,7 +112,7 @@ def test_what_does_nothing_is_no_reason_to_refuse(folder: Path) -> None:
 
 
 def test_files_that_are_missing_or_damaged(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match="no LoRA adapter"):
+    with pytest.raises(ModelNotFound, match="There is no folder"):
         read_adapter(tmp_path / "nowhere")
     tensors = load_file(folder / WEIGHTS)
     name = next(name for name in tensors if "lora_B" in name)

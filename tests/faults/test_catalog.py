@@ -388,7 +388,7 @@ def test_a_folder_in_place_of_the_catalog_is_refused_with_a_sentence(tmp_path: P
     fill(tmp_path / "cache", [])
     (tmp_path / "cache" / CATALOG).unlink()
     (tmp_path / "cache" / CATALOG).mkdir()
-    with pytest.raises(CacheUnusable, match=r"no regular file\. .*\.$"):
+    with pytest.raises(CacheUnusable, match=r"not a regular file\. .*\.$"):
         TieredStore(tmp_path / "cache", NO_MEMORY)
 
 

@@ -79,7 +79,7 @@ def test_a_file_where_a_folder_of_the_cache_should_be_is_left_and_nothing_is_wri
         load_or_lose(store, prompt(1))
         assert keep(store, prompt(2)).outcome == "failed"
         store.maintain()
-    with pytest.raises(CacheUnusable, match="is no folder"):
+    with pytest.raises(CacheUnusable, match="is not a folder"):
         TieredStore(folder, NO_MEMORY)
     assert (folder / name).read_text() == "foreign"
     (folder / name).unlink()

@@ -274,7 +274,7 @@ def test_patterns_find_files_and_see_that_they_are_gone(files: IngestedFolder) -
     (files.folder / "sub/c.txt").unlink()
     last = files.ingest(everywhere)
     assert counts(last) == (0, 0, 1, 0) and last.problems == []
-    assert "is not there" in files.ingest(everywhere).problems[0].reason
+    assert "No file matches" in files.ingest(everywhere).problems[0].reason
 
 
 def test_a_file_with_the_name_of_a_pattern_is_itself(files: IngestedFolder) -> None:

@@ -307,6 +307,6 @@ def test_a_foreign_file_in_place_of_a_record_is_not_overwritten(tiny_folder: Pat
     home = models_folder() / "mine"
     shutil.copytree(tiny_folder, home)
     (home / "model.json").write_text('{"weights": "the only copy"}')
-    with pytest.raises(NotAModel, match="not a record of ours"):
+    with pytest.raises(NotAModel, match="was not written by Rekindle"):
         pull(str(home))
     assert (home / "model.json").read_text() == '{"weights": "the only copy"}'

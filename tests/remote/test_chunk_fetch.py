@@ -104,7 +104,7 @@ def test_passages_come_and_are_reused(origin: Path, key: SigningKey, tmp_path: P
         assert {event.chunk for event in reply.reuse.timeline if event.lane == "link"} >= set(came(reply))
         assert session.flush() and session.cache.store is not None
         (noted,) = history.last(session.cache.store.disk, 1)
-        assert "come from the origin" in str(Explanation.from_dict(noted.record))
+        assert "fetched from the origin" in str(Explanation.from_dict(noted.record))
         assert reply.reuse.engine == 0  # what was computed a moment ago is not called known
     # They are known here now, wherever they stand.
     with Session(FakeEngine(), cache=tmp_path / "cache", **APPROXIMATE) as session:

@@ -162,7 +162,7 @@ def test_an_index_that_is_none_is_said_to_be_none(body: bytes, origin: Origin, l
         reply.body = body
 
     liar.lie = on("by-chunk", lie)
-    with pytest.raises(OriginFailed, match="index is none"):
+    with pytest.raises(OriginFailed, match="index cannot be read"):
         find(origin)
 
 

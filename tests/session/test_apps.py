@@ -130,7 +130,7 @@ def test_apps_have_names_and_states_that_are_known(session: Session) -> None:
         session.generate("text", app="mail", app_state="killed")  # type: ignore[arg-type]
     with pytest.raises(InvalidSetting, match="characters"):
         session.apps.set("", "killed")
-    with pytest.raises(InvalidSetting, match="half a character"):
+    with pytest.raises(InvalidSetting, match="lone surrogate"):
         session.generate("text", app="\ud800")
 
 

@@ -201,7 +201,7 @@ def test_where_everything_of_a_tenant_is_forgotten_its_name_goes_and_others_stay
 def test_a_folder_that_can_only_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with TieredStore(tmp_path / "c", ROOMY) as store:
         monkeypatch.setattr(store.disk.database, "read_only", True)
-        with pytest.raises(CacheUnusable, match="only be read"):
+        with pytest.raises(CacheUnusable, match="is read-only"):
             store.clear()
 
 

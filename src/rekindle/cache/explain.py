@@ -21,6 +21,7 @@ from rekindle.core.kv import Span
 from rekindle.core.plan import Compute, FetchRemote, Plan, ReuseChunks
 from rekindle.core.reply import ChunkReuse, Reuse
 from rekindle.core.request import Message
+from rekindle.core.size import count_of
 from rekindle.errors import CacheError
 from rekindle.store import history
 from rekindle.store.prefix_index import Match
@@ -127,7 +128,7 @@ class Explanation:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def _lines(self) -> list[str]:
-        lines = [f"{self.model}: {self.reused} of {self.tokens} tokens reused"]
+        lines = [f"{self.model}: {self.reused:,} of {count_of(self.tokens, 'token')} reused"]
         for part in self.parts:
             where = _PLACES.get(part.source, f"from {part.source}")
             entry = f"  entry {part.entry[:8]}" if part.entry else ""
@@ -142,7 +143,7 @@ class Explanation:
         lines += _passage_lines(self)
         lines += timeline_lines(self.timeline)
         if self.opaque is not None:
-            lines.append(f"reuse is by checkpoint, where messages end: {self.opaque}")
+            lines.append(f"reuse is by checkpoint, at the end of a message: {self.opaque}")
         if self.difference is not None:
             lines += _difference_lines(self.difference)
         if self.change is not None:
@@ -316,19 +317,19 @@ def _passage_lines(explanation: Explanation) -> list[str]:
 _PLACES = {
     "compute": "computed",
     "reused": "from another prompt, partly recomputed",
-    "streamed": "streamed from the origin and computed at once",
+    "streamed": "streamed from the origin, partly computed meanwhile",
 }
 _PASSAGES = {
     "exact": "exact",
     "reused": "from another prompt",
-    "computed": "new, computed behind reused passages",
+    "computed": "new: computed, after reused passages",
 }
 
 
 def _scores(chunk: ChunkReuse) -> str:
     if chunk.source != "reused" or chunk.impact is None:
         return ""
-    came = ", come from the origin" if chunk.streamed else ""
+    came = ", fetched from the origin" if chunk.streamed else ""
     recomputed = (
         f"{came}, {chunk.recomputed} of {chunk.stop - chunk.start} tokens recomputed"
         if chunk.recomputed_positions
@@ -336,7 +337,7 @@ def _scores(chunk: ChunkReuse) -> str:
     )
     here, order = 1.0 if chunk.overlap is None else chunk.overlap, chunk.disorder or 0.0
     return (
-        f"{recomputed}; context impact {chunk.impact:.2f}, {here:.0%} of what it looked at stands before it now"
+        f"{recomputed}; context impact {chunk.impact:.2f}, {here:.0%} of the context it attended to is before it now"
         + (f", {order:.0%} of that in another order" if order else "")
         + (f", overhead {chunk.overhead:.2f}" if chunk.overhead is not None else "")
     )
@@ -344,23 +345,24 @@ def _scores(chunk: ChunkReuse) -> str:
 
 def _difference_lines(difference: Difference) -> list[str]:
     lines = [
-        f"first difference: token {difference.position}, after {difference.before!r}"
+        f"first difference: token {difference.position:,}, after {difference.before!r}"
         if difference.before
         else "first difference: the very first token",
         f"  this prompt: {difference.ours}",
-        f"  known:       {difference.known}",
+        f"  earlier:     {difference.known}",
     ]
     if difference.only_in is not None:
-        lines.append(f"  they differ in {difference.only_in} only; to a model these are other tokens")
+        lines.append(f"  they look alike, but differ in {difference.only_in}: other tokens to the model")
     return lines
 
 
 def _change_lines(change: ChangingText) -> list[str]:
-    saved = "" if change.saved_seconds is None else f", about {_seconds(change.saved_seconds)} a request"
+    shared = count_of(change.shared_tokens, "token")
+    saved = "" if change.saved_seconds is None else f", saving about {_seconds(change.saved_seconds)} per request"
     return [
-        f"this text changes from request to request: {change.now}  (tokens {change.start} to {change.stop})",
+        f"this text changes with every request: {change.now}  (tokens {change.start:,} to {change.stop:,})",
         *(f"  earlier it was: {earlier}" for earlier in change.earlier),
-        f"  Moving it behind the {change.shared_tokens} tokens that stay the same would let those be reused{saved}.",
+        f"  Move it behind the {shared} that stay the same: they are then reused{saved}.",
     ]
 
 
@@ -379,7 +381,9 @@ def timeline_lines(events: Sequence[TimelineEvent]) -> list[str]:
     seconds = max(event.stop for event in events)
     question = max(event.chunk for event in events if event.lane == "compute")
     column = seconds / _COLUMNS * 1e3
-    lines = [f"computed and streamed in {seconds:.2f} s; a column is {column:.0f} ms, q the question:"]
+    lines = [
+        f"computed and streamed in {seconds:.2f} s (one column is {column:.0f} ms, a digit the chunk, q the question):"
+    ]
     for lane in ("compute", "link"):
         own = [event for event in events if event.lane == lane]
         lines.append(f"  {lane:8} {''.join(_chunk_at(own, seconds, column, question) for column in range(_COLUMNS))}")

@@ -10,9 +10,9 @@ The first of these that is true:
     expired     it was kept, but for longer than the `ttl` allows
     gone        it was asked before, but its KV is not there any more: evicted, removed, or never kept
     elsewhere   it is known for another model, template, adapter, tenant, ...: `differs_in` says which
-    differs     something known begins alike, then goes on otherwise
-    ends        everything known was reused; the rest of the prompt is new
-    new         nothing like it was asked before
+    differs     an earlier prompt shares its beginning, then differs
+    ends        everything stored was reused; the rest of the prompt is new
+    new         no earlier prompt begins like it
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 from rekindle.core.keys import KvSpace
 from rekindle.core.request import Message
+from rekindle.core.size import count_of
 
 _DIGEST_BYTES = 8
 _TEXT_PART = 256  # characters
@@ -72,27 +73,33 @@ def judge(sight: Sight) -> Reason:
     if sight.asked > sight.reused + 1:
         lost = sight.asked - sight.reused
         if sight.ttl_seconds is not None and sight.asked_age > sight.ttl_seconds:
-            return Reason("expired", f"{lost} more tokens were kept, but longer ago than the ttl allows.")
-        return Reason("gone", f"{lost} more tokens were asked before, but their KV is gone: evicted for lack of room, "
-                              "removed, or never kept.")  # fmt: skip
+            return Reason(
+                "expired", f"{count_of(lost, 'more token', 'more tokens')} had been kept, but the ttl has expired."
+            )
+        return Reason("gone", f"An earlier prompt shares {count_of(lost, 'more token', 'more tokens')}, but that KV is "
+                              "not in the cache: evicted, removed, or never kept.")  # fmt: skip
     if others > sight.content:
-        named = ", ".join(differences) or "something"
+        named = " and ".join(differences) or "setting"
         what = f" ({model})" if model else ""
-        return Reason("elsewhere", f"It is known, but under another {named}{what}: KV is never shared between those.",
-                      differences)  # fmt: skip
+        sentence = f"This was asked with another {named}{what}; KV is not shared between them."
+        return Reason("elsewhere", sentence, differences)
     if sight.goes_on:
-        return Reason("differs", "Something known begins alike and then goes on otherwise: see the first difference.")
+        if not sight.reused:
+            return Reason("differs", "An earlier prompt looks like this one, but differs from the first token on.")
+        first = "token" if sight.reused == 1 else f"{sight.reused:,} tokens"
+        return Reason("differs", f"An earlier prompt shares the first {first}, then differs.")
     if sight.reused:
-        return Reason("ends", "All that is stored of it is reused; the rest is new.")
-    return Reason("new", "Nothing that begins like this was asked before.")
+        return Reason("ends", "Everything the cache has of this prompt is reused; the rest is new.")
+    return Reason("new", "No earlier prompt begins like this one.")
 
 
 _PLAIN = {
     "off": "Reuse is switched off.",
-    "late": "The cache did not answer in time.",
-    "lost": "KV that was found could not be read, so it was computed.",
-    "slower": "Loading it was expected to take longer than computing it.",
-    "checkpoint": "The state is reused up to the last checkpoint that the prompt shares; what follows is computed.",
+    "late": "The cache did not answer in time, so the prompt was computed.",
+    "lost": "KV in the cache could not be read, so it was computed.",
+    "slower": "Loading the KV would take longer than computing it.",
+    "checkpoint": "This model's state can only be reused at checkpoints: the last one that the prompt shares is used, "
+    "the rest is computed.",
 }
 
 
@@ -124,10 +131,10 @@ def differences(
         "tenant": other["tenant"] != kv_space.namespace.tenant,
         "cache_salt": other["salt"] != kv_space.namespace.salt,
         "adapter": other["adapter"] != kv_space.adapter,
-        "cut of the prefill (deterministic)": other["codec"] != kv_space.codec,
+        "prefill step size (deterministic)": other["codec"] != kv_space.codec,
     }
     named = {"weights": "model", "config": "model", "tokenizer": "tokenizer", "template": "template",
-             "dtype": "number type", "rope": "rope regime"}  # fmt: skip
+             "dtype": "number type", "rope": "RoPE scaling"}  # fmt: skip
     for field_name, word in named.items():
         words[word] = words.get(word, False) or (bool(its) and its.get(field_name) != identity.get(field_name))
     found = [word for word, differs in words.items() if differs]

@@ -47,5 +47,5 @@ def open_store(settings: Settings, *, share: float = 0.5, quantized: Coder | Non
     except CacheUnusable as error:
         if settings.cache is not None:
             raise
-        log.warning("There is no cache, so everything is computed: %s", error)
+        log.warning("The cache cannot be used, so everything is computed: %s", error)
         return None

@@ -146,5 +146,5 @@ class Prefill:
             if self.cancelled():
                 raise
             limit = max(feed.timeout_seconds for feed in feeds)
-            raise KvLost(f"KV from the cache did not come within {limit:.2f} s; it is computed instead.") from None
+            raise KvLost(f"Loading KV from the cache took longer than {limit:.2f} s; it is computed instead.") from None
         return logits

@@ -103,7 +103,7 @@ def choose_leading(stale: StaleTokens, budget: float) -> Positions:
 def count_of(budget: float, tokens: int) -> int:
     """Number of tokens in a budget. Raises `InvalidSetting` for a budget outside [0, 1]."""
     if not 0.0 <= budget <= 1.0:
-        raise InvalidSetting(f"A budget of {budget} cannot be: give a share of the tokens, from 0 to 1.")
+        raise InvalidSetting(f"A budget of {budget} is out of range: give a share of the tokens, from 0 to 1.")
     return round(budget * tokens)
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rekindle.cli.knowledge import Yes, open_knowledge
-from rekindle.cli.options import AsJson, app, library_options, print_json, print_table, takes
-from rekindle.core.size import human_bytes
+from rekindle.cli.options import AsJson, app, brief, library_options, print_json, print_table, takes
+from rekindle.core.size import count_of, human_bytes
 from rekindle.errors import InvalidSetting
 from rekindle.text.visible import printable
 
@@ -45,16 +45,18 @@ def list_answers(
     rows = [
         [
             str(entry.id),
-            printable(entry.question)[:_SHOWN],
+            brief(printable(entry.question), _SHOWN),
             entry.origin,
             entry.state,
             str(entry.uses),
             f"{entry.saved:.1f} s",
-            "" if entry.answer is None else printable(entry.answer.text)[:_SHOWN],
+            "" if entry.answer is None else brief(printable(entry.answer.text), _SHOWN),
         ]
         for entry in found
     ]
-    print_table(["id", "question", "from", "state", "used", "saved", "answer"], rows)
+    print_table(
+        ["id", "question", "from", "state", "used", "saved", "answer"], rows, empty="No question is stored yet."
+    )
 
 
 @answers.command("show")
@@ -77,12 +79,14 @@ def show_answer(
         return
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.made))
     typer.echo(printable(entry.question))
-    typer.echo(f"{entry.state}, from {entry.origin}, {made}, used {entry.uses} times, saved {entry.saved:.1f} s\n")
+    typer.echo(
+        f"{entry.state}, from {entry.origin}, {made}, used {count_of(entry.uses, 'time')}, saved {entry.saved:.1f} s\n"
+    )
     if entry.answer is not None:
         typer.echo(printable(entry.answer.text) + "\n")
     for place, id in enumerate(entry.evidence, start=1):
         chunk = chunks.get(id)
-        typer.echo(printable(f"[{place}] {chunk.title}  ({chunk.source})") if chunk else f"[{place}] is gone")
+        typer.echo(printable(f"[{place}] {chunk.title}  ({chunk.source})") if chunk else f"[{place}] was removed")
 
 
 @answers.command("stats")
@@ -96,9 +100,9 @@ def show_stats(settings: dict[str, Any], json: AsJson = False) -> None:
         print_json(counts)
         return
     typer.echo(
-        f"{counts['questions']:,} questions: {counts['fresh']:,} with an answer, {counts['stale']:,} of changed "
-        f"documents, {counts['open']:,} open; {human_bytes(int(counts['bytes']))}; "
-        f"used {counts['uses']:,} times, {counts['saved_seconds']:,.1f} s saved"
+        f"{count_of(int(counts['questions']), 'question')}: {counts['fresh']:,} with an answer, {counts['stale']:,} "
+        f"whose documents changed, {counts['open']:,} not answered yet; {human_bytes(int(counts['bytes']))}; "
+        f"used {count_of(int(counts['uses']), 'time')}, {counts['saved_seconds']:,.1f} s saved"
     )
 
 
@@ -116,7 +120,7 @@ def remove_answers(
     if everything and not yes:
         typer.confirm("Remove all questions and answers?", abort=True)
     with _bank(settings) as bank:
-        typer.echo(f"{bank.remove(None if everything else numbers)} questions removed")
+        typer.echo(f"{count_of(bank.remove(None if everything else numbers), 'question')} removed")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rekindle.cli.cache import Folder, KeyFile, open_cache
+from rekindle.cli.cache import Folder, KeyFile, is_unused, open_cache
 from rekindle.cli.options import AsJson, app, print_json, print_table
 from rekindle.core.scope import Scope, scope_of
 from rekindle.core.size import human_bytes
@@ -36,9 +36,11 @@ def list_apps(
     """List apps: state, requests, and the KV kept for them, shared and private."""
     from rekindle.apps import list_apps, mark_ended
 
-    with open_cache(folder, key_file) as store:
-        mark_ended(store)
-        found = list_apps(store, None if every else _scope(tenant, cache_salt))
+    found = []
+    if not is_unused(folder):
+        with open_cache(folder, key_file) as store:
+            mark_ended(store)
+            found = list_apps(store, None if every else _scope(tenant, cache_salt))
     if json:
         print_json([one.as_dict() for one in found])
         return
@@ -60,6 +62,7 @@ def list_apps(
             ]
             for one in found
         ],
+        empty="No app has sent a request yet.",
     )
 
 
@@ -99,7 +102,7 @@ def watch_app(
     own = name or process_name(process)
     with open_cache(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
         watch_process(store, _scope(tenant, cache_salt), own, process)
-        typer.echo(f"{own} lives as long as process {process}")
+        typer.echo(f"{own} is marked killed when process {process} ends")
         if wait and wait_for_end(store, _scope(tenant, cache_salt), own):
             typer.echo(f"{own} is killed")
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rekindle.cli.options import AsJson, Model, app, engine_options, print_json, print_table, takes
+from rekindle.core.size import count_of
 from rekindle.errors import EngineMissing, InvalidSetting, RekindleError
 from rekindle.machine import describe_machine
 from rekindle.settings import Settings
@@ -111,8 +112,9 @@ def bench(
         [_TITLES[name], _shown(one), f"{one['speedup']:.1f}x", str(one["rounds"]), str(one["reused_tokens"])]
         for name, one in summaries.items()
     ]
-    title = f"first token of {about['tokens']} tokens, {about['model']} on {about['device']} ({about['dtype']})"
-    print_table(["start", "median (from-to)", "against cold", "rounds", "reused"], rows, title=title)
+    where = f"{about['model']} on {about['device']} ({about['dtype']})"
+    title = f"Time to the first token of a prompt of {about['tokens']:,} tokens, {where}"
+    print_table(["start", "median (min-max)", "against cold", "rounds", "reused"], rows, title=title)
 
 
 def _size(session: Session, seconds: float) -> int:
@@ -165,7 +167,9 @@ def _restart(task: dict[str, Any]) -> tuple[list[float], list[int]]:
         [sys.executable, "-c", _IN_RESTARTED], input=json.dumps(task), capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
-        raise InvalidSetting(f"The new process failed: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
+        raise InvalidSetting(
+            f"The restarted process failed: {(done.stderr.strip() or str(done.returncode)).splitlines()[-1]}"
+        )
     found = json.loads(done.stdout)
     return found["times"], found["reused"]
 
@@ -277,12 +281,12 @@ def _print(found: Calibration) -> None:
             [f"{one.budget:g}", f"{one.rouge_l:.3f}", f"{one.kl:.4f}", f"{one.computed_share:.1%}"]
             for one in found.budget.tried
         ]
-        title = f"reused passages, {found.budget.prompts} prompts, wanted ROUGE-L {found.budget.quality:g}"
+        title = f"Reused passages: {count_of(found.budget.prompts, 'prompt')}, wanted ROUGE-L {found.budget.quality:g}"
         print_table(columns, rows, title=title)
         typer.echo()
     if found.bits is not None:
         rows = [[one.form, one.plan, f"{one.bits:.2f}", f"{one.kl:.4f}", f"{one.top1:.1%}"] for one in found.bits.tried]
-        print_table(["KV", "bits by layer", "bits a number", "KL", "same first choice"], rows, title="quantized KV")
+        print_table(["KV", "bits by layer", "bits per number", "KL", "same top token"], rows, title="Quantized KV")
         typer.echo()
     for note in found.notes:
         typer.echo(note)

@@ -26,7 +26,7 @@ from rekindle.cli.options import (
     read_prompts,
     takes,
 )
-from rekindle.core.size import human_bytes, parse_duration, parse_limit
+from rekindle.core.size import count_of, human_bytes, parse_duration, parse_limit
 from rekindle.errors import CacheUnusable, EntryNotFound, InvalidSetting
 from rekindle.machine import cache_folder
 from rekindle.safe_read import read_secret_file
@@ -49,8 +49,10 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
     """List the entries: model, tokens, size, hits."""
     from rekindle.store import report
 
-    with open_cache(folder, key_file) as store:
-        entries = report.entries(store)
+    place, entries = folder or chosen_folder(), []
+    if not is_unused(folder):
+        with open_cache(folder, key_file) as store:
+            entries = report.entries(store)
     if json:
         print_json([entry.as_dict() for entry in entries])
         return
@@ -69,7 +71,11 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
         ]
         for row, kv_space in ((entry.extent, entry.kv_space) for entry in entries)
     ]
-    print_table(["entry", "model", "tokens", "size", "coding", "hits", "saved", "used", ""], lines)
+    print_table(
+        ["entry", "model", "tokens", "size", "coding", "hits", "saved", "used", ""],
+        lines,
+        empty=f"The cache in {place} is empty.",
+    )
 
 
 @cache.command()
@@ -78,10 +84,13 @@ def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False)
     from rekindle.store import report
 
     with open_cache(folder, key_file) as store:
-        room_bytes = _room_bytes(store)
+        limit, used, free = Settings.load().disk_limit, report.used_bytes(store), store.files.free_bytes(store.folder)
+        limit_bytes = parse_limit(limit).resolve(free + used)
+        room_bytes = max(0, min(limit_bytes - used, free))  # that may be kept without evicting
         found: dict[str, Any] = {
             "folder": str(store.folder),
-            "limit": Settings.load().disk_limit,
+            "limit": limit,
+            "limit_bytes": limit_bytes,
             "free_bytes": room_bytes,
             **report.summary(store),
             "catalog_bytes": store.database.size_bytes(),
@@ -98,16 +107,29 @@ def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False)
 
 
 def _print_stats(found: dict[str, Any], models: list[dict[str, Any]], best: list[dict[str, Any]]) -> None:
-    for name, value in found.items():
-        shown = human_bytes(value) if name.endswith("bytes") else value
-        typer.echo(f"{name.replace('_', ' '):14} {shown}")
+    share, limit = parse_limit(found["limit"]).share, human_bytes(found["limit_bytes"])
+    shown = {
+        "folder": found["folder"],
+        "limit": limit if share is None else f"{share * 100:g} % of the free disk ({limit})",
+        "room left": human_bytes(found["free_bytes"]),
+        "entries": f"{found['entries']:,} ({found['pinned']:,} pinned)",
+        "tokens": f"{found['tokens']:,}",
+        "size": f"{human_bytes(found['bytes'])}, and {human_bytes(found['catalog_bytes'])} of catalog",
+        "hits": f"{found['hits']:,}",
+        "time saved": f"{found['saved_ms'] / 1000:,.1f} s",
+    }
+    for name, value in shown.items():
+        typer.echo(f"{name:11} {value}")
+    if not found["entries"]:
+        return
+    typer.echo()
     print_table(
-        ["model", "adapter", "tenant", "entries", "tokens", "size", "saved", "room"],
+        ["model", "adapter", "tenant", "entries", "tokens", "size", "saved", "room for"],
         [
             [
                 *(m["model"] or m["identity"][:8], m["adapter"] or "-", m["tenant"]),
                 *(str(m["entries"]), str(m["tokens"]), human_bytes(m["bytes"]), f"{m['saved_ms'] / 1000:.1f} s"),
-                f"for {m['room_tokens']:,} tokens of this model",
+                count_of(m["room_tokens"], "token"),
             ]
             for m in models
         ],
@@ -117,11 +139,11 @@ def _print_stats(found: dict[str, Any], models: list[dict[str, Any]], best: list
         [
             [
                 *(row["name"][:8], row["model"] or row["identity"][:8]),
-                *(f"{row['depth'] * 32}+{row['tokens']}", str(row["hits"]), f"{row['saved_ms']:,.0f} ms"),
+                *(f"{row['depth'] * 32}+{row['tokens']}", str(row["hits"]), f"{row['saved_ms'] / 1000:,.1f} s"),
             ]
             for row in best
         ],
-        title="\nentries that saved most",
+        title="\nEntries that saved most",
     )
 
 
@@ -144,12 +166,12 @@ def check(
         for problem in found.problems:
             typer.echo(f"{problem.kind}: {problem.entry}: {problem.what}")
         done = "fixed" if fix else "`rekindle cache check --fix` removes them"
-        verdict = f"{len(found.problems)} problems; {done}" if found.problems else "all good"
+        verdict = f"{count_of(len(found.problems), 'problem')}; {done}" if found.problems else "no problems"
         typer.echo(f"{_entries(found.entries)}, {human_bytes(found.size_bytes)}: {verdict}")
         if found.foreign:
-            typer.echo(f"not of this cache, and left alone: {', '.join(found.foreign)}")
+            typer.echo(f"left alone, not files of this cache: {', '.join(found.foreign)}")
         if found.under_other_keys:
-            typer.echo(f"{found.under_other_keys} entries are under another key: their files were not read")
+            typer.echo(f"not checked, written with another key: {_entries(found.under_other_keys)}")
     if found.problems and not fix:
         raise typer.Exit(1)
 
@@ -159,7 +181,7 @@ def rm(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> Non
     """Remove entries, and those that depend on them."""
     with open_cache(folder, key_file, write=True) as store:
         removed = store.remove(store.entries(entries))
-    typer.echo(f"{removed} removed")
+    typer.echo(f"{_entries(removed)} removed")
 
 
 @cache.command()
@@ -186,14 +208,16 @@ def prune(
         if model is not None:
             if not any(model in (kv_space.model, kv_space.identity) for kv_space in models.values()):
                 known = ", ".join(sorted({kv_space.model or kv_space.identity for kv_space in models.values()}))
-                raise EntryNotFound(f"Nothing of a model {model!r} is kept. Kept: {known or 'nothing'}.")
+                raise EntryNotFound(
+                    f"The cache has no entries of a model {model!r}. It has entries of: {known or 'no model'}."
+                )
             store.evict(lambda row: model in (models[row.kv_space].model, models[row.kv_space].identity))
         if to is not None:
             used = sum(row.size_bytes for row in store.entries()) + store.database.size_bytes()
             store.room.prune(parse_limit(to).resolve(store.files.free_bytes(store.folder) + used))
         store.collect()
         after = len(store.entries())
-    typer.echo(f"{before - after} removed, {after} left")
+    typer.echo(f"{_entries(before - after)} removed, {after:,} left")
 
 
 @cache.command()
@@ -204,9 +228,9 @@ def clear(yes: Yes = False, folder: Folder = None, key_file: KeyFile = None) -> 
     with open_cache(folder, key_file, write=True) as store:
         rows = store.entries()
         if not yes and rows:
-            typer.confirm(f"Remove all {len(rows)} entries of {store.folder}?", abort=True)
+            typer.confirm(f"Remove everything ({_entries(len(rows))}) from {store.folder}?", abort=True)
         removed = purge.clear(store)
-    typer.echo(f"{removed} removed")
+    typer.echo(f"{_entries(removed)} removed")
 
 
 @cache.command()
@@ -215,7 +239,7 @@ def pin(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> No
 
     with open_cache(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
         store.pin(store.entries(entries))
-    typer.echo(f"{len(entries)} pinned")
+    typer.echo(f"{_entries(len(entries))} pinned")
 
 
 @cache.command()
@@ -223,7 +247,7 @@ def unpin(entries: Entries, folder: Folder = None, key_file: KeyFile = None) -> 
     """Allow these entries to be evicted again."""
     with open_cache(folder, key_file, write=True) as store:
         store.pin(store.entries(entries), pinned=False)
-    typer.echo(f"{len(entries)} unpinned")
+    typer.echo(f"{_entries(len(entries))} unpinned")
 
 
 @cache.command()
@@ -231,7 +255,7 @@ def gc(folder: Folder = None, key_file: KeyFile = None) -> None:
     """Remove leftovers, rewrite sparse entries, shrink the catalog. No usable entry is lost."""
     with open_cache(folder, key_file, write=True) as store:
         removed = store.collect()
-    typer.echo(f"{removed} stray files removed")
+    typer.echo(f"{count_of(removed, 'leftover file')} removed")
 
 
 @cache.command("export")
@@ -246,12 +270,12 @@ def export_entries(
     from rekindle.store.archive import export
 
     if not file.absolute().parent.is_dir():
-        raise InvalidSetting(f"{file.absolute().parent} is no folder: the archive cannot be written there.")
+        raise InvalidSetting(f"There is no folder {file.absolute().parent} to write the archive to.")
     with open_cache(folder, key_file) as store, counting("export") as progress:
         done = export(store, file, entries or (), progress)
     typer.echo(f"{_entries(done.entries)} exported to {file}")
     if done.left_out:
-        typer.echo(f"{done.left_out} could not be read and were left out: `rekindle cache check` tells why")
+        typer.echo(f"left out, because they cannot be read: {_entries(done.left_out)}. `rekindle cache check` says why")
 
 
 @cache.command("import")
@@ -278,7 +302,7 @@ def import_entries(
     if json:
         print_json(asdict(done))
         return
-    typer.echo(f"{done.kept} kept, {done.known} known already, {len(done.refused)} refused")
+    typer.echo(f"{_entries(done.kept)} added, {done.known:,} were there already, {len(done.refused):,} refused")
     for reason in sorted(set(done.refused)):
         typer.echo(f"refused: {reason}")
     if done.refused and not done.kept:
@@ -296,12 +320,12 @@ def open_cache(
 
     place = folder or chosen_folder()
     if not may_hold_cache(place):
-        raise CacheUnusable(f"There is no cache in {place}. Ask something first, or name another folder.")
+        raise CacheUnusable(f"There is no cache in {place}. Run a prompt first, or name another folder with --folder.")
     # The limit belongs to the process that uses the cache; looking at it here must not evict anything.
     store = DiskStore(place, StoreSettings(disk_limit=limit, killed_ttl_seconds=None, key=_key(key_file)))
     try:
         if write and store.database.read_only:
-            raise CacheUnusable(f"{place} can only be read.")
+            raise CacheUnusable(f"{place} is read-only.")
         yield store
     except (OSError, sqlite3.Error) as error:
         raise CacheUnusable(f"The cache in {place} could not be used: {error}. Try again.") from error
@@ -316,21 +340,17 @@ def chosen_folder() -> Path:
     return cache_folder() if chosen is None or chosen == "off" else Path(chosen)
 
 
+def is_unused(folder: Path | None) -> bool:
+    """Whether no folder is named and the cache of the settings was never used: then it is empty, and no mistake."""
+    return folder is None and not chosen_folder().exists()
+
+
 def _key(path: Path | None) -> bytes | None:
     return None if path is None else read_secret_file(path, "The key file")
 
 
-def _room_bytes(store: DiskStore) -> int:
-    """Bytes that may still be kept without evicting, under the limit of the settings."""
-    from rekindle.store import report
-
-    used = report.used_bytes(store)
-    limit = parse_limit(Settings.load().disk_limit).resolve(store.files.free_bytes(store.folder) + used)
-    return max(0, min(limit - used, store.files.free_bytes(store.folder)))
-
-
 def _entries(count: int) -> str:
-    return "1 entry" if count == 1 else f"{count} entries"
+    return count_of(count, "entry", "entries")
 
 
 def _age(seconds: float) -> str:
@@ -385,10 +405,11 @@ def warm(
         print_json({"prompts": len(done), "computed_tokens": computed, "known_tokens": reused, "seconds": seconds})
         return
     for (path, _), one in zip(named, done, strict=True):
-        typer.echo(f"{path}: {one['computed'] + one['reused']} tokens, {one['reused']} known before")
-    typer.echo(f"{computed} tokens computed, {reused} known before, {seconds:.1f} s")
+        tokens = count_of(one["computed"] + one["reused"], "token")
+        typer.echo(f"{path}: {tokens}, {one['reused']:,} already in the cache")
+    typer.echo(f"{count_of(computed, 'token')} computed, {reused:,} already in the cache, {seconds:.1f} s")
     if refused := result["refused"]:
-        typer.echo(f"{refused} could not be kept: is the limit too small? `rekindle cache stats` tells.", err=True)
+        typer.echo(f"{refused} could not be kept: is the limit too small? See `rekindle cache stats`.", err=True)
 
 
 @app.command()
@@ -441,5 +462,5 @@ def _last(loading: dict[str, Any], number: int) -> list[Any]:
     with open_cache(Path(named) if named else None, None) as disk:
         found = history.last(disk, number)
         if not found:
-            raise CacheUnusable(f"Nothing was asked yet with the cache in {disk.folder}.")
+            raise CacheUnusable(f"No request has used the cache in {disk.folder} yet.")
     return [Explanation.from_dict(asked.record) for asked in found]

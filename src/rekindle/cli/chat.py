@@ -80,6 +80,8 @@ class _Conversation:
             try:
                 line = input("> " if terminal else "").strip()
             except (EOFError, KeyboardInterrupt):
+                if terminal:
+                    typer.echo(err=True)  # the shell's prompt begins on a line of its own
                 return
             if line == "/bye":
                 return
@@ -87,12 +89,16 @@ class _Conversation:
                 self._take(line)
 
     def _take(self, line: str) -> None:
+        command, _, rest = line.partition(" ")
         if line == "/clear":
             self._turns.clear()
-        elif line.startswith("/system"):
-            self._system = line.removeprefix("/system").strip() or None
+            typer.echo("The conversation starts over.", err=True)
+        elif command == "/system":
+            self._system = rest.strip() or None
+            typer.echo("System message set." if self._system else "System message removed.", err=True)
         elif line.startswith("/"):
-            typer.echo(_HELP, err=True)
+            unknown = "" if line == "/help" else f"Unknown command {command}. "
+            typer.echo(f"{unknown}{_HELP}", err=True)
         else:
             self._answer(line)
 
@@ -139,7 +145,7 @@ def run(
 
     text = _read_prompt(prompt, file)
     if raw and system is not None:
-        raise InvalidPrompt("--raw has no chat template, so --system has no place. Leave one of them out.")
+        raise InvalidPrompt("--raw leaves out the chat template, which --system needs. Use one of them.")
     lead = [{"role": "system", "content": system}] if system else []
     request: PromptLike = text if raw else [*lead, *as_messages(text)]
     waiting = Waiting(STARTED, silent=json)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 notes = Console(stderr=True, highlight=False)
 
 _STAGES = {
-    "convert": "convert the GGUF for this engine (once, about half a minute)",
-    "digest": "read the weights (once: their digest identifies the KV)",
-    "load": "load the model",
+    "convert": "converting the GGUF for this engine (first time only, about half a minute)",
+    "digest": "checking the model's weights (first time only)",
+    "load": "loading the model",
 }
 
 
@@ -59,7 +59,7 @@ def progress(what: str) -> Iterator[Report]:
         bars = downloads if stage == "download" else stages
         if stage not in running:
             bars.start()
-            words = f"download {what}" if stage == "download" else _STAGES.get(stage, stage)
+            words = f"downloading {what}" if stage == "download" else _STAGES.get(stage, stage)
             running[stage] = bars.add_task(words, total=total)
         bars.update(running[stage], completed=done, total=total)
         if done >= total:

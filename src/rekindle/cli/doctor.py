@@ -154,10 +154,12 @@ def trust(
     if remove:
         if not distrust(file):
             raise InvalidSetting(f"{file} was not trusted. `rekindle trust --list` shows what is.")
-        typer.echo(f"{place_of(file)} is trusted no longer.")
+        typer.echo(f"{place_of(file)} is no longer trusted.")
         return
     if file.name != FILE_NAME:
-        raise InvalidSetting(f"Only files called {FILE_NAME} are looked for. Name others in REKINDLE_CONFIG.")
+        raise InvalidSetting(
+            f"Only a file called {FILE_NAME} is read from the current folder. Name others in REKINDLE_CONFIG."
+        )
     Settings.load(environment={}, file=file)  # one with mistakes is refused
     found = SettingsFile.read(file)
     trust_file(found)
@@ -174,10 +176,12 @@ def _list(*, as_json: bool) -> None:
         return
     for place, state in states.items():
         typer.echo(f"{place}: {state}")
+    if not states:
+        typer.echo("No settings file is trusted.")
 
 
 def _state(path: Path, digest: str) -> str:
     try:
-        return "trusted" if SettingsFile.read(path).digest == digest else "changed since"
+        return "trusted" if SettingsFile.read(path).digest == digest else "changed since it was trusted"
     except InvalidSetting:
         return "cannot be read"

@@ -13,7 +13,7 @@ import typer
 
 from rekindle.cli.options import AsJson, ModelOption, app, loading_options, print_json, print_table, takes
 from rekindle.core.request import DEFAULT_MAX_TOKENS
-from rekindle.core.size import parse_duration
+from rekindle.core.size import count_of, parse_duration
 from rekindle.errors import NothingKnown
 from rekindle.text.visible import printable
 
@@ -76,7 +76,7 @@ def idle(
         if not session.knowledge.holds():
             raise NothingKnown("Nothing was ingested yet. Do that first: rekindle ingest FOLDER")
         if session.settings.answers == "off":
-            notes.print("answers is off: no question is predicted, passages are prefilled")
+            notes.print("answers is off: passages are prefilled, but no questions are predicted")
         own = Idle(session, options, report=None if json else _print_action)
         done = own.run(stop)
         while watch and not stop.wait(pause):
@@ -96,7 +96,9 @@ def _print_action(action: IdleAction) -> None:
 
 def _sum_up(own: Idle, done: list[IdleAction]) -> None:
     energy = "" if own.spent.joules is None else f", {own.spent.joules:.0f} J"
-    typer.echo(f"{len(done)} things in {own.spent.seconds:.1f} s, {own.spent.flop / 1e12:.2f} TFLOP{energy}")
+    typer.echo(
+        f"{count_of(len(done), 'action')} in {own.spent.seconds:.1f} s, {own.spent.flop / 1e12:.2f} TFLOP{energy}"
+    )
     if own.blocked_by is not None:
         typer.echo(f"Stopped: {own.blocked_by}.", err=True)
 
@@ -122,9 +124,13 @@ def _show_log(loading: dict[str, Any], last: int, json: bool) -> None:
         ]
         for way in ways
     ]  # fmt: skip
-    print_table(["action", "count", "seconds", "tokens", "TFLOP", "joules", "used", "seconds saved"], rows)
+    print_table(
+        ["action", "count", "seconds", "tokens", "TFLOP", "joules", "used", "seconds saved"],
+        rows,
+        empty="No idle work was done yet.",
+    )
     for entry in entries:
-        helped = f", used {entry.uses} times" if entry.uses else ""
+        helped = f", used {count_of(entry.uses, 'time')}" if entry.uses else ""
         typer.echo(f"{entry.action}: {printable(entry.question or '-')} ({entry.seconds:.1f} s{helped})")
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rekindle.cli.ask import Retrieval, TopK
-from rekindle.cli.options import AsJson, app, library_options, print_json, print_table, takes
-from rekindle.core.size import human_bytes, parse_duration
+from rekindle.cli.options import AsJson, app, brief, library_options, print_json, print_table, takes
+from rekindle.core.size import count_of, human_bytes, parse_duration
 from rekindle.errors import ExtraMissing, InvalidSetting
 from rekindle.settings import Settings
 from rekindle.text.visible import printable
@@ -85,11 +85,11 @@ def list_documents(settings: dict[str, Any], json: AsJson = False) -> None:
         print_json([asdict(entry) for entry in entries])
         return
     rows = [
-        [entry.name, printable(entry.title)[:60], str(entry.chunks), _when(entry.added), printable(entry.app or ""),
-         printable(entry.source)]
+        [entry.name, brief(printable(entry.title), 60), str(entry.chunks), _when(entry.added),
+         printable(entry.app or ""), printable(entry.source)]
         for entry in entries
     ]  # fmt: skip
-    print_table(["document", "title", "passages", "ingested", "app", "source"], rows)
+    print_table(["document", "title", "passages", "ingested", "app", "source"], rows, empty="Nothing was ingested yet.")
 
 
 @knowledge.command("show")
@@ -129,13 +129,15 @@ def search(
     if json:
         print_json([asdict(hit) for hit in found.hits])
         return
+    if not found.hits:
+        typer.echo("No passage was found.")
     for number, hit in enumerate(found.hits, start=1):
         ranks = f"bm25 {hit.bm25_rank or '-'}, embedding {hit.embedding_rank or '-'}"
         typer.echo(printable(f"[{number}] {hit.chunk.title}  ({hit.chunk.source}, {hit.chunk.name})  {ranks}"))
         for line in printable(hit.chunk.passage.shown).splitlines():
             typer.echo(f"    | {line}")
     notes.print(
-        f"{found.seconds * 1e3:.1f} ms: {found.embed_seconds * 1e3:.1f} for the question's vector, "
+        f"{found.seconds * 1e3:.1f} ms: {found.embed_seconds * 1e3:.1f} to embed the question, "
         f"{found.search_seconds * 1e3:.1f} to search",
         style="dim",
     )
@@ -156,14 +158,17 @@ def show_stats(settings: dict[str, Any], json: AsJson = False) -> None:
         print_json({**counts, **space, "top_retrieved": [asdict(chunk) for chunk in top]})
         return
     typer.echo(
-        f"{counts['documents']:,} documents, {counts['chunks']:,} passages ({counts['embedded']:,} with a vector), "
-        f"{counts['characters']:,} characters, {human_bytes(counts['file_bytes'])} in {libraries.folder}"
+        f"{count_of(counts['documents'], 'document')}, {count_of(counts['chunks'], 'passage')} "
+        f"({counts['embedded']:,} with a vector), {count_of(counts['characters'], 'character')}, "
+        f"{human_bytes(counts['file_bytes'])} in {libraries.folder}"
     )
     allowed = "no limit" if limit is None else f"library_limit {human_bytes(limit)}"
-    typer.echo(f"{human_bytes(used)} with those of other tenants and salts ({allowed})")
+    typer.echo(f"{human_bytes(used)} in all libraries, of every tenant and salt ({allowed})")
     if top:
-        rows = [[chunk.name, printable(chunk.title)[:40], printable(chunk.passage.text)[:60]] for chunk in top]
-        print_table(["document", "title", "passage"], rows, title="retrieved most")
+        rows = [
+            [chunk.name, brief(printable(chunk.title), 40), brief(printable(chunk.passage.text), 60)] for chunk in top
+        ]
+        print_table(["document", "title", "passage"], rows, title="Passages retrieved most")
 
 
 @knowledge.command("check")
@@ -217,7 +222,7 @@ def export_library(
     if json:
         print_json(asdict(done))
     else:
-        typer.echo(f"{done.documents} documents with {done.passages} passages exported to {file}")
+        typer.echo(f"{_documents(done.documents, done.passages)} exported to {file}")
 
 
 @knowledge.command("import")
@@ -235,7 +240,7 @@ def import_library(
     if json:
         print_json(asdict(done))
     else:
-        typer.echo(f"{done.documents} documents with {done.passages} passages added, {done.known} were there")
+        typer.echo(f"{_documents(done.documents, done.passages)} added, {done.known} were there already")
 
 
 @knowledge.command("rm")
@@ -278,21 +283,23 @@ def _forget(settings: dict[str, Any], json: bool, *names: str, **choice: Any) ->
         return
     for entry in forgotten.documents:
         typer.echo(printable(f"forgot {entry.name}  {entry.title}  ({entry.source})"))
-    typer.echo(f"{len(forgotten.documents)} documents with {forgotten.passages} passages")
+    typer.echo(f"{_documents(len(forgotten.documents), forgotten.passages)} forgotten")
 
 
 def _show_check(found: LibraryCheck, lost: list[str], left: list[str], removed: int) -> None:
     if found.salvaged is not None:
         saved = found.salvaged
-        typer.echo(f"damaged ({found.damage}): {saved.documents} documents with {saved.passages} passages were saved")
+        typer.echo(f"damaged ({found.damage}); saved: {_documents(saved.documents, saved.passages)}")
     else:
-        typer.echo("sound" if found.damage is None else f"damaged: {found.damage}. Save what can be read with --fix.")
+        typer.echo(
+            "no damage" if found.damage is None else f"damaged: {found.damage}. Save what can be read with --fix."
+        )
     for sentence in lost:
         typer.echo(printable(sentence))
     for path in left:
         typer.echo(f"damaged file: {path}")
     if removed:
-        typer.echo(f"{removed} damaged files removed")
+        typer.echo(f"{count_of(removed, 'damaged file')} removed")
 
 
 @contextmanager
@@ -320,7 +327,8 @@ def _progress() -> Iterator[Callable[[IngestProgress], None]]:
         task = bar.add_task("", total=None)
 
         def report(step: IngestProgress) -> None:
-            words = f"{step.documents:,} documents, {step.passages:,} passages  {escape(printable(step.name)[:40])}"
+            done = f"{count_of(step.documents, 'document')}, {count_of(step.passages, 'passage')}"
+            words = f"{done}  {escape(brief(printable(step.name), 40))}"
             bar.update(task, completed=step.files_done, total=step.files, description=words)
 
         yield report
@@ -331,10 +339,10 @@ def _show(done: IngestResult) -> None:
         rows = [[printable(problem.source), printable(problem.reason)] for problem in done.problems]
         print_table(["not ingested", "why"], rows)
     typer.echo(
-        f"{done.added} documents added, {done.changed} changed, {done.removed} removed, {done.unchanged} unchanged; "
-        f"{done.passages} passages, {done.seconds:.1f} s"
-        + (f"; {done.truncated} passages are longer than the embedder reads" if done.truncated else "")
-        + (f"; {len(done.problems)} problems" if done.problems else "")
+        f"{count_of(done.added, 'document')} added, {done.changed:,} changed, {done.removed:,} removed, "
+        f"{done.unchanged:,} unchanged; {count_of(done.passages, 'passage')}, {done.seconds:.1f} s"
+        + (f"; {count_of(done.truncated, 'passage')} longer than the embedder reads" if done.truncated else "")
+        + (f"; {count_of(len(done.problems), 'problem')}" if done.problems else "")
     )
 
 
@@ -347,6 +355,10 @@ def _notes(done: IngestResult) -> Iterator[str]:
         yield f"skipped, because their kind is not read: {', '.join(names)}. Name a file itself to read it as text."
     elif not done.problems and not done.changes + done.unchanged:
         yield "no documents were found there; rekindle ingest --help lists the kinds that are read."
+
+
+def _documents(documents: int, passages: int) -> str:
+    return f"{count_of(documents, 'document')} with {count_of(passages, 'passage')}"
 
 
 def _watch(paths: list[str], once: Callable[[list[str]], IngestResult]) -> None:
@@ -377,8 +389,8 @@ def _moment(text: str | None) -> float | None:
     try:
         return time.time() - parse_duration(text.removesuffix("ago").strip())
     except InvalidSetting:
-        raise InvalidSetting(f"--before {text!r} is no time. Use 2026-01-31, 2026-01-31T12:00, or 30d.") from None
+        raise InvalidSetting(f"--before {text!r} is not a time. Use 2026-01-31, 2026-01-31T12:00, or 30d.") from None
 
 
 def _when(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+    return time.strftime("%Y-%m-%d", time.localtime(at))

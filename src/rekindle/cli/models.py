@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rekindle.cli.options import AsJson, app, complete_model, print_json, print_table
-from rekindle.core.size import human_bytes
+from rekindle.core.size import count_of, human_bytes
 
 Names = Annotated[
     list[str],
@@ -91,7 +91,7 @@ def list_models(json: AsJson = False) -> None:
     rows = [[e.name, e.kind, human_bytes(e.size_bytes()), e.source, e.added[:10]] for e in pulled]
     rows += [[o.name, o.kind, human_bytes(o.size_bytes), f"in place: {o.tool}", "-"] for o in others]
     rows += [[m.name, m.kind, "-", f"not pulled: {m.about}", "-"] for m in NAMED.values() if m.name not in known]
-    print_table(["model", "kind", "size", "source", "added"], rows)
+    print_table(["model", "kind", "size", "source", "added"], rows, empty="There is no model here.")
 
 
 @app.command()
@@ -129,7 +129,7 @@ def list_adapters(json: AsJson = False) -> None:
         ]
         for one in found
     ]
-    print_table(["adapter", "scale", "rank", "size", "made for", "folder"], lines)
+    print_table(["adapter", "scale", "rank", "size", "made for", "folder"], lines, empty="No adapter is registered.")
 
 
 @adapters.command("add")
@@ -149,7 +149,7 @@ def add_adapter(
     if json:
         print_json(_about(entry.name, entry.path, entry.scale))
     else:
-        typer.echo(f"{name}: rank {lora.rank}, {human_bytes(lora.size_bytes)}, {len(lora.pairs)} layers")
+        typer.echo(f"{name}: rank {lora.rank}, {human_bytes(lora.size_bytes)}, {count_of(len(lora.pairs), 'layer')}")
 
 
 @adapters.command("rm")
@@ -158,7 +158,7 @@ def remove_adapter(name: Annotated[str, typer.Argument(help="Its name.")]) -> No
     from rekindle.models.adapter_registry import remove
 
     remove(name)
-    typer.echo(f"{name}: forgotten")
+    typer.echo(f"{name}: removed from the list; its files stay")
 
 
 def _about(name: str, path: str, scale: float) -> dict[str, Any]:

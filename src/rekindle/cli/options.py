@@ -19,7 +19,7 @@ import typer
 
 from rekindle import __version__
 from rekindle.core.request import DEFAULT_MAX_TOKENS, PromptLike
-from rekindle.errors import InvalidPrompt
+from rekindle.errors import InvalidPrompt, why_unreadable
 from rekindle.settings import ENGINE_SETTINGS, SETTINGS, names_in
 from rekindle.settings.setting import Setting
 from rekindle.text.visible import printable
@@ -157,16 +157,19 @@ def read_document(path: Path) -> str:
 
 
 def _read_utf8(path: Path) -> str:
-    """The text of a file. Raises `InvalidPrompt` if it is not UTF-8 or cannot be read."""
+    """The text of a file. Raises `InvalidPrompt` if it is empty, not UTF-8 or cannot be read."""
     try:
-        return path.read_text("utf-8")
+        text = path.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidPrompt(
             f"{path} is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}. "
             "Convert it first, for example with: iconv -f latin1 -t utf-8"
         ) from None
     except OSError as error:
-        raise InvalidPrompt(f"{path} cannot be read ({error.strerror}).") from None
+        raise InvalidPrompt(why_unreadable(path, error)) from None
+    if not text.strip():
+        raise InvalidPrompt(f"{path} is empty.")
+    return text
 
 
 def read_prompts(path: Path, *, raw: bool, as_system: bool) -> list[PromptLike]:
@@ -201,7 +204,7 @@ def _parse(text: str, where: str) -> PromptLike:
         value = value.get("messages", value.get("prompt"))
     if not isinstance(value, (list, str)) or not value:
         raise InvalidPrompt(
-            f'{where} is no prompt. Write a list of messages, {{"messages": ...}} or {{"prompt": ...}}.'
+            f'{where} is not a prompt. Write a list of messages, {{"messages": ...}} or {{"prompt": ...}}.'
         )
     return value
 
@@ -236,16 +239,82 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
-    """A table on standard output; numbers align right."""
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, empty: str | None = None
+) -> None:
+    """A table on standard output; numbers align right. Without rows only the sentence `empty`, if one is given.
+
+    Cells wrap between words, and columns without a text are left out. Where even that does not fit, paths lose their
+    first folders on a terminal; elsewhere the table gets wider. No word is broken.
+    """
     from rich.console import Console  # slow to import
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for index, name in enumerate(columns):
-        numeric = bool(rows) and all(row[index][:1].isdigit() for row in rows)
-        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    if not rows and empty is not None:
+        typer.echo(empty)
+        return
+    used = [index for index in range(len(columns)) if not rows or any(row[index] for row in rows)]
+    columns, rows = [columns[index] for index in used], [[row[index] for index in used] for row in rows]
+    numeric = [bool(rows) and all(row[index][:1].isdigit() for row in rows) for index in range(len(columns))]
+    console, gaps = Console(highlight=False), _GAP * (len(columns) - 1)
+    widths = _fitting_widths([columns, *rows], numeric, console.width - gaps)
+    if console.is_terminal and (excess := sum(widths) + gaps - console.width) > 0:
+        rows = _with_short_paths(rows, max(widths) - excess)
+        widths = _fitting_widths([columns, *rows], numeric, console.width - gaps)
+    console.width = max(console.width, sum(widths) + gaps)
+    if title is not None:
+        console.print(escape(title), style="italic", soft_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, cells, number in zip(columns, widths, numeric, strict=True):
+        table.add_column(name, justify="right" if number else "left", width=cells)
     for row in rows:
         table.add_row(*map(escape, row))
-    Console(highlight=False).print(table)
+    console.print(table)
+
+
+_GAP = 2  # cells between two columns
+_MAX_NUMBER = 12  # characters: "1,200 tokens"
+
+
+def _fitting_widths(rows: Sequence[Sequence[str]], numeric: Sequence[bool], room: int) -> list[int]:
+    """The width of each column: the widest ones shrink until the row fits, but never below their longest word."""
+    from rich.cells import cell_len
+
+    texts = list(zip(*rows, strict=True))
+    widths = [max(map(cell_len, column)) for column in texts]
+    least = [
+        width if number else max(cell_len(word) for text in column for word in _words(text))
+        for column, number, width in zip(texts, numeric, widths, strict=True)
+    ]
+    while sum(widths) > room and widths != least:
+        widest = max((index for index in range(len(widths)) if widths[index] > least[index]), key=widths.__getitem__)
+        widths[widest] -= 1
+    return widths
+
+
+def _with_short_paths(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
+    """The rows, with as many first folders of each path left out as it takes to fit into `width`."""
+
+    def short(word: str) -> str:
+        parts = word.split("/")
+        while len(parts) > 1 and len(word) > width:
+            parts = parts[1:]
+            word = "/".join(["…", *parts])
+        return word
+
+    return [[" ".join(map(short, cell.split(" "))) for cell in row] for row in rows]
+
+
+def _words(text: str) -> list[str]:
+    """The parts of a cell between which it may be wrapped: a number stays with its unit."""
+    return [text] if text[:1].isdigit() and len(text) <= _MAX_NUMBER else text.split() or [""]
+
+
+def brief(text: str, max_characters: int) -> str:
+    """The beginning of a text on one line; what is left out ends with a word, if it has any."""
+    line = " ".join(text.split())
+    if len(line) <= max_characters:
+        return line
+    head = line[:max_characters]  # the last character makes room for the ellipsis
+    return (head.rpartition(" ")[0] or head[:-1]) + "…"

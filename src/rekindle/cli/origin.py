@@ -12,7 +12,7 @@ import typer
 from rekindle.cli.cache import AsSystem, Raw
 from rekindle.cli.options import AsJson, Model, app, loading_options, print_json, print_table, read_prompts, takes
 from rekindle.core.request import Request
-from rekindle.core.size import human_bytes
+from rekindle.core.size import count_of, human_bytes
 from rekindle.errors import InvalidPrompt, InvalidSetting
 from rekindle.safe_read import read_secret_file
 
@@ -44,10 +44,10 @@ def key(
 
     if secret:
         make_secret(path)
-        typer.echo(f"{path}: a secret. Give it to publishers and clients, not to the origin.")
+        typer.echo(f"{path}: a new secret. Give it to publishers and clients, not to the origin.")
         return
     made = make_signing_key(path)
-    typer.echo(f"{path}: a signing key, for publishers. Clients trust {path}.pub:\n{made.public}")
+    typer.echo(f"{path}: signing key {made.name[:8]}, for publishers. Clients trust {path}.pub:\n{made.public}")
 
 
 @origin.command()
@@ -103,11 +103,13 @@ def publish(
         print_json([_fields(published, layout) for published, layout in done])
         return
     for published, layout in done:
-        typer.echo(f"{published.context[:8]}: {published.tokens:,} tokens")
+        typer.echo(f"{published.context[:8]}: {count_of(published.tokens, 'token')}")
         for line in _lines(published, layout):
             typer.echo(f"  {line}")
     if short:
-        typer.echo(f"{short} shorter than {CHUNK_TOKENS} tokens: sooner computed than fetched.", err=True)
+        typer.echo(
+            f"Not published: {short} of fewer than {CHUNK_TOKENS} tokens, faster to compute than to fetch.", err=True
+        )
 
 
 @origin.command("ls")
@@ -133,7 +135,11 @@ def list_contexts(folder: Folder, secret: SecretFile = None, json: AsJson = Fals
         ]
         for one in found
     ]
-    print_table(["context", "model", "tokens", "levels", "size", "published", "key"], lines)
+    print_table(
+        ["context", "model", "tokens", "levels", "size", "published", "key"],
+        lines,
+        empty=f"Nothing is published in {folder}.",
+    )
 
 
 @origin.command("rm")
@@ -200,8 +206,8 @@ def _fields(published: PublishResult, layout: KvLayout) -> dict[str, Any]:
 
 def _lines(published: PublishResult, layout: KvLayout) -> Iterator[str]:
     for level in _fields(published, layout)["levels"]:
-        known = "" if level["new"] else ", published before"
-        yield f"{level['name']:5} {human_bytes(level['size_bytes'])}, {level['bits']:.2f} bits a number{known}"
+        known = "" if level["new"] else ", already published"
+        yield f"{level['name']:5} {human_bytes(level['size_bytes'])}, {level['bits']:.2f} bits per number{known}"
 
 
 def _about(listed: PublishedContext, secret: Any) -> dict[str, Any]:
@@ -233,5 +239,5 @@ def _read_tokens(path: Path | None) -> list[str]:
     lines = [line.strip() for line in read_secret_file(path, "The token file").decode("utf-8", "replace").splitlines()]
     found = [line for line in lines if line and not line.startswith("#")]
     if not found:
-        raise InvalidSetting(f"The token file {path} holds no token.")
+        raise InvalidSetting(f"The token file {path} has no token in it.")
     return found

@@ -71,7 +71,7 @@ def serve(
         if session.adapters.load_text(text).name == session.engine.name:
             raise InvalidSetting(f"--adapter {text}: that is the name of the model itself. Use another.")
     running = Server(session, settings, keys)
-    notes.print(f"{session.engine.name} at {running.url}/v1 ({running.url}/docs tells more)", soft_wrap=True)
+    notes.print(f"{session.engine.name} at {running.url}/v1 (its endpoints: {running.url}/docs)", soft_wrap=True)
     with ExitStack() as opened:
         if SUPPORTED:
             from rekindle.daemon.answering import accepting_commands
@@ -106,9 +106,6 @@ def ps(
     if json:
         print_json(found)
         return
-    if not found:
-        typer.echo("No server is running, and no model is loaded in the background.")
-        return
     lines = [
         [
             one["url"] or "in the background",
@@ -120,7 +117,11 @@ def ps(
         ]
         for one in found
     ]
-    print_table(["server", "model", "state", "answering", "waiting", "up"], lines)
+    print_table(
+        ["server", "model", "state", "answering", "waiting", "up"],
+        lines,
+        empty="No server is running, and no model is loaded in the background.",
+    )
 
 
 def _state(status: dict[str, Any]) -> str:

@@ -56,7 +56,7 @@ class Grammar:
         try:
             size_bytes = len(self.text.encode("utf-8"))
         except UnicodeEncodeError:
-            raise InvalidGrammar("The grammar holds half a character (a lone surrogate). Write it in full.") from None
+            raise InvalidGrammar("The grammar has a lone surrogate in it. Give valid Unicode.") from None
         if size_bytes > _LARGEST_BYTES:  # before anything is read
             raise _too_large(size_bytes, _LARGEST_BYTES)
         schemas = self.schemas()
@@ -112,9 +112,9 @@ def _schemas(kind: GrammarKind, text: str) -> tuple[EmbeddedSchema, ...]:
     if kind == "json":
         schema = _read_schema(text, 0)
         if schema.stop != len(text):
-            raise InvalidGrammar("Something follows the JSON schema. Leave it out.")
+            raise InvalidGrammar("There is text after the JSON schema. Remove it.")
         if isinstance(schema.value, dict) and _OPTIONS in schema.value:
-            raise InvalidGrammar(f"The JSON schema has {_OPTIONS!r}, which is no keyword of a schema. Leave it out.")
+            raise InvalidGrammar(f"The JSON schema has {_OPTIONS!r}, which is not a keyword of a schema. Leave it out.")
         return (schema,)
     if kind == "lark":
         return tuple(_read_schema(text, found.end()) for found in _EMBEDDED.finditer(text))
@@ -125,7 +125,7 @@ def _read_schema(text: str, start: int) -> EmbeddedSchema:
     try:
         value, stop = json.JSONDecoder().raw_decode(text, start)
     except ValueError as error:
-        raise InvalidGrammar(f"The JSON schema is no JSON: {error}.") from None
+        raise InvalidGrammar(f"The JSON schema is not JSON: {error}.") from None
     except RecursionError:
         raise InvalidGrammar("The JSON schema is nested too deeply. Flatten it with $defs.") from None
     return EmbeddedSchema(value, start, stop)

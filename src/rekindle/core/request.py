@@ -182,7 +182,7 @@ class Request:
             raise InvalidPrompt(f"There are {len(self.drafts):,} drafts. Give up to {MAX_DRAFTS}.")
         self.app_ref(Scope(""))
         if self.app is None and self.app_state is not None:
-            raise InvalidSetting("app_state says something of an app: give its name too, as app='...'.")
+            raise InvalidSetting("app_state needs an app: give its name, too, as app='...'.")
 
     @property
     def drafted_tokens(self) -> int:

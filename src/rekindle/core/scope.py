@@ -62,4 +62,4 @@ def check_name(name: str) -> None:
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
-        raise InvalidSetting(f"The app's name {name[:40]!r} has half a character in it. Give it as Unicode.") from None
+        raise InvalidSetting(f"The app's name {name[:40]!r} has a lone surrogate in it. Give valid Unicode.") from None

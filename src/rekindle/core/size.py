@@ -26,9 +26,6 @@ class Limit:
         """The limit in bytes; `available_bytes` are free or already ours."""
         return self.size_bytes if self.size_bytes is not None else int((self.share or 0.0) * available_bytes)
 
-    def __str__(self) -> str:
-        return human_bytes(self.size_bytes) if self.size_bytes is not None else f"{(self.share or 0) * 100:g}% of free"
-
 
 def parse_limit(text: str | int | Limit) -> Limit:
     """Parse a limit. Raises `InvalidSetting`."""
@@ -45,7 +42,7 @@ def parse_limit(text: str | int | Limit) -> Limit:
     number = float(found[1])
     if unit == "%":
         if number > 100:
-            raise InvalidSetting(f"{text!r} is more than there is. Use at most 100%.")
+            raise InvalidSetting(f"{text!r} is too much. Use at most 100%.")
         return Limit(None, number / 100)
     return Limit(int(number * _UNITS[unit]))
 

@@ -179,11 +179,11 @@ def _parse_parameters(name: str, schema: object) -> dict[str, Any]:
         return _no_parameters()
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         raise InvalidPrompt(
-            f"The parameters of the tool {name!r} are no schema of an object. "
+            f"The parameters of the tool {name!r} are not the schema of an object. "
             'Give {"type": "object", "properties": {...}}, or leave them out.'
         )
     if not isinstance(schema.get("properties", {}), Mapping):
-        raise InvalidPrompt(f"The 'properties' of the tool {name!r} are no object. Give a schema for each by its name.")
+        raise InvalidPrompt(f"The 'properties' of the tool {name!r} are not an object. Give each a schema by name.")
     return dict(schema) if "type" in schema else {"type": "object", **schema}
 
 

@@ -286,7 +286,11 @@ class Engine(Protocol):
 
     @property
     def context_tokens(self) -> int:
-        """The longest context the model takes."""
+        """The longest context this engine takes: what the setting `context` says, else all that it can."""
+
+    @property
+    def longest_context(self) -> int:
+        """The longest context the model was made for: `context` may be raised to it."""
 
     @property
     def prefill_tokens(self) -> int:

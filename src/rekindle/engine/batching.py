@@ -302,6 +302,10 @@ class BatchingEngine:
         return self.inner.context_tokens
 
     @property
+    def longest_context(self) -> int:
+        return self.inner.longest_context
+
+    @property
     def prefill_tokens(self) -> int:
         return self.inner.prefill_tokens
 

@@ -102,7 +102,7 @@ class FakeEngine:
     def __init__(self, *, seed: int = 0, context_tokens: int = 4096) -> None:
         self.name = f"fake-{seed}"
         self.tokenizer = ByteTokenizer()
-        self.context_tokens = context_tokens
+        self.context_tokens = self.longest_context = context_tokens
         self.layout = KvLayout("float32", (LayerShape(_KV_HEADS, _DIM, _DIM),) * _LAYERS)
         self._weights = _make_weights(seed)
         self.parameters = sum(weights.size for weights in self._weights.values())

@@ -119,7 +119,7 @@ def _load_hf(model: str, options: EngineOptions, progress: Progress | None) -> E
     for name in (known.name for known in fields(LlamaOptions)):
         value = getattr(options.llama, name)
         if value != getattr(plain, name):
-            raise InvalidSetting(f"{name}={value!r} is for llama.cpp. Leave it away, or use engine='llamacpp'.")
+            raise InvalidSetting(f"{name}={value!r} is for llama.cpp. Leave it out, or use engine='llamacpp'.")
     files = obtain(model, progress)
     if options.engine == "auto" and files.gguf is not None and not files.converted and _is_gguf(model):
         size = human_bytes(4 * read_header(files.gguf).values)

@@ -18,7 +18,7 @@ from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from rekindle.core.adapter import Lora, LoraPair, Matrix
 from rekindle.errors import AdapterRefused, ModelError, ModelNotFound
-from rekindle.models.files import is_file
+from rekindle.models.files import is_file, is_folder
 from rekindle.models.hf_folder import read_floats, read_tensor_infos
 from rekindle.safe_read import parse_untrusted_json
 
@@ -93,8 +93,10 @@ def read_adapter(folder: str | Path, scale: float = 1.0) -> Lora:
     if place.suffix.lower() == ".gguf":
         return _gguf(place, scale)
     place = place.parent if place.name in (CONFIG, WEIGHTS) else place
+    if not (is_folder(place) or is_file(place)):
+        raise ModelNotFound(f"There is no folder {place}. Give the folder that PEFT saved.")
     if not is_file(place / CONFIG):
-        raise ModelNotFound(f"{place} is no LoRA adapter: it has no {CONFIG}. Give the folder that PEFT saved.")
+        raise ModelNotFound(f"{place} is not a LoRA adapter: it has no {CONFIG}. Give the folder that PEFT saved.")
     config = _config(place)
     for old in ("adapter_model.bin", "adapter_model.pt"):
         if not (place / WEIGHTS).is_file() and (place / old).is_file():
@@ -117,7 +119,7 @@ def _gguf(path: Path, scale: float) -> Lora:
         raise ModelNotFound(f"There is no file {path}. Give a folder that PEFT saved, or a .gguf file.")
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise AdapterRefused(f"{path} is no GGUF file. Get it again.")
+            raise AdapterRefused(f"{path} is not a GGUF file. Get it again.")
     return Lora({}, source=str(path), file=path, file_scale=scale)
 
 
@@ -146,8 +148,8 @@ def _refuse_options(config: Mapping[str, Any], place: Path) -> None:
     begun = config.get("init_lora_weights", True)
     if begun not in _BEGINNINGS:
         raise AdapterRefused(
-            f"{place} was begun with init_lora_weights={reprlib.repr(begun)}, which changes the model's own weights "
-            "too. Convert it with PEFT: save_pretrained(folder, path_initial_model_for_weight_conversion=...)."
+            f"{place} was initialised with init_lora_weights={reprlib.repr(begun)}, which changes the model's own "
+            "weights, too. Convert it with PEFT: save_pretrained(folder, path_initial_model_for_weight_conversion=...)."
         )
     for name, fits in _SHAPES.items():
         if not fits(config.get(name)):
@@ -186,7 +188,7 @@ def _pairs(tensors: Mapping[str, Matrix], config: Mapping[str, Any], place: Path
         found = _NAME.match(name)
         if found is None or tensor.ndim != 2:
             raise AdapterRefused(
-                f"{place} has a tensor {name}, which is no LoRA matrix of a linear layer. Only those are supported."
+                f"{place} has a tensor {name}, which is not a LoRA matrix of a linear layer. Only those are supported."
             )
         halves.setdefault(found["layer"].removeprefix(_PREFIX), {})[found["half"]] = tensor
     if not halves:
@@ -276,7 +278,7 @@ class NamePattern:
             schema = core_schema.str_schema(pattern=rf"\A(?:{pattern})\z", regex_engine="rust-regex", strict=True)
             self._validator = SchemaValidator(schema)
         except SchemaError:
-            raise ValueError("it is no regular expression, or one that takes too much") from None
+            raise ValueError("it is not a regular expression, or one that takes too long") from None
 
     def matches(self, name: str) -> bool:
         return self._validator.isinstance_python(name)

@@ -31,6 +31,7 @@ class ReloadableEngine:
         self.name, self.device, self.arithmetic = awake.name, awake.device, awake.arithmetic
         self.capabilities, self.layout = awake.capabilities, awake.layout
         self.context_tokens, self.prefill_tokens = awake.context_tokens, awake.prefill_tokens
+        self.longest_context = awake.longest_context
         self.parameters, self.attention = awake.parameters, awake.attention
         self._identities: dict[str, Identity] = {}
         self._adapters: dict[str, Lora] = {}

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from rekindle.core.grammar import Grammar
 from rekindle.core.reply import Reply
 from rekindle.core.request import DEFAULT_MAX_TOKENS, Message, Request, Sampling
+from rekindle.core.size import count_of
 from rekindle.errors import InvalidSetting
 from rekindle.idle.generated_questions import (
     Origin,
@@ -252,7 +253,7 @@ class Idle:
         result = self._write(prompt_from_history(asked.questions, max_count), max_count * _QUESTION_TOKENS, grammar)
         if result.reply is not None:
             self._preparer.sources.mark_used(asked)
-        action = self._preparer.record("guess-history", f"{len(asked.questions)} questions", result)
+        action = self._preparer.record("guess-history", count_of(len(asked.questions), "question"), result)
         return [action, *self._prepare_guessed(result.reply, max_count, "history", asked.documents)]
 
     def predict_from_passages(self, max_count: int) -> list[IdleAction]:

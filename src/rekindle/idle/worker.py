@@ -201,7 +201,7 @@ class IdleWorker:
         self._looked = float("-inf")
         if budget.joules is not None and not self._meter.measures:
             raise InvalidSetting(
-                "This machine does not tell what energy it takes, so joules cannot be limited. Limit seconds or tflop."
+                "This machine does not report its energy use, so joules cannot be limited. Limit seconds or tflop."
             )
 
     def may_continue(self) -> bool:
@@ -228,7 +228,7 @@ class IdleWorker:
         except Closed:
             raise
         except RekindleError as error:
-            log.warning("Left out when idle: %s", error)
+            log.warning("Idle work skipped something: %s", error)
         seconds, after = time.perf_counter() - started, self._meter.joules()
         joules = None if energy is None or after is None else after - energy
         if reply is None:

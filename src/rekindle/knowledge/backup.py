@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rekindle.core.document import Document, Passage
-from rekindle.errors import BrokenBackup, InvalidSetting
+from rekindle.errors import BrokenBackup, InvalidSetting, why_unreadable
 from rekindle.knowledge.library import Library
 from rekindle.knowledge.rows import BackedUp, SplitDocument
 from rekindle.store.files import Files
@@ -70,7 +70,7 @@ def export(library: Library, path: Path) -> Backup:
 def _check_replaceable(path: Path) -> None:
     with suppress(FileNotFoundError):
         if Files().read(path, len(_HEAD)) != _HEAD:
-            raise InvalidSetting(f"{path} is there and is no backup of a library. Name another file.")
+            raise InvalidSetting(f"{path} exists and is not a backup of a library. Name another file.")
 
 
 def _write(library: Library, file: IO[bytes]) -> Backup:
@@ -117,7 +117,7 @@ def import_(library: Library, path: Path) -> Backup:
             file.seek(0)
             return _add(library, _documents(file, path))
     except OSError as error:
-        raise BrokenBackup(f"The backup {path} cannot be read: {error}.") from error
+        raise BrokenBackup(why_unreadable(path, error)) from error
 
 
 def _add(library: Library, cuts: Iterator[SplitDocument]) -> Backup:
@@ -143,18 +143,18 @@ def _documents(file: IO[bytes], path: Path) -> Iterator[SplitDocument]:
     digest = hashlib.blake2b(digest_size=32)
 
     def broken(reason: str) -> BrokenBackup:
-        return BrokenBackup(f"{path} is no whole backup of a library ({reason}). Nothing more of it is imported.")
+        return BrokenBackup(f"{path} is not a complete backup of a library ({reason}). Nothing more of it is imported.")
 
     def line(*kinds: str) -> tuple[str, Any]:
         before = digest.hexdigest()
         data = file.readline(_MAX_LINE_BYTES + 1)
         if not data.endswith(b"\n"):
-            raise broken("it ends too soon" if len(data) <= _MAX_LINE_BYTES else "a line is too long")
+            raise broken("it is cut off" if len(data) <= _MAX_LINE_BYTES else "a line is too long")
         digest.update(data)
         try:
             value = json.loads(data)
         except (ValueError, RecursionError):
-            raise broken("a line is no JSON") from None
+            raise broken("a line is not JSON") from None
         kind = next((kind for kind in kinds if isinstance(value, dict) and isinstance(value.get(kind), dict)), None)
         if kind is None:
             raise broken(f"a line is not what is expected: {' or '.join(kinds)}")
@@ -170,13 +170,13 @@ def _documents(file: IO[bytes], path: Path) -> Iterator[SplitDocument]:
         if kind == "end":
             expected = {"documents": documents, "passages": passages, "digest": value["before"]}
             if {name: value.get(name) for name in expected} != expected or file.read(1):
-                raise broken("its end does not fit the rest")
+                raise broken("its last line does not match the rest")
             return
         if not _is_document(value):
-            raise broken("a document is not as it should be")
+            raise broken("a document has wrong fields")
         parts = [line("passage")[1] for _ in range(value["passages"])]
         if not all(_is_text(part.get("heading")) and _is_text(part.get("text")) for part in parts):
-            raise broken("a passage is not as it should be")
+            raise broken("a passage has wrong fields")
         documents, passages = documents + 1, passages + len(parts)
         yield _cut(value, [Passage(part["text"], part["heading"]) for part in parts])
 

@@ -16,8 +16,9 @@ from typing import Any
 
 from rekindle.core.document import CUT_SHORT, Document, Section
 from rekindle.core.identity import digest_of_fields
+from rekindle.core.size import count_of
 from rekindle.engine.embedding.embedder import Embedder
-from rekindle.errors import ExtraMissing, InvalidPrompt, RekindleError, UnreadableDocument
+from rekindle.errors import ExtraMissing, InvalidPrompt, RekindleError, UnreadableDocument, why_unreadable
 from rekindle.knowledge.library import Library
 from rekindle.knowledge.paths import FoundFiles, find_files, is_there
 from rekindle.knowledge.read.clean_text import ReadProblem
@@ -97,7 +98,9 @@ class Ingester:
         self._files = len(found.files)
         known = self._library.files()
         missing = [path for path in found.missing if not _knows(found, path, known)]
-        self._done.problems += [ReadProblem(str(path), f"{path} is not there.") for path in missing]
+        for path in missing:
+            lacks = f"No file matches {path}." if str(path) in found.patterns else f"There is no file or folder {path}."
+            self._done.problems.append(ReadProblem(str(path), lacks))
         for path in found.files:
             self._report_progress(path.name)
             self._file(path, known.get(str(path)))
@@ -140,7 +143,7 @@ class Ingester:
                     sources.add(item.source)
                     self._document(item, str(path))
         except (UnreadableDocument, ExtraMissing, OSError) as error:
-            reason = str(error) if isinstance(error, RekindleError) else f"{path} cannot be read ({error})."
+            reason = str(error) if isinstance(error, RekindleError) else why_unreadable(path, error)
             self._done.problems.append(ReadProblem(str(path), reason))
             if not sources:
                 # The old content is out of date. The file is tried again next time.
@@ -199,7 +202,7 @@ class Ingester:
         self._waiting = []
         name = cuts[-1].document.title
         if long:  # stored first, so that every embedded batch survives an interruption
-            self.embed_missing(f"{name} ({len(texts):,} passages)")
+            self.embed_missing(f"{name} ({count_of(len(texts), 'passage')})")
         self._report_progress(name)
 
     def _completed(self, vectors: Mapping[bytes, bytes], texts: Mapping[bytes, str]) -> dict[bytes, bytes]:

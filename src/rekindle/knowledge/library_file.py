@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rekindle.core.identity import digest_of_fields
+from rekindle.core.size import count_of
 from rekindle.errors import CacheUnusable, KnowledgeUnusable
 from rekindle.json_file import JsonMemo
 from rekindle.knowledge.rows import bump_generation
@@ -269,8 +270,9 @@ def salvage_file(damaged: Path, saved_as: Path) -> SalvageResult:
 
 def describe_salvage(done: SalvageResult, damaged: Path) -> str:
     return (
-        f"{done.documents} documents with {done.passages} passages were saved; {done.lost_documents} documents and "
-        f"{done.lost_passages} passages are lost. {damaged} stays as it is."
+        f"Saved: {count_of(done.documents, 'document')} with {count_of(done.passages, 'passage')}. "
+        f"Lost: {count_of(done.lost_documents, 'document')} and {count_of(done.lost_passages, 'passage')}. "
+        f"{damaged} stays as it is."
     )
 
 
@@ -302,7 +304,7 @@ def locked(first: Path) -> Iterator[None]:
     until = time.monotonic() + _WAIT_SECONDS
     while (held := files.try_lock(lock)) is None:
         if time.monotonic() > until:
-            raise CacheUnusable(f"Another process has been at {first} for too long. Try again.")
+            raise CacheUnusable(f"Another process has kept {first} locked for too long. Try again.")
         time.sleep(_PAUSE_SECONDS)
     try:
         for left in first.parent.glob(f"{first.stem}*{_PART}*"):

@@ -46,7 +46,7 @@ def _moved(old: Path, new: Path) -> Path:
         return new
     if _holds_libraries(new):
         log.warning(
-            "There are documents in %s, too. Those in %s are used; import what you miss of the others.", old, new
+            "There are documents in %s, too. Those in %s are used; import what you need from the others.", old, new
         )
         return new
     try:

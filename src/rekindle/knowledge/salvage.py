@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rekindle.core.document import Passage
+from rekindle.core.size import count_of
 from rekindle.knowledge.rows import NAME_DIGITS, name_of, passage_digest
 from rekindle.store.catalog.database import Database
 
@@ -245,7 +246,8 @@ class Loss:
     def sentence(self, advice: str, *, show_path: bool = True) -> str:
         """What happened, for people; without `show_path` no path of this machine is named."""
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.at))
-        lost = f"{self.documents} documents and {self.passages} passages, at least, could not be read"
+        counts = f"{count_of(self.documents, 'document')} and {count_of(self.passages, 'passage')}"
+        lost = f"at least {counts} could not be read"
         whole = "everything in it could be read" if not (self.documents or self.passages or self.names) else lost
         named = f" (ingest again, or import a backup: {', '.join(self.names)})" if self.names else ""
         where = f" The damaged file is still there: {self.file}." if show_path else ""

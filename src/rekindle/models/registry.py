@@ -73,7 +73,7 @@ def add(name: str, kind: str, source: str, files: ModelFiles, *, draft: Path | N
     home = draft or folder_of(name)
     home.mkdir(parents=True, exist_ok=True)
     if _is_foreign(home / _RECORD):
-        raise NotAModel(f"{home / _RECORD} is not a record of ours. Move it away, or set REKINDLE_HOME elsewhere.")
+        raise NotAModel(f"{home / _RECORD} was not written by Rekindle. Move it away, or set REKINDLE_HOME elsewhere.")
     record = {
         "name": name,
         "kind": kind,

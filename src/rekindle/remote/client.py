@@ -85,7 +85,7 @@ class Origin:
         """
         self._keys = TrustedKeys(trusted_keys)
         if not len(self._keys):
-            raise InvalidSetting("Without the public key of a publisher nothing of an origin can be used. Name one.")
+            raise InvalidSetting("An origin needs the public key of a publisher you trust. Name one.")
         self._limits = limits or OriginLimits()
         self._http = HttpClient(url, token, self._limits, tls)
         self._secret = secret
@@ -169,7 +169,7 @@ class Origin:
             try:
                 index = Index.from_bytes(data)
             except ValueError as error:
-                raise OriginFailed(f"The origin's index is none: {error}.") from error
+                raise OriginFailed(f"The origin's index cannot be read: {error}.") from error
             found |= {entry.context: entry for entry in index.entries if entry.key in self._keys}
             if not index.full:  # else more are listed under a later chunk
                 break

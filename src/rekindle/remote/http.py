@@ -45,7 +45,7 @@ class HttpClient:
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise InvalidSetting(f"{url} is not the address of an origin: http://HOST[:PORT][/PATH], or https.")
         if parts.username is not None or parts.password is not None:
-            raise InvalidSetting("Names and passwords do not belong into the address of an origin. Give a token.")
+            raise InvalidSetting("The address of an origin must not contain a name or password. Give a token instead.")
         if token is not None and not (token and token.isascii() and token.isprintable() and token.strip() == token):
             raise InvalidSetting("The token of an origin has ASCII characters, and no space around them.")
         if token is not None:
@@ -174,7 +174,7 @@ class Exchange:
         if self.status == status:
             return
         if 300 <= self.status < 400:
-            raise OriginFailed("The origin sends clients elsewhere, which is not followed.")
+            raise OriginFailed("The origin sent a redirect, which is not followed.")
         if self.status in (401, 403):
             raise OriginFailed(f"The origin wants another token ({self.status}).")
         raise OriginFailed(f"The origin answers {self.status} for {self._path}.")

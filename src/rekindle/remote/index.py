@@ -158,10 +158,10 @@ class Index:
         try:
             fields = parse_untrusted_json(data)
             if fields["format"] != FORMAT or type(fields["full"]) is not bool:
-                raise ValueError("a format that is not known here")
+                raise ValueError("an unknown format")
             entries = tuple(_parse_entry(one) for one in fields["contexts"][:MAX_ENTRIES])
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"no index: {error!r}") from error
+            raise ValueError(f"not an index: {error!r}") from error
         return cls(entries, fields["full"])
 
 
@@ -172,5 +172,5 @@ def hints_of(chain: Sequence[bytes]) -> bytes:
 
 def _parse_entry(fields: Any) -> IndexEntry:
     if not CONTEXT.fullmatch(fields["context"]) or not isinstance(fields["key"], str):
-        raise ValueError("no index: an entry is none")
+        raise ValueError("not an index: an entry is invalid")
     return IndexEntry(fields["context"], fields["key"], bytes.fromhex(fields["hints"]))

@@ -152,14 +152,14 @@ class Manifest:
         try:
             fields = parse_untrusted_json(data)
             if fields["format"] != FORMAT or fields["chunk_tokens"] != CHUNK_TOKENS:
-                raise ValueError("a format that is not known here")
+                raise ValueError("an unknown format")
             manifest = _manifest(fields)
             del fields  # frees as much memory as the manifest takes
             same = manifest.to_bytes() == data
         except (KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, IndexError) as error:
-            raise ValueError(f"no manifest: {error!r}") from error
+            raise ValueError(f"not a manifest: {error!r}") from error
         if not same:
-            raise ValueError("no manifest: its fields contradict each other")
+            raise ValueError("not a manifest: its fields contradict each other")
         return manifest
 
 
@@ -187,7 +187,7 @@ def _manifest(fields: Any) -> Manifest:
     chain = _bytes(fields["chain"], cells.chunks * CHAIN_BYTES)
     levels = tuple(_level(level, cells) for level in fields["levels"])
     if not 1 <= len(levels) <= _MAX_LEVELS or len({level.name for level in levels}) < len(levels):
-        raise ValueError("its levels are none")
+        raise ValueError("its levels are invalid")
     for level in levels:
         _check_sizes(level, model, cells)
     about = fields["token_file"]
@@ -214,7 +214,7 @@ def _level(fields: Any, cells: CellGrid) -> LevelFile:
     digests = np.frombuffer(_bytes(fields["digests"], count * SLICE_DIGEST_BYTES), np.uint8)
     bits = fields["bits"]
     if type(bits) is not float or not 0 <= bits <= 64:
-        raise ValueError("the bits of a level are none")
+        raise ValueError("the bits of a level are invalid")
     return LevelFile(
         text_of(fields["name"], NAME),
         bits,
@@ -280,7 +280,7 @@ def salt_of(fields: Any) -> bytes | None:
 def text_of(value: Any, pattern: re.Pattern[str] | None = None) -> str:
     """A text that matches the pattern. Raises `ValueError` for anything else."""
     if not isinstance(value, str) or (pattern is not None and not pattern.fullmatch(value)):
-        raise ValueError(f"not what should stand there: {str(value)[:80]!r}")
+        raise ValueError(f"an unexpected value: {str(value)[:80]!r}")
     return value
 
 
@@ -323,9 +323,9 @@ class Header:
             )
             same = fields["format"] == FORMAT and header.to_bytes() == data
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"no header of a manifest: {error!r}") from error
+            raise ValueError(f"not a manifest header: {error!r}") from error
         if not same:
-            raise ValueError("no header of a manifest")
+            raise ValueError("not a manifest header")
         return header
 
 
@@ -344,12 +344,12 @@ class SignedManifest:
     def from_bytes(cls, data: bytes) -> SignedManifest:
         """Raises `ValueError` for invalid files."""
         if len(data) > MAX_BYTES:
-            raise ValueError("no manifest: none is that long")
+            raise ValueError("not a manifest: none is that long")
         parts = data.split(b"\n", 2)
         if len(parts) < 3 or len(parts[0]) > _MAX_HEADER_BYTES:
-            raise ValueError("no manifest: it has no header")
+            raise ValueError("not a manifest: it has no header")
         if not re.fullmatch(rb"[0-9a-f]{%d}" % (2 * SIGNATURE_BYTES), parts[1]):
-            raise ValueError("no manifest: it has no signature")
+            raise ValueError("not a manifest: it has no signature")
         return cls(Header.from_bytes(parts[0]), bytes.fromhex(parts[1].decode()), parts[2])
 
     @classmethod

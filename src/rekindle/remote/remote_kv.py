@@ -72,7 +72,7 @@ class RemoteKv:
         if settings.origin is None:
             raise InvalidSetting("There is no origin. Name one: origin=URL.")
         if settings.origin_keys is None:
-            raise InvalidSetting("Nothing of an origin is used without a publisher's public key: name it, origin_keys.")
+            raise InvalidSetting("An origin needs the public key of a publisher you trust: name it in origin_keys.")
         keys = [read_public(part.strip()) for part in settings.origin_keys.split(",") if part.strip()]
         secret = None if settings.origin_secret is None else read_secret(Path(settings.origin_secret))
         self._origin = Origin(settings.origin, keys, token=_read_token(settings.origin_token), secret=secret)
@@ -157,7 +157,7 @@ class RemoteKv:
                 lambda stop: self._find(lookup, stop), plan.reused, self._back_off, self._bandwidth
             )
         except RuntimeError as error:  # no thread left
-            log.warning("The origin is not asked: %s.", error)
+            log.warning("The origin cannot be used: %s.", error)
             return None
 
     def _start_passages(self, lookup: CacheLookup, passages: ChunkMatches) -> RemoteChunkFetch | None:
@@ -294,7 +294,7 @@ class RemoteKv:
         return 2.0 * self._engine.parameters * len(span) / _FLOP_PER_SECOND if seconds is None else seconds
 
     def _back_off(self, reason: str) -> None:
-        log.warning("The origin is left alone for %.0f s: %s", BACKOFF_SECONDS, reason)
+        log.warning("The origin is not asked again for %.0f s: %s", BACKOFF_SECONDS, reason)
         self._backoff_until, self._said = time.monotonic() + BACKOFF_SECONDS, "failed"
 
 

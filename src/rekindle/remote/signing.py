@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rekindle.codec.cipher import Secret
-from rekindle.errors import ExtraMissing, InvalidSetting
+from rekindle.errors import ExtraMissing, InvalidSetting, why_unreadable
 from rekindle.safe_read import read_secret_file, read_small_file
 
 try:
@@ -46,9 +46,9 @@ class SigningKey:
         try:
             key = serialization.load_pem_private_key(content, password=None)
         except (ValueError, TypeError) as error:
-            raise InvalidSetting(f"{path} holds no signing key. Make one: rekindle origin key FILE") from error
+            raise InvalidSetting(f"{path} is not a signing key. Make one: rekindle origin key FILE") from error
         if not isinstance(key, Ed25519PrivateKey):
-            raise InvalidSetting(f"{path} holds a key of another kind than Ed25519. Make one: rekindle origin key FILE")
+            raise InvalidSetting(f"{path} is not an Ed25519 key. Make one: rekindle origin key FILE")
         return cls(key)
 
     @property
@@ -111,7 +111,7 @@ def make_signing_key(path: Path) -> SigningKey:
     key = SigningKey.new()
     public = path.with_name(f"{path.name}.pub")
     if public.exists():
-        raise InvalidSetting(f"{public} is there already. Choose another name.")
+        raise InvalidSetting(f"{public} already exists. Choose another name.")
     _write(path, key.pem(), 0o600)
     _write(public, f"{key.public}\n".encode(), 0o644)
     return key
@@ -128,7 +128,7 @@ def read_secret(path: Path) -> Secret:
     """The secret in a file. Raises `InvalidSetting`."""
     text = read_secret_file(path, "The secret's file").strip()
     if not re.fullmatch(rb"[0-9a-f]{64}", text):
-        raise InvalidSetting(f"{path} holds no secret. Make one: rekindle origin key --secret FILE")
+        raise InvalidSetting(f"{path} is not a secret. Make one: rekindle origin key --secret FILE")
     return Secret(bytes.fromhex(text.decode()))
 
 
@@ -139,9 +139,9 @@ def read_public(text: str) -> str:
     try:
         key = read_small_file(Path(text).expanduser(), _PUBLIC_BYTES).decode("ascii", "replace").strip().lower()
     except (OSError, RuntimeError) as error:  # RuntimeError: the home of an unknown user
-        raise InvalidSetting(f"The key file {text} cannot be read: {error}.") from error
+        raise InvalidSetting(why_unreadable(text, error)) from error
     if not _PUBLIC.fullmatch(key):
-        raise InvalidSetting(f"{text} holds no public key: that is the file that ends with .pub.")
+        raise InvalidSetting(f"{text} is not a public key: use the file that ends with .pub.")
     return key
 
 
@@ -152,6 +152,6 @@ def _write(path: Path, data: bytes, mode: int) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
     except FileExistsError:
-        raise InvalidSetting(f"{path} is there already. Choose another name; keys are never overwritten.") from None
+        raise InvalidSetting(f"{path} already exists. Choose another name; keys are never overwritten.") from None
     except OSError as error:
         raise InvalidSetting(f"{path} cannot be written: {error}.") from error

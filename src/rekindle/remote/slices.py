@@ -37,7 +37,7 @@ class Level:
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
-            raise InvalidSetting(f"{self.name!r} is no name of a level: use a few small letters and digits.")
+            raise InvalidSetting(f"{self.name!r} is not the name of a level: use a few small letters and digits.")
 
     def bits(self, layout: KvLayout) -> float:
         """Bits per number, before compression."""

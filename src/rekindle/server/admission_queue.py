@@ -71,8 +71,8 @@ class AdmissionQueue:
             seconds = math.ceil(self._request_seconds * (len(self._waiting) + 1) / self.places)
             raise ApiError(
                 429,
-                f"{len(self._waiting)} requests wait already. Try again in {seconds} s, or start the server with a "
-                "longer --queue.",
+                f"The queue is full ({len(self._waiting)} waiting). Try again in {seconds} s, or start the server "
+                "with a longer --queue.",
                 code="queue_full",
                 headers={"Retry-After": str(seconds)},
             )

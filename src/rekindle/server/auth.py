@@ -197,7 +197,7 @@ def _check_host(given: str, hosts: frozenset[str] | None) -> None:
     if hosts is not None and name not in hosts:
         raise ApiError(
             403,
-            f"The name {name[:100]!r} is not answered here. Start the server with --allowed-hosts.",
+            f"This server does not answer to the name {name[:100]!r}. Start it with --allowed-hosts.",
             code="bad_host",
         )
 

@@ -316,7 +316,7 @@ def damaged_sentence(files: Sequence[Path]) -> str:
     """That damaged files of a library may still hold what was forgotten."""
     return (
         "Damaged files of the library may still hold what was forgotten, and are never removed by themselves: "
-        f"{', '.join(map(str, files))}. When you need them no more: rekindle knowledge check --remove-damaged"
+        f"{', '.join(map(str, files))}. When you no longer need them: rekindle knowledge check --remove-damaged"
     )
 
 

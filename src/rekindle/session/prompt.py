@@ -52,11 +52,11 @@ def encode_prompt(engine: Engine, request: Request, written: Written | None = No
     try:
         encoded = _encode(engine, request, written)
     except ContextOverflow as found:  # by its length
-        raise ContextOverflow(found.prompt_tokens, engine.context_tokens, _advice(request), counted=False) from None
+        raise _overflow(engine, request, found.prompt_tokens, counted=False) from None
     if not encoded.tokens:
         raise InvalidPrompt("The prompt has no tokens. Give some text.")
     if len(encoded.tokens) > _room(engine, request):
-        raise ContextOverflow(len(encoded.tokens), engine.context_tokens, _advice(request))
+        raise _overflow(engine, request, len(encoded.tokens))
     return encoded
 
 
@@ -138,6 +138,12 @@ def _oldest_droppable(messages: list[Message]) -> int | None:
 def _room(engine: Engine, request: Request) -> int:
     """How long a prompt may be: one token of the reply must fit, unless none is wanted."""
     return engine.context_tokens - min(1, request.max_tokens)
+
+
+def _overflow(engine: Engine, request: Request, tokens: int, *, counted: bool = True) -> ContextOverflow:
+    return ContextOverflow(
+        tokens, engine.context_tokens, _advice(request), counted=counted, longest=engine.longest_context
+    )
 
 
 def _advice(request: Request) -> str:

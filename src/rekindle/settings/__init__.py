@@ -398,7 +398,7 @@ def _parse_file(file: SettingsFile, names: Iterable[str]) -> dict[str, Any]:
 @cache  # once a process, however often settings are read
 def _tell_ignored(place: str, names: tuple[str, ...]) -> None:
     log.warning(
-        "%s is not trusted, so what it says of these is ignored: %s. If you want it: rekindle trust %s",
+        "%s is not trusted, so these settings in it are ignored: %s. To apply them: rekindle trust %s",
         place,
         ", ".join(names),
         shlex.quote(place),

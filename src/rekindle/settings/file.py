@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rekindle.errors import InvalidSetting
+from rekindle.errors import InvalidSetting, why_unreadable
 from rekindle.json_file import JsonMemo
 from rekindle.machine import config_folder
 from rekindle.safe_read import read_small_file
@@ -46,10 +46,7 @@ class SettingsFile:
                 raise ValueError(f"a line has more than {_LONGEST_LINE_BYTES:,} bytes")
             values = tomllib.loads(content.decode("utf-8-sig"))  # some editors put a byte order mark first
         except OSError as error:
-            reason = error.strerror or "no reason given"
-            raise InvalidSetting(
-                f"{path} cannot be read ({reason}). Make it readable, or name another in REKINDLE_CONFIG."
-            ) from None
+            raise InvalidSetting(f"{why_unreadable(path, error)} Name another file in REKINDLE_CONFIG.") from None
         except UnicodeDecodeError as error:
             raise InvalidSetting(f"{path} is not UTF-8 text: byte {error.start}. Save it as UTF-8.") from None
         except (ValueError, RecursionError) as error:  # also of numbers with too many digits

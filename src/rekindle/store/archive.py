@@ -74,7 +74,7 @@ def export(store: DiskStore, path: Path, names: Sequence[str] = (), progress: Pr
     overwritten. Unreadable entries are left out.
     """
     if os.path.lexists(path):
-        raise InvalidSetting(f"{path} is there already. Choose another name for the archive, or remove it first.")
+        raise InvalidSetting(f"{path} already exists. Choose another name for the archive, or remove it first.")
     with store.database.reading() as connection:
         apart = nonprefix_kv_spaces(connection)
     rows = _with_ancestors(store, [row for row in store.entries(names) if row.kv_space not in apart])
@@ -218,7 +218,7 @@ def _place(found: ArchivedExtent, nodes: dict[bytes, _Node]) -> None:
     on = kv_space.digest.encode()
     above = nodes.get(on + plan.parent)
     if above is None and plan.parent != kv_space.namespace.root:
-        raise BrokenArchive(f"{extent_member(plan.name)} in the archive continues nothing in it.")
+        raise BrokenArchive(f"{extent_member(plan.name)} in the archive depends on an entry that is not in it.")
     for number, key in enumerate(chain(plan.parent, plan.tokens), start=1):
         nodes[on + key] = _Node(above, plan.tokens, min(number * BLOCK_BYTES, len(plan.tokens)))
 

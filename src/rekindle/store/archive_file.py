@@ -27,7 +27,7 @@ from rekindle.codec.extent import ExtentPlan, header_length, parse_header
 from rekindle.core.chunk import is_nonprefix
 from rekindle.core.keys import KvSpace, Namespace
 from rekindle.core.kv import KvLayout, LayerKv, Span
-from rekindle.errors import BrokenArchive
+from rekindle.errors import BrokenArchive, why_unreadable
 from rekindle.safe_read import parse_untrusted_json
 from rekindle.store.extents import Damaged, ExtentFiles, OpenExtent
 from rekindle.store.files import Files, Handle
@@ -239,9 +239,9 @@ class ArchiveReader:
                 yield ArchivedExtent(entry, self._extents, self._open(entry, member))
             tar.check_end()
         except (ValueError, EOFError) as error:
-            raise BrokenArchive(f"{self._path} is damaged, or no archive of a cache: {error}.") from error
+            raise BrokenArchive(f"{self._path} is damaged, or not an archive of a cache: {error}.") from error
         except OSError as error:
-            raise BrokenArchive(f"{self._path} cannot be read: {error}.") from error
+            raise BrokenArchive(why_unreadable(self._path, error)) from error
 
     def _begin(self, tar: TarReader) -> int:
         """The number of entries, from the first member. Raises `ValueError`."""
@@ -257,7 +257,7 @@ class ArchiveReader:
         handle, size_bytes = Handle(self._file.fileno()), len(member.data)
         self._files.start = member.data.start
         if self._digest(handle, size_bytes) != entry.sha256:
-            raise ValueError(f"the digest of {member.name} is another")
+            raise ValueError(f"the digest of {member.name} does not match")
         first = bytearray(min(8, size_bytes))
         self._files.read_at(handle, 0, memoryview(first))
         data = bytearray(header_length(bytes(first), size_bytes))
@@ -283,9 +283,11 @@ def opened_archive(path: Path) -> Iterator[ArchiveReader]:
     """An archive to read. Raises `BrokenArchive`."""
     try:
         if path.exists() and not path.is_file():
-            raise BrokenArchive(f"{path} cannot be read: it is no file.")
+            raise BrokenArchive(f"{path} is not a file.")
         file = path.open("rb", buffering=0)  # on some systems parallel reads move the file position
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise BrokenArchive(why_unreadable(path, error)) from error
+    except ValueError as error:  # a NUL in the path
         raise BrokenArchive(f"{path} cannot be read: {error}.") from error
     with file:
         archive = ArchiveReader(path, file)

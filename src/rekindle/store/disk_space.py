@@ -472,7 +472,7 @@ class DiskSpace(Limits):
                 if now is None or (now.name, now.state, now.live) != (row.name, "live", copy.blocks):
                     raise Refused("it changed meanwhile")
                 if coded is not None and delta_rows.deltas_of(connection, [row.id]):
-                    raise Refused("something stands on it since")
+                    raise Refused("another entry depends on it now")
                 size = (copy.file_bytes, written.digest, now.depth, copy.blocks, copy.token_count)
                 catalog.make_live(connection, room.extent, *size)
                 catalog.replace(connection, row.id, room.extent)

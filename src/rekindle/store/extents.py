@@ -191,7 +191,7 @@ class ExtentFiles:
             return self.files.open(self.path(row.name))
         except OSError as error:
             if error.errno in _NO_FILE:
-                raise Damaged(f"it is no file: {error}") from error
+                raise Damaged(f"it is not a file: {error}") from error
             raise
 
     def tokens(self, row: Extent) -> bytes:
@@ -208,7 +208,7 @@ class ExtentFiles:
         finally:
             self.files.close(handle)
         if plan.digest_name == self.digester.name and self.digester.header(data) != row.digest:
-            raise Damaged("the header's digest is another")
+            raise Damaged("the header's digest does not match")
         return plan.tokens
 
     def read(self, extent: OpenExtent, layer: int, span: Span, out: LayerKv) -> None:
@@ -328,7 +328,7 @@ class ExtentFiles:
         data = bytearray(len(at))
         self._read_at(extent.handle, at.start, memoryview(data))
         if self._digest(data) != extent.header.coded_digest(layer):
-            raise Damaged(f"layer {layer}: the digest of its bytes is another")
+            raise Damaged(f"layer {layer}: the digest of its bytes does not match")
         wanted = Span(0, plan.token_count) if coding.exact else span
         base = None if coding.base_kv_space is None else self._base_kv(plan, extent.bases, layer, wanted)
         try:
@@ -337,7 +337,7 @@ class ExtentFiles:
         except ValueError as error:
             raise Damaged(f"layer {layer}: {error}") from error
         if coding.exact and digest_halves(self.digester, decoded) != extent.header.half_digests(layer):
-            raise Damaged(f"layer {layer}: the digest of what it decodes to is another")
+            raise Damaged(f"layer {layer}: the digest of its decoded KV does not match")
         used = _window(decoded, span.start - wanted.start, span.stop - wanted.start)
         out.keys[...], out.values[...] = used.keys, used.values
 
@@ -394,7 +394,7 @@ class ExtentFiles:
                 state.update(part)  # while it is in the processor's cache
                 offset += len(part)
         if state.digest() != extent.header.half_digest(layer, half):
-            raise Damaged(f"layer {layer}: the digest of its {half} is another")
+            raise Damaged(f"layer {layer}: the digest of its {half} does not match")
 
     def _read_cells(self, extent: OpenExtent, layer: int, span: Span, out: LayerKv) -> None:
         plan = extent.header.plan
@@ -406,7 +406,7 @@ class ExtentFiles:
                 offset += plan.row_bytes(layer, half, plan.token_count)
         first, stop = span.start // BLOCK_TOKENS, -(-span.stop // BLOCK_TOKENS)
         if digest_cells(self.digester, out) != extent.header.cell_digests(layer, first, stop):
-            raise Damaged(f"layer {layer}, blocks {first} to {stop - 1}: a digest is another")
+            raise Damaged(f"layer {layer}, blocks {first} to {stop - 1}: a digest does not match")
 
     def _read_at(self, handle: Handle, offset: int, out: memoryview) -> None:
         try:
@@ -422,7 +422,7 @@ class ExtentFiles:
         try:
             data = self._read_header(row, handle)
             if self.digester.header(data) != row.digest:
-                raise ValueError("the header's digest is another")
+                raise ValueError("the header's digest does not match")
             header = parse_header(bytes(data))
         except (ValueError, EOFError) as error:
             raise Damaged(str(error)) from error

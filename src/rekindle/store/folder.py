@@ -157,7 +157,7 @@ class CacheFolder:
         except FileNotFoundError:
             return None
         except NotADirectoryError as error:
-            raise CacheUnusable(f"{self.path} is no folder. Choose a folder for the cache.") from error
+            raise CacheUnusable(f"{self.path} is not a folder. Choose a folder for the cache.") from error
         except PermissionError as error:
             raise CacheUnusable(f"The cache folder {self.path} cannot be used: {error}.") from error
         except OSError as error:
@@ -210,7 +210,7 @@ class CacheFolder:
         path, deadline = self.path / WRITERS / _LOCK, time.monotonic() + _WAIT_SECONDS
         while (lock := self._files.try_lock(path)) is None:
             if time.monotonic() > deadline:
-                raise TimeoutError("another process has been at it for too long")
+                raise TimeoutError("another process has kept it locked for too long")
             time.sleep(_PAUSE_SECONDS)
         try:
             yield self._format() != FORMAT
@@ -288,13 +288,13 @@ class CacheFolder:
         for path in self._parts:
             found = self._files.status(path)
             if found is not None and not stat.S_ISDIR(found.st_mode):
-                raise CacheUnusable(f"{path} is no folder. Move it away, or choose another cache folder.")
+                raise CacheUnusable(f"{path} is not a folder. Move it away, or choose another cache folder.")
         for path in self._catalogs:
             found = self._files.status(path)
             if found is None:
                 continue
             if not stat.S_ISREG(found.st_mode):
-                raise CacheUnusable(f"{path} is no regular file. Move it away, or choose another cache folder.")
+                raise CacheUnusable(f"{path} is not a regular file. Move it away, or choose another cache folder.")
             if found.st_nlink > 1:  # writing to it would change a file elsewhere
                 raise CacheUnusable(
                     f"{path} is also a file somewhere else (a hard link). Replace it by a copy, or choose another "

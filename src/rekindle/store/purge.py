@@ -45,7 +45,7 @@ def clear(disk: DiskStore) -> int:
     cannot be finished; what was done stays done, and running it again does the rest.
     """
     if disk.database.read_only:
-        raise CacheUnusable(f"{disk.folder} can only be read: nothing can be removed from it.")
+        raise CacheUnusable(f"{disk.folder} is read-only: nothing can be removed from it.")
     try:
         return _clear(disk)
     except (OSError, sqlite3.Error) as error:
@@ -158,7 +158,7 @@ def purge(
     if not runs and not texts:
         return Purged(0, 0, 0, 0)
     if disk.database.read_only:
-        raise CacheUnusable(f"{disk.folder} can only be read: nothing can be removed from it.")
+        raise CacheUnusable(f"{disk.folder} is read-only: nothing can be removed from it.")
     try:
         return _Purge(disk, tenant, salt, runs, progress).run(texts)
     except (OSError, sqlite3.Error) as error:

@@ -204,7 +204,7 @@ class Variants:
             if self._is_stored(kv_space, variant.digest, tokens):
                 return Kept("known")
             if self._disk.settings.admission == "second-use" and self._disk.admit(own_kv_space, keys) < len(keys):
-                raise Refused("it was not met before")
+                raise Refused("it was seen for the first time")
             self._cut_rest(own_kv_space, variant.digest)
             whole = chain_kv(kv)
             also = partial(self._list_nonprefix, listed=listed, present=present)

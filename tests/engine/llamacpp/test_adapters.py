@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
     with pytest.raises(AdapterRefused, match="does not put"):
         engine.load_adapter(Lora({"model.layers.0.self_attn.v_proj": pair(HIDDEN, 2 * HIDDEN)}, source="made up"))
     (folder / "text.gguf").write_text("hello")
-    with pytest.raises(AdapterRefused, match="no GGUF"):
+    with pytest.raises(AdapterRefused, match="not a GGUF"):
         read_adapter(folder / "text.gguf")
     engine.close()
 

@@ -82,7 +82,7 @@ def test_numbers_that_llamacpp_cannot_hold_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("context", [0, -1, CONTEXT + 1, 10**9])
 def test_a_context_out_of_range_is_refused_with_the_range(context: int, tiny: Path, load: Load) -> None:
-    with pytest.raises(InvalidSetting, match=f"{context} tokens is out of range: the model takes 1 to {CONTEXT}"):
+    with pytest.raises(InvalidSetting, match=f"--context {context} is out of range: this model takes 1 to {CONTEXT}"):
         load(tiny, context_tokens=context)
 
 

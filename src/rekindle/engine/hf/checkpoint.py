@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from rekindle.core.identity import digest_of_config, digest_of_fields
+from rekindle.core.size import count_of
 from rekindle.engine.hf.decoder import ADVICE, refusal
 from rekindle.engine.hf.device import Placement, choose_placement
 from rekindle.errors import BrokenModel, InvalidPrompt, OutOfMemory, UnsupportedModel
@@ -170,7 +171,7 @@ def _load_model(folder: Path, config: Any, placement: Placement) -> PreTrainedMo
             output_loading_info=True,
         )
     except ValueError as error:  # no causal model for this config
-        raise UnsupportedModel(f"{folder} is no text decoder: {str(error).splitlines()[0]} {ADVICE}") from error
+        raise UnsupportedModel(f"{folder} is not a text decoder: {str(error).splitlines()[0]} {ADVICE}") from error
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"{folder} does not fit into the memory of {placement.device} as {placement.dtype_name}. "
@@ -182,7 +183,7 @@ def _load_model(folder: Path, config: Any, placement: Placement) -> PreTrainedMo
         ) from error
     lost = sorted(info["missing_keys"])
     if lost:
-        raise BrokenModel(f"{folder} lacks {len(lost)} tensors ({lost[0]}). Get the model again.")
+        raise BrokenModel(f"{folder} lacks {count_of(len(lost), 'tensor')} ({lost[0]}). Get the model again.")
     return model.eval()
 
 

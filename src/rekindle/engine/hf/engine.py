@@ -66,6 +66,7 @@ class HfEngine:
         if self._recorder is not None:
             self._pool.on_drop = self._recorder.forget
         self._lock = threading.Lock()
+        self.longest_context = int(getattr(self._live().config, "max_position_embeddings", 0) or 2048)
         self.context_tokens = self._choose_context(context_tokens)
         self.prefill_tokens = _PREFILL_TOKENS[model.device.type]
         self.parameters = sum(weights.numel() for weights in model.parameters())  # shared ones once
@@ -230,17 +231,16 @@ class HfEngine:
             )
 
     def _choose_context(self, wanted: int | None) -> int:
-        config, rope = self._live().config, self._live().rope
-        longest = int(getattr(config, "max_position_embeddings", 0) or 2048)
+        longest, rope = self.longest_context, self._live().rope
         if wanted is None:
             return longest
         if rope.fixed_length is not None and wanted > rope.fixed_length:
             raise UnsupportedModel(
-                f"The context of {wanted:,} tokens goes past the {rope.fixed_length:,} of this model's dynamic rope, "
-                "which changes all KV with every further token. Use a context within it, or a model with another rope."
+                f"--context {wanted} is beyond the {rope.fixed_length:,} tokens of this model's dynamic RoPE, which "
+                "changes all KV with every further token. Use a smaller one, or a model with another RoPE."
             )
         if not 0 < wanted <= longest:
-            raise InvalidSetting(f"A context of {wanted} tokens is out of range: the model takes 1 to {longest:,}.")
+            raise InvalidSetting(f"--context {wanted} is out of range: this model takes 1 to {longest:,} tokens.")
         return wanted
 
     def _check_against_model(self) -> None:

@@ -72,7 +72,7 @@ class LlamaCppEngine:
 
     def _start(self, options: LlamaOptions) -> None:
         context = LoadedContext(self.loaded_model, options)
-        self.context_tokens = context.tokens
+        self.context_tokens, self.longest_context = context.tokens, self.loaded_model.trained_tokens
         self.prefill_tokens = context.batch_tokens
         self.parameters, self.attention = self.loaded_model.parameters, self.loaded_model.attention
         self.flash_attention = context.flash_attention

@@ -243,7 +243,7 @@ def _choose_context(model: LoadedModel, options: LlamaOptions) -> int:
     if options.context_tokens is not None:
         if not 0 < options.context_tokens <= longest:
             raise InvalidSetting(
-                f"A context of {options.context_tokens} tokens is out of range: the model takes 1 to {longest:,}."
+                f"--context {options.context_tokens} is out of range: this model takes 1 to {longest:,} tokens."
             )
         return options.context_tokens
     affordable = int(psutil.virtual_memory().total) // 8 // max(1, model.kv_token_bytes())

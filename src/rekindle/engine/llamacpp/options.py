@@ -41,7 +41,7 @@ class LlamaOptions:
         if self.sequences > MAX_SEQUENCES:
             raise InvalidSetting(f"sequences={self.sequences} is more than llama.cpp takes. Use up to {MAX_SEQUENCES}")
         if self.kv_type not in PLAIN_KV_TYPES and self.flash_attention == "off":
-            raise InvalidSetting(f"kv_type={self.kv_type!r} needs flash attention. Leave flash_attention='off' away.")
+            raise InvalidSetting(f"kv_type={self.kv_type!r} needs flash attention. Leave flash_attention='off' out.")
         if self.gpu_layers is not None and not 0 <= self.gpu_layers < _LARGEST:
             raise InvalidSetting(f"gpu_layers={self.gpu_layers} makes no sense. Use 0 or more; none: as many as fit.")
         if self.device == "cpu" and self.gpu_layers:

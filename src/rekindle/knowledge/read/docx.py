@@ -42,7 +42,7 @@ def read_word(source: str, data: bytes) -> Iterator[Document]:
         _add_sections(opened.element.body, styles, builder)
     # A broken package raises almost anything: python-docx has no exceptions of its own for most of it.
     except (OpcError, XmlchemyError, LxmlError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise UnreadableDocument(f"is a damaged Word file, or none: {error}") from error
+        raise UnreadableDocument(f"is damaged, or not a Word file: {error}") from error
     sections = builder.finish()
     yield make_document(source, title or builder.title or PurePath(source).stem, sections)
 
@@ -67,7 +67,7 @@ def _unpacked(data: bytes) -> bytes:
                 plain.writestr(zipfile.ZipInfo(name), content)
     # RuntimeError: encrypted; NotImplementedError: an unknown compression; the others: broken bytes.
     except (zipfile.BadZipFile, zlib.error, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise UnreadableDocument(f"is a damaged Word file, or none: {error}") from error
+        raise UnreadableDocument(f"is damaged, or not a Word file: {error}") from error
     return result.getvalue()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from rekindle.core.document import Document
-from rekindle.errors import UnreadableDocument
+from rekindle.errors import UnreadableDocument, why_unreadable
 from rekindle.knowledge.read.clean_text import ReadProblem, clean, decode, refusal_sentence
 from rekindle.knowledge.read.docx import read_word
 from rekindle.knowledge.read.html import read_html
@@ -104,7 +104,7 @@ def read_file(path: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Document | 
                 return
             data = file.read(max_bytes + 1) if about.st_size <= max_bytes else None
     except OSError as error:
-        raise UnreadableDocument(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise UnreadableDocument(why_unreadable(path, error)) from error
     if data is None or len(data) > max_bytes:
         raise UnreadableDocument(refusal_sentence(str(path), _too_large(max_bytes)))
     yield from _named(str(path), _WHOLE[kind](str(path), data))

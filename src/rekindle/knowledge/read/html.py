@@ -73,7 +73,7 @@ def _page(markup: str, *, headings: bool) -> _Page:
     try:
         tree = LexborHTMLParser(markup)
     except (SelectolaxError, ValueError) as error:
-        raise UnreadableDocument(f"is no HTML that can be parsed: {error}") from error
+        raise UnreadableDocument(f"cannot be parsed as HTML: {error}") from error
     named = tree.head.css_first("title") if tree.head else None
     title = named.text() if named else ""
     root = tree.root

@@ -139,7 +139,7 @@ def _messages(file: BinaryIO) -> Iterator[_RawMessage]:
             raw_message = _RawMessage()
         elif raw_message is None:
             if line.strip():
-                raise UnreadableDocument("is no mailbox: it does not begin with a line 'From ADDRESS DATE'")
+                raise UnreadableDocument("is not a mailbox: it does not begin with a line 'From ADDRESS DATE'")
         else:
             raw_message.add(line[1:] if whole and _QUOTED_FROM.match(line) else line)
         blank = whole and not line.strip()

@@ -58,7 +58,7 @@ def _pages(data: bytes) -> tuple[str, list[str], list[int]]:
     except pypdfium2.PdfiumError as error:
         if "password" in str(error).lower():
             raise UnreadableDocument("is encrypted: save it without a password first") from error
-        raise UnreadableDocument(f"is a damaged PDF, or none: {error}") from error
+        raise UnreadableDocument(f"is damaged, or not a PDF: {error}") from error
     try:
         if len(opened) > _MAX_PAGES:
             raise UnreadableDocument(f"has more than {_MAX_PAGES:,} pages: cut it into smaller files")

@@ -64,7 +64,7 @@ class OriginFolder:
         files, deadline = Files(), time.monotonic() + _LOCK_SECONDS
         while (handle := files.try_lock(self.path / _LOCK)) is None:
             if time.monotonic() > deadline:
-                raise InvalidSetting(f"Somebody else has been writing to {self.path} for a minute. Try again later.")
+                raise InvalidSetting(f"Another process has been writing to {self.path} for a minute. Try again later.")
             time.sleep(0.01)
         try:
             yield

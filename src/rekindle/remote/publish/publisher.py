@@ -15,6 +15,7 @@ from rekindle.codec.cipher import Cipher, Secret, new_salt
 from rekindle.core.cells import CHUNK_TOKENS, Cell, CellGrid
 from rekindle.core.keys import token_bytes
 from rekindle.core.kv import Kv, LayerKv, Span
+from rekindle.core.size import count_of
 from rekindle.errors import InvalidSetting
 from rekindle.remote.index import ContextNames, IndexEntry, KvModel, context_path, hints_of, index_path, listed_depths
 from rekindle.remote.manifest import (
@@ -111,8 +112,8 @@ class Publisher:
             raise InvalidSetting(f"The tenant {source.tenant!r} is marked local: its KV is never published.")
         if len(source.tokens) < CHUNK_TOKENS:
             raise InvalidSetting(
-                f"The prompt has {len(source.tokens)} tokens. It is published in chunks of {CHUNK_TOKENS}: give at "
-                "least that, a short one is computed faster than fetched."
+                f"The prompt has {count_of(len(source.tokens), 'token')}, too few to publish. Give at least "
+                f"{CHUNK_TOKENS}: a shorter one is computed faster than fetched."
             )
         if not levels or len({level.name for level in levels}) < len(levels):
             raise InvalidSetting("Name the levels to publish, each once.")
@@ -155,7 +156,7 @@ class Publisher:
                 self.folder.place(one.part, context_path(context, one.level.file))
             tokens = before.token_file if before is not None else self._write_tokens(context, source.tokens)
             if any(_has(before, level, source.model) is None for level in requested if level.name not in names):
-                raise InvalidSetting("Somebody removed the context while it was published. Publish it again.")
+                raise InvalidSetting("The context was removed while it was being published. Publish it again.")
             levels = sorted((*kept, *(one.level for one in files)), key=lambda level: (-level.bits, level.name))
             manifest = Manifest(
                 context=context,

@@ -316,7 +316,12 @@ class OriginServer:
         try:
             config.load()
         except (OSError, ssl.SSLError) as error:
-            raise InvalidSetting(f"The certificate or its key cannot be used: {error}.") from error
+            named = (self.settings.tls_cert, self.settings.tls_key)
+            missing = [path for path in named if path is not None and not path.exists()]
+            why = (
+                f"There is no file {missing[0]}." if missing else f"The certificate or its key cannot be used: {error}."
+            )
+            raise InvalidSetting(why) from error
         if config.ssl is not None:
             config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
         self._socket = bind(self.settings.host, self.settings.port)

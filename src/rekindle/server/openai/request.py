@@ -108,7 +108,7 @@ def last_user_text(body: ChatRequest) -> str:
     """The last message of the user, to search the library with. Raises `ApiError` 400 if it is empty."""
     texts = [_text_of(message.content) for message in body.messages if message.role == "user"]
     if not texts or not (texts[-1] or "").strip():
-        raise ApiError(400, "The user said nothing that could be looked for.", param="messages")
+        raise ApiError(400, "No message of the user has text to search for.", param="messages")
     return str(texts[-1])
 
 

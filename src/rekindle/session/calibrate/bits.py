@@ -88,7 +88,7 @@ def find_bits(
     `InvalidSetting` for texts that are too short, and for an engine whose KV is no float or cannot be taken out.
     """
     if not codes_kv(engine):
-        raise InvalidSetting("This engine gives no KV that could be coded with fewer bits: there are none to choose.")
+        raise InvalidSetting("The KV of this engine cannot be quantized further: there are no bits to choose.")
     made_by, checked_on = _cut(engine, texts)
     with ExitStack() as opened:
         advance("compute the texts")
@@ -256,5 +256,5 @@ def _cut(engine: Engine, texts: Sequence[str]) -> tuple[list[_Piece], list[_Piec
         if len(rest) >= PROMPT_TOKENS + CHECKED_TOKENS:
             checked_on.append((rest[:PROMPT_TOKENS], rest[PROMPT_TOKENS : PROMPT_TOKENS + CHECKED_TOKENS]))
     if not made_by:
-        raise InvalidSetting(f"Bits are chosen by texts of more than {FORCED_TOKENS} tokens, better 600: give one.")
+        raise InvalidSetting(f"Choosing bits needs a text of more than {FORCED_TOKENS} tokens, better 600: give one.")
     return made_by[:TEXTS], (checked_on or made_by)[:TEXTS]

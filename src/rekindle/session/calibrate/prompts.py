@@ -171,7 +171,7 @@ def _cut(text: str) -> str:
 def _files(folder: Path, *suffixes: str) -> list[Path]:
     """The files with these suffixes in a folder, or else in the folders in it."""
     if not folder.is_dir():
-        raise InvalidSetting(f"--data {folder} is not a folder. Give one with .jsonl files.")
+        raise InvalidSetting(f"There is no folder {folder}. Give --data a folder with .jsonl files.")
     found = ([path for suffix in suffixes for path in folder.glob(f"{under}*.{suffix}")] for under in ("", "*/"))
     return sorted(next(found) or next(found))
 

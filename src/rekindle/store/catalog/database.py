@@ -115,7 +115,7 @@ class Database:
         log's limit is reserved for this transaction.
         """
         if self.read_only:
-            raise CacheUnusable(f"{self.path.parent} can only be read.")
+            raise CacheUnusable(f"{self.path.parent} is read-only.")
         with self._writer.lock:
             self._claim()
             self._cut_log(self.log_limit_bytes // 4)
@@ -190,7 +190,7 @@ class Database:
         long to empty the log.
         """
         if self.read_only:
-            raise CacheUnusable(f"{self.path.parent} can only be read.")
+            raise CacheUnusable(f"{self.path.parent} is read-only.")
         with self._writer.lock:
             self._cut_log(above_bytes=0)
             # Zeroing deleted rows is not enough: rebalanced pages keep copies of rows that moved away.
