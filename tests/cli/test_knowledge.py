@@ -190,7 +190,7 @@ def test_nothing_in_documents_steers_the_terminal(run: Run, files: Path) -> None
     lines = [{"id": HOSTILE, "title": HOSTILE, "text": f"{HOSTILE} [bold]walrus[/bold] [/] {HOSTILE}"}, {"text": ""}]
     (files / "bad \x1b[31m.jsonl").write_text("\n".join(map(json.dumps, lines)))
     first = run("ingest", files, "--app", "evil \x1b[31m")
-    assert first.exit_code == 1 and "1 problems" in first.stdout
+    assert first.exit_code == 1 and "1 problem" in first.stdout
     assert_tame(first.output)
     (name,) = (entry["name"] for entry in listed(run).values() if "bell" in entry["title"])
     for command in (["ls"], ["show", name], ["search", "walrus"], ["stats"], ["rm", name]):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rekindle.cli.console import notes, progress
+from rekindle.core.reply import ORIGIN_MISSES
 from rekindle.core.size import human_duration, keep_alive_seconds
 from rekindle.daemon.client import DaemonClient
 from rekindle.daemon.private_socket import SUPPORTED
@@ -92,6 +93,8 @@ class Waiting:
         loaded = result.get("load_seconds") is not None
         start = f"{'model loaded' if loaded else 'started'} in {before:.1f} s; "
         notes.print(f"{start}{result['summary']}", style="dim", soft_wrap=True)
+        if (miss := reply["reuse"]["origin_miss"]) is not None:
+            notes.print(f"Nothing came from the origin: {ORIGIN_MISSES[miss]}", style="dim", soft_wrap=True)
         if advice := _advice(result, reply["reuse"], loaded=loaded and before > max(first_token, _LONG_SECONDS)):
             notes.print(advice, style="dim", soft_wrap=True)
 

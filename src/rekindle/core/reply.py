@@ -182,7 +182,8 @@ class Reuse:
         again = f", {self.recomputed:,} of them recomputed" if self.recomputed else ""
         reused = f"{self.reused:,} of {self.reused + self.computed:,} tokens reused"
         rest = f"{self.computed:,} computed" + (f" ({_MISSES.get(self.miss, self.miss)})" if self.miss else "")
-        return f"{reused}{f' ({where}{again})' if where else ''}; {rest}"
+        origin = "" if self.origin_miss is None else f"; nothing from the origin: {ORIGIN_MISSES[self.origin_miss]}"
+        return f"{reused}{f' ({where}{again})' if where else ''}; {rest}{origin}"
 
     @property
     def loaded(self) -> int:

@@ -88,7 +88,6 @@ class RemoteKv:
         self._ahead: dict[PromptKey, RemoteFetch] = {}
         self._closed = False
         self._backoff_until = 0.0
-        self._said: OriginMiss | None = None  # in the log, the last time
 
     def run(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult | None:
         """Prefill a prompt from the local cache, the origin and computing; None if the origin is not asked.
@@ -220,11 +219,10 @@ class RemoteKv:
         return "failed" if time.monotonic() < self._backoff_until else None
 
     def _report(self, context: Context, miss: OriginMiss | None) -> None:
-        """Note why nothing came, and log it unless that was the last thing logged."""
+        """Note why nothing came. Every reply says it; the log, for those who read no replies, at its lower level."""
         context.origin_miss = miss
-        if miss is not None and miss != self._said:
-            log.warning("Nothing came from the origin: %s", ORIGIN_MISSES[miss])
-        self._said = miss or self._said
+        if miss is not None:
+            log.info("Nothing came from the origin: %s", ORIGIN_MISSES[miss])
 
     def _find(self, lookup: CacheLookup, stop: Stop) -> OriginSlices | OriginMiss:
         kv_space = lookup.kv_space
@@ -295,7 +293,7 @@ class RemoteKv:
 
     def _back_off(self, reason: str) -> None:
         log.warning("The origin is not asked again for %.0f s: %s", BACKOFF_SECONDS, reason)
-        self._backoff_until, self._said = time.monotonic() + BACKOFF_SECONDS, "failed"
+        self._backoff_until = time.monotonic() + BACKOFF_SECONDS
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def _source_text(path: Path) -> str:
             raise UnreadableDocument(_too_large(MAX_BYTES))
         text = clean(decode(data))
     except OSError as error:
-        raise UnreadableDocument(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise UnreadableDocument(why_unreadable(path, error)) from error
     except UnreadableDocument as refused:
         raise UnreadableDocument(refusal_sentence(str(path), refused)) from refused
     if not text.strip():
