@@ -136,12 +136,12 @@ def test_what_cannot_be_published_is_said(tiny_folder: Path, manual: Path, keys:
     assert "no level 'q9'" in error(*base, "--file", manual, "--levels", "q9")
     assert "levels" in error(*base, "--file", manual, "--levels", ",")
     assert "not a signing key" in error(*base[:-1], keys / "secret", "--file", manual)
-    assert "no secret" in error(*base, "--file", manual, "--secret", keys / "key")
+    assert "not a secret" in error(*base, "--file", manual, "--secret", keys / "key")
     assert "not the folder of an origin" in error("origin", "ls", manual.parent / "nothing")
     assert "no token" in error("origin", "serve", keys / "origin", "--host", "0.0.0.0")
     (keys / "tokens").write_text("# none\n", "utf-8")
     (keys / "tokens").chmod(0o600)
-    assert "holds no token" in error("origin", "serve", keys / "origin", "--token-file", keys / "tokens")
+    assert "has no token in it" in error("origin", "serve", keys / "origin", "--token-file", keys / "tokens")
 
 
 def test_what_questions_begin_with_is_published_and_found_by_another_question(tmp_path: Path) -> None:

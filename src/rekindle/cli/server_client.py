@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from rekindle.addresses import is_loopback, refuse_plain_authorization
+from rekindle.core.size import count_of
 from rekindle.errors import Cancelled, RekindleError, RequestError
 
 _OPTIONS = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
@@ -50,7 +51,7 @@ class ServerReply:
     def summary(self) -> str:
         """One line for people: tokens and times."""
         cached = self.timings.get("cache_n") or 0
-        line = f"{self.usage.get('prompt_tokens', 0)} tokens in" + (f" ({cached} reused)" if cached else "")
+        line = f"{count_of(self.usage.get('prompt_tokens', 0), 'token')} in" + (f" ({cached} reused)" if cached else "")
         line += f", {self.usage.get('completion_tokens', 0)} out"
         if "prompt_ms" in self.timings:
             line += f", first token {self.timings['prompt_ms'] / 1e3:.3f} s"
