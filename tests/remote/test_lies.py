@@ -321,7 +321,7 @@ LIES = [
     (_no_length, "announces None"),
     (_odd_length, "announces|does not answer"),
     (_gzip, "compressed"),
-    (_elsewhere, "elsewhere"),
+    (_elsewhere, "redirect"),
     (_gone, "answers 404"),
     (_error, "answers 503"),
     (_chunked, "announces None"),

@@ -352,7 +352,7 @@ def _difference_lines(difference: Difference) -> list[str]:
         f"  earlier:     {difference.known}",
     ]
     if difference.only_in is not None:
-        lines.append(f"  they look alike, but differ in {difference.only_in}: other tokens to the model")
+        lines.append(f"  they differ only in {difference.only_in}, which makes other tokens of them")
     return lines
 
 
