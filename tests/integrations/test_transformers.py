@@ -109,9 +109,12 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def home(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is remembered of models is not in the folder of a test, which is its cache."""
-    monkeypatch.setenv("REKINDLE_HOME", str(tmp_path_factory.mktemp("home")))
+    if request.node.get_closest_marker("real") is None:
+        monkeypatch.setenv("REKINDLE_HOME", str(tmp_path_factory.mktemp("home")))
 
 
 @pytest.fixture(scope="module")

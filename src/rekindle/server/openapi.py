@@ -48,6 +48,7 @@ _REUSED = _object(
     loaded_from=_object(engine=_COUNT, memory=_COUNT, disk=_COUNT),
     computed=_COUNT,
     miss=_or_null(_TEXT),
+    origin_miss=_or_null(_TEXT),
     ignored=_list(_TEXT),
 )
 _HEAD = {"id": _TEXT, "object": _TEXT, "created": _COUNT, "model": _TEXT}
