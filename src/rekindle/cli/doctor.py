@@ -26,6 +26,7 @@ _PACKAGES = (
     "accelerate",
     "gguf",
     "safetensors",
+    "xllamacpp",
     "llama-cpp-python",
     "tokenizers",
     "numpy",
@@ -108,9 +109,15 @@ def _hf_choices() -> dict[str, str]:
 
 
 def _llamacpp_choices() -> dict[str, str]:
+    from rekindle.engine.llamacpp.c_api import llama
     from rekindle.engine.llamacpp.library import build, cores
 
-    return {"llamacpp: built with": build(), "llamacpp: threads": str(cores())}
+    llama.load(Settings.load().llama_library)
+    return {
+        "llamacpp: library": f"{llama.name} ({llama.path})",
+        "llamacpp: built with": build(),
+        "llamacpp: threads": str(cores()),
+    }
 
 
 def _version(package: str) -> str:
