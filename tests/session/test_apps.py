@@ -149,7 +149,7 @@ class TestCheckpoints:
 
     @pytest.fixture
     def session(self, tmp_path: Path) -> Iterator[Session]:
-        pytest.importorskip("llama_cpp")
+        pytest.importorskip("xllamacpp")
         from tests.tiny_hybrids import write_mamba
 
         model = str(write_mamba(tmp_path / "mamba.gguf"))

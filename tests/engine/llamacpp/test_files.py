@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-pytest.importorskip("llama_cpp")
+pytest.importorskip("xllamacpp")
 
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.llamacpp.options import LlamaOptions

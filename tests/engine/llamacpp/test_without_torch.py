@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("llama_cpp")
+pytest.importorskip("xllamacpp")
 
 pytestmark = [pytest.mark.llamacpp, pytest.mark.real, pytest.mark.timeout(900)]
 
