@@ -54,11 +54,7 @@ class EngineOptions:
 
 def load_engine(model: str, options: EngineOptions, progress: Progress | None = None) -> Engine:
     """Find (or pull) a model and load it. Raises `ModelError`, `EngineMissing` or `InvalidSetting`."""
-    own_library = options.llama.llama_library is not None
-
-    def have(package: str) -> object:
-        return (own_library and package == "xllamacpp") or importlib.util.find_spec(package)
-
+    have = packages_beside(options.llama.llama_library)
     name = choose_engine(model, options.engine, have)
     require_packages(name, have)  # before anything is fetched
     if name == "llamacpp":
@@ -93,6 +89,12 @@ def _is_gguf(model: str) -> bool:
 def missing_packages(name: EngineName, have: FindPackage = importlib.util.find_spec) -> list[str]:
     """The packages that an engine needs and that are not installed."""
     return [package for package in ENGINES[name] if not (have(package) or have(_INSTEAD.get(package, package)))]
+
+
+def packages_beside(llama_library: str | None) -> FindPackage:
+    """Finds packages. With a library of llama.cpp of your own you need no package that brings one."""
+    own = {"xllamacpp"} if llama_library is not None else set()
+    return lambda package: package in own or importlib.util.find_spec(package)
 
 
 def require_packages(name: EngineName, have: FindPackage = importlib.util.find_spec) -> None:
@@ -151,12 +153,12 @@ def _load_llamacpp(model: str, options: EngineOptions, progress: Progress | None
         raise InvalidSetting(
             f"dtype={options.dtype!r} is for engine='hf': a GGUF file has its own numbers. Those of KV are kv_type."
         )
-    files = obtain(model, progress, form="gguf")
-    _digest(files.parts, progress)
     from rekindle.engine.llamacpp.c_api import llama
     from rekindle.engine.llamacpp.engine import LlamaCppEngine
 
-    llama.load(options.llama.llama_library)
+    llama.load(options.llama.llama_library)  # before anything is fetched
+    files = obtain(model, progress, form="gguf")
+    _digest(files.parts, progress)
     return LlamaCppEngine(files, options.llama, lambda share: _report(progress, "load", round(share * 100), 100))
 
 

@@ -108,8 +108,8 @@ class Settings(_Loadable):
     llama_library: str | None = setting(
         "model",
         None,
-        "llamacpp: your own build of llama.cpp's library (libllama.so), for CUDA, Metal or Vulkan; none: the one that came "
-        "with rekindle[llamacpp].",
+        "llamacpp: your own build of llama.cpp's library (libllama.so), for CUDA, Metal or Vulkan; none: the one that "
+        "came with rekindle[llamacpp].",
         kind=a_path("a file"),
     )
     flash_attention: Literal["auto", "on", "off"] = setting(

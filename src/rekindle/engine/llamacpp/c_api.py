@@ -8,6 +8,7 @@ The library is the first of these that is there:
 
 A process loads one. Its structs say nothing about their version, so two things are checked before anything is computed:
 that ggml is of a version that is known here, and that the library's own defaults are found where the structs have them.
+Fields that a later version has at the end keep those defaults: structs are passed with room behind them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import importlib.util
+import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -47,8 +49,10 @@ ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED, ATTR_RSTRIP = 1 << 0, 1 << 3, 1 <
 Token = c_int32
 ProgressCallback = CFUNCTYPE(c_bool, c_float, c_void_p)
 LogCallback = CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
+_SILENT = LogCallback(lambda *_: None)
 AbortCallback = CFUNCTYPE(c_bool, c_void_p)
 _Pointer = c_void_p  # of a model, context, vocabulary, memory, sampler, adapter
+_Room = c_uint8 * 256  # behind a struct: for fields that a later version has at its end
 
 
 class ModelParams(Structure):
@@ -70,6 +74,7 @@ class ModelParams(Structure):
         ("no_host", c_bool),
         ("no_alloc", c_bool),
         ("load_mtp", c_bool),
+        ("room", _Room),
     ]
 
 
@@ -112,6 +117,7 @@ _CONTEXT_FIELDS: list[tuple[str, Any]] = [
     ("samplers", c_void_p),
     ("n_samplers", c_size_t),
     ("ctx_other", c_void_p),
+    ("room", _Room),
 ]
 
 
@@ -153,6 +159,7 @@ class SamplerChainParams(Structure):
 
 _Text, _Tokens, _Bytes = c_char_p, POINTER(Token), POINTER(c_uint8)
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "ggml_commit": (c_char_p, ()),
     "ggml_version": (c_char_p, ()),
     "llama_adapter_lora_free": (None, (_Pointer,)),
     "llama_adapter_lora_init": (_Pointer, (_Pointer, _Text)),
@@ -273,17 +280,14 @@ class LlamaLibrary:
     def load(self, named: str | None = None) -> None:
         """Load the library, once. Raises `EngineMissing`, and `InvalidSetting` for another one than is loaded."""
         with self._lock:
+            if named is not None and not Path(named).is_file():
+                raise InvalidSetting(
+                    f"llama_library={named!r}: there is no such file. Name libllama.so (.dylib, .dll) itself."
+                )
             if self.path is None:
-                path, name = next(_candidates(named), (None, ""))
-                if path is None:
-                    raise EngineMissing(
-                        "The llama.cpp engine needs its library. Install it with: pip install 'rekindle[llamacpp]', or "
-                        "name your own build with llama_library."
-                    )
-                functions = _bind(path)
+                path, name, functions = _first_usable(_candidates(named))
                 self.__dict__.update(functions)
-                self.path = path
-                self.name = f"{name}, ggml {functions['ggml_version']().decode()}"
+                self.path, self.name = path, name
             elif named is not None and not self.path.samefile(named):
                 raise InvalidSetting(
                     f"llama_library={named!r}: this process has loaded {self.path} already. Start another one for it."
@@ -293,20 +297,10 @@ class LlamaLibrary:
 llama = LlamaLibrary()
 
 
-def is_installed() -> bool:
-    """Whether there is a library, apart from one that the user names. Loads nothing."""
-    return next(_candidates(None), None) is not None
-
-
 def _candidates(named: str | None) -> Iterator[tuple[Path, str]]:
     """The libraries there are, best first, each with its name and version."""
     if named is not None:
-        path = Path(named)
-        if not path.is_file():
-            raise InvalidSetting(
-                f"llama_library={named!r}: there is no such file. Name libllama.so (.dylib, .dll) itself."
-            )
-        yield path, path.name
+        yield Path(named), Path(named).name
         return
     kinds = {"win32": (".pyd", ".dll"), "darwin": (".so", ".dylib")}.get(sys.platform, (".so",))
     for package, project, folder, start in (
@@ -322,13 +316,31 @@ def _candidates(named: str | None) -> Iterator[tuple[Path, str]]:
                     break
 
 
+def _first_usable(candidates: Iterator[tuple[Path, str]]) -> tuple[Path, str, dict[str, Any]]:
+    """The first library that passes its checks, with its name and functions. Raises `EngineMissing`."""
+    refusals = []
+    for path, name in candidates:
+        try:
+            functions = _bind(path)
+        except EngineMissing as refusal:
+            refusals.append(refusal)
+            continue
+        version, commit = functions["ggml_version"]().decode(), functions["ggml_commit"]().decode()
+        return path, f"{name}, ggml {version}{'' if commit == 'unknown' else f' ({commit})'}", functions
+    if refusals:
+        raise refusals[0]
+    raise EngineMissing(
+        "The llama.cpp engine needs its library. Install it with: pip install 'rekindle[llamacpp]', or name your own "
+        "build with llama_library."
+    )
+
+
 def _bind(path: Path) -> dict[str, Any]:
     """The functions of a library, checked. Raises `EngineMissing`."""
     try:
-        library = ctypes.CDLL(str(path))
-        functions = {name: getattr(library, name) for name in _FUNCTIONS}
-        for name in ("llama_context_default_params", "llama_init_from_model"):
-            functions[name] = getattr(library, name)
+        find = _open(path)
+        names = (*_FUNCTIONS, "llama_context_default_params", "llama_init_from_model")
+        functions = {name: find(name) for name in names}
     except (OSError, AttributeError) as error:
         raise EngineMissing(f"{path} cannot be used as llama.cpp's library ({error}). Tested: {TESTED}.") from error
     for name, (result, arguments) in _FUNCTIONS.items():
@@ -342,33 +354,49 @@ def _bind(path: Path) -> dict[str, Any]:
     params = _context_params(functions["llama_context_default_params"])
     if params is None or not _structs_fit(functions):
         raise EngineMissing(f"{path} (ggml {version}) has other structs than known here. Tested: {TESTED}.")
-    functions["llama_context_default_params"].restype = params
     functions["llama_init_from_model"].restype = _Pointer
     functions["llama_init_from_model"].argtypes = (_Pointer, params)
+    _load_backends(find, functions["llama_log_set"], path.resolve().parent)
     return functions
 
 
+def _open(path: Path) -> Callable[[str], Any]:
+    """What finds a function of a library by its name, or raises `AttributeError`."""
+    library = ctypes.CDLL(str(path))
+    if sys.platform != "win32":
+        return lambda name: getattr(library, name)
+    # Elsewhere the libraries that it needs are searched, too.
+    beside = [path.parent / name for name in ("ggml.dll", "ggml-base.dll")]
+    all_of_it = [library, *(ctypes.CDLL(str(other)) for other in beside if other.is_file())]
+    return lambda name: getattr(next((one for one in all_of_it if hasattr(one, name)), library), name)
+
+
+def _load_backends(find: Callable[[str], Any], set_log: Any, folder: Path) -> None:
+    """Load the backends of a build that has them as libraries of their own (GGML_BACKEND_DL), from its folder."""
+    try:
+        count, load_all = find("ggml_backend_dev_count"), find("ggml_backend_load_all_from_path")
+    except AttributeError:
+        return
+    count.restype, count.argtypes = c_size_t, ()
+    load_all.restype, load_all.argtypes = None, (_Text,)
+    if not count():
+        set_log(_SILENT, None)
+        load_all(os.fsencode(folder))
+        if not count():
+            raise EngineMissing(f"llama.cpp finds no backend in {folder}. Put libggml-cpu.so and its others there.")
+
+
 def _context_params(default_params: Any) -> type[Structure] | None:
-    """The struct of a context's parameters that this library has."""
+    """The struct of a context's parameters that this library has, which the function returns from now on."""
     for params in (NewContextParams, OldContextParams):
-
-        class Padded(Structure):  # one that is larger than expected must not write past it
-            _fields_ = [("params", params), ("rest", c_uint8 * 256)]
-
-        default_params.restype = Padded
-        if _has(default_params().params, _CONTEXT_DEFAULTS):
+        default_params.restype = params
+        if _has(default_params(), _CONTEXT_DEFAULTS):
             return params
     return None
 
 
 def _structs_fit(functions: dict[str, Any]) -> bool:
-    class Padded(Structure):
-        _fields_ = [("params", ModelParams), ("rest", c_uint8 * 256)]
-
-    default_params = functions["llama_model_default_params"]
-    default_params.restype = Padded
-    fits = _has(default_params().params, _MODEL_DEFAULTS)
-    default_params.restype = ModelParams
+    fits = _has(functions["llama_model_default_params"](), _MODEL_DEFAULTS)
     tokens = (Token * 3)(1, 2, 3)
     batch = functions["llama_batch_get_one"](tokens, 3)
     fits = fits and batch.n_tokens == 3 and list(batch.token[:3]) == [1, 2, 3]

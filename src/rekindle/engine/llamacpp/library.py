@@ -41,8 +41,8 @@ class LoadedModel:
         self.on_gpu = options.device != "cpu" and options.gpu_layers != 0 and llama.llama_supports_gpu_offload()
         if options.wants_gpu and not self.on_gpu:
             raise InvalidSetting(
-                f"device={options.device!r}: this build of llama.cpp has no GPU. Use device='cpu', or install one that "
-                "has: its README says how."
+                f"device={options.device!r}: this build of llama.cpp has no GPU. Use device='cpu', or name one that "
+                "has with llama_library."
             )
         parameters.n_gpu_layers = (-1 if options.gpu_layers is None else options.gpu_layers) if self.on_gpu else 0
         listener = _ProgressListener(progress)
@@ -192,7 +192,8 @@ class LoadedContext:
 
 
 def version() -> str:
-    """Version of the bindings, which implies that of llama.cpp."""
+    """The library, with its version."""
+    llama.load()
     return llama.name
 
 
@@ -266,10 +267,15 @@ def _rounded(tokens: int) -> int:
 def _load_error(path: Path, said: deque[str]) -> Exception:
     words = _tell(said)
     if "unknown model architecture" in words:
-        return UnsupportedModel(f"{path} is of a kind this llama.cpp does not know ({words}). Update llama-cpp-python.")
+        return UnsupportedModel(
+            f"{path} is of a kind this llama.cpp does not know ({words}; {version()}). A later rekindle brings a later "
+            "one."
+        )
     if "alloc" in words or "memory" in words:
         return OutOfMemory(f"{path} does not fit into memory ({words}). Use a smaller model or fewer gpu_layers.")
-    return BrokenModel(f"llama.cpp cannot load {path} ({words}). Get the file again, or update llama-cpp-python.")
+    return BrokenModel(
+        f"llama.cpp cannot load {path} ({words}). Get the file again; if it is newer than {version()}, update rekindle."
+    )
 
 
 def _tell(said: deque[str]) -> str:
