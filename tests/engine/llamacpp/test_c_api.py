@@ -36,9 +36,8 @@ NONE_OF_IT = "cannot be used as llama.cpp's library.*Tested: xllamacpp"
 
 @pytest.fixture
 def path() -> Path:
-    llama.load()
-    assert llama.path is not None
-    return llama.path
+    """The library of the wheel."""
+    return next(c_api._candidates(None))[0]
 
 
 @pytest.fixture
@@ -139,12 +138,16 @@ def test_a_library_of_something_else_is_a_sentence(tmp_path: Path) -> None:
         LlamaLibrary().load(str(other))
 
 
-def test_a_process_that_has_loaded_one_takes_no_other(path: Path, elsewhere: Path, tmp_path: Path) -> None:
-    llama.load(str(path))
+def test_a_process_that_has_loaded_one_takes_no_other(tmp_path: Path) -> None:
+    llama.load()
+    assert llama.path is not None
+    elsewhere = tmp_path / "libllama.so"
+    elsewhere.symlink_to(llama.path)
+    llama.load(str(llama.path))
     llama.load(str(elsewhere))  # the same file
     other = tmp_path / "other.so"
     other.write_bytes(b"")
-    with pytest.raises(InvalidSetting, match=f"has loaded {path} already. Start another one"):
+    with pytest.raises(InvalidSetting, match=f"has loaded {llama.path} already. Start another one"):
         llama.load(str(other))
 
 
@@ -168,8 +171,9 @@ def test_a_setting_that_names_no_library_is_a_sentence_before_anything_is_fetche
     """)
 
 
-def test_a_setting_that_names_the_library_in_use_loads_a_model(path: Path, tiny: Path) -> None:
-    settings = Settings.load({"engine": "llamacpp", "llama_library": str(path), "threads": 1, "device": "cpu"})
+def test_a_setting_that_names_the_library_in_use_loads_a_model(tiny: Path) -> None:
+    llama.load()
+    settings = Settings.load({"engine": "llamacpp", "llama_library": str(llama.path), "threads": 1, "device": "cpu"})
     engine = load_engine(str(tiny), EngineOptions.of(settings))
     assert engine.tokenizer.encode("a")
     engine.close()

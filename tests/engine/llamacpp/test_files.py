@@ -116,7 +116,7 @@ BY_NAME: list[tuple[Write, type[ModelError], str]] = [
     (truncated, BrokenModel, "Get the file again|Get it again|cut|short|incomplete"),
     (cut_header, BrokenModel, "damaged|short|cut"),
     (empty, NotAModel, "empty|not a GGUF"),
-    (unknown_architecture, UnsupportedModel, "'flatland'.*xllamacpp.*A later rekindle"),
+    (unknown_architecture, UnsupportedModel, "'flatland'.*ggml 0.*A later rekindle"),
     (without_tensors, NotAModel, "vocabulary but no weights"),
     (lacks_a_tensor, BrokenModel, "cannot load"),
     (embedding, NotAModel, "embeddings"),

@@ -363,12 +363,9 @@ def _bind(path: Path) -> dict[str, Any]:
 def _open(path: Path) -> Callable[[str], Any]:
     """What finds a function of a library by its name, or raises `AttributeError`."""
     library = ctypes.CDLL(str(path))
-    if sys.platform != "win32":
-        return lambda name: getattr(library, name)
-    # Elsewhere the libraries that it needs are searched, too.
-    beside = [path.parent / name for name in ("ggml.dll", "ggml-base.dll")]
-    all_of_it = [library, *(ctypes.CDLL(str(other)) for other in beside if other.is_file())]
-    return lambda name: getattr(next((one for one in all_of_it if hasattr(one, name)), library), name)
+    names = ("ggml.dll", "ggml-base.dll") if sys.platform == "win32" else ()  # elsewhere they are searched with it
+    others = [ctypes.CDLL(str(path.parent / name)) for name in names if (path.parent / name).is_file()]
+    return lambda name: getattr(next((one for one in others if hasattr(one, name)), library), name)
 
 
 def _load_backends(find: Callable[[str], Any], set_log: Any, folder: Path) -> None:
