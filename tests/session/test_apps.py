@@ -190,7 +190,7 @@ class TestCheckpoints:
         store = session.cache.store
         assert store is not None
         noted: list[object] = []
-        monkeypatch.setattr(store, "used_by", lambda *use, **_: noted.append(use))
+        monkeypatch.setattr(store, "record_use_by", lambda *use, **_: noted.append(use))
         self.chat(session)
         self.chat(session)
         assert noted == []
