@@ -33,6 +33,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
         "lines for what disappoints, documents as files, counted nouns, attach remembers its costs",
     ),
     ("rekindle", 740, 9, "daemon/: a model stays loaded between commands, so the second starts in under a second"),
+    ("rekindle", 360, 1, "engine/llamacpp/c_api: llama.cpp's functions and structs, declared and checked; no compiler"),
+    ("benchmarks", 20, 0, "functions of llama.cpp that only its rivals call, once llama-cpp-python's"),
 )
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

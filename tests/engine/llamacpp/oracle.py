@@ -16,7 +16,7 @@ import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rekindle.core.request import Message
-from rekindle.engine.llamacpp.c_api import Batch, Token, llama
+from rekindle.engine.llamacpp.c_api import LlamaBatch, Token, llama
 from rekindle.engine.llamacpp.library import capture_log
 
 
@@ -30,8 +30,8 @@ def more() -> Any:
     capture_log()
     library = ctypes.CDLL(str(llama.path))
     for name, result, arguments in (
-        ("llama_batch_init", Batch, (ctypes.c_int32, ctypes.c_int32, ctypes.c_int32)),
-        ("llama_batch_free", None, (Batch,)),
+        ("llama_batch_init", LlamaBatch, (ctypes.c_int32, ctypes.c_int32, ctypes.c_int32)),
+        ("llama_batch_free", None, (LlamaBatch,)),
         ("llama_memory_clear", None, (ctypes.c_void_p, ctypes.c_bool)),
         ("llama_sampler_sample", Token, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)),
         (

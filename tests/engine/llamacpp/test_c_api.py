@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import re
 import shutil
 from collections.abc import Callable
@@ -88,6 +89,26 @@ def test_a_named_library_comes_before_the_wheel(elsewhere: Path) -> None:
     library.load(str(elsewhere))
     assert library.path == elsewhere and re.fullmatch(r"libllama\.so, ggml [\d.]+.*", library.name)
     assert library.llama_print_system_info()
+
+
+def test_the_one_inside_llama_cpp_python_comes_last(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = tmp_path / "llama_cpp" / "lib"
+    inside.mkdir(parents=True)
+    (inside.parent / "__init__.py").write_text("raise AssertionError('nothing of it is imported')")
+    (inside / "libggml.so").write_bytes(b"")
+    (inside / "libllama.so").symlink_to(path)
+    about = tmp_path / "llama_cpp_python-0.3.36.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: 0.3.36\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [name for _, name in c_api._candidates(None)][1:] == ["llama-cpp-python 0.3.36"]
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xllamacpp" else found(name))
+    library = LlamaLibrary()
+    library.load()
+    assert library.path == inside / "libllama.so" and library.name.startswith("llama-cpp-python 0.3.36, ggml ")
 
 
 def test_without_a_package_that_brings_a_library_one_can_still_be_named() -> None:
@@ -255,7 +276,7 @@ def test_the_context_of_both_versions_differs_by_one_field() -> None:
 
 def test_a_batch_or_a_sampler_that_answers_otherwise_is_refused(bind: Callable[..., Any]) -> None:
     def other_batch(tokens: Any, count: int) -> Any:
-        return c_api.Batch(n_tokens=count + 1)
+        return c_api.LlamaBatch(n_tokens=count + 1)
 
     for changes in ({"llama_batch_get_one": other_batch}, {"llama_sampler_apply": lambda *_: None}):
         with pytest.raises(EngineMissing, match="other structs"):

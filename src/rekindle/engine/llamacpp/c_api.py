@@ -133,7 +133,7 @@ class OldContextParams(Structure):
     _fields_ = [field for field in _CONTEXT_FIELDS if field[0] != "reserved"]
 
 
-class Batch(Structure):
+class LlamaBatch(Structure):
     _fields_ = [
         ("n_tokens", c_int32),
         ("token", POINTER(Token)),
@@ -163,8 +163,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_version": (c_char_p, ()),
     "llama_adapter_lora_free": (None, (_Pointer,)),
     "llama_adapter_lora_init": (_Pointer, (_Pointer, _Text)),
-    "llama_batch_get_one": (Batch, (_Tokens, c_int32)),
-    "llama_decode": (c_int32, (_Pointer, Batch)),
+    "llama_batch_get_one": (LlamaBatch, (_Tokens, c_int32)),
+    "llama_decode": (c_int32, (_Pointer, LlamaBatch)),
     "llama_detokenize": (c_int32, (_Pointer, _Tokens, c_int32, _Text, c_int32, c_bool, c_bool)),
     "llama_free": (None, (_Pointer,)),
     "llama_get_logits_ith": (POINTER(c_float), (_Pointer, c_int32)),

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rekindle.core.kv import Span
 from rekindle.engine.base import Logits
-from rekindle.engine.llamacpp.c_api import Batch, llama
+from rekindle.engine.llamacpp.c_api import LlamaBatch, llama
 from rekindle.engine.llamacpp.library import LoadedContext
 from rekindle.engine.llamacpp.state import Bytes
 from rekindle.errors import Cancelled, Closed, OutOfMemory, RekindleError
@@ -172,7 +172,7 @@ class KvBuffer:
             if context is not None:
                 context.close()
 
-    def _decode(self, batch: Batch, cancelled: Callable[[], bool] | None) -> None:
+    def _decode(self, batch: LlamaBatch, cancelled: Callable[[], bool] | None) -> None:
         if cancelled is not None and cancelled():
             raise Cancelled("The request was cancelled.")
         answer = llama.llama_decode(self.context.pointer, batch)
@@ -227,9 +227,9 @@ class _Batch:
             np.concatenate([row_wants(row) for row in rows]).astype(np.int8),
         )
 
-    def part(self, start: int, stop: int) -> Batch:
+    def part(self, start: int, stop: int) -> LlamaBatch:
         """A llama.cpp batch of some of the tokens. It points into this object."""
-        fields: dict[str, Any] = {field[0]: field[1] for field in Batch._fields_}
+        fields: dict[str, Any] = {field[0]: field[1] for field in LlamaBatch._fields_}
         arrays: dict[str, NDArray[Any]] = {
             "token": self.tokens,
             "pos": self.positions,
@@ -239,7 +239,7 @@ class _Batch:
         }
         begins = {name: array.ctypes.data + start * array.itemsize for name, array in arrays.items()}
         pointers = {name: ctypes.cast(begin, fields[name]) for name, begin in begins.items()}
-        return Batch(n_tokens=stop - start, **pointers)
+        return LlamaBatch(n_tokens=stop - start, **pointers)
 
 
 class _Watch:
