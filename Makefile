@@ -5,17 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Compiled once, not in each of the thousand processes that tests start.
 export PYTHONDONTWRITEBYTECODE :=
-EXTRAS := hf,knowledge,langchain,llamaindex,bench,dev
+EXTRAS := hf,llamacpp,knowledge,langchain,llamaindex,bench,dev
 
-# llama-cpp-python comes as source only: it is built once, outside the tree, for the processor of this machine.
-WHEELS ?= $(or $(REKINDLE_WHEELS),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/rekindle-wheels)
-LLAMA := llama-cpp-python==$(shell sed -n 's/^llama_cpp_python==//p' constraints.txt)
-LLAMA_WHEEL = $(firstword $(wildcard $(WHEELS)/llama_cpp_python-$(lastword $(subst ==, ,$(LLAMA)))-*.whl))
-# Virtual machines announce AMX and then refuse it.
-LLAMA_FLAGS := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
-LLAMA_STAMP := $(VENV)/.llamacpp
-
-.PHONY: help setup clients llamacpp test-llamacpp engines demo test test-docs test-long quick lint bench ledger numbers reference soak soak-server clean
+.PHONY: help setup clients test-llamacpp engines demo test test-docs test-long quick lint bench ledger numbers reference soak soak-server clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -32,9 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## the main job, as far as it exists, on the embedded model
 	@$(BIN)/python -m tools.demo
 
-test: setup lint  ## lint, types, layers, tests (those of llama.cpp where it is at hand, but for its real models: test-llamacpp)
-	@if [ -n "$(LLAMA_WHEEL)" ]; then $(MAKE) --no-print-directory llamacpp; \
-	else echo "llama.cpp: its tests are not run, because it is not built here (make test-llamacpp builds it)"; fi
+test: setup lint  ## lint, types, layers, tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive and not long and not (llamacpp and (real or docs))"
 
 test-docs: setup  ## every command and all code of README and guide; `make test` runs some pages
@@ -53,19 +43,8 @@ $(VENV)/.clients: | $(STAMP)
 	@$(VENV)/clients/bin/pip install -qq --disable-pip-version-check langchain-openai llama-index-llms-openai-like
 	@touch $@
 
-llamacpp: $(LLAMA_STAMP)  ## build llama-cpp-python if need be (about 15 CPU-minutes, once) and install it
-
-$(LLAMA_STAMP): $(STAMP) constraints.txt
-	@mkdir -p $(WHEELS)
-	@if [ -z "$(LLAMA_WHEEL)" ]; then \
-	  echo "building $(LLAMA) into $(WHEELS) (about 15 CPU-minutes, once)"; \
-	  CMAKE_ARGS="-DLLAVA_BUILD=OFF -DCMAKE_C_FLAGS='$(LLAMA_FLAGS)' -DCMAKE_CXX_FLAGS='$(LLAMA_FLAGS)'" \
-	  $(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps -w $(WHEELS) "$(LLAMA)"; fi
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --find-links $(WHEELS) --only-binary llama-cpp-python "$(LLAMA)"
-	@touch $@
-
-test-llamacpp: setup llamacpp  ## the tests of the llama.cpp engine, and every law of the cache on every engine
-	@$(BIN)/python -m pytest -m llamacpp
+test-llamacpp: setup  ## all tests of the llama.cpp engine, also on real models; LIBRARY=libllama.so: on your own build of it
+	@TEST_LLAMA_LIBRARY=$(LIBRARY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m llamacpp
 
 quick: $(STAMP)  ## the fast inner loop: tiny models only, under 90 seconds
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:schemathesis -n 2 --dist loadfile -m "not real and not docs and not storm and not exhaustive and not thorough and not long"
@@ -92,7 +71,7 @@ ledger: setup  ## headline ratios of five quick benches (ten minutes); BEFORE=CH
 numbers: setup  ## run every bench and rewrite docs/numbers.md
 	@$(BIN)/python -m tools.write_numbers
 
-engines: setup llamacpp  ## compare the engines, for the guide
+engines: setup  ## compare the engines, for the guide
 	@$(BIN)/python -m tools.compare_engines --write
 
 reference: $(STAMP)  ## rewrite docs/reference from the code

@@ -151,7 +151,7 @@ def drop_pages(*paths: Path) -> bool:
     return True
 
 
-def versions(packages: Sequence[str] = ("torch", "transformers", "llama-cpp-python")) -> dict[str, str]:
+def versions(packages: Sequence[str] = ("torch", "transformers", "xllamacpp")) -> dict[str, str]:
     """The versions that matter."""
     found = {"rekindle": __version__, "python": platform.python_version()}
     for name in packages:

@@ -56,6 +56,10 @@ HOME = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if library := os.environ.get("TEST_LLAMA_LIBRARY"):  # instead of the wheel's
+        from rekindle.engine.llamacpp.c_api import llama
+
+        llama.load(library)
     settings.load_profile("quick" if is_quick(config) else "shared machine")
     if not hasattr(config, "workerinput"):  # the workers of xdist inherit it
         config.stash[HOME] = Path(tempfile.mkdtemp(prefix="rekindle-tests-"))

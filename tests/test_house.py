@@ -30,6 +30,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
      "the disk limit, ingest, idle or Ollama's models did not help; what attach measured is remembered"),
     ("rekindle", 740, 9, "daemon/: a model stays loaded between commands, so the second starts in under a second"),
     ("rekindle", 160, 0, "what people read: counts, tables that break no word, empty lists, files that are not there"),
+    ("rekindle", 360, 1, "engine/llamacpp/c_api: llama.cpp's functions and structs, declared and checked; no compiler"),
+    ("benchmarks", 20, 0, "functions of llama.cpp that only its rivals call, once llama-cpp-python's"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

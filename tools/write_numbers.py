@@ -33,7 +33,7 @@ PAGES = (
 )
 
 # A bench, or one on another engine than its usual one.
-NAMES = [*BENCHES, *(["prefix:llamacpp", "serve:llamacpp"] if importlib.util.find_spec("llama_cpp") else [])]
+NAMES = [*BENCHES, *(["prefix:llamacpp", "serve:llamacpp"] if importlib.util.find_spec("xllamacpp") else [])]
 
 # What a bench measures: folders of src/rekindle. Its own files count too.
 MEASURED = {

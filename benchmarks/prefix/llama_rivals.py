@@ -1,5 +1,8 @@
 """llama.cpp without us: its own prompt cache in memory, saved slots, and the two caches of llama-cpp-python.
 
+Those of llama-cpp-python take part if the engine runs on its library (`REKINDLE_LLAMA_LIBRARY`): a state of one version
+is no state of another.
+
 All with the same weights, threads, batch sizes and attention as ours. What is measured is the way from token ids to the
 first token. The prefixes' KV comes from our engine, byte for byte: nobody has to compute it again to take part.
 """
@@ -8,18 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import io
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
-
 from benchmarks.prefix.floor import Floor, Run
 from rekindle.engine.base import Engine
+from rekindle.engine.llamacpp.c_api import Token, llama
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.llamacpp.library import LoadedContext
 from rekindle.engine.llamacpp.sequence import LlamaSequence
@@ -27,6 +31,36 @@ from rekindle.engine.llamacpp.state import Bytes
 
 _CONTEXT_TOKENS = 2048
 _POINTER = ctypes.POINTER(ctypes.c_uint8)
+_TOKENS = ctypes.POINTER(Token)
+_MORE = {  # functions that the engine does not call
+    "llama_sampler_sample": (Token, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)),
+    "llama_state_seq_save_file": (
+        ctypes.c_size_t,
+        (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, _TOKENS, ctypes.c_size_t),
+    ),
+    "llama_state_seq_load_file": (
+        ctypes.c_size_t,
+        (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, _TOKENS, ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t)),
+    ),
+}
+
+
+@cache
+def _more() -> Any:
+    library = ctypes.CDLL(str(llama.path))
+    for name, (result, arguments) in _MORE.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+@cache
+def _llama_cpp_python() -> Any:
+    """llama-cpp-python, if its library is the one in use, else None."""
+    found = importlib.util.find_spec("llama_cpp")
+    if found is None or llama.path is None or not llama.path.is_relative_to(Path(str(found.origin)).parent):
+        return None
+    return importlib.import_module("llama_cpp")
 
 
 class Alone:
@@ -35,36 +69,36 @@ class Alone:
     def __init__(self, engine: LlamaCppEngine) -> None:
         options = replace(engine.options, context_tokens=_CONTEXT_TOKENS, kv_tokens=_CONTEXT_TOKENS, sequences=1)
         self._context = LoadedContext(engine.loaded_model, options)
-        self._sampler = llama_cpp.llama_sampler_init_greedy()
+        self._sampler = llama.llama_sampler_init_greedy()
 
     def take(self, state: Bytes) -> None:
         """Become what a state says."""
         self.clear(0)
-        llama_cpp.llama_state_seq_set_data(self._context.pointer, state.ctypes.data_as(_POINTER), len(state), 0)
+        llama.llama_state_seq_set_data(self._context.pointer, state.ctypes.data_as(_POINTER), len(state), 0)
 
     def clear(self, start: int) -> None:
         """Forget everything from a position on."""
-        llama_cpp.llama_memory_seq_rm(self._context.memory, 0, start, -1)
+        llama.llama_memory_seq_rm(self._context.memory, 0, start, -1)
 
     def compute(self, tokens: list[int]) -> int:
         """The token that follows."""
-        ids = (llama_cpp.llama_token * len(tokens))(*tokens)
+        ids = (Token * len(tokens))(*tokens)
         for start in range(0, len(tokens), self._context.batch_tokens):
             count = min(self._context.batch_tokens, len(tokens) - start)
-            pointer = ctypes.cast(ctypes.addressof(ids) + 4 * start, ctypes.POINTER(llama_cpp.llama_token))
-            if llama_cpp.llama_decode(self._context.pointer, llama_cpp.llama_batch_get_one(pointer, count)):
+            pointer = ctypes.cast(ctypes.addressof(ids) + 4 * start, _TOKENS)
+            if llama.llama_decode(self._context.pointer, llama.llama_batch_get_one(pointer, count)):
                 raise RuntimeError("llama.cpp alone does not compute")
-        return int(llama_cpp.llama_sampler_sample(self._sampler, self._context.pointer, -1))
+        return int(_more().llama_sampler_sample(self._sampler, self._context.pointer, -1))
 
     def save(self, path: Path, tokens: list[int]) -> None:
         """Save the slot to a file."""
-        ids = (llama_cpp.llama_token * len(tokens))(*tokens)
-        llama_cpp.llama_state_seq_save_file(self._context.pointer, os.fsencode(path), 0, ids, len(tokens))
+        ids = (Token * len(tokens))(*tokens)
+        _more().llama_state_seq_save_file(self._context.pointer, os.fsencode(path), 0, ids, len(tokens))
 
     def load(self, path: Path) -> None:
         """Restore the slot from a file."""
-        ids, count = (llama_cpp.llama_token * _CONTEXT_TOKENS)(), ctypes.c_size_t(0)
-        read = llama_cpp.llama_state_seq_load_file(
+        ids, count = (Token * _CONTEXT_TOKENS)(), ctypes.c_size_t(0)
+        read = _more().llama_state_seq_load_file(
             self._context.pointer, os.fsencode(path), 0, ids, _CONTEXT_TOKENS, ctypes.byref(count)
         )
         if not read:
@@ -72,7 +106,7 @@ class Alone:
 
     def close(self) -> None:
         """Free the context."""
-        llama_cpp.llama_sampler_free(self._sampler)
+        llama.llama_sampler_free(self._sampler)
         self._context.close()
 
 
@@ -82,7 +116,7 @@ class Bindings:
     def __init__(self, engine: LlamaCppEngine, cache: Any) -> None:
         options, path = engine.options, engine.files.gguf
         with _silent():
-            self._llama = llama_cpp.Llama(
+            self._llama = _llama_cpp_python().Llama(
                 str(path),
                 n_ctx=_CONTEXT_TOKENS,
                 n_batch=options.batch_tokens,
@@ -97,24 +131,25 @@ class Bindings:
 
     def keep(self, prefix: list[int], state: Bytes) -> None:
         """Have a prefix in the cache, as after a request of it."""
-        llama = self._llama
-        llama.reset()
-        pointer = llama._ctx.ctx
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(pointer), True)
-        llama_cpp.llama_state_seq_set_data(pointer, state.ctypes.data_as(_POINTER), len(state), 0)
-        llama.input_ids[: len(prefix)] = prefix
-        llama.n_tokens = len(prefix)
+        model = self._llama
+        model.reset()
+        self._clear()
+        llama.llama_state_seq_set_data(model._ctx.ctx, state.ctypes.data_as(_POINTER), len(state), 0)
+        model.input_ids[: len(prefix)] = prefix
+        model.n_tokens = len(prefix)
         with _silent():
-            llama.cache[tuple(prefix)] = llama.save_state()
+            model.cache[tuple(prefix)] = model.save_state()
+
+    def _clear(self) -> None:
+        llama.llama_memory_seq_rm(llama.llama_get_memory(self._llama._ctx.ctx), -1, -1, -1)
 
     def run(self, tokens: list[int]) -> float:
         """Seconds to the first token of a prompt, after other requests came between."""
-        llama = self._llama
-        llama.reset()
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llama._ctx.ctx), True)
+        self._llama.reset()
+        self._clear()
         with _silent():
             started = time.perf_counter()
-            stream = llama.create_completion(tokens, max_tokens=2, temperature=0.0, stream=True)
+            stream = self._llama.create_completion(tokens, max_tokens=2, temperature=0.0, stream=True)
             next(iter(stream))
             seconds = time.perf_counter() - started
             for _ in stream:  # to its end: only then it keeps what it took out of its cache
@@ -141,8 +176,9 @@ class LlamaRivals:
         assert isinstance(engine, LlamaCppEngine)
         self._folder = folder
         self._cold, self._warm = Alone(engine), Alone(engine)
-        self._ram = Bindings(engine, llama_cpp.LlamaRAMCache())
-        self._disk = Bindings(engine, llama_cpp.LlamaDiskCache(str(folder / "disk-cache")))
+        bindings = _llama_cpp_python()
+        self._ram = bindings and Bindings(engine, bindings.LlamaRAMCache())
+        self._disk = _disk_cache(engine, folder)
         self._slots: dict[int, int] = {}  # tokens of each saved slot, by the number of its prefix
 
     def prepare(self, number: int, prefix: list[int], floor: Floor) -> dict[str, Run]:
@@ -153,8 +189,8 @@ class LlamaRivals:
         self._warm.take(state)
         self._warm.save(_slot(self._folder, number), prefix)
         self._slots[number] = len(prefix)
-        self._ram.keep(prefix, state)
-        self._disk.keep(prefix, state)
+        for bindings in filter(None, (self._ram, self._disk)):
+            bindings.keep(prefix, state)
 
         def in_memory(ending: list[int]) -> float:
             self._warm.clear(len(prefix))
@@ -162,7 +198,8 @@ class LlamaRivals:
             self._warm.compute(ending)
             return time.perf_counter() - started
 
-        return {"llamacpp_memory": in_memory, "ram_cache": lambda ending: self._ram.run(prefix + ending)}
+        ram = {"ram_cache": lambda ending: self._ram.run(prefix + ending)} if self._ram else {}
+        return {"llamacpp_memory": in_memory, **ram}
 
     def cold(self) -> dict[str, Run]:
         """llama.cpp alone, from nothing."""
@@ -196,7 +233,7 @@ class LlamaRivals:
 
     def close(self) -> None:
         """Free contexts and models."""
-        for rival in (self._cold, self._warm, self._ram, self._disk):
+        for rival in filter(None, (self._cold, self._warm, self._ram, self._disk)):
             rival.close()
 
 
@@ -207,7 +244,7 @@ class Restarted:
         assert isinstance(engine, LlamaCppEngine)
         self._folder = Path(task["folder"])
         self._alone = Alone(engine)
-        self._disk = Bindings(engine, llama_cpp.LlamaDiskCache(str(self._folder / "disk-cache")))
+        self._disk = _disk_cache(engine, self._folder)
         self._prefixes = {int(number): tokens for number, tokens in task["prefixes"].items()}
 
     def prepare(self, number: int) -> dict[str, Run]:
@@ -221,7 +258,12 @@ class Restarted:
             self._alone.compute(tokens[known:])
             return time.perf_counter() - started
 
-        return {"slot_restore": slot, "disk_cache": self._disk.run}
+        return {"slot_restore": slot, **({"disk_cache": self._disk.run} if self._disk else {})}
+
+
+def _disk_cache(engine: LlamaCppEngine, folder: Path) -> Bindings | None:
+    bindings = _llama_cpp_python()
+    return bindings and Bindings(engine, bindings.LlamaDiskCache(str(folder / "disk-cache")))
 
 
 def _slot(folder: Path, number: int) -> Path:

@@ -150,7 +150,7 @@ class ExtraMissing(RekindleError):
 
 
 class EngineMissing(RekindleError):
-    """The extra that brings the engine is not installed."""
+    """The extra that brings the engine is not installed, or the engine's library cannot be used."""
 
 
 class InvalidSetting(RekindleError, ValueError):

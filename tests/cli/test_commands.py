@@ -224,7 +224,7 @@ def test_doctor_tells_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = json.loads(rekindle("doctor", "--json").stdout)
     assert facts["rekindle"] == __version__ and facts["cores"] >= 1 and facts["memory_bytes"] > 0
     assert facts["engines"]["hf"] == "ready" and facts["engines_ready"]
-    if importlib.util.find_spec("llama_cpp") is None:
+    if importlib.util.find_spec("xllamacpp") is None:
         assert "pip install 'rekindle[llamacpp]'" in facts["engines"]["llamacpp"]
     else:
         assert facts["engines"]["llamacpp"] == "ready" and "CPU" in facts["choices"]["llamacpp: built with"]

@@ -239,7 +239,7 @@ def test_a_stream_is_cut_when_the_time_to_stop_is_over(tiny_folder: Path, tmp_pa
 @pytest.mark.real
 @pytest.mark.parametrize("engine", ["hf", pytest.param("llamacpp", marks=pytest.mark.llamacpp)])
 def test_serve_ps_and_chat_with_the_real_model(engine: str, tmp_path: Path) -> None:
-    pytest.importorskip("torch" if engine == "hf" else "llama_cpp")
+    pytest.importorskip("torch" if engine == "hf" else "xllamacpp")
     with started("smollm2", "--engine", engine, "--device", "cpu", "--cache", str(tmp_path / "cache")) as (
         process,
         url,

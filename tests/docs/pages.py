@@ -96,7 +96,7 @@ def test_the_code_of_the_docs_works(page: str, request: pytest.FixtureRequest) -
 
 def _skip_without_llamacpp(where: str) -> None:
     if "llamacpp" in where:
-        pytest.importorskip("llama_cpp")
+        pytest.importorskip("xllamacpp")
 
 
 def _is_installed(package: str) -> bool:

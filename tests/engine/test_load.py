@@ -137,21 +137,10 @@ def test_what_is_missing_is_named_with_how_to_install_it(name: Any, title: str) 
 
 
 def test_a_missing_engine_is_told_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "missing_packages", lambda name, have=None: ["llama_cpp"])
+    monkeypatch.setattr(module, "missing_packages", lambda name, have=None: ["xllamacpp"])
     monkeypatch.setattr(module, "obtain", lambda *a, **k: pytest.fail("it was fetched"))
-    with pytest.raises(EngineMissing, match="needs llama_cpp"):
+    with pytest.raises(EngineMissing, match="needs xllamacpp"):
         load_engine("org/unseen:Q4_K_M", EngineOptions())
-
-
-def test_a_library_that_does_not_load_is_a_sentence(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is built for one kind of processor, and may meet another."""
-    import sys
-
-    monkeypatch.setattr(module, "missing_packages", lambda name, have=None: [])
-    monkeypatch.delitem(sys.modules, "rekindle.engine.llamacpp.engine", raising=False)
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(EngineMissing, match="does not load.*--force-reinstall"):
-        load_engine(models["a GGUF file"], EngineOptions(engine="llamacpp"))
 
 
 # Settings of the wrong engine
@@ -184,8 +173,11 @@ def test_a_setting_of_llamacpp_is_refused_by_name_with_hf(name: str) -> None:
 
 
 def test_every_setting_of_llamacpp_is_refused_with_hf() -> None:
-    """Those that both engines have are not; `sequences` is no setting."""
-    shared = {"device", "context_tokens", "sequences"}
+    """Those that both engines have are not; `sequences` is no setting.
+
+    `llama_library` says where something is, not how to run a model: it may be in the user's rekindle.toml for good.
+    """
+    shared = {"device", "context_tokens", "sequences", "llama_library"}
     assert {field.name for field in fields(LlamaOptions)} - shared == set(WRONG_FOR_HF)
     settings = {field.name for field in fields(Settings)}
     assert set(WRONG_FOR_HF) <= settings
@@ -201,7 +193,7 @@ def test_a_setting_of_hf_is_refused_by_name_with_llamacpp(dtype: str) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_settings_of_both_are_refused_by_neither() -> None:
-    settings = Settings.load({"engine": "hf", "device": "cpu", "context": 100})
+    settings = Settings.load({"engine": "hf", "device": "cpu", "context": 100, "llama_library": "libllama.so"})
     options = EngineOptions.of(settings)
     assert (options.context_tokens, options.llama.context_tokens, options.llama.device) == (100, 100, "cpu")
     with pytest.raises(pytest.fail.Exception, match="looked for"):

@@ -98,7 +98,7 @@ def _folder() -> Path:
     return Path(folder.name)
 
 
-_HF, _LLAMACPP = ("torch", "transformers"), ("llama_cpp", "jinja2", "gguf")
+_HF, _LLAMACPP = ("torch", "transformers"), ("xllamacpp", "jinja2", "gguf")
 # ARM adds products of half-precision numbers in half precision: how many there are in a step matters more.
 _F16 = 2e-3 if platform.machine() in ("x86_64", "AMD64") else 2e-2
 

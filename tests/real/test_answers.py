@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rekindle import Session
+from rekindle.engine.step_width import max_exact_step
 
 pytestmark = pytest.mark.real
 
@@ -73,7 +74,10 @@ def test_checked_answers_are_those_of_the_model_alone(session: Session, asked: l
 
 @pytest.mark.llamacpp
 def test_llama_cpp_writes_what_it_would_have_written_without_a_draft(tmp_path: Path) -> None:
-    """From the same KV: the last bits of its prefill depend on how that is cut."""
+    """From the same KV: the last bits of its prefill depend on how that is cut.
+
+    There are drafts where a step of several tokens rounds as a step of one does, which depends on the processor.
+    """
     with Session("smollm2", engine="llamacpp", cache=tmp_path / "cache", library=tmp_path / "library") as session:
         session.ingest(documents=DOCUMENTS)
         drafted = 0
@@ -84,7 +88,7 @@ def test_llama_cpp_writes_what_it_would_have_written_without_a_draft(tmp_path: P
             session.flush()
             assert checked.tokens == alone.tokens
             drafted += checked.usage.drafted_tokens
-        assert drafted > 0
+        assert (drafted > 0) == (max_exact_step(session.engine) > 1)
 
 
 def test_the_identical_question_gets_the_stored_answer(session: Session) -> None:

@@ -32,7 +32,7 @@ ENGINES = [
         "llamacpp",
         marks=[
             pytest.mark.llamacpp,
-            pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama.cpp is not installed"),
+            pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="llama.cpp is not installed"),
         ],
     ),
 ]

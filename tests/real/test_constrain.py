@@ -36,7 +36,7 @@ CITY = {
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     options: dict[str, Any] = {"dtype": "float32"}
     if request.param == "llamacpp":
-        pytest.importorskip("llama_cpp")
+        pytest.importorskip("xllamacpp")
         options = {"threads": 1, "context": 1024}
     with Session("smollm2", engine=request.param, device="cpu", **options) as session:
         yield session.engine

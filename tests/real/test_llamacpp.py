@@ -17,9 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("llama_cpp")
-
-import llama_cpp
+pytest.importorskip("xllamacpp")
 
 from rekindle import Session
 from rekindle.core.kv import Span
@@ -30,6 +28,7 @@ from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.llamacpp.options import LlamaOptions
 from rekindle.models.sources import find
 from tests.engine.contract import Stored
+from tests.engine.llamacpp.oracle import PlainLlama, rendered
 from tests.engine.llamacpp.texts import CHATS, TEXTS
 from tests.unmeasured_costs import UnmeasuredCosts
 
@@ -255,12 +254,10 @@ def test_fed_kv_gives_the_logits_that_were_computed(name: str) -> None:
     engine.close()
 
 
-def test_logits_are_those_of_llamacpps_own_class(engine: LlamaCppEngine) -> None:
+def test_logits_are_those_of_llamacpp_by_itself(engine: LlamaCppEngine) -> None:
     tokens = engine.tokenizer.encode(STORY * 2)
-    path = find("smollm2", form="gguf").gguf
-    model = llama_cpp.Llama(str(path), n_ctx=512, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False)
-    model.eval(tokens)
-    expected = np.array(model.scores[: len(tokens)])
+    model = PlainLlama(find("smollm2", form="gguf").gguf)
+    expected = model.eval(tokens)
     model.close()
     sequence = engine.open(len(tokens), engine.regime(len(tokens)))
     (got,) = engine.step([Row.following(sequence, tokens, logits="all")])
@@ -272,28 +269,25 @@ def test_logits_are_those_of_llamacpps_own_class(engine: LlamaCppEngine) -> None
 
 
 @pytest.fixture(scope="module")
-def theirs() -> Iterator[Any]:
-    model = llama_cpp.Llama(str(find("smollm2", form="gguf").gguf), vocab_only=True, verbose=False)
+def theirs() -> Iterator[PlainLlama]:
+    model = PlainLlama(find("smollm2", form="gguf").gguf, vocab_only=True)
     yield model
     model.close()
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_text_has_llamacpps_own_tokens(name: str, engine: LlamaCppEngine, theirs: Any) -> None:
+def test_a_text_has_llamacpps_own_tokens(name: str, engine: LlamaCppEngine, theirs: PlainLlama) -> None:
     text = TEXTS[name]
     tokens = engine.tokenizer.encode(text)
-    assert tokens == theirs.tokenize(text.encode(), add_bos=True, special=False)
+    assert tokens == theirs.tokenize(text, add_bos=True, special=False)
     if name != "control characters":  # of which its vocabulary lacks some
         assert engine.tokenizer.decode(tokens) == text
 
 
-def test_chats_have_the_tokens_of_llamacpps_own_rendering(engine: LlamaCppEngine, theirs: Any) -> None:
-    from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
-    formatter = Jinja2ChatFormatter(engine.tokenizer.template, eos_token="<|im_end|>", bos_token="<|im_start|>")
+def test_chats_have_the_tokens_of_their_rendering(engine: LlamaCppEngine, theirs: PlainLlama) -> None:
     for chat in CHATS:
-        prompt = formatter(messages=[m.as_template_input() for m in chat]).prompt
-        assert engine.tokenizer.encode_chat(chat) == theirs.tokenize(prompt.encode(), add_bos=False, special=True)
+        prompt = rendered(engine.tokenizer.template, chat, bos="<|im_start|>", eos="<|im_end|>")
+        assert engine.tokenizer.encode_chat(chat) == theirs.tokenize(prompt, add_bos=False, special=True)
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ CHOSEN = {"type": "function", "function": {"name": "weather"}}
             "llamacpp",
             marks=[
                 pytest.mark.llamacpp,
-                pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="no llama-cpp-python here"),
+                pytest.mark.skipif(not importlib.util.find_spec("xllamacpp"), reason="no llama.cpp here"),
             ],
         ),
     ],

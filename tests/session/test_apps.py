@@ -149,7 +149,7 @@ class TestCheckpoints:
 
     @pytest.fixture
     def session(self, tmp_path: Path) -> Iterator[Session]:
-        pytest.importorskip("llama_cpp")
+        pytest.importorskip("xllamacpp")
         from tests.tiny_hybrids import write_mamba
 
         model = str(write_mamba(tmp_path / "mamba.gguf"))
@@ -190,7 +190,7 @@ class TestCheckpoints:
         store = session.cache.store
         assert store is not None
         noted: list[object] = []
-        monkeypatch.setattr(store, "used_by", lambda *use, **_: noted.append(use))
+        monkeypatch.setattr(store, "record_use_by", lambda *use, **_: noted.append(use))
         self.chat(session)
         self.chat(session)
         assert noted == []

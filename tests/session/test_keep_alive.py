@@ -21,7 +21,7 @@ from rekindle.session.keep_alive import KeepAlive
 
 pytestmark = pytest.mark.thorough
 
-HAS_LLAMACPP = importlib.util.find_spec("llama_cpp") is not None
+HAS_LLAMACPP = importlib.util.find_spec("xllamacpp") is not None
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 CHAT = [

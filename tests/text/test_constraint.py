@@ -502,7 +502,7 @@ def test_the_pieces_of_llamacpps_tokens_make_up_the_text_that_is_decoded(
     tmp_path: Path,
     load: Load,  # noqa: F811
 ) -> None:
-    pytest.importorskip("llama_cpp")
+    pytest.importorskip("xllamacpp")
     from tests.engine.llamacpp import vocabularies
 
     vocabulary = vocabularies.byte_level("<tool>") if kind == "bytes" else vocabularies.sentencepiece("<tool>")
@@ -525,7 +525,7 @@ def test_the_pieces_of_llamacpps_tokens_make_up_the_text_that_is_decoded(
 
 @pytest.mark.llamacpp
 def test_a_tiny_gguf_writes_what_the_schema_asks_for(tiny: Path, load: Load) -> None:  # noqa: F811
-    pytest.importorskip("llama_cpp")
+    pytest.importorskip("xllamacpp")
     tokenizer = load(tiny).tokenizer
     text = written(GrammarBackend(tokenizer).start(Grammar.json_schema(PERSON)), tokenizer)
     assert list(json.loads(text)) == ["name", "age", "pets", "home"]

@@ -26,6 +26,7 @@ _PACKAGES = (
     "accelerate",
     "gguf",
     "safetensors",
+    "xllamacpp",
     "llama-cpp-python",
     "tokenizers",
     "numpy",
@@ -82,16 +83,18 @@ def examine() -> dict[str, Any]:
 
 def _engines() -> tuple[dict[str, str], dict[str, str]]:
     """Which engines work, and how they would run a model."""
-    from rekindle.engine.load import ENGINES, require_packages
+    from rekindle.engine.load import ENGINES, packages_beside, require_packages
 
+    have = packages_beside(Settings.load().llama_library)
     engines: dict[str, str] = {}
     choices: dict[str, str] = {}
     for name in ENGINES:
         try:
-            require_packages(name)
+            require_packages(name, have)
             choices |= _hf_choices() if name == "hf" else _llamacpp_choices()
             engines[name] = "ready"
-        except (EngineMissing, OSError, RuntimeError) as trouble:  # RuntimeError: a shared library that does not load
+        # RuntimeError: a shared library that does not load. InvalidSetting: llama_library names none.
+        except (EngineMissing, InvalidSetting, OSError, RuntimeError) as trouble:
             engines[name] = str(trouble)
     return engines, choices
 
@@ -108,9 +111,15 @@ def _hf_choices() -> dict[str, str]:
 
 
 def _llamacpp_choices() -> dict[str, str]:
+    from rekindle.engine.llamacpp.c_api import llama
     from rekindle.engine.llamacpp.library import build, cores
 
-    return {"llamacpp: built with": build(), "llamacpp: threads": str(cores())}
+    llama.load(Settings.load().llama_library)
+    return {
+        "llamacpp: library": f"{llama.name} ({llama.path})",
+        "llamacpp: built with": build(),
+        "llamacpp: threads": str(cores()),
+    }
 
 
 def _version(package: str) -> str:

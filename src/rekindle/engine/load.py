@@ -26,8 +26,9 @@ log = logging.getLogger("rekindle.engine")
 EngineName = Literal["hf", "llamacpp"]
 ENGINES: dict[EngineName, tuple[str, ...]] = {  # with the packages that each needs
     "hf": ("torch", "transformers", "accelerate", "gguf", "safetensors"),
-    "llamacpp": ("llama_cpp", "jinja2"),
+    "llamacpp": ("xllamacpp", "jinja2"),
 }
+_INSTEAD = {"xllamacpp": "llama_cpp"}  # brings the same library
 _TITLES = {"hf": "The Hugging Face engine", "llamacpp": "The llama.cpp engine"}
 
 FindPackage = Callable[[str], object]
@@ -53,8 +54,9 @@ class EngineOptions:
 
 def load_engine(model: str, options: EngineOptions, progress: Progress | None = None) -> Engine:
     """Find (or pull) a model and load it. Raises `ModelError`, `EngineMissing` or `InvalidSetting`."""
-    name = choose_engine(model, options.engine)
-    require_packages(name)  # before anything is fetched
+    have = packages_beside(options.llama.llama_library)
+    name = choose_engine(model, options.engine, have)
+    require_packages(name, have)  # before anything is fetched
     if name == "llamacpp":
         return _load_llamacpp(model, options, progress)
     return _load_hf(model, options, progress)
@@ -86,7 +88,13 @@ def _is_gguf(model: str) -> bool:
 
 def missing_packages(name: EngineName, have: FindPackage = importlib.util.find_spec) -> list[str]:
     """The packages that an engine needs and that are not installed."""
-    return [package for package in ENGINES[name] if not have(package)]
+    return [package for package in ENGINES[name] if not (have(package) or have(_INSTEAD.get(package, package)))]
+
+
+def packages_beside(llama_library: str | None) -> FindPackage:
+    """Finds packages. With a library of llama.cpp of your own you need no package that brings one."""
+    own = {"xllamacpp"} if llama_library is not None else set()
+    return lambda package: package in own or importlib.util.find_spec(package)
 
 
 def require_packages(name: EngineName, have: FindPackage = importlib.util.find_spec) -> None:
@@ -115,7 +123,8 @@ def convert_gguf(files: ModelFiles, progress: Progress | None = None) -> None:
 
 
 def _load_hf(model: str, options: EngineOptions, progress: Progress | None) -> Engine:
-    plain = LlamaOptions(device=options.llama.device, context_tokens=options.llama.context_tokens)
+    given = options.llama
+    plain = LlamaOptions(given.device, given.context_tokens, llama_library=given.llama_library)
     for name in (known.name for known in fields(LlamaOptions)):
         value = getattr(options.llama, name)
         if value != getattr(plain, name):
@@ -144,15 +153,12 @@ def _load_llamacpp(model: str, options: EngineOptions, progress: Progress | None
         raise InvalidSetting(
             f"dtype={options.dtype!r} is for engine='hf': a GGUF file has its own numbers. Those of KV are kv_type."
         )
+    from rekindle.engine.llamacpp.c_api import llama
+    from rekindle.engine.llamacpp.engine import LlamaCppEngine
+
+    llama.load(options.llama.llama_library)  # before anything is fetched
     files = obtain(model, progress, form="gguf")
     _digest(files.parts, progress)
-    try:
-        from rekindle.engine.llamacpp.engine import LlamaCppEngine
-    except (ImportError, OSError, RuntimeError) as error:  # its shared library does not fit this machine
-        raise EngineMissing(
-            f"llama-cpp-python is installed but does not load ({error}). Install it again: "
-            "pip install --force-reinstall --no-cache-dir llama-cpp-python"
-        ) from error
     return LlamaCppEngine(files, options.llama, lambda share: _report(progress, "load", round(share * 100), 100))
 
 

@@ -105,6 +105,13 @@ class Settings(_Loadable):
     gpu_layers: int | None = setting(
         "model", None, "llamacpp: number of layers on the GPU; none: all, if there is one."
     )
+    llama_library: str | None = setting(
+        "model",
+        None,
+        "llamacpp: your own build of llama.cpp's library (libllama.so), for CUDA, Metal or Vulkan; none: the one that "
+        "came with rekindle[llamacpp].",
+        kind=a_path("a file"),
+    )
     flash_attention: Literal["auto", "on", "off"] = setting(
         "model",
         "auto",

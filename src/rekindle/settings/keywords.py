@@ -36,6 +36,7 @@ class SettingsLike(CacheSettings, total=False):
     context: int | None
     threads: int | None
     gpu_layers: int | None
+    llama_library: str | os.PathLike[str] | None
     flash_attention: Literal["auto", "on", "off"] | None
     kv_type: str | None
     kv_tokens: int | None

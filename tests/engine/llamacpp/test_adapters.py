@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("llama_cpp")
+pytest.importorskip("xllamacpp")
 
 from rekindle.core.adapter import Lora, LoraPair
 from rekindle.engine.base import Row

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("llama_cpp")
+pytest.importorskip("xllamacpp")
 
 from rekindle import Session
 from rekindle.cache.checkpoint_kv import GRID_TOKENS, CheckpointKv

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-pytest.importorskip("llama_cpp")
+pytest.importorskip("xllamacpp")
 
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.llamacpp.options import LlamaOptions
@@ -116,7 +116,7 @@ BY_NAME: list[tuple[Write, type[ModelError], str]] = [
     (truncated, BrokenModel, "Get the file again|Get it again|cut|short|incomplete"),
     (cut_header, BrokenModel, "damaged|short|cut"),
     (empty, NotAModel, "empty|not a GGUF"),
-    (unknown_architecture, UnsupportedModel, "'flatland'.*Update llama-cpp-python"),
+    (unknown_architecture, UnsupportedModel, "'flatland'.*ggml 0.*A later rekindle"),
     (without_tensors, NotAModel, "vocabulary but no weights"),
     (lacks_a_tensor, BrokenModel, "cannot load"),
     (embedding, NotAModel, "embeddings"),

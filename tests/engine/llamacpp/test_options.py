@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("llama_cpp")
-
-import llama_cpp
+pytest.importorskip("xllamacpp")
 
 from rekindle import Session
 from rekindle.cache.memory_gate import MemoryGate
 from rekindle.core.kv import Span
 from rekindle.engine.base import Row
+from rekindle.engine.llamacpp.c_api import llama
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
-from rekindle.engine.llamacpp.options import KV_TYPES, LlamaOptions
+from rekindle.engine.llamacpp.options import KV_TYPES, MAX_SEQUENCES, LlamaOptions
 from rekindle.errors import InvalidSetting, OutOfMemory, StepRefused
 from tests.engine.contract import Stored
 from tests.engine.llamacpp.alone import alone
@@ -87,13 +86,16 @@ def test_a_context_out_of_range_is_refused_with_the_range(context: int, tiny: Pa
 
 
 def test_more_sequences_than_llamacpp_takes_are_refused_by_name(tiny: Path, load: Load) -> None:
-    most = llama_cpp.llama_max_parallel_sequences()
-    assert load(tiny, sequences=most - 1).capabilities.spans
+    engine = load(tiny, sequences=MAX_SEQUENCES)
+    assert engine.capabilities.spans
+    parameters = llama.llama_context_default_params()
+    parameters.n_seq_max = MAX_SEQUENCES + 2  # with the spare one
+    assert not llama.llama_init_from_model(engine.loaded_model.pointer, parameters)
     with pytest.raises(InvalidSetting, match="sequences"):
-        load(tiny, sequences=most)
+        load(tiny, sequences=MAX_SEQUENCES + 1)
 
 
-@pytest.mark.skipif(llama_cpp.llama_supports_gpu_offload(), reason="this build has a GPU")
+@pytest.mark.skipif(llama.llama_supports_gpu_offload(), reason="this build has a GPU")
 @pytest.mark.parametrize("device", ["gpu", "cuda"])
 def test_a_gpu_that_is_not_there_is_refused(device: str, tiny: Path, load: Load) -> None:
     with pytest.raises(InvalidSetting, match="has no GPU. Use device='cpu'"):

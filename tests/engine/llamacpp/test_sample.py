@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("llama_cpp")
-
-import llama_cpp
+pytest.importorskip("xllamacpp")
 
 from rekindle.core.request import Sampling
+from rekindle.engine.llamacpp.c_api import llama
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.llamacpp.sample import ChainSampler
+from tests.engine.llamacpp.oracle import PlainLlama, more
 from tests.tiny_gguf import VOCABULARY
 
 pytestmark = [pytest.mark.llamacpp]
@@ -32,30 +32,30 @@ logits_lists = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=30)
 
 
 @pytest.fixture(scope="module")
-def model(tiny: Path) -> Iterator[Any]:
-    """llama-cpp-python's own class over the same file, with a context of its own."""
-    model = llama_cpp.Llama(str(tiny), n_ctx=256, n_threads=1, n_threads_batch=1, verbose=False)
+def model(tiny: Path) -> Iterator[PlainLlama]:
+    """The same file, with a context of its own."""
+    model = PlainLlama(tiny, context_tokens=256)
     yield model
     model.close()
 
 
 def by_hand(sampling: Sampling, seed: int) -> Any:
     """The chain that the settings mean."""
-    chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+    chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
     steps = []
     if sampling.repetition_penalty != 1.0:
-        steps.append(llama_cpp.llama_sampler_init_penalties(VOCABULARY, 512, sampling.repetition_penalty, 0.0, 0.0))
+        steps.append(llama.llama_sampler_init_penalties(VOCABULARY, 512, sampling.repetition_penalty, 0.0, 0.0))
     if sampling.temperature == 0.0:
-        steps.append(llama_cpp.llama_sampler_init_greedy())
+        steps.append(llama.llama_sampler_init_greedy())
     else:
         if sampling.top_k is not None:
-            steps.append(llama_cpp.llama_sampler_init_top_k(sampling.top_k))
-        steps.append(llama_cpp.llama_sampler_init_top_p(sampling.top_p, 1))
-        steps.append(llama_cpp.llama_sampler_init_min_p(sampling.min_p, 1))
-        steps.append(llama_cpp.llama_sampler_init_temp(sampling.temperature))
-        steps.append(llama_cpp.llama_sampler_init_dist(seed))
+            steps.append(llama.llama_sampler_init_top_k(sampling.top_k))
+        steps.append(llama.llama_sampler_init_top_p(sampling.top_p, 1))
+        steps.append(llama.llama_sampler_init_min_p(sampling.min_p, 1))
+        steps.append(llama.llama_sampler_init_temp(sampling.temperature))
+        steps.append(llama.llama_sampler_init_dist(seed))
     for step in steps:
-        llama_cpp.llama_sampler_chain_add(chain, step)
+        llama.llama_sampler_chain_add(chain, step)
     return chain
 
 
@@ -73,22 +73,22 @@ def by_hand(sampling: Sampling, seed: int) -> Any:
     ],
     ids=str,
 )
-def test_tokens_are_those_that_llamacpp_draws_itself(sampling: Sampling, model: Any, engine: LlamaCppEngine) -> None:
+def test_tokens_are_those_that_llamacpp_draws_itself(
+    sampling: Sampling, model: PlainLlama, engine: LlamaCppEngine
+) -> None:
     chain = by_hand(sampling, sampling.seed or 0)
     ours = engine.sampler(sampling, PROMPT)
     for token in PROMPT:
-        llama_cpp.llama_sampler_accept(chain, token)
+        llama.llama_sampler_accept(chain, token)
     model.reset()
-    model.eval(PROMPT)
-    context = model._ctx.ctx
+    logits = model.eval(PROMPT)[-1]
     try:
         for _ in range(60):
-            logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (VOCABULARY,)).copy()
-            expected = llama_cpp.llama_sampler_sample(chain, context, -1)
+            expected = more().llama_sampler_sample(chain, model.context, -1)
             assert ours.draw(logits) == expected
-            model.eval([expected])
+            (logits,) = model.eval([expected])
     finally:
-        llama_cpp.llama_sampler_free(chain)
+        llama.llama_sampler_free(chain)
 
 
 def drawn(sampling: Sampling, count: int = 2000, logits: np.ndarray = LOGITS) -> Counter[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("llama_cpp")
+pytest.importorskip("xllamacpp")
 
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.engine.base import Row

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("llama_cpp")
+pytest.importorskip("xllamacpp")
 
 from rekindle.core.kv import LayerKv, Span
 from rekindle.engine.llamacpp.state import StateLayout, UnknownLayout, read_layout

@@ -10,10 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("llama_cpp")
-
-import llama_cpp
-from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+pytest.importorskip("xllamacpp")
 
 from rekindle.core.request import Message
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
@@ -21,6 +18,7 @@ from rekindle.engine.llamacpp.options import LlamaOptions
 from rekindle.engine.llamacpp.tokenizer import GgufTokenizer
 from rekindle.errors import InvalidPrompt
 from tests.engine.llamacpp.conftest import Load
+from tests.engine.llamacpp.oracle import PlainLlama, applied, rendered
 from tests.engine.llamacpp.texts import CHATS, TEXTS
 from tests.engine.llamacpp.vocabularies import Vocabulary, byte_level, sentencepiece
 from tests.tiny_gguf import files_of, write_llama
@@ -47,26 +45,24 @@ def tokenizer(file: Path) -> Iterator[GgufTokenizer]:
 
 
 @pytest.fixture(scope="module")
-def theirs(file: Path) -> Iterator[Any]:
+def theirs(file: Path) -> Iterator[PlainLlama]:
     """llama.cpp's own tokenizer of the same file."""
-    model = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
+    model = PlainLlama(file, vocab_only=True)
     yield model
     model.close()
 
 
 def formatted(chat: list[Message]) -> str:
-    """A chat as llama-cpp-python renders it."""
-    formatter = Jinja2ChatFormatter(TURNS, eos_token="<|end|>", bos_token="<|turn|>")
-    return str(formatter(messages=[m.as_template_input() for m in chat]).prompt)
+    return rendered(TURNS, chat, bos="<|turn|>", eos="<|end|>")
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_text_has_llamacpps_own_tokens(name: str, tokenizer: GgufTokenizer, theirs: Any) -> None:
+def test_a_text_has_llamacpps_own_tokens(name: str, tokenizer: GgufTokenizer, theirs: PlainLlama) -> None:
     text = TEXTS[name]
     tokens = tokenizer.encode(text)
-    assert tokens == theirs.tokenize(text.encode(), add_bos=True, special=False)
+    assert tokens == theirs.tokenize(text, add_bos=True, special=False)
     assert tokenizer.decode(tokens) == text
-    assert theirs.detokenize(tokens).decode() == text
+    assert theirs.spell(tokens) == text
 
 
 @given(st.text(max_size=60))
@@ -76,14 +72,13 @@ def test_any_text_comes_back(tokenizer: GgufTokenizer, text: str) -> None:
 
 
 @pytest.mark.parametrize("index", range(len(CHATS)))
-def test_a_chat_has_the_tokens_of_llamacpps_own_rendering(index: int, tokenizer: GgufTokenizer, theirs: Any) -> None:
+def test_a_chat_has_the_tokens_of_its_rendering(index: int, tokenizer: GgufTokenizer, theirs: PlainLlama) -> None:
     chat = CHATS[index]
-    expected = theirs.tokenize(formatted(chat).encode(), add_bos=False, special=True)
+    expected = theirs.tokenize(formatted(chat), add_bos=False, special=True)
     assert tokenizer.encode_chat(chat) == expected
 
 
 def test_a_known_template_renders_as_llamacpps_own_code_does(tmp_path: Path, load: Load) -> None:
-    """`llama_chat_apply_template` knows the common templates by heart, without Jinja."""
     chatml = (
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>'"
         " + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -92,12 +87,7 @@ def test_a_known_template_renders_as_llamacpps_own_code_does(tmp_path: Path, loa
     vocabulary.template = chatml
     tokenizer = load(vocabulary.write(tmp_path / "chatml.gguf")).tokenizer
     for chat in CHATS:
-        turns = [llama_cpp.llama_chat_message(m.role.encode(), m.content.encode()) for m in chat]
-        array = (llama_cpp.llama_chat_message * len(turns))(*turns)
-        buffer = llama_cpp.ctypes.create_string_buffer(1 << 19)
-        count = llama_cpp.llama_chat_apply_template(chatml.encode(), array, len(turns), True, buffer, len(buffer))
-        assert 0 < count < len(buffer)
-        assert tokenizer.spell(tokenizer.encode_chat(chat)) == buffer.raw[:count].decode()
+        assert tokenizer.spell(tokenizer.encode_chat(chat)) == applied(chatml, chat)
 
 
 # What users spell
@@ -217,9 +207,9 @@ def test_pieces_with_marks_for_spaces_are_llamacpps_own(
     text: str, words: Vocabulary, tmp_path: Path, load: Load
 ) -> None:
     path = words.write(tmp_path / "words.gguf")
-    theirs = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+    theirs = PlainLlama(path, vocab_only=True)
     tokens = load(path).tokenizer.encode(text)
-    assert tokens == theirs.tokenize(text.encode(), add_bos=True, special=False)
+    assert tokens == theirs.tokenize(text, add_bos=True, special=False)
     assert tokens[0] == 1 and not set(tokens[1:]) & {0, 1, 2}
     theirs.close()
 

@@ -8,22 +8,20 @@ import re
 import subprocess
 import sys
 import venv
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-pytest.importorskip("llama_cpp")
+pytest.importorskip("xllamacpp")
+tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 pytestmark = [pytest.mark.llamacpp, pytest.mark.real, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 PROMPT = "Name three colours, and say where they are seen in a garden in spring."
-
-
-def wheels() -> Path:
-    """Where the Makefile has the wheel of llama-cpp-python built."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("REKINDLE_WHEELS") or caches / "rekindle-wheels")
 
 
 def said(*command: str | Path, **environment: str) -> str:
@@ -42,17 +40,40 @@ def said(*command: str | Path, **environment: str) -> str:
     return done.stdout
 
 
+def distributions(requirements: list[str]) -> dict[str, metadata.Distribution]:
+    """What is installed here of some requirements, and of theirs."""
+    found: dict[str, metadata.Distribution] = {}
+    waiting, seen = [(Requirement(text), "") for text in requirements], set[tuple[str, str]]()
+    while waiting:
+        wanted, within = waiting.pop()
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": within}):
+            continue
+        name = canonicalize_name(wanted.name)
+        for extra in {"", *wanted.extras} - {extra for other, extra in seen if other == name}:
+            seen.add((name, extra))
+            found[name] = metadata.distribution(wanted.name)
+            waiting += [(Requirement(other), extra) for other in found[name].requires or ()]
+    return found
+
+
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of its programs."""
-    if not list(wheels().glob("llama_cpp_python-*.whl")):
-        pytest.skip(f"there is no wheel of llama-cpp-python in {wheels()}: make llamacpp builds it")
+    """The folder of its programs: ours, and of all packages that are installed here those that `[llamacpp]` brings."""
     folder = tmp_path_factory.mktemp("without") / "venv"
-    venv.create(folder, with_pip=True)
+    venv.create(folder, with_pip=False)
     programs = folder / ("Scripts" if os.name == "nt" else "bin")
-    pip = [programs / "python", "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-    found = ["-c", ROOT / "constraints.txt", "--find-links", wheels(), "--only-binary", "llama-cpp-python"]
-    said(*pip, *found, f"{ROOT}[llamacpp]")
+    packages = Path(said(programs / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["llamacpp"]]
+    for distribution in distributions(wanted).values():
+        for part in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (packages / part).exists():
+                (packages / part).symlink_to(Path(str(distribution.locate_file(part))).resolve())
+    (packages / "rekindle").symlink_to(ROOT / "src" / "rekindle")
+    module, _, function = project["scripts"]["rekindle"].partition(":")
+    script = programs / "rekindle"
+    script.write_text(f"#!{programs / 'python'}\nfrom {module} import {function}\n{function}()\n")
+    script.chmod(0o755)
     return programs
 
 

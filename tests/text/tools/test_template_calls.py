@@ -271,7 +271,7 @@ def test_rounds_with_tools_on_the_template_of_smollm2() -> None:
 @pytest.mark.real
 @pytest.mark.llamacpp
 def test_both_engines_write_the_same_rounds() -> None:
-    pytest.importorskip("llama_cpp")
+    pytest.importorskip("xllamacpp")
     from rekindle.engine.hf.engine import HfEngine
     from rekindle.engine.llamacpp.engine import LlamaCppEngine
     from rekindle.engine.llamacpp.options import LlamaOptions

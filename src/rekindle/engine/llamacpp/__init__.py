@@ -1,6 +1,7 @@
-"""The llama.cpp engine, through the low-level interface of llama-cpp-python. No torch.
+"""The llama.cpp engine, through its C interface. No torch, no compiler.
 
-library     the shared library: models, contexts, its log and errors
+c_api       the functions and structs of the shared library, and which library
+library     models, contexts, its log and errors
 tokenizer   the vocabulary and the chat template of a GGUF file
 sample      llama.cpp's own samplers
 lora        LoRA adapters

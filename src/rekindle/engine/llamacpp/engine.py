@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-import llama_cpp
 import numpy as np
 
 from rekindle.core.adapter import Lora
@@ -17,6 +16,7 @@ from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import Kv, KvLayout, LayerShape, Span
 from rekindle.core.request import Sampling
 from rekindle.engine.base import Capabilities, Logits, Row
+from rekindle.engine.llamacpp.c_api import llama
 from rekindle.engine.llamacpp.kv_buffer import BatchTokens, KvBuffer
 from rekindle.engine.llamacpp.library import LoadedContext, LoadedModel, build, version
 from rekindle.engine.llamacpp.lora import LlamaLoras
@@ -93,7 +93,7 @@ class LlamaCppEngine:
         if self._staging is not None:
             self._held.callback(self._staging.close)
         moves = self._state is not None and options.kv_type in _MOVING_TYPES
-        moves = moves and bool(llama_cpp.llama_memory_can_shift(context.memory))
+        moves = moves and bool(llama.llama_memory_can_shift(context.memory))
         self._sequences = SequenceModel(
             self._cells, self._state, self._regime, self.context_tokens, moves, _owner_of(weakref.ref(self))
         )
@@ -254,11 +254,11 @@ class LlamaCppEngine:
 
     def _why_opaque(self) -> str | None:
         pointer = self.loaded_model.pointer
-        if llama_cpp.llama_model_is_recurrent(pointer):
+        if llama.llama_model_is_recurrent(pointer):
             return "the model is recurrent: its state cannot be cut"
-        if llama_cpp.llama_model_is_hybrid(pointer):
+        if llama.llama_model_is_hybrid(pointer):
             return "the model is hybrid: a part of its state is recurrent and cannot be cut"
-        if llama_cpp.llama_model_n_swa(pointer) > 0:
+        if llama.llama_model_n_swa(pointer) > 0:
             return "the model has a sliding window: llama.cpp forgets what left it"
         return None
 

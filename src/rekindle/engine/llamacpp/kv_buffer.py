@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.core.kv import Span
 from rekindle.engine.base import Logits
+from rekindle.engine.llamacpp.c_api import LlamaBatch, llama
 from rekindle.engine.llamacpp.library import LoadedContext
 from rekindle.engine.llamacpp.state import Bytes
 from rekindle.errors import Cancelled, Closed, OutOfMemory, RekindleError
@@ -91,18 +91,18 @@ class KvBuffer:
     def remove(self, sequence: int, start: int) -> bool:
         """Drop positions from `start` on; False if the model cannot drop a part."""
         with self.lock:
-            return bool(llama_cpp.llama_memory_seq_rm(self.context.memory, sequence, start, -1))
+            return bool(llama.llama_memory_seq_rm(self.context.memory, sequence, start, -1))
 
     def state_of(self, sequence: int, span: Span, size_bytes: int) -> Bytes:
         """The state of a span of a sequence, of `size_bytes`; shorter if it is not what was expected."""
         with self.lock:
             self._rotate_moved()
             memory = self.context.memory
-            llama_cpp.llama_memory_seq_cp(memory, sequence, self._spare, span.start, span.stop)
+            llama.llama_memory_seq_cp(memory, sequence, self._spare, span.start, span.stop)
             try:
                 return self._get(self._spare, size_bytes)
             finally:
-                llama_cpp.llama_memory_seq_rm(memory, self._spare, -1, -1)
+                llama.llama_memory_seq_rm(memory, self._spare, -1, -1)
 
     def whole_state_of(self, sequence: int) -> Bytes:
         """The state of a whole sequence."""
@@ -113,13 +113,13 @@ class KvBuffer:
     def size_bytes_of(self, sequence: int) -> int:
         """Bytes of the state of a whole sequence."""
         with self.lock:
-            return int(llama_cpp.llama_state_seq_get_size(self.context.pointer, sequence))
+            return int(llama.llama_state_seq_get_size(self.context.pointer, sequence))
 
     def put(self, sequence: int, state: Bytes) -> bool:
         """Load a state into an empty sequence; False if llama.cpp rejects it."""
         with self.lock:
             data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-            taken = llama_cpp.llama_state_seq_set_data(self.context.pointer, data, len(state), sequence)
+            taken = llama.llama_state_seq_set_data(self.context.pointer, data, len(state), sequence)
             return int(taken) == len(state)
 
     def put_behind(self, sequence: int, state: Bytes, span: Span, start: int) -> bool:
@@ -130,12 +130,12 @@ class KvBuffer:
                 if not self.put(self._spare, state):
                     return False
                 if start != span.start:
-                    llama_cpp.llama_memory_seq_add(memory, self._spare, span.start, span.stop, start - span.start)
+                    llama.llama_memory_seq_add(memory, self._spare, span.start, span.stop, start - span.start)
                     self._moved = True
-                llama_cpp.llama_memory_seq_cp(memory, self._spare, sequence, -1, -1)
+                llama.llama_memory_seq_cp(memory, self._spare, sequence, -1, -1)
                 return True
             finally:
-                llama_cpp.llama_memory_seq_rm(memory, self._spare, -1, -1)
+                llama.llama_memory_seq_rm(memory, self._spare, -1, -1)
 
     def compute(self, rows: Sequence[BatchTokens], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         """The logits each row wants. Raises `Cancelled`, `OutOfMemory`; rows may then be computed in part."""
@@ -149,7 +149,7 @@ class KvBuffer:
                     stop = min(start + self.context.batch_tokens, len(wanted))
                     self._decode(batch.part(start, stop), cancelled)
                     for place in np.flatnonzero(wanted[start:stop]):
-                        pointer = llama_cpp.llama_get_logits_ith(self.context.pointer, int(place))
+                        pointer = llama.llama_get_logits_ith(self.context.pointer, int(place))
                         logits[filled] = np.ctypeslib.as_array(pointer, (self._vocabulary_size,))
                         filled += 1
             return np.split(logits, np.cumsum([row.wanted for row in rows])[:-1])
@@ -163,7 +163,7 @@ class KvBuffer:
             try:
                 return self.compute([row, BatchTokens(self._spare, np.zeros(1, np.int64), 0, 0)], cancelled)[:1]
             finally:
-                llama_cpp.llama_memory_seq_rm(self.context.memory, self._spare, -1, -1)
+                llama.llama_memory_seq_rm(self.context.memory, self._spare, -1, -1)
 
     def close(self) -> None:
         """Free the context. Idempotent."""
@@ -172,10 +172,10 @@ class KvBuffer:
             if context is not None:
                 context.close()
 
-    def _decode(self, batch: llama_cpp.llama_batch, cancelled: Callable[[], bool] | None) -> None:
+    def _decode(self, batch: LlamaBatch, cancelled: Callable[[], bool] | None) -> None:
         if cancelled is not None and cancelled():
             raise Cancelled("The request was cancelled.")
-        answer = llama_cpp.llama_decode(self.context.pointer, batch)
+        answer = llama.llama_decode(self.context.pointer, batch)
         self._moved = False
         if answer == 0:
             return
@@ -189,12 +189,12 @@ class KvBuffer:
         """Rotate moved keys, by computing a dummy token."""
         if self._moved:
             self.compute([BatchTokens(self._spare, np.zeros(1, np.int64), 0, 0)])
-            llama_cpp.llama_memory_seq_rm(self.context.memory, self._spare, -1, -1)
+            llama.llama_memory_seq_rm(self.context.memory, self._spare, -1, -1)
 
     def _get(self, sequence: int, size_bytes: int) -> Bytes:
         state = np.empty(size_bytes, np.uint8)
         data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        got = llama_cpp.llama_state_seq_get_data(self.context.pointer, data, size_bytes, sequence)
+        got = llama.llama_state_seq_get_data(self.context.pointer, data, size_bytes, sequence)
         return state[: int(got)]
 
 
@@ -227,9 +227,9 @@ class _Batch:
             np.concatenate([row_wants(row) for row in rows]).astype(np.int8),
         )
 
-    def part(self, start: int, stop: int) -> llama_cpp.llama_batch:
+    def part(self, start: int, stop: int) -> LlamaBatch:
         """A llama.cpp batch of some of the tokens. It points into this object."""
-        fields = dict(llama_cpp.llama_batch._fields_)
+        fields: dict[str, Any] = {field[0]: field[1] for field in LlamaBatch._fields_}
         arrays: dict[str, NDArray[Any]] = {
             "token": self.tokens,
             "pos": self.positions,
@@ -239,7 +239,7 @@ class _Batch:
         }
         begins = {name: array.ctypes.data + start * array.itemsize for name, array in arrays.items()}
         pointers = {name: ctypes.cast(begin, fields[name]) for name, begin in begins.items()}
-        return llama_cpp.llama_batch(n_tokens=stop - start, **pointers)
+        return LlamaBatch(n_tokens=stop - start, **pointers)
 
 
 class _Watch:

@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import llama_cpp
 import psutil
 
+from rekindle.engine.llamacpp.c_api import AbortCallback, LogCallback, ProgressCallback, llama
 from rekindle.engine.llamacpp.options import KV_TYPES, PLAIN_KV_TYPES, LlamaOptions
 from rekindle.errors import BrokenModel, Closed, InvalidSetting, OutOfMemory, UnsupportedModel
 
@@ -37,20 +37,20 @@ class LoadedModel:
         said = capture_log()
         said.clear()
         self._lock = threading.RLock()
-        parameters = llama_cpp.llama_model_default_params()
-        self.on_gpu = options.device != "cpu" and options.gpu_layers != 0 and llama_cpp.llama_supports_gpu_offload()
+        parameters = llama.llama_model_default_params()
+        self.on_gpu = options.device != "cpu" and options.gpu_layers != 0 and llama.llama_supports_gpu_offload()
         if options.wants_gpu and not self.on_gpu:
             raise InvalidSetting(
-                f"device={options.device!r}: this build of llama.cpp has no GPU. Use device='cpu', or install one that "
-                "has: its README says how."
+                f"device={options.device!r}: this build of llama.cpp has no GPU. Use device='cpu', or name one that "
+                "has with llama_library."
             )
         parameters.n_gpu_layers = (-1 if options.gpu_layers is None else options.gpu_layers) if self.on_gpu else 0
         listener = _ProgressListener(progress)
         parameters.progress_callback = listener.callback
-        self._pointer = llama_cpp.llama_model_load_from_file(os.fsencode(path), parameters)
+        self._pointer = llama.llama_model_load_from_file(os.fsencode(path), parameters)
         if not self._pointer:
             raise listener.error or _load_error(path, said)
-        self.vocab = llama_cpp.llama_model_get_vocab(self._pointer)
+        self.vocab = llama.llama_model_get_vocab(self._pointer)
 
     @property
     def pointer(self) -> Any:
@@ -60,23 +60,23 @@ class LoadedModel:
     @property
     def has_decoder(self) -> bool:
         """Whether it generates text token by token."""
-        other = llama_cpp.llama_model_has_encoder(self._pointer) or llama_cpp.llama_model_is_diffusion(self._pointer)
-        return bool(llama_cpp.llama_model_has_decoder(self._pointer)) and not other
+        other = llama.llama_model_has_encoder(self._pointer) or llama.llama_model_is_diffusion(self._pointer)
+        return bool(llama.llama_model_has_decoder(self._pointer)) and not other
 
     @property
     def trained_tokens(self) -> int:
         """The longest context it was trained for."""
-        return int(llama_cpp.llama_model_n_ctx_train(self._pointer))
+        return int(llama.llama_model_n_ctx_train(self._pointer))
 
     @property
     def parameters(self) -> int:
         """Number of weights."""
-        return int(llama_cpp.llama_model_n_params(self._pointer))
+        return int(llama.llama_model_n_params(self._pointer))
 
     @property
     def attention(self) -> int:
         """About the size of a token's queries in all layers."""
-        return int(llama_cpp.llama_model_n_layer(self._pointer) * llama_cpp.llama_model_n_embd(self._pointer))
+        return int(llama.llama_model_n_layer(self._pointer) * llama.llama_model_n_embd(self._pointer))
 
     @property
     def original_tokens(self) -> int | None:
@@ -86,18 +86,18 @@ class LoadedModel:
 
     def metadata(self, key: str) -> str | None:
         """A metadata value of the file, as text."""
-        needed = llama_cpp.llama_model_meta_val_str(self._pointer, key.encode(), None, 0)
+        needed = llama.llama_model_meta_val_str(self._pointer, key.encode(), None, 0)
         if needed < 0:
             return None
         buffer = ctypes.create_string_buffer(needed + 1)
-        llama_cpp.llama_model_meta_val_str(self._pointer, key.encode(), buffer, needed + 1)
+        llama.llama_model_meta_val_str(self._pointer, key.encode(), buffer, needed + 1)
         return buffer.value.decode("utf-8", errors="replace")
 
     def kv_token_bytes(self) -> int:
         """About the bytes of a token's KV in 16-bit floats, from the header."""
-        heads = llama_cpp.llama_model_n_head(self._pointer)
-        dim = llama_cpp.llama_model_n_embd(self._pointer) // max(1, heads)
-        layers, kv_heads = llama_cpp.llama_model_n_layer(self._pointer), llama_cpp.llama_model_n_head_kv(self._pointer)
+        heads = llama.llama_model_n_head(self._pointer)
+        dim = llama.llama_model_n_embd(self._pointer) // max(1, heads)
+        layers, kv_heads = llama.llama_model_n_layer(self._pointer), llama.llama_model_n_head_kv(self._pointer)
         return int(2 * 2 * layers * max(1, kv_heads) * dim)
 
     @contextmanager
@@ -113,7 +113,7 @@ class LoadedModel:
         with self._lock:
             pointer, self._pointer = self._pointer, None
             if pointer:
-                llama_cpp.llama_model_free(pointer)
+                llama.llama_model_free(pointer)
 
 
 class _ProgressListener:
@@ -122,7 +122,7 @@ class _ProgressListener:
     def __init__(self, progress: Callable[[float], None] | None) -> None:
         self.error: BaseException | None = None
         self._progress = progress
-        self.callback = llama_cpp.llama_progress_callback(self._report)
+        self.callback = ProgressCallback(self._report)
 
     def _report(self, share: float, _: Any) -> bool:
         try:
@@ -151,7 +151,7 @@ class LoadedContext:
         # Longrope has other frequencies past its original length; llama.cpp chooses them by the size of the buffer.
         self.regime = "plain" if original is None else "long" if held > original else "short"
         self.batch_tokens = min(options.batch_tokens, self.cells)
-        parameters = llama_cpp.llama_context_default_params()
+        parameters = llama.llama_context_default_params()
         parameters.n_ctx = held
         parameters.n_seq_max = options.sequences + 1  # one spare
         parameters.n_batch = max(self.batch_tokens, parameters.n_seq_max)  # at least a token of each
@@ -165,15 +165,15 @@ class LoadedContext:
         parameters.flash_attn_type = _FLASH[self.flash_attention]
         parameters.no_perf = True
         self.threads = threads
-        self._pointer = llama_cpp.llama_init_from_model(model.pointer, parameters)
+        self._pointer = llama.llama_init_from_model(model.pointer, parameters)
         if not self._pointer:
             raise OutOfMemory(
                 f"llama.cpp makes no context of {self.cells:,} tokens ({_tell(said)}). Use a shorter context, "
                 "kv_type='q8_0', or a smaller kv_tokens."
             )
-        self.memory = llama_cpp.llama_get_memory(self._pointer)
+        self.memory = llama.llama_get_memory(self._pointer)
         self._abort = ctypes.create_string_buffer(2)  # a C string: empty or not
-        llama_cpp.llama_set_abort_callback(self._pointer, _is_not_empty(), ctypes.addressof(self._abort))
+        llama.llama_set_abort_callback(self._pointer, _is_not_empty(), ctypes.addressof(self._abort))
 
     @property
     def pointer(self) -> Any:
@@ -188,18 +188,19 @@ class LoadedContext:
         """Free it. Idempotent."""
         pointer, self._pointer = self._pointer, None
         if pointer:
-            llama_cpp.llama_free(pointer)
+            llama.llama_free(pointer)
 
 
 def version() -> str:
-    """Version of the bindings, which implies that of llama.cpp."""
-    return str(llama_cpp.__version__)
+    """The library, with its version."""
+    llama.load()
+    return llama.name
 
 
 def build() -> str:
     """Instruction sets and GPUs that the library was built for."""
     capture_log()
-    text: bytes = llama_cpp.llama_print_system_info()
+    text: bytes = llama.llama_print_system_info()
     return " ".join(text.decode("utf-8", errors="replace").replace(" = 1", "").split())
 
 
@@ -222,8 +223,8 @@ def capture_log() -> deque[str]:
             said.append(line)
         log.debug("%s", line)
 
-    listener = llama_cpp.llama_log_callback(listen)
-    llama_cpp.llama_log_set(listener, ctypes.c_void_p(0))
+    listener = LogCallback(listen)
+    llama.llama_log_set(listener, ctypes.c_void_p(0))
     _FOREVER.append(listener)
     return said
 
@@ -235,7 +236,7 @@ _FOREVER: list[Any] = []  # callbacks must live as long as the library
 def _is_not_empty() -> Any:
     """A C function that tells whether a string is empty: called between operations, without the GIL."""
     library = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
-    return ctypes.cast(library.strlen, llama_cpp.ggml_abort_callback)
+    return ctypes.cast(library.strlen, AbortCallback)
 
 
 def _choose_context(model: LoadedModel, options: LlamaOptions) -> int:
@@ -266,10 +267,15 @@ def _rounded(tokens: int) -> int:
 def _load_error(path: Path, said: deque[str]) -> Exception:
     words = _tell(said)
     if "unknown model architecture" in words:
-        return UnsupportedModel(f"{path} is of a kind this llama.cpp does not know ({words}). Update llama-cpp-python.")
+        return UnsupportedModel(
+            f"{path} is of a kind this llama.cpp does not know ({words}; {version()}). A later rekindle brings a later "
+            "one."
+        )
     if "alloc" in words or "memory" in words:
         return OutOfMemory(f"{path} does not fit into memory ({words}). Use a smaller model or fewer gpu_layers.")
-    return BrokenModel(f"llama.cpp cannot load {path} ({words}). Get the file again, or update llama-cpp-python.")
+    return BrokenModel(
+        f"llama.cpp cannot load {path} ({words}). Get the file again; if it is newer than {version()}, update rekindle."
+    )
 
 
 def _tell(said: deque[str]) -> str:

@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import numpy as np
 
 from rekindle.core.adapter import Lora, LoraPair, Matrix
+from rekindle.engine.llamacpp.c_api import llama
 from rekindle.engine.llamacpp.library import LoadedContext, LoadedModel, capture_log
 from rekindle.engine.lora_files import name_pattern
 from rekindle.errors import AdapterRefused, RekindleError
@@ -71,7 +71,7 @@ class LlamaLoras:
             self.use(None, context)
         pointer, _ = self._loaded.pop(digest, (None, 0.0))
         if pointer:
-            llama_cpp.llama_adapter_lora_free(pointer)
+            llama.llama_adapter_lora_free(pointer)
 
     def use(self, digest: str | None, context: LoadedContext) -> None:
         """Compute with this adapter from now on, or with none."""
@@ -79,15 +79,15 @@ class LlamaLoras:
             return
         pointer, scale = (None, 0.0) if digest is None else self._loaded[digest]
         count = 0 if digest is None else 1
-        adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(pointer)
-        if llama_cpp.llama_set_adapters_lora(context.pointer, adapters, count, (ctypes.c_float * 1)(scale)):
+        adapters = (ctypes.c_void_p * 1)(pointer)
+        if llama.llama_set_adapters_lora(context.pointer, adapters, count, (ctypes.c_float * 1)(scale)):
             raise RekindleError("llama.cpp could not put the adapter on. Its log has the reason.")
         self._set = digest
 
     def _init(self, path: Path, source: str) -> Any:
         said = capture_log()
         said.clear()
-        pointer = llama_cpp.llama_adapter_lora_init(self._model.pointer, os.fsencode(path))
+        pointer = llama.llama_adapter_lora_init(self._model.pointer, os.fsencode(path))
         if not pointer:
             reason = "; ".join(said) or "it gives no reason"
             raise AdapterRefused(f"llama.cpp does not put {source} on this model: {reason}.")
@@ -113,7 +113,7 @@ class LlamaLoras:
     def _check_whole(self, lora: Lora, architecture: str) -> None:
         if lora.copies:
             raise AdapterRefused(f"{lora.source} brings weights of {next(iter(lora.copies))} along. Use engine='hf'.")
-        layers = range(int(llama_cpp.llama_model_n_layer(self._model.pointer)))
+        layers = range(int(llama.llama_model_n_layer(self._model.pointer)))
         names = [f"model.layers.{number}.{part}" for number in layers for part in _NAMES[architecture]]
         for name in names:
             if name not in lora.pairs and any(name_pattern(pattern).matches(name) for pattern in lora.targets):
@@ -133,7 +133,7 @@ class LlamaLoras:
         kind = name.rpartition(".")[2]
         if architecture not in _PERMUTED or kind not in ("attn_q", "attn_k"):
             return pair.up
-        count = llama_cpp.llama_model_n_head if kind == "attn_q" else llama_cpp.llama_model_n_head_kv
+        count = llama.llama_model_n_head if kind == "attn_q" else llama.llama_model_n_head_kv
         heads = int(count(self._model.pointer))
         outputs, rank = pair.up.shape
         if heads < 1 or outputs % (2 * heads):

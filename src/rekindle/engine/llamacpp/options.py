@@ -30,6 +30,7 @@ class LlamaOptions:
     kv_type: str = "f16"
     kv_tokens: int | None = None
     sequences: int = 64
+    llama_library: str | None = None
 
     def __post_init__(self) -> None:
         if self.kv_type not in KV_TYPES:

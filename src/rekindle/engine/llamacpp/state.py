@@ -2,7 +2,7 @@
 
     magic | sequence | streams = 1 | cells               4 bytes each
     position | sequences = 1 | sequence                  4 bytes each, for every cell, in the order of the cells
-    transposed | layers                                  4 bytes each
+    transposed | layers                                  4 bytes each; since ggml 0.26 followed by 8 zero bytes
     type | row bytes | keys [cells, row]                 4, 8 bytes and the rows, for every layer
     type | row bytes | values [cells, row]               the same; but transposed, as without flash attention:
     type | number bytes | numbers | values [row, cells]
@@ -37,6 +37,7 @@ _ROWS = struct.Struct("<iQ")  # type, bytes of a row
 _COLUMNS = struct.Struct("<iII")  # type, bytes of a number, numbers of a row
 _KV_TYPES: dict[int, KvType] = {0: "float32", 1: "float16", 30: "bfloat16"}  # ggml's number of a type
 _MAX_LAYERS = 4096
+_ZERO_BYTES = 8
 
 
 class UnknownLayout(Exception):
@@ -59,6 +60,7 @@ class StateLayout:
     transposed: bool
     keys: tuple[_Half, ...]
     values: tuple[_Half, ...]
+    zero_bytes: int = 0  # between the numbers of layers and the first layer
 
     @cached_property
     def kv(self) -> KvLayout:
@@ -73,7 +75,7 @@ class StateLayout:
         """Bytes of the state of that many cells."""
         rows = sum(half.row_bytes for half in (*self.keys, *self.values))
         headers = _ROWS.size * (len(self.keys) + len(self.values))
-        return _START.size + cells * _CELL.itemsize + _DATA.size + headers + cells * rows
+        return self._first(cells) + headers + cells * rows
 
     def write(self, state: Bytes, span: Span) -> None:
         """Write the headers of the positions of `span`; the KV is left as it is."""
@@ -83,6 +85,7 @@ class StateLayout:
         about["position"] = np.arange(span.start, span.stop)
         about["sequences"], about["sequence"] = 1, 0
         _DATA.pack_into(state.data, _START.size + about.nbytes, self.transposed, len(self.keys))
+        state[self._first(cells) - self.zero_bytes : self._first(cells)] = 0
         for half, start in zip((*self.keys, *self.values), self._starts(cells), strict=True):
             _ROWS.pack_into(state.data, start, half.type, half.row_bytes)
         if self.transposed:
@@ -120,9 +123,13 @@ class StateLayout:
         layers = (LayerKv(_in(order, v.keys), _in(order, v.values)) for v in self.views(state, len(span)))
         return Kv(span, self.kv, tuple(layers))
 
+    def _first(self, cells: int) -> int:
+        """Offset of the first layer."""
+        return _START.size + cells * _CELL.itemsize + _DATA.size + self.zero_bytes
+
     def _starts(self, cells: int) -> list[int]:
         """Offsets of the keys, then the values, of each layer, with their headers."""
-        start = _START.size + cells * _CELL.itemsize + _DATA.size
+        start = self._first(cells)
         starts = []
         for half in (*self.keys, *self.values):
             starts.append(start)
@@ -142,11 +149,13 @@ def read_layout(state: Bytes, cells: int) -> StateLayout:
         if transposed not in (0, 1) or not 0 < layers <= _MAX_LAYERS:
             raise UnknownLayout(f"{layers} layers, transposed {transposed}")
         start += _DATA.size
+        zero_bytes = 0 if state[start : start + _ZERO_BYTES].any() else _ZERO_BYTES  # else a row of no bytes
+        start += zero_bytes
         keys, start = _read_rows(state, start, layers, cells)
         values, start = (_read_columns if transposed else _read_rows)(state, start, layers, cells)
     except (struct.error, ValueError) as error:
         raise UnknownLayout(str(error)) from error
-    layout = StateLayout(magic, bool(transposed), keys, values)
+    layout = StateLayout(magic, bool(transposed), keys, values, zero_bytes)
     types = {half.type for half in (*keys, *values)}
     size = layout.kv.numpy_dtype.itemsize
     if (transposed and len(types) > 1) or any(half.row_bytes % size for half in (*keys, *values)):

@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
 
-import llama_cpp
 import numpy as np
 
+from rekindle.engine.llamacpp.c_api import ATTR_CONTROL, ATTR_RSTRIP, ATTR_UNKNOWN, ATTR_USER_DEFINED, Token, llama
 from rekindle.engine.llamacpp.library import LoadedModel
 from rekindle.text.base import TokenLength, check_length
 from rekindle.text.chat_template import ChatTokenizer, is_marker, make_renderer, match_any
 from rekindle.text.tools.styles import TemplateTools
 
 _TEMPLATE = "tokenizer.chat_template"
-_SPECIAL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
-_DEFINED = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
-_STRIPS = llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP  # includes the whitespace after it
+_SPECIAL = ATTR_CONTROL | ATTR_UNKNOWN
+_DEFINED = ATTR_USER_DEFINED
+_STRIPS = ATTR_RSTRIP  # includes the whitespace after it
 _MARKER = re.compile(r"<\|.+\|>")  # user-defined tokens that are markers all the same
 _SEAM = "\x01"  # a character that no token joins with others
 
@@ -30,12 +30,12 @@ class GgufTokenizer(ChatTokenizer):
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         vocab = self._vocab = model.vocab
-        self.vocabulary_size = int(llama_cpp.llama_vocab_n_tokens(vocab))
+        self.vocabulary_size = int(llama.llama_vocab_n_tokens(vocab))
         template = model.metadata(_TEMPLATE) or ""
-        self._bos, eos = int(llama_cpp.llama_vocab_bos(vocab)), int(llama_cpp.llama_vocab_eos(vocab))
-        begins = self._bos >= 0 and llama_cpp.llama_vocab_get_add_bos(vocab)
+        self._bos, eos = int(llama.llama_vocab_bos(vocab)), int(llama.llama_vocab_eos(vocab))
+        begins = self._bos >= 0 and llama.llama_vocab_get_add_bos(vocab)
         self._lead = [self._bos] if begins else []  # the first token of every text
-        kinds = np.array([llama_cpp.llama_vocab_get_attr(vocab, i) for i in range(self.vocabulary_size)])
+        kinds = np.array([llama.llama_vocab_get_attr(vocab, i) for i in range(self.vocabulary_size)])
         special = {self._text(i): i for i in np.flatnonzero(kinds & _SPECIAL).tolist()}
         defined = {self._text(i): i for i in np.flatnonzero(kinds & _DEFINED).tolist()}
         around = TemplateTools.written_by(template)
@@ -43,8 +43,8 @@ class GgufTokenizer(ChatTokenizer):
         self._ids = {**markers, **special}
         self._markers = re.compile(f"(?={match_any(markers).pattern})")  # where one begins, also inside another
         self._strips = {i: bool(kinds[i] & _STRIPS) for i in self._ids.values()}
-        ends = {i for i in special.values() if llama_cpp.llama_vocab_is_eog(vocab, i)}
-        self.stop_ids = frozenset(ends | {i for i in (eos, int(llama_cpp.llama_vocab_eot(vocab))) if i >= 0})
+        ends = {i for i in special.values() if llama.llama_vocab_is_eog(vocab, i)}
+        self.stop_ids = frozenset(ends | {i for i in (eos, int(llama.llama_vocab_eot(vocab))) if i >= 0})
         self._beginning = self._spelling(self._bos)
         render = make_renderer(template, self._beginning, self._spelling(eos)) if template else None
         super().__init__(render=render, special=special, control=self._ids, template=template)
@@ -118,9 +118,9 @@ class GgufTokenizer(ChatTokenizer):
         room = len(data) + 8
         while True:
             tokens = np.empty(room, np.int32)
-            pointer = ctypes.cast(tokens.ctypes.data, ctypes.POINTER(llama_cpp.llama_token))
+            pointer = ctypes.cast(tokens.ctypes.data, ctypes.POINTER(Token))
             with self._model.alive():
-                count = llama_cpp.llama_tokenize(self._vocab, data, len(data), pointer, room, False, special)
+                count = llama.llama_tokenize(self._vocab, data, len(data), pointer, room, False, special)
             if count >= 0:
                 return [int(token) for token in tokens[:count]]
             room = -count
@@ -129,12 +129,12 @@ class GgufTokenizer(ChatTokenizer):
         if not len(tokens):
             return ""
         ids = np.asarray(tokens, dtype=np.int32)
-        pointer = ctypes.cast(ids.ctypes.data, ctypes.POINTER(llama_cpp.llama_token))
+        pointer = ctypes.cast(ids.ctypes.data, ctypes.POINTER(Token))
         room = 16 + 8 * len(ids)
         while True:
             text = ctypes.create_string_buffer(room)
             with self._model.alive():
-                count = llama_cpp.llama_detokenize(self._vocab, pointer, len(ids), text, room, False, spelled)
+                count = llama.llama_detokenize(self._vocab, pointer, len(ids), text, room, False, spelled)
             if count >= 0:
                 return text.raw[:count].decode("utf-8", errors="replace")
             room = -count
@@ -144,13 +144,13 @@ class GgufTokenizer(ChatTokenizer):
         while True:
             text = ctypes.create_string_buffer(room)
             with self._model.alive():
-                count = int(llama_cpp.llama_token_to_piece(self._vocab, token, text, room, 0, False))
+                count = int(llama.llama_token_to_piece(self._vocab, token, text, room, 0, False))
             if count >= 0:
                 return text.raw[:count]
             room = -count
 
     def _text(self, token: int) -> str:
-        return str((llama_cpp.llama_vocab_get_text(self._vocab, token) or b"").decode("utf-8", errors="replace"))
+        return str((llama.llama_vocab_get_text(self._vocab, token) or b"").decode("utf-8", errors="replace"))
 
     def _spelling(self, token: int) -> str:
         return self._text(token) if token >= 0 else ""

@@ -1,0 +1,410 @@
+"""The functions of llama.cpp that this engine calls, by ctypes: no compiler, and no other package's wrapper.
+
+The library is the first of these that is there:
+
+    the one that the setting llama_library names    your own build, for CUDA, Metal, Vulkan
+    the wheel xllamacpp                             brought by rekindle[llamacpp]
+    the one inside llama-cpp-python
+
+A process loads one. Its structs say nothing about their version, so two things are checked before anything is computed:
+that ggml is of a version that is known here, and that the library's own defaults are found where the structs have them.
+Fields that a later version has at the end keep those defaults: structs are passed with room behind them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_bool,
+    c_char_p,
+    c_float,
+    c_int8,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint8,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from pathlib import Path
+from typing import Any
+
+from rekindle.errors import EngineMissing, InvalidSetting
+
+KNOWN_VERSIONS = ("0.25", "0.26")  # of ggml
+TESTED = "xllamacpp 2026.10.11549 and llama-cpp-python 0.3.36"
+DEFAULT_SEED = 0xFFFFFFFF  # means a random one
+ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED, ATTR_RSTRIP = 1 << 0, 1 << 3, 1 << 4, 1 << 8
+
+Token = c_int32
+ProgressCallback = CFUNCTYPE(c_bool, c_float, c_void_p)
+LogCallback = CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
+_SILENT = LogCallback(lambda *_: None)
+AbortCallback = CFUNCTYPE(c_bool, c_void_p)
+_Pointer = c_void_p  # of a model, context, vocabulary, memory, sampler, adapter
+_Room = c_uint8 * 256  # behind a struct: for fields that a later version has at its end
+
+
+class ModelParams(Structure):
+    _fields_ = [
+        ("devices", c_void_p),
+        ("tensor_buft_overrides", c_void_p),
+        ("n_gpu_layers", c_int32),
+        ("split_mode", c_int32),
+        ("load_mode", c_int32),
+        ("lazy_mode", c_int32),
+        ("main_gpu", c_int32),
+        ("tensor_split", c_void_p),
+        ("progress_callback", ProgressCallback),
+        ("progress_callback_user_data", c_void_p),
+        ("kv_overrides", c_void_p),
+        ("vocab_only", c_bool),
+        ("check_tensors", c_bool),
+        ("use_extra_bufts", c_bool),
+        ("no_host", c_bool),
+        ("no_alloc", c_bool),
+        ("load_mtp", c_bool),
+        ("room", _Room),
+    ]
+
+
+_CONTEXT_FIELDS: list[tuple[str, Any]] = [
+    ("n_ctx", c_uint32),
+    ("n_batch", c_uint32),
+    ("n_ubatch", c_uint32),
+    ("n_seq_max", c_uint32),
+    ("n_rs_seq", c_uint32),
+    ("n_outputs_max", c_uint32),
+    ("n_outputs_max_per_seq", c_uint32),
+    ("n_threads", c_int32),
+    ("n_threads_batch", c_int32),
+    ("ctx_type", c_int32),
+    ("rope_scaling_type", c_int32),
+    ("pooling_type", c_int32),
+    ("attention_type", c_int32),
+    ("flash_attn_type", c_int32),
+    ("rope_freq_base", c_float),
+    ("rope_freq_scale", c_float),
+    ("yarn_ext_factor", c_float),
+    ("yarn_attn_factor", c_float),
+    ("yarn_beta_fast", c_float),
+    ("yarn_beta_slow", c_float),
+    ("yarn_orig_ctx", c_uint32),
+    ("defrag_thold", c_float),
+    ("cb_eval", c_void_p),
+    ("cb_eval_user_data", c_void_p),
+    ("type_k", c_int32),
+    ("type_v", c_int32),
+    ("reserved", c_uint64),  # since 0.26
+    ("abort_callback", c_void_p),
+    ("abort_callback_data", c_void_p),
+    ("embeddings", c_bool),
+    ("offload_kqv", c_bool),
+    ("no_perf", c_bool),
+    ("op_offload", c_bool),
+    ("swa_full", c_bool),
+    ("kv_unified", c_bool),
+    ("samplers", c_void_p),
+    ("n_samplers", c_size_t),
+    ("ctx_other", c_void_p),
+    ("room", _Room),
+]
+
+
+class NewContextParams(Structure):
+    """Since ggml 0.26."""
+
+    _fields_ = _CONTEXT_FIELDS
+
+
+class OldContextParams(Structure):
+    """Of ggml 0.25."""
+
+    _fields_ = [field for field in _CONTEXT_FIELDS if field[0] != "reserved"]
+
+
+class LlamaBatch(Structure):
+    _fields_ = [
+        ("n_tokens", c_int32),
+        ("token", POINTER(Token)),
+        ("embd", POINTER(c_float)),
+        ("pos", POINTER(c_int32)),
+        ("n_seq_id", POINTER(c_int32)),
+        ("seq_id", POINTER(POINTER(c_int32))),
+        ("logits", POINTER(c_int8)),
+    ]
+
+
+class TokenData(Structure):
+    _fields_ = [("id", Token), ("logit", c_float), ("p", c_float)]
+
+
+class TokenDataArray(Structure):
+    _fields_ = [("data", POINTER(TokenData)), ("size", c_size_t), ("selected", c_int64), ("sorted", c_bool)]
+
+
+class SamplerChainParams(Structure):
+    _fields_ = [("no_perf", c_bool)]
+
+
+_Text, _Tokens, _Bytes = c_char_p, POINTER(Token), POINTER(c_uint8)
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "ggml_commit": (c_char_p, ()),
+    "ggml_version": (c_char_p, ()),
+    "llama_adapter_lora_free": (None, (_Pointer,)),
+    "llama_adapter_lora_init": (_Pointer, (_Pointer, _Text)),
+    "llama_batch_get_one": (LlamaBatch, (_Tokens, c_int32)),
+    "llama_decode": (c_int32, (_Pointer, LlamaBatch)),
+    "llama_detokenize": (c_int32, (_Pointer, _Tokens, c_int32, _Text, c_int32, c_bool, c_bool)),
+    "llama_free": (None, (_Pointer,)),
+    "llama_get_logits_ith": (POINTER(c_float), (_Pointer, c_int32)),
+    "llama_get_memory": (_Pointer, (_Pointer,)),
+    "llama_log_set": (None, (LogCallback, c_void_p)),
+    "llama_memory_can_shift": (c_bool, (_Pointer,)),
+    "llama_memory_seq_add": (None, (_Pointer, c_int32, c_int32, c_int32, c_int32)),
+    "llama_memory_seq_cp": (None, (_Pointer, c_int32, c_int32, c_int32, c_int32)),
+    "llama_memory_seq_rm": (c_bool, (_Pointer, c_int32, c_int32, c_int32)),
+    "llama_model_default_params": (ModelParams, ()),
+    "llama_model_free": (None, (_Pointer,)),
+    "llama_model_get_vocab": (_Pointer, (_Pointer,)),
+    "llama_model_has_decoder": (c_bool, (_Pointer,)),
+    "llama_model_has_encoder": (c_bool, (_Pointer,)),
+    "llama_model_is_diffusion": (c_bool, (_Pointer,)),
+    "llama_model_is_hybrid": (c_bool, (_Pointer,)),
+    "llama_model_is_recurrent": (c_bool, (_Pointer,)),
+    "llama_model_load_from_file": (_Pointer, (_Text, ModelParams)),
+    "llama_model_meta_val_str": (c_int32, (_Pointer, _Text, _Text, c_size_t)),
+    "llama_model_n_ctx_train": (c_int32, (_Pointer,)),
+    "llama_model_n_embd": (c_int32, (_Pointer,)),
+    "llama_model_n_head": (c_int32, (_Pointer,)),
+    "llama_model_n_head_kv": (c_int32, (_Pointer,)),
+    "llama_model_n_layer": (c_int32, (_Pointer,)),
+    "llama_model_n_params": (c_uint64, (_Pointer,)),
+    "llama_model_n_swa": (c_int32, (_Pointer,)),
+    "llama_print_system_info": (c_char_p, ()),
+    "llama_sampler_accept": (None, (_Pointer, Token)),
+    "llama_sampler_apply": (None, (_Pointer, POINTER(TokenDataArray))),
+    "llama_sampler_chain_add": (None, (_Pointer, _Pointer)),
+    "llama_sampler_chain_default_params": (SamplerChainParams, ()),
+    "llama_sampler_chain_init": (_Pointer, (SamplerChainParams,)),
+    "llama_sampler_free": (None, (_Pointer,)),
+    "llama_sampler_init_dist": (_Pointer, (c_uint32,)),
+    "llama_sampler_init_greedy": (_Pointer, ()),
+    "llama_sampler_init_min_p": (_Pointer, (c_float, c_size_t)),
+    "llama_sampler_init_penalties": (_Pointer, (c_int32, c_int32, c_float, c_float, c_float)),
+    "llama_sampler_init_temp": (_Pointer, (c_float,)),
+    "llama_sampler_init_top_k": (_Pointer, (c_int32,)),
+    "llama_sampler_init_top_p": (_Pointer, (c_float, c_size_t)),
+    "llama_set_abort_callback": (None, (_Pointer, AbortCallback, c_void_p)),
+    "llama_set_adapters_lora": (c_int32, (_Pointer, POINTER(_Pointer), c_size_t, POINTER(c_float))),
+    "llama_state_seq_get_data": (c_size_t, (_Pointer, _Bytes, c_size_t, c_int32)),
+    "llama_state_seq_get_size": (c_size_t, (_Pointer, c_int32)),
+    "llama_state_seq_set_data": (c_size_t, (_Pointer, _Bytes, c_size_t, c_int32)),
+    "llama_supports_gpu_offload": (c_bool, ()),
+    "llama_token_to_piece": (c_int32, (_Pointer, Token, _Text, c_int32, c_int32, c_bool)),
+    "llama_tokenize": (c_int32, (_Pointer, _Text, c_int32, _Tokens, c_int32, c_bool, c_bool)),
+    "llama_vocab_bos": (Token, (_Pointer,)),
+    "llama_vocab_eos": (Token, (_Pointer,)),
+    "llama_vocab_eot": (Token, (_Pointer,)),
+    "llama_vocab_get_add_bos": (c_bool, (_Pointer,)),
+    "llama_vocab_get_attr": (c_int32, (_Pointer, Token)),
+    "llama_vocab_get_text": (c_char_p, (_Pointer, Token)),
+    "llama_vocab_is_eog": (c_bool, (_Pointer, Token)),
+    "llama_vocab_n_tokens": (c_int32, (_Pointer,)),
+}
+# What every build says by default. A struct with one field more or less says something else at one of these places.
+_MODEL_DEFAULTS = {
+    "n_gpu_layers": -1,
+    "split_mode": 1,
+    "main_gpu": 0,
+    "kv_overrides": None,
+    "vocab_only": False,
+    "check_tensors": False,
+    "use_extra_bufts": True,
+    "no_host": False,
+    "no_alloc": False,
+}
+_CONTEXT_DEFAULTS = {
+    "n_ctx": 512,
+    "n_batch": 2048,
+    "n_ubatch": 512,
+    "n_seq_max": 1,
+    "rope_scaling_type": -1,
+    "pooling_type": -1,
+    "attention_type": -1,
+    "flash_attn_type": -1,
+    "yarn_ext_factor": -1.0,
+    "yarn_attn_factor": -1.0,
+    "yarn_beta_fast": -1.0,
+    "yarn_beta_slow": -1.0,
+    "defrag_thold": -1.0,
+    "type_k": 1,
+    "type_v": 1,
+    "embeddings": False,
+    "offload_kqv": True,
+    "no_perf": True,
+    "op_offload": True,
+    "swa_full": True,
+    "kv_unified": False,
+    "samplers": None,
+    "n_samplers": 0,
+    "ctx_other": None,
+}
+
+
+class LlamaLibrary:
+    """The loaded library, with its functions as attributes. The first use of one loads it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.path: Path | None = None
+        self.name = ""  # with its version
+
+    def __getattr__(self, name: str) -> Any:
+        """Only for what is not there: the library is not loaded yet."""
+        if name not in _FUNCTIONS and name not in ("llama_context_default_params", "llama_init_from_model"):
+            raise AttributeError(name)
+        self.load()
+        return self.__dict__[name]
+
+    def load(self, named: str | None = None) -> None:
+        """Load the library, once. Raises `EngineMissing`, and `InvalidSetting` for another one than is loaded."""
+        with self._lock:
+            if named is not None and not Path(named).is_file():
+                raise InvalidSetting(
+                    f"llama_library={named!r}: there is no such file. Name libllama.so (.dylib, .dll) itself."
+                )
+            if self.path is None:
+                path, name, functions = _first_usable(_candidates(named))
+                self.__dict__.update(functions)
+                self.path, self.name = path, name
+            elif named is not None and not self.path.samefile(named):
+                raise InvalidSetting(
+                    f"llama_library={named!r}: this process has loaded {self.path} already. Start another one for it."
+                )
+
+
+llama = LlamaLibrary()
+
+
+def _candidates(named: str | None) -> Iterator[tuple[Path, str]]:
+    """The libraries there are, best first, each with its name and version."""
+    if named is not None:
+        yield Path(named), Path(named).name
+        return
+    kinds = {"win32": (".pyd", ".dll"), "darwin": (".so", ".dylib")}.get(sys.platform, (".so",))
+    for package, project, folder, start in (
+        ("xllamacpp", "xllamacpp", ".", "xllamacpp"),
+        ("llama_cpp", "llama-cpp-python", "lib", ("libllama", "llama")),
+    ):
+        found = importlib.util.find_spec(package)
+        for place in (found and found.submodule_search_locations) or ():
+            inside = Path(place) / folder
+            for path in sorted(inside.iterdir()) if inside.is_dir() else ():
+                if path.name.startswith(start) and path.suffix in kinds:
+                    yield path, f"{project} {importlib.metadata.version(project)}"
+                    break
+
+
+def _first_usable(candidates: Iterator[tuple[Path, str]]) -> tuple[Path, str, dict[str, Any]]:
+    """The first library that passes its checks, with its name and functions. Raises `EngineMissing`."""
+    refusals = []
+    for path, name in candidates:
+        try:
+            functions = _bind(path)
+        except EngineMissing as refusal:
+            refusals.append(refusal)
+            continue
+        version, commit = functions["ggml_version"]().decode(), functions["ggml_commit"]().decode()
+        return path, f"{name}, ggml {version}{'' if commit == 'unknown' else f' ({commit})'}", functions
+    if refusals:
+        raise refusals[0]
+    raise EngineMissing(
+        "The llama.cpp engine needs its library. Install it with: pip install 'rekindle[llamacpp]', or name your own "
+        "build with llama_library."
+    )
+
+
+def _bind(path: Path) -> dict[str, Any]:
+    """The functions of a library, checked. Raises `EngineMissing`."""
+    try:
+        find = _open(path)
+        names = (*_FUNCTIONS, "llama_context_default_params", "llama_init_from_model")
+        functions = {name: find(name) for name in names}
+    except (OSError, AttributeError) as error:
+        raise EngineMissing(f"{path} cannot be used as llama.cpp's library ({error}). Tested: {TESTED}.") from error
+    for name, (result, arguments) in _FUNCTIONS.items():
+        functions[name].restype, functions[name].argtypes = result, arguments
+    version = functions["ggml_version"]().decode()
+    if version.rpartition(".")[0] not in KNOWN_VERSIONS:
+        raise EngineMissing(
+            f"{path} is llama.cpp with ggml {version}, which is not known here: its structs may differ. Known are ggml "
+            f"{' and '.join(f'{known}.x' for known in KNOWN_VERSIONS)}; tested: {TESTED}."
+        )
+    params = _context_params(functions["llama_context_default_params"])
+    if params is None or not _structs_fit(functions):
+        raise EngineMissing(f"{path} (ggml {version}) has other structs than known here. Tested: {TESTED}.")
+    functions["llama_init_from_model"].restype = _Pointer
+    functions["llama_init_from_model"].argtypes = (_Pointer, params)
+    _load_backends(find, functions["llama_log_set"], path.resolve().parent)
+    return functions
+
+
+def _open(path: Path) -> Callable[[str], Any]:
+    """What finds a function of a library by its name, or raises `AttributeError`."""
+    library = ctypes.CDLL(str(path))
+    names = ("ggml.dll", "ggml-base.dll") if sys.platform == "win32" else ()  # elsewhere they are searched with it
+    others = [ctypes.CDLL(str(path.parent / name)) for name in names if (path.parent / name).is_file()]
+    return lambda name: getattr(next((one for one in others if hasattr(one, name)), library), name)
+
+
+def _load_backends(find: Callable[[str], Any], set_log: Any, folder: Path) -> None:
+    """Load the backends of a build that has them as libraries of their own (GGML_BACKEND_DL), from its folder."""
+    try:
+        count, load_all = find("ggml_backend_dev_count"), find("ggml_backend_load_all_from_path")
+    except AttributeError:
+        return
+    count.restype, count.argtypes = c_size_t, ()
+    load_all.restype, load_all.argtypes = None, (_Text,)
+    if not count():
+        set_log(_SILENT, None)
+        load_all(os.fsencode(folder))
+        if not count():
+            raise EngineMissing(f"llama.cpp finds no backend in {folder}. Put libggml-cpu.so and its others there.")
+
+
+def _context_params(default_params: Any) -> type[Structure] | None:
+    """The struct of a context's parameters that this library has, which the function returns from now on."""
+    for params in (NewContextParams, OldContextParams):
+        default_params.restype = params
+        if _has(default_params(), _CONTEXT_DEFAULTS):
+            return params
+    return None
+
+
+def _structs_fit(functions: dict[str, Any]) -> bool:
+    fits = _has(functions["llama_model_default_params"](), _MODEL_DEFAULTS)
+    tokens = (Token * 3)(1, 2, 3)
+    batch = functions["llama_batch_get_one"](tokens, 3)
+    fits = fits and batch.n_tokens == 3 and list(batch.token[:3]) == [1, 2, 3]
+    fits = fits and not (batch.embd or batch.pos or batch.n_seq_id or batch.seq_id or batch.logits)
+    candidates = (TokenData * 3)(TokenData(0, 1.0, 0.0), TokenData(1, 3.0, 0.0), TokenData(2, 2.0, 0.0))
+    array = TokenDataArray(candidates, 3, -1, False)
+    sampler = functions["llama_sampler_init_greedy"]()
+    functions["llama_sampler_apply"](sampler, ctypes.byref(array))
+    functions["llama_sampler_free"](sampler)
+    return fits and array.selected == 1 and array.data[1].id == 1
+
+
+def _has(params: Structure, defaults: dict[str, Any]) -> bool:
+    return all(getattr(params, name) == value for name, value in defaults.items())
