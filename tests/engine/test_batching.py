@@ -167,19 +167,6 @@ def test_only_the_row_whose_fault_it_is_fails() -> None:
         assert np.array_equal(request.logits[-1], alone(request.prompt, 10)[-1])
 
 
-def test_rows_that_look_inside_the_model_are_computed_as_they_are() -> None:
-    inner = Watched()
-    engine = BatchingEngine(inner)
-    given = prompt(30)
-    one, two = (engine.open(30, engine.regime(30)) for _ in range(2))
-    both = engine.step([Row.following(one, given, logits="all"), Row.following(two, given[:20])])
-    expected = (
-        FakeEngine().step([Row.following(FakeEngine().open(30, "plain"), given, logits="all")]) if False else None
-    )
-    assert expected is None and [len(found) for found in both] == [30, 1]
-    assert inner.steps == [[30, 20]]
-
-
 def test_a_call_of_several_rows_is_one_step_of_its_own() -> None:
     inner = Watched()
     engine = BatchingEngine(inner)

@@ -60,7 +60,6 @@ def know_speed(made: StepScheduler, token_seconds: float = TOKEN_SECONDS) -> Ste
     prompt = call(100)
     made.add(prompt)
     made.computed([prompt.piece(100)], 100 * token_seconds)
-    made.returning.clear()
     return made
 
 
@@ -136,7 +135,7 @@ def test_what_loads_or_cannot_be_cut_shares_no_step_and_takes_turns_with_replies
 def test_a_prompt_that_loaded_goes_on_with_the_others() -> None:
     made = know_speed(scheduler(loading(1000), call(1)))
     steps = [run(made, 0.25) for _ in range(3)]
-    assert [lengths(step) for step in steps] == [[250], [1, 250], [250]]
+    assert [lengths(step) for step in steps] == [[250], [1, 250], [MAX_PIECE_TOKENS]], "no reply waits in the end"
     assert [len(step[-1].rows[0].feeds) for step in steps] == [1, 0, 0]
 
 
@@ -156,13 +155,21 @@ def test_a_piece_takes_as_long_as_replies_may_wait() -> None:
     assert lengths(know_speed(scheduler(call(3000)), 0.004).next_step()) == [ALONE_SECONDS / 0.004]
 
 
-def test_a_reply_that_is_late_is_not_held_up_longer_than_others() -> None:
-    made = know_speed(scheduler(call(3000), call(1)))
-    run(made, 0.25)
-    assert made.returning and lengths(made.next_step()) == [250], "it may call again at any moment"
-    late = StepCall([Row(next(iter(made.returning)), [1], [1])], A)
-    made.add(late)
-    assert not made.returning and lengths(made.next_step()) == [1, 250]
+def test_a_reply_that_ended_does_not_shorten_the_prompts_after_it() -> None:
+    made = know_speed(scheduler(call(1)), 0.004)
+    run(made)
+    made.add(call(200))
+    assert made.returning and lengths(made.next_step()) == [200]
+
+
+def test_one_odd_step_hardly_changes_the_length_of_pieces() -> None:
+    usual, odd = know_speed(scheduler(), 0.01), know_speed(scheduler(), 0.01)
+    for made, seconds in ((usual, 0.16), (odd, 0.32)):
+        made.add(call(16))
+        run(made, seconds)
+        made.add(call(3000))
+    assert lengths(usual.next_step()) == [100]
+    assert 70 <= lengths(odd.next_step())[0] < 100
 
 
 def test_several_prompts_share_what_fits() -> None:
@@ -182,18 +189,14 @@ def test_a_piece_is_neither_tiny_nor_longer_than_the_engine_wants(token_seconds:
 
 @pytest.mark.parametrize(("tokens", "pieces"), [(250, [250]), (251, [251]), (252, [250, 2])])
 def test_no_piece_leaves_one_token_over(tokens: int, pieces: list[int]) -> None:
-    made = scheduler(call(tokens))
-    found = []
-    while made.waiting:
-        know_speed(made, 0.004)
-        found += lengths(run(made))
-    assert found == pieces
+    made = know_speed(scheduler(call(tokens)), 0.004)
+    found = lengths(run(made, 1.0))
+    assert [*found, *lengths(made.next_step())] == pieces
 
 
 def test_steps_that_load_say_nothing_about_the_speed_of_prompts() -> None:
     made = know_speed(scheduler(loading(100), call(3000)), 0.004)
     run(made, 60.0)
-    made.returning.clear()
     assert lengths(made.next_step()) == [250]
 
 

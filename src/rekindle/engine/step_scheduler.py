@@ -135,7 +135,7 @@ class StepScheduler:
             return [call.piece(call.tokens) for call in ranked[:1]]
         replies = [call for call in ranked if call.is_next_token]
         prompts = [call for call in ranked if not call.is_next_token]
-        budget = self._budget(STALL_SECONDS if replies or self.returning else ALONE_SECONDS)
+        budget = self._budget(STALL_SECONDS if replies else ALONE_SECONDS)
         self._was_alone = bool(prompts) and prompts[0].goes_alone and not (replies and self._was_alone)
         if self._was_alone:
             return [_piece_within(budget, prompts[0])]
@@ -180,7 +180,7 @@ class StepScheduler:
         prompt_tokens = sum(part.tokens for part in step if not part.call.is_next_token)
         if prompt_tokens:
             if prompt_tokens >= MIN_PIECE_TOKENS and not step[0].call.goes_alone:  # else it was loading, too
-                self._prompt_token_seconds = seconds / prompt_tokens
+                self._prompt_token_seconds = _averaged(self._prompt_token_seconds, seconds / prompt_tokens)
         elif len(step) == 1:
             self._single_seconds = _averaged(self._single_seconds, seconds)
             self._steps_since_shared += 1
