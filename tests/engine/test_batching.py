@@ -116,6 +116,25 @@ def test_replies_that_are_written_at_the_same_time_share_their_steps() -> None:
     assert max(len(step) for step in inner.steps) == 4
 
 
+def test_a_request_that_finds_the_engine_idle_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock:
+        seconds = 0.0
+
+        def perf_counter(self) -> float:
+            return self.seconds
+
+    clock = Clock()
+    monkeypatch.setattr("rekindle.engine.batching.time", clock)
+    monkeypatch.setattr("rekindle.engine.batching._RETURN_SECONDS", 600.0)
+    engine = BatchingEngine(FakeEngine())
+    Asking(engine, prompt(5), 4).run()
+    clock.seconds = 601.0
+    later = Asking(engine, prompt(6), 4)
+    later.start()
+    later.join(60)
+    assert not later.is_alive() and later.error is None
+
+
 def test_without_sharing_every_row_is_computed_alone_and_whole() -> None:
     inner = Watched()
     engine = BatchingEngine(inner, together=False)

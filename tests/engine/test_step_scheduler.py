@@ -208,8 +208,8 @@ def test_the_replies_of_the_last_step_are_waited_for_until_they_call_again() -> 
     made = know_speed(scheduler(*replies, prompt))
     run(made)
     assert made.returning == {reply.rows[0].sequence for reply in replies}, "the prompt is not over"
-    for reply in replies:
-        made.add(StepCall(reply.rows, A))
+    assert not made.add(call(1)), "nobody waited for it"
+    assert all(made.add(StepCall(reply.rows, A)) for reply in replies)
     assert not made.returning
     run(made)
     run(made)

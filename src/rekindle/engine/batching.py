@@ -26,7 +26,7 @@ from rekindle.engine.fairness import CURRENT, FairShare
 from rekindle.engine.step_scheduler import StepCall, StepPart, StepScheduler
 from rekindle.errors import Cancelled, RekindleError
 
-_RETURN_SECONDS = 0.005  # to wait for the next reply of the last step to call again, before the next step
+_RETURN_SECONDS = 0.005  # to wait for the next reply of the last step to call again: longer than nearly all take
 
 
 class BatchingEngine(EngineWrapper):
@@ -39,8 +39,9 @@ class BatchingEngine(EngineWrapper):
         self._lock = threading.Lock()  # of the two below: no call arrives while the last owner leaves
         self._arrivals: queue.SimpleQueue[StepCall] = queue.SimpleQueue()
         self._owned = False
-        # Only the owner uses it.
+        # Only the owner uses these.
         self._scheduler = StepScheduler(shares or FairShare(), engine.prefill_tokens, together=together)
+        self._last_return = 0.0  # when the last step ended, or a reply of it called again
 
     def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         """Compute the rows; a single row shares its steps with those of other threads."""
@@ -84,7 +85,9 @@ class BatchingEngine(EngineWrapper):
         """Take the calls that arrived, and wait a moment for each reply of the last step that did not call again."""
         with suppress(queue.Empty):
             while not self._arrivals.empty() or (waits and self._scheduler.returning):
-                self._scheduler.add(self._arrivals.get(timeout=_RETURN_SECONDS))
+                seconds = self._last_return + _RETURN_SECONDS - time.perf_counter()
+                if self._scheduler.add(self._arrivals.get(timeout=max(0.0, seconds))):
+                    self._last_return = time.perf_counter()
 
     def _dismiss_unwanted(self) -> None:
         for call in [call for call in self._scheduler.waiting if call.unwanted]:
@@ -105,7 +108,8 @@ class BatchingEngine(EngineWrapper):
                 for part in step:
                     self._fail(part.call, error)
             return
-        self._scheduler.computed(step, time.perf_counter() - started)
+        self._last_return = time.perf_counter()
+        self._scheduler.computed(step, self._last_return - started)
         for part in step:
             own = list(islice(logits, len(part.rows)))
             if not part.call.left:

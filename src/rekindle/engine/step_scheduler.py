@@ -118,11 +118,13 @@ class StepScheduler:
         self._shared_seconds: float | None = None  # per token, of a step with a token of several replies
         self._steps_since_shared = 0
 
-    def add(self, call: StepCall) -> None:
-        """A call begins to wait."""
+    def add(self, call: StepCall) -> bool:
+        """A call begins to wait. Returns whether it was one of `returning`."""
         call.arrival = next(self._arrivals)
         self.waiting.append(call)
+        missing = len(self.returning)
         self.returning.difference_update(row.sequence for row in call.rows)
+        return len(self.returning) < missing
 
     def remove(self, call: StepCall) -> None:
         """A call ended before all of it was computed."""
