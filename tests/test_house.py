@@ -22,10 +22,12 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 
 # Code lines (no blanks, comments and docstrings) and modules. The targets, once both house issues are through: 31,000
 # lines in 240 modules of rekindle, 9,000 lines of benchmarks. What makes the tree smaller lowers these.
-LIMITS = {"rekindle": (37_650, 285), "benchmarks": (8_900, 84)}
+LIMITS = {"rekindle": (37_635, 285), "benchmarks": (8_900, 84)}
 
 # What later changes may add to that: (part, code lines, modules, what was added and why).
-LEDGER: tuple[tuple[str, int, int, str], ...] = ()
+LEDGER: tuple[tuple[str, int, int, str], ...] = (
+    ("rekindle", 0, 1, "step_scheduler: what the next step computes, without threads; fewer lines than before"),
+)
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
 
