@@ -22,7 +22,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 
 # Code lines (no blanks, comments and docstrings) and modules. The targets, once both house issues are through: 31,000
 # lines in 240 modules of rekindle, 9,000 lines of benchmarks. What makes the tree smaller lowers these.
-LIMITS = {"rekindle": (37_650, 285), "benchmarks": (8_900, 84)}
+LIMITS = {"rekindle": (37_635, 285), "benchmarks": (8_900, 84)}
 
 # What later changes may add to that: (part, code lines, modules, what was added and why).
 LEDGER: tuple[tuple[str, int, int, str], ...] = (
@@ -32,6 +32,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 160, 0, "what people read: counts, tables that break no word, empty lists, files that are not there"),
     ("rekindle", 360, 1, "engine/llamacpp/c_api: llama.cpp's functions and structs, declared and checked; no compiler"),
     ("benchmarks", 20, 0, "functions of llama.cpp that only its rivals call, once llama-cpp-python's"),
+    ("rekindle", 0, 1, "step_scheduler: what the next step computes, without threads; fewer lines than before"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
@@ -50,8 +51,6 @@ PHRASES = (
     "in vain", "as ever", "hangs on", "hang on", "let go of", "whoever", "not at all", "at work", "for the sake of",
     "stands behind", "stands there", "stands here", "stand here", "it is none", "put right",
 )  # fmt: skip
-# Where they still are, and how often: lower it with every change, none may come in.
-STILL_SAID = {"docs": 1, "engine": 2}
 
 
 def test_no_package_hides_a_public_name() -> None:
@@ -175,5 +174,4 @@ def said() -> Counter[str]:
 
 
 def test_phrases_of_a_private_language_do_not_come_back() -> None:
-    more = {where: count for where, count in said().items() if count > STILL_SAID.get(where, 0)}
-    assert more == {}, "say it in the field's own words: PHRASES lists what is not said any more"
+    assert said() == {}, "say it in the field's own words: PHRASES lists what is not said any more"

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from benchmarks.prompts import SharedPrefix, prompts
 from rekindle.cache.stored_kv import PIECE_TOKENS
 from rekindle.core.reply import Reply
 from rekindle.core.request import Request
-from rekindle.engine.base import Engine, Logits
+from rekindle.engine.base import Engine, EngineWrapper, Logits, Row
 from rekindle.session.session import Session
 
 
@@ -238,17 +238,15 @@ def _ending(run: Run, prompt: SharedPrefix) -> float:
     return run(prompt.next()[-ENDING:])
 
 
-class _Watched:
+class _Watched(EngineWrapper):
     """An engine whose logits are noted."""
 
     def __init__(self, engine: Engine, seen: list[Logits]) -> None:
-        self._engine, self._seen = engine, seen
+        super().__init__(engine)
+        self._seen = seen
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def step(self, rows: Any, cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+    def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         """As the engine, and noted."""
-        logits = self._engine.step(rows, cancelled)
+        logits = super().step(rows, cancelled)
         self._seen.extend(found for found in logits if len(found))
         return logits

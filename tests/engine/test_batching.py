@@ -13,7 +13,8 @@ from rekindle.engine.base import Logits, Row
 from rekindle.engine.batching import BatchingEngine
 from rekindle.engine.fairness import FairShare, Requester, taking
 from rekindle.engine.fake import FakeEngine
-from rekindle.errors import Cancelled, StepRefused
+from rekindle.engine.step_scheduler import StepCall, StepScheduler
+from rekindle.errors import Cancelled, Closed, StepRefused
 
 
 class Watched(FakeEngine):
@@ -27,6 +28,7 @@ class Watched(FakeEngine):
         self.go.set()
         self.entered = threading.Event()
         self.refuses: object = None
+        self.refusal: BaseException = StepRefused("not this one")
 
     def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         self.entered.set()
@@ -34,7 +36,7 @@ class Watched(FakeEngine):
         self.steps.append([len(row.tokens) for row in rows])
         self.sequences.append([row.sequence for row in rows])
         if any(row.sequence is self.refuses for row in rows):
-            raise StepRefused("not this one")
+            raise self.refusal
         return super().step(rows, cancelled)
 
 
@@ -48,7 +50,7 @@ class Asking(threading.Thread):
         self.cancelled = threading.Event()
         self.said: list[int] = []
         self.logits: list[np.ndarray] = []
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def run(self) -> None:
         try:
@@ -59,7 +61,7 @@ class Asking(threading.Thread):
                     self.logits.append(logits)
                     self.said.append(int(logits[-1].argmax()))
                     row = Row.following(self.sequence, self.said[-1:])
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001
             self.error = error
 
 
@@ -77,9 +79,8 @@ def together(engine: Watched, asking: Sequence[Asking]) -> None:
 @pytest.fixture
 def company(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were in the last step are waited for, however slow this machine gives them a core."""
-    monkeypatch.setattr("rekindle.engine.batching._DRAW_SECONDS", 1.0)
-    monkeypatch.setattr("rekindle.engine.batching._WAIT_SECONDS", 1.0)
-    monkeypatch.setattr(BatchingEngine, "_sharing_pays", True)  # whether it does is measured: noise where others work
+    monkeypatch.setattr("rekindle.engine.batching._RETURN_SECONDS", 1.0)
+    monkeypatch.setattr(StepScheduler, "_sharing_pays", True)  # whether it does is measured: noise where others work
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -108,9 +109,30 @@ def test_requests_that_share_steps_say_what_each_says_alone(merges: bool) -> Non
 def test_replies_that_are_written_at_the_same_time_share_their_steps() -> None:
     inner = Watched()
     engine = BatchingEngine(inner)
-    meet(inner, Asking(engine, prompt(5), 1), [Asking(engine, prompt(4, number), 40) for number in range(4)])
+    first, others = Asking(engine, prompt(5), 1), [Asking(engine, prompt(4, number), 40) for number in range(4)]
+    meet(inner, first, others)
+    assert all(request.error is None for request in (first, *others))
     assert len(inner.steps) < 0.7 * 4 * 40
     assert max(len(step) for step in inner.steps) == 4
+
+
+def test_a_request_that_finds_the_engine_idle_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock:
+        seconds = 0.0
+
+        def perf_counter(self) -> float:
+            return self.seconds
+
+    clock = Clock()
+    monkeypatch.setattr("rekindle.engine.batching.time", clock)
+    monkeypatch.setattr("rekindle.engine.batching._RETURN_SECONDS", 600.0)
+    engine = BatchingEngine(FakeEngine())
+    Asking(engine, prompt(5), 4).run()
+    clock.seconds = 601.0
+    later = Asking(engine, prompt(6), 4)
+    later.start()
+    later.join(60)
+    assert not later.is_alive() and later.error is None
 
 
 def test_without_sharing_every_row_is_computed_alone_and_whole() -> None:
@@ -128,6 +150,7 @@ def test_a_long_prompt_is_cut_so_that_replies_go_on_meanwhile() -> None:
     engine = BatchingEngine(inner)
     writer, reader = Asking(engine, prompt(3), 60), Asking(engine, prompt(600, 1), 1)
     meet(inner, Asking(engine, prompt(5), 1), [writer, reader])
+    assert writer.error is None and reader.error is None
     pieces = [step for step, owners in zip(inner.steps, inner.sequences, strict=True) if reader.sequence in owners]
     assert len(pieces) > 2
     assert any(len(step) == 2 and 1 in step for step in pieces)
@@ -163,6 +186,72 @@ def test_only_the_row_whose_fault_it_is_fails() -> None:
         assert np.array_equal(request.logits[-1], alone(request.prompt, 10)[-1])
 
 
+def test_a_call_of_several_rows_is_one_step_of_its_own() -> None:
+    inner = Watched()
+    engine = BatchingEngine(inner)
+    one, two = (engine.open(30, engine.regime(30)) for _ in range(2))
+    both = engine.step([Row.following(one, prompt(30), logits="all"), Row.following(two, prompt(20))])
+    assert [len(found) for found in both] == [30, 1]
+    assert inner.steps == [[30, 20]]
+    assert np.array_equal(both[1], alone(prompt(20), 1)[0])
+
+
+def test_a_row_of_no_token_is_refused_as_by_the_engine() -> None:
+    engine = BatchingEngine(FakeEngine())
+    with pytest.raises(StepRefused):
+        engine.step([Row.following(engine.open(5, engine.regime(5)), [])])
+
+
+def test_after_it_was_closed_every_call_raises() -> None:
+    engine = BatchingEngine(FakeEngine())
+    sequence = engine.open(5, engine.regime(5))
+    engine.close()
+    for rows in ([], [Row.following(sequence, [1, 2])]):
+        with pytest.raises(Closed):
+            engine.step(rows)
+
+
+def test_when_the_thread_that_computes_is_interrupted_another_one_goes_on() -> None:
+    inner = Watched()
+    engine = BatchingEngine(inner)
+    first = Asking(engine, prompt(5), 1)
+    others = [Asking(engine, prompt(6 + number, number), 4) for number in (1, 2)]
+    inner.refuses, inner.refusal = first.sequence, KeyboardInterrupt()
+    meet(inner, first, others)
+    assert isinstance(first.error, KeyboardInterrupt) and first.sequence.length == 0
+    for request in others:
+        assert request.error is None
+        assert np.array_equal(request.logits[-1], alone(request.prompt, 4)[-1])
+
+
+def test_a_caller_that_is_interrupted_while_it_waits_leaves_once_its_sequence_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inner = Watched()
+    engine = BatchingEngine(inner)
+    first, waits = Asking(engine, prompt(5), 8), Asking(engine, prompt(7, 1), 8)
+    inner.go.clear()
+    first.start()
+    assert inner.entered.wait(30)
+
+    class Interrupting(threading.Event):
+        interrupted = False
+
+        def wait(self, timeout: float | None = None) -> bool:
+            if not self.interrupted and not inner.go.is_set():
+                self.interrupted = True
+                raise KeyboardInterrupt
+            inner.go.set()
+            return super().wait(timeout)
+
+    monkeypatch.setattr("rekindle.engine.batching.StepCall", lambda *given: StepCall(*given, woken=Interrupting()))
+    waits.run()
+    monkeypatch.undo()
+    first.join(60)
+    assert isinstance(waits.error, KeyboardInterrupt) and waits.sequence.length == 0
+    assert first.error is None and len(first.said) == 8
+
+
 def meet(inner: Watched, first: Asking, others: Sequence[Asking]) -> None:
     """The others wait together behind `first`, which is in the middle of a step."""
     inner.go.clear()
@@ -171,15 +260,16 @@ def meet(inner: Watched, first: Asking, others: Sequence[Asking]) -> None:
     for request in others:
         request.start()
     engine: Any = first.engine
-    while len(engine._waiting) < 1 + len(others):
+    while engine._arrivals.qsize() < len(others):
         threading.Event().wait(0.001)
     inner.go.set()
     for request in (first, *others):
         request.join(60)
-        assert request.error is None
+        assert not request.is_alive()
 
 
 def finishing_order(inner: Watched, asking: Sequence[Asking]) -> list[int]:
+    assert all(request.error is None for request in asking)
     last = {
         number: max(place for place, owners in enumerate(inner.sequences) if request.sequence in owners)
         for number, request in enumerate(asking)

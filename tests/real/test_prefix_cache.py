@@ -12,7 +12,7 @@ import pytest
 from rekindle import Session
 from rekindle.core.reply import Reply
 from rekindle.core.request import parse_prompt
-from rekindle.engine.base import Engine
+from rekindle.engine.base import Engine, EngineWrapper
 from rekindle.session.calibrate.prompts import sample_text
 from tests.parity.engines import common
 from tests.parity.sessions import assert_bit_equal, opened, record
@@ -96,14 +96,8 @@ PROMPTS: dict[str, Any] = {
 EVERY_TIME = ("oil", "names", "code", "log", "emoji", "spaces")  # one of each kind; all of them in `make test-long`
 
 
-class Lent:
+class Lent(EngineWrapper):
     """An engine that several sessions share: closing one of them leaves it as it is."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._lent = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lent, name)
 
     def close(self) -> None:
         pass
@@ -116,10 +110,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         patch.setattr("rekindle.cache.cost.home_folder", lambda: tmp_path_factory.mktemp("home"))
         with Session("smollm2", dtype="float32", device="cpu", cache="off") as session:
             yield session.engine
-
-
-def lent(engine: Engine) -> Any:
-    return Lent(engine)
 
 
 def tokens_of(engine: Engine, prompt: Any) -> list[int]:
@@ -135,7 +125,7 @@ def ask(session: Session, prompt: Any, **options: Any) -> Reply:
 @pytest.fixture(scope="module")
 def shared(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Session, Path]]:
     folder = tmp_path_factory.mktemp("shared") / "cache"
-    with opened(lent(engine), folder) as session:
+    with opened(Lent(engine), folder) as session:
         yield session, folder
 
 
@@ -160,7 +150,7 @@ def test_the_text_is_the_same_cold_warm_and_after_a_restart(
     assert warm.reuse.engine == warm.usage.cached_tokens == count - 1
     assert warm.tokens == cold.tokens
     session.flush()
-    with opened(lent(engine), folder, memory_limit=0) as restarted:
+    with opened(Lent(engine), folder, memory_limit=0) as restarted:
         again = ask(restarted, prompt)
         assert again.reuse.disk == again.usage.cached_tokens == count - 1
         assert again.tokens == cold.tokens
@@ -170,7 +160,7 @@ def test_the_text_is_the_same_cold_warm_and_after_a_restart(
 def test_another_question_about_a_passage_computes_only_the_question(engine: Engine, tmp_path: Path) -> None:
     questions = ["Who came on Monday?", "How far can the light be seen?"]
     chats = [about(0, question) for question in questions]
-    with opened(lent(engine), tmp_path / "cache") as session:
+    with opened(Lent(engine), tmp_path / "cache") as session:
         session.warm([chats[0]])
         known = tokens_of(engine, chats[0])
         for chat in chats[1:]:
@@ -193,13 +183,13 @@ def test_a_chat_of_six_turns_is_the_same_and_each_turn_reuses_the_last(engine: E
     last: list[int] = []
     asked = 0
     folder = tmp_path / "cache"
-    session = opened(lent(engine), folder)
+    session = opened(Lent(engine), folder)
     for turn, question in enumerate(questions):
         messages.append({"role": "user", "content": question})
         tokens = tokens_of(engine, messages)
         if turn == 3:  # and it goes on after a restart
             session.close()
-            session = opened(lent(engine), folder)
+            session = opened(Lent(engine), folder)
         reply = session.chat(messages, max_tokens=8)
         assert reply.reuse.reused == min(common(tokens, last), len(tokens) - 1)
         assert reply.reuse.reused >= asked, "at least all of the last prompt"
@@ -220,9 +210,9 @@ def test_deterministic_logits_are_bit_equal_cold_and_warm(split: int, engine: En
     for name in ("cold", "warm"):
         folder = tmp_path / name
         if name == "warm":
-            with opened(lent(engine), folder, deterministic=True) as session:
+            with opened(Lent(engine), folder, deterministic=True) as session:
                 session.warm([[*tokens[:split], 17, 18, 19]])
-        with opened(lent(engine), folder, deterministic=True) as session:
+        with opened(Lent(engine), folder, deterministic=True) as session:
             seen[name] = record(session.engine)
             reply = session.generate(tokens, max_tokens=4, min_tokens=4)
             assert reply.reuse.disk == (0 if name == "cold" else split // 256 * 256)
@@ -233,7 +223,7 @@ def test_with_keep_reply_tokens_the_next_turn_begins_behind_the_whole_reply(engi
     """A sampled reply is often not what the tokenizer would make of its text."""
     reused = {}
     for keeps in (False, True):
-        with Session(lent(engine), cache=str(tmp_path / str(keeps)), keep_reply_tokens=keeps) as session:
+        with Session(Lent(engine), cache=str(tmp_path / str(keeps)), keep_reply_tokens=keeps) as session:
             chat = [{"role": "user", "content": "Write zzzqx 12345 67 in words"}]
             for seed in range(20):
                 reply = session.chat(chat, max_tokens=40, temperature=1.5, seed=seed)
@@ -251,7 +241,7 @@ def test_with_keep_reply_tokens_the_next_turn_begins_behind_the_whole_reply(engi
 
 def test_explain_names_the_differing_text_and_what_changes(engine: Engine, tmp_path: Path) -> None:
     rules = "You are a careful assistant of a lighthouse. " * 12
-    with Session(lent(engine), cache=str(tmp_path / "explained")) as session:
+    with Session(Lent(engine), cache=str(tmp_path / "explained")) as session:
         for day in ("Monday", "Tuesday", "Friday"):
             session.generate(f"Today is {day}. {rules}", max_tokens=1)
             session.flush()

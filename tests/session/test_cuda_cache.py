@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import torch
 
 from rekindle import Session
 from rekindle.cache.cost import Costs
+from rekindle.engine.base import EngineWrapper, Logits, Row
 from rekindle.engine.hf.device import choose_placement
 from rekindle.engine.hf.engine import HfEngine
 from tests.tiny import byte_tokenizer, tiny_model
@@ -20,18 +21,15 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 TOKENS = np.random.default_rng(4).integers(3, 250, 700).tolist()
 
 
-class Watched:
+class Watched(EngineWrapper):
     """An engine whose logits are noted."""
 
     def __init__(self, engine: HfEngine) -> None:
-        self.engine = engine
-        self.seen: list[np.ndarray] = []
+        super().__init__(engine)
+        self.seen: list[Logits] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def step(self, rows: Any, cancelled: Any = None) -> Any:
-        logits = self.engine.step(rows, cancelled)
+    def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        logits = super().step(rows, cancelled)
         self.seen += [found for found in logits if len(found)]
         return logits
 

@@ -296,7 +296,7 @@ def test_an_engine_is_loaded_once_however_many_ask_at_once() -> None:
         lambda: engine.tokenizer,
         lambda: engine.open(5, "plain"),
         lambda: engine.step([]),
-        lambda: engine.awake,
+        lambda: engine.inner,
     ):
         with pytest.raises(Closed):
             use()

@@ -336,3 +336,51 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free the model. Idempotent."""
+
+
+class EngineWrapper:
+    """An engine over another one, `inner`. It copies what the other is and forwards what it does; subclasses override
+    what they do differently.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+        self.name, self.device, self.arithmetic = engine.name, engine.device, engine.arithmetic
+        self.capabilities, self.layout = engine.capabilities, engine.layout
+        self.context_tokens, self.prefill_tokens = engine.context_tokens, engine.prefill_tokens
+        self.longest_context = engine.longest_context
+        self.parameters, self.attention = engine.parameters, engine.attention
+
+    @property
+    def inner(self) -> Engine:
+        """The engine underneath."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.inner.tokenizer
+
+    def regime(self, tokens: int) -> str:
+        return self.inner.regime(tokens)
+
+    def identity(self, regime: str) -> Identity:
+        return self.inner.identity(regime)
+
+    def load_adapter(self, lora: Lora) -> int:
+        return self.inner.load_adapter(lora)
+
+    def unload_adapter(self, digest: str) -> None:
+        self.inner.unload_adapter(digest)
+
+    def open(self, capacity: int, regime: str, adapter: str | None = None) -> EngineSequence:
+        return self.inner.open(capacity, regime, adapter)
+
+    def sampler(self, sampling: Sampling, context: Sequence[int]) -> TokenSampler:
+        return self.inner.sampler(sampling, context)
+
+    def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+        return self.inner.step(rows, cancelled)
+
+    def close(self) -> None:
+        self.inner.close()

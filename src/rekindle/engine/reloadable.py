@@ -7,32 +7,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rekindle.core.adapter import Lora
 from rekindle.core.identity import Identity
-from rekindle.core.request import Sampling
-from rekindle.engine.base import Engine, EngineSequence, Logits, Row, TokenSampler
+from rekindle.engine.base import Engine, EngineWrapper
 from rekindle.errors import Closed, ModelError
-from rekindle.text.base import Tokenizer
 
 log = logging.getLogger("rekindle")
 
 
-class ReloadableEngine:
+class ReloadableEngine(EngineWrapper):
     """See `Engine` for the contract. `load` must return the same model each time."""
 
     def __init__(self, load: Callable[[], Engine]) -> None:
+        super().__init__(load())
         self._load = load
         self._lock = threading.Lock()
-        self._engine: Engine | None = load()
         self._closed = False
-        awake = self._engine
-        self.name, self.device, self.arithmetic = awake.name, awake.device, awake.arithmetic
-        self.capabilities, self.layout = awake.capabilities, awake.layout
-        self.context_tokens, self.prefill_tokens = awake.context_tokens, awake.prefill_tokens
-        self.longest_context = awake.longest_context
-        self.parameters, self.attention = awake.parameters, awake.attention
         self._identities: dict[str, Identity] = {}
         self._adapters: dict[str, Lora] = {}
 
@@ -42,7 +34,7 @@ class ReloadableEngine:
         return self._engine is None
 
     @property
-    def awake(self) -> Engine:
+    def inner(self) -> Engine:
         """The engine underneath, loaded if it must be. Raises as loading does."""
         with self._lock:
             if self._closed:
@@ -64,21 +56,14 @@ class ReloadableEngine:
         if engine is not None:
             engine.close()
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.awake.tokenizer
-
-    def regime(self, tokens: int) -> str:
-        return self.awake.regime(tokens)
-
     def identity(self, regime: str) -> Identity:
         if regime not in self._identities:
-            self._identities[regime] = self.awake.identity(regime)
+            self._identities[regime] = super().identity(regime)
         return self._identities[regime]
 
     def load_adapter(self, lora: Lora) -> int:
         """Load an adapter, now and after every reload."""
-        same = self.awake.load_adapter(lora)
+        same = super().load_adapter(lora)
         with self._lock:
             self._adapters[lora.digest] = lora
         return same
@@ -88,15 +73,6 @@ class ReloadableEngine:
             self._adapters.pop(digest, None)
             if self._engine is not None:
                 self._engine.unload_adapter(digest)
-
-    def open(self, capacity: int, regime: str, adapter: str | None = None) -> EngineSequence:
-        return self.awake.open(capacity, regime, adapter)
-
-    def sampler(self, sampling: Sampling, context: Sequence[int]) -> TokenSampler:
-        return self.awake.sampler(sampling, context)
-
-    def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
-        return self.awake.step(rows, cancelled)
 
     def close(self) -> None:
         """Free the model for good. Idempotent."""

@@ -97,7 +97,7 @@ class Session:
         self._owns_engine = isinstance(model, (str, os.PathLike))
         self._resting: ReloadableEngine | None = None
         loaded = self._load(model, progress)
-        self.engine_kind = "llamacpp" if is_llamacpp(self._resting.awake if self._resting else loaded) else "hf"
+        self.engine_kind = "llamacpp" if is_llamacpp(self._resting.inner if self._resting else loaded) else "hf"
         self._engine: Engine | None = self._sharing(loaded)
         self._grammars: GrammarBackend | None = None
         self.adapters = LoraManager(self._engine, self.settings.adapter)

@@ -186,7 +186,7 @@ def test_a_layer_that_the_model_never_calls_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_that_rested_has_its_adapters_again(tmp_path: Path) -> None:
     engine = ReloadableEngine(lambda: tiny_engine("llama"))
-    peft_of(engine.awake, tmp_path)  # type: ignore[arg-type]
+    peft_of(engine.inner, tmp_path)  # type: ignore[arg-type]
     lora = read_adapter(tmp_path)
     engine.load_adapter(lora)
     before = greedy(engine, lora.digest)  # type: ignore[arg-type]
