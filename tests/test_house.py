@@ -28,7 +28,7 @@ LIMITS = {"rekindle": (37_635, 285), "benchmarks": (8_900, 84)}
 LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 245, 1, "nothing is silent that disappoints: documents for --file, why an origin, an earlier answer, "
      "the disk limit, ingest, idle or Ollama's models did not help; what attach measured is remembered"),
-    ("rekindle", 740, 9, "daemon/: a model stays loaded between commands, so the second starts in under a second"),
+    ("rekindle", 750, 9, "daemon/: a model stays loaded between commands, so the second starts in under a second"),
     ("rekindle", 160, 0, "what people read: counts, tables that break no word, empty lists, files that are not there"),
     ("rekindle", 360, 1, "engine/llamacpp/c_api: llama.cpp's functions and structs, declared and checked; no compiler"),
     ("benchmarks", 20, 0, "functions of llama.cpp that only its rivals call, once llama-cpp-python's"),

@@ -24,7 +24,7 @@ STALL_SECONDS = 0.25  # for which pieces of prompts may hold up replies
 ALONE_SECONDS = 1.0  # for which they may hold up newcomers, while there is no reply
 FIRST_PIECE_TOKENS = 64  # of a prompt, while no speed is known
 MIN_PIECE_TOKENS = 16  # of a prompt; shorter pieces say nothing about the speed of prompts
-TRY_SHARING_STEPS = 64  # after so many steps of single tokens sharing is tried again, if it was slower
+TRY_SHARING_STEPS = 64  # steps of single tokens, after which sharing is tried again if it was slower
 _NEWEST_WEIGHT = 0.3  # of a measurement in its average
 
 
