@@ -25,13 +25,13 @@ demo: setup  ## the main job, as far as it exists, on the embedded model
 	@$(BIN)/python -m tools.demo
 
 test: setup lint  ## lint, types, layers, tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive and not long and not (llamacpp and (real or docs))"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive and not long"
 
 test-docs: setup  ## every command and all code of README and guide; `make test` runs some pages
 	@$(MAKE) --no-print-directory clients || echo "LangChain and LlamaIndex do not install here: their examples are not run"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m docs
 
-test-long: setup  ## what takes too long for every change: sweeps over every call that can fail, benches on the real model
+test-long: setup  ## what takes too long for every change: sweeps over every call that can fail, benches and llama.cpp on the real model
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "exhaustive or (long and not docs)"
 
 # LlamaIndex's OpenAI client does not go together with our transformers and openai: the clients have an environment of

@@ -73,6 +73,7 @@ def test_checked_answers_are_those_of_the_model_alone(session: Session, asked: l
 
 
 @pytest.mark.llamacpp
+@pytest.mark.long
 def test_llama_cpp_writes_what_it_would_have_written_without_a_draft(tmp_path: Path) -> None:
     """From the same KV: the last bits of its prefill depend on how that is cut.
 

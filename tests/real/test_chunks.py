@@ -32,6 +32,7 @@ ENGINES = [
         "llamacpp",
         marks=[
             pytest.mark.llamacpp,
+            pytest.mark.long,
             pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="llama.cpp is not installed"),
         ],
     ),

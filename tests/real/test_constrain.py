@@ -32,7 +32,7 @@ CITY = {
 }
 
 
-@pytest.fixture(scope="module", params=["hf", pytest.param("llamacpp", marks=pytest.mark.llamacpp)])
+@pytest.fixture(scope="module", params=["hf", pytest.param("llamacpp", marks=[pytest.mark.llamacpp, pytest.mark.long])])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     options: dict[str, Any] = {"dtype": "float32"}
     if request.param == "llamacpp":

@@ -31,6 +31,7 @@ ENGINES = [
         id="llamacpp",
         marks=[
             pytest.mark.llamacpp,
+            pytest.mark.long,
             pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="llama.cpp is not installed"),
         ],
     ),

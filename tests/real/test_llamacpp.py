@@ -105,6 +105,7 @@ def assert_same(session: Session, prompt: Any, got: Sequence[int], expected: Seq
 
 
 @pytest.mark.parametrize("name", ["plain", "flash", "q8_0"])
+@pytest.mark.long
 def test_a_greedy_reply_is_the_same_with_and_without_the_cache(name: str, start: Callable[..., Session]) -> None:
     without, session = start("off", **SETTINGS[name]), start(**SETTINGS[name])
     expected = [ask(without, prompt).tokens for prompt in ASKED]
@@ -125,6 +126,7 @@ def test_a_greedy_reply_is_the_same_with_and_without_the_cache(name: str, start:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.long
 def test_deterministic_prefills_write_exactly_the_same(name: str, start: Callable[..., Session]) -> None:
     how = {**SETTINGS[name], "deterministic": True}
     prompts = [STORY * 6 + "One night", STORY * 6 + "In the morning", ASKED[1]]
@@ -142,6 +144,7 @@ def test_deterministic_prefills_write_exactly_the_same(name: str, start: Callabl
         assert reply.text == text and reply.reuse.reused == reply.usage.prompt_tokens // 256 * 256
 
 
+@pytest.mark.long
 def test_a_conversation_is_the_same_with_and_without_the_cache(start: Callable[..., Session]) -> None:
     without, session = start("off"), start()
     chat = [{"role": "system", "content": "You are a patient teacher. " + STORY * 2}]
@@ -153,6 +156,7 @@ def test_a_conversation_is_the_same_with_and_without_the_cache(start: Callable[.
     assert reply.reuse.reused > 100
 
 
+@pytest.mark.long
 def test_prompts_that_share_a_beginning_reuse_it(start: Callable[..., Session]) -> None:
     without, session = start("off"), start()
     tokens = session.engine.tokenizer.encode(STORY * 5)
@@ -175,6 +179,7 @@ def test_prompts_that_share_a_beginning_reuse_it(start: Callable[..., Session]) 
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.long
 def test_kv_that_another_process_kept_is_reused(
     deterministic: bool, start: Callable[..., Session], tmp_path: Path
 ) -> None:
@@ -196,6 +201,7 @@ def test_kv_that_another_process_kept_is_reused(
         assert_same(session, prompt, reply.tokens, first)
 
 
+@pytest.mark.long
 def test_kv_of_flash_attention_and_without_is_one_value(start: Callable[..., Session]) -> None:
     """It lies differently in memory; on the KV space it is the same."""
     prompt = STORY * 4 + "One night"
@@ -208,6 +214,7 @@ def test_kv_of_flash_attention_and_without_is_one_value(start: Callable[..., Ses
     assert_same(session, prompt, reply.tokens, expected.tokens)
 
 
+@pytest.mark.long
 def test_several_sequences_in_one_batch_write_what_each_writes_alone(
     engine: LlamaCppEngine, start: Callable[..., Session]
 ) -> None:
@@ -235,7 +242,7 @@ def assert_near(got: np.ndarray, expected: np.ndarray) -> None:
     assert (got.argmax(axis=1) == expected.argmax(axis=1)).mean() > 0.95
 
 
-@pytest.mark.parametrize("name", ["plain", "flash", "q8_0"])
+@pytest.mark.parametrize("name", ["plain", *(pytest.param(name, marks=pytest.mark.long) for name in ("flash", "q8_0"))])
 def test_fed_kv_gives_the_logits_that_were_computed(name: str) -> None:
     options = LlamaOptions(device="cpu", threads=1, context_tokens=512, **SETTINGS[name])
     engine = LlamaCppEngine(find("smollm2", form="gguf"), options)

@@ -57,6 +57,7 @@ CHOSEN = {"type": "function", "function": {"name": "weather"}}
             "llamacpp",
             marks=[
                 pytest.mark.llamacpp,
+                pytest.mark.long,
                 pytest.mark.skipif(not importlib.util.find_spec("xllamacpp"), reason="no llama.cpp here"),
             ],
         ),
