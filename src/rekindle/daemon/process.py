@@ -20,7 +20,6 @@ from rekindle.daemon.private_socket import JobConnection
 from rekindle.daemon.spec import DaemonSpec
 from rekindle.engine.base import Engine
 from rekindle.engine.load import EngineOptions, load_engine
-from rekindle.errors import RekindleError
 from rekindle.models import adapter_registry
 from rekindle.models.files import file_version
 from rekindle.session.keep_alive import KeepAlive
@@ -108,7 +107,7 @@ class Daemon:
             settings = DaemonSpec(request["model"], request["settings"])
             with self._session.use(self._model.engine, settings, client) as session:
                 answer_job(session, request["job"], client, waited)
-        except RekindleError as error:  # the model cannot be loaded, or the session not be opened
+        except Exception as error:  # noqa: BLE001  (the model cannot be loaded, or the session not be opened)
             send_error(client, error)
         finally:
             if self._model.failed:
