@@ -236,7 +236,7 @@ def test_doctor_and_run_say_how_to_get_an_engine(tiny_folder: Path, tmp_path: Pa
     """An environment without engines: everything that does not need it works, the rest says what to install."""
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util, sys\n"
-        "hidden, real = ('torch', 'transformers', 'llama_cpp'), importlib.util.find_spec\n"
+        "hidden, real = ('torch', 'transformers', 'xllamacpp', 'llama_cpp'), importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *rest: None if name in hidden else real(name, *rest)\n"
         "sys.modules.update(dict.fromkeys(hidden))\n"  # importing one raises ModuleNotFoundError
     )

@@ -35,7 +35,7 @@ LATER = [*CHAT, {"role": "assistant", "content": "Calm."}, {"role": "user", "con
     params=[
         pytest.param(
             "llamacpp",
-            marks=[pytest.mark.llamacpp, pytest.mark.skipif(not HAS_LLAMACPP, reason="no llama-cpp-python here")],
+            marks=[pytest.mark.llamacpp, pytest.mark.skipif(not HAS_LLAMACPP, reason="no llama.cpp here")],
         ),
         pytest.param("hf", marks=pytest.mark.skipif(not HAS_TORCH, reason="no torch here")),
     ]
@@ -359,7 +359,7 @@ def test_a_model_that_is_to_stay_stays() -> None:
 
 
 @pytest.mark.llamacpp
-@pytest.mark.skipif(not HAS_LLAMACPP, reason="no llama-cpp-python here")
+@pytest.mark.skipif(not HAS_LLAMACPP, reason="no llama.cpp here")
 def test_a_model_whose_state_is_kept_whole_rests_too(tmp_path: Path) -> None:
     from tests.tiny_hybrids import write_mamba
 
