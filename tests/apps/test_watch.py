@@ -94,7 +94,7 @@ def test_there_must_be_something_to_watch(disk: DiskStore) -> None:
 
 def test_without_a_cache_there_are_no_apps() -> None:
     assert Apps(None, OWN).ls() == []
-    with pytest.raises(CacheUnusable, match="no cache"):
+    with pytest.raises(CacheUnusable, match="cache"):
         Apps(None, OWN).set("mail", "killed")
 
 

@@ -21,7 +21,9 @@ def settings(tiny_folder: Path, tmp_path: Path, embedder_folder: Path) -> list[s
     notes = tmp_path / "notes.txt"
     notes.write_text("The lamp of Ternholm burns oil from Vesk. Mara lights it at dusk.", "utf-8")
     assert rekindle("ingest", str(notes), *where).exit_code == 0
-    return ["--model", str(tiny_folder), *where, "-n", "4", "--min-tokens", "4", "-k", "1"]
+    ask = ["--model", str(tiny_folder), *where, "-k", "1"]
+    letter = json.loads(rekindle("ask", QUESTION, *ask, "-n", "4", "--answers", "off", "--json").stdout)["text"][-1]
+    return [*ask, "-n", "12", "--stop", letter]  # an answer that the limit cut off would not be given
 
 
 def test_a_direct_answer_that_the_model_had_to_write_is_a_line_with_the_reason(settings: list[str]) -> None:
@@ -32,9 +34,8 @@ def test_a_direct_answer_that_the_model_had_to_write_is_a_line_with_the_reason(s
     )
     again = rekindle("ask", QUESTION, *settings, "--answers", "direct")
     assert again.exit_code == 0 and "stored answer of" in again.stderr and "note:" not in again.stderr
-    longer = [*settings[:-6], "-n", "6", "--min-tokens", "4", "-k", "1"]
-    cut = rekindle("ask", QUESTION, *longer, "--answers", "direct")
-    assert "note: no earlier answer was given: its answer has another length than this request allows" in cut.stderr
+    shorter = rekindle("ask", QUESTION, *settings, "-n", "1", "--answers", "direct")
+    assert "note: no earlier answer was given: its answer is longer than this request allows" in shorter.stderr
     shown = json.loads(rekindle("ask", "What burns in it?", *settings, "--answers", "direct", "--json").stdout)
     assert shown["refused"] is not None
     off = rekindle("ask", QUESTION, *settings, "--answers", "off")

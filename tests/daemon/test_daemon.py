@@ -163,7 +163,7 @@ def test_stop_frees_the_model(runtime: Path, model: Path) -> None:
     runner(model).run(HELLO, print)
     listed = json.loads(rekindle("ps", "--json").stdout)
     assert [(one["model"], one["state"], one["running"]) for one in listed] == [(str(model), "loaded", 0)]
-    assert "in the background" in rekindle("ps").stdout
+    assert "background" in rekindle("ps").stdout
     assert rekindle("stop", "other").stdout.startswith("other is not loaded")
     assert rekindle("stop").stdout == f"{model} stopped\n"
     eventually(lambda: processes() == [])
@@ -211,7 +211,7 @@ def test_warnings_of_the_session_reach_every_command(
     for _ in range(2):
         caplog.clear()
         runner(model).run(HELLO, print)
-        assert [text for text in caplog.messages if text.startswith("There is no cache")] != []
+        assert [text for text in caplog.messages if text.startswith("The cache cannot be used")] != []
 
 
 class _Interrupted(Exception):

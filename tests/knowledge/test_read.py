@@ -664,7 +664,7 @@ def test_the_text_of_a_file_is_what_it_says_or_its_source(tmp_path: Path) -> Non
         read("a.txt", b"\n")
     with pytest.raises(UnreadableDocument, match=r"a\.mbox#1 is empty: it holds no text\."):
         read("a.mbox", b"From a@b Mon Jan  1 11:00:00 2026\n\n\n")
-    with pytest.raises(UnreadableDocument, match=r"cannot be read: No such file"):
+    with pytest.raises(UnreadableDocument, match=r"There is no file"):
         read_file_text(tmp_path / "gone")
-    with pytest.raises(UnreadableDocument, match=r"cannot be read: Is a directory"):
+    with pytest.raises(UnreadableDocument, match=r"is a folder, not a file"):
         read_file_text(tmp_path)

@@ -63,7 +63,7 @@ def test_only_operators_load_and_what_is_wrong_is_said(keyed: Served, folder: Pa
     assert keyed.post("/v1/load_lora_adapter", ALICE, **body).status_code == 403
     assert keyed.post("/v1/unload_lora_adapter", ALICE, lora_name="writer").status_code == 403
     missing = keyed.post("/v1/load_lora_adapter", ADMIN, **{**body, "lora_path": str(tmp_path / "no")})
-    assert missing.status_code == 404 and "adapter_config.json" in missing.json()["error"]["message"]
+    assert missing.status_code == 404 and "There is no folder" in missing.json()["error"]["message"]
     dora = save_lora(tmp_path / "dora", fake_pairs(1), use_dora=True)
     refused = keyed.post("/v1/load_lora_adapter", ADMIN, **{**body, "lora_path": str(dora)})
     assert refused.status_code == 400 and "use_dora" in refused.json()["error"]["message"]

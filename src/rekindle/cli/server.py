@@ -108,7 +108,7 @@ def ps(
         return
     lines = [
         [
-            one["url"] or "in the background",
+            one["url"] or "background",
             one.get("model", "-"),
             one["state"],
             _load(one),

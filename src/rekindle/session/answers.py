@@ -136,7 +136,7 @@ class Answers:
     def _why_not(self, found: BankLookup) -> str:
         """Why no answer is given at once although none is refused."""
         if found.direct is not None:
-            return f"its answer has another length than this request allows ({found.direct.entry.question!r})"
+            return f"its answer is longer than this request allows ({found.direct.entry.question!r})"
         threshold = self._settings.similarity_threshold
         return f"no earlier question is near enough (similarity_threshold={threshold:g}; idle work prepares some)"
 

@@ -373,8 +373,8 @@ def test_explain_says_that_reuse_is_by_checkpoint_and_why(path: Path, start: Ope
     assert after.opaque is not None and why in after.opaque
     assert after.reason.kind == "checkpoint" and after.reused == message_ends(session, other)[0]
     told = str(after)
-    assert f"reuse is by checkpoint, where messages end: {after.opaque}" in told
-    assert "up to the last checkpoint" in told and "computed" in told
+    assert f"reuse is by checkpoint, at the end of a message: {after.opaque}" in told
+    assert "can only be reused at checkpoints" in told and "computed" in told
     assert after.difference is None, "pages of a state are no tokens to compare"
     assert type(after).from_dict(after.as_dict()) == after
     reply = ask(session, other)
