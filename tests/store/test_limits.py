@@ -148,8 +148,8 @@ def test_a_limit_that_lets_nothing_in_is_logged_once_with_what_to_do(
         assert [keep(store, prompt(number, 5_000)).outcome for number in range(2)] == ["refused"] * 2
         assert store.counts.refused == 2
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("KV is not kept on disk: it needs ")
-    assert "the disk limit (10% of free) allows 2." in line and "--disk-limit 2GB" in line
+    assert line.startswith("KV is not kept on disk: with what cannot be evicted it needs ")
+    assert "the disk limit (10 % of the free disk) allows 2." in line and "--disk-limit 2GB" in line
 
 
 def of_tenant(tenant: str) -> KvSpace:

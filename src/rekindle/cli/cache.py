@@ -107,10 +107,10 @@ def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False)
 
 
 def _print_stats(found: dict[str, Any], models: list[dict[str, Any]], best: list[dict[str, Any]]) -> None:
-    share, limit = parse_limit(found["limit"]).share, human_bytes(found["limit_bytes"])
+    limit = parse_limit(found["limit"])
     shown = {
         "folder": found["folder"],
-        "limit": limit if share is None else f"{share * 100:g} % of the free disk ({limit})",
+        "limit": str(limit) if limit.share is None else f"{limit} ({human_bytes(found['limit_bytes'])})",
         "room left": human_bytes(found["free_bytes"]),
         "entries": f"{found['entries']:,} ({found['pinned']:,} pinned)",
         "tokens": f"{found['tokens']:,}",

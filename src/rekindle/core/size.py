@@ -26,6 +26,11 @@ class Limit:
         """The limit in bytes; `available_bytes` are free or already ours."""
         return self.size_bytes if self.size_bytes is not None else int((self.share or 0.0) * available_bytes)
 
+    def __str__(self) -> str:
+        if self.size_bytes is not None:
+            return human_bytes(self.size_bytes)
+        return f"{(self.share or 0.0) * 100:g} % of the free disk"
+
 
 def parse_limit(text: str | int | Limit) -> Limit:
     """Parse a limit. Raises `InvalidSetting`."""

@@ -402,8 +402,9 @@ class DiskSpace(Limits):
                     id = catalog.reserve(connection, plan.name, number, need, writer, coding)
                     self._writing.add((os.getpid(), id))
                     return Reservation(id, plan.name, number)
-                if used + need - catalog.freeable_bytes(connection) > limit:
-                    raise LimitTooSmall(need, self._limit, limit)
+                least = used + need - catalog.freeable_bytes(connection)
+                if least > limit:
+                    raise LimitTooSmall(least, self._limit, limit)
                 holder = self._holder(connection, plan)
             if not recovered:
                 self.recover()

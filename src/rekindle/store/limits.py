@@ -29,8 +29,9 @@ class LimitTooSmall(Refused):
 
     def __init__(self, need_bytes: int, limit: Limit, limit_bytes: int) -> None:
         super().__init__(
-            f"it needs {human_bytes(need_bytes)}, and the disk limit ({limit}) allows {human_bytes(limit_bytes)}. Set "
-            "a larger disk_limit (--disk-limit 2GB), put the cache on another disk, or make room on this one"
+            f"with what cannot be evicted it needs {human_bytes(need_bytes)}, and the disk limit ({limit}) allows "
+            f"{human_bytes(limit_bytes)}. Set a larger disk_limit (--disk-limit 2GB), put the cache on another disk, "
+            "or make room on this one"
         )
 
 
