@@ -42,7 +42,6 @@ USED_TWICE = frozenset({"RekindleRetriever"})
 
 # Modules of one name: a reader who looks for one must not find three. Roles are the exception.
 ROLES = frozenset({"__init__", "__main__", "base", "settings", "schema"})
-USED_OFTEN = frozenset({"library"})  # take it out when one is renamed
 
 # Phrases that may not come back, in docstrings, comments, messages and docs. Say what happens, and to what: "Number of
 # tokens.", not "So many tokens."; "depends on", not "hangs on"; "the reader", not "whoever reads".
@@ -143,8 +142,7 @@ def test_a_class_name_means_one_thing() -> None:
 def test_no_module_name_is_used_more_than_twice() -> None:
     names = Counter(path.stem for path in trees("rekindle") if path.stem not in ROLES)
     often = {name for name, count in names.items() if count > 2}
-    assert often - USED_OFTEN == set(), "two modules have this name: find the word that says what it holds"
-    assert USED_OFTEN - often == set(), "renamed: take it out of the list"
+    assert often == set(), "two modules have this name: find the word that says what it holds"
 
 
 def prose(path: Path) -> Iterator[str]:

@@ -25,7 +25,7 @@ from benchmarks.prefix.floor import Floor, Run
 from rekindle.engine.base import Engine
 from rekindle.engine.llamacpp.c_api import Token, llama
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
-from rekindle.engine.llamacpp.library import LoadedContext
+from rekindle.engine.llamacpp.loaded_model import LoadedContext
 from rekindle.engine.llamacpp.sequence import LlamaSequence
 from rekindle.engine.llamacpp.state import Bytes
 

@@ -43,14 +43,14 @@ def ask(
     json: AsJson = False,
 ) -> None:
     """Answer a question from the documents that were ingested, with numbered sources."""
-    from rekindle.cli.runner import Waiting, open_runner
+    from rekindle.cli.runner import ReplyPrinter, open_runner
 
     sampling["top_k"] = top_k  # of passages
     options = {**sampling, "retrieval": retrieval}
-    waiting = Waiting(STARTED, silent=json)
+    printer = ReplyPrinter(STARTED, silent=json)
     with open_runner(model, loading, daemon) as runner:
         job = {"kind": "ask", "question": question, "options": options, "spelled": verbose}
-        result = runner.run(job, waiting.take)
+        result = runner.run(job, printer.take)
     answer = result["answer"]
     if json:
         print_json({"model": result["model"], **answer})
@@ -58,8 +58,8 @@ def ask(
     typer.echo("\n")
     show_sources(answer["sources"], whole=sources)
     if verbose:
-        show_reuse(answer["reuse"], result["spelled"])
-    waiting.print_footer(result, answer)
+        show_reuse(answer["reuse"], result["reuse"], result["spelled"])
+    printer.print_footer(result, answer)
     if answer["refused"] is not None:
         typer.echo(f"note: no earlier answer was given: {printable(answer['refused'])}", err=True)
 
@@ -81,20 +81,13 @@ _SOURCES = {
 }
 
 
-def show_reuse(reuse: dict[str, Any], spelled: Sequence[Sequence[tuple[bool, str]]]) -> None:
-    """Print where the tokens of a prompt came from; of reused passages, the tokens themselves as `spelled`."""
+def show_reuse(reuse: dict[str, Any], line: str, spelled: Sequence[Sequence[tuple[bool, str]]]) -> None:
+    """Print where the tokens of a prompt came from, as `line` says; of reused passages the tokens, as `spelled`."""
     from rich.text import Text
 
     from rekindle.cli.console import notes
 
-    parts = {"from the engine": "engine", "from memory": "memory", "from disk": "disk"}
-    counts = [f"{reuse[name]} {where}" for where, name in parts.items() if reuse[name]]
-    if reuse["from_chunks"]:
-        counts.append(f"{reuse['from_chunks']} from other prompts ({reuse['recomputed']} of them recomputed)")
-    if reuse["streamed"]:
-        counts.append(f"{reuse['streamed']} from the origin")
-    counts.append(f"{reuse['computed']} computed")
-    notes.print(f"reuse: {reuse['level']}; {', '.join(counts)}", soft_wrap=True)
+    notes.print(f"reuse: {reuse['level']}; {line}", soft_wrap=True)
     if not reuse["from_chunks"]:
         return
     if reuse["budget"] is not None:
@@ -105,8 +98,8 @@ def show_reuse(reuse: dict[str, Any], spelled: Sequence[Sequence[tuple[bool, str
         )
     for chunk, runs in zip(reuse["chunks"], spelled, strict=True):
         came = ", from the origin" if chunk["streamed"] else ""
-        line = f"[{chunk['number'] or '-'}] {_SOURCES[chunk['source']]}{came}{_scores(chunk)}"
-        notes.print(line, markup=False, soft_wrap=True)
+        about = f"[{chunk['number'] or '-'}] {_SOURCES[chunk['source']]}{came}{_scores(chunk)}"
+        notes.print(about, markup=False, soft_wrap=True)
         if chunk["source"] == "reused":
             shown = Text("    ")
             for again, text in runs:

@@ -103,26 +103,26 @@ class _Conversation:
             self._answer(line)
 
     def _answer(self, line: str) -> None:
-        from rekindle.cli.runner import Waiting
+        from rekindle.cli.runner import ReplyPrinter
 
         lead = [{"role": "system", "content": self._system}] if self._system else []
         asked = {"role": "user", "content": line}
         job = {"kind": "generate", "prompt": [*lead, *self._turns, asked], "options": self._options}
-        waiting = Waiting(time.perf_counter(), silent=self._json)
+        printer = ReplyPrinter(time.perf_counter(), silent=self._json)
         try:
-            result = self._runner.run(job, waiting.take)
+            result = self._runner.run(job, printer.take)
             if self._json:
                 print_json(result["reply"])
             else:
                 typer.echo()
-                waiting.print_footer(result, result["reply"])
+                printer.print_footer(result, result["reply"])
         except RequestError as error:  # this message cannot be answered; the next one may
             typer.echo(f"error: {error}", err=True)
             return
         except (KeyboardInterrupt, Cancelled):
             typer.echo(" [stopped]", err=True)
-        if waiting.text:
-            self._turns += [asked, {"role": "assistant", "content": waiting.text}]
+        if printer.text:
+            self._turns += [asked, {"role": "assistant", "content": printer.text}]
 
 
 @app.command()
@@ -141,21 +141,21 @@ def run(
     json: AsJson = False,
 ) -> None:
     """Ask a model once. The reply streams to standard output, sizes and times go to standard error."""
-    from rekindle.cli.runner import Waiting, open_runner
+    from rekindle.cli.runner import ReplyPrinter, open_runner
 
     text = _read_prompt(prompt, file)
     if raw and system is not None:
         raise InvalidPrompt("--raw leaves out the chat template, which --system needs. Use one of them.")
     lead = [{"role": "system", "content": system}] if system else []
     request: PromptLike = text if raw else [*lead, *as_messages(text)]
-    waiting = Waiting(STARTED, silent=json)
+    printer = ReplyPrinter(STARTED, silent=json)
     with open_runner(model, loading, daemon) as runner:
-        result = runner.run({"kind": "generate", "prompt": request, "options": sampling}, waiting.take)
+        result = runner.run({"kind": "generate", "prompt": request, "options": sampling}, printer.take)
     if json:
         print_json({"model": result["model"], **result["reply"]})
     else:
         typer.echo()
-        waiting.print_footer(result, result["reply"])
+        printer.print_footer(result, result["reply"])
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -112,7 +112,7 @@ def _hf_choices() -> dict[str, str]:
 
 def _llamacpp_choices() -> dict[str, str]:
     from rekindle.engine.llamacpp.c_api import llama
-    from rekindle.engine.llamacpp.library import build, cores
+    from rekindle.engine.llamacpp.loaded_model import build, cores
 
     llama.load(Settings.load().llama_library)
     return {

@@ -65,7 +65,7 @@ class _InProcess:
         return {**run_job(self._session, job, send), "load_seconds": seconds if first else None}
 
 
-class Waiting:
+class ReplyPrinter:
     """Prints the pieces of a reply as they come, and measures how long the user waited for the first."""
 
     def __init__(self, started: float, *, silent: bool) -> None:

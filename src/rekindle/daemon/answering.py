@@ -54,7 +54,7 @@ def accepting_commands(session: Session, spec: DaemonSpec) -> Iterator[None]:
 
 
 class Listener(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    """A thread for each connection."""
+    """A thread for each connection. What `answer` raises is raised again by the client."""
 
     request_queue_size = 64
 
@@ -66,40 +66,29 @@ class Listener(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         client = JobConnection(request)
         try:
             self._answer(client)
+        except ConnectionError:
+            log.info("a client left", exc_info=True)
+        except Exception as error:  # noqa: BLE001  (raised again by the client)
+            _send_error(client, error)
         finally:
             client.close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  (the name is given)
-        log.exception("a connection failed")
 
 
 def answer_job(session: Session, job: Job, client: JobConnection, load_seconds: float | None = None) -> None:
     """Do a job and send its events and its result. The client sees the end when all of its KV is on disk."""
-    try:
-        with _ClientWatch(client) as watched:
-            result = run_job(session, job, client.send, watched.cancel_with)
-        client.send({"result": {**result, "load_seconds": load_seconds}})
-        session.flush()
-    except OSError:
-        log.info("a client left", exc_info=True)
-    except Exception as error:  # noqa: BLE001  (raised again by the client)
-        send_error(client, error)
+    with _ClientWatch(client) as watched:
+        result = run_job(session, job, client.send, watched.cancel_with)
+    client.send({"result": {**result, "load_seconds": load_seconds}})
+    session.flush()
 
 
-def send_error(client: JobConnection, error: Exception) -> None:
-    """The client raises it again."""
-    ours = isinstance(error, RekindleError)
-    if not ours:
+def _send_error(client: JobConnection, error: Exception) -> None:
+    kind, message = type(error).__name__, str(error)
+    if not isinstance(error, RekindleError):
         log.error("a job failed", exc_info=error)
+        kind, message = "RekindleError", f"The model failed in the background: {error!r}"
     with suppress(OSError):
-        client.send(
-            {
-                "error": {
-                    "type": type(error).__name__ if ours else "RekindleError",
-                    "message": str(error) if ours else f"The model failed in the background: {error!r}",
-                }
-            }
-        )
+        client.send({"error": {"type": kind, "message": message}})
 
 
 class _ClientWatch:

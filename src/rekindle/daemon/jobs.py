@@ -3,7 +3,7 @@
 A job is a JSON object with its `kind`. While it runs it sends events, and its result is a JSON object.
 
     generate   prompt, options               text: a piece of the reply           reply, summary
-    ask        question, options, spelled    text: a piece of the answer          answer, summary, spelled
+    ask        question, options, spelled    text: a piece of the answer          answer, summary, reuse, spelled
     warm       prompts, passages             warmed: number done, number in all   prompts, seconds, refused
     explain    prompt, or question           -                                    explanation
 """
@@ -59,7 +59,7 @@ def _ask(session: Session, job: Job, send: Send, started: Callable[[ReplyStream]
         send({"text": str(piece)})
     answer = stream.answer
     spelled = list(_spelled(session, stream.request, answer.reuse)) if job["spelled"] else []
-    return {"answer": answer.as_dict(), "summary": answer.summary(), "spelled": spelled}
+    return {"answer": answer.as_dict(), "summary": answer.summary(), "reuse": str(answer.reuse), "spelled": spelled}
 
 
 def _warm(session: Session, job: Job, send: Send, _started: Callable[[ReplyStream], None]) -> dict[str, Any]:

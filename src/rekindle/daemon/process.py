@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from rekindle.daemon.answering import REQUEST_SECONDS, Listener, answer_job, model_version, send_error
+from rekindle.daemon.answering import REQUEST_SECONDS, Listener, answer_job, model_version
 from rekindle.daemon.private_socket import JobConnection
 from rekindle.daemon.spec import DaemonSpec
 from rekindle.engine.base import Engine
@@ -107,8 +107,6 @@ class Daemon:
             settings = DaemonSpec(request["model"], request["settings"])
             with self._session.use(self._model.engine, settings, client) as session:
                 answer_job(session, request["job"], client, waited)
-        except Exception as error:  # noqa: BLE001  (the model cannot be loaded, or the session not be opened)
-            send_error(client, error)
         finally:
             if self._model.failed:
                 self.leave()

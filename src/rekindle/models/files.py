@@ -116,7 +116,10 @@ BytesProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 def digest_of_files(paths: Sequence[Path], progress: BytesProgress | None = None) -> str:
-    """One digest over the contents of the files, in the order given; their names do not count."""
+    """One digest over the contents of the files, in the order given; their names do not count.
+
+    `progress` gets nothing of files whose digest is remembered.
+    """
     memory = JsonMemo(home_folder() / "digests.json", _REMEMBERED)
     sizes = [path.stat().st_size for path in paths]
     digests, done, total = [], 0, sum(sizes)
@@ -126,8 +129,8 @@ def digest_of_files(paths: Sequence[Path], progress: BytesProgress | None = None
         if not isinstance(digest, str):
             digest = _digest_of_file(path, size, partial(_report, progress, total, done))
             memory.keep(key, digest)
+            _report(progress, total, done, size)
         digests.append(digest)
-        _report(progress, total, done, size)
         done += size
     return digest_of_fields("rekindle/files/1", *digests)
 

@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rekindle.core.request import Message
 from rekindle.engine.llamacpp.c_api import LlamaBatch, Token, llama
-from rekindle.engine.llamacpp.library import capture_log
+from rekindle.engine.llamacpp.loaded_model import capture_log
 
 
 class _ChatMessage(ctypes.Structure):

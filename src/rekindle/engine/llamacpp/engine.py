@@ -18,7 +18,7 @@ from rekindle.core.request import Sampling
 from rekindle.engine.base import Capabilities, Logits, Row
 from rekindle.engine.llamacpp.c_api import llama
 from rekindle.engine.llamacpp.kv_buffer import BatchTokens, KvBuffer
-from rekindle.engine.llamacpp.library import LoadedContext, LoadedModel, build, version
+from rekindle.engine.llamacpp.loaded_model import LoadedContext, LoadedModel, build, version
 from rekindle.engine.llamacpp.lora import LlamaLoras
 from rekindle.engine.llamacpp.options import LlamaOptions
 from rekindle.engine.llamacpp.sample import ChainSampler

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rekindle.core.kv import Span
 from rekindle.engine.base import Logits
 from rekindle.engine.llamacpp.c_api import LlamaBatch, llama
-from rekindle.engine.llamacpp.library import LoadedContext
+from rekindle.engine.llamacpp.loaded_model import LoadedContext
 from rekindle.engine.llamacpp.state import Bytes
 from rekindle.errors import Cancelled, Closed, OutOfMemory, RekindleError
 

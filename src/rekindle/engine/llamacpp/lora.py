@@ -19,7 +19,7 @@ import numpy as np
 
 from rekindle.core.adapter import Lora, LoraPair, Matrix
 from rekindle.engine.llamacpp.c_api import llama
-from rekindle.engine.llamacpp.library import LoadedContext, LoadedModel, capture_log
+from rekindle.engine.llamacpp.loaded_model import LoadedContext, LoadedModel, capture_log
 from rekindle.engine.lora_files import name_pattern
 from rekindle.errors import AdapterRefused, RekindleError
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from rekindle.engine.llamacpp.c_api import ATTR_CONTROL, ATTR_RSTRIP, ATTR_UNKNOWN, ATTR_USER_DEFINED, Token, llama
-from rekindle.engine.llamacpp.library import LoadedModel
+from rekindle.engine.llamacpp.loaded_model import LoadedModel
 from rekindle.text.base import TokenLength, check_length
 from rekindle.text.chat_template import ChatTokenizer, is_marker, make_renderer, match_any
 from rekindle.text.tools.styles import TemplateTools

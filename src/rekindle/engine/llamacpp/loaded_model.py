@@ -1,4 +1,4 @@
-"""The shared library: a model from a GGUF file, a context to compute in, its log and errors."""
+"""A model from a GGUF file and a context to compute in, with the log and the errors of the library."""
 
 from __future__ import annotations
 
