@@ -228,8 +228,11 @@ class LlamaRivals:
         """Of the slots, and of the disk cache."""
         tokens = sum(self._slots.values())
         slots = sum(_slot(self._folder, number).stat().st_size for number in self._slots)
-        kept = sum(file.stat().st_size for file in (self._folder / "disk-cache").rglob("*") if file.is_file())
-        return {"slot_bytes_per_token": slots / tokens, "disk_cache_bytes_per_token": kept / tokens}
+        sizes = {"slot_bytes_per_token": slots / tokens}
+        if self._disk:
+            kept = sum(file.stat().st_size for file in (self._folder / "disk-cache").rglob("*") if file.is_file())
+            sizes["disk_cache_bytes_per_token"] = kept / tokens
+        return sizes
 
     def close(self) -> None:
         """Free contexts and models."""

@@ -149,14 +149,20 @@ def _fields_of(found: SizeResults, all_found: PrefixResults) -> dict[str, Any]:
 
 
 def _against_llamacpp(found: SizeResults) -> dict[str, float]:
-    if not found.has("llamacpp_cold", "slot_restore", *_IN_MEMORY):
+    if not found.has("llamacpp_cold", "slot_restore", "llamacpp_memory"):
         return {}
-    best = min(_IN_MEMORY, key=lambda name: found.timing(name).median)
+    best = _best_in_memory(found)
     return {
         "cold_vs_llamacpp": paired_ratio(found.timing("cold"), found.timing("llamacpp_cold")),
         "memory_vs_best": paired_ratio(found.timing("engine"), found.timing(best)),
         "disk_vs_slot": paired_ratio(found.timing("disk"), found.timing("slot_restore")),
     }
+
+
+def _best_in_memory(found: SizeResults) -> str:
+    """The faster of the rivals that were measured."""
+    measured = [name for name in _IN_MEMORY if found.has(name)]
+    return min(measured, key=lambda name: found.timing(name).median, default=_IN_MEMORY[0])
 
 
 def _rows_of(size: int, found: SizeResults, all_found: PrefixResults, fields: dict[str, Any]) -> list[TableRow]:
@@ -173,7 +179,7 @@ def _rows_of(size: int, found: SizeResults, all_found: PrefixResults, fields: di
         "memory_vs_best": (
             "same process / best in memory",
             "engine",
-            min(_IN_MEMORY, key=lambda rival: timing(rival).median if found.has(rival) else 0.0),
+            _best_in_memory(found),
         ),
         "disk_vs_slot": ("new process, disk / slot restored", "disk", "slot_restore"),
     }

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -335,3 +338,24 @@ def test_every_function_that_is_bound_is_called() -> None:
 def test_what_is_not_bound_is_no_attribute() -> None:
     with pytest.raises(AttributeError):
         _ = LlamaLibrary().llama_backend_free
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP says its settings there")
+@pytest.mark.parametrize(
+    ("chosen", "spins"),
+    [({}, {"6000", "500"}), ({"GOMP_SPINCOUNT": "77"}, {"77"}), ({"OMP_WAIT_POLICY": "passive"}, {"0"})],
+)
+def test_waiting_threads_soon_sleep_unless_the_user_says_otherwise(chosen: dict[str, str], spins: set[str]) -> None:
+    load = "import os; from rekindle.engine.llamacpp.c_api import llama; llama.load(); print(dict(os.environ))"
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", load],
+        env={**plain, "OMP_DISPLAY_ENV": "verbose", **chosen},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    found = set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr))
+    assert found and found <= spins, done.stderr
+    assert ("GOMP_SPINCOUNT" in done.stdout) == ("GOMP_SPINCOUNT" in chosen)  # nothing is left in the environment

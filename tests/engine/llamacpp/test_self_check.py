@@ -189,6 +189,28 @@ def test_a_sound_layout_passes_whatever_the_numbers(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
+def test_numbers_quantized_after_a_rotation_are_kept_by_span_and_under_a_key_of_their_own(
+    tmp_path: Path, load: Load, kv_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_llama(tmp_path / "wide.gguf", dim=64)  # llama.cpp rotates heads of such a size
+    rotated = load(path, kv_type=kv_type)
+    monkeypatch.setenv("LLAMA_ATTN_ROT_DISABLE", "1")
+    plain = load(path, kv_type=kv_type)
+    assert rotated.opaque is None and plain.opaque is None
+    assert rotated._state is not None and plain._state is not None
+    if rotated._state.rotations is None:
+        pytest.skip("this llama.cpp does not say in its states how it rotates")
+    assert any(rotated._state.rotations) and not any(plain._state.rotations or ())
+    assert rotated.identity("plain").digest != plain.identity("plain").digest
+    sequence, again = rotated.open(40, "plain"), rotated.open(40, "plain")
+    rotated.step([Row.following(sequence, TOKENS[:40])])
+    kept = sequence.export(Span(0, 30))
+    rotated.step([Row(again, TOKENS[30:40], range(30, 40), feeds=(Stored(kept),))])
+    pairs = zip(again.export(Span(0, 30)).layers, kept.layers, strict=True)
+    assert all(a.keys.tobytes() == b.keys.tobytes() and a.values.tobytes() == b.values.tobytes() for a, b in pairs)
+
+
 def test_the_check_leaves_nothing_behind(tiny: Path, load: Load) -> None:
     engine = load(tiny, context_tokens=256, kv_tokens=256, sequences=1)
     sequence = engine.open(256, engine.regime(256))

@@ -126,7 +126,9 @@ class LlamaCppEngine:
         known = self._identities.get(regime)
         if known is None:
             weights = digest_of_files(self.files.parts)
-            how = "plain" if self._state is not None else f"snapshot, flash attention {self.flash_attention}"
+            how = f"snapshot, flash attention {self.flash_attention}" if self._state is None else "plain"
+            if self._state is not None and any(self._state.rotations or ()):
+                how = f"plain, rotated by {self._state.rotations}"  # quantized after a rotation: other numbers
             known = Identity(
                 weights=weights,
                 config=digest_of_fields("rekindle/llamacpp/1", version(), how, os.environ.get(_NO_ROTATION, "")),

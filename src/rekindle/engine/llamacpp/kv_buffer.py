@@ -25,7 +25,7 @@ from rekindle.engine.llamacpp.loaded_model import LoadedContext
 from rekindle.engine.llamacpp.state import Bytes
 from rekindle.errors import Cancelled, Closed, OutOfMemory, RekindleError
 
-_LOOK_SECONDS = 0.005  # interval of checking for cancellation during a computation
+_LOOK_SECONDS = 0.025  # interval of checking for cancellation: each check takes a core from the computation
 _WATCHED_TOKENS = 8  # fewer are done before the first check
 _ABORTED, _NO_ROOM = 2, 1  # results of llama_decode
 

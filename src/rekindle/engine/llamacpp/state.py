@@ -2,7 +2,8 @@
 
     magic | sequence | streams = 1 | cells               4 bytes each
     position | sequences = 1 | sequence                  4 bytes each, for every cell, in the order of the cells
-    transposed | layers                                  4 bytes each; since ggml 0.26 followed by 8 zero bytes
+    transposed | layers                                  4 bytes each
+    rotation of keys | of values                         4 bytes each, since ggml 0.26: of quantized numbers, else 0
     type | row bytes | keys [cells, row]                 4, 8 bytes and the rows, for every layer
     type | row bytes | values [cells, row]               the same; but transposed, as without flash attention:
     type | number bytes | numbers | values [row, cells]
@@ -33,11 +34,11 @@ Bytes = NDArray[np.uint8]
 _START = struct.Struct("<IiII")  # magic, sequence, streams, cells
 _CELL = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
 _DATA = struct.Struct("<II")  # transposed, layers
+_ROTATIONS = struct.Struct("<II")  # of keys, of values
 _ROWS = struct.Struct("<iQ")  # type, bytes of a row
 _COLUMNS = struct.Struct("<iII")  # type, bytes of a number, numbers of a row
 _KV_TYPES: dict[int, KvType] = {0: "float32", 1: "float16", 30: "bfloat16"}  # ggml's number of a type
 _MAX_LAYERS = 4096
-_ZERO_BYTES = 8
 
 
 class UnknownLayout(Exception):
@@ -60,7 +61,7 @@ class StateLayout:
     transposed: bool
     keys: tuple[_Half, ...]
     values: tuple[_Half, ...]
-    zero_bytes: int = 0  # between the numbers of layers and the first layer
+    rotations: tuple[int, int] | None = None  # None before ggml 0.26
 
     @cached_property
     def kv(self) -> KvLayout:
@@ -85,7 +86,8 @@ class StateLayout:
         about["position"] = np.arange(span.start, span.stop)
         about["sequences"], about["sequence"] = 1, 0
         _DATA.pack_into(state.data, _START.size + about.nbytes, self.transposed, len(self.keys))
-        state[self._first(cells) - self.zero_bytes : self._first(cells)] = 0
+        if self.rotations is not None:
+            _ROTATIONS.pack_into(state.data, self._first(cells) - _ROTATIONS.size, *self.rotations)
         for half, start in zip((*self.keys, *self.values), self._starts(cells), strict=True):
             _ROWS.pack_into(state.data, start, half.type, half.row_bytes)
         if self.transposed:
@@ -125,7 +127,8 @@ class StateLayout:
 
     def _first(self, cells: int) -> int:
         """Offset of the first layer."""
-        return _START.size + cells * _CELL.itemsize + _DATA.size + self.zero_bytes
+        rotations = 0 if self.rotations is None else _ROTATIONS.size
+        return _START.size + cells * _CELL.itemsize + _DATA.size + rotations
 
     def _starts(self, cells: int) -> list[int]:
         """Offsets of the keys, then the values, of each layer, with their headers."""
@@ -140,6 +143,14 @@ class StateLayout:
 def read_layout(state: Bytes, cells: int) -> StateLayout:
     """The layout of a state of that many cells at positions from 0 on. Raises `UnknownLayout`."""
     try:
+        return _read_layout(state, cells, rotated=True)
+    except UnknownLayout:
+        return _read_layout(state, cells, rotated=False)
+
+
+def _read_layout(state: Bytes, cells: int, *, rotated: bool) -> StateLayout:
+    rotations = None
+    try:
         magic, _, streams, found = _START.unpack_from(state.data)
         start = _START.size + cells * _CELL.itemsize
         about = state[_START.size : start].view(_CELL)
@@ -149,13 +160,14 @@ def read_layout(state: Bytes, cells: int) -> StateLayout:
         if transposed not in (0, 1) or not 0 < layers <= _MAX_LAYERS:
             raise UnknownLayout(f"{layers} layers, transposed {transposed}")
         start += _DATA.size
-        zero_bytes = 0 if state[start : start + _ZERO_BYTES].any() else _ZERO_BYTES  # else a row of no bytes
-        start += zero_bytes
+        if rotated:
+            rotations = _ROTATIONS.unpack_from(state.data, start)
+            start += _ROTATIONS.size
         keys, start = _read_rows(state, start, layers, cells)
         values, start = (_read_columns if transposed else _read_rows)(state, start, layers, cells)
     except (struct.error, ValueError) as error:
         raise UnknownLayout(str(error)) from error
-    layout = StateLayout(magic, bool(transposed), keys, values, zero_bytes)
+    layout = StateLayout(magic, bool(transposed), keys, values, rotations)
     types = {half.type for half in (*keys, *values)}
     size = layout.kv.numpy_dtype.itemsize
     if (transposed and len(types) > 1) or any(half.row_bytes % size for half in (*keys, *values)):
