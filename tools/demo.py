@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -122,7 +123,7 @@ def chat(folder: str, rules: str) -> Part:
     """Chat: a prompt computed before starts at once, here and in a new process."""
     first, other = talk(rules, FIRST), talk(rules, OTHER)
     salts = [{"cache_salt": salt} for salt in "ab"]  # a salt of its own: finds nothing of the others
-    with open_session(folder) as session:
+    with open_session(MODEL, folder) as session:
         cold = [answer(session, first, **salt) for salt in salts]
         again = [answer(session, first, **salt) for salt in salts]
         changed = answer(session, other, **salts[0])
@@ -143,7 +144,7 @@ def chat(folder: str, rules: str) -> Part:
 
 
 def safety(folder: str, rules: str) -> Part:
-    """Safety: damaged KV, or that of another cache_salt, is never used: it is computed."""
+    """Safety: damaged KV and that of another cache_salt are computed, not used."""
     first = talk(rules, FIRST)
     found = in_new_process(folder, [(first, {"cache_salt": salt}) for salt in ("b", "a", "c")], damaged="a")
     right, flipped, foreign = ([reply] for reply in found)
@@ -153,7 +154,7 @@ def safety(folder: str, rules: str) -> Part:
 
 def documents(folder: str, _: str) -> Part:
     """Documents: an answer with its source; asked again, it starts at once."""
-    with open_session(folder) as session:
+    with open_session(MODEL, folder) as session:
         done = session.ingest(documents=personal_sets(None)[0].people[0].documents)
         cold, again = ([answer(session, SALE)] for _ in range(2))
     new = in_new_process(folder, [(SALE, {})])
@@ -170,7 +171,7 @@ def documents(folder: str, _: str) -> Part:
 def adapters(folder: str, rules: str) -> Part:
     """Adapters: each LoRA adapter has KV of its own, which a new process finds."""
     jobs: list[Job] = [(talk(rules, OTHER), {"adapter": name}) for name in ADAPTERS]
-    with open_session(folder) as session:
+    with open_session(MODEL, folder) as session:
         warm_up(session, jobs)
         cold = [answer(session, prompt, **options) for prompt, options in jobs]
     new = in_new_process(folder, jobs)
@@ -199,7 +200,7 @@ def bar(share: float) -> str:
 def choose_rules() -> str:
     """As much of a text as this machine computes in about `COLD_SECONDS`."""
     words = sample_text().split()
-    with open_session("off") as session:
+    with open_session(MODEL, "off") as session:
         probe = session.generate(" ".join(words[:PROBE_WORDS]), max_tokens=1)
     return " ".join(words[: int(PROBE_WORDS * COLD_SECONDS / probe.timings.first_token_seconds)])
 
@@ -211,10 +212,10 @@ def talk(rules: str, question: str) -> list[dict[str, str]]:
 
 def quote(text: str) -> str:
     """A reply on one line."""
-    return escape(f'"{" ".join(text.split())[:60]} ..."')
+    return escape(f'"{textwrap.shorten(text, 64, placeholder="")} ..."')
 
 
-def open_session(folder: str, model: str = MODEL) -> Session:
+def open_session(model: str, folder: str) -> Session:
     """A session on the CPU, where llama.cpp's results do not depend on how a prompt is cut into batches."""
     session = Session(model, engine="llamacpp", device="cpu", cache=folder)
     session.generate("Hello", max_tokens=2, reuse="off")  # what comes first is always slower
@@ -258,7 +259,7 @@ def in_new_process(folder: str, jobs: list[Job], damaged: str | None = None) -> 
 
 def run_jobs(model: str, folder: str, jobs: list[Job], damaged: str | None) -> list[Answered]:
     """What the new process does."""
-    with open_session(folder, model) as session:
+    with open_session(model, folder) as session:
         warm_up(session, jobs)
         if damaged is not None:
             flip(session, jobs[0][0], damaged)
