@@ -85,7 +85,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rekindle-demo-") as folder:
         with console.status("finding out how fast this machine is"):
             rules = choose_rules()
-        parts = [run_part(console, part, folder, rules) for part in (chat, safety, documents, adapters)]
+        cache = str(Path(folder) / "cache")  # the library of documents lies beside it
+        parts = [run_part(console, part, cache, rules) for part in (chat, safety, documents, adapters)]
     draw(console, parts)
     console.print(
         f"\nThe demo took {time.perf_counter() - started:.0f} s. Go on in .venv/bin:\n"
@@ -134,7 +135,7 @@ def chat(folder: str, rules: str) -> Part:
     both = [alone[0]] * 2
     rows = [
         Row("llama.cpp alone, restarted", alone, alone, drawn=True),
-        Row("cold", cold, both, drawn=True),
+        Row("Rekindle, cold", cold, both, drawn=True),
         Row("same process", again, both, drawn=True),
         Row("another question", [changed], alone[1:2]),
         Row("second turn", [turn], alone[2:]),

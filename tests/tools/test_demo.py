@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def test_kept_kv_is_reused_and_damaged_or_foreign_kv_is_not(tmp_path: Path) -> N
     rows = {row.name: row for row in [*chat.rows, *safety.rows]}
     assert all(row.same == len(row.replies) for row in rows.values())
     computed = {name for name, row in rows.items() if not any(one["cached"] for one in row.replies)}
-    assert computed == {"llama.cpp alone, restarted", "cold", "one bit flipped on disk", "other cache_salt"}
+    assert computed == {"llama.cpp alone, restarted", "Rekindle, cold", "one bit flipped on disk", "other cache_salt"}
 
 
 @pytest.mark.llamacpp
@@ -67,7 +68,10 @@ print(*({set(NOT_INSTALLED)!r} & set(sys.modules)))"""
 @pytest.mark.real
 @pytest.mark.long
 @pytest.mark.llamacpp
-def test_the_whole_demo_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_demo_runs_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(demo, "COLD_SECONDS", 0.5)
     monkeypatch.setattr(sys, "argv", ["demo"])
     monkeypatch.chdir(ROOT)
@@ -75,6 +79,7 @@ def test_the_whole_demo_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     printed = capsys.readouterr().out
     for part in (demo.chat, demo.safety, demo.documents, demo.adapters):
         assert f"\n{part.__doc__}\n" in printed
+    assert not list(tmp_path.iterdir())
     assert "16 March" in printed and "█" in printed and "torch" not in printed
 
 
