@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO := $(VENV)/.demo
 # Compiled once, not in each of the thousand processes that tests start.
 export PYTHONDONTWRITEBYTECODE :=
 EXTRAS := hf,llamacpp,knowledge,langchain,llamaindex,bench,dev
@@ -16,12 +17,15 @@ setup: $(STAMP)  ## .venv, dependencies, default models; quiet, and quick when t
 	@$(BIN)/rekindle pull smollm2 minilm > /dev/null
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing dependencies into $(VENV) (the first time takes some minutes)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	@$(PYTHON) tools/install.py $(EXTRAS)
+	@touch $@ $(DEMO)
+
+$(DEMO): pyproject.toml constraints.txt
+	@$(PYTHON) tools/install.py llamacpp
 	@touch $@
 
-demo: setup  ## the main job, as far as it exists, on the embedded model
+demo: $(DEMO)  ## what a prompt costs cold, warm and after a restart, on the embedded model; installs no torch
+	@$(BIN)/rekindle pull smollm2 minilm
 	@$(BIN)/python -m tools.demo
 
 test: setup lint  ## lint, types, layers, tests
