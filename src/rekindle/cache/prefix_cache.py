@@ -42,7 +42,7 @@ from rekindle.core.scope import Scope
 from rekindle.core.size import parse_limit
 from rekindle.engine.base import Logits
 from rekindle.engine.lora_manager import LoraManager
-from rekindle.errors import OutOfMemory
+from rekindle.errors import KvLost, OutOfMemory
 from rekindle.settings import Settings
 from rekindle.store.purge import TokenRun
 from rekindle.store.tiered import TieredStore
@@ -240,7 +240,8 @@ class PrefixCache:
         try:
             context.truncate(plan.reused)
             context.reserve(capacity)
-        except OutOfMemory:
+        except (OutOfMemory, KvLost) as reason:
+            log.info("computing instead: %s", reason)
             context.close()
             return None
         self.kv.offer(Stayed(lookup.kv_space, lookup.tokens[: plan.reused], self.costs))

@@ -13,6 +13,7 @@ from rekindle.apps import mark_ended
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.scope import AppRef
+from rekindle.errors import KvLost
 from rekindle.store.tiered import TieredStore
 
 log = logging.getLogger("rekindle.keep")
@@ -101,8 +102,11 @@ class WriteJob:
         """Copy what is needed now: the context is about to change."""
         with self._lock:
             if self._export is not None:
-                span = Span(self._start, len(self.tokens))
-                self._kv, self._export = (self._export(span) if len(span) else None), None
+                span, export, self._export = Span(self._start, len(self.tokens)), self._export, None
+                try:
+                    self._kv = export(span) if len(span) else None
+                except KvLost as error:
+                    log.info("not kept: %s", error)
 
     @property
     def detached(self) -> bool:

@@ -124,6 +124,12 @@ class Settings(_Loadable):
         None,
         "llamacpp: number of tokens that its KV buffer holds, for all contexts together; none: one context and 4096.",
     )
+    swa_full: bool = setting(
+        "model",
+        True,
+        "llamacpp: of layers with a sliding window, keep the KV of all tokens, which is then reused by the token; "
+        "false: only that in the window, which takes less memory and is reused by checkpoint.",
+    )
     batch_tokens: int = setting("model", 2048, "llamacpp: maximum number of tokens in a batch.")
     micro_batch_tokens: int = setting("model", 512, "llamacpp: maximum number of tokens computed at once.")
     adapter: str | None = setting(

@@ -40,6 +40,7 @@ class SettingsLike(CacheSettings, total=False):
     flash_attention: Literal["auto", "on", "off"] | None
     kv_type: str | None
     kv_tokens: int | None
+    swa_full: bool | None
     batch_tokens: int | None
     micro_batch_tokens: int | None
     adapter: str | None

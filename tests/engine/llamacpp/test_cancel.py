@@ -247,7 +247,7 @@ def test_a_feed_that_fails_leaves_the_sequence_as_it_was(engine: LlamaCppEngine)
 def test_a_cancelled_step_of_an_opaque_model_leaves_nothing(architecture: str, tmp_path: Path, load: Load) -> None:
     """It has no spans: what was present goes too, and the sequence can be filled anew."""
     write, _ = OPAQUE[architecture]
-    engine = load(write(tmp_path / "opaque.gguf", context=LONG))
+    engine = load(write(tmp_path / "opaque.gguf", context=LONG), swa_full=False)
     sequence = engine.open(LONG, engine.regime(LONG))
     (expected,) = engine.step([Row.following(sequence, TOKENS[:30])])
     snapshot = sequence.snapshot()

@@ -68,7 +68,7 @@ def start(path: Path, folder: Path) -> Iterator[Open]:
     opened: list[Session] = []
 
     def begin(file: Path = path, cache: Path | str = folder, **settings: Any) -> Session:
-        given = {"disk_limit": "200MB", "threads": 1, **settings}
+        given = {"disk_limit": "200MB", "threads": 1, "swa_full": False, **settings}
         session = Session(str(file), engine="llamacpp", cache=str(cache), **given)
         session.cache.kv.costs = UnmeasuredCosts()
         opened.append(session)
@@ -163,7 +163,7 @@ def test_a_text_without_messages_is_kept_on_a_grid(folder: Path, tmp_path: Path)
     path = write_gemma2(tmp_path / "long.gguf", context=4096)
     text = "Every morning the keeper wrote down the wind. " * 30  # a token a letter
     shared, other = text[:1200], text[:1200] + "Then it was noon."
-    settings: dict[str, Any] = {"engine": "llamacpp", "threads": 1, "disk_limit": "200MB"}
+    settings: dict[str, Any] = {"engine": "llamacpp", "threads": 1, "swa_full": False, "disk_limit": "200MB"}
     with Session(str(path), cache="off", **settings) as without:
         expected = without.generate(other, max_tokens=8, min_tokens=8).text
     with Session(str(path), cache=str(folder), **settings) as session:
@@ -203,7 +203,7 @@ def test_a_model_of_other_weights_finds_nothing(tmp_path: Path, folder: Path) ->
     chat = [SYSTEM, {"role": "user", "content": ASKED[0]}]
     for seed in (0, 1):
         path = write_qwen2vl(tmp_path / "model.gguf", seed=seed)
-        with Session(str(path), engine="llamacpp", cache=str(folder), threads=1) as session:
+        with Session(str(path), engine="llamacpp", cache=str(folder), threads=1, swa_full=False) as session:
             assert ask(session, chat).reuse.reused == 0
             assert session.flush()
             assert ask(session, chat).reuse.reused > 60
@@ -217,7 +217,9 @@ def test_a_state_of_more_pages_than_the_prompt_has_tokens_is_kept_in_every_turn(
     def restarted() -> Session:
         for old in sessions:
             old.close()
-        sessions.append(Session(str(path), engine="llamacpp", cache=str(folder), threads=1, disk_limit="500MB"))
+        sessions.append(
+            Session(str(path), engine="llamacpp", cache=str(folder), threads=1, swa_full=False, disk_limit="500MB")
+        )
         sessions[-1].cache.kv.costs = UnmeasuredCosts()
         return sessions[-1]
 
@@ -304,7 +306,13 @@ def test_a_checkpoint_of_which_some_pages_were_evicted_is_computed(
     kept_blocks: int, tmp_path: Path, folder: Path
 ) -> None:
     path, chat = large(tmp_path)
-    settings: dict[str, Any] = {"engine": "llamacpp", "threads": 1, "disk_limit": "200MB", "kv_type": "f32"}
+    settings: dict[str, Any] = {
+        "engine": "llamacpp",
+        "threads": 1,
+        "swa_full": False,
+        "disk_limit": "200MB",
+        "kv_type": "f32",
+    }
 
     def answer(cache: Path | str = folder) -> Reply:
         with Session(str(path), cache=str(cache), **settings) as session:
@@ -328,7 +336,13 @@ def test_a_checkpoint_of_which_some_pages_were_evicted_is_computed(
 
 def test_a_tiny_cache_evicts_and_never_answers_otherwise(tmp_path: Path, folder: Path) -> None:
     path, _ = large(tmp_path)
-    settings: dict[str, Any] = {"engine": "llamacpp", "threads": 1, "memory_limit": "1MB", "disk_limit": "6MB"}
+    settings: dict[str, Any] = {
+        "engine": "llamacpp",
+        "threads": 1,
+        "swa_full": False,
+        "memory_limit": "1MB",
+        "disk_limit": "6MB",
+    }
     chats = [
         [{"role": "system", "content": f"{n}. " + SYSTEM["content"] * 25}, {"role": "user", "content": ASKED[0]}]
         for n in range(4)

@@ -40,7 +40,7 @@ def path(request: pytest.FixtureRequest, tiny: Path, opaque_files: dict[str, Pat
 
 @pytest.fixture
 def opaque(path: Path, load: Load) -> LlamaCppEngine:
-    return load(path)
+    return load(path, swa_full=False)
 
 
 def opened(engine: LlamaCppEngine, capacity: int = 200) -> LlamaSequence:
@@ -120,7 +120,7 @@ def test_another_engine_over_the_same_file_takes_the_snapshot(path: Path, load: 
     first = computed(opaque, 40)
     snapshot = first.snapshot()
     (expected,) = opaque.step([Row.following(first, TOKENS[40:50])])
-    other = load(path, context_tokens=256, sequences=3, batch_tokens=100)
+    other = load(path, swa_full=False, context_tokens=256, sequences=3, batch_tokens=100)
     assert other.identity(other.regime(1)).digest == opaque.identity(opaque.regime(1)).digest
     second = opened(other)
     second.restore(snapshot, 40)
@@ -130,7 +130,7 @@ def test_another_engine_over_the_same_file_takes_the_snapshot(path: Path, load: 
 
 def test_engines_that_cannot_read_each_others_snapshots_have_different_identities(path: Path, load: Load) -> None:
     """Else what one keeps, the other would find, fail to restore, and never replace."""
-    off, on = load(path, flash_attention="off"), load(path, flash_attention="on")
+    off, on = load(path, swa_full=False, flash_attention="off"), load(path, swa_full=False, flash_attention="on")
     second = opened(on)
     try:
         second.restore(computed(off, 20).snapshot(), 20)
@@ -202,7 +202,7 @@ def test_a_snapshot_of_nothing_is_lost(opaque: LlamaCppEngine) -> None:
 
 
 def test_a_snapshot_of_another_model_is_lost(opaque_files: dict[str, Path], load: Load) -> None:
-    engines = {name: load(path) for name, path in opaque_files.items()}
+    engines = {name: load(path, swa_full=False) for name, path in opaque_files.items()}
     snapshots = {name: computed(engine, 20).snapshot() for name, engine in engines.items()}
     for name, engine in engines.items():
         for other, snapshot in snapshots.items():
@@ -252,7 +252,7 @@ def test_a_sequence_that_is_used_again_remembers_nothing(opaque: LlamaCppEngine)
 
 
 def test_all_sequences_can_be_open_at_once(path: Path, load: Load) -> None:
-    engine = load(path, sequences=8)
+    engine = load(path, swa_full=False, sequences=8)
     sequences = [opened(engine, 60) for _ in range(8)]
     rows = [Row.following(s, TOKENS[i : i + 40]) for i, s in enumerate(sequences)]
     together = engine.step(rows)

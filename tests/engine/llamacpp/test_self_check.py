@@ -14,6 +14,7 @@ pytest.importorskip("xllamacpp")
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.engine.base import Row
 from rekindle.engine.llamacpp import engine as module
+from rekindle.engine.llamacpp import state
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.llamacpp.state import StateLayout, UnknownLayout
 from rekindle.errors import KvLost, StepRefused
@@ -199,9 +200,9 @@ def test_numbers_quantized_after_a_rotation_are_kept_by_span_and_under_a_key_of_
     plain = load(path, kv_type=kv_type)
     assert rotated.opaque is None and plain.opaque is None
     assert rotated._state is not None and plain._state is not None
-    if rotated._state.rotations is None:
+    if rotated._state.caches[0].rotations is None:
         pytest.skip("this llama.cpp does not say in its states how it rotates")
-    assert any(rotated._state.rotations) and not any(plain._state.rotations or ())
+    assert rotated._state.rotations and not plain._state.rotations
     assert rotated.identity("plain").digest != plain.identity("plain").digest
     sequence, again = rotated.open(40, "plain"), rotated.open(40, "plain")
     rotated.step([Row.following(sequence, TOKENS[:40])])
@@ -224,8 +225,13 @@ def test_kv_of_a_layout_that_turned_bad_later_is_lost_not_served(
     sequence = engine.open(50, engine.regime(50))
     engine.step([Row.following(sequence, TOKENS)])
     kv = sequence.export(Span(0, 30))
+    order_of = state._order_of
+
+    def misplaced(positions: np.ndarray, span: Span) -> np.ndarray | None:
+        return order_of(positions + 5, span)
+
     with monkeypatch.context() as patched:
-        patched.setattr(StateLayout, "positions", lambda self, state: np.arange(5, 5 + 30, dtype=np.int32))
+        patched.setattr(state, "_order_of", misplaced)
         with pytest.raises(KvLost, match="something else"):
             sequence.export(Span(0, 30))
     sequence.truncate(0)

@@ -247,7 +247,7 @@ def test_rows_that_end_inside_a_number_are_refused() -> None:
 def test_transposed_values_of_a_quantized_type_are_refused() -> None:
     state = replace(synthetic(F16, cells=3, transposed=True)).array()
     layout = read_layout(state, 3)
-    values = layout.size_bytes(3) - sum(12 + 3 * half.row_bytes for half in layout.values)
+    values = layout.size_bytes(3) - sum(12 + 3 * half.row_bytes for half in layout.caches[0].values)
     struct.pack_into("<i", state.data, values, Q8_0)
     with pytest.raises(UnknownLayout, match="transposed"):
         read_layout(state, 3)

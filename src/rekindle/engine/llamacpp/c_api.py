@@ -176,6 +176,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_memory_can_shift": (c_bool, (_Pointer,)),
     "llama_memory_seq_add": (None, (_Pointer, c_int32, c_int32, c_int32, c_int32)),
     "llama_memory_seq_cp": (None, (_Pointer, c_int32, c_int32, c_int32, c_int32)),
+    "llama_memory_seq_pos_min": (c_int32, (_Pointer, c_int32)),
     "llama_memory_seq_rm": (c_bool, (_Pointer, c_int32, c_int32, c_int32)),
     "llama_model_default_params": (ModelParams, ()),
     "llama_model_free": (None, (_Pointer,)),

@@ -95,7 +95,13 @@ class LlamaCppEngine:
         moves = self._state is not None and options.kv_type in _MOVING_TYPES
         moves = moves and bool(llama.llama_memory_can_shift(context.memory))
         self._sequences = SequenceModel(
-            self._cells, self._state, self._regime, self.context_tokens, moves, _owner_of(weakref.ref(self))
+            self._cells,
+            self._state,
+            self._regime,
+            self.context_tokens,
+            context.window,
+            moves,
+            _owner_of(weakref.ref(self)),
         )
         self.layout = _PAGES if self._state is None else self._state.kv
         self.capabilities = Capabilities(
@@ -127,7 +133,7 @@ class LlamaCppEngine:
         if known is None:
             weights = digest_of_files(self.files.parts)
             how = f"snapshot, flash attention {self.flash_attention}" if self._state is None else "plain"
-            if self._state is not None and any(self._state.rotations or ()):
+            if self._state is not None and self._state.rotations:
                 how = f"plain, rotated by {self._state.rotations}"  # quantized after a rotation: other numbers
             known = Identity(
                 weights=weights,
@@ -260,8 +266,8 @@ class LlamaCppEngine:
             return "the model is recurrent: its state cannot be cut"
         if llama.llama_model_is_hybrid(pointer):
             return "the model is hybrid: a part of its state is recurrent and cannot be cut"
-        if llama.llama_model_n_swa(pointer) > 0:
-            return "the model has a sliding window: llama.cpp forgets what left it"
+        if self.loaded_model.window and not self.options.swa_full:
+            return "the model has a sliding window, and with swa_full=False llama.cpp forgets what left it"
         return None
 
     def _read_state_layout(self) -> StateLayout:

@@ -5,6 +5,10 @@
     spare       . . . . . .                        for KV being loaded or exported: it takes part in no computation
 
 Cells of other sequences are masked, not skipped: every cell in use makes each step a little slower.
+
+For layers with a sliding window there is a second such buffer (`swa_full`). In it llama.cpp overwrites what left the
+window, unless two sequences have it. So that a sequence can be cut and exported, each one has a twin with the same
+cells.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ class KvBuffer:
         self._free = list(range(sequences))
         self._spare = sequences
         self._reserved = 0
+        self._twin = sequences + 1 if context.window else 0  # added to the number of a sequence
         self._moved = False  # whether moved keys are not rotated yet, which the next computation does
         self._ids = np.arange(sequences + 1, dtype=np.int32)  # batches point into it
 
@@ -89,9 +94,13 @@ class KvBuffer:
             self._free.insert(0, sequence)
 
     def remove(self, sequence: int, start: int) -> bool:
-        """Drop positions from `start` on; False if the model cannot drop a part."""
+        """Drop positions from `start` on; False if the model cannot drop a part, or what is left of it is not whole."""
         with self.lock:
-            return bool(llama.llama_memory_seq_rm(self.context.memory, sequence, start, -1))
+            memory = self.context.memory
+            if self._twin:
+                llama.llama_memory_seq_rm(memory, sequence + self._twin, start, -1)
+            removed = bool(llama.llama_memory_seq_rm(memory, sequence, start, -1))
+            return removed and not (start and self._twin and llama.llama_memory_seq_pos_min(memory, sequence) > 0)
 
     def state_of(self, sequence: int, span: Span, size_bytes: int) -> Bytes:
         """The state of a span of a sequence, of `size_bytes`; shorter if it is not what was expected."""
@@ -120,6 +129,7 @@ class KvBuffer:
         with self.lock:
             data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
             taken = llama.llama_state_seq_set_data(self.context.pointer, data, len(state), sequence)
+            self._protect(sequence)
             return int(taken) == len(state)
 
     def put_behind(self, sequence: int, state: Bytes, span: Span, start: int) -> bool:
@@ -133,9 +143,10 @@ class KvBuffer:
                     llama.llama_memory_seq_add(memory, self._spare, span.start, span.stop, start - span.start)
                     self._moved = True
                 llama.llama_memory_seq_cp(memory, self._spare, sequence, -1, -1)
+                self._protect(sequence, start, start + len(span))
                 return True
             finally:
-                llama.llama_memory_seq_rm(memory, self._spare, -1, -1)
+                self.remove(self._spare, 0)
 
     def compute(self, rows: Sequence[BatchTokens], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
         """The logits each row wants. Raises `Cancelled`, `OutOfMemory`; rows may then be computed in part."""
@@ -148,6 +159,7 @@ class KvBuffer:
                 for start in range(0, len(wanted), self.context.batch_tokens):
                     stop = min(start + self.context.batch_tokens, len(wanted))
                     self._decode(batch.part(start, stop), cancelled)
+                    self._protect_rows(rows, start, stop)
                     for place in np.flatnonzero(wanted[start:stop]):
                         pointer = llama.llama_get_logits_ith(self.context.pointer, int(place))
                         logits[filled] = np.ctypeslib.as_array(pointer, (self._vocabulary_size,))
@@ -163,7 +175,7 @@ class KvBuffer:
             try:
                 return self.compute([row, BatchTokens(self._spare, np.zeros(1, np.int64), 0, 0)], cancelled)[:1]
             finally:
-                llama.llama_memory_seq_rm(self.context.memory, self._spare, -1, -1)
+                self.remove(self._spare, 0)
 
     def close(self) -> None:
         """Free the context. Idempotent."""
@@ -189,7 +201,21 @@ class KvBuffer:
         """Rotate moved keys, by computing a dummy token."""
         if self._moved:
             self.compute([BatchTokens(self._spare, np.zeros(1, np.int64), 0, 0)])
-            llama.llama_memory_seq_rm(self.context.memory, self._spare, -1, -1)
+            self.remove(self._spare, 0)
+
+    def _protect(self, sequence: int, start: int = -1, stop: int = -1) -> None:
+        """Give the twin of a sequence its cells from position `start` to `stop`, which it does not have yet."""
+        if self._twin:
+            llama.llama_memory_seq_cp(self.context.memory, sequence, sequence + self._twin, start, stop)
+
+    def _protect_rows(self, rows: Sequence[BatchTokens], start: int, stop: int) -> None:
+        """Protect what was computed of rows whose tokens follow each other: those from `start` to `stop`."""
+        first = 0
+        for row in rows:
+            begin, end = max(start, first), min(stop, first + len(row.tokens))
+            if begin < end:
+                self._protect(row.sequence, row.start + begin - first, row.start + end - first)
+            first += len(row.tokens)
 
     def _get(self, sequence: int, size_bytes: int) -> Bytes:
         state = np.empty(size_bytes, np.uint8)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import psutil
 
 from rekindle.engine.llamacpp.c_api import AbortCallback, LogCallback, ProgressCallback, llama
-from rekindle.engine.llamacpp.options import KV_TYPES, PLAIN_KV_TYPES, LlamaOptions
+from rekindle.engine.llamacpp.options import KV_TYPES, MAX_SEQUENCES, PLAIN_KV_TYPES, LlamaOptions
 from rekindle.errors import BrokenModel, Closed, InvalidSetting, OutOfMemory, UnsupportedModel
 
 log = logging.getLogger("rekindle.llamacpp")
@@ -77,6 +77,11 @@ class LoadedModel:
     def attention(self) -> int:
         """About the size of a token's queries in all layers."""
         return int(llama.llama_model_n_layer(self._pointer) * llama.llama_model_n_embd(self._pointer))
+
+    @property
+    def window(self) -> int:
+        """Tokens that its layers with a sliding window see; 0 if it has none."""
+        return int(llama.llama_model_n_swa(self._pointer))
 
     @property
     def original_tokens(self) -> int | None:
@@ -150,14 +155,22 @@ class LoadedContext:
             self.cells = min(self.cells, max(self.tokens, held - 1))
         # Longrope has other frequencies past its original length; llama.cpp chooses them by the size of the buffer.
         self.regime = "plain" if original is None else "long" if held > original else "short"
-        self.batch_tokens = min(options.batch_tokens, self.cells)
+        self.window = model.window if options.swa_full else 0
+        # With a window, what a computation added is protected after it: no more than llama.cpp computes at once.
+        longest = min(options.batch_tokens, options.micro_batch_tokens) if self.window else options.batch_tokens
+        self.batch_tokens = min(longest, self.cells)
         parameters = llama.llama_context_default_params()
         parameters.n_ctx = held
-        parameters.n_seq_max = options.sequences + 1  # one spare
+        parameters.n_seq_max = (options.sequences + 1) * (2 if self.window else 1)  # one spare; see `KvBuffer`
+        if parameters.n_seq_max > MAX_SEQUENCES + 1:
+            raise InvalidSetting(
+                f"sequences={options.sequences} is more than llama.cpp takes of a model with a sliding window. Use up "
+                f"to {MAX_SEQUENCES // 2}, or swa_full=False."
+            )
         parameters.n_batch = max(self.batch_tokens, parameters.n_seq_max)  # at least a token of each
         parameters.n_ubatch = min(options.micro_batch_tokens, parameters.n_batch)
         parameters.kv_unified = True
-        parameters.swa_full = False
+        parameters.swa_full = options.swa_full
         threads = options.threads or cores()
         parameters.n_threads = parameters.n_threads_batch = threads
         parameters.type_k = parameters.type_v = KV_TYPES[options.kv_type]

@@ -30,6 +30,7 @@ class LlamaOptions:
     kv_type: str = "f16"
     kv_tokens: int | None = None
     sequences: int = 64
+    swa_full: bool = True
     llama_library: str | None = None
 
     def __post_init__(self) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
-from rekindle.core.kv import Kv, Span
+from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.engine.llamacpp.kv_buffer import KvBuffer
 from rekindle.engine.llamacpp.state import StateLayout, UnknownLayout
 from rekindle.errors import Closed, KvLost, StepRefused
@@ -24,6 +24,7 @@ class SequenceModel:
 
     layout    of their states; None for a model whose state is not plain KV
     longest   the longest context
+    window    tokens that layers with a sliding window see; 0 if it has none
     moves     whether its keys can be rotated
     owner     16 bytes that identify whose snapshots it can restore
     """
@@ -32,6 +33,7 @@ class SequenceModel:
     layout: StateLayout | None
     regime: str
     longest: int
+    window: int
     moves: bool
     owner: Callable[[], bytes]
 
@@ -83,9 +85,15 @@ class LlamaSequence:
         if not len(span):
             nothing = np.empty(self._layout.size_bytes(0), np.uint8)
             return Kv(span, self._layout.kv, tuple(self._layout.views(nothing, 0)))
-        state = self.cells.state_of(number, span, self._layout.size_bytes(len(span)))
+        # A state has of layers with a window only what the window sees from the end of the state.
+        longest = self._model.window or len(span)
+        parts = [Span(start, min(start + longest, span.stop)) for start in range(span.start, span.stop, longest)]
+        return _joined([self._part(number, part, self._layout) for part in parts])
+
+    def _part(self, number: int, span: Span, layout: StateLayout) -> Kv:
+        state = self.cells.state_of(number, span, layout.size_bytes(len(span)))
         try:
-            return self._layout.parse(state, span)
+            return layout.parse(state, span)
         except UnknownLayout as error:
             raise KvLost(f"llama.cpp handed out something else than the KV of {span} ({error}).") from error
 
@@ -113,8 +121,10 @@ class LlamaSequence:
             return
         if length and self._layout is None:
             raise StepRefused(f"This model cannot forget a part of its context: not {length} of {self._length} tokens.")
-        self.cells.remove(self._open(), length)
+        whole = self.cells.remove(self._open(), length)
         self._length = length
+        if not whole:
+            raise KvLost(f"llama.cpp has dropped a part of the first {length} tokens. Compute them again.")
 
     def snapshot(self) -> bytes:
         self._open()
@@ -155,3 +165,14 @@ class LlamaSequence:
         if self.number is None:
             raise Closed("The sequence was closed. Open a new one.")
         return self.number
+
+
+def _joined(parts: Sequence[Kv]) -> Kv:
+    """Parts that follow each other as one."""
+    if len(parts) == 1:
+        return parts[0]
+    layers = (
+        LayerKv(np.concatenate([layer.keys for layer in one], 1), np.concatenate([layer.values for layer in one], 1))
+        for one in zip(*(part.layers for part in parts), strict=True)
+    )
+    return Kv(Span(parts[0].span.start, parts[-1].span.stop), parts[0].layout, tuple(layers))

@@ -1,12 +1,16 @@
 """The serialized state of a sequence as KV: the layout of llama.cpp's bytes, and feeds into them.
 
-    magic | sequence | streams = 1 | cells               4 bytes each
+    magic | sequence                                     4 bytes each, then once for every cache (see below):
+    streams = 1 | cells                                  4 bytes each
     position | sequences = 1 | sequence                  4 bytes each, for every cell, in the order of the cells
     transposed | layers                                  4 bytes each
     rotation of keys | of values                         4 bytes each, since ggml 0.26: of quantized numbers, else 0
     type | row bytes | keys [cells, row]                 4, 8 bytes and the rows, for every layer
     type | row bytes | values [cells, row]               the same; but transposed, as without flash attention:
     type | number bytes | numbers | values [row, cells]
+
+A model with a sliding window has two caches: that of the layers that see everything, and that of the layers that see
+the window. In `Kv` their layers follow each other in this order.
 
 This format is not guaranteed. `read_layout` therefore accepts only what it understands to the last byte, and the engine
 checks at load that exporting and reloading KV makes no difference. Any other state is left opaque.
@@ -16,10 +20,11 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -31,7 +36,8 @@ from rekindle.errors import Cancelled
 
 Bytes = NDArray[np.uint8]
 
-_START = struct.Struct("<IiII")  # magic, sequence, streams, cells
+_HEAD = struct.Struct("<Ii")  # magic, sequence
+_CACHE = struct.Struct("<II")  # streams, cells
 _CELL = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
 _DATA = struct.Struct("<II")  # transposed, layers
 _ROTATIONS = struct.Struct("<II")  # of keys, of values
@@ -39,6 +45,7 @@ _ROWS = struct.Struct("<iQ")  # type, bytes of a row
 _COLUMNS = struct.Struct("<iII")  # type, bytes of a number, numbers of a row
 _KV_TYPES: dict[int, KvType] = {0: "float32", 1: "float16", 30: "bfloat16"}  # ggml's number of a type
 _MAX_LAYERS = 4096
+_MAX_CACHES = 2
 
 
 class UnknownLayout(Exception):
@@ -54,90 +61,141 @@ class _Half:
 
 
 @dataclass(frozen=True)
-class StateLayout:
-    """The layout of the state of any number of cells."""
+class _CacheLayout:
+    """The layout of one cache of a state, for any number of cells."""
 
-    magic: int
     transposed: bool
     keys: tuple[_Half, ...]
     values: tuple[_Half, ...]
     rotations: tuple[int, int] | None = None  # None before ggml 0.26
 
-    @cached_property
-    def kv(self) -> KvLayout:
-        """The layout as KV: one head as wide as all heads of a layer, which are side by side."""
-        types = {half.type for half in (*self.keys, *self.values)}
-        dtype = _KV_TYPES.get(types.pop(), "uint8") if len(types) == 1 else "uint8"
-        layers = tuple(LayerShape(1, k.row_bytes, v.row_bytes) for k, v in zip(self.keys, self.values, strict=True))
-        itemsize = KvLayout(dtype, layers).numpy_dtype.itemsize
-        return KvLayout(dtype, tuple(LayerShape(1, s.key_dim // itemsize, s.value_dim // itemsize) for s in layers))
+    @property
+    def halves(self) -> tuple[_Half, ...]:
+        """Keys, then values, as they follow each other."""
+        return (*self.keys, *self.values)
 
     def size_bytes(self, cells: int) -> int:
-        """Bytes of the state of that many cells."""
-        rows = sum(half.row_bytes for half in (*self.keys, *self.values))
-        headers = _ROWS.size * (len(self.keys) + len(self.values))
-        return self._first(cells) + headers + cells * rows
+        """Bytes of that many cells."""
+        return self._first(cells) + sum(_ROWS.size + cells * half.row_bytes for half in self.halves)
 
-    def write(self, state: Bytes, span: Span) -> None:
+    def write(self, cache: Bytes, span: Span, itemsize: int) -> None:
         """Write the headers of the positions of `span`; the KV is left as it is."""
         cells = len(span)
-        _START.pack_into(state.data, 0, self.magic, 0, 1, cells)
-        about = state[_START.size : _START.size + cells * _CELL.itemsize].view(_CELL)
+        _CACHE.pack_into(cache.data, 0, 1, cells)
+        about = self._about(cache, cells)
         about["position"] = np.arange(span.start, span.stop)
         about["sequences"], about["sequence"] = 1, 0
-        _DATA.pack_into(state.data, _START.size + about.nbytes, self.transposed, len(self.keys))
+        _DATA.pack_into(cache.data, _CACHE.size + about.nbytes, self.transposed, len(self.keys))
         if self.rotations is not None:
-            _ROTATIONS.pack_into(state.data, self._first(cells) - _ROTATIONS.size, *self.rotations)
-        for half, start in zip((*self.keys, *self.values), self._starts(cells), strict=True):
-            _ROWS.pack_into(state.data, start, half.type, half.row_bytes)
-        if self.transposed:
-            for half, start in zip(self.values, self._starts(cells)[len(self.keys) :], strict=True):
-                size = self.kv.numpy_dtype.itemsize
-                _COLUMNS.pack_into(state.data, start, half.type, size, half.row_bytes // size)
+            _ROTATIONS.pack_into(cache.data, self._first(cells) - _ROTATIONS.size, *self.rotations)
+        for place, (half, start) in enumerate(zip(self.halves, self._starts(cells), strict=True)):
+            if self.transposed and place >= len(self.keys):
+                _COLUMNS.pack_into(cache.data, start, half.type, itemsize, half.row_bytes // itemsize)
+            else:
+                _ROWS.pack_into(cache.data, start, half.type, half.row_bytes)
 
-    def positions(self, state: Bytes) -> NDArray[np.int32]:
+    def positions(self, cache: Bytes, cells: int) -> NDArray[np.int32]:
         """The positions of the cells, in the order of the cells."""
-        _, _, _, cells = _START.unpack_from(state.data)
-        positions: NDArray[np.int32] = state[_START.size : _START.size + cells * _CELL.itemsize].view(_CELL)["position"]
+        positions: NDArray[np.int32] = self._about(cache, cells)["position"]
         return positions
 
-    def views(self, state: Bytes, cells: int) -> list[LayerKv]:
-        """Views of each layer's KV in the state: keys and values `[1, cells, dim]`, transposed or not."""
-        starts = self._starts(cells)
+    def views(self, cache: Bytes, cells: int, dtype: np.dtype[Any]) -> list[LayerKv]:
+        """Views of each layer's KV: keys and values `[1, cells, dim]`, transposed or not."""
         arrays = []
-        for half, start in zip((*self.keys, *self.values), starts, strict=True):
+        for half, start in zip(self.halves, self._starts(cells), strict=True):
             begin = start + _ROWS.size
-            arrays.append(state[begin : begin + cells * half.row_bytes].view(self.kv.numpy_dtype))
+            arrays.append(cache[begin : begin + cells * half.row_bytes].view(dtype))
         layers = []
-        for shape, keys, values in zip(self.kv.layers, arrays, arrays[len(self.keys) :], strict=False):
-            across = values.reshape(1, shape.value_dim, cells).swapaxes(1, 2) if self.transposed else values
-            layers.append(LayerKv(keys.reshape(1, cells, shape.key_dim), across.reshape(1, cells, shape.value_dim)))
+        for keys, values, half in zip(arrays, arrays[len(self.keys) :], self.values, strict=False):
+            dim = half.row_bytes // dtype.itemsize
+            across = values.reshape(1, dim, cells).swapaxes(1, 2) if self.transposed else values.reshape(1, cells, dim)
+            layers.append(LayerKv(keys.reshape(1, cells, keys.size // cells if cells else 0), across))
         return layers
 
-    def parse(self, state: Bytes, span: Span) -> Kv:
-        """The KV of `span` from its state. Raises `UnknownLayout` for another state."""
-        if len(state) != self.size_bytes(len(span)):
-            raise UnknownLayout(f"{len(state)} bytes for {len(span)} cells")
-        positions = self.positions(state)
-        order = None if np.array_equal(positions, np.arange(span.start, span.stop)) else np.argsort(positions)
-        if order is not None and not np.array_equal(positions[order], np.arange(span.start, span.stop)):
-            raise UnknownLayout(f"positions {positions.min()} to {positions.max()} in place of {span}")
-        layers = (LayerKv(_in(order, v.keys), _in(order, v.values)) for v in self.views(state, len(span)))
-        return Kv(span, self.kv, tuple(layers))
+    def _about(self, cache: Bytes, cells: int) -> NDArray[Any]:
+        return cache[_CACHE.size : _CACHE.size + cells * _CELL.itemsize].view(_CELL)
 
     def _first(self, cells: int) -> int:
         """Offset of the first layer."""
         rotations = 0 if self.rotations is None else _ROTATIONS.size
-        return _START.size + cells * _CELL.itemsize + _DATA.size + rotations
+        return _CACHE.size + cells * _CELL.itemsize + _DATA.size + rotations
 
     def _starts(self, cells: int) -> list[int]:
         """Offsets of the keys, then the values, of each layer, with their headers."""
-        start = self._first(cells)
-        starts = []
-        for half in (*self.keys, *self.values):
-            starts.append(start)
-            start += _ROWS.size + cells * half.row_bytes
-        return starts
+        sizes = (_ROWS.size + cells * half.row_bytes for half in self.halves)
+        return list(accumulate(sizes, initial=self._first(cells)))[:-1]
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The layout of the state of any number of tokens, which are all in every cache."""
+
+    magic: int
+    caches: tuple[_CacheLayout, ...]
+
+    @cached_property
+    def kv(self) -> KvLayout:
+        """The layout as KV: one head as wide as all heads of a layer, which are side by side."""
+        pairs = [pair for cache in self.caches for pair in zip(cache.keys, cache.values, strict=True)]
+        types = {half.type for pair in pairs for half in pair}
+        dtype = _KV_TYPES.get(types.pop(), "uint8") if len(types) == 1 else "uint8"
+        size = KvLayout(dtype, ()).numpy_dtype.itemsize
+        shapes = (LayerShape(1, keys.row_bytes // size, values.row_bytes // size) for keys, values in pairs)
+        return KvLayout(dtype, tuple(shapes))
+
+    @property
+    def transposed(self) -> bool:
+        """Whether values are."""
+        return self.caches[0].transposed
+
+    @property
+    def rotations(self) -> list[tuple[int, int]]:
+        """By how much keys and values of each cache were rotated before they were quantized, if they were."""
+        return [cache.rotations for cache in self.caches if cache.rotations is not None and any(cache.rotations)]
+
+    def size_bytes(self, cells: int) -> int:
+        """Bytes of the state of that many tokens."""
+        return _HEAD.size + sum(cache.size_bytes(cells) for cache in self.caches)
+
+    def write(self, state: Bytes, span: Span) -> None:
+        """Write the headers of the positions of `span`; the KV is left as it is."""
+        _HEAD.pack_into(state.data, 0, self.magic, 0)
+        for cache, part in self._parts(state, len(span)):
+            cache.write(part, span, self.kv.numpy_dtype.itemsize)
+
+    def views(self, state: Bytes, cells: int) -> list[LayerKv]:
+        """Views of each layer's KV in the state: keys and values `[1, cells, dim]`, transposed or not."""
+        dtype = self.kv.numpy_dtype
+        return [view for cache, part in self._parts(state, cells) for view in cache.views(part, cells, dtype)]
+
+    def parse(self, state: Bytes, span: Span) -> Kv:
+        """The KV of `span` from its state. Raises `UnknownLayout` for another state."""
+        cells, dtype = len(span), self.kv.numpy_dtype
+        if len(state) != self.size_bytes(cells):
+            raise UnknownLayout(f"{len(state)} bytes for {cells} cells")
+        layers: list[LayerKv] = []
+        for cache, part in self._parts(state, cells):
+            order = _order_of(cache.positions(part, cells), span)
+            layers += (LayerKv(_in(order, v.keys), _in(order, v.values)) for v in cache.views(part, cells, dtype))
+        return Kv(span, self.kv, tuple(layers))
+
+    def _parts(self, state: Bytes, cells: int) -> Iterator[tuple[_CacheLayout, Bytes]]:
+        start = _HEAD.size
+        for cache in self.caches:
+            stop = start + cache.size_bytes(cells)
+            yield cache, state[start:stop]
+            start = stop
+
+
+def _order_of(positions: NDArray[np.int32], span: Span) -> NDArray[Any] | None:
+    """The order in which cells are tokens of `span`; None for their own. Raises `UnknownLayout` for other tokens."""
+    expected = np.arange(span.start, span.stop)
+    if np.array_equal(positions, expected):
+        return None
+    order = np.argsort(positions)
+    if not np.array_equal(positions[order], expected):
+        raise UnknownLayout(f"positions {positions.min()} to {positions.max()} in place of {span}")
+    return order
 
 
 def read_layout(state: Bytes, cells: int) -> StateLayout:
@@ -149,32 +207,45 @@ def read_layout(state: Bytes, cells: int) -> StateLayout:
 
 
 def _read_layout(state: Bytes, cells: int, *, rotated: bool) -> StateLayout:
-    rotations = None
+    caches: list[_CacheLayout] = []
     try:
-        magic, _, streams, found = _START.unpack_from(state.data)
-        start = _START.size + cells * _CELL.itemsize
-        about = state[_START.size : start].view(_CELL)
-        if (streams, found) != (1, cells) or (about["sequences"] != 1).any():
-            raise UnknownLayout(f"{streams} streams, {found} cells")
-        transposed, layers = _DATA.unpack_from(state.data, start)
-        if transposed not in (0, 1) or not 0 < layers <= _MAX_LAYERS:
-            raise UnknownLayout(f"{layers} layers, transposed {transposed}")
-        start += _DATA.size
-        if rotated:
-            rotations = _ROTATIONS.unpack_from(state.data, start)
-            start += _ROTATIONS.size
-        keys, start = _read_rows(state, start, layers, cells)
-        values, start = (_read_columns if transposed else _read_rows)(state, start, layers, cells)
+        magic, _ = _HEAD.unpack_from(state.data)
+        start = _HEAD.size
+        while start < len(state) and len(caches) < _MAX_CACHES:
+            cache, start = _read_cache(state, start, cells, rotated=rotated)
+            caches.append(cache)
     except (struct.error, ValueError) as error:
         raise UnknownLayout(str(error)) from error
-    layout = StateLayout(magic, bool(transposed), keys, values, rotations)
-    types = {half.type for half in (*keys, *values)}
-    size = layout.kv.numpy_dtype.itemsize
-    if (transposed and len(types) > 1) or any(half.row_bytes % size for half in (*keys, *values)):
-        raise UnknownLayout(f"numbers of types {sorted(types)}, mixed in a way that cannot be read")
-    if start != len(state) or layout.size_bytes(cells) != start:
+    layout = StateLayout(magic, tuple(caches))
+    halves = [half for cache in caches for half in cache.halves]
+    if not halves or start != len(state) or layout.size_bytes(cells) != start:
         raise UnknownLayout(f"{len(state)} bytes in place of {start}")
+    types, size = {half.type for half in halves}, layout.kv.numpy_dtype.itemsize
+    mixed = (layout.transposed and len(types) > 1) or len({cache.transposed for cache in caches}) > 1
+    if mixed or any(half.row_bytes % size for half in halves):
+        raise UnknownLayout(f"numbers of types {sorted(types)}, mixed in a way that cannot be read")
     return layout
+
+
+def _read_cache(state: Bytes, start: int, cells: int, *, rotated: bool) -> tuple[_CacheLayout, int]:
+    """The cache that begins at an offset, and where it ends."""
+    rotations = None
+    streams, found = _CACHE.unpack_from(state.data, start)
+    start += _CACHE.size
+    about = state[start : start + cells * _CELL.itemsize].view(_CELL)
+    if (streams, found) != (1, cells) or (about["sequences"] != 1).any():
+        raise UnknownLayout(f"{streams} streams, {found} cells")
+    start += cells * _CELL.itemsize
+    transposed, layers = _DATA.unpack_from(state.data, start)
+    if transposed not in (0, 1) or not 0 < layers <= _MAX_LAYERS:
+        raise UnknownLayout(f"{layers} layers, transposed {transposed}")
+    start += _DATA.size
+    if rotated:
+        rotations = _ROTATIONS.unpack_from(state.data, start)
+        start += _ROTATIONS.size
+    keys, start = _read_rows(state, start, layers, cells)
+    values, start = (_read_columns if transposed else _read_rows)(state, start, layers, cells)
+    return _CacheLayout(bool(transposed), keys, values, rotations), start
 
 
 def _read_rows(state: Bytes, start: int, layers: int, cells: int) -> tuple[tuple[_Half, ...], int]:
