@@ -74,6 +74,17 @@ def used_bytes(disk: DiskStore) -> int:
         return disk.room.used_bytes(connection)
 
 
+def written(disk: DiskStore, day_bytes: int | None) -> dict[str, Any]:
+    """Bytes written lately, and what a write budget of `day_bytes` a day leaves; None: there is none."""
+    with disk.database.reading() as connection:
+        budget = None if day_bytes is None else disk.room.budget_of(connection, day_bytes)
+        return {
+            **disk.room.written(connection),
+            "write_budget_left_bytes": None if budget is None else budget.left_bytes,
+            "write_budget_low": None if budget is None else budget.why_scarce(),
+        }
+
+
 def summary(disk: DiskStore, scope: Scope | None = None) -> dict[str, Any]:
     """Entries, tokens, bytes, hits and time saved."""
     rows = [entry.extent for entry in entries(disk, scope=scope)]
