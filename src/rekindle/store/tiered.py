@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from rekindle.codec.coder import is_quantized
 from rekindle.core.identity import Identity
 from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, KvSpace, chain, token_bytes, token_ids
 from rekindle.core.kv import Kv, LayerKv, Span
@@ -171,7 +172,8 @@ class TieredStore:
 
         def admit() -> Span | Kept:
             keys = chain(match.root, match.tokens)[gap.start // BLOCK_TOKENS :]
-            size_bytes = len(gap) * kv_space.layout.token_bytes
+            shrinks = kv_space.adapter is not None or is_quantized(kv_space.codec)  # how much shows when it is coded
+            size_bytes = len(gap) * kv_space.layout.token_bytes // (8 if shrinks else 1)
             count = self.disk.admit(kv_space, keys, size_bytes, wanted=wanted, last=last)
             return Span(gap.start, min(gap.start + count * BLOCK_TOKENS, gap.stop))
 
