@@ -1054,7 +1054,7 @@ def test_after_kill_9_in_the_middle_of_a_reply_the_long_prompt_is_known(kind: st
     code = """
 stream = session.stream(prompt, max_tokens=200, min_tokens=200)
 next(stream)
-while not session.cache.keeper.outcomes["kept"]:
+while not session.cache.writer.outcomes["kept"]:
     next(stream)
 print("kept", flush=True)
 import time

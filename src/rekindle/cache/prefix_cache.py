@@ -182,15 +182,9 @@ class PrefixCache:
         passages = None if exact or prompt_layout is None else ChunkMatches.of(prompt_layout, tokens)
         parked = self.kv.take_parked(self._parked, kv_space, tokens, exact=exact)
         in_engine = 0 if parked is None else parked.common(tokens, exact=exact)
+        own, wanted = Matches(len(tokens), in_engine), request.max_tokens == 0
         nothing = CacheLookup(
-            kv_space,
-            tokens,
-            Matches(len(tokens), in_engine),
-            parked,
-            guard=guard,
-            passages=passages,
-            app_ref=app_ref,
-            wanted=request.max_tokens == 0,
+            kv_space, tokens, own, parked, guard=guard, passages=passages, app_ref=app_ref, wanted=wanted
         )
         if in_engine >= len(tokens) - 1:
             return nothing
