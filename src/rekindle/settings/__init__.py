@@ -265,8 +265,8 @@ class Settings(_Loadable):
     write_budget: str | None = setting(
         "retention",
         "40GB",
-        "Maximum written a day, to spare the disk; what is not written adds up, to three days of it. Of the last "
-        "quarter only what was seen before is written. none: no limit.",
+        "Maximum written a day, to spare the disk; what is not written adds up, to three days of it. When less "
+        "than a quarter is left, only what was seen before is written. none: no limit.",
         kind=a_size("40GB"),
     )
     key_file: str | None = setting(
