@@ -264,6 +264,19 @@ def test_a_catalog_from_before_the_budget_was_a_days_opens_with_all_of_it(
             assert rows.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
 
 
+def test_a_catalog_of_before_that_can_only_be_read_is_read(tmp_path: Path, clock: Clock, size: int) -> None:
+    with opened(tmp_path / "c", clock, size) as store:
+        keep(store, prompt(0))
+        with store.disk.database.writing() as connection:
+            connection.execute("ALTER TABLE bytes_written DROP COLUMN spent")
+            connection.execute("ALTER TABLE bytes_written DROP COLUMN refused")
+        store.disk.database.read_only = True
+        assert load(store, prompt(0)) == 640
+        assert store.why_scarce() is None and store.counts.read_failures == 0
+        found = report.written(store.disk, size)
+        assert found["written_day_bytes"] == 0 and found["write_budget_left_bytes"] is None
+
+
 def test_keys_seen_while_it_is_low_stay_within_the_limit(tmp_path: Path, clock: Clock) -> None:
     """Many prompts that are not kept must not make the catalog outgrow the folder's limit."""
     settings = StoreSettings(disk_limit=4 << 20, memory_limit=0, write_budget=1000)

@@ -80,12 +80,13 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
 
 @cache.command()
 def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False) -> None:
-    """Show totals: bytes, tokens, hits, time saved; by model with the room left; and the entries that saved most."""
+    """Show totals: bytes, tokens, hits, time saved, bytes written; by model with the room left; the best entries."""
     from rekindle.store import report
+    from rekindle.store.settings import StoreSettings
 
     with open_cache(folder, key_file) as store:
         chosen, used, free = Settings.load(), report.used_bytes(store), store.files.free_bytes(store.folder)
-        limit, budget = chosen.disk_limit, None if chosen.write_budget is None else parse_limit(chosen.write_budget)
+        limit, budget = chosen.disk_limit, StoreSettings(write_budget=chosen.write_budget).write_budget_bytes
         limit_bytes = parse_limit(limit).resolve(free + used)
         room_bytes = max(0, min(limit_bytes - used, free))  # that may be kept without evicting
         found: dict[str, Any] = {
@@ -95,7 +96,7 @@ def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False)
             "free_bytes": room_bytes,
             **report.summary(store),
             "write_budget": chosen.write_budget,
-            **report.written(store, None if budget is None else budget.size_bytes),
+            **report.written(store, budget),
             "catalog_bytes": store.database.size_bytes(),
         }
         models = report.by_kv_space(store)
@@ -154,8 +155,8 @@ def _print_stats(found: dict[str, Any], models: list[dict[str, Any]], best: list
 
 
 def _budget_left(found: dict[str, Any]) -> str:
-    if found["write_budget"] is None:
-        return "no limit"
+    if found["write_budget_left_bytes"] is None:
+        return "no limit" if found["write_budget"] is None else "none: the folder can only be read"
     low, refused = found["write_budget_low"], found["refused_day_writes"]
     return (
         f"{human_bytes(found['write_budget_left_bytes'])} to write, and {parse_limit(found['write_budget'])} more a day"

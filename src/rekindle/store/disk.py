@@ -132,9 +132,9 @@ class DiskStore:
             return seen
 
     def write_budget(self) -> WriteBudget | None:
-        """What may be written now; None: everything."""
+        """What may be written now; None: there is no budget, or the folder can only be read."""
         with self.database.reading() as connection:
-            return self.room.write_budget(connection)
+            return None if self.database.read_only else self.room.write_budget(connection)
 
     def keep(
         self,
