@@ -33,6 +33,7 @@ from benchmarks.base import (
     scratch,
 )
 from benchmarks.storm import storm
+from benchmarks.wear import measure_wear
 from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, KvSpace, Namespace, NodeKey, chain, token_bytes
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.errors import EngineMissing
@@ -111,7 +112,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     report.fields |= {"device": "cpu", "shape": "SmolLM2-135M, float32", "tokens": TOKENS, "rounds": options.rounds(15)}
     with scratch() as folder:
         measure = _StoreMeasure(Path(folder), options)
-        for part in (measure.put, measure.get, measure.evict, measure.rows, measure.storm):
+        for part in (measure.put, measure.get, measure.evict, measure.rows, measure.storm, measure.wear):
             advance(part.__name__)
             part(report)
     return report
@@ -305,6 +306,11 @@ class _StoreMeasure:
         }
         shown = f"{share:.3f} of the limit, {seen.samples:,} samples"
         report.rows.append(TableRow(f"storm of {seconds} s: most bytes seen", shown, "", "", "<= 1"))
+
+    def wear(self, report: Report) -> None:
+        """What agents and people make the disk write, simulated by the day."""
+        with _folder(self.folder / "wear") as folder:
+            measure_wear(folder, report)
 
     def _make_kv(self) -> Kv:
         def half(heads: int, dim: int) -> Any:

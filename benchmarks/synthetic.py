@@ -39,8 +39,8 @@ def make_kv(tokens: Sequence[int], span: Span, kv_space: KvSpace = KV_SPACE) -> 
 
 def keep(store: TieredStore, tokens: Sequence[int], kv_space: KvSpace = KV_SPACE, app: AppRef | None = None) -> Kept:
     """Keep what is missing of a prompt."""
-    gap = store.gap(kv_space, tokens)
-    return Kept("known") if gap is None else store.keep(kv_space, tokens, make_kv(tokens, gap, kv_space), app=app)
+    gap = store.admit(kv_space, tokens)
+    return gap if isinstance(gap, Kept) else store.keep(kv_space, tokens, make_kv(tokens, gap, kv_space), app=app)
 
 
 def load(store: TieredStore, tokens: Sequence[int], kv_space: KvSpace = KV_SPACE) -> int:

@@ -32,6 +32,9 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 160, 0, "what people read: counts, tables that break no word, empty lists, files that are not there"),
     ("rekindle", 360, 1, "engine/llamacpp/c_api: llama.cpp's functions and structs, declared and checked; no compiler"),
     ("benchmarks", 20, 0, "functions of llama.cpp that only its rivals call, once llama-cpp-python's"),
+    ("rekindle", 145, 0, "the write budget: a default that adds up, second use when it is low, told in stats, metrics, "
+     "explain, warm and idle"),
+    ("benchmarks", 110, 1, "wear: what agents and people make the disk write, simulated"),
     ("rekindle", 0, 1, "step_scheduler: what the next step computes, without threads; fewer lines than before"),
 )  # fmt: skip
 

@@ -22,5 +22,6 @@ def test_bench_store_prints_its_fields() -> None:
     found = json.loads(result.stdout)
     assert all(found[name] > 0 for name in FIELDS.split())
     assert found["fsyncs_per_keep"] == 1 and found["storm_peak_share"] <= 1
+    assert found["wear_trace_gb"]["second-use"] < found["wear_trace_gb"]["always"]
     assert found["index_memory_mb_1m"] < 20  # SQLite's page cache, whatever the number of rows
     assert {"measure", "ours", "baseline", "ratio", "bar"} == set(found["table"][0])

@@ -648,7 +648,7 @@ def test_what_was_lost_is_kept_again_though_its_context_is_gone_by_then(kind: st
     flip(path, path.stat().st_size - 100)
     store = store_of(session)
     with session, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "gap", hang.wrap(store.gap))
+        patch.setattr(store, "admit", hang.wrap(store.admit))
         question = [*PROMPT[:-1], *tokens_of(40, seed=5)]  # of a checkpoint, only what the first message needs
         reply = ask_in_time(session, question)
         assert reply.reuse.miss == "lost"
@@ -684,7 +684,7 @@ def test_what_the_store_did_not_take_is_not_counted_as_stored(kind: str, folder:
         session.flush()
         assert store.counts.write_failures > 0
         patch.undo()
-        patch.setattr(store, "gap", hang.wrap(store.gap))
+        patch.setattr(store, "admit", hang.wrap(store.admit))
         assert ask(session, longer, 1).reuse.engine == N
         assert ask(session, [*longer[:120], 251], 1).reuse.engine == 120, "the context goes on as another prompt"
         hang.over.set()
@@ -1054,7 +1054,7 @@ def test_after_kill_9_in_the_middle_of_a_reply_the_long_prompt_is_known(kind: st
     code = """
 stream = session.stream(prompt, max_tokens=200, min_tokens=200)
 next(stream)
-while not session.cache.keeper.outcomes["kept"]:
+while not session.cache.writer.outcomes["kept"]:
     next(stream)
 print("kept", flush=True)
 import time

@@ -665,8 +665,8 @@ def test_the_memory_tier_keeps_no_more_from_being_freed_than_it_counts(kind: str
     assert store is not None and writer is not None
     session.warm([PROMPT])  # met once
     session.cache.unpark()
-    gate, real = threading.Event(), store.gap
-    store.gap = lambda *args: (gate.wait(60), real(*args))[1]  # type: ignore[method-assign]
+    gate, real = threading.Event(), store.admit
+    store.admit = lambda *args, **how: (gate.wait(60), real(*args, **how))[1]  # type: ignore[method-assign]
     question = [*PROMPT[:64], *tokens_of(300, seed=30)]
     ask(session, question, 1)
     assert ask(session, [*question[:200], 251], 1).reuse.engine == 200  # goes on from it: what is to be kept is copied

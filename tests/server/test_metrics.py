@@ -83,6 +83,18 @@ def test_first_tokens_are_measured_cold_and_warm(served: Served) -> None:
     assert told["rekindle_saved_seconds_total",] > 0
 
 
+def test_what_was_written_to_disk_and_what_may_be_are_told(served: Served) -> None:
+    full = samples(served)["rekindle_write_budget_left_bytes",]
+    served.chat(LONG * 3)
+    eventually(lambda: samples(served)["rekindle_written_bytes", "hour"] > 0)
+    served.service.session.flush()
+    told = samples(served)
+    assert told["rekindle_written_bytes", "day"] == told["rekindle_written_bytes", "hour"]
+    assert told["rekindle_write_budget_left_bytes",] == full - told["rekindle_written_bytes", "day"]
+    stats = served.get("/v1/rekindle/stats").json()
+    assert stats["written_day_bytes"] == told["rekindle_written_bytes", "day"] and stats["write_budget_low"] is None
+
+
 def test_misses_are_counted_by_reason(served: Served) -> None:
     served.chat(LONG)
     served.chat(LONG, cache_prompt=False)

@@ -245,16 +245,6 @@ def test_on_second_use_only_what_was_met_before_is_kept(tmp_path: Path) -> None:
         assert store.gap(KV_SPACE, system + prompt(2)) == Span(320, 960)
 
 
-def test_the_write_budget_of_an_hour_is_kept(tmp_path: Path, clock: Clock) -> None:
-    with TieredStore(tmp_path / "a", ROOMY) as store:
-        size = keep(store, prompt(0)).size_bytes
-    settings = StoreSettings(disk_limit="50MB", memory_limit=0, write_budget=2 * size + 10)
-    with TieredStore(tmp_path / "b", settings, Machine(clock=clock)) as store:
-        assert [keep(store, prompt(number)).outcome for number in range(3)] == ["kept", "kept", "refused"]
-        clock.now += 3700
-        assert keep(store, prompt(2)).outcome == "kept"
-
-
 def test_memory_holds_what_fits_and_serves_it_after_the_file_went(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "c", StoreSettings(disk_limit="50MB", memory_limit=100_000)) as store:
         for number in range(4):

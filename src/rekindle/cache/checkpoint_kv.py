@@ -129,7 +129,7 @@ class CheckpointKv(StoredKv):
         kv = _as_pages(self.engine.layout, context.sequence.snapshot(), count)
         (name,) = _names(context.tokens, [count])
         job = WriteJob(context.kv_space, tuple(name.ids(len(kv.span))), lambda span: _part(kv, span))
-        job.guard, job.app_ref = context.guard, context.app_ref
+        job.guard, job.app_ref, job.wanted = context.guard, context.app_ref, context.wanted
         job.detach()
         if self.writer.offer(job):
             context.stored_tokens = count

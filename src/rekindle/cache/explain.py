@@ -246,6 +246,7 @@ class Explainer:
             goes_on=goes_on,
             miss=sight.miss,
             ttl_seconds=self.store.settings.ttl_seconds,
+            scarce=self.store.why_scarce() if self.everyone else None,  # others' writing is not theirs to see
         )
 
     def _change(self, prompt: Prompt) -> ChangingText | None:

@@ -31,6 +31,7 @@ class CacheLookup:
     inflight: InflightPrefill | None = None  # others may wait for it
     passages: ChunkMatches | None = None  # if passages may come from other prompts
     app_ref: AppRef | None = None  # the app that asks
+    wanted: bool = False  # asked for only to be kept
 
     def passages_before(self, plan: Plan) -> tuple[ChunkReuse, ...]:
         """The passages in the part of the context that a plan continues."""

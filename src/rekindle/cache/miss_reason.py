@@ -49,6 +49,7 @@ class Sight:
     content     how much of what was asked, in parts, an earlier request on the same KV space had in common
     elsewhere   the same for requests on other KV spaces, with what differs
     goes_on     whether something known goes on otherwise where the reuse ends
+    scarce      why only what was seen before is written now
     """
 
     tokens: int
@@ -60,6 +61,7 @@ class Sight:
     goes_on: bool = False
     miss: str | None = None
     ttl_seconds: float | None = None
+    scarce: str | None = None
 
 
 def judge(sight: Sight) -> Reason:
@@ -76,8 +78,9 @@ def judge(sight: Sight) -> Reason:
             return Reason(
                 "expired", f"{count_of(lost, 'more token', 'more tokens')} had been kept, but the ttl has expired."
             )
+        why = "evicted, removed, or never kept" if sight.scarce is None else f"perhaps not kept, because {sight.scarce}"
         return Reason("gone", f"An earlier prompt shares {count_of(lost, 'more token', 'more tokens')}, but that KV is "
-                              "not in the cache: evicted, removed, or never kept.")  # fmt: skip
+                              f"not in the cache: {why}.")  # fmt: skip
     if others > sight.content:
         named = " and ".join(differences) or "setting"
         what = f" ({model})" if model else ""

@@ -182,8 +182,9 @@ class PrefixCache:
         passages = None if exact or prompt_layout is None else ChunkMatches.of(prompt_layout, tokens)
         parked = self.kv.take_parked(self._parked, kv_space, tokens, exact=exact)
         in_engine = 0 if parked is None else parked.common(tokens, exact=exact)
+        own, wanted = Matches(len(tokens), in_engine), request.max_tokens == 0
         nothing = CacheLookup(
-            kv_space, tokens, Matches(len(tokens), in_engine), parked, guard=guard, passages=passages, app_ref=app_ref
+            kv_space, tokens, own, parked, guard=guard, passages=passages, app_ref=app_ref, wanted=wanted
         )
         if in_engine >= len(tokens) - 1:
             return nothing
@@ -262,6 +263,7 @@ class PrefixCache:
             if self.kv.steps.piece_tokens:
                 self.kv.cut_to_pieces(context)
             if context.tokens:
+                context.ended = True
                 self.kv.write(context, len(context.tokens))
                 for job in context.jobs():
                     self.kv.offer(job)
@@ -335,6 +337,7 @@ class PrefixCache:
 def _begin(context: Context, lookup: CacheLookup) -> None:
     context.passing, context.inflight, context.guard = lookup.off, lookup.inflight, lookup.guard
     context.prompt_tokens, context.app_ref = len(lookup.tokens), lookup.app_ref
+    context.wanted, context.ended = lookup.wanted, False
     context.stored_tokens = max(lookup.stored_tokens, context.stored_tokens)
     context.origin_miss = None
 

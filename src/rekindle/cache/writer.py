@@ -14,7 +14,7 @@ from rekindle.core.keys import BLOCK_TOKENS, KvSpace
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.scope import AppRef
 from rekindle.errors import KvLost
-from rekindle.store.tiered import TieredStore
+from rekindle.store.tiered import Kept, TieredStore
 
 log = logging.getLogger("rekindle.keep")
 
@@ -68,6 +68,8 @@ class WriteJob:
         self.then: Callable[[], None] | None = None  # called when it is done, whatever the outcome
         self.guard: WriteGuard | None = None
         self.app_ref: AppRef | None = None  # the app it was computed for
+        self.wanted = False  # asked for only to be kept, or somebody waits for it
+        self.last = True  # whether no other job of the same request follows
 
     def do(self, store: TieredStore) -> str:
         """Write what the store does not have yet."""
@@ -85,11 +87,11 @@ class WriteJob:
                 self.then()
 
     def _do(self, store: TieredStore) -> str:
-        gap = store.gap(self.kv_space, self.tokens)
-        if gap is None:
+        gap = store.admit(self.kv_space, self.tokens, wanted=self.wanted, last=self.last)
+        if isinstance(gap, Kept):
             self._drop()
-            self.kept = True
-            return "known"
+            self.kept = gap.outcome == "known"
+            return gap.outcome
         kv = self._take(gap)
         if kv is None:
             return "gone"

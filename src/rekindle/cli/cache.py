@@ -80,11 +80,13 @@ def list_entries(folder: Folder = None, key_file: KeyFile = None, json: AsJson =
 
 @cache.command()
 def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False) -> None:
-    """Show totals: bytes, tokens, hits, time saved; by model with the room left; and the entries that saved most."""
+    """Show totals: bytes, tokens, hits, time saved, bytes written; by model with the room left; the best entries."""
     from rekindle.store import report
+    from rekindle.store.settings import StoreSettings
 
     with open_cache(folder, key_file) as store:
-        limit, used, free = Settings.load().disk_limit, report.used_bytes(store), store.files.free_bytes(store.folder)
+        chosen, used, free = Settings.load(), report.used_bytes(store), store.files.free_bytes(store.folder)
+        limit, budget = chosen.disk_limit, StoreSettings(write_budget=chosen.write_budget).write_budget_bytes
         limit_bytes = parse_limit(limit).resolve(free + used)
         room_bytes = max(0, min(limit_bytes - used, free))  # that may be kept without evicting
         found: dict[str, Any] = {
@@ -93,6 +95,8 @@ def stats(folder: Folder = None, key_file: KeyFile = None, json: AsJson = False)
             "limit_bytes": limit_bytes,
             "free_bytes": room_bytes,
             **report.summary(store),
+            "write_budget": chosen.write_budget,
+            **report.written(store, budget),
             "catalog_bytes": store.database.size_bytes(),
         }
         models = report.by_kv_space(store)
@@ -117,6 +121,9 @@ def _print_stats(found: dict[str, Any], models: list[dict[str, Any]], best: list
         "size": f"{human_bytes(found['bytes'])}, and {human_bytes(found['catalog_bytes'])} of catalog",
         "hits": f"{found['hits']:,}",
         "time saved": f"{found['saved_ms'] / 1000:,.1f} s",
+        "written": f"{human_bytes(found['written_hour_bytes'])} in the last hour, "
+        f"{human_bytes(found['written_day_bytes'])} in the last day",
+        "budget left": _budget_left(found),
     }
     for name, value in shown.items():
         typer.echo(f"{name:11} {value}")
@@ -144,6 +151,17 @@ def _print_stats(found: dict[str, Any], models: list[dict[str, Any]], best: list
             for row in best
         ],
         title="\nEntries that saved most",
+    )
+
+
+def _budget_left(found: dict[str, Any]) -> str:
+    if found["write_budget_left_bytes"] is None:
+        return "no limit" if found["write_budget"] is None else "none: the folder can only be read"
+    low, refused = found["write_budget_low"], found["refused_day_writes"]
+    return (
+        f"{human_bytes(found['write_budget_left_bytes'])} to write, and {parse_limit(found['write_budget'])} more a day"
+        + ("" if low is None else f"; {low}: only what was seen before is kept")
+        + (f"; {count_of(refused, 'write')} refused in the last day" if refused else "")
     )
 
 
@@ -409,7 +427,8 @@ def warm(
         typer.echo(f"{path}: {tokens}, {one['reused']:,} already in the cache")
     typer.echo(f"{count_of(computed, 'token')} computed, {reused:,} already in the cache, {seconds:.1f} s")
     if refused := result["refused"]:
-        typer.echo(f"{refused} could not be kept: is the limit too small? See `rekindle cache stats`.", err=True)
+        why = "; ".join(result["reasons"]) or "is the limit too small? See `rekindle cache stats`"
+        typer.echo(f"{refused} could not be kept: {why}.", err=True)
 
 
 @app.command()

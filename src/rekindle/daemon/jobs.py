@@ -4,7 +4,7 @@ A job is a JSON object with its `kind`. While it runs it sends events, and its r
 
     generate   prompt, options               text: a piece of the reply           reply, summary
     ask        question, options, spelled    text: a piece of the answer          answer, summary, reuse, spelled
-    warm       prompts, passages             warmed: number done, number in all   prompts, seconds, refused
+    warm       prompts, passages             warmed: number done, number in all   prompts, seconds, refused, reasons
     explain    prompt, or question           -                                    explanation
 """
 
@@ -66,7 +66,7 @@ def _warm(session: Session, job: Job, send: Send, _started: Callable[[ReplyStrea
     if session.cache.store is None:
         raise InvalidSetting("There is no cache to warm: leave out --cache off and --reuse off.")
     started = time.perf_counter()
-    refused = _refused(session)
+    refused, reasons = _refused(session), session.cache.store.counts.reasons.copy()
 
     def report(done: int, total: int) -> None:
         send({"warmed": [done, total]})
@@ -78,6 +78,7 @@ def _warm(session: Session, job: Job, send: Send, _started: Callable[[ReplyStrea
         "prompts": [{"computed": reuse.computed, "reused": reuse.reused} for reuse in done],
         "seconds": time.perf_counter() - started,
         "refused": _refused(session) - refused,
+        "reasons": sorted(session.cache.store.counts.reasons - reasons),
     }
 
 

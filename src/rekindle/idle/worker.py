@@ -180,7 +180,7 @@ class IdleWorker:
 
     stop         setting it stops the work within a token
     spent        the total cost so far
-    blocked_by   why it does not continue, if because of load or battery
+    blocked_by   why it does not continue, if because of load, battery or the write budget
     """
 
     def __init__(
@@ -211,7 +211,9 @@ class IdleWorker:
         now = time.monotonic()
         if self._conditions is not None and now - self._looked >= _LOOK_SECONDS:
             self._looked = now
-            self.blocked_by = blocked_by(self._conditions, self._load.others(), on_mains())
+            store = self._session.cache.store
+            low = None if store is None else store.why_scarce()  # what is left is for people
+            self.blocked_by = blocked_by(self._conditions, self._load.others(), on_mains()) or low
         return self.blocked_by is None
 
     def compute(self, request: Request) -> WorkResult:

@@ -86,6 +86,7 @@ async def show_stats(call: Call) -> Response:
         fields = {**report.summary(store.disk, scope), "models": report.by_kv_space(store.disk, scope)}
         if scope is None:
             used = report.used_bytes(store.disk)
+            fields |= report.written(store.disk, store.settings.write_budget_bytes)
             fields["tiers"] = {
                 "memory": {"bytes": store.memory.size_bytes, "limit_bytes": store.memory.limit_bytes},
                 "disk": {"bytes": used, "limit_bytes": store.disk.room.limit_bytes(used)},

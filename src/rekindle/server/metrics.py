@@ -140,6 +140,14 @@ class _Machine:
         for reason in ("new", "limit", "expired", "killed"):
             evicted.add_metric([reason], store.disk.room.evicted_bytes[reason])
         yield from (held, limits, evicted)
+        lately = report.written(store.disk, store.settings.write_budget_bytes)
+        written = GaugeMetricFamily("rekindle_written_bytes", "Written to disk lately.", labels=["window"])
+        written.add_metric(["hour"], lately["written_hour_bytes"])
+        written.add_metric(["day"], lately["written_day_bytes"])
+        yield written
+        if lately["write_budget_left_bytes"] is not None:
+            left = lately["write_budget_left_bytes"]
+            yield _gauge("rekindle_write_budget_left_bytes", "What may be written to disk now.", left)
         counts = store.counts
         yield _counter("rekindle_quarantined", "Entries quarantined because they were damaged.", counts.quarantined)
         failures = CounterMetricFamily("rekindle_cache_failures", "Reads and writes that failed.", labels=["kind"])

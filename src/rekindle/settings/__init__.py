@@ -264,13 +264,16 @@ class Settings(_Loadable):
         kind=a_time("30s, 5m"),
     )
     admission: Literal["always", "second-use"] = setting(
-        "retention", "always", "What is kept: always (everything), second-use (only what was seen before)."
+        "retention",
+        "always",
+        "What is kept: always (everything, while the write budget lasts), second-use (only what was seen before).",
     )
     write_budget: str | None = setting(
         "retention",
-        None,
-        "Maximum written within an hour, to spare flash: 10GB; none: no limit.",
-        kind=a_size("10GB"),
+        "40GB",
+        "Maximum written a day, to spare the disk; what is not written adds up, to three days of it. When less "
+        "than a quarter is left, only what was seen before is written. none: no limit.",
+        kind=a_size("40GB"),
     )
     key_file: str | None = setting(
         "retention",

@@ -28,7 +28,7 @@ from rekindle.store.evict import Eviction, blocks_a_transaction
 from rekindle.store.extents import SUFFIX, Damaged, ExtentFiles, OpenExtent, WrittenExtent
 from rekindle.store.files import NO_LOCKS, Files, Handle
 from rekindle.store.folder import EXTENTS, WRITERS, CacheFolder, is_own_name
-from rekindle.store.limits import Limits, LimitTooSmall, Refused, add_written
+from rekindle.store.limits import Limits, LimitTooSmall, Refused
 from rekindle.store.settings import StoreSettings
 
 _ATTEMPTS = 20
@@ -206,7 +206,7 @@ class DiskSpace(Limits):
         size_bytes = written.header.plan.file_bytes
         catalog.publish(connection, room.extent, run, size_bytes, written.digest, self._clock())
         self._add_base(connection, room, base)
-        add_written(connection, int(self._clock() // 60), size_bytes)
+        self.add_written(connection, size_bytes)
 
     def _add_base(self, connection: sqlite3.Connection, room: Reservation, base: DeltaBase | None) -> None:
         if base is not None and not delta_rows.add(connection, room.extent, base.parts):
@@ -478,5 +478,5 @@ class DiskSpace(Limits):
                 catalog.make_live(connection, room.extent, *size)
                 catalog.replace(connection, row.id, room.extent)
                 self._add_base(connection, room, base)
-                add_written(connection, int(self._clock() // 60), copy.file_bytes)
+                self.add_written(connection, copy.file_bytes)
         return True

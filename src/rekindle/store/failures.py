@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kept:
-    """The outcome of a keep: kept, known already, or refused and why."""
+    """The outcome of a keep: kept, known already, or refused and why; early: refused, but tried again later."""
 
-    outcome: Literal["kept", "known", "refused", "failed"]
+    outcome: Literal["kept", "known", "early", "refused", "failed"]
     reason: str = ""
     size_bytes: int = 0
 

@@ -74,6 +74,22 @@ def used_bytes(disk: DiskStore) -> int:
         return disk.room.used_bytes(connection)
 
 
+def written(disk: DiskStore, day_bytes: int | None) -> dict[str, Any]:
+    """Bytes written lately, and what a write budget of `day_bytes` a day leaves; None: there is none.
+
+    Nothing of a folder that can only be read: its catalog may be of a version that did not count.
+    """
+    with disk.database.reading() as connection:
+        counts = {} if disk.database.read_only else disk.room.written(connection)
+        budget = None if day_bytes is None or not counts else disk.room.budget_of(connection, day_bytes)
+    return {
+        **dict.fromkeys(("written_hour_bytes", "written_day_bytes", "refused_day_writes"), 0),
+        **counts,
+        "write_budget_left_bytes": None if budget is None else budget.left_bytes,
+        "write_budget_low": None if budget is None else budget.why_scarce(),
+    }
+
+
 def summary(disk: DiskStore, scope: Scope | None = None) -> dict[str, Any]:
     """Entries, tokens, bytes, hits and time saved."""
     rows = [entry.extent for entry in entries(disk, scope=scope)]

@@ -24,7 +24,7 @@ class StoreSettings:
     ttl_seconds      KV older than this is not served and goes; None: never
     killed_ttl_seconds  KV that only a killed app used goes after this time; None: when space is needed
     admission        keep always, or on second-use: only what was seen before
-    write_budget     bytes that may be written within an hour, to spare flash; None: no limit
+    write_budget     bytes that may be written a day, to spare flash; unspent ones add up to three days; None: no limit
     max_variants     variants of chunks listed for one KV space; the least used go first
     max_a_chunk      the same for one chunk
     exact            how KV is coded where no bit may be lost; None: uncoded

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from rekindle.codec.coder import is_quantized
 from rekindle.core.identity import Identity
 from rekindle.core.keys import BLOCK_TOKENS, TOKEN_BYTES, KvSpace, chain, token_bytes, token_ids
 from rekindle.core.kv import Kv, LayerKv, Span
@@ -155,18 +156,28 @@ class TieredStore:
 
     def gap(self, kv_space: KvSpace, tokens: Sequence[int]) -> Span | None:
         """The span of `tokens` that `keep` would take: not stored yet, and admitted. None: nothing."""
+        admitted = self.admit(kv_space, tokens)
+        return admitted if isinstance(admitted, Span) else None
+
+    def admit(
+        self, kv_space: KvSpace, tokens: Sequence[int], *, wanted: bool = False, last: bool = True
+    ) -> Span | Kept:
+        """The same, or why there is nothing to keep. `wanted` and `last`: see `DiskStore.admit`."""
         match = self.lookup(kv_space, tokens)
         gap = match.gap()
-        if gap is None or self.settings.admission == "always":
+        if gap is None:
+            return Kept("known")
+        if self.settings.admission == "always" and self.settings.write_budget is None:
             return gap
 
-        def admit() -> Span | None:
-            first = gap.start // BLOCK_TOKENS
-            seen = self.disk.admit(kv_space, chain(match.root, match.tokens)[first:])
-            stop = min(gap.start + seen * BLOCK_TOKENS, gap.stop)
-            return Span(gap.start, stop) if stop > gap.start else None
+        def admit() -> Span | Kept:
+            keys = chain(match.root, match.tokens)[gap.start // BLOCK_TOKENS :]
+            shrinks = kv_space.adapter is not None or is_quantized(kv_space.codec)  # how much shows when it is coded
+            size_bytes = len(gap) * kv_space.layout.token_bytes // (8 if shrinks else 1)
+            count = self.disk.admit(kv_space, keys, size_bytes, wanted=wanted, last=last)
+            return Span(gap.start, min(gap.start + count * BLOCK_TOKENS, gap.stop))
 
-        return self._failures.writing(admit, lambda _: None)
+        return self._writing(admit, counted=last)
 
     def keep(
         self,
@@ -223,10 +234,18 @@ class TieredStore:
                 self.counts.kept += 1
             return Kept("kept", size_bytes=size_bytes)
 
+        return self._writing(write)
+
+    def _writing(self, work: Callable[[], T | Kept], *, counted: bool = True) -> T | Kept:
         try:
-            return self._failures.writing(write, lambda reason: Kept("failed", reason))
+            return self._failures.writing(work, lambda reason: Kept("failed", reason))
         except Refused as refusal:
-            return self._failures.refused(refusal)
+            return self._failures.refused(refusal) if counted else Kept("early", str(refusal))
+
+    def why_scarce(self) -> str | None:
+        """Why only what was seen before is written now; None if that is not so."""
+        budget = self._failures.reading(self.disk.write_budget, None)
+        return None if budget is None else budget.why_scarce()
 
     def _hold(self, written: Written, kv: Kv, part: Kv) -> None:
         """Hold what was just written in memory too, unless reading it back would give other numbers."""

@@ -203,7 +203,8 @@ class Variants:
             self._sources.settle()
             if self._is_stored(kv_space, variant.digest, tokens):
                 return Kept("known")
-            if self._disk.settings.admission == "second-use" and self._disk.admit(own_kv_space, keys) < len(keys):
+            size_bytes = len(kv.span) * kv.layout.token_bytes
+            if self._disk.admit(own_kv_space, keys, size_bytes) < len(keys):
                 raise Refused("it was seen for the first time")
             self._cut_rest(own_kv_space, variant.digest)
             whole = chain_kv(kv)

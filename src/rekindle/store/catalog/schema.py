@@ -13,7 +13,8 @@ requests      recent requests and their reuse, for `explain`: a bounded number, 
 apps          one row per app that sent requests: its state, the process it is tied to, and a digest of its salt.
 app_uses      which app used an extent's blocks, up to which place. Bounded; removed with the extent.
 seen_keys     keys met once, for admission on second use.
-bytes_written bytes written, by minute, for the write budget.
+bytes_written bytes written, by minute, and writes that the budget refused; `spent` is what was spent of the budget
+              then, empty for writes without one.
 totals        the sum of all extents' bytes, kept by triggers: limits are checked at every keep.
 clock         the latest time that was believed, and since when the clock has been odd: see store/evict.
 """
@@ -159,6 +160,10 @@ MIGRATIONS: tuple[str, ...] = (
         DELETE FROM app_uses WHERE extent = OLD.id;
         DELETE FROM delta_bases WHERE extent = OLD.id;
     END;
+    """,
+    """
+    ALTER TABLE bytes_written ADD COLUMN spent INTEGER;
+    ALTER TABLE bytes_written ADD COLUMN refused INTEGER NOT NULL DEFAULT 0;
     """,
 )
 
