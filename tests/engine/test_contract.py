@@ -28,9 +28,9 @@ COUNT = 40
 TOKENS = np.random.default_rng(5).integers(3, 250, COUNT).tolist()
 
 FAMILIES = ("llama", "gemma3_text", "gemma2")  # of transformers
-LLAMAS = ("llamacpp", "llamacpp-f32", "llamacpp-opaque")  # of llama.cpp
+LLAMAS = ("llamacpp", "llamacpp-f32", "llamacpp-sliding", "llamacpp-opaque")  # of llama.cpp
 SCATTERED = ("fake", *FAMILIES)
-WITH_SPANS = (*SCATTERED, "llamacpp", "llamacpp-f32")
+WITH_SPANS = (*SCATTERED, "llamacpp", "llamacpp-f32", "llamacpp-sliding")
 
 
 def kind_of(name: str) -> str:
@@ -459,7 +459,7 @@ def test_an_engine_that_recomputes_scattered_rows_appends_nothing(
     assert sequence.length == 0
 
 
-@of("llamacpp", "llamacpp-f32")
+@of("llamacpp", "llamacpp-f32", "llamacpp-sliding")
 def test_kv_is_appended_only_where_it_fits(engine: Engine, reference: tuple[np.ndarray, Kv]) -> None:
     _, kv = reference
     sequence = opened(engine, COUNT + 5)
@@ -500,7 +500,7 @@ def test_a_failing_feed_leaves_nothing_half_computed(engine: Engine, reference: 
     assert_same(engine, got, logits[-1:])
 
 
-@of("llamacpp", "llamacpp-f32")
+@of("llamacpp", "llamacpp-f32", "llamacpp-sliding")
 @pytest.mark.parametrize("kept", [0, 15])
 def test_a_failing_feed_leaves_every_sequence_as_it_was(engine: Engine, kept: int, logits: np.ndarray) -> None:
     """Where feeds lie behind what is present, and all of them come first: nothing is lost at all."""
@@ -825,7 +825,7 @@ def test_moves_add_up(engine: Engine, reference: tuple[np.ndarray, Kv]) -> None:
         MovedFeed(MovedFeed(again, 2, 2), 4, 2)
 
 
-@of("llamacpp", "llamacpp-f32")
+@of("llamacpp", "llamacpp-f32", "llamacpp-sliding")
 def test_who_cannot_turn_the_keys_of_feeds_refuses_those_that_move(
     engine: Engine, reference: tuple[np.ndarray, Kv]
 ) -> None:
