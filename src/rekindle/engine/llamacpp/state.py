@@ -102,15 +102,12 @@ class _CacheLayout:
     def views(self, cache: Bytes, cells: int, dtype: np.dtype[Any]) -> list[LayerKv]:
         """Views of each layer's KV: keys and values `[1, cells, dim]`, transposed or not."""
         arrays = []
-        for half, start in zip(self.halves, self._starts(cells), strict=True):
-            begin = start + _ROWS.size
-            arrays.append(cache[begin : begin + cells * half.row_bytes].view(dtype))
-        layers = []
-        for keys, values, half in zip(arrays, arrays[len(self.keys) :], self.values, strict=False):
-            dim = half.row_bytes // dtype.itemsize
-            across = values.reshape(1, dim, cells).swapaxes(1, 2) if self.transposed else values.reshape(1, cells, dim)
-            layers.append(LayerKv(keys.reshape(1, cells, keys.size // cells if cells else 0), across))
-        return layers
+        for place, (half, start) in enumerate(zip(self.halves, self._starts(cells), strict=True)):
+            begin, dim = start + _ROWS.size, half.row_bytes // dtype.itemsize
+            numbers = cache[begin : begin + cells * half.row_bytes].view(dtype)
+            across = self.transposed and place >= len(self.keys)
+            arrays.append(numbers.reshape(1, dim, cells).swapaxes(1, 2) if across else numbers.reshape(1, cells, dim))
+        return [LayerKv(*pair) for pair in zip(arrays, arrays[len(self.keys) :], strict=False)]
 
     def _about(self, cache: Bytes, cells: int) -> NDArray[Any]:
         return cache[_CACHE.size : _CACHE.size + cells * _CELL.itemsize].view(_CELL)
