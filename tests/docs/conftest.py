@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.docs.pages import ROOT, commands
@@ -34,6 +35,8 @@ def port() -> Iterator[str]:
     server = subprocess.Popen([rekindle, "serve", "smollm2", "--port", number], cwd=ROOT, stderr=subprocess.PIPE)
     try:
         assert server.stderr is not None and b"/v1" in server.stderr.readline()
+        with httpx.Client(transport=httpx.HTTPTransport(retries=10), timeout=120) as client:
+            client.get(f"http://127.0.0.1:{number}/health")  # it says where it is before it listens
         yield number
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0

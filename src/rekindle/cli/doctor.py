@@ -42,8 +42,9 @@ def doctor(json: AsJson = False) -> None:
         print_json(facts)
         return
     rows = [[_label(name), _say(value)] for name, value in facts.items() if not isinstance(value, dict)]
-    for group in ("packages", "engines", "choices"):
-        rows += [[f"{group.rstrip('s')}: {name}", _say(value)] for name, value in facts[group].items()]
+    rows += [[f"package: {name}", _say(value)] for name, value in facts["packages"].items()]
+    rows += [[f"engine: {name}", _say(value)] for name, value in facts["engines"].items()]
+    rows += [[name, _say(value)] for name, value in facts["choices"].items()]
     print_table(["what", "found"], rows)
     if not facts["engines_ready"]:
         typer.echo(

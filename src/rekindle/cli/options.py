@@ -244,7 +244,7 @@ def print_table(
 ) -> None:
     """A table on standard output; numbers align right. Without rows only the sentence `empty`, if one is given.
 
-    Cells wrap between words, and columns without a text are left out. Where even that does not fit, paths lose their
+    Cells wrap between words, but those of a column "what" stay in one line; columns without a text are left out. Where even that does not fit, paths lose their
     first folders on a terminal; elsewhere the table gets wider. No word is broken.
     """
     from rich.console import Console  # slow to import
@@ -258,10 +258,11 @@ def print_table(
     columns, rows = [columns[index] for index in used], [[row[index] for index in used] for row in rows]
     numeric = [bool(rows) and all(row[index][:1].isdigit() for row in rows) for index in range(len(columns))]
     console, gaps = Console(highlight=False), _GAP * (len(columns) - 1)
-    widths = _fitting_widths([columns, *rows], numeric, console.width - gaps)
+    whole = [number or name == "what" for name, number in zip(columns, numeric, strict=True)]
+    widths = _fitting_widths([columns, *rows], whole, console.width - gaps)
     if console.is_terminal and (excess := sum(widths) + gaps - console.width) > 0:
         rows = _with_short_paths(rows, max(widths) - excess)
-        widths = _fitting_widths([columns, *rows], numeric, console.width - gaps)
+        widths = _fitting_widths([columns, *rows], whole, console.width - gaps)
     console.width = max(console.width, sum(widths) + gaps)
     if title is not None:
         console.print(escape(title), style="italic", soft_wrap=True)
@@ -277,15 +278,16 @@ _GAP = 2  # cells between two columns
 _MAX_NUMBER = 12  # characters: "1,200 tokens"
 
 
-def _fitting_widths(rows: Sequence[Sequence[str]], numeric: Sequence[bool], room: int) -> list[int]:
-    """The width of each column: the widest ones shrink until the row fits, but never below their longest word."""
+def _fitting_widths(rows: Sequence[Sequence[str]], whole: Sequence[bool], room: int) -> list[int]:
+    """The width of each column: the widest ones shrink until the row fits, but not those whose cells stay whole, and
+    never below their longest word."""
     from rich.cells import cell_len
 
     texts = list(zip(*rows, strict=True))
     widths = [max(map(cell_len, column)) for column in texts]
     least = [
-        width if number else max(cell_len(word) for text in column for word in _words(text))
-        for column, number, width in zip(texts, numeric, widths, strict=True)
+        width if stays else max(cell_len(word) for text in column for word in _words(text))
+        for column, stays, width in zip(texts, whole, widths, strict=True)
     ]
     while sum(widths) > room and widths != least:
         widest = max((index for index in range(len(widths)) if widths[index] > least[index]), key=widths.__getitem__)
