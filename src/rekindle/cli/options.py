@@ -244,8 +244,9 @@ def print_table(
 ) -> None:
     """A table on standard output; numbers align right. Without rows only the sentence `empty`, if one is given.
 
-    Cells wrap between words, but those of a column "what" stay in one line; columns without a text are left out. Where even that does not fit, paths lose their
-    first folders on a terminal; elsewhere the table gets wider. No word is broken.
+    Cells wrap between words, but those of a column "what" stay in one line; columns without a text are left out. Where
+    even that does not fit, paths lose their first folders on a terminal; elsewhere the table gets wider. No word is
+    broken.
     """
     from rich.console import Console  # slow to import
     from rich.markup import escape
