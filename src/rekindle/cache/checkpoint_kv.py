@@ -7,6 +7,9 @@ A checkpoint is the whole state after some first tokens, and can only be restore
 place of the KV of one token, so limits, tiers, digests and crash safety are the store's. The chain of pages begins with
 a digest of all the tokens and their number: the checkpoints of a KV space can be listed, and one is found by exactly
 its tokens.
+
+If the state is split, the KV of its attention layers is stored by spans of tokens, as that of other models, and a
+checkpoint is only the rest: the recurrent part, or what the windows see. Both are needed to go on from one.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -26,15 +30,17 @@ from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult, TimedFee
 from rekindle.cache.stored_kv import EARLY_TOKENS, StoredKv
 from rekindle.cache.writer import BackgroundJob, WriteJob
 from rekindle.core.keys import TOKEN_BYTES, KvSpace, token_bytes
-from rekindle.core.kv import Kv, KvLayout, LayerKv, Span
+from rekindle.core.kv import PAGES, Kv, KvLayout, LayerKv, Span
 from rekindle.core.plan import Plan, Tier
 from rekindle.core.scope import AppRef
+from rekindle.engine.base import KvFeed
 from rekindle.errors import KvLost
 from rekindle.store.prefix_index import Match
 from rekindle.store.tiered import TieredStore
 
 GRID_TOKENS = 512  # distance of checkpoints in a text without messages
-_MAX_PLACES = 4  # of one prompt
+_MAX_PLACES = 4  # of one prompt; more where they are small
+_SMALL_SHARE, _MAX_SMALL = 0.25, 32  # of split states: what checkpoints take of the prompt's KV, and how many there are
 _APART_TOKENS = 32  # a checkpoint nearer to the next one is not worth its time
 _PENDING_SECONDS = 0.1
 _NAME_PAGES = 9  # carry the name: the digest of the tokens, four bytes each, and how many they are
@@ -45,6 +51,8 @@ _LENGTHS = (1 << 5, 1 << 8, 1 << 11, 1 << 14, 1 << 17, 1 << 20)  # pages looked 
 
 class CheckpointKv(StoredKv):
     """Stores and restores whole states."""
+
+    _last_bytes = 0  # of the last checkpoint that was written
 
     def take_parked(
         self,
@@ -71,14 +79,28 @@ class CheckpointKv(StoredKv):
         store = self.store
         assert store is not None and self.writer is not None
         self.writer.flush(_PENDING_SECONDS)  # the last state of this chat may be queued: it is worth waiting for
-        for name, match in _kept(store, kv_space, tokens, Span(in_engine + 1, len(tokens))):
+        plain = store.lookup(kv_space, tokens) if self._split else None
+        longest = len(tokens) if plain is None else min(len(tokens), plain.length + 1)
+        space = self._pages_of(kv_space)
+        for name, match in _kept(store, space, tokens, Span(in_engine + 1, max(in_engine + 1, longest))):
             if match is not None:
-                held = all(store.holds(piece) for piece in match.pieces)
-                coded = any(piece.coding != "raw" for piece in match.pieces)
+                used = match if plain is None else plain.until(name.tokens)
+                pieces = {*match.pieces, *used.pieces}
+                held = all(store.holds(piece) for piece in pieces)
+                coded = any(piece.coding != "raw" for piece in pieces)
                 tier: Tier = "memory" if held else "coded" if coded else "disk"
-                found = Found(Span(0, name.tokens), tier, match.length * kv_space.layout.token_bytes)
-                return Matches(len(tokens), in_engine, (found,), match)
+                plain_bytes = 0 if plain is None else name.tokens * kv_space.layout.token_bytes
+                found = Found(Span(0, name.tokens), tier, match.length * space.layout.token_bytes + plain_bytes)
+                return Matches(len(tokens), in_engine, (found,), used)
         return Matches(len(tokens), in_engine)
+
+    @property
+    def _split(self) -> bool:
+        return self.engine.capabilities.split
+
+    def _pages_of(self, kv_space: KvSpace) -> KvSpace:
+        """Where the checkpoints of a KV space are stored."""
+        return replace(kv_space, layout=PAGES) if self._split else kv_space
 
     def plan(self, lookup: CacheLookup) -> Plan:
         """The fastest plan; its steps end where a state is written."""
@@ -103,62 +125,96 @@ class CheckpointKv(StoredKv):
         return self.steps if lookup.off else replace(self.steps, edges=self._places(lookup))
 
     def _places(self, lookup: CacheLookup) -> tuple[int, ...]:
-        return places(lookup.tokens, self.engine.tokenizer.stop_ids, self.steps.piece_tokens)
+        affordable = 0
+        if self._split and self._last_bytes:
+            kv_bytes = len(lookup.tokens) * self.engine.layout.token_bytes
+            affordable = min(_MAX_SMALL, int(_SMALL_SHARE * kv_bytes / self._last_bytes))
+        more = max(0, affordable - _MAX_PLACES)
+        return places(lookup.tokens, self.engine.tokenizer.stop_ids, self.steps.piece_tokens, more)
 
-    def _used(self, match: Match, tokens: int) -> Match:  # noqa: ARG002  (all of it, or nothing)
-        return match
+    def _used(self, match: Match, tokens: int) -> Match:
+        return match.until(tokens) if self._split else match
 
-    def _run(self, work: Prefill, context: Context, plan: Plan, feed: TimedFeed) -> PrefillResult:
-        pages = len(feed.span)
-        snapshot = _Pages(self.engine.layout, pages)
-        self.deadlines.ask(lambda: feed.fill(0, snapshot.out), feed.timeout_seconds, work.cancelled)
-        context.sequence.restore(snapshot.content(plan.reused), plan.reused)
-        context.tokens = tuple(work.tokens[: plan.reused])
+    def _run(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan, feed: TimedFeed) -> PrefillResult:
+        def load() -> tuple[bytes, Kv | None]:
+            if not self._split:
+                return _filled(feed, self.engine.layout).content(plan.reused), None
+            return self._checkpoint(lookup, plan.reused), _kv_of(feed, self.engine.layout)
+
+        snapshot, kv = self.deadlines.ask(load, feed.timeout_seconds, work.cancelled)
+        context.sequence.restore(snapshot, plan.reused, kv)
+        context.tokens, context.checkpoint_tokens = tuple(work.tokens[: plan.reused]), plan.reused
         return replace(work.run(context, plan), load_seconds=feed.busy_seconds)
+
+    def _checkpoint(self, lookup: CacheLookup, tokens: int) -> bytes:
+        """The checkpoint after the first `tokens` tokens. Raises `KvLost` if it is gone."""
+        store, space = self.store, self._pages_of(lookup.kv_space)
+        assert store is not None
+        (name,) = _names(lookup.tokens, [tokens])
+        match = _lookup(store, space, name)
+        if match is None:
+            raise KvLost("A checkpoint was evicted meanwhile; its tokens are computed instead.")
+        with store.load(space, match) as pages:
+            found = _filled(pages, space.layout).content(tokens)
+        store.record_use(match, 0.0, lookup.app_ref)
+        return found
 
     def write_early(self, context: Context) -> None:
         """Write the state of a long new prompt before its reply changes it."""
-        new = context.prompt_tokens - context.stored_tokens
+        new = context.prompt_tokens - context.checkpoint_tokens
         if not context.passing and not self.steps.piece_tokens and new >= EARLY_TOKENS:
             self.write(context, context.prompt_tokens)
 
     def write(self, context: Context, count: int) -> None:
         """Write the state as it is now: that of the first `count` tokens."""
-        if self.writer is None or count <= context.stored_tokens or context.sequence.length != count:
+        if self.writer is None or count <= context.checkpoint_tokens or context.sequence.length != count:
             return
-        kv = _as_pages(self.engine.layout, context.sequence.snapshot(), count)
+        if self._split:
+            super().write(context, count)
+        space = self._pages_of(context.kv_space)
+        snapshot = context.sequence.snapshot()
+        self._last_bytes = len(snapshot)
+        kv = _as_pages(space.layout, snapshot, count)
         (name,) = _names(context.tokens, [count])
-        job = WriteJob(context.kv_space, tuple(name.ids(len(kv.span))), lambda span: _part(kv, span))
+        job = WriteJob(space, tuple(name.ids(len(kv.span))), lambda span: _part(kv, span))
         job.guard, job.app_ref, job.wanted = context.guard, context.app_ref, context.wanted
         job.detach()
         if self.writer.offer(job):
-            context.stored_tokens = count
+            context.checkpoint_tokens = count
 
     def use_note(self, context: Context) -> BackgroundJob:
         """Checkpoints are found by name, not by their tokens."""
-        return _CheckpointsUsed(context.kv_space, context.tokens, context.app_ref)
+        plain = super().use_note(context) if self._split else None
+        return _CheckpointsUsed(self._pages_of(context.kv_space), context.tokens, context.app_ref, plain)
 
     def cut_to_pieces(self, context: Context) -> None:
         """Whole pieces were written on the way; what came after cannot be cut off."""
         context.truncate(0)
 
 
-def places(tokens: Sequence[int], stops: Set[int], piece_tokens: int | None = None) -> tuple[int, ...]:
+def places(tokens: Sequence[int], stops: Set[int], piece_tokens: int | None = None, more: int = 0) -> tuple[int, ...]:
     """After how many tokens of a prompt the state is worth storing: where its first and its last messages end.
 
-    A text without messages has checkpoints at regular distances. With `piece_tokens` only whole pieces count.
+    A text without messages has checkpoints at regular distances. With `piece_tokens` only whole pieces count. If `more`
+    are affordable than usual, they are where other messages end, then at regular distances in long ones.
     """
-    last = len(tokens) - 1
+    last, max_places = len(tokens) - 1, _MAX_PLACES + more
     if piece_tokens:
-        return tuple(range(piece_tokens, last + 1, piece_tokens)[-_MAX_PLACES:])
+        return tuple(range(piece_tokens, last + 1, piece_tokens)[-max_places:])
     ends = [place + 1 for place, token in enumerate(tokens[:last]) if token in stops]
     if not ends:
-        return tuple(range(GRID_TOKENS, last - _APART_TOKENS, GRID_TOKENS)[-_MAX_PLACES:])
+        return tuple(range(GRID_TOKENS, last - _APART_TOKENS, GRID_TOKENS)[-max_places:])
     chosen: list[int] = []
     for end in (ends[-1], ends[0], *reversed(ends[1:-1])):
-        if len(chosen) < _MAX_PLACES - 1 and all(abs(end - other) >= _APART_TOKENS for other in chosen):
+        if len(chosen) < max_places - 1 and all(abs(end - other) >= _APART_TOKENS for other in chosen):
             chosen.append(end)
-    return tuple(sorted(chosen))
+    between = [
+        place
+        for start, stop in pairwise([0, *sorted(chosen), last])
+        for place in range(start + GRID_TOKENS, stop - _APART_TOKENS, GRID_TOKENS)
+    ]
+    left = min(more, max_places - 1 - len(chosen), len(between))
+    return tuple(sorted([*chosen, *between[len(between) - left :]]))
 
 
 @dataclass(frozen=True)
@@ -195,8 +251,11 @@ class _CheckpointsUsed:
     kv_space: KvSpace
     tokens: tuple[int, ...]
     app_ref: AppRef | None
+    plain: BackgroundJob | None  # notes the same of KV by spans
 
     def do(self, store: TieredStore) -> str:
+        if self.plain is not None:
+            self.plain.do(store)
         if store.tracks_use_of(self.app_ref):
             found = _kept(store, self.kv_space, self.tokens, Span(0, len(self.tokens) + 1))
             store.record_use_by(
@@ -246,6 +305,24 @@ class _Pages:
         if (magic, kept, _page_count(size, page_bytes)) != (_MAGIC, tokens, pages):
             raise KvLost("A checkpoint is not whole any more; its tokens are computed instead.")
         return data[_HEAD.size : _HEAD.size + size]
+
+
+def _filled(feed: KvFeed, layout: KvLayout) -> _Pages:
+    """The pages of a checkpoint, loaded."""
+    pages = _Pages(layout, len(feed.span))
+    feed.fill(0, pages.out)
+    return pages
+
+
+def _kv_of(feed: KvFeed, layout: KvLayout) -> Kv:
+    """The KV of a feed, loaded."""
+    count, dtype = len(feed.span), layout.numpy_dtype
+    layers = []
+    for layer, shape in enumerate(layout.layers):
+        keys, values = ((shape.kv_heads, count, dim) for dim in (shape.key_dim, shape.value_dim))
+        layers.append(LayerKv(np.empty(keys, dtype), np.empty(values, dtype)))
+        feed.fill(layer, layers[-1])
+    return Kv(feed.span, layout, tuple(layers))
 
 
 def _as_pages(layout: KvLayout, snapshot: bytes, tokens: int) -> Kv:

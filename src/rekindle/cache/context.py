@@ -48,6 +48,7 @@ class Context:
         self.watched: ChunkJobs | None = None  # its chunks may be worth storing
         self.chunk_reuse: tuple[ChunkReuse, ...] = ()  # its passages, if some of them were computed in other prompts
         self.origin_miss: OriginMiss | None = None  # why nothing of the current prompt came from the origin
+        self.checkpoint_tokens = 0  # number of first tokens of its last stored checkpoint
         self.quantized_tokens = 0  # number of its tokens whose KV was quantized
         self._keeps: list[WriteJob] = []
         self._stored_tokens = 0
@@ -107,6 +108,7 @@ class Context:
         self.tokens = self.tokens[:length]
         self.chunk_reuse = cut_passages(self.chunk_reuse, length)
         self.quantized_tokens = min(self.quantized_tokens, length)
+        self.checkpoint_tokens = min(self.checkpoint_tokens, length)
 
     def land(self) -> None:
         """End the wait of requests with the same prefix."""

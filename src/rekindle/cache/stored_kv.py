@@ -101,7 +101,7 @@ class StoredKv:
         try:
             feed = self.deadlines.ask(lambda: TimedFeed.open(store, lookup.source, used, timeout), timeout)
             try:
-                result = self._run(work, context, plan, feed)
+                result = self._run(work, context, lookup, plan, feed)
             finally:
                 feed.close()
                 self.note_busy(feed)
@@ -136,7 +136,14 @@ class StoredKv:
         """The part of a match that the first `tokens` tokens need."""
         return match.until(tokens)
 
-    def _run(self, work: Prefill, context: Context, plan: Plan, feed: TimedFeed) -> PrefillResult:
+    def _run(
+        self,
+        work: Prefill,
+        context: Context,
+        lookup: CacheLookup,  # noqa: ARG002  (for subclasses)
+        plan: Plan,
+        feed: TimedFeed,
+    ) -> PrefillResult:
         return work.run(context, plan, feed)
 
     # -- writing -----------------------------------------------------------------------------------------------------

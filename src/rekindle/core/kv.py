@@ -82,6 +82,9 @@ class KvLayout:
         return numbers * self.numpy_dtype.itemsize
 
 
+PAGES = KvLayout("uint8", (LayerShape(1, 8 << 10, 8 << 10),))  # of a checkpoint: each is stored like a token's KV
+
+
 @dataclass(frozen=True, eq=False)
 class LayerKv:
     """Keys and values of some tokens in one layer."""

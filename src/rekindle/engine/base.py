@@ -40,6 +40,8 @@ class Capabilities:
 
     opaque        None: KV of any span can be exported and fed back (`spans`). Else the reason why not: then only the
                   whole state can (`snapshot`), and a sequence can only be truncated to nothing
+    split         of an opaque state, the KV of attention layers can be exported by span; a snapshot is only the rest,
+                  and is restored together with that KV
     layer_feeds   feeds fill layer by layer, while earlier layers compute
     recompute     how KV of another context can be recomputed. scattered: rows may be any sorted set of positions, so
                   any of its tokens. leading: KV is appended to what is present (`append`), so only tokens before it.
@@ -56,6 +58,7 @@ class Capabilities:
     steady: bool = True
     crowded: bool = False
     opaque: str | None = None
+    split: bool = False
     adapters: bool = False
 
     @property
@@ -104,12 +107,12 @@ class EngineSequence(Protocol):
         nothing can be dropped."""
 
     def snapshot(self) -> bytes:
-        """Its whole state, for `restore` on an engine of the same identity. Raises `StepRefused` if the engine has
-        spans: then use `export`."""
+        """Its whole state, or what it has beside the KV of attention layers (`split`), for `restore` on an engine of
+        the same identity. Raises `StepRefused` if the engine has spans: then use `export`."""
 
-    def restore(self, snapshot: bytes | memoryview, length: int) -> None:
-        """Restore an empty sequence from a snapshot of `length` positions. Raises `KvLost` for an invalid snapshot; the
-        sequence is then still empty."""
+    def restore(self, snapshot: bytes | memoryview, length: int, kv: Kv | None = None) -> None:
+        """Restore an empty sequence from a snapshot of `length` positions; of a split state with their `kv`. Raises
+        `KvLost` for an invalid snapshot; the sequence is then still empty."""
 
     def close(self) -> None:
         """Free the buffers. Idempotent; any later use raises `Closed`."""
@@ -126,7 +129,7 @@ class SpansOnly:
         """Refused."""
         raise StepRefused("This engine gives no snapshots: export the KV of a span.")
 
-    def restore(self, snapshot: bytes | memoryview, length: int) -> None:
+    def restore(self, snapshot: bytes | memoryview, length: int, kv: Kv | None = None) -> None:  # noqa: ARG002
         """Refused."""
         raise StepRefused(f"This engine takes no snapshots ({len(snapshot)} bytes of {length} tokens): feed KV.")
 

@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("xllamacpp")
 
-from rekindle.core.kv import Kv, Span
+from rekindle.core.kv import PAGES, Kv, Span
 from rekindle.engine.base import Row
 from rekindle.engine.llamacpp import engine as module
-from rekindle.engine.llamacpp.engine import PAGE_BYTES, LlamaCppEngine
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.llamacpp.sequence import LlamaSequence
 from rekindle.engine.llamacpp.state import UnknownLayout
 from rekindle.errors import KvLost, StepRefused
@@ -53,6 +53,11 @@ def computed(engine: LlamaCppEngine, count: int, capacity: int = 200) -> LlamaSe
     return sequence
 
 
+def attention(engine: LlamaCppEngine, sequence: LlamaSequence) -> Kv | None:
+    """What is restored beside a snapshot: of a split state, the KV of its attention layers."""
+    return sequence.export(Span(0, sequence.length)) if engine.capabilities.split else None
+
+
 def assert_near(got: np.ndarray, expected: np.ndarray) -> None:
     assert np.abs(got - expected).max() <= 5e-3 * np.abs(expected).max()
 
@@ -62,17 +67,18 @@ def test_it_says_why(path: Path, opaque: LlamaCppEngine) -> None:
     expected = "forced" if path.stem == "tiny" else OPAQUE[path.stem][1]
     assert not capabilities.spans and expected in (capabilities.opaque or "")
     assert (capabilities.recompute, capabilities.layer_feeds, capabilities.crowded) == ("none", False, True)
-    assert opaque.layout.token_bytes == PAGE_BYTES, "what is kept are pages, not tokens"
+    assert capabilities.split == (path.stem in ("lfm2", "gemma2"))
+    assert (opaque.layout == PAGES) != capabilities.split, "what is kept are pages, or also the KV of tokens"
 
 
 @pytest.mark.parametrize("count", [1, 5, 15, 16, 17, 60, 150])
 def test_a_snapshot_goes_on_as_the_sequence_would(count: int, opaque: LlamaCppEngine) -> None:
     """Also past the sliding window, which is sixteen tokens wide."""
     first = computed(opaque, count)
-    snapshot = first.snapshot()
+    snapshot, kv = first.snapshot(), attention(opaque, first)
     (expected,) = opaque.step([Row.following(first, TOKENS[count : count + 20], logits="all")])
     second = opened(opaque)
-    second.restore(snapshot, count)
+    second.restore(snapshot, count, kv)
     assert second.length == count and len(second.snapshot()) == len(snapshot)
     (got,) = opaque.step([Row.following(second, TOKENS[count : count + 20], logits="all")])
     assert_near(got, expected)
@@ -84,10 +90,10 @@ def test_a_snapshot_goes_on_as_the_sequence_would(count: int, opaque: LlamaCppEn
 def gone_on(engine: LlamaCppEngine, count: int) -> tuple[np.ndarray, np.ndarray]:
     """The logits behind `count` tokens, and those behind a snapshot of them in the same sequence."""
     sequence = computed(engine, count)
-    snapshot = sequence.snapshot()
+    snapshot, kv = sequence.snapshot(), attention(engine, sequence)
     (expected,) = engine.step([Row.following(sequence, TOKENS[count : count + 20], logits="all")])
     sequence.truncate(0)
-    sequence.restore(memoryview(snapshot), count)
+    sequence.restore(memoryview(snapshot), count, kv)
     (got,) = engine.step([Row.following(sequence, TOKENS[count : count + 20], logits="all")])
     sequence.close()
     return got, expected
@@ -118,12 +124,12 @@ def test_a_snapshot_is_not_changed_by_what_comes_later(opaque: LlamaCppEngine) -
 
 def test_another_engine_over_the_same_file_takes_the_snapshot(path: Path, load: Load, opaque: LlamaCppEngine) -> None:
     first = computed(opaque, 40)
-    snapshot = first.snapshot()
+    snapshot, kv = first.snapshot(), attention(opaque, first)
     (expected,) = opaque.step([Row.following(first, TOKENS[40:50])])
     other = load(path, swa_full=False, context_tokens=256, sequences=3, batch_tokens=100)
     assert other.identity(other.regime(1)).digest == opaque.identity(opaque.regime(1)).digest
     second = opened(other)
-    second.restore(snapshot, 40)
+    second.restore(snapshot, 40, kv)
     (got,) = other.step([Row.following(second, TOKENS[40:50])])
     assert_near(got, expected)
 
@@ -131,9 +137,9 @@ def test_another_engine_over_the_same_file_takes_the_snapshot(path: Path, load: 
 def test_engines_that_cannot_read_each_others_snapshots_have_different_identities(path: Path, load: Load) -> None:
     """Else what one keeps, the other would find, fail to restore, and never replace."""
     off, on = load(path, swa_full=False, flash_attention="off"), load(path, swa_full=False, flash_attention="on")
-    second = opened(on)
+    first, second = computed(off, 20), opened(on)
     try:
-        second.restore(computed(off, 20).snapshot(), 20)
+        second.restore(first.snapshot(), 20, attention(off, first))
     except KvLost:
         assert on.identity(on.regime(1)).digest != off.identity(off.regime(1)).digest
 
@@ -168,18 +174,18 @@ def test_a_cut_into_steps_changes_nothing_but_rounding(opaque: LlamaCppEngine) -
 
 def test_bytes_that_are_no_snapshot_are_lost_and_the_sequence_is_still_empty(opaque: LlamaCppEngine) -> None:
     source = computed(opaque, 30)
-    snapshot = source.snapshot()
+    snapshot, kv = source.snapshot(), attention(opaque, source)
     (expected,) = opaque.step([Row.following(source, TOKENS[30:40])])
     sequence = opened(opaque)
     cuts = [snapshot[:length] for length in (0, 3, 8, 11, 40, len(snapshot) // 2, len(snapshot) - 1)]
     for wrong in (*cuts, snapshot + b"\0", bytes(len(snapshot)), b"\xff" * len(snapshot), snapshot[4:] + snapshot[:4]):
         with pytest.raises(KvLost):
-            sequence.restore(wrong, 30)
+            sequence.restore(wrong, 30, kv)
         assert sequence.length == 0
     (cold,) = opaque.step([Row.following(sequence, TOKENS[:40])])
     assert_near(cold, expected)
     sequence.truncate(0)
-    sequence.restore(snapshot, 30)
+    sequence.restore(snapshot, 30, kv)
     (warm,) = opaque.step([Row.following(sequence, TOKENS[30:40])])
     assert_near(warm, expected)
 
@@ -221,8 +227,14 @@ def test_what_it_cannot_do_is_refused(opaque: LlamaCppEngine) -> None:
         sequence.truncate(10)
     with pytest.raises(StepRefused, match="Only an empty sequence"):
         sequence.restore(snapshot, 30)
-    with pytest.raises(StepRefused, match="no plain KV"):
-        sequence.export(Span(0, 10))
+    if opaque.capabilities.split:
+        with pytest.raises(StepRefused, match="split: restore it with the KV of all 30 tokens"):
+            opened(opaque).restore(snapshot, 30)
+        with pytest.raises(StepRefused, match="split: restore it with the KV of all 30 tokens"):
+            opened(opaque).restore(snapshot, 30, sequence.export(Span(0, 29)))
+    else:
+        with pytest.raises(StepRefused, match="no plain KV"):
+            sequence.export(Span(0, 10))
     with pytest.raises(StepRefused, match="cannot be moved"):
         sequence.append(Kv(Span(0, 0), opaque.layout, ()))
     with pytest.raises(StepRefused, match="do not fit the sequence's capacity"):
@@ -237,7 +249,8 @@ def test_its_size_is_that_of_its_state(opaque: LlamaCppEngine) -> None:
     sequence = opened(opaque)
     assert sequence.size_bytes == 0
     opaque.step([Row.following(sequence, TOKENS[:30])])
-    assert sequence.size_bytes == len(sequence.snapshot()) > 1000
+    plain = 30 * opaque.layout.token_bytes if opaque.capabilities.split else 0
+    assert sequence.size_bytes >= len(sequence.snapshot()) + plain > 1000
 
 
 def test_a_sequence_that_is_used_again_remembers_nothing(opaque: LlamaCppEngine) -> None:

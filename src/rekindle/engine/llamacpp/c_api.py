@@ -46,6 +46,7 @@ from rekindle.errors import EngineMissing, InvalidSetting
 KNOWN_VERSIONS = ("0.25", "0.26")  # of ggml
 TESTED = "xllamacpp 2026.10.11549 and llama-cpp-python 0.3.36"
 DEFAULT_SEED = 0xFFFFFFFF  # means a random one
+PARTIAL_ONLY = 1  # of a state: windows and recurrent parts, not the KV of other attention layers
 ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED, ATTR_RSTRIP = 1 << 0, 1 << 3, 1 << 4, 1 << 8
 
 Token = c_int32
@@ -212,7 +213,9 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_set_abort_callback": (None, (_Pointer, AbortCallback, c_void_p)),
     "llama_set_adapters_lora": (c_int32, (_Pointer, POINTER(_Pointer), c_size_t, POINTER(c_float))),
     "llama_state_seq_get_data": (c_size_t, (_Pointer, _Bytes, c_size_t, c_int32)),
+    "llama_state_seq_get_data_ext": (c_size_t, (_Pointer, _Bytes, c_size_t, c_int32, c_uint32)),
     "llama_state_seq_get_size": (c_size_t, (_Pointer, c_int32)),
+    "llama_state_seq_get_size_ext": (c_size_t, (_Pointer, c_int32, c_uint32)),
     "llama_state_seq_set_data": (c_size_t, (_Pointer, _Bytes, c_size_t, c_int32)),
     "llama_supports_gpu_offload": (c_bool, ()),
     "llama_token_to_piece": (c_int32, (_Pointer, Token, _Text, c_int32, c_int32, c_bool)),

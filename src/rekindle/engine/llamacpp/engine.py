@@ -13,7 +13,7 @@ import numpy as np
 
 from rekindle.core.adapter import Lora
 from rekindle.core.identity import Identity, digest_of_fields
-from rekindle.core.kv import Kv, KvLayout, LayerShape, Span
+from rekindle.core.kv import PAGES, Kv, Span
 from rekindle.core.request import Sampling
 from rekindle.engine.base import Capabilities, Logits, Row
 from rekindle.engine.llamacpp.c_api import llama
@@ -23,7 +23,7 @@ from rekindle.engine.llamacpp.lora import LlamaLoras
 from rekindle.engine.llamacpp.options import LlamaOptions
 from rekindle.engine.llamacpp.sample import ChainSampler
 from rekindle.engine.llamacpp.sequence import LlamaSequence, SequenceModel
-from rekindle.engine.llamacpp.state import Staging, StateLayout, UnknownLayout, read_layout
+from rekindle.engine.llamacpp.state import HEAD_BYTES, Staging, StateLayout, UnknownLayout, read_layout
 from rekindle.engine.llamacpp.tokenizer import GgufTokenizer
 from rekindle.engine.row_checks import CheckedRow, check_rows
 from rekindle.errors import Closed, NotAModel, StepRefused, UnsupportedModel
@@ -31,8 +31,7 @@ from rekindle.models.files import ModelFiles, digest_of_files
 
 log = logging.getLogger("rekindle.llamacpp")
 
-PAGE_BYTES = 16 << 10  # of a snapshot in the store
-_PAGES = KvLayout("uint8", (LayerShape(1, PAGE_BYTES // 2, PAGE_BYTES // 2),))
+_PAGES = PAGES  # for tests to replace
 _NO_ROTATION = "LLAMA_ATTN_ROT_DISABLE"  # changes what llama.cpp quantizes
 _MOVING_TYPES = ("f16", "f32")  # llama.cpp crashes when it rotates others
 _CHECK_TOKENS = 6
@@ -42,8 +41,8 @@ _CHECK_TOLERANCE = 1e-3  # of the largest logit
 class LlamaCppEngine:
     """A loaded model. See `Engine` for the contract.
 
-    If the state of a sequence is plain KV of a known layout, it has spans. Otherwise, as with recurrent, hybrid and
-    sliding-window models, it has snapshots, and `opaque` says why.
+    If the state of a sequence is plain KV of a known layout, it has spans. Otherwise, as with recurrent and hybrid
+    models, it has snapshots, and `opaque` says why; if a part of the state is plain KV, it is split.
     """
 
     def __init__(
@@ -83,10 +82,14 @@ class LlamaCppEngine:
         self._regime = context.regime
         self.opaque = self._why_opaque()
         self._state: StateLayout | None = None
-        if self.opaque is None:
-            try:
-                self._state = self._read_state_layout()
-            except UnknownLayout as error:
+        self._attention: StateLayout | None = None  # of a split state
+        try:
+            if self.opaque is None:
+                self._state = self._read_state_layout(split=False)
+            else:
+                self._attention = self._read_state_layout(split=True)
+        except UnknownLayout as error:
+            if self.opaque is None:
                 self.opaque = f"this llama.cpp hands KV out in a layout that is not known ({error})"
                 log.warning("%s: reuse is by checkpoint, because %s.", self.name, self.opaque)
         self._staging = None if self._state is None else Staging(self._state, self.context_tokens)
@@ -97,13 +100,15 @@ class LlamaCppEngine:
         self._sequences = SequenceModel(
             self._cells,
             self._state,
+            self._attention,
             self._regime,
             self.context_tokens,
             context.window,
             moves,
             _owner_of(weakref.ref(self)),
         )
-        self.layout = _PAGES if self._state is None else self._state.kv
+        known = self._state or self._attention
+        self.layout = _PAGES if known is None else known.kv
         self.capabilities = Capabilities(
             layer_feeds=False,
             recompute="leading" if moves else "none",
@@ -111,6 +116,7 @@ class LlamaCppEngine:
             steady=False,
             crowded=True,
             opaque=self.opaque,
+            split=self._attention is not None,
             adapters=True,
         )
 
@@ -133,6 +139,8 @@ class LlamaCppEngine:
         if known is None:
             weights = digest_of_files(self.files.parts)
             how = f"snapshot, flash attention {self.flash_attention}" if self._state is None else "plain"
+            if self._attention is not None:
+                how = f"split, rotated by {self._attention.rotations}, flash attention {self.flash_attention}"
             if self._state is not None and self._state.rotations:
                 how = f"plain, rotated by {self._state.rotations}"  # quantized after a rotation: other numbers
             known = Identity(
@@ -270,8 +278,9 @@ class LlamaCppEngine:
             return "the model has a sliding window, and with swa_full=False llama.cpp forgets what left it"
         return None
 
-    def _read_state_layout(self) -> StateLayout:
-        """The layout of states, after checking that exported and reloaded KV gives the same logits.
+    def _read_state_layout(self, *, split: bool) -> StateLayout:
+        """The layout of states, or of their attention layers, after checking that exported and reloaded KV gives the
+        same logits.
 
         Raises `UnknownLayout`.
         """
@@ -281,20 +290,21 @@ class LlamaCppEngine:
         try:
             cells.compute([BatchTokens(number, tokens[:count], 0, 0)])
             whole = cells.whole_state_of(number)
-            layout = read_layout(whole, count)
-            kv, middle = layout.parse(whole, Span(0, count)), Span(2, count - 1)
-            part = layout.parse(cells.state_of(number, middle, layout.size_bytes(len(middle))), middle)
-            if not _same(part, kv, middle):
+            partial = cells.partial_state_of(number) if split else whole[:HEAD_BYTES]
+            rest = partial[HEAD_BYTES:]
+            plain_bytes = len(whole) - len(rest)
+            if plain_bytes <= HEAD_BYTES or not np.array_equal(whole[plain_bytes:], rest):
+                raise UnknownLayout("no part of it is plain KV")
+            layout = read_layout(whole[:plain_bytes], count)
+            kv, middle = layout.parse(whole[:plain_bytes], Span(0, count)), Span(2, count - 1)
+            part = cells.state_of(number, middle, layout.size_bytes(len(middle)) + len(rest))
+            if not _same(layout.parse(part[: layout.size_bytes(len(middle))], middle), kv, middle):
                 raise UnknownLayout("the state of a part is not a part of the state")
             (expected,) = cells.compute([BatchTokens(number, tokens[count:], count, 1)])
             cells.remove(number, 0)
-            again = np.empty(layout.size_bytes(count), np.uint8)
-            layout.write(again, Span(0, count))
-            for view, layer in zip(layout.views(again, count), kv.layers, strict=True):
-                view.keys[:], view.values[:] = layer.keys, layer.values
-            if not cells.put(number, again):
+            if not cells.put(number, layout.join(kv, partial)):
                 raise UnknownLayout("it does not take back what it gave")
-            if not _same(layout.parse(cells.whole_state_of(number), Span(0, count)), kv, Span(0, count)):
+            if not _same(layout.parse(cells.whole_state_of(number)[:plain_bytes], Span(0, count)), kv, Span(0, count)):
                 raise UnknownLayout("it gives back something else than it took")
             (got,) = cells.compute([BatchTokens(number, tokens[count:], count, 1)])
             if np.abs(got - expected).max() > _CHECK_TOLERANCE * max(1.0, float(np.abs(expected).max())):

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from rekindle.core.kv import Span
 from rekindle.engine.base import Logits
-from rekindle.engine.llamacpp.c_api import LlamaBatch, llama
+from rekindle.engine.llamacpp.c_api import PARTIAL_ONLY, LlamaBatch, llama
 from rekindle.engine.llamacpp.loaded_model import LoadedContext
 from rekindle.engine.llamacpp.state import Bytes
 from rekindle.errors import Cancelled, Closed, OutOfMemory, RekindleError
@@ -118,6 +118,19 @@ class KvBuffer:
         with self.lock:
             self._rotate_moved()
             return self._get(sequence, self.size_bytes_of(sequence))
+
+    def partial_state_of(self, sequence: int) -> Bytes:
+        """What the state of a sequence has beside the KV of attention layers that see everything."""
+        with self.lock:
+            state = np.empty(self.partial_size_bytes_of(sequence), np.uint8)
+            data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+            got = llama.llama_state_seq_get_data_ext(self.context.pointer, data, len(state), sequence, PARTIAL_ONLY)
+            return state[: int(got)]
+
+    def partial_size_bytes_of(self, sequence: int) -> int:
+        """Bytes of that."""
+        with self.lock:
+            return int(llama.llama_state_seq_get_size_ext(self.context.pointer, sequence, PARTIAL_ONLY))
 
     def size_bytes_of(self, sequence: int) -> int:
         """Bytes of the state of a whole sequence."""

@@ -11,7 +11,7 @@ import xxhash
 
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.engine.llamacpp.kv_buffer import KvBuffer
-from rekindle.engine.llamacpp.state import StateLayout, UnknownLayout
+from rekindle.engine.llamacpp.state import HEAD_BYTES, StateLayout, UnknownLayout
 from rekindle.errors import Closed, KvLost, StepRefused
 
 _HEAD = struct.Struct("<8s16sQQ16s")  # magic, owner, tokens, bytes, their digest
@@ -23,6 +23,7 @@ class SequenceModel:
     """What the sequences of an engine share.
 
     layout    of their states; None for a model whose state is not plain KV
+    attention  of the attention layers in states that have other parts; None if there is no such layout
     longest   the longest context
     window    tokens that layers with a sliding window see; 0 if it has none
     moves     whether its keys can be rotated
@@ -31,6 +32,7 @@ class SequenceModel:
 
     cells: KvBuffer
     layout: StateLayout | None
+    attention: StateLayout | None
     regime: str
     longest: int
     window: int
@@ -77,23 +79,24 @@ class LlamaSequence:
             self.capacity = capacity
 
     def export(self, span: Span) -> Kv:
-        number = self._open()
-        if self._layout is None:
+        number, layout = self._open(), self._layout or self._model.attention
+        if layout is None:
             raise StepRefused("This model has no plain KV to export. Take a snapshot.")
         if span.stop > self.length:
             raise StepRefused(f"Cannot export up to {span.stop}: {self.length} positions are present.")
         if not len(span):
-            nothing = np.empty(self._layout.size_bytes(0), np.uint8)
-            return Kv(span, self._layout.kv, tuple(self._layout.views(nothing, 0)))
+            nothing = np.empty(layout.size_bytes(0), np.uint8)
+            return Kv(span, layout.kv, tuple(layout.views(nothing, 0)))
         # A state has of layers with a window only what the window sees from the end of the state.
         longest = self._model.window or len(span)
         parts = [Span(start, min(start + longest, span.stop)) for start in range(span.start, span.stop, longest)]
-        return _joined([self._part(number, part, self._layout) for part in parts])
+        return _joined([self._part(number, part, layout) for part in parts])
 
     def _part(self, number: int, span: Span, layout: StateLayout) -> Kv:
-        state = self.cells.state_of(number, span, layout.size_bytes(len(span)))
+        size_bytes = layout.size_bytes(len(span))
+        beside = 0 if self._layout is not None else self.cells.partial_size_bytes_of(number)
         try:
-            return layout.parse(state, span)
+            return layout.parse(self.cells.state_of(number, span, size_bytes + beside)[:size_bytes], span)
         except UnknownLayout as error:
             raise KvLost(f"llama.cpp handed out something else than the KV of {span} ({error}).") from error
 
@@ -105,10 +108,7 @@ class LlamaSequence:
             raise StepRefused("The KV is of another model, or of another type.")
         if start + len(kv.span) > self.capacity:
             raise StepRefused(f"{len(kv.span)} tokens more are beyond the sequence's capacity of {self.capacity}.")
-        state = np.empty(self._layout.size_bytes(len(kv.span)), np.uint8)
-        self._layout.write(state, kv.span)
-        for view, layer in zip(self._layout.views(state, len(kv.span)), kv.layers, strict=True):
-            view.keys[:], view.values[:] = layer.keys, layer.values
+        state = self._layout.join(kv, np.zeros(HEAD_BYTES, np.uint8))
         if not self.cells.put_behind(number, state, kv.span, start):
             raise KvLost("llama.cpp does not take the KV.")
         self._length = start + len(kv.span)
@@ -127,15 +127,16 @@ class LlamaSequence:
             raise KvLost(f"llama.cpp has dropped a part of the first {length} tokens. Compute them again.")
 
     def snapshot(self) -> bytes:
-        self._open()
+        number = self._open()
         if self._layout is not None:
             raise StepRefused("This model has plain KV: export a span.")
-        state = self.cells.whole_state_of(self._open())
+        split = self._model.attention is not None
+        state = self.cells.partial_state_of(number) if split else self.cells.whole_state_of(number)
         digest = xxhash.xxh3_128_digest(state.data)
         return _HEAD.pack(_MAGIC, self._model.owner(), self._length, len(state), digest) + state.tobytes()
 
-    def restore(self, snapshot: bytes | memoryview, length: int) -> None:
-        number = self._open()
+    def restore(self, snapshot: bytes | memoryview, length: int, kv: Kv | None = None) -> None:
+        number, attention = self._open(), self._model.attention
         if self._layout is not None:
             raise StepRefused("This model has plain KV: feed a span.")
         if self._length:
@@ -144,7 +145,12 @@ class LlamaSequence:
             raise StepRefused(f"{length} tokens do not fit the sequence's capacity of {self.capacity}.")
         if not self._is_whole(snapshot, length):  # llama.cpp would trust the data, and crash
             raise KvLost("This is no snapshot of this model at that length; its tokens are computed instead.")
-        if not self.cells.put(number, np.frombuffer(snapshot, np.uint8, offset=_HEAD.size)):
+        state = np.frombuffer(snapshot, np.uint8, offset=_HEAD.size)
+        if attention is not None:
+            if kv is None or kv.span != Span(0, length) or kv.layout != attention.kv:
+                raise StepRefused(f"This state is split: restore it with the KV of all {length} tokens.")
+            state = attention.join(kv, state)
+        if not self.cells.put(number, state):
             self.cells.remove(number, 0)
             raise KvLost("llama.cpp does not take the snapshot; its tokens are computed instead.")
         self._length = length

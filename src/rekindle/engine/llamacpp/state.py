@@ -48,6 +48,9 @@ _MAX_LAYERS = 4096
 _MAX_CACHES = 2
 
 
+HEAD_BYTES = _HEAD.size  # every state begins with it, a partial one too
+
+
 class UnknownLayout(Exception):
     """Bytes that are not a known state of plain KV."""
 
@@ -164,6 +167,17 @@ class StateLayout:
         """Views of each layer's KV in the state: keys and values `[1, cells, dim]`, transposed or not."""
         dtype = self.kv.numpy_dtype
         return [view for cache, part in self._parts(state, cells) for view in cache.views(part, cells, dtype)]
+
+    def join(self, kv: Kv, partial: Bytes) -> Bytes:
+        """The state of a split model: that of attention layers with this KV, then a partial one."""
+        cells = len(kv.span)
+        state = np.empty(self.size_bytes(cells) + len(partial) - HEAD_BYTES, np.uint8)
+        base = state[: self.size_bytes(cells)]
+        self.write(base, kv.span)
+        for view, layer in zip(self.views(base, cells), kv.layers, strict=True):
+            view.keys[:], view.values[:] = layer.keys, layer.values
+        state[len(base) :] = partial[HEAD_BYTES:]
+        return state
 
     def parse(self, state: Bytes, span: Span) -> Kv:
         """The KV of `span` from its state. Raises `UnknownLayout` for another state."""
