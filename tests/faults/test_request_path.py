@@ -561,7 +561,7 @@ def test_a_load_that_is_given_up_leaves_no_file_open(kind: str, how: str, folder
 
 def extent_of(session: Session, folder: Path) -> Path:
     """The file that a request with PROMPT reads."""
-    (piece,) = match_of(session, PROMPT).pieces
+    piece, *_ = match_of(session, PROMPT).pieces
     (path,) = (folder / "extents").glob(f"{piece.name}*")
     return path
 

@@ -7,6 +7,7 @@
     llamacpp-q8       with KV of 8 bits             reuse to the token     equal up to rounding to 8 bits
     llamacpp-flash    with flash attention          reuse to the token     equal up to rounding sums to 16 bits
     llamacpp-sliding  with layers that see a window reuse to the token     equal up to rounding
+    llamacpp-hybrid   with layers without attention reuse by checkpoint    equal up to rounding
     llamacpp-opaque   its KV cannot be taken apart  reuse by checkpoint    equal up to rounding to 16 bits
 
 This module, and those that import it, need no torch: each engine is imported when it is made.
@@ -72,15 +73,19 @@ def _llamacpp(**options: Any) -> Callable[..., Engine]:
     return make
 
 
-def _sliding(seed: int = 0, context_tokens: int = 512, **options: Any) -> Engine:
-    from rekindle.engine.llamacpp.engine import LlamaCppEngine
-    from rekindle.engine.llamacpp.options import LlamaOptions
-    from tests.tiny_gguf import files_of
-    from tests.tiny_hybrids import write_gemma2
+def _other(architecture: str) -> Callable[..., Engine]:
+    def make(seed: int = 0, context_tokens: int = 512, **options: Any) -> Engine:
+        from rekindle.engine.llamacpp.engine import LlamaCppEngine
+        from rekindle.engine.llamacpp.options import LlamaOptions
+        from tests.tiny_gguf import files_of
+        from tests.tiny_hybrids import write_gemma2, write_lfm2
 
-    path = _folder() / f"sliding-{seed}-{context_tokens}.gguf"
-    files = files_of(path if path.exists() else write_gemma2(path, seed=seed, context=context_tokens))
-    return LlamaCppEngine(files, LlamaOptions(device="cpu", threads=1, **{"kv_type": "f32", **options}))
+        write = {"gemma2": write_gemma2, "lfm2": write_lfm2}[architecture]
+        path = _folder() / f"{architecture}-{seed}-{context_tokens}.gguf"
+        files = files_of(path if path.exists() else write(path, seed=seed, context=context_tokens))
+        return LlamaCppEngine(files, LlamaOptions(device="cpu", threads=1, **{"kv_type": "f32", **options}))
+
+    return make
 
 
 def _opaque(**changes: Any) -> Engine:
@@ -121,10 +126,11 @@ KINDS = {
     "llamacpp-f32": Kind(_llamacpp(kv_type="f32"), _LLAMACPP, 2e-5),
     "llamacpp-q8": Kind(_llamacpp(kv_type="q8_0"), _LLAMACPP, 3e-2),
     "llamacpp-flash": Kind(_llamacpp(flash_attention="on"), _LLAMACPP, 3e-2),
-    "llamacpp-sliding": Kind(_sliding, _LLAMACPP, 1e-4),
+    "llamacpp-sliding": Kind(_other("gemma2"), _LLAMACPP, 1e-4),
+    "llamacpp-hybrid": Kind(_other("lfm2"), _LLAMACPP, 1e-4, whole=True),
     "llamacpp-opaque": Kind(_opaque, _LLAMACPP, _F16, whole=True),
 }
-PRINCIPAL = ("fake", "hf", "llamacpp", "llamacpp-opaque")
+PRINCIPAL = ("fake", "hf", "llamacpp", "llamacpp-hybrid", "llamacpp-opaque")
 WITH_SPANS = tuple(name for name in PRINCIPAL if not KINDS[name].whole)
 LLAMAS = tuple(name for name in KINDS if name.startswith("llamacpp"))
 
