@@ -35,6 +35,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 145, 0, "the write budget: a default that adds up, second use when it is low, told in stats, metrics, "
      "explain, warm and idle"),
     ("benchmarks", 110, 1, "wear: what agents and people make the disk write, simulated"),
+    ("rekindle", 115, 0, "llama.cpp: hybrid models, of which a turn writes what is new and not the whole state"),
     ("rekindle", 130, 0, "llama.cpp: sliding windows and rotated KV by the token in place of by checkpoint; threads "
      "that sleep when the machine is shared"),
     ("benchmarks", 5, 0, "bench prefix with llama.cpp's wheel alone"),
