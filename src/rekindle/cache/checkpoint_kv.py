@@ -24,7 +24,7 @@ import numpy as np
 
 from rekindle.cache.context import Context, ParkedContexts
 from rekindle.cache.lookup import CacheLookup
-from rekindle.cache.matches import Found, Matches
+from rekindle.cache.matches import Found, Matches, find_matches
 from rekindle.cache.planner import PrefillSteps, make_plan
 from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult, TimedFeed
 from rekindle.cache.stored_kv import EARLY_TOKENS, StoredKv
@@ -79,7 +79,9 @@ class CheckpointKv(StoredKv):
         store = self.store
         assert store is not None and self.writer is not None
         self.writer.flush(_PENDING_SECONDS)  # the last state of this chat may be queued: it is worth waiting for
-        plain = store.lookup(kv_space, tokens) if self._split else None
+        plain = find_matches(store, kv_space, tokens).match if self._split else None
+        if plain is None and self._split:
+            return Matches(len(tokens), in_engine)
         longest = len(tokens) if plain is None else min(len(tokens), plain.length + 1)
         space = self._pages_of(kv_space)
         for name, match in _kept(store, space, tokens, Span(in_engine + 1, max(in_engine + 1, longest))):
