@@ -171,8 +171,8 @@ class CheckpointKv(StoredKv):
         """Write the state as it is now: that of the first `count` tokens."""
         if self.writer is None or count <= context.checkpoint_tokens or context.sequence.length != count:
             return
-        if self._split:
-            super().write(context, count)
+        if self._split and count > context.stored_tokens:
+            self.writer.offer(context.keep(count))  # others go on waiting: without the checkpoint it is of no use
         space = self._pages_of(context.kv_space)
         snapshot = context.sequence.snapshot()
         self._last_bytes = len(snapshot)
