@@ -154,6 +154,7 @@ WRONG_FOR_HF = {
     "gpu_layers": 5,
     "kv_type": "q8_0",
     "kv_tokens": 9999,
+    "swa_full": False,
 }
 
 
