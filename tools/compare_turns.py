@@ -107,11 +107,14 @@ def ours(model: str, folder: str, *, swa_full: bool) -> None:
     with Session(model, engine="llamacpp", device="cpu", **settings) as session:
         session.generate("Warm up.", max_tokens=2, reuse="off")
         for line in sys.stdin:
-            chat = json.loads(line)["chat"]
-            reply = session.chat(chat, max_tokens=REPLY, min_tokens=REPLY)
+            chat, tokenizer = json.loads(line)["chat"], session.engine.tokenizer
+            if tokenizer.template:
+                tokens = list(tokenizer.encode_chat(parse_prompt(chat)))
+            else:
+                tokens = list(tokenizer.encode("\n\n".join(message["content"] for message in chat) + "\n\n"))
+            reply = session.generate(tokens, max_tokens=REPLY, min_tokens=REPLY)
             session.flush()
             seconds, computed = reply.timings.first_token_seconds, reply.reuse.computed
-            tokens = list(session.engine.tokenizer.encode_chat(parse_prompt(chat)))
             answer = {"computed": computed, "first_token_s": seconds, "text": reply.text, "tokens": tokens}
             print(json.dumps({**answer, "prompt": len(tokens)}), flush=True)
 
