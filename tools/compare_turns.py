@@ -7,12 +7,15 @@ eighth the question before is asked in other words. Printed is what each compute
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 from typing import Any
+
+from rekindle.errors import RekindleError
 
 TURNS, RESTART, CHANGED = 10, 5, 7
 SYSTEM_WORDS, QUESTION_WORDS, REPLY = 300, 40, 16
@@ -28,7 +31,10 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.worker:
         side, model, folder = chosen.worker
-        (ours if side == "ours" else theirs)(model, folder, swa_full=not chosen.no_swa_full)
+        try:
+            (ours if side == "ours" else theirs)(model, folder, swa_full=not chosen.no_swa_full)
+        except RekindleError as error:
+            sys.exit(f"error: {error}")
         return
     print(json.dumps(compare(chosen.model, swa_full=not chosen.no_swa_full), indent=1))
 
@@ -72,6 +78,7 @@ class Worker:
     """One side in a process of its own: a line of JSON each way."""
 
     def __init__(self, side: str, model: str, folder: str, *, swa_full: bool) -> None:
+        self._side = side
         flags = [] if swa_full else ["--no-swa-full"]
         self._command = [sys.executable, __file__, *flags, "--worker", side, model, folder]
         self._start()
@@ -82,8 +89,12 @@ class Worker:
     def ask(self, task: dict[str, Any]) -> dict[str, Any]:
         """What it answers."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps(task), file=self._process.stdin, flush=True)
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and said why
+            print(json.dumps(task), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"The process of {self._side} ended; what it said is above.")
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     def close(self) -> None:

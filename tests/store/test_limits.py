@@ -30,8 +30,8 @@ LOG_BYTES = 2 << 20  # what a small cache sets aside for its catalog's log
 class Clock:
     """A clock that a test moves."""
 
-    def __init__(self) -> None:
-        self.now = 1_900_000_000.0
+    def __init__(self, now: float = 1_900_000_000.0) -> None:
+        self.now = now
 
     def __call__(self) -> float:
         return self.now

@@ -23,28 +23,15 @@ from rekindle.store.limits import WriteBudget
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import Kept, TieredStore
 from tests.kvs import KV_SPACE, keep, load, make_kv
+from tests.store.test_limits import Clock, prompt
 
 DAY = 86_400
 NOON = time.mktime((2030, 3, 12, 12, 0, 0, 0, 0, 0))  # a Tuesday
 
 
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self, now: float = NOON) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def prompt(number: int, tokens: int = 640) -> list[int]:
-    return [number * 10_000 + place for place in range(tokens)]
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(NOON)
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,7 @@ GRID_TOKENS = 512  # distance of checkpoints in a text without messages
 _MAX_PLACES = 4  # of one prompt; more where they are small
 _SMALL_SHARE, _MAX_SMALL = 0.25, 32  # of split states: what checkpoints take of the prompt's KV, and how many there are
 _APART_TOKENS = 32  # a checkpoint nearer to the next one is not worth its time
+_SMALL_APART_TOKENS = 256  # of those that are kept only because they are small: each cuts a step of the prefill in two
 _PENDING_SECONDS = 0.1
 _NAME_PAGES = 9  # carry the name: the digest of the tokens, four bytes each, and how many they are
 _HEAD = struct.Struct("<8sQQ")  # what it is, tokens, bytes of the snapshot
@@ -208,7 +209,8 @@ def places(tokens: Sequence[int], stops: Set[int], piece_tokens: int | None = No
         return tuple(range(GRID_TOKENS, last - _APART_TOKENS, GRID_TOKENS)[-max_places:])
     chosen: list[int] = []
     for end in (ends[-1], ends[0], *reversed(ends[1:-1])):
-        if len(chosen) < max_places - 1 and all(abs(end - other) >= _APART_TOKENS for other in chosen):
+        apart = _APART_TOKENS if len(chosen) < _MAX_PLACES - 1 else _SMALL_APART_TOKENS
+        if len(chosen) < max_places - 1 and all(abs(end - other) >= apart for other in chosen):
             chosen.append(end)
     between = [
         place
