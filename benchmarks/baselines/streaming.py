@@ -11,9 +11,10 @@ from benchmarks.waiting.schedule import whole
 from benchmarks.waiting.timeline import LinkCosts, SearchTask
 from rekindle.core.cells import Progress, Schedule, steps
 from rekindle.core.kv import Span
-from rekindle.engine.base import Row
+from rekindle.engine.base import Engine, Row
 from rekindle.remote.hybrid_prefill import ComputeStep, HybridPrefill
 from rekindle.remote.schedule import StreamCosts
+from rekindle.remote.whole_token_prefill import WholeTokenPrefill
 
 
 class Steering(Protocol):
@@ -70,6 +71,15 @@ class Steered(HybridPrefill):
         """A whole step needs nothing that is not in the sequence."""
         row = super().row(step, span)
         return replace(row, feeds=(), until=None) if isinstance(step, WholeStep) else row
+
+
+class SteeredByToken(Steered, WholeTokenPrefill):
+    """The same for engines that take whole tokens only."""
+
+
+def steered(engine: Engine) -> type[Steered]:
+    """The executor of sessions with this engine."""
+    return Steered if engine.capabilities.layer_feeds else SteeredByToken
 
 
 def all_compute(costs: LinkCosts, progress: Progress | None = None) -> Schedule:

@@ -47,8 +47,8 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     advance("load the model")
     engine = load(options)
     try:
-        if not (engine.capabilities.layer_feeds and engine.capabilities.spans):
-            raise InvalidSetting("This engine cannot take KV layer by layer: leave --engine out.")
+        if (why := engine.capabilities.opaque) is not None:
+            raise InvalidSetting(f"{engine.name} cannot take KV from an origin: {why}.")
         with scratch() as folder:
             found = _StreamBench(engine, options, traces, Path(folder), advance).measure()
         fields = {**about(engine, options), "layers": len(engine.layout.layers)}

@@ -1,7 +1,8 @@
 """What computing costs on this machine, measured on the engine: so the schedules of a bench are made from.
 
 A step that computes the first `k` layers of some tokens is timed for a small and a large `k`: the difference is whole
-layers, the small one is a step that ends at once, whose keys and values are all that it computes.
+layers, the small one is a step that ends at once, whose keys and values are all that it computes. On an engine that
+computes whole tokens only, each layer counts as an equal part of a step.
 """
 
 from __future__ import annotations
@@ -77,28 +78,37 @@ def _samples(
     engine: Engine, sequence: EngineSequence, tokens: Sequence[int], counts: Sequence[int], rounds: int
 ) -> Iterator[tuple[LayerTiming, LayerTiming]]:
     """A whole layer and a top one for each number of tokens: medians of some rounds, in turns."""
-    deep, context = min(_LAYERS, len(engine.layout.layers)), sequence.length
-    times: dict[tuple[int, int], list[float]] = {}
+    layers, context = len(engine.layout.layers), sequence.length
+    by_layer = engine.capabilities.layer_feeds
+    deep = min(_LAYERS, layers)
+    times: dict[tuple[int, int | None], list[float]] = {}
     for turn in range(rounds + 1):
         for count in counts:
-            for depth in (1, deep):
+            for depth in (1, deep) if by_layer else (None,):
                 seconds = _step_seconds(engine, sequence, tokens[context : context + count], depth)
                 if turn:
                     times.setdefault((count, depth), []).append(seconds)
     for count in counts:
+        if not by_layer:
+            layer = LayerTiming(count, context, statistics.median(times[count, None]) / layers)
+            yield layer, layer
+            continue
         short, long = (statistics.median(times[count, depth]) for depth in (1, deep))
         if long > short > 0:  # else somebody else had the machine
             yield LayerTiming(count, context, (long - short) / (deep - 1)), LayerTiming(count, context, short)
 
 
-def _step_seconds(engine: Engine, sequence: EngineSequence, tokens: Sequence[int], depth: int) -> float:
-    at = np.arange(sequence.length, sequence.length + len(tokens), dtype=np.int64)
+def _step_seconds(engine: Engine, sequence: EngineSequence, tokens: Sequence[int], depth: int | None) -> float:
+    context = sequence.length
+    at = np.arange(context, context + len(tokens), dtype=np.int64)
     row = Row(sequence, tokens, at, logits="none", until=depth, replay=False, prefill=True)
     _settle(engine)
     started = time.perf_counter()
     engine.step([row])
     _settle(engine)
-    return time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    sequence.truncate(context)
+    return seconds
 
 
 def _settle(engine: Engine) -> None:

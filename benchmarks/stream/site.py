@@ -16,7 +16,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.baselines.streaming import Steered, all_compute
+from benchmarks.baselines.streaming import all_compute, steered
 from benchmarks.quality import FORCED_TOKENS, divergence
 from benchmarks.stream.costs import LayerTimings
 from benchmarks.stream.modes import LEVEL, Given, StreamMode, steering_of
@@ -225,7 +225,7 @@ class Site:
             find_s = time.perf_counter() - started
             stack.callback(link.close)
             steering = steering_of(mode, costs, trace, window_seconds) if failed is None else Given(all_compute(costs))
-            streaming = Steered(self._engine, sequence, setting.tokens, setting.cells, link, costs)
+            streaming = steered(self._engine)(self._engine, sequence, setting.tokens, setting.cells, link, costs)
             streaming.steering = steering
             streaming.since = since
             logits = streaming.run()
@@ -262,7 +262,8 @@ class Site:
         """The same while the first chunks are computed, as a session does it."""
         setting, origin, failed = self._setting, self._connected(stack), list[str]()
         level = mode.level or LEVEL
-        coming = RemotePrefixFetch(lambda _stop: self._offer(origin, level), 0, failed.append)
+        lowest = 1 if self._engine.capabilities.layer_feeds else 0
+        coming = RemotePrefixFetch(lambda _stop: self._offer(origin, level), 0, failed.append, lowest_layer=lowest)
         stack.callback(coming.close)
         coming.wait_for_lookup(min(PATIENCE * local_seconds, MAX_PATIENCE_SECONDS))
         chunk, last = setting.cells.chunk_tokens, setting.cells.spans[-1].start

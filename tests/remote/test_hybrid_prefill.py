@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.baselines.streaming import Steered, Steering
+from benchmarks.baselines.streaming import Steered, SteeredByToken, Steering, steered
 from benchmarks.stream.modes import Given
 from benchmarks.waiting.timeline import LinkCosts, order_of
 from rekindle.core.cells import Cell, CellGrid, Schedule, Split
@@ -28,6 +28,7 @@ from rekindle.remote.hybrid_prefill import HybridPrefill
 from rekindle.remote.schedule import StreamCosts
 from rekindle.remote.transfer_queue import TransferQueue
 from tests.engine.contract import Stored
+from tests.parity.engines import make
 from tests.server.serving import eventually
 from tests.tiny import byte_tokenizer, tiny_engine, tiny_model
 
@@ -106,6 +107,7 @@ def run(
     steering: Steering | None = None,
     here: int = 0,
     after_link: bool = False,
+    prefill: type[Steered] | None = None,
 ) -> tuple[Logits, Kv, HybridPrefill]:
     """Stream and compute it, its first chunks being `here`; all but the first step after what the link can bring."""
     engine, tokens = prompt.engine, prompt.tokens
@@ -113,7 +115,7 @@ def run(
     if here:
         engine.step([Row.following(sequence, tokens[: here * CHUNK], logits="none")])
     link = TransferQueue(carrier)
-    streaming = Steered(engine, sequence, tokens, prompt.cells, link, costs or prompt.costs())
+    streaming = (prefill or steered(engine))(engine, sequence, tokens, prompt.cells, link, costs or prompt.costs())
     streaming.steering = steering
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -137,12 +139,17 @@ def run(
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-@pytest.fixture(
-    scope="module", params=["fake", "llama", "mistral", "gemma3_text", "qwen3", pytest.param("cuda", marks=CUDA)]
-)
+BY_LAYER = ["fake", "llama", "mistral", "gemma3_text", "qwen3", pytest.param("cuda", marks=CUDA)]
+BY_TOKEN = ["llamacpp", "llamacpp-f32", "llamacpp-q8", "llamacpp-sliding"]
+by_layer = pytest.mark.parametrize("prompt", BY_LAYER, indirect=True)
+
+
+@pytest.fixture(scope="module", params=[*BY_LAYER, *BY_TOKEN])
 def prompt(request: pytest.FixtureRequest) -> Iterator[Prompt]:
     engine: Engine
-    if request.param == "fake":
+    if request.param in BY_TOKEN:
+        engine = make(request.param)
+    elif request.param == "fake":
         engine = FakeEngine()
     elif request.param == "cuda":
         placement = choose_placement("cuda", "float32")
@@ -155,7 +162,8 @@ def prompt(request: pytest.FixtureRequest) -> Iterator[Prompt]:
 
 
 def assert_same(prompt: Prompt, logits: Logits, kv: Kv) -> None:
-    tolerance = 0.0 if isinstance(prompt.engine, FakeEngine) else 1e-4
+    exact = isinstance(prompt.engine, FakeEngine) or not prompt.engine.capabilities.layer_feeds
+    tolerance = 0.0 if exact else 1e-4
     np.testing.assert_allclose(logits, prompt.logits, rtol=0, atol=tolerance)
     for got, expected in zip(kv.layers, prompt.kv.layers, strict=True):
         np.testing.assert_allclose(got.keys, expected.keys, rtol=0, atol=tolerance)
@@ -204,6 +212,7 @@ def test_any_split_gives_the_logits_of_computing_alone(splits: list[int], order:
     assert streaming.report.computed == tuple(computed) and streaming.report.streamed_cells == len(missing)
 
 
+@by_layer
 def test_what_stays_between_what_comes_is_not_overwritten(prompt: Prompt) -> None:
     """On a device what comes for a layer may land in one copy, with what lies between."""
     layers = prompt.layers
@@ -229,6 +238,48 @@ def test_both_lanes_meet_whatever_the_link_does(waits: list[float], here: int) -
     assert len(set(deep)) == len(deep) and min(deep) >= here
 
 
+@settings(max_examples=40)
+@given(waits=st.lists(st.sampled_from([0.0, 0.001, 0.004, 0.02]), min_size=1, max_size=8), here=st.integers(0, 3))
+def test_by_token_every_chunk_is_computed_once_or_comes_whole(waits: list[float], here: int) -> None:
+    prompt = _fake_prompt()
+    carrier = Carrier(prompt.kv, prompt.cells, waits=waits)
+    logits, kv, streaming = run(prompt, carrier, prompt.costs(compute=0.1), here=here, prefill=SteeredByToken)
+    assert_same(prompt, logits, kv)
+    told = streaming.report
+    assert told.computed[:here] == (prompt.layers,) * here and set(told.computed) <= {0, prompt.layers}
+    assert told.streamed_cells + sum(told.computed) == prompt.cells.chunks * prompt.layers
+
+
+@pytest.mark.parametrize("prompt", ["fake", "llamacpp"], indirect=True)
+def test_by_token_a_step_is_given_up_once_all_has_arrived(prompt: Prompt) -> None:
+    engine, tokens, steps = prompt.engine, prompt.tokens, list[str]()
+    sequence = engine.open(len(tokens), engine.regime(len(tokens)))
+    carrier = Carrier(prompt.kv, prompt.cells)
+    link = TransferQueue(carrier)
+    everything = prompt.cells.chunks * prompt.layers
+
+    def step(rows: Any, cancelled: Any = None) -> list[Logits]:
+        if len(carrier.brought) < everything:  # the first one: while it runs, everything comes
+            link.want(Cell(chunk, layer) for chunk in range(prompt.cells.chunks) for layer in range(prompt.layers))
+            eventually(lambda: len(link.arrived) == everything)
+        try:
+            done = type(engine).step(engine, rows, cancelled)
+        except Cancelled:
+            steps.append("given up")
+            raise
+        steps.append("done")
+        return done
+
+    streaming = SteeredByToken(engine, sequence, tokens, prompt.cells, link, prompt.costs(compute=1e-9))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "step", step)
+        logits = streaming.run()
+    assert steps == ["given up", "done"] and set(streaming.report.computed) == {0}
+    assert_same(prompt, logits, sequence.export(Span(0, len(tokens))))
+    sequence.close()
+
+
+@by_layer
 def test_a_step_ends_at_the_layer_where_it_is_told(prompt: Prompt) -> None:
     engine, tokens, span = prompt.engine, prompt.tokens, prompt.cells.span(0)
     sequence, asked = engine.open(len(tokens), engine.regime(len(tokens))), []
@@ -273,7 +324,7 @@ def test_it_can_be_cancelled_while_it_waits(prompt: Prompt) -> None:
     link = TransferQueue(Carrier(prompt.kv, prompt.cells, most=0, hang=True))
     asked = iter([False] * 3)
     costs = prompt.costs(compute=1e9, top=1e9)  # computing is out of the question
-    streaming = HybridPrefill(engine, sequence, tokens, prompt.cells, link, costs, lambda: next(asked, True))
+    streaming = steered(engine)(engine, sequence, tokens, prompt.cells, link, costs, lambda: next(asked, True))
     try:
         with pytest.raises(Cancelled):
             streaming.run()

@@ -340,9 +340,10 @@ def test_several_requests_stream_at_once(published: Published, alone: Any, tmp_p
 
 
 @pytest.mark.usefixtures("origin_first")
-def test_a_model_of_layers_streams_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["hf", "llamacpp", "llamacpp-q8", "llamacpp-sliding"])
+def test_a_model_of_layers_streams_too(kind: str, tmp_path: Path) -> None:
     key = SigningKey.new()
-    with closing(make("hf")) as engine:
+    with closing(make(kind, context_tokens=1024)) as engine:
         with Session(engine, cache="off") as session, computed(session, Request.of(PROMPT)) as source:
             Publisher(tmp_path / "files", key).publish(source, levels_of("raw", session))
             expected = session.generate(PROMPT + "And then", max_tokens=8)
@@ -351,3 +352,17 @@ def test_a_model_of_layers_streams_too(tmp_path: Path) -> None:
             with Session(engine, cache=tmp_path / "cache", **own) as session:
                 reply = session.generate(PROMPT + "And then", max_tokens=8)
                 assert reply.reuse.streamed > 0 and reply.tokens == expected.tokens
+                session.flush()
+            with Session(engine, cache=tmp_path / "cache") as session:  # what came was stored like what was computed
+                again = session.generate(PROMPT + "And then", max_tokens=8)
+                assert again.reuse.computed <= 16 and again.tokens == expected.tokens
+
+
+def test_a_state_that_cannot_be_cut_is_neither_published_nor_streamed(published: Published, tmp_path: Path) -> None:
+    with closing(make("llamacpp-hybrid", context_tokens=1024)) as engine:
+        with Session(engine, cache="off") as session, pytest.raises(InvalidSetting, match="hybrid"):
+            with computed(session, Request.of(PROMPT)):
+                raise AssertionError("it was computed")
+        own = {"origin": "http://127.0.0.1:9", "origin_keys": published.key.public}
+        with Session(engine, cache=tmp_path / "cache", **own) as session:
+            assert session.generate(PROMPT, max_tokens=2).reuse.origin_miss == "unable"

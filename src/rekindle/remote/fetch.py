@@ -45,10 +45,12 @@ class RemotePrefixFetch(TransferQueue):
         tokens: int,
         on_failure: Callable[[str], None],
         bandwidth: Bandwidth | None = None,
+        lowest_layer: int = 1,
     ) -> None:
         """Start the lookup. `find` may raise `OriginFailed`, whose text goes to `on_failure`. The first `tokens` are
-        here already, or computed soon: they are not fetched. Raises `RuntimeError` if no thread can be started."""
-        self._find, self._here, self._on_failure = find, tokens, on_failure
+        here already, or computed soon: they are not fetched, nor are layers below `lowest_layer`. Raises `RuntimeError`
+        if no thread can be started."""
+        self._find, self._here, self._on_failure, self._lowest_layer = find, tokens, on_failure, lowest_layer
         self._stop = Stop()
         self._over = False
         self._offer: OriginSlices | None = None
@@ -95,7 +97,7 @@ class RemotePrefixFetch(TransferQueue):
                 self._miss = offer
             elif not self._closed:
                 self._source = self._offer = offer
-                self._wanted = _backwards(offer.cells, self._here)
+                self._wanted = _backwards(offer.cells, self._here, self._lowest_layer)
             self._changed.notify_all()
         if self._offer is not None:
             super()._run()
@@ -115,11 +117,11 @@ class RemotePrefixFetch(TransferQueue):
             return "failed"
 
 
-def _backwards(cells: CellGrid, here: int) -> list[Cell]:
-    """From the back, the top layer first: where both lanes meet is not known yet. The lowest layer is not fetched."""
+def _backwards(cells: CellGrid, here: int, lowest_layer: int) -> list[Cell]:
+    """From the back, the top layer first: where both lanes meet is not known yet."""
     first = -(-here // cells.chunk_tokens)
     chunks = reversed(range(first, cells.chunks))
-    return [Cell(chunk, layer) for chunk in chunks for layer in reversed(range(1, cells.layers))]
+    return [Cell(chunk, layer) for chunk in chunks for layer in reversed(range(lowest_layer, cells.layers))]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from rekindle.remote.transfer_queue import TransferQueue
 
 _TINY = 1e-9  # seconds
 _LOOK_SECONDS = 0.02  # how often a wait for the link recomputes the schedule
-_FAR = 0.75  # share of the way to the expected meeting point that one step may cover
+FAR = 0.75  # share of the way to the expected meeting point that one step may cover
 _TELLING = 8  # minimum layers of a step for a timing
 _TRUST = 0.5  # weight of the newest step in `_pace`
 
@@ -144,7 +144,7 @@ class HybridPrefill:
             return None
         far = sum(count == layers for count in split.computed[front:])
         untouched = (*(top == layers for top in tops[front:]), False).index(False)
-        count = min(int(_FAR * far), untouched, self._max_chunks)
+        count = min(int(FAR * far), untouched, self._max_chunks)
         return ComputeStep(range(front, front + max(1, count)), depth, enough=True)
 
     @property
@@ -177,7 +177,7 @@ class HybridPrefill:
 
         row = self.row(step, Span(start, stop))
         begun = time.monotonic()
-        self._engine.step([replace(row, enough=enough) if step.enough else row], self._cancelled)
+        self._engine.step([replace(row, enough=enough) if step.enough else row], lambda: self._stops(step))
         for chunk in step.chunks:
             self._computed[chunk] = ended
         took, expected = time.monotonic() - begun, float(self._costs.depth_seconds[step.chunks, ended].sum())
@@ -186,6 +186,10 @@ class HybridPrefill:
         if ended >= _TELLING:  # the last layer computes keys and values only
             self.samples.append(LayerTiming(stop - start, start, took / (ended - 1)))
         self._note(step.chunks, ended, begun)
+
+    def _stops(self, step: ComputeStep) -> bool:  # noqa: ARG002
+        """Whether a running step shall end."""
+        return self._cancelled is not None and self._cancelled()
 
     def row(self, step: ComputeStep, span: Span) -> Row:
         """The engine row of a step over these tokens."""

@@ -42,6 +42,7 @@ from rekindle.remote.latency import Bandwidth, LayerCosts
 from rekindle.remote.schedule import StreamCosts
 from rekindle.remote.signing import read_public, read_secret
 from rekindle.remote.transfer_queue import OriginSlices
+from rekindle.remote.whole_token_prefill import WholeTokenPrefill
 from rekindle.safe_read import read_secret_file
 from rekindle.settings import Settings
 
@@ -80,9 +81,10 @@ class RemoteKv:
         self._engine = engine = chunks.kv.engine
         self._local = local_tenants(settings.local_tenants)
         has = engine.capabilities
-        self._can_fetch_prefix = has.layer_feeds and has.spans and not settings.deterministic
+        self._can_fetch_prefix = has.spans and not settings.deterministic
+        self._by_layer = has.layer_feeds
         self._bandwidth = Bandwidth()
-        self._top_share = _top_share(engine)
+        self._top_share = _top_share(engine) if self._by_layer else 1.0
         self._layers = LayerCosts(engine)
         self._lock = threading.Lock()
         self._ahead: dict[PromptKey, RemoteFetch] = {}
@@ -152,9 +154,8 @@ class RemoteKv:
         try:
             if lookup.passages is not None:
                 return self._start_passages(lookup, lookup.passages)
-            return RemotePrefixFetch(
-                lambda stop: self._find(lookup, stop), plan.reused, self._back_off, self._bandwidth
-            )
+            find, lowest = partial(self._find, lookup), 1 if self._by_layer else 0
+            return RemotePrefixFetch(find, plan.reused, self._back_off, self._bandwidth, lowest)
         except RuntimeError as error:  # no thread left
             log.warning("The origin cannot be used: %s.", error)
             return None
@@ -253,7 +254,8 @@ class RemoteKv:
         context, tokens = prefill.context, prefill.lookup.tokens
         try:
             costs = self._costs(offer, len(tokens), rates)
-            streaming = HybridPrefill(
+            prefill_by = HybridPrefill if self._by_layer else WholeTokenPrefill
+            streaming = prefill_by(
                 self._engine, context.sequence, tokens, offer.cells, link, costs, prefill.work.cancelled
             )
             streaming.alone = prefill.work.alone
@@ -267,7 +269,7 @@ class RemoteKv:
             link.close()
         if link.failed is not None:
             self._back_off(link.failed)
-        if self._engine.device == "cpu":  # elsewhere steps are asynchronous
+        if self._by_layer and self._engine.device == "cpu":  # elsewhere steps are asynchronous
             self._layers.learn(streaming.samples)
         return prefill.streamed(streaming, offer, logits)
 
