@@ -134,13 +134,13 @@ def theirs(model: str, folder: str, *, swa_full: bool) -> None:  # noqa: ARG001 
     """llama.cpp's server as it is, with its prompt cache and its checkpoints in memory."""
     import xllamacpp
 
-    from rekindle.engine.llamacpp.loaded_model import cores
+    from rekindle.machine import usable_cores
     from rekindle.models.pull import obtain
 
     params = xllamacpp.CommonParams()
     params.model.path = str(obtain(model).gguf)
     params.n_ctx, params.n_parallel, params.swa_full = CONTEXT, 1, swa_full
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = cores()
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = usable_cores()
     params.warmup = True
     server = xllamacpp.Server(params)
     options = {"temperature": 0.0, "n_predict": REPLY, "ignore_eos": True, "cache_prompt": True}

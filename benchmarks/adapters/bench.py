@@ -105,8 +105,8 @@ class _AdapterBench:
 
     def deltas(self) -> dict[str, Any]:
         """What differences take, and what they do to answers."""
-        if not self._engine.capabilities.layer_feeds:
-            return quality.unmeasured("this engine takes no KV layer by layer")
+        if (why := self._engine.capabilities.opaque) is not None:
+            return quality.unmeasured(why)
         random = np.random.default_rng((self._options.seed, len(SCENARIOS)))
         length = quality.PROMPT_TOKENS + quality.FORCED_TOKENS
         contexts = make_contexts(self._conversations, self._documents, length, CONTEXTS, random)

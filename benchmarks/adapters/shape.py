@@ -24,8 +24,8 @@ from benchmarks.shapes import build
 from benchmarks.waiting.device_decoder import Copies, LayerTensors, cut_batches, default_threads, unpack
 from rekindle.codec.coder import Coder, decode
 from rekindle.codec.quantizer import BitPlan, narrow, widen
-from rekindle.core.kv import Held, Kv, KvType, LayerKv, Span
-from rekindle.engine.base import Row
+from rekindle.core.kv import Kv, KvType, LayerKv, Span
+from rekindle.engine.base import HeldKv, Row
 from rekindle.engine.hf.engine import HfEngine
 from rekindle.engine.hf.layer_loader import LayerLoader
 from rekindle.engine.hf.sequence import TorchSequence
@@ -131,7 +131,7 @@ class _ShapeBench:
     def _load_raw(self, kv: Kv) -> None:
         """As a step of the engine does, which then computes nothing."""
         with self._open() as sequence:
-            filling = LayerLoader([(sequence, _RawFeed(kv))], len(kv.layers), self._device)
+            filling = LayerLoader([(sequence, HeldKv(kv))], len(kv.layers), self._device)
             filling.start()
             try:
                 for layer in range(len(kv.layers)):
@@ -210,22 +210,6 @@ class _ShapeBench:
 
 _PARTS = ("decompress_s", "copy_s", "unpack_s")
 _COSINES = (KEY_COSINE, VALUE_COSINE)
-
-
-class _RawFeed:
-    """KV as it is, in memory."""
-
-    def __init__(self, kv: Kv) -> None:
-        self.span, self.layers, self._kv = kv.span, range(len(kv.layers)), kv
-
-    def fill(self, layer: int, out: LayerKv) -> None:
-        """Copy a layer."""
-        np.copyto(out.keys, self._kv.layers[layer].keys)
-        np.copyto(out.values, self._kv.layers[layer].values)
-
-    def held(self) -> list[Held]:
-        """All of it where it stands."""
-        return [Held(self._kv.layers, self.span)]
 
 
 def _halves(kv: LayerKv) -> tuple[NDArray[Any], NDArray[Any]]:

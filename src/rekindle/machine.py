@@ -31,6 +31,14 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def usable_cores() -> int:
+    """The physical cores that this process may use."""
+    import psutil
+
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, int(psutil.cpu_count(logical=False) or allowed)))
+
+
 def home_folder() -> Path:
     """The folder of everything Rekindle keeps: `REKINDLE_HOME`, else `rekindle` in the user's cache folder."""
     if chosen := os.environ.get("REKINDLE_HOME"):

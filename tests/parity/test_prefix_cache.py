@@ -548,8 +548,8 @@ def test_a_thread_that_fills_may_end_late_and_nothing_is_lost(
     owner = getattr(real, FILLERS[kind].split(".")[-2])
     fill = getattr(owner, FILLERS[kind].split(".")[-1])
 
-    def ending_late(self: Any) -> None:
-        fill(self)
+    def ending_late(self: Any, *given: Any) -> None:
+        fill(self, *given)
         time.sleep(0.3)
         ended.append(self)
 

@@ -360,9 +360,12 @@ def test_a_model_of_layers_streams_too(kind: str, tmp_path: Path) -> None:
 
 def test_a_state_that_cannot_be_cut_is_neither_published_nor_streamed(published: Published, tmp_path: Path) -> None:
     with closing(make("llamacpp-hybrid", context_tokens=1024)) as engine:
-        with Session(engine, cache="off") as session, pytest.raises(InvalidSetting, match="hybrid"):
-            with computed(session, Request.of(PROMPT)):
-                raise AssertionError("it was computed")
+        with (
+            Session(engine, cache="off") as session,
+            pytest.raises(InvalidSetting, match="hybrid"),
+            computed(session, Request.of(PROMPT)),
+        ):
+            raise AssertionError("it was computed")
         own = {"origin": "http://127.0.0.1:9", "origin_keys": published.key.public}
         with Session(engine, cache=tmp_path / "cache", **own) as session:
             assert session.generate(PROMPT, max_tokens=2).reuse.origin_miss == "unable"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,10 +34,11 @@ class TimedFeed:
         self.span, self.layers = feed.span, feed.layers
         self.timeout_seconds = timeout_seconds
         self._deadline: Deadline | None = None
-        self.busy_seconds = 0.0
-        self.filling = False
-        self._closed = False
-        self._done = False
+        self._lock = threading.Lock()
+        self._since = 0.0  # when the first of the threads that fill now began
+        self._threads = 0
+        self._left = len(feed.layers)
+        self.busy_seconds = 0.0  # while at least one thread was filling
 
     @classmethod
     def open(cls, store: TieredStore, kv_space: KvSpace, match: Match, timeout_seconds: float) -> TimedFeed:
@@ -50,34 +52,41 @@ class TimedFeed:
     @property
     def late(self) -> bool:
         """Whether its deadline passed before it had loaded everything."""
-        return not self._done and self._deadline is not None and self._deadline.passed
+        return self._left > 0 and self._deadline is not None and self._deadline.passed
+
+    @property
+    def filling(self) -> bool:
+        """Whether a thread fills a layer now."""
+        return self._threads > 0
 
     def fill(self, layer: int, out: LayerKv) -> None:
         """See `KvFeed`. Raises `KvLost`, whatever went wrong."""
-        self._deadline = self._deadline or Deadline(self.timeout_seconds)
-        started, self.filling = time.perf_counter(), True
+        with self._lock:
+            self._deadline = self._deadline or Deadline(self.timeout_seconds)
+            self._since = self._since if self._threads else time.perf_counter()
+            self._threads += 1
         try:
             self._feed.fill(layer, out)
         except KvLost:
             raise
         except Exception as error:
             raise KvLost(f"KV from the cache could not be read ({error}); it is computed instead.") from error
+        else:
+            with self._lock:
+                self._left -= 1
         finally:
-            self.filling = False
-            self.busy_seconds += time.perf_counter() - started
-            if self._closed:
-                self._feed.close()
-        self._done = layer == self.layers[-1]
+            with self._lock:
+                self._threads -= 1
+                if not self._threads:
+                    self.busy_seconds += time.perf_counter() - self._since
 
     def held(self) -> Sequence[Held] | None:
         """See `HeldFeed`: what is in memory is never late."""
         return self._feed.held()
 
     def close(self) -> None:
-        """Close its files; if it is in the middle of a fill, then after it."""
-        self._closed = True
-        if not self.filling:
-            self._feed.close()
+        """Close its files; those that are being read, afterwards."""
+        self._feed.close()
 
 
 @dataclass(frozen=True)

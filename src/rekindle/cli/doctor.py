@@ -15,7 +15,7 @@ from rekindle import __version__
 from rekindle.cli.options import AsJson, app, print_json, print_table
 from rekindle.core.size import human_bytes
 from rekindle.errors import EngineMissing, InvalidSetting
-from rekindle.machine import cache_folder, describe_machine, home_folder, models_folder
+from rekindle.machine import cache_folder, describe_machine, home_folder, models_folder, usable_cores
 from rekindle.settings import SETTINGS, Settings
 from rekindle.settings.file import FILE_NAME, SettingsFile, distrust, place_of, trusted_places
 from rekindle.settings.file import trust as trust_file
@@ -113,13 +113,13 @@ def _hf_choices() -> dict[str, str]:
 
 def _llamacpp_choices() -> dict[str, str]:
     from rekindle.engine.llamacpp.c_api import llama
-    from rekindle.engine.llamacpp.loaded_model import build, cores
+    from rekindle.engine.llamacpp.loaded_model import build
 
     llama.load(Settings.load().llama_library)
     return {
         "llamacpp: library": f"{llama.name} ({llama.path})",
         "llamacpp: built with": build(),
-        "llamacpp: threads": str(cores()),
+        "llamacpp: threads": str(usable_cores()),
     }
 
 

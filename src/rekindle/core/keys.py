@@ -8,8 +8,11 @@ against the stored tokens.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +34,7 @@ NodeKey = NewType("NodeKey", bytes)
 NODE_KEY_BYTES = 16
 
 _LARGEST_DIM = 1 << 31
+_NATIVE = sys.byteorder == "little" and array("I").itemsize == 4  # whether this machine's numbers are those of keys
 _NODE = hashlib.blake2b(b"rekindle/node/1", digest_size=NODE_KEY_BYTES)
 
 
@@ -99,6 +103,9 @@ def _is_shape(shape: object) -> bool:
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
     """Token ids as bytes, four each. Raises `InvalidPrompt` for an invalid id."""
+    if isinstance(tokens, (tuple, list)) and _NATIVE:
+        with contextlib.suppress(OverflowError, TypeError):  # others are explained below
+            return array("I", tokens).tobytes()
     try:
         given = np.asarray(tokens)
         narrow = given.astype("<u4")

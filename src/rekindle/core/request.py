@@ -236,6 +236,8 @@ def parse_prompt(prompt: PromptLike) -> str | tuple[int, ...] | tuple[Message, .
     items = list(prompt)
     if not items:
         raise InvalidPrompt("The prompt is empty. Give at least one token or message.")
+    if set(map(type, items)) == {int}:  # what most token ids are; the checks below take longer than finding their KV
+        return tuple(items)  # type: ignore[return-value]
     if all(isinstance(item, (Message, Mapping)) for item in items):
         return tuple(_parse_message(item) for item in items)  # type: ignore[arg-type]
     if all(_is_whole(item) for item in items):

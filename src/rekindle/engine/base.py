@@ -143,7 +143,7 @@ class KvFeed(Protocol):
 
     @property
     def layers(self) -> range:
-        """The layers it fills; each exactly once, in order, before that layer computes.
+        """The layers it fills; each exactly once, before that layer computes.
 
         An engine without layer feeds fills all layers before it computes any.
         """
@@ -151,8 +151,9 @@ class KvFeed(Protocol):
     def fill(self, layer: int, out: LayerKv) -> None:
         """Write the KV of `span` in `layer` into `out`, the sequence's own buffer; block until it is there.
 
-        May be called from a thread of the engine, ahead of the layers being computed. `out` is only valid during the
-        call. What it raises ends the step; a step that is cancelled need not wait for it.
+        May be called from several threads of the engine at once, the layers begun in order, ahead of those being
+        computed. `out` is only valid during the call. What it raises ends the step; a step that is cancelled need not
+        wait for it.
         """
 
 
@@ -162,6 +163,30 @@ class HeldFeed(Protocol):
 
     def held(self) -> Sequence[Held] | None:
         """The KV of its span, in order, valid until the step ends; None if some is not in memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldKv:
+    """A feed of KV that was exported."""
+
+    kv: Kv
+
+    @property
+    def span(self) -> Span:
+        return self.kv.span
+
+    @property
+    def layers(self) -> range:
+        return range(len(self.kv.layers))
+
+    def fill(self, layer: int, out: LayerKv) -> None:
+        """Copy a layer."""
+        np.copyto(out.keys, self.kv.layers[layer].keys)
+        np.copyto(out.values, self.kv.layers[layer].values)
+
+    def held(self) -> Sequence[Held]:
+        """All of it."""
+        return [Held(self.kv.layers, Span(0, len(self.span)))]
 
 
 @dataclass(frozen=True)

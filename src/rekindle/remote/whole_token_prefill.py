@@ -37,9 +37,7 @@ class WholeTokenPrefill(HybridPrefill):
         ends = np.maximum(computing, fetching)
         count = int(np.argmin(ends))
         split = Split(layers, (layers,) * count + (0,) * (self._cells.chunks - count))
-        missing = [cell for cell in map(Cell._make, np.argwhere(task.missing).tolist())]
-        backwards = sorted(missing, key=lambda cell: (-cell.chunk, cell.layer))
-        order = TransferOrder(layers, tuple(cell.chunk * layers + cell.layer for cell in backwards))
+        order = TransferOrder(layers, tuple(np.flatnonzero(task.missing)[::-1].tolist()))
         return Schedule(split, order, float(ends[count] + task.costs.question_seconds.sum()))
 
     def next_step(self, schedule: Schedule, progress: Progress) -> ComputeStep | None:  # noqa: ARG002

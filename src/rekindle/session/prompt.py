@@ -156,10 +156,10 @@ def _advice(request: Request) -> str:
 
 
 def _checked_ids(ids: tuple[object, ...], vocabulary_size: int) -> tuple[int, ...]:
-    tokens = tuple(int(i) for i in ids)  # type: ignore[call-overload]
-    wrong = [token for token in tokens if not 0 <= token < vocabulary_size]
-    if wrong:
-        raise InvalidPrompt(f"Token id {wrong[0]} is outside the model's vocabulary of {vocabulary_size:,}.")
+    tokens = tuple(map(int, ids))  # type: ignore[arg-type]
+    for token in (min(tokens, default=0), max(tokens, default=0)):
+        if not 0 <= token < vocabulary_size:
+            raise InvalidPrompt(f"Token id {token} is outside the model's vocabulary of {vocabulary_size:,}.")
     return tokens
 
 

@@ -42,6 +42,7 @@ _HEADERS = 64  # remembered
 # A prefix of an extent is checked by the digest of the whole, for which the rest is read too, if the rest is at most
 # one part in this many: checking cell by cell takes three quarters of the time of reading them, and the GIL.
 _READ_ON = 1.5
+_PIECE_BYTES = 2 << 20  # read and checked at once, while it is in the processor's cache
 _SPLIT_BYTES = 512 << 10  # from this size on, keys and values of a layer are read side by side
 
 
@@ -388,7 +389,8 @@ class ExtentFiles:
         lead = memoryview(bytearray(plan.row_bytes(layer, half, first)))
         rest = memoryview(bytearray(plan.row_bytes(layer, half, plan.token_count - first - out.shape[1])))
         state = self.digester.data()
-        for row in rows_of(out):
+        whole = not (lead or rest) and out.flags.c_contiguous
+        for row in _pieces(out) if whole else rows_of(out):
             for part in filter(None, (lead, row, rest)):
                 self._read_at(extent.handle, offset, part)
                 state.update(part)  # while it is in the processor's cache
@@ -444,6 +446,12 @@ class ExtentFiles:
         data = bytearray(header_length(bytes(first), row.size_bytes))
         self.files.read_at(handle, 0, memoryview(data))
         return data
+
+
+def _pieces(array: NDArray[Any]) -> Iterator[memoryview]:
+    """The bytes of a contiguous array, in few pieces: between two of them a thread waits for Python's lock."""
+    data = array.data.cast("B")
+    return (data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES))
 
 
 def _window(kv: LayerKv, start: int, stop: int) -> LayerKv:

@@ -63,15 +63,31 @@ class StoredFeed:
     ) -> None:
         self.span = Span(sources[0].piece.span.start, sources[-1].piece.span.stop)
         self.layers = range(len(layout.layers))
-        self._sources = sources
+        self._sources = self._open = sources
         self._extents = extents
         self._lost = lost
+        self._lock = threading.Lock()
+        self._left = len(self.layers)  # that are not filled yet
+        self._filling = 0  # threads that fill a layer now
         self._closed = False
 
     def fill(self, layer: int, out: LayerKv) -> None:
         """Write the KV of `span` in `layer` into `out`. Raises `KvLost` if it cannot be read or was changed."""
-        if self._closed:
-            raise KvLost("The feed was closed; its KV is computed instead.")
+        with self._lock:
+            if self._closed:
+                raise KvLost("The feed was closed; its KV is computed instead.")
+            self._filling += 1
+        try:
+            self._fill(layer, out)
+        finally:
+            with self._lock:
+                self._filling -= 1
+                self._left -= 1
+                self._closed |= self._left == 0
+                files = self._take_unused()
+            self._close(files)
+
+    def _fill(self, layer: int, out: LayerKv) -> None:
         for source in self._sources:
             start, stop = source.piece.span.start - self.span.start, source.piece.span.stop - self.span.start
             window = LayerKv(out.keys[:, start:stop], out.values[:, start:stop])
@@ -79,8 +95,6 @@ class StoredFeed:
                 self._copy(source.origin.layers[layer], source.span, window)
             else:
                 self._read(source, source.origin, layer, window)
-        if layer == self.layers[-1]:
-            self.close()
 
     def held(self) -> list[Held] | None:
         """The KV in memory, piece by piece; None unless all of it is in memory."""
@@ -88,11 +102,22 @@ class StoredFeed:
         return held if len(held) == len(self._sources) else None
 
     def close(self) -> None:
-        """Close the files. Idempotent."""
-        if not self._closed:
+        """Close the files, as soon as no thread reads them. Idempotent."""
+        with self._lock:
             self._closed = True
-            for source in self._sources:
-                source.close(self._extents)
+            files = self._take_unused()
+        self._close(files)
+
+    def _take_unused(self) -> tuple[KvSource, ...]:
+        """The sources to close now: all of them, once, when it is closed and nobody fills."""
+        if not self._closed or self._filling:
+            return ()
+        unused, self._open = self._open, ()
+        return unused
+
+    def _close(self, sources: Sequence[KvSource]) -> None:
+        for source in sources:
+            source.close(self._extents)
 
     def __enter__(self) -> StoredFeed:
         return self

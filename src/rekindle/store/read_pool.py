@@ -1,4 +1,4 @@
-"""A thread that helps to read an extent."""
+"""Threads that help to read extents."""
 
 from __future__ import annotations
 
@@ -7,40 +7,44 @@ import queue
 import threading
 from collections.abc import Callable
 
+from rekindle.machine import usable_cores
+
 _LAST_SECONDS = 1.0  # how long `close` waits for the thread
 Work = Callable[[], None]
 
 
 class ReadHelper:
-    """Runs two pieces of work in parallel: one in the caller, one in a helper thread. Thread-safe.
+    """Runs two pieces of work in parallel: one in the caller, one in a helper thread of its own. Thread-safe.
 
     A thread pool does the same, but handing work over costs it three times as much: a tenth of a load.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free = threading.Lock()
-        self._jobs: queue.SimpleQueue[_Job | None] | None = None
-        self._thread: threading.Thread | None = None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._helped = 0  # callers
+        self._most = max(1, usable_cores() // 2)
         self._process = os.getpid()
 
     def run(self, helped: Work, own: Work) -> None:
         """Run both; returns when both are done. Raises what either raised.
 
-        While the thread is busy for another caller, both run in the caller.
+        While all threads are busy for other callers, both run in the caller.
         """
-        if not self._free.acquire(blocking=False):
+        if not self._take_thread():
             helped()
             own()
             return
         try:
             self._run(helped, own)
         finally:
-            self._free.release()
+            with self._lock:
+                self._helped -= 1
 
     def _run(self, helped: Work, own: Work) -> None:
         job = _Job(helped)
-        self._running().put(job)
+        self._jobs.put(job)
         try:
             own()
         finally:
@@ -49,22 +53,28 @@ class ReadHelper:
             raise error
 
     def close(self) -> None:
-        """End the thread. Idempotent; `run` starts another."""
+        """End the threads. Idempotent; `run` starts others."""
         with self._lock:
-            jobs, self._jobs = self._jobs, None
-            thread, self._thread = self._thread, None
-        if jobs is not None and thread is not None and self._process == os.getpid():
-            jobs.put(None)
-            thread.join(_LAST_SECONDS)
+            threads, self._threads = self._threads, []
+        if self._process == os.getpid():
+            for _ in threads:
+                self._jobs.put(None)
+            for thread in threads:
+                thread.join(_LAST_SECONDS)
 
-    def _running(self) -> queue.SimpleQueue[_Job | None]:
+    def _take_thread(self) -> bool:
+        """Reserve a thread, started if need be; False if all are busy."""
         with self._lock:
-            if self._jobs is None or self._process != os.getpid():  # threads do not survive a fork
-                self._process = os.getpid()
-                self._jobs = queue.SimpleQueue()
-                self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="rekindle-read", daemon=True)
-                self._thread.start()
-            return self._jobs
+            if self._process != os.getpid():  # threads do not survive a fork
+                self._process, self._jobs, self._threads, self._helped = os.getpid(), queue.SimpleQueue(), [], 0
+            if self._helped == self._most:
+                return False
+            self._helped += 1
+            if self._helped > len(self._threads):
+                thread = threading.Thread(target=_serve, args=(self._jobs,), name="rekindle-read", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+            return True
 
 
 class _Job:

@@ -42,9 +42,36 @@ def test_scattered_attention(
     wide = cut_tiles(positions, window, torch.float32, DEVICE)
     expected = attend(query.float(), keys.float(), values.float(), wide, scores)
     assert kernels.supports(query, keys, values)
-    got = kernels.attend_scattered(
-        query, keys, values, torch.from_numpy(positions).to(DEVICE), scores.scaling, window
-    ).float()
+    places = torch.from_numpy(positions).to(DEVICE)
+    got = [kernels.attend_scattered(query, keys, values, places, scores.scaling, window)]
+    got.append(kernels.attend_split(query, address_of(keys, values), places, scores.scaling, window))
+    for found in got:
+        assert float((found.float() - expected).norm() / expected.norm()) < 1e-2
+
+
+def address_of(keys: torch.Tensor, values: torch.Tensor) -> kernels.LayerAddress:
+    """The second of three layers."""
+    other = torch.zeros(1, device=DEVICE).data_ptr()
+    table = [other, keys.data_ptr(), other, other, values.data_ptr(), other, keys.stride(1)]
+    return kernels.LayerAddress(torch.tensor(table, device=DEVICE), 1, keys.shape[1])
+
+
+@pytest.mark.parametrize(("dim", "heads", "kv_heads"), [(16, 4, 1), (32, 4, 4), (80, 6, 2), (96, 8, 8), (128, 32, 8)])
+@pytest.mark.parametrize("count", [1, 5, 64])
+def test_split_attention_and_writes_of_any_head_size(dim: int, heads: int, kv_heads: int, count: int) -> None:
+    before, dtype = 1000, torch.bfloat16
+    keys, values = (torch.randn(1, kv_heads, 1100, dim, device=DEVICE, dtype=dtype) for _ in range(2))
+    new = [torch.randn(1, count, kv_heads, dim, device=DEVICE, dtype=dtype).transpose(1, 2) for _ in range(2)]
+    query = torch.randn(1, count, heads, dim, device=DEVICE, dtype=dtype).transpose(1, 2)
+    places = torch.arange(before, before + count, device=DEVICE)
+    kept = [half.clone() for half in (keys, values)]
+    kernels.write_rows(address_of(keys, values), places, *new)
+    for half, old, rows in zip((keys, values), kept, new, strict=True):
+        old[:, :, before : before + count] = rows
+        assert torch.equal(half, old)
+    tiles = cut_tiles(places.cpu().numpy(), None, torch.float32, DEVICE)
+    expected = attend(query.float(), keys.float(), values.float(), tiles, ScoreParams(dim**-0.5, None, None))
+    got = kernels.attend_split(query, address_of(keys, values), places, dim**-0.5).float()
     assert float((got - expected).norm() / expected.norm()) < 1e-2
 
 

@@ -5,7 +5,7 @@ Recording needs CUDA (`test_cuda.py`); here the same passes run one kernel at a 
 
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,8 @@ from torch import Tensor
 
 from rekindle.core.kv import Span
 from rekindle.engine.base import Row
-from rekindle.engine.hf import cuda_graph
 from rekindle.engine.hf.attention import ScoreParams
-from rekindle.engine.hf.cuda_graph import GraphRecorder, Lengths, StaticPass, _RecordedStep, replayable
+from rekindle.engine.hf.cuda_graph import GraphRecorder, RowShape, StaticPass, _RecordedStep, replayable
 from rekindle.engine.hf.engine import HfEngine
 from rekindle.engine.row_checks import check_rows
 from tests.engine.contract import Stored
@@ -26,20 +25,30 @@ from tests.tiny import WINDOW, tiny_engine
 TOKENS = np.random.default_rng(4).integers(3, 250, 60).tolist()
 
 
-def plain_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Lengths, scores: ScoreParams) -> Tensor:
-    """What the kernel promises, written out."""
-    used, count = int(lengths.used), query.shape[0]
-    assert lengths.query_edges.tolist() == [0, count] and lengths.key_edges.tolist() == [0, keys.shape[0]]
-    own = torch.arange(used - count, used)[:, None]
-    seen = torch.arange(used)[None]
-    visible = seen <= own
-    if scores.window is not None:
-        visible &= seen > own - scores.window
-    times = query.shape[1] // keys.shape[1]
-    k, v = (kept[:used].repeat_interleave(times, dim=1) for kept in (keys, values))
-    products = torch.einsum("qhd,khd->hqk", query, k) * scores.scaling
-    weights = torch.softmax(products.masked_fill(~visible, float("-inf")), dim=-1)
-    return torch.einsum("hqk,khd->qhd", weights, v)
+class PlainPass(StaticPass):
+    """A step of fixed shape with what the kernels promise, written out."""
+
+    def load(self, rows: Any) -> None:
+        super().load(rows)
+        self.buffers = [row.row.sequence.buffers for row in rows]
+        for table, own in zip(self._tables.tolist(), self.buffers, strict=True):
+            assert table == [*(half.data_ptr() for half in (*own.keys, *own.values)), own.keys[0].stride(1)]
+
+    def _write(self, row: int, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
+        self.buffers[row].keys[layer].index_copy_(2, places, key)
+        self.buffers[row].values[layer].index_copy_(2, places, value)
+
+    def _attend(self, row: int, layer: int, places: Tensor, query: Tensor, scores: ScoreParams) -> Tensor:
+        used = int(places[-1]) + 1
+        seen = torch.arange(used)[None]
+        visible = seen <= places[:, None]
+        if scores.window is not None:
+            visible &= seen > places[:, None] - scores.window
+        own = self.buffers[row]
+        times = query.shape[1] // own.keys[layer].shape[1]
+        keys, values = (half[layer][:, :, :used].repeat_interleave(times, dim=1) for half in (own.keys, own.values))
+        products = query @ keys.transpose(2, 3) * scores.scaling
+        return torch.softmax(products.masked_fill(~visible, float("-inf")), dim=-1) @ values
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3_text", "gpt_neox"])
@@ -52,7 +61,7 @@ def run_static(engine: HfEngine, rows: list[Row]) -> np.ndarray:
     decoder = engine._live()
     checked = check_rows(rows, layers=len(engine.layout.layers), vocabulary_size=decoder.vocabulary_size)
     shapes = [replayable(row, engine.context_tokens) for row in checked]
-    step = StaticPass(shapes, "plain", plain_attention)
+    step = PlainPass(shapes, "plain", engine.layout, decoder.device)
     step.load(checked)
     step.begin()
     return decoder.run(step).numpy()
@@ -93,7 +102,7 @@ def test_a_step_is_used_again_with_other_tokens(engine: HfEngine) -> None:
         sequence.truncate(0)
         engine.step([Row.following(sequence, TOKENS[:length], logits="none")])
         rows = check_rows([Row.following(sequence, [token, token + 1])], layers=4, vocabulary_size=320)
-        step = step or StaticPass([replayable(rows[0], 512)], "plain", plain_attention)
+        step = step or PlainPass([replayable(rows[0], 512)], "plain", engine.layout, decoder.device)
         step.load(rows)
         step.begin()
         got = decoder.run(step).numpy()
@@ -121,9 +130,9 @@ def test_what_cannot_be_replayed_is_not() -> None:
     def shape(row: Row, longest: int = 512) -> object:
         return replayable(check_rows([row], layers=4, vocabulary_size=320)[0], longest)
 
-    assert shape(Row.following(sequence, [5])) == (sequence.buffers, 1, None)
-    assert shape(Row.following(sequence, [5] * 9)) == (sequence.buffers, 16, None)
-    assert shape(Row.following(sequence, [5] * 64)) == (sequence.buffers, 64, None)
+    assert shape(Row.following(sequence, [5])) == RowShape(1)
+    assert shape(Row.following(sequence, [5] * 9)) == RowShape(16)
+    assert shape(Row.following(sequence, [5] * 64)) == RowShape(64)
     assert shape(Row.following(sequence, [5] * 65)) is None
     assert shape(Row.following(sequence, [5] * 9, logits="all")) is None
     assert shape(Row(sequence, [5], [7])) is None, "recomputing inside what is there"
@@ -136,6 +145,8 @@ def test_what_cannot_be_replayed_is_not() -> None:
 
 class Replayed(GraphRecorder):
     """A recorder whose recordings are run one kernel at a time."""
+
+    static_pass = PlainPass
 
     def _record(self, step: StaticPass) -> Any:
         recorder = self
@@ -153,7 +164,6 @@ class Replayed(GraphRecorder):
 @pytest.fixture
 def replaying(monkeypatch: pytest.MonkeyPatch) -> HfEngine:
     """An engine that replays, and a longrope model whose frequencies change past 40 tokens."""
-    monkeypatch.setattr(cuda_graph, "flash_attention", plain_attention)
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -163,7 +173,6 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> HfEngine:
     }
     engine = tiny_engine("phi3", rope_parameters=rope, original_max_position_embeddings=40, sliding_window=None)
     engine._recorder = Replayed(engine._live())
-    engine._pool.on_drop = engine._recorder.forget
     return engine
 
 
@@ -187,17 +196,38 @@ def test_padding_never_crosses_into_another_regime(replaying: HfEngine) -> None:
     assert replaying._recorder._steps, "nothing was replayed"
 
 
-def test_a_step_is_recorded_the_second_time_and_forgotten_with_its_buffers(replaying: HfEngine) -> None:
+def test_a_step_is_recorded_the_second_time_and_serves_every_context(replaying: HfEngine) -> None:
     recorder = replaying._recorder
     counts = []
-    with replaying.open(100, "short") as sequence:
-        for token in (5, 6, 7):
-            replaying.step([Row.following(sequence, [token])])
+    for tokens in (100, 100, 500):
+        with replaying.open(tokens, "short") as sequence:
+            replaying.step([Row.following(sequence, [5])])
             counts.append(len(recorder._steps))
-        buffers = sequence.buffers
     assert counts == [0, 1, 1]
-    recorder.forget(buffers)
-    assert not recorder._steps and not recorder._asked
+
+
+def test_short_steps_are_recorded_before_the_first_request(replaying: HfEngine) -> None:
+    with replaying.open(40, "short") as sequence:
+        replaying._recorder.warm(sequence)
+        assert sequence.length == 0
+    assert [rows for _, rows in replaying._recorder._steps] == [(RowShape(n),) for n in (1, 16, 32)]
+
+
+def test_a_short_question_behind_loaded_kv_is_replayed(replaying: HfEngine) -> None:
+    with replaying.open(40, "short") as first:
+        replaying.step([Row.following(first, TOKENS[:20], logits="none")])
+        kv = first.export(Span(0, 20))
+        (expected,) = replaying.step([Row.following(first, TOKENS[20:23])])
+        expected = expected.copy()
+    for turn in range(3):
+        with replaying.open(40, "short") as second:
+            row = Row(second, TOKENS[20:23], [20, 21, 22], feeds=(Stored(kv),))
+            (got,) = replaying.step([row])
+            assert second.length == 23
+            np.testing.assert_allclose(got, expected, atol=3e-5)
+            for new, old in zip(second.export(Span(0, 20)).layers, kv.layers, strict=True):
+                np.testing.assert_array_equal(new.keys, old.keys)
+        assert len(replaying._recorder._steps) == 1, turn
 
 
 def test_what_cannot_be_recorded_is_computed_as_ever(replaying: HfEngine, caplog: pytest.LogCaptureFixture) -> None:
@@ -213,10 +243,11 @@ def test_what_cannot_be_recorded_is_computed_as_ever(replaying: HfEngine, caplog
 
 @pytest.mark.thorough
 def test_recorded_steps_do_not_pile_up(replaying: HfEngine) -> None:
-    sequences = [replaying.open(10, "short") for _ in range(12)]
-    for first, second in permutations(sequences, 2):
-        for sequence in (first, second):
-            sequence.truncate(0)
-        for _ in range(2):
-            replaying.step([Row.following(first, [5]), Row.following(second, [6])])
-    assert len(replaying._recorder._steps) <= 16 and len(replaying._recorder._asked) <= 16
+    sequences = [replaying.open(70, "short") for _ in range(4)]
+    for counts in product((1, 9, 17, 33), repeat=4):
+        for _ in range(5):
+            for sequence in sequences:
+                sequence.truncate(0)
+            rows = [Row.following(s, [5] * n) for s, n in zip(sequences, counts, strict=True)]
+            replaying.step(rows)
+    assert len(replaying._recorder._steps) <= 32 and len(replaying._recorder._asked) <= 32

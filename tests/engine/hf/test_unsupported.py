@@ -176,7 +176,6 @@ def test_closing_frees_the_weights() -> None:
 
     engine = tiny_engine("llama")
     engine._recorder = GraphRecorder(engine._live())  # as on CUDA
-    engine._pool.on_drop = engine._recorder.forget
     sequence = engine.open(10, "plain")  # even if somebody still holds one
     weight = weakref.ref(engine.model.lm_head.weight)
     engine.close()

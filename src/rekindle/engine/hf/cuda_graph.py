@@ -2,9 +2,9 @@
 
 A GPU finishes a step of a few tokens before Python has launched its thousand kernels. Such steps (the next token of
 each chat, the question after a loaded context) are recorded as a CUDA graph: all kernels in one launch. A graph has
-fixed shapes and addresses, so a recorded step belongs to certain buffers and a padded number of tokens, while tokens,
-positions and lengths are read from the device. Padding follows the real tokens: it writes only to positions that are
-not present yet, and no real token attends to it.
+fixed shapes, so a recorded step belongs to a padded number of tokens of each row, while tokens, positions and the
+addresses of KV are read from the device: a recording made when the model is loaded serves every context. Padding
+follows the real tokens: it writes only to positions that are not present yet, and no real token attends to it.
 """
 
 from __future__ import annotations
@@ -12,90 +12,82 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rekindle.core.kv import KvLayout
+from rekindle.engine.base import Row
+from rekindle.engine.hf import kernels
 from rekindle.engine.hf.attention import ScoreParams
 from rekindle.engine.hf.decoder import Decoder, StepPass
 from rekindle.engine.hf.lora import AdapterSpans, merge_adapter_spans
 from rekindle.engine.hf.rope import Rope, Rotation
-from rekindle.engine.hf.sequence import Buffers, TorchSequence
-from rekindle.engine.row_checks import CheckedRow
+from rekindle.engine.hf.row_batch import own_sequence
+from rekindle.engine.hf.sequence import TORCH_TYPE, TorchSequence
+from rekindle.engine.row_checks import CheckedRow, check_rows
 
 _PADDED = (1, 16, 32, 64)  # tokens of a row are padded to one of these; longer rows are not replayed
-_KEPT = 16  # recorded steps
+_KEPT = 32  # recorded steps
 _RARE = 3  # a step of several rows is recorded once it occurs more often than this
 _log = logging.getLogger("rekindle")
 
-# query [tokens, heads, dim], keys and values [capacity, kv_heads, dim], lengths -> [tokens, heads, dim]. Causal: the
-# queries are at the last of the `used` keys.
-Attention = Callable[[Tensor, Tensor, Tensor, "Lengths", ScoreParams], Tensor]
-LaneShape = tuple[Buffers, int, str | None]  # buffers, padded tokens, adapter
-Key = tuple[str, tuple[tuple[int, int, str | None], ...]]  # regime; the lanes, buffers by their id
+
+@dataclass(frozen=True, order=True)
+class RowShape:
+    """What a recorded step knows of a row."""
+
+    padded: int  # tokens
+    adapter: str = ""  # digest; empty: none
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Number of queries and keys: fixed shapes, values on the device."""
-
-    query_edges: Tensor  # [2] int32: 0, queries
-    key_edges: Tensor  # [2] int32: 0, capacity
-    used: Tensor  # [1] int32: number of keys present
+Key = tuple[str, tuple[RowShape, ...]]  # regime, rows
 
 
 class StaticPass(StepPass):
-    """A step of fixed shape. `load` writes another step's tokens into it."""
+    """A step of fixed shape. `load` writes another step's tokens and addresses into it."""
 
-    def __init__(self, lanes: Sequence[LaneShape], regime: str, attention: Attention) -> None:
+    def __init__(self, rows: Sequence[RowShape], regime: str, layout: KvLayout, device: torch.device) -> None:
         super().__init__()
-        self._buffers = [buffers for buffers, _, _ in lanes]
-        self._adapters = [adapter for _, _, adapter in lanes]
+        self._adapters = [row.adapter or None for row in rows]
         self._regime = regime
-        self._attention = attention
-        device = self._buffers[0].keys[0].device
-        counts = [count for _, count, _ in lanes]
-        stops = np.cumsum(counts).tolist()
-        total = stops[-1]
+        self._kv_heads = [shape.kv_heads for shape in layout.layers]
+        stops = np.cumsum([row.padded for row in rows]).tolist()
+        total, pointers = stops[-1], 2 * len(layout.layers) + 1
         self._bounds = list(zip([0, *stops[:-1]], stops, strict=True))
-        self._inputs = torch.zeros(2 * total + len(lanes), dtype=torch.int64, device=device)
-        self._used = torch.zeros(2, len(lanes), dtype=torch.int32, device=device)
-        self._used_padded, self._used_real = self._used  # keys up to the last padded token, up to the last real one
+        self._inputs = torch.zeros(2 * total + len(rows) * (1 + pointers), dtype=torch.int64, device=device)
         self.tokens = self._inputs[None, :total]
         self._places = self._inputs[total : 2 * total]  # a position is the slot its KV goes to
-        self._last = self._inputs[2 * total :]  # index of each lane's last real token among the packed
-        self._edges = {n: torch.tensor([0, n], dtype=torch.int32, device=device) for n in {1, *counts}}
-        self._edges |= {
-            b.capacity: torch.tensor([0, b.capacity], dtype=torch.int32, device=device) for b, _, _ in lanes
-        }
+        self._last = self._inputs[2 * total : 2 * total + len(rows)]  # each row's last real token among the packed
+        self._tables = self._inputs[2 * total + len(rows) :].view(len(rows), pointers)
         self.begin()
 
     def load(self, rows: Sequence[CheckedRow]) -> None:
-        """Load the tokens and positions of these rows, one for each lane."""
-        tokens, places, last, used = [], [], [], []
+        """Load the tokens and positions of these rows, and where their KV is."""
+        tokens, places, last = [], [], []
         for row, (start, stop) in zip(rows, self._bounds, strict=True):
             count, first = len(row.tokens), int(row.positions[0])
             tokens.append(np.pad(row.tokens, (0, stop - start - count)))
             places.append(np.arange(first, first + stop - start))
             last.append(start + count - 1)
-            used.append((first + stop - start, first + count))
-        block = np.concatenate([*tokens, *places, np.array(last)])
+        block = np.concatenate(
+            [*tokens, *places, np.array(last), *(own_sequence(row).buffers.addresses for row in rows)]
+        )
         self._inputs.copy_(torch.from_numpy(block))
-        self._used.copy_(torch.tensor(used, dtype=torch.int32).T)
 
     def begin(self) -> None:
-        """Start again with all tokens of every lane."""
+        """Start again with all tokens of every row."""
         self._at_end = False
         self.positions = self._places[None]
         self._rotations: dict[str, Rotation] | None = None
 
     @property
     def adapter_spans(self) -> AdapterSpans:
-        lanes = zip(self._lanes(), self._adapters, strict=True)
-        return merge_adapter_spans((start, stop, adapter) for (start, stop), adapter in lanes)
+        rows = zip(self._rows(), self._adapters, strict=True)
+        return merge_adapter_spans((start, stop, adapter) for (start, stop), adapter in rows)
 
     def rotations(self, rope: Rope, hidden: Tensor) -> dict[str, Rotation] | None:
         if self._rotations is None:
@@ -104,11 +96,11 @@ class StaticPass(StepPass):
 
     @property
     def ends_early(self) -> bool:
-        """Whether a lane has more than its last token."""
-        return self._places.shape[0] > len(self._buffers)
+        """Whether a row has more than its last token."""
+        return self._places.shape[0] > len(self._bounds)
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """The hidden states of each lane's last token."""
+        """The hidden states of each row's last token."""
         if self._at_end:
             return hidden
         self._at_end = True
@@ -117,27 +109,30 @@ class StaticPass(StepPass):
         return hidden.index_select(1, self._last)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Put each lane's keys and values into its buffers."""
-        for buffers, (start, stop) in zip(self._buffers, self._lanes(), strict=True):
-            slots = self.positions[0, start:stop]
-            buffers.keys[layer].index_copy_(2, slots, key[:, :, start:stop])
-            buffers.values[layer].index_copy_(2, slots, value[:, :, start:stop])
+        """Put each row's keys and values into its buffers."""
+        for number, (start, stop) in enumerate(self._rows()):
+            self._write(number, layer, self.positions[0, start:stop], key[:, :, start:stop], value[:, :, start:stop])
 
     def mix(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: ScoreParams) -> Tensor:
-        """Attention of each lane over its buffers."""
+        """Attention of each row over its buffers."""
         self.write(layer, key, value)
-        parts = []
-        for index, (buffers, (start, stop)) in enumerate(zip(self._buffers, self._lanes(), strict=True)):
-            used = self._used_real if self._at_end else self._used_padded
-            lengths = Lengths(self._edges[stop - start], self._edges[buffers.capacity], used[index : index + 1])
-            # Tokens before heads, as the kernel expects; views, not copies.
-            queries = query[0, :, start:stop].transpose(0, 1)
-            keys, values = (kept[layer][0].transpose(0, 1) for kept in (buffers.keys, buffers.values))
-            parts.append(self._attention(queries, keys, values, lengths, scores))
-        return torch.cat(parts).transpose(0, 1)[None]
+        parts = [
+            self._attend(number, layer, self.positions[0, start:stop], query[:, :, start:stop], scores)
+            for number, (start, stop) in enumerate(self._rows())
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
-    def _lanes(self) -> list[tuple[int, int]]:
-        return [(i, i + 1) for i in range(len(self._buffers))] if self._at_end else self._bounds
+    def _write(self, row: int, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
+        kernels.write_rows(self._kept(row, layer), places, key, value)
+
+    def _attend(self, row: int, layer: int, places: Tensor, query: Tensor, scores: ScoreParams) -> Tensor:
+        return kernels.attend_split(query, self._kept(row, layer), places, scores.scaling, scores.window)
+
+    def _kept(self, row: int, layer: int) -> kernels.LayerAddress:
+        return kernels.LayerAddress(self._tables[row], layer, self._kv_heads[layer])
+
+    def _rows(self) -> list[tuple[int, int]]:
+        return [(i, i + 1) for i in range(len(self._bounds))] if self._at_end else self._bounds
 
 
 @dataclass(frozen=True)
@@ -148,29 +143,39 @@ class _RecordedStep:
 
 
 class GraphRecorder:
-    """Records short steps the second time they occur, and replays them from then on.
+    """Records short steps, and replays them from then on.
 
-    Steps of several rows must occur more often: requests come and go, and recording takes as long as several steps.
+    Steps of one row are recorded when the model is loaded. Others must occur more often than a few times: requests come
+    and go, and recording takes as long as several steps.
     """
+
+    static_pass = StaticPass
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._steps: OrderedDict[Key, _RecordedStep] = OrderedDict()
         self._asked: OrderedDict[Key, int] = OrderedDict()  # how often each unrecorded step occurred
-        self._lock = threading.RLock()  # any thread may close a sequence, which drops buffers
+        self._lock = threading.RLock()  # any thread may unload an adapter
         self._works = True
+        self._stream: torch.cuda.Stream | None = None  # one for all recordings: each stream has a workspace of its own
 
     @classmethod
     def for_decoder(cls, decoder: Decoder) -> GraphRecorder | None:
         """A recorder, if this model, device and torch allow it."""
         plain = all(scores.softcap is None for scores in decoder.scores) and decoder.rope.fixed_length is None
-        shapes = decoder.layout.layers
-        fitting = all(shape.key_dim == shape.value_dim <= 256 and shape.key_dim % 8 == 0 for shape in shapes)
-        half = decoder.layout.dtype in ("float16", "bfloat16")
-        if decoder.device.type != "cuda" or not (plain and fitting and half and decoder.recordable):
+        dims = {dim for shape in decoder.layout.layers for dim in (shape.key_dim, shape.value_dim)}
+        if decoder.device.type != "cuda" or not (plain and decoder.recordable) or len(dims) > 1:
             return None
-        new_enough = torch.cuda.get_device_capability(decoder.device) >= (8, 0)
-        return cls(decoder) if new_enough and has_flash_attention() else None
+        dtype = TORCH_TYPE[decoder.layout.dtype]
+        return cls(decoder) if kernels.fits_split(dims.pop(), dtype, decoder.device) else None
+
+    def warm(self, sequence: TorchSequence) -> None:
+        """Record the steps of one row, in a sequence that nobody uses, so that no request waits for it."""
+        for padded in _PADDED:
+            if padded < sequence.capacity and self._works:
+                size, layers = self._decoder.vocabulary_size, len(self._decoder.layout.layers)
+                rows = check_rows([Row.following(sequence, [0] * padded)], layers=layers, vocabulary_size=size)
+                self._try_to_record((sequence.regime, (RowShape(padded),)), rows)
 
     def run(self, rows: Sequence[CheckedRow], longest: int) -> Tensor | None:
         """The logits `[rows, vocabulary]` if this step can be replayed; positions stay below `longest`."""
@@ -179,36 +184,30 @@ class GraphRecorder:
             return None
         (regime,) = regimes
         longest = min(longest, self._decoder.rope.limit(regime) or longest)
-        lanes = [lane for row in rows if (lane := replayable(row, longest)) is not None]
-        if len(lanes) != len(rows):
+        shapes = [shape for row in rows if (shape := replayable(row, longest)) is not None]
+        if len(shapes) != len(rows):
             return None
         # One recording serves rows in any order.
-        order = sorted(range(len(rows)), key=lambda place: id(lanes[place][0]))
-        logits = self._replay(regime, [lanes[place] for place in order], [rows[place] for place in order])
+        order = sorted(range(len(rows)), key=shapes.__getitem__)
+        logits = self._replay((regime, tuple(shapes[place] for place in order)), [rows[place] for place in order])
         return logits if logits is None or len(rows) == 1 else logits[np.argsort(order).tolist()]
 
-    def _replay(self, regime: str, lanes: Sequence[LaneShape], rows: Sequence[CheckedRow]) -> Tensor | None:
-        key = regime, tuple((id(buffers), count, adapter) for buffers, count, adapter in lanes)
+    def _replay(self, key: Key, rows: Sequence[CheckedRow]) -> Tensor | None:
         with self._lock:
             recorded = self._recall(key)
             if recorded is None:
-                return None if self._too_rare(key) else self._try_to_record(key, lanes, rows)
+                recorded = None if self._too_rare(key) else self._try_to_record(key, rows)
+            if recorded is None:
+                return None
             recorded.step.load(rows)
             recorded.graph.replay()
             return recorded.logits
-
-    def forget(self, buffers: Buffers) -> None:
-        """Drop the steps of buffers that are gone."""
-        with self._lock:
-            for known in (self._steps, self._asked):
-                for key in [key for key in known if any(owner == id(buffers) for owner, _, _ in key[1])]:
-                    known.pop(key)
 
     def forget_adapter(self, digest: str) -> None:
         """Drop the steps of an adapter that is gone."""
         with self._lock:
             for known in (self._steps, self._asked):
-                for key in [key for key in known if any(adapter == digest for _, _, adapter in key[1])]:
+                for key in [key for key in known if any(row.adapter == digest for row in key[1])]:
                     known.pop(key)
 
     def _recall(self, key: Key) -> _RecordedStep | None:
@@ -226,8 +225,9 @@ class GraphRecorder:
             self._asked.popitem(last=False)
         return True
 
-    def _try_to_record(self, key: Key, lanes: Sequence[LaneShape], rows: Sequence[CheckedRow]) -> Tensor | None:
-        step = StaticPass(lanes, key[0], flash_attention)
+    def _try_to_record(self, key: Key, rows: Sequence[CheckedRow]) -> _RecordedStep | None:
+        """Record a step, while computing these rows."""
+        step = self.static_pass(key[1], key[0], self._decoder.layout, self._decoder.device)
         step.load(rows)
         try:
             recorded = self._record(step)
@@ -240,12 +240,11 @@ class GraphRecorder:
         self._steps[key] = recorded
         if len(self._steps) > _KEPT:
             self._steps.popitem(last=False)
-        recorded.graph.replay()
-        return recorded.logits
+        return recorded
 
     def _record(self, step: StaticPass) -> _RecordedStep:
         with torch.cuda.device(self._decoder.device):
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side = self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):  # libraries initialize in a first run, which must not be recorded
                 step.begin()
@@ -258,38 +257,8 @@ class GraphRecorder:
             return _RecordedStep(step, graph, logits)
 
 
-def has_flash_attention() -> bool:
-    """Whether this torch has attention over a cache whose length is on the device.
-
-    Its public form, `varlen_attn`, takes such a length only in recent releases; the operator under it always did.
-    """
-    operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
-    return operator is not None and "seqused_k" in str(operator.default._schema)
-
-
-def flash_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Lengths, scores: ScoreParams) -> Tensor:
-    """Attention over the first `lengths.used` keys, the queries being at the last of them."""
-    mixed: Tensor = torch.ops.aten._flash_attention_forward(
-        query,
-        keys,
-        values,
-        lengths.query_edges,
-        lengths.key_edges,
-        query.shape[0],
-        keys.shape[0],
-        0.0,  # dropout
-        True,  # causal
-        False,  # no debug mask
-        scale=scores.scaling,
-        window_size_left=None if scores.window is None else scores.window - 1,
-        window_size_right=None if scores.window is None else 0,
-        seqused_k=lengths.used,
-    )[0]
-    return mixed
-
-
-def replayable(row: CheckedRow, longest: int) -> LaneShape | None:
-    """The lane shape for replaying a row; None if it cannot be replayed."""
+def replayable(row: CheckedRow, longest: int) -> RowShape | None:
+    """The shape for replaying a row; None if it cannot be replayed."""
     asked, sequence, count = row.row, row.row.sequence, len(row.tokens)
     if (
         not asked.replay
@@ -307,5 +276,6 @@ def replayable(row: CheckedRow, longest: int) -> LaneShape | None:
     if not follows or not isinstance(sequence, TorchSequence):
         return None
     padded = next(size for size in _PADDED if size >= count)
-    buffers = sequence.buffers
-    return (buffers, padded, sequence.adapter) if first + padded <= min(buffers.capacity, longest) else None
+    if first + padded > min(sequence.buffers.capacity, longest):
+        return None
+    return RowShape(padded, sequence.adapter or "")

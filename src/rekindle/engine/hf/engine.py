@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 
 from rekindle.core.adapter import Lora
 from rekindle.core.identity import Identity
-from rekindle.core.kv import KvLayout
+from rekindle.core.kv import KvLayout, Span
 from rekindle.core.request import Sampling
-from rekindle.engine.base import Capabilities, Logits, Row
+from rekindle.engine.base import Capabilities, HeldKv, Logits, MovedFeed, Row, StayingFeed
 from rekindle.engine.hf.checkpoint import Fingerprint, fingerprint_of, load_checkpoint
-from rekindle.engine.hf.cuda_graph import GraphRecorder
+from rekindle.engine.hf.cuda_graph import GraphRecorder, replayable
 from rekindle.engine.hf.decoder import TESTED_FAMILIES, Decoder, refusal
 from rekindle.engine.hf.device import Placement, stable_matmul
+from rekindle.engine.hf.layer_loader import LayerLoader, PinnedSlots
 from rekindle.engine.hf.lora import count_same_layers
 from rekindle.engine.hf.row_batch import ForwardBatch, own_sequence
 from rekindle.engine.hf.sequence import BufferPool, TorchSequence
@@ -33,6 +34,7 @@ from rekindle.text.base import Tokenizer
 _PREFILL_TOKENS = {"cpu": 2048, "mps": 2048, "cuda": 16384}
 _CHECK_TOKENS = 12
 _TRIED_TOKENS = 2
+_WARM_TOKENS = 128  # of a context in which short steps are recorded
 _CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}  # of the largest logit
 
 
@@ -63,8 +65,7 @@ class HfEngine:
         self._known: Fingerprint | None = None
         self._pool = BufferPool(self._decoder.layout, self._decoder.device)
         self._recorder = GraphRecorder.for_decoder(self._decoder)
-        if self._recorder is not None:
-            self._pool.on_drop = self._recorder.forget
+        self._slots = PinnedSlots() if self._decoder.device.type == "cuda" else None
         self._lock = threading.Lock()
         self.longest_context = int(getattr(self._live().config, "max_position_embeddings", 0) or 2048)
         self.context_tokens = self._choose_context(context_tokens)
@@ -74,6 +75,10 @@ class HfEngine:
         if self._decoder.family not in TESTED_FAMILIES:
             self._check_against_model()
         self._pool.warm()
+        if self._slots is not None:
+            self._slots.warm()
+        if self._recorder is not None:
+            self._warm(self._recorder)
 
     @classmethod
     def load(
@@ -190,15 +195,43 @@ class HfEngine:
     def _compute(
         self, decoder: Decoder, rows: Sequence[CheckedRow], cancelled: Callable[[], bool] | None
     ) -> list[Logits]:
-        logits = None
+        logits, layers = None, len(decoder.layout.layers)
         if self._recorder is not None and not (cancelled is not None and cancelled()):
+            rows = self._load_first(decoder, rows, cancelled)
             logits = self._recorder.run(rows, self.context_tokens)
         if logits is None:
-            with ForwardBatch(rows, decoder.device, len(decoder.layout.layers), cancelled, decoder.turner) as step:
+            with ForwardBatch(rows, decoder.device, layers, cancelled, decoder.turner, self._slots) as step:
                 logits = decoder.run(step)
                 step.finish()
         stops = np.cumsum([row.wanted for row in rows])
         return np.split(logits.float().cpu().numpy(), stops[:-1])
+
+    def _warm(self, recorder: GraphRecorder) -> None:
+        """Compile and record what the first requests need: they shall not wait for it."""
+        decoder = self._live()
+        with self.open(_WARM_TOKENS, self.regime(_WARM_TOKENS)) as sequence, self._lock:
+            recorder.warm(sequence)
+            sequence.extend(_TRIED_TOKENS)
+            held = HeldKv(sequence.export(Span(0, _TRIED_TOKENS)))
+            feed = MovedFeed(held, 1, 1 if decoder.turner is not None else 0)
+            with LayerLoader([(sequence, feed)], len(held.layers), decoder.device, decoder.turner) as loader:
+                loader.wait_for_all(None)
+
+    def _load_first(
+        self, decoder: Decoder, rows: Sequence[CheckedRow], cancelled: Callable[[], bool] | None
+    ) -> Sequence[CheckedRow]:
+        """Load all that a short row follows, if it can then be replayed: that takes less time than launching its
+        kernels one by one while KV is being loaded."""
+        loaded = replace(rows[0], row=replace(rows[0].row, feeds=()), kept=int(rows[0].positions[0]))
+        feeds, layers = rows[0].row.feeds, len(decoder.layout.layers)
+        whole = all(feed.layers == range(layers) and not isinstance(feed, StayingFeed) for feed in feeds)
+        if len(rows) > 1 or not feeds or not whole or replayable(loaded, self.context_tokens) is None:
+            return rows
+        sequence = own_sequence(rows[0])
+        given = [(sequence, feed) for feed in feeds]
+        with LayerLoader(given, layers, decoder.device, decoder.turner, slots=self._slots) as loader:
+            loader.wait_for_all(cancelled)
+        return [loaded]
 
     def sampler(self, sampling: Sampling, context: Sequence[int]) -> Sampler:
         """The sampler of a reply."""
@@ -208,7 +241,7 @@ class HfEngine:
         """Free the model."""
         with self._lock:
             self._decoder = None
-            self._recorder = None
+            self._recorder = self._slots = None
             self._pool.close()
             self.__dict__.pop("model", None)
 

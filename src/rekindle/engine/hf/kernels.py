@@ -1,6 +1,8 @@
 """Triton kernels for CUDA devices, where torch needs several passes or many launches.
 
 attend_scattered   attention of queries at any positions: masked by positions, without a mask of queries x keys
+attend_split       the same for a few queries over many keys: blocks share the keys of a query, too
+write_rows         new keys and values to buffers whose address is read on the device
 fetch              KV from many places in host memory to the buffers, in one launch
 rotate_keys        keys rotated in place, in one launch
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,6 +34,8 @@ _DIMS = (64, 128, 256)
 _TYPES = (torch.float16, torch.bfloat16)
 _LOG2_E = 1.4426950408889634
 _QUERIES, _KEYS = 64, 64  # of a block: the fastest of 23 choices on an H200, for heads of 128 numbers
+_MAX_SPLITS = 32
+_SPLIT_BLOCKS = 256  # of `attend_split`: two for each processor of an H200
 _FETCHING = 64  # concurrent blocks: enough to fill the bus, few enough to leave room for others
 _FETCH_WORDS = 2048
 _ROTATE_TOKENS = 32
@@ -81,6 +86,66 @@ def attend_scattered(
         keys_at_once=_KEYS // 2 if wide else _KEYS, windowed=window is not None, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
+
+
+@dataclass(frozen=True)
+class LayerAddress:
+    """Where the buffers of one layer are, `[kv_heads, capacity, dim]` each: read on the device, so that a recorded
+    kernel serves any buffers.
+
+    table   int64: addresses of the keys of all layers, of their values, numbers from head to head
+    """
+
+    table: Tensor
+    layer: int
+    kv_heads: int
+
+    @property
+    def layers(self) -> int:
+        """How many layers the table has."""
+        return len(self.table) // 2
+
+
+def fits_split(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `attend_split` and `write_rows` can be used for heads of this size."""
+    return dtype in _TYPES and 16 <= dim <= 256 and dim % 8 == 0 and are_available(device)
+
+
+def attend_split(
+    query: Tensor, kept: LayerAddress, positions: Tensor, scaling: float, window: int | None = None
+) -> Tensor:
+    """The same as `attend_scattered`, faster for a few queries: their keys are cut into ranges, whose results are
+    combined. Where and how many the keys are is read on the device.
+
+    64 queries over 8,192 keys, 32/8 heads of 128 numbers, on an H200: 0.04 ms; over 32,768 keys: 0.12.
+    """
+    heads, count, dim = query.shape[1:]
+    group = heads // kept.kv_heads
+    rows = 16 if count * group <= 16 else _QUERIES
+    blocks = triton.cdiv(count * group, rows)
+    splits = max(1, min(triton.next_power_of_2(_SPLIT_BLOCKS // (blocks * kept.kv_heads)), _MAX_SPLITS))
+    parts = torch.empty(splits, count, heads, dim, dtype=torch.float32, device=query.device)
+    sums = torch.empty(splits, count, heads, dtype=torch.float32, device=query.device)
+    out = torch.empty(1, count, heads, dim, dtype=query.dtype, device=query.device).transpose(1, 2)
+    padded = triton.next_power_of_2(dim)
+    _attend_part[blocks, kept.kv_heads, splits](
+        query, kept.table, parts, sums, positions, query.stride(1), query.stride(2), count, scaling * _LOG2_E,
+        -1 if window is None else window, kept.layer, kept.layers, group=group, dim=dim, padded=padded, queries=rows,
+        keys_at_once=_KEYS // 2 if padded > 128 else _KEYS, windowed=window is not None, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    _combine_parts[count, heads](
+        parts, sums, out, out.stride(1), out.stride(2), count, heads, dim=dim, padded=padded, splits=splits
+    )
+    return out
+
+
+def write_rows(kept: LayerAddress, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    """Write keys and values `[1, kv_heads, tokens, dim]` to their slots, wherever the buffers are."""
+    dim = key.shape[3]
+    _write_rows[key.shape[2], kept.kv_heads](
+        kept.table, slots, key, value, key.stride(1), key.stride(2), value.stride(1), value.stride(2),
+        kept.layer, kept.layers, dim=dim, padded=triton.next_power_of_2(dim), num_warps=1,
+    )  # fmt: skip
 
 
 def fetch_blocks(words: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -175,6 +240,91 @@ def _attend_scattered_kernel(  # type: ignore[no-untyped-def]  # Triton
     tl.store(target, mixed.to(out.dtype.element_ty), mask=inside[:, None])
 
 
+def _attend_part_kernel(  # type: ignore[no-untyped-def]
+    query, table, parts, sums, positions, query_head, query_token, count, scaling, window, layer, layers,
+    group: tl.constexpr, dim: tl.constexpr, padded: tl.constexpr,
+    queries: tl.constexpr, keys_at_once: tl.constexpr, windowed: tl.constexpr,
+):  # fmt: skip
+    """One block of rows, and one range of the keys. A row is a query of one of the heads that share a key head."""
+    block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows = block * queries + tl.arange(0, queries)
+    inside = rows < count * group
+    token = tl.minimum(rows // group, count - 1)
+    head = kv_head * group + rows % group
+    own = tl.load(positions + token)
+    first = tl.load(positions + tl.minimum(block * queries // group, count - 1))
+    last = tl.load(positions + tl.minimum((block * queries + queries - 1) // group, count - 1))
+    low = first * 0
+    if windowed:
+        low = tl.maximum(first - window + 1, 0) // keys_at_once * keys_at_once
+    size = tl.cdiv(tl.cdiv(last + 1 - low, keys_at_once), tl.num_programs(2)) * keys_at_once
+    start, stop = low + split * size, tl.minimum(low + (split + 1) * size, last + 1)
+    kind = tl.pointer_type(query.dtype.element_ty)
+    pitch = tl.multiple_of(tl.load(table + 2 * layers), 8)
+    keys = tl.multiple_of(tl.load(table + layer).to(kind), 16) + kv_head * pitch
+    values = tl.multiple_of(tl.load(table + layers + layer).to(kind), 16) + kv_head * pitch
+    numbers = tl.arange(0, padded)
+    real = numbers < dim
+    asked = tl.load(
+        query + head[:, None] * query_head + token[:, None] * query_token + numbers[None], mask=real[None], other=0.0
+    )
+    highest = tl.full([queries], -float("inf"), tl.float32)
+    total = tl.zeros([queries], tl.float32)
+    mixed = tl.zeros([queries, padded], tl.float32)
+    for at in range(start, stop, keys_at_once):
+        places = at + tl.arange(0, keys_at_once)
+        there = places < stop
+        key = tl.load(keys + places[None] * dim + numbers[:, None], mask=there[None] & real[:, None], other=0.0)
+        visible = (places[None] <= own[:, None]) & there[None]
+        if windowed:
+            visible = visible & (places[None] > own[:, None] - window)
+        products = tl.where(visible, tl.dot(asked, key) * scaling, -1e30)
+        above = tl.maximum(highest, tl.max(products, 1))
+        weights = tl.where(visible, tl.exp2(products - above[:, None]), 0.0)
+        left = tl.exp2(highest - above)
+        total = total * left + tl.sum(weights, 1)
+        value = tl.load(values + places[:, None] * dim + numbers[None], mask=there[:, None] & real[None], other=0.0)
+        mixed = tl.dot(weights.to(value.dtype), value, mixed * left[:, None])
+        highest = above
+    seen = total > 0
+    place = (split * count + token) * (group * tl.num_programs(1)) + head
+    tl.store(sums + place, tl.where(seen, highest + tl.log2(total), -float("inf")), mask=inside)
+    mixed = mixed / tl.where(seen, total, 1.0)[:, None]
+    tl.store(parts + place[:, None] * dim + numbers[None], mixed, mask=inside[:, None] & real[None])
+
+
+def _combine_parts_kernel(  # type: ignore[no-untyped-def]
+    parts, sums, out, out_head, out_token, count, heads,
+    dim: tl.constexpr, padded: tl.constexpr, splits: tl.constexpr,
+):  # fmt: skip
+    """One query of one head: the mean of its parts, weighted by their sums."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    numbers = tl.arange(0, padded)
+    real = numbers < dim
+    place = (tl.arange(0, splits) * count + token) * heads + head
+    sizes = tl.load(sums + place)
+    weights = tl.exp2(sizes - tl.max(sizes, 0))
+    part = tl.load(parts + place[:, None] * dim + numbers[None], mask=real[None], other=0.0)
+    mixed = tl.sum(part * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(out + head * out_head + token * out_token + numbers, mixed.to(out.dtype.element_ty), mask=real)
+
+
+def _write_rows_kernel(  # type: ignore[no-untyped-def]
+    table, slots, key, value, key_head, key_token, value_head, value_token, layer, layers,
+    dim: tl.constexpr, padded: tl.constexpr,
+):  # fmt: skip
+    """One token of one head."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    numbers = tl.arange(0, padded)
+    real = numbers < dim
+    place = head * tl.load(table + 2 * layers) + tl.load(slots + token) * dim + numbers
+    kind = tl.pointer_type(key.dtype.element_ty)
+    row = tl.load(key + head * key_head + token * key_token + numbers, mask=real)
+    tl.store(tl.load(table + layer).to(kind) + place, row, mask=real)
+    row = tl.load(value + head * value_head + token * value_token + numbers, mask=real)
+    tl.store(tl.load(table + layers + layer).to(kind) + place, row, mask=real)
+
+
 def _fetch_kernel(  # type: ignore[no-untyped-def]
     pieces, blocks, count, heads, target_pitch, words: tl.constexpr
 ):
@@ -207,10 +357,14 @@ def _rotate_keys_kernel(  # type: ignore[no-untyped-def]
     tl.store(others, (y * wide + x * high).to(keys.dtype.element_ty), mask=inside)
 
 
-def _compiled(kernel: Any) -> Any:
-    return kernel if triton is None else triton.jit(kernel)
+def _compiled(kernel: Any, *changing: str) -> Any:
+    """`changing`: arguments whose values must not make another kernel."""
+    return kernel if triton is None else triton.jit(kernel, do_not_specialize=list(changing))
 
 
 _attend_scattered = _compiled(_attend_scattered_kernel)
+_attend_part = _compiled(_attend_part_kernel, "layer", "layers", "count", "window")
+_combine_parts = _compiled(_combine_parts_kernel, "count")
+_write_rows = _compiled(_write_rows_kernel, "layer", "layers")
 _fetch = _compiled(_fetch_kernel)
 _rotate_keys = _compiled(_rotate_keys_kernel)

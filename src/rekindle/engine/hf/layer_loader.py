@@ -1,26 +1,31 @@
-"""Loading KV layer by layer: a thread fills the next layers of the sequences while earlier ones are computed.
+"""Loading KV layer by layer: threads fill the next layers of the sequences while earlier ones are computed.
 
-    thread   [fill 0][fill 1][fill 2][fill 3] ...       disk, memory or network
-    step             [layer 0][layer 1][layer 2] ...    waits only where the next layer is not there yet
+    thread 1   [fill 0][fill 2][fill 4] ...               disk, memory or network
+    thread 2   [fill 1][fill 3][fill 5] ...               as many threads as fill the bus of a device
+    step               [layer 0][layer 1][layer 2] ...    waits only where the next layer is not there yet
 
-Keys that were computed at other positions are rotated by the thread, on the model's own device.
+Keys that were computed at other positions are rotated by the threads, on the model's own device.
 
+For a CUDA device threads fill slots of pinned memory, which the step has copied to the device.
 A CUDA device fetches KV in pinned memory by itself, without a thread: the step requests it some layers ahead, from a
 table of addresses made once for all layers, because Python delays every other launch while a step runs.
 
-Cancelling ends the step's wait at once, however long a read hangs. The thread may still be writing then, so the
-sequences leave their buffers to it and take others.
+Cancelling ends the step's wait at once, however long a read hangs. A thread may still be writing then, so the
+sequences leave their buffers to it and take others; so does the next step with the pinned memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -32,6 +37,7 @@ from rekindle.engine.hf.device import PinnedMemory, pinned_memory
 from rekindle.engine.hf.rope import RopeShift, RopeShifter
 from rekindle.engine.hf.sequence import Buffers, LayerStaging, TorchSequence
 from rekindle.errors import Cancelled, KvLost
+from rekindle.machine import usable_cores
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +120,56 @@ def _address(array: NDArray[np.generic]) -> int:
 
 _LOOK_SECONDS = 0.005  # interval at which a wait checks for cancellation
 _LAYERS_AHEAD = 8  # how many layers ahead a device fetches
+_MAX_THREADS = 8  # that fill layers for a device; each is helped by another, for keys and values
+_PINNED_BYTES, _PINNED_SHARE = 1 << 30, 32  # for all slots together: at most this, and this part of the memory
+_ALIGNED_BYTES = 256
+_THREAD_BYTES = 4 << 20  # of a layer for each thread: with less, threads hold each other up
+
+
+class PinnedSlots:
+    """Pinned memory that threads fill before a device copies it. Allocating takes longer than filling: it is reused.
+
+    `take` it for a step, and `give` it back, unless a thread may still write to it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._memory: Tensor | None = None
+
+    def warm(self) -> None:
+        """Allocate it now, before the first load needs it."""
+        self.give(self.take())
+
+    def take(self) -> Tensor | None:
+        """All of it; None if there is none to be had."""
+        with self._lock:
+            memory, self._memory = self._memory, None
+        if memory is None:
+            try:
+                size_bytes = min(_PINNED_BYTES, psutil.virtual_memory().total // _PINNED_SHARE)
+                memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError:
+                return None
+        return memory
+
+    def give(self, memory: Tensor | None) -> None:
+        """For the next step."""
+        with self._lock:
+            self._memory = memory
+
+
+@dataclass(frozen=True, eq=False)
+class _LayerFill:
+    """A layer to fill: feeds of each group, where they write, and which keys are rotated then."""
+
+    layer: int
+    parts: Sequence[tuple[Sequence[KvFeed], LayerStaging]]
+    turns: Sequence[tuple[RopeShift, Tensor]]
+
+    def run(self) -> None:
+        for feeds, staging in self.parts:
+            for feed, out in zip(feeds, staging.outs, strict=True):
+                feed.fill(self.layer, out)
 
 
 class LayerLoader:
@@ -127,9 +183,10 @@ class LayerLoader:
         turner: RopeShifter | None = None,
         *,
         between: bool = False,
+        slots: PinnedSlots | None = None,
     ) -> None:
         """`turner` rotates keys of feeds that move: without it, none may have a shift. `between`: KV that stays may lie
-        between feeds."""
+        between feeds. `slots`: pinned memory for more than one thread."""
         self._between = between
         self._feeds: dict[TorchSequence, list[KvFeed]] = {}
         for sequence, feed in feeds:
@@ -139,19 +196,30 @@ class LayerLoader:
         self._turner = turner
         self._turns: dict[tuple[TorchSequence, int], RopeShift] = {}  # by layer
         self._fetches: dict[TorchSequence, DeviceFetch] = {}  # what the device reads by itself
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._pinned_slots = slots
+        self._pinned: Tensor | None = None
+        self._slots: list[Tensor] = []  # of pinned memory, which layers use in turns
+        self._threads: list[threading.Thread] = []
+        self._jobs: queue.SimpleQueue[_LayerFill | None] = queue.SimpleQueue()
+        self._begun = 0  # number of layers given to threads, or fetched
         self._changed = threading.Condition()
-        self._filled = 0  # number of filled layers
+        self._filled: list[_LayerFill] = []  # not on their way to the device yet
+        self._present: set[int] = set()  # layers in the buffers, or on their way there
+        self._arrivals: dict[int, torch.cuda.Event] = {}
         self._error: BaseException | None = None
         self._stopped = False
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._arrivals: list[torch.cuda.Event] = []
-        self._thread: threading.Thread | None = threading.Thread(
-            target=self._fill_all, name="rekindle-fill", daemon=True
-        )
+
+    def __enter__(self) -> LayerLoader:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def start(self) -> None:
         """Start filling."""
-        self._prepare_turns()  # not in the thread: computing angles may change the rope, which the step uses too
+        self._prepare_turns()  # not in a thread: computing angles may change the rope, which the step uses too
         if self._stream is not None:
             fetches = {
                 sequence: DeviceFetch.of(sequence, feeds, self._layers) for sequence, feeds in self._feeds.items()
@@ -160,43 +228,65 @@ class LayerLoader:
             # Whatever reads the buffers now must finish before they are written.
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             if len(self._fetches) == len(self._feeds):  # no thread needed, and one would delay the launches
-                self._thread = None
                 return
-        try:
-            assert self._thread is not None
-            self._thread.start()
-        except RuntimeError:  # no thread left: each layer is filled when it is needed
-            self._thread = None
+            self._pinned = None if self._pinned_slots is None else self._pinned_slots.take()
+        layer_bytes = sum(_layer_bytes(sequence, feeds) for sequence, feeds in self._feeds.items())
+        self._slots = [] if self._pinned is None else _cut(self._pinned, layer_bytes, self._layers)
+        count = min(len(self._slots), max(1, layer_bytes // _THREAD_BYTES)) or 1
+        for _ in range(count):
+            thread = threading.Thread(target=self._fill_all, name="rekindle-fill", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread left: without any, each layer is filled when it is needed
+                break
+            self._threads.append(thread)
+        if self._threads:
+            self._begin_layers()
 
     def wait(self, layer: int, cancelled: Callable[[], bool] | None) -> None:
         """Block until `layer` is filled. Raises what its feed raised, or `Cancelled`."""
-        if self._thread is None:
+        if not self._threads:
             self._fill_until(layer + 1)
-        with self._changed:
-            while self._filled <= layer and self._error is None:
-                self._changed.wait(None if cancelled is None else _LOOK_SECONDS)
-                if cancelled is not None and self._filled <= layer and cancelled():
-                    raise Cancelled("The request was cancelled.")
-            if self._filled <= layer and self._error is not None:
+        while not self._is_present(layer):
+            with self._changed:
+                if not self._filled and layer not in self._present and self._error is None:
+                    self._changed.wait(None if cancelled is None else _LOOK_SECONDS)
+            if cancelled is not None and not self._is_present(layer) and cancelled():
+                raise Cancelled("The request was cancelled.")
+            if self._error is not None and not self._is_present(layer):
                 raise self._error
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._arrivals[layer])
 
+    def wait_for_all(self, cancelled: Callable[[], bool] | None) -> None:
+        """Block until every layer is filled, or on its way."""
+        for layer in range(self._layers):
+            self.wait(layer, cancelled)
+
     def stop(self) -> None:
-        """Fill no further layer. A fill in progress keeps the buffers it writes to; the sequences get others."""
+        """Fill no further layer. A fill in progress keeps the memory it writes to; the next step gets other memory."""
         with self._changed:
             self._stopped = True
-        under_way = False
-        if self._thread is not None and self._thread.ident is not None:
-            self._thread.join(timeout=_LOOK_SECONDS)
-            under_way = self._thread.is_alive() and self._filled < self._layers and self._error is None
-        if under_way:
-            for sequence in self._feeds:
-                sequence.leave_buffers()
-        elif self._stream is not None:
-            if self._filled < self._layers:  # given up: keep source and target alive until the copies end
-                self._stream.synchronize()
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        deadline = time.monotonic() + _LOOK_SECONDS
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        complete = len(self._present) == self._layers
+        under_way = not complete and any(thread.is_alive() for thread in self._threads)
+        if self._stream is None:
+            if under_way:
+                for sequence in self._feeds:
+                    sequence.leave_buffers()
+            return
+        if not complete:  # given up: keep source and target alive until the copies end
+            self._stream.synchronize()
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if self._pinned_slots is not None and not under_way:
+            for number in range(max(0, self._layers - len(self._slots)), self._layers):
+                if number in self._arrivals:
+                    self._arrivals[number].synchronize()  # the next step fills the slots again
+            self._pinned_slots.give(self._pinned)
 
     def _prepare_turns(self) -> None:
         for sequence, feeds in self._feeds.items():
@@ -213,53 +303,88 @@ class LayerLoader:
                 self._turns[sequence, layer] = known[own]
 
     def _fill_all(self) -> None:
-        try:
-            for layer in range(self._layers):
-                if self._stopped:
-                    return
-                self._fill(layer)
+        """Fill layers, in a thread. On a device they are copied by the step: threads that call torch as well would hold
+        each other up, because all of them need Python's lock."""
+        while (job := self._jobs.get()) is not None and not self._stopped:
+            try:
+                job.run()
+                if self._stream is None:
+                    self._commit(job)
+            except BaseException as error:  # noqa: BLE001  (raised again in `wait`)
                 with self._changed:
-                    self._filled = layer + 1
+                    self._error = self._error or _as_lost(error)
                     self._changed.notify_all()
-        except BaseException as error:  # noqa: BLE001  (raised again in `wait`)
+                return
             with self._changed:
-                self._error = _as_lost(error)
+                if self._stream is None:
+                    self._present.add(job.layer)
+                else:
+                    self._filled.append(job)
                 self._changed.notify_all()
-        finally:
-            if self._stopped and self._stream is not None:  # keep source and target alive until the copies end
-                self._stream.synchronize()
+
+    def _is_present(self, layer: int) -> bool:
+        """Whether a layer is in the buffers, or on its way there, after copying what threads have filled."""
+        with self._changed:
+            filled, self._filled = self._filled, []
+        for job in filled:
+            self._commit(job)
+            self._present.add(job.layer)
+        if filled:
+            self._begin_layers()
+        return layer in self._present
+
+    def _begin_layers(self) -> None:
+        """Give the threads as many layers as there are slots."""
+        while self._begun < self._layers:
+            before = self._begun - len(self._slots)
+            if self._slots and before >= 0:
+                if before not in self._present:
+                    return
+                self._arrivals[before].synchronize()
+            self._jobs.put(self._prepare(self._begun))
+            self._begun += 1
+
+    def _prepare(self, layer: int) -> _LayerFill:
+        slot = self._slots[layer % len(self._slots)] if self._slots else None
+        parts, turns = [], []
+        for sequence, feeds in self._feeds.items():
+            if (turn := self._turns.get((sequence, layer))) is not None and turn.parts:
+                turns.append((turn, sequence.keys(layer)[0]))  # a step that is given up leaves these buffers
+            if sequence in self._fetches:
+                continue
+            for group in self._groups(sequence, [feed for feed in feeds if layer in feed.layers]):
+                staging = LayerStaging(sequence, layer, [feed.span for feed in group], slot)
+                slot = None if slot is None else slot[staging.size_bytes :]
+                parts.append((group, staging))
+        return _LayerFill(layer, parts, turns)
+
+    def _commit(self, job: _LayerFill) -> None:
+        """Bring a filled layer to where it belongs."""
+        side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with torch.inference_mode(), side:
+            for _, staging in job.parts:
+                staging.commit()
+            for fetch in self._fetches.values():
+                fetch.fetch(job.layer)
+            for turn, keys in job.turns:
+                turn.apply(job.layer, keys)
+            if self._stream is not None:
+                arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                arrival.record(self._stream)
+                self._arrivals[job.layer] = arrival
 
     def _fill_until(self, stop: int) -> None:
         """Fill synchronously, without a thread; a device fetches some layers ahead while the step computes."""
         ahead = _LAYERS_AHEAD if self._fetches else 0
-        while self._filled < min(stop + ahead, self._layers):
+        while self._begun < min(stop + ahead, self._layers):
             try:
-                self._fill(self._filled)
+                job = self._prepare(self._begun)
+                job.run()
+                self._commit(job)
             except RuntimeError as error:
                 raise _as_lost(error) from error
-            self._filled += 1
-
-    def _fill(self, layer: int) -> None:
-        side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with torch.inference_mode(), side:
-            for sequence, feeds in self._feeds.items():
-                if (fetch := self._fetches.get(sequence)) is not None:
-                    keys = fetch.fetch(layer)
-                    feeds = []
-                for group in self._groups(sequence, [feed for feed in feeds if layer in feed.layers]):
-                    staging = self._staging(sequence, layer, group)
-                    if staging is None:
-                        return
-                    for feed, out in zip(group, staging.outs, strict=True):
-                        feed.fill(layer, out)
-                    staging.commit()
-                    keys = staging.layer_keys
-                if (turn := self._turns.get((sequence, layer))) is not None and turn.parts:
-                    turn.apply(layer, keys)
-            if self._stream is not None:
-                arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                arrival.record(self._stream)
-                self._arrivals.append(arrival)
+            self._present.add(self._begun)
+            self._begun += 1
 
     def _groups(self, sequence: TorchSequence, feeds: Sequence[KvFeed]) -> list[list[KvFeed]]:
         """Groups of feeds that are copied together: on a GPU as many as possible, because each copy has overhead.
@@ -277,9 +402,26 @@ class LayerLoader:
                 groups.append([feed])
         return groups
 
-    def _staging(self, sequence: TorchSequence, layer: int, feeds: Sequence[KvFeed]) -> LayerStaging | None:
-        with self._changed:  # once stopped, the sequence may have other buffers
-            return None if self._stopped else LayerStaging(sequence, layer, [feed.span for feed in feeds])
+
+def _cut(memory: Tensor, layer_bytes: int, layers: int) -> list[Tensor]:
+    """A slot for each layer that is filled at the same time; none if not even one fits."""
+    size = max(1, -(-layer_bytes // _ALIGNED_BYTES)) * _ALIGNED_BYTES
+    count = min(memory.numel() // size, _thread_count(), layers)
+    return [memory[place * size : (place + 1) * size] for place in range(count)]
+
+
+def _thread_count() -> int:
+    """Half of the processors: each thread is helped by another."""
+    return max(1, min(usable_cores() // 2, _MAX_THREADS))
+
+
+def _layer_bytes(sequence: TorchSequence, feeds: Sequence[KvFeed]) -> int:
+    """Bytes of the largest layer of feeds, with the gaps between them."""
+    tokens = max(feed.span.stop for feed in feeds) - min(feed.span.start for feed in feeds)
+    return tokens * max(
+        (key[0, :, 0].numel() + value[0, :, 0].numel()) * key.element_size()
+        for key, value in zip(sequence.buffers.keys, sequence.buffers.values, strict=True)
+    )
 
 
 def _as_lost(error: BaseException) -> BaseException:

@@ -17,7 +17,7 @@ from rekindle.engine.hf import kernels
 from rekindle.engine.hf.attention import ScoreParams, Tile, attend, cut_tiles
 from rekindle.engine.hf.decoder import StepPass
 from rekindle.engine.hf.hooks import AttentionMapRecorder, KvDriftCorrection, deviation_of, read_attention
-from rekindle.engine.hf.layer_loader import LayerLoader
+from rekindle.engine.hf.layer_loader import LayerLoader, PinnedSlots
 from rekindle.engine.hf.lora import AdapterSpans, merge_adapter_spans
 from rekindle.engine.hf.rope import Rope, RopeShifter, Rotation
 from rekindle.engine.hf.sequence import Slots, TorchSequence
@@ -93,8 +93,9 @@ class ForwardBatch(StepPass):
         layers: int,
         cancelled: Callable[[], bool] | None,
         turner: RopeShifter | None = None,
+        slots: PinnedSlots | None = None,
     ) -> None:
-        """`turner` rotates keys of feeds that move: without it, none may have a shift."""
+        """`turner` rotates keys of feeds that move: without it, none may have a shift. `slots`: see `LayerLoader`."""
         super().__init__()
         self.lanes = [BatchRow(row, own_sequence(row), device) for row in rows]
         self._device = device
@@ -105,7 +106,7 @@ class ForwardBatch(StepPass):
         feeds = [(sequence, feed) for sequence, feed in given if not isinstance(feed, StayingFeed)]
         self._until = rows[0].row.until
         stays = len(feeds) < len(given)
-        self._filling = LayerLoader(feeds, layers, device, turner, between=stays) if feeds else None
+        self._filling = LayerLoader(feeds, layers, device, turner, between=stays, slots=slots) if feeds else None
         self.tokens = torch.from_numpy(np.concatenate([row.tokens for row in rows]))[None].to(device)
         self._pack()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,12 @@ class Buffers:
             torch.empty(1, s.kv_heads, capacity, s.value_dim, dtype=dtype, device=device) for s in layout.layers
         ]
 
+    @cached_property
+    def addresses(self) -> NDArray[np.int64]:
+        """See `kernels.LayerAddress`."""
+        halves = (*self.keys, *self.values)
+        return np.array([*(half.data_ptr() for half in halves), self.keys[0].stride(1)], dtype=np.int64)
+
 
 class BufferPool:
     """Buffers for sequences. Freed ones are reused: their pages are mapped, fresh ones cost a page fault each."""
@@ -44,7 +51,6 @@ class BufferPool:
     def __init__(self, layout: KvLayout, device: torch.device) -> None:
         self.layout = layout
         self.device = device
-        self.on_drop: Callable[[Buffers], None] | None = None  # called with buffers that will not be reused
         self._free: list[Buffers] = []
         self._kept = _FREE_BUFFERS
         self._lock = threading.Lock()
@@ -87,15 +93,10 @@ class BufferPool:
         """Free all memory not in use, now and when buffers come back."""
         self._kept = 0
         self._trim(0)
-        self.on_drop = None
 
     def _trim(self, kept: int) -> None:
         with self._lock:
-            dropped = self._free[: max(0, len(self._free) - kept)]
-            del self._free[: len(dropped)]
-        for buffers in dropped:
-            if self.on_drop is not None:
-                self.on_drop(buffers)
+            del self._free[: max(0, len(self._free) - kept)]
 
 
 class TorchSequence(SpansOnly):
@@ -194,26 +195,40 @@ class TorchSequence(SpansOnly):
 
 
 class LayerStaging:
-    """Where feeds write a layer: directly into the buffer on a CPU, through pinned memory elsewhere.
+    """Where feeds write a layer: directly into the buffer on a CPU, into pinned memory elsewhere.
 
     Off the CPU all spans go in one copy, with the gaps between them, which must not hold anything.
     """
 
-    def __init__(self, sequence: TorchSequence, layer: int, spans: Sequence[Span]) -> None:
-        """`spans` do not overlap and are in order."""
-        self.layer_keys = sequence.keys(layer)[0]  # [kv_heads, capacity, key_dim], of which some are written
+    def __init__(self, sequence: TorchSequence, layer: int, spans: Sequence[Span], slot: Tensor | None = None) -> None:
+        """`spans` do not overlap and are in order. `slot` is pinned memory, a tensor of bytes; None: take some."""
         start, stop = spans[0].start, spans[-1].stop
-        self._targets = [buffer[:, start:stop] for buffer in (self.layer_keys, sequence.values(layer)[0])]
+        self._targets = [buffer[:, start:stop] for buffer in (sequence.keys(layer)[0], sequence.values(layer)[0])]
         on_host = self._targets[0].device.type == "cpu"
-        self._staged = None if on_host else [torch.empty_like(t, device="cpu", pin_memory=True) for t in self._targets]
+        self._staged = None if on_host else _stage(self._targets, slot)
         keys, values = (raw_view(t) for t in (self._staged or self._targets))
         places = [slice(span.start - start, span.stop - start) for span in spans]
         self.outs = [LayerKv(keys[:, place], values[:, place]) for place in places]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that are staged."""
+        return sum(staged.numel() * staged.element_size() for staged in self._staged or ())
 
     def commit(self) -> None:
         """Copy what the feeds wrote to the device."""
         for target, staged in zip(self._targets, self._staged or [], strict=False):
             target.copy_(staged, non_blocking=True)
+
+
+def _stage(targets: Sequence[Tensor], slot: Tensor | None) -> list[Tensor]:
+    """Tensors like these in pinned memory."""
+    sizes = [target.numel() * target.element_size() for target in targets]
+    if slot is None or sum(sizes) > slot.numel():
+        return [torch.empty_like(target, device="cpu", pin_memory=True) for target in targets]
+    places = np.cumsum([0, *sizes]).tolist()
+    parts = [slot[place : place + size] for place, size in zip(places, sizes, strict=False)]
+    return [part.view(target.dtype).view(target.shape) for part, target in zip(parts, targets, strict=True)]
 
 
 def raw_view(tensor: Tensor) -> NDArray[Any]:

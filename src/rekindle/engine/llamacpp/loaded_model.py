@@ -19,6 +19,7 @@ import psutil
 from rekindle.engine.llamacpp.c_api import AbortCallback, LogCallback, ProgressCallback, llama
 from rekindle.engine.llamacpp.options import KV_TYPES, MAX_SEQUENCES, PLAIN_KV_TYPES, LlamaOptions
 from rekindle.errors import BrokenModel, Closed, InvalidSetting, OutOfMemory, UnsupportedModel
+from rekindle.machine import usable_cores
 
 log = logging.getLogger("rekindle.llamacpp")
 
@@ -171,7 +172,7 @@ class LoadedContext:
         parameters.n_ubatch = min(options.micro_batch_tokens, parameters.n_batch)
         parameters.kv_unified = True
         parameters.swa_full = options.swa_full
-        threads = options.threads or cores()
+        threads = options.threads or usable_cores()
         parameters.n_threads = parameters.n_threads_batch = threads
         parameters.type_k = parameters.type_v = KV_TYPES[options.kv_type]
         self.flash_attention = _choose_flash(options, on_gpu=model.on_gpu)
@@ -215,12 +216,6 @@ def build() -> str:
     capture_log()
     text: bytes = llama.llama_print_system_info()
     return " ".join(text.decode("utf-8", errors="replace").replace(" = 1", "").split())
-
-
-def cores() -> int:
-    """The best number of threads: one per physical core that this process may use."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, int(psutil.cpu_count(logical=False) or allowed)))
 
 
 @cache

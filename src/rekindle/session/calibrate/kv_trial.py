@@ -6,7 +6,6 @@ Only the KV of the prompt differs, never the text: what the model says then tell
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,29 +13,11 @@ from rekindle.codec.coder import Coder, decode
 from rekindle.codec.quantizer import MAX_BITS, MIN_BITS
 from rekindle.core.adapter import Lora
 from rekindle.core.kv import Kv, KvLayout, KvType, LayerKv, Span
-from rekindle.engine.base import Engine, Logits, Row
+from rekindle.engine.base import Engine, HeldKv, Logits, Row
 from rekindle.session.calibrate.nearness import Nearness, nearness
 
 Layers = Sequence[LayerKv]  # of one prompt, every layer
 _SEARCHES = 9  # halvings of the range of bits: to a hundredth of a bit
-
-
-@dataclass(frozen=True)
-class HeldKv:
-    """A feed (see `engine/base`) of KV in memory."""
-
-    span: Span
-    kv: Layers
-
-    @property
-    def layers(self) -> range:
-        """All of them."""
-        return range(len(self.kv))
-
-    def fill(self, layer: int, out: LayerKv) -> None:
-        """Copy a layer."""
-        np.copyto(out.keys, self.kv[layer].keys)
-        np.copyto(out.values, self.kv[layer].values)
 
 
 class Trial:
@@ -65,7 +46,7 @@ class Trial:
         length = len(self.prompt)
         self._sequence.truncate(0)
         positions = np.arange(length, length + len(self.forced), dtype=np.int64)
-        feeds = (HeldKv(Span(0, length), layers),)
+        feeds = (HeldKv(Kv(Span(0, length), self.layout, tuple(layers))),)
         (logits,) = self._engine.step([Row(self._sequence, self.forced, positions, "all", feeds, replay=False)])
         return logits
 
