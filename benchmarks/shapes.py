@@ -23,7 +23,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
-        "max_position_embeddings": 16384 + 1024,
+        "max_position_embeddings": 32768 + 1024,
     },
     "llama-2-7b": {
         "model_type": "llama",
@@ -43,7 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 28,
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
-        "max_position_embeddings": 16384 + 1024,
+        "max_position_embeddings": 32768 + 1024,
     },
     "llama-3.2-3b": {
         "model_type": "llama",
@@ -54,7 +54,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 24,
         "num_key_value_heads": 8,
         "head_dim": 128,
-        "max_position_embeddings": 16384 + 1024,
+        "max_position_embeddings": 32768 + 1024,
         "tie_word_embeddings": True,
     },
     "llama-3.2-1b": {
@@ -66,7 +66,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 64,
-        "max_position_embeddings": 16384 + 1024,
+        "max_position_embeddings": 32768 + 1024,
         "tie_word_embeddings": True,
     },
     "smollm2-135m": {

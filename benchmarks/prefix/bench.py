@@ -24,7 +24,7 @@ from benchmarks.base import Advance, BenchOptions, Report, Timing, about, scratc
 from benchmarks.models import load
 from benchmarks.prefix.floor import Floor, Run, floor_engine
 from benchmarks.prefix.fresh import ASKED_TOKENS
-from benchmarks.prefix.report import ENDING, SHARES, SIZES, PrefixResults, SizeResults, add_rows
+from benchmarks.prefix.report import DEVICE_SIZES, ENDING, SHARES, SIZES, PrefixResults, SizeResults, add_rows
 from benchmarks.prefix.rivals import rivals_of
 from benchmarks.prompts import SharedPrefix, prompts
 from rekindle.cache.stored_kv import PIECE_TOKENS
@@ -41,9 +41,12 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     report = Report("prefix")
     report.fields |= about(engine, options)
     with scratch() as folder, scratch() as theirs:
-        with Session(engine, cache=folder, memory_limit="4GB", disk_limit="90%") as session:
+        sizes = SIZES if engine.device == "cpu" or options.quick else DEVICE_SIZES
+        limit = "4GB" if sizes is SIZES else "16GB"
+        with Session(engine, cache=folder, memory_limit=limit, disk_limit="90%") as session:
             measure = _PrefixMeasure(session, options, Path(folder), Path(theirs))
-            for size in SIZES:
+            measure.found.token_bytes = engine.layout.token_bytes
+            for size in (size for size in sizes if size + 2 * ENDING < engine.context_tokens):
                 advance(f"{size} + {ENDING} tokens")
                 measure.size(size)
             advance("partial matches")
@@ -52,6 +55,8 @@ def run(options: BenchOptions, advance: Advance) -> Report:
             measure.lookup()
             session.flush()
             measure.close()
+        if engine.device != "cpu":
+            measure.found.peak_device_bytes = _peak_device_bytes()
         advance("a fresh process")
         measure.fresh()
         advance("bit-equal")
@@ -70,7 +75,8 @@ class _PrefixMeasure:
         self._rounds = options.rounds(3, quick=1)  # of each prompt
         self._floors = floor_engine(self._engine, options)
         self._rivals = rivals_of(self._engine, theirs)
-        self.found = PrefixResults(3 if options.quick else 5, self._rounds, random_weights=options.shape is not None)
+        prompts = 2 if self._engine.device != "cpu" else 3 if options.quick else 5
+        self.found = PrefixResults(prompts, self._rounds, random_weights=options.shape is not None)
         self.found.titles = dict(self._rivals.titles)
         self._turns = 0
         self._prefixes = 0
@@ -154,7 +160,7 @@ class _PrefixMeasure:
 
     def partial(self) -> None:
         """Prompts that share only a part with what is kept: how much of the gain is left."""
-        size, large = SIZES[-1], self.found.sizes[SIZES[-1]]
+        size, large = max(self.found.sizes), self.found.largest
         gains: dict[float, list[float]] = {share: [] for share in SHARES}
         for prompt, other in zip(large.prompts, large.prompts[1:] + large.prompts[:1], strict=True):
             floor = Floor(self._session, self._floors, prompt.prefix, ENDING)
@@ -175,7 +181,7 @@ class _PrefixMeasure:
         """Finding a prompt of the large size among everything stored, and what a token takes on disk."""
         store = self._session.cache.store
         assert store is not None
-        prompt = self.found.sizes[SIZES[-1]].prompts[0].next()
+        prompt = self.found.largest.prompts[0].next()
         kv_space = self._session.cache.kv_spaces.of(Request.of(prompt), len(prompt))
         times = []
         for _ in range(50):
@@ -183,7 +189,7 @@ class _PrefixMeasure:
             store.lookup(kv_space, prompt)
             times.append(time.perf_counter() - started)
         self.found.lookup = Timing(tuple(times))
-        matches = [store.lookup(kv_space, prompt.prefix) for prompt in self.found.sizes[SIZES[-1]].prompts]
+        matches = [store.lookup(kv_space, prompt.prefix) for prompt in self.found.largest.prompts]
         names = {piece.name for match in matches for piece in match.pieces}
         rows = [row for row in store.disk.entries() if row.name in names]
         self.found.bytes_per_token = sum(row.size_bytes for row in rows) / sum(row.tokens for row in rows)
@@ -222,7 +228,7 @@ class _PrefixMeasure:
         with scratch() as folder:
             session = Session(watched, cache=folder, deterministic=True, disk_limit="90%")
             equal, hits = True, 0
-            for prompt in self.found.sizes[SIZES[-1]].prompts[:3]:
+            for prompt in self.found.largest.prompts[:3]:
                 known = prompt.prefix[: 2 * PIECE_TOKENS + ENDING]
                 session.warm(known)
                 tokens = known + prompt.next()[-ENDING:]
@@ -230,8 +236,14 @@ class _PrefixMeasure:
                     reply = session.generate(tokens, max_tokens=1, reuse=reuse)
                 hits += reply.reuse.reused > 0
                 equal &= np.array_equal(seen[-1], seen[-2])
-            self.found.bit_equal = equal and hits == min(3, len(self.found.sizes[SIZES[-1]].prompts))
+            self.found.bit_equal = equal and hits == min(3, len(self.found.largest.prompts))
             session.cache.close()
+
+
+def _peak_device_bytes() -> int | None:
+    import torch
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
 def _ending(run: Run, prompt: SharedPrefix) -> float:

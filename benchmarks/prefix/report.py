@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.base import Report, TableRow, Timing, paired_ratio
 from benchmarks.prompts import SharedPrefix
 
-SIZES = (180, 1000)
+SIZES, DEVICE_SIZES = (180, 1000), (1000, 8192, 32768)  # tokens of a prefix, on a CPU and on a device
 ENDING = 20
 SHARES = (0.25, 0.5, 0.75, 0.9)
 BARS = {
@@ -63,14 +63,25 @@ class PrefixResults:
     bytes_per_token: float = 0.0
     bit_equal: bool | None = None
     exactly: bool = True
+    token_bytes: int = 0  # of KV
+    peak_device_bytes: int | None = None  # of this process; None without a device
+
+    @property
+    def largest(self) -> SizeResults:
+        """The results of the longest prefix."""
+        return self.sizes[max(self.sizes)]
 
 
 def add_rows(report: Report, found: PrefixResults) -> None:
     """Fields and rows."""
     report.fields |= {"prompts": found.prompts, "rounds": found.rounds, "exact_matches": found.exactly}
-    sizes = {f"{size}+{ENDING}": _fields_of(of_size, found) for size, of_size in found.sizes.items()}
+    sizes = {
+        f"{size}+{ENDING}": _fields_of(of_size, found) | _speeds(of_size, size * found.token_bytes)
+        for size, of_size in found.sizes.items()
+    }
     report.fields["sizes"] = sizes
-    report.fields |= {name: value for name, value in sizes[f"{SIZES[-1]}+{ENDING}"].items() if name != "spread"}
+    report.fields |= {name: value for name, value in sizes[f"{max(found.sizes)}+{ENDING}"].items() if name != "spread"}
+    report.fields["peak_device_bytes"] = found.peak_device_bytes
     report.fields["partial"] = {f"{share:.2f}": value for share, value in found.recovery.items()}
     report.fields["partial_recovery"] = statistics.mean(found.recovery.values())
     if found.random_weights:
@@ -148,6 +159,15 @@ def _fields_of(found: SizeResults, all_found: PrefixResults) -> dict[str, Any]:
     }
 
 
+def _speeds(found: SizeResults, kv_bytes: int) -> dict[str, float]:
+    """The KV of the prefix, and how fast it came: all that a first token takes longer than with KV in the engine."""
+    fields: dict[str, float] = {"kv_bytes": kv_bytes}
+    for name, floor in (("memory", "floor"), ("disk", "fresh_floor")):
+        seconds = found.timing(name).median - found.timing(floor).median
+        fields[f"{name}_gb_s"] = kv_bytes / max(seconds, 1e-6) / 1e9
+    return fields
+
+
 def _against_llamacpp(found: SizeResults) -> dict[str, float]:
     if not found.has("llamacpp_cold", "slot_restore", "llamacpp_memory"):
         return {}
@@ -168,7 +188,7 @@ def _best_in_memory(found: SizeResults) -> str:
 def _rows_of(size: int, found: SizeResults, all_found: PrefixResults, fields: dict[str, Any]) -> list[TableRow]:
     timing, name = found.timing, f"{size}+{ENDING}"
     floor, fresh, cold = str(timing("floor")), str(timing("fresh_floor")), str(timing("cold"))
-    large = size == SIZES[-1]
+    large = size == max(all_found.sizes)
     dropped = [ratio for ratio in (fields["over_floor_disk_cold_pages"],) if ratio is not None]
 
     def row(what: str, ours: str, baseline: str, ratio: float, bar: str = "") -> TableRow:
@@ -193,6 +213,7 @@ def _rows_of(size: int, found: SizeResults, all_found: PrefixResults, fields: di
         *(row("disk, pages dropped / floor", "cold_pages", fresh, ratio) for ratio in dropped),
         row("cold / disk", "disk", cold, fields["speedup_disk"], BARS["speedup_disk"] if large else ""),
         row("cold / floor", "floor", cold, fields["speedup_floor"]),
+        *_speed_rows(name, fields),
         *(
             row(what, ours, str(timing(theirs)), fields[key], BARS[key])
             for key, (what, ours, theirs) in against.items()
@@ -204,6 +225,12 @@ def _rows_of(size: int, found: SizeResults, all_found: PrefixResults, fields: di
         ),
         row("load alone / cold", "load", cold, fields["load_share"], BARS["load_share"] if large else ""),
     ]
+
+
+def _speed_rows(name: str, fields: dict[str, Any]) -> list[TableRow]:
+    size = f"{fields['kv_bytes'] / 1e6:,.0f} MB"
+    speeds = {"from memory": fields["memory_gb_s"], "new process, from disk": fields["disk_gb_s"]}
+    return [TableRow(f"{name}, KV {where}", f"{speed:.1f} GB/s", size, "") for where, speed in speeds.items()]
 
 
 def _cold_pages(found: SizeResults) -> dict[str, Any]:
