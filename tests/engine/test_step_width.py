@@ -51,6 +51,12 @@ def test_it_is_measured_once_for_a_model_and_a_machine() -> None:
     assert max_exact_step(second) == 4 and second.sizes
 
 
+def test_where_there_can_be_no_drafts_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    assert [max_exact_step(Coarse(1)) for _ in range(2)] == [1, 1]
+    assert [message for message in caplog.messages if message.startswith("Drafts are not used with")] != []
+    assert len(caplog.messages) == 1
+
+
 def test_an_engine_that_is_steady_is_not_measured() -> None:
     engine = FakeEngine()
     assert max_exact_step(engine) == ANY

@@ -7,6 +7,7 @@ is measured once for a model and a machine, and remembered.
 
 from __future__ import annotations
 
+import logging
 from itertools import cycle, islice
 
 import numpy as np
@@ -16,6 +17,8 @@ from rekindle.engine.base import Engine, EngineSequence, Logits, Row
 from rekindle.errors import OutOfMemory, StepRefused
 from rekindle.json_file import JsonMemo
 from rekindle.machine import home_folder
+
+log = logging.getLogger("rekindle.engine")
 
 ANY = 64  # no draft is verified in larger steps
 _SIZES = (16, 8, 4, 2)
@@ -35,6 +38,10 @@ def max_exact_step(engine: Engine) -> int:
     if isinstance(known, int) and 1 <= known <= ANY:
         return known
     found = measure_step_width(engine)
+    if found == 1:  # said once for a model and a machine
+        log.warning(
+            "Drafts are not used with %s: here it rounds differently if several tokens share a step.", engine.name
+        )
     memory.keep(name, found)
     return found
 
