@@ -9,6 +9,13 @@ from pathlib import Path
 from typing import Any
 
 
+def count_cores() -> int:
+    """Number of physical cores."""
+    import psutil
+
+    return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+
+
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, memory and system."""
     import psutil
@@ -16,7 +23,7 @@ def describe_machine() -> dict[str, Any]:
     return {
         "processor": _processor(),
         "architecture": platform.machine(),
-        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
+        "cores": count_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "system": platform.system(),
     }

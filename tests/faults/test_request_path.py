@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 from rekindle import Session
-from rekindle.cache.cost import Costs
+from rekindle.cache.cost import FREE, Costs
 from rekindle.core.reply import Reply
 from rekindle.core.request import Request
 from rekindle.engine.fake import FakeEngine
@@ -976,7 +976,7 @@ ABSURD = [
 @pytest.mark.parametrize("costs", ABSURD, ids=range(len(ABSURD)))
 def test_absurd_remembered_costs_fail_no_request(costs: Any, folder: Path) -> None:
     with warmed("fake", folder) as session:
-        session.cache.kv.costs = Costs(costs)
+        session.cache.kv.costs = Costs(FREE, costs)
         for _ in range(2):
             assert_right("fake", ask_in_time(session))
             session.flush()
