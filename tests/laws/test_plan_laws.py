@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from rekindle.core.plan import Compute, Load, Plan
 pytestmark = pytest.mark.thorough
 
 TOKEN_BYTES = 64  # of the KV in these tests
+NOW = time.time()
 PRIOR = Rates((1e-3, 1e-3, 1e-7), {"memory": (1e-3, 1e-9), "disk": (1e-3, 1e-9), "coded": (1e-2, 1e-8)})
 
 seconds = st.floats(0.0, 1e3, allow_nan=False)
@@ -394,6 +396,54 @@ def test_a_larger_model_or_a_slower_device_is_expected_to_compute_longer() -> No
     assert fast < small < large
 
 
+def test_what_was_measured_more_than_a_month_ago_is_forgotten() -> None:
+    rows = [[1.0, 100.0, 5000.0, 9.0, NOW - days * 86_400] for days in (31, 400, -2)]
+    assert Costs(PRIOR, {"compute": rows}).rates == PRIOR
+    young = [[1.0, 100.0, 5000.0, 9.0, NOW - 29 * 86_400]]
+    assert Costs(PRIOR, {"compute": [*rows, *young]}).rates.compute_seconds(Span(0, 100)) == pytest.approx(9.0)
+
+
+@given(st.floats(2.1, 50.0), st.integers(2, 20))
+def test_a_machine_that_becomes_busy_is_noticed_at_once_and_so_is_one_that_is_idle_again(
+    times: float, count: int
+) -> None:
+    costs, size = Costs(PRIOR), 10**7
+
+    def expected(*taken: float) -> float:
+        for seconds in taken:
+            costs.loaded("disk", size, seconds)
+        return costs.rates.load_seconds("disk", size)
+
+    assert expected(*[0.1] * count) == pytest.approx(0.1)
+    assert 0.099 * math.sqrt(times) <= expected(0.1 * times) < 0.1 * times, "it may be a moment"
+    assert expected(*[0.1 * times] * 8) >= 0.045 * times
+    assert expected(0.1) <= 0.21
+
+
+@given(st.floats(0.8, 1.25), st.floats(1e-6, 1e-3), st.permutations(DESIGN))
+def test_another_size_is_no_change_of_the_machine(
+    noise: float, per_token: float, design: list[tuple[int, int]]
+) -> None:
+    costs = Costs(PRIOR)
+    for number, (start, count) in enumerate(design):
+        costs.computed(Span(start, start + count), (0.01 + per_token * count) * (noise if number % 2 else 1.0))
+    assert costs.rates.compute_seconds(Span(0, 500)) == pytest.approx(0.01 + per_token * 500, rel=0.5)
+
+
+def test_tries_in_vain_become_rare() -> None:
+    """What takes three times as long as computing is tried less and less often."""
+    costs, tries = Costs(PRIOR), []
+    costs.loaded("disk", 10**7, 0.3)
+    for request in range(200):
+        if costs.rates.load_seconds("disk", 10**7) <= 0.1:
+            costs.loaded("disk", 10**7, 0.3)
+            tries.append(request)
+        else:
+            costs.refused({"disk"})
+    gaps = [b - a for a, b in pairwise(tries)]
+    assert 3 <= len(tries) <= 6 and all(b > 1.5 * a for a, b in pairwise(gaps))
+
+
 @given(measured)
 def test_what_was_measured_survives_a_restart(measurements: list[tuple[Span, float]]) -> None:
     costs = Costs(PRIOR)
@@ -416,7 +466,7 @@ rubbish = st.recursive(
 )
 rows = st.one_of(
     rubbish,
-    st.lists(st.one_of(rubbish, st.lists(numbers, min_size=3, max_size=4)), max_size=6),
+    st.lists(st.one_of(rubbish, st.lists(st.one_of(numbers, st.just(NOW)), min_size=4, max_size=5)), max_size=6),
 )
 remembered = st.one_of(rubbish, st.fixed_dictionaries({"compute": rows, "memory": rows, "disk": rows}))
 KNOWN = Matches(100, 0, (Found(Span(0, 40), "memory", 40 * TOKEN_BYTES), Found(Span(40, 90), "disk", 50 * TOKEN_BYTES)))
@@ -424,11 +474,12 @@ KNOWN = Matches(100, 0, (Found(Span(0, 40), "memory", 40 * TOKEN_BYTES), Found(S
 
 @settings(max_examples=300)
 @given(remembered)
-@example({"compute": [[1, 2, 3, 10**400]]})
-@example({"compute": [[1, 2, 3, 5e-324]]})
-@example({"compute": [[1, 1e308, 3, 1e-3]]})
-@example({"disk": [[-1, -2, 1e-3]]})
-@example({"compute": [[0, 0, 0, 1.0]], "disk": [[0, 0, 1.0]]})
+@example({"compute": [[1, 2, 3, 10**400, NOW]]})
+@example({"compute": [[1, 2, 3, 5e-324, NOW]]})
+@example({"compute": [[1, 2, 3, 1.0, 10**400]]})
+@example({"compute": [[1, 1e308, 3, 1e-3, NOW]]})
+@example({"disk": [[-1, -2, 1e-3, NOW]]})
+@example({"compute": [[0, 0, 0, 1.0, NOW]], "disk": [[0, 0, 1.0, NOW]]})
 def test_rubbish_among_the_remembered_costs_never_spoils_a_plan(known: Any) -> None:
     """The file is anybody's: damaged, of another version, or written by hand."""
     costs = Costs(PRIOR, json.loads(json.dumps(known)))
