@@ -50,6 +50,7 @@ _CPU_WEIGHT_BYTES, _ACCELERATOR_WEIGHT_BYTES = 2e10, 3e12  # a second
 _LOADS: dict[Tier, tuple[float, float]] = {"memory": (2e-3, 4e9), "disk": (5e-3, 1e9), "coded": (1e-2, 3e8)}
 _ACCELERATOR_SECONDS = 2e-2  # more until a load begins
 _CHUNKS = 5e-3, 1.5
+_STEP_TIMES = 4.0  # longer a token than in a prefill: products of a few rows are slow
 _WIDTHS = {"compute": 3, "memory": 2, "disk": 2, "coded": 2, "chunks": 2, "step": 3}  # features of each kind
 
 
@@ -94,7 +95,8 @@ def prior_rates(engine: Engine) -> Rates:
     begin = 0.0 if on_cpu else _ACCELERATOR_SECONDS
     load = {tier: (begin + fixed, 1 / speed) for tier, (fixed, speed) in _LOADS.items()}
     compute = (weights, 2 * engine.parameters / flop, 4 * engine.attention / flop)
-    return Rates(compute, load, (begin + _CHUNKS[0], _CHUNKS[1]), compute)
+    step = (weights, *(_STEP_TIMES * rate for rate in compute[1:]))
+    return Rates(compute, load, (begin + _CHUNKS[0], _CHUNKS[1]), step)
 
 
 class _Kind:

@@ -52,7 +52,7 @@ class Drafts:
         self._prompt = tuple(prompt)
         self._quoted = _runs([self._prompt], _MIN_QUOTED_RUN)
         self._most, self._most_quoted = _FEWEST, _FEWEST
-        self._right = {False: (_FEWEST, _FEWEST), True: (_FEWEST // 2, _FEWEST)}  # of how many, by `_from_prompt`
+        self._right = {False: (1, 1), True: (1, 2)}  # tokens of how many, by `_from_prompt`; at first a guess
         self._from_prompt = False
         self.taken = 0
 
@@ -95,6 +95,8 @@ class Drafts:
         self.taken += taken
         longer, (right, tried) = taken == guessed, self._right[self._from_prompt]
         self._right[self._from_prompt] = right + taken, tried + guessed
+        if self._costs is not None and not longer:
+            self._rates = self._costs.rates
         if self._from_prompt:
             self._most_quoted = _next(self._most_quoted, longer=longer)
         else:
