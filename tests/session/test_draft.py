@@ -242,15 +242,18 @@ def test_a_draft_is_checked_only_where_that_is_expected_to_be_sooner() -> None:
     cheap, dear = (Drafts([text], costs=rates_of((1.0, per_token, 0.0))) for per_token in (0.1, 10.0))
     assert cheap.pays(7, 100) and dear.pays(7, 100), "all of it was right so far: seven steps are spared"
     for drafts in (cheap, dear):
-        for _ in range(3):
-            assert drafts.guess(text[:1])
-            drafts.checked(7, 0)
+        assert drafts.guess(text[:1])
+        drafts.checked(7, 0)
     assert cheap.pays(7, 100) and not dear.pays(7, 100)
     while cheap.pays(7, 100):
         cheap.checked(7, 0)
     far = Drafts([text], costs=rates_of((1.0, 0.0, 1e-4)))
     far.checked(7, 5)
     assert far.pays(7, 0) and not far.pays(7, 1_000_000), "every token attends to all before it"
+    mended = Drafts([text], costs=rates_of((1.0, 0.1, 0.0)))
+    for taken in (0, 7, 7, 0, 7):
+        mended.checked(7, taken)
+    assert mended.pays(7, 100), "one that goes on after a wrong token is followed"
 
 
 def test_a_draft_that_does_not_pay_is_left_alone_and_the_reply_is_the_same(tmp_path: Path) -> None:

@@ -81,8 +81,9 @@ class Drafts:
         if self._rates is None:
             return True
         right, tried = self._right[self._from_prompt]
+        expected = sum((right / tried) ** count for count in range(1 + guessed))  # and the one that is drawn
         together, alone = (self._rates.step_seconds(Span(at, at + count)) for count in (1 + guessed, 1))
-        return together <= alone * (1 + guessed * right / tried)
+        return together <= alone * expected
 
     def stepped(self, span: Span, seconds: float) -> None:
         """Note how long a step of the reply took."""
@@ -94,7 +95,7 @@ class Drafts:
         """Note how many guessed tokens were right, and guess more or fewer next time."""
         self.taken += taken
         longer, (right, tried) = taken == guessed, self._right[self._from_prompt]
-        self._right[self._from_prompt] = right + taken, tried + guessed
+        self._right[self._from_prompt] = right + taken, tried + taken + (not longer)
         if self._costs is not None and not longer:
             self._rates = self._costs.rates
         if self._from_prompt:
