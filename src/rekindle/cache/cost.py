@@ -39,7 +39,7 @@ _TELLING_BYTES = 1 << 20  # the time of a smaller load does not depend on its si
 _MAX_AGE_SECONDS = 30 * 24 * 3600.0  # older ones are not remembered
 _HOPE = 0.7  # after each refusal, the next time is expected to take this share of the estimate
 _MAX_PATIENCE = 64  # refusals that count as one
-_CHANGED = 2.0  # so many times slower or faster than the others say
+_CHANGED = 2.0  # times slower or faster than the others say: the machine has changed
 _NO_DOUBT, _DOUBT = 0.999, 0.5  # how much less error another answer must have
 _SIZES_APART = 4.0  # the largest measurement must be this many times the smallest to tell a fixed cost from the rest
 

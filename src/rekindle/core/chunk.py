@@ -152,7 +152,7 @@ class ChunkMatches:
         return cls(prompt_layout, tuple(chunk_digest(tokens[span.start : span.stop]) for span in spans))
 
     def knows_more_than(self, tokens: int) -> bool:
-        """Whether a variant is known of some chunk that does not end within the first `tokens` tokens."""
+        """Whether some chunk that does not end within the first `tokens` tokens has a variant."""
         return any(chunk.known is not None and chunk.span.stop > tokens for chunk in self.picked)
 
     def reused_in(self, plan: Plan) -> tuple[ChunkMatch, ...]:
