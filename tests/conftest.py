@@ -125,9 +125,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def unmeasured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model may compute sooner than it loads: a test of reuse must not depend on which. Real models measure."""
     if not any(request.node.get_closest_marker(name) for name in ("real", "docs", "measured_costs")):
-        from tests.unmeasured_costs import UnmeasuredLoads
+        from rekindle.cache.cost import AlwaysReuse
 
-        monkeypatch.setattr("rekindle.cache.stored_kv.recall_costs", lambda engine: UnmeasuredLoads())
+        monkeypatch.setattr("rekindle.cache.stored_kv.recall_costs", lambda engine: AlwaysReuse())
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,9 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 130, 0, "llama.cpp: sliding windows and rotated KV by the token in place of by checkpoint; threads "
      "that sleep when the machine is shared"),
     ("benchmarks", 5, 0, "bench prefix with llama.cpp's wheel alone"),
+    ("rekindle", 100, 0, "one cost model for prefixes, passages, remote KV and drafts: a prior before anything is "
+     "measured, a changed machine, tries that become rare"),
+    ("benchmarks", 180, 1, "never_slower: every mechanism against computing, with fresh costs and learned ones"),
     ("rekindle", 0, 1, "step_scheduler: what the next step computes, without threads; fewer lines than before"),
 )  # fmt: skip
 

@@ -1,19 +1,13 @@
-"""Costs that do not learn what loading takes: whatever is stored is reused, however fast a tiny model computes."""
+"""Costs that do not learn what reuse takes: whatever is stored is reused, however fast a tiny model computes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rekindle.cache.cost import Costs
+from rekindle.cache.cost import AlwaysReuse
 
 
-class UnmeasuredLoads(Costs):
-    def loaded(self, *_: Any) -> None: ...
-
-    def refused(self, *_: Any) -> None: ...
-
-
-class UnmeasuredCosts(UnmeasuredLoads):
+class UnmeasuredCosts(AlwaysReuse):
     """The same for computing."""
 
     def computed(self, *_: Any) -> None: ...

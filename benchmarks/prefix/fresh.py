@@ -20,6 +20,7 @@ from benchmarks.base import BenchOptions, drop_pages
 from benchmarks.models import load
 from benchmarks.prefix.floor import Floor, floor_engine
 from benchmarks.prefix.rivals import restarted
+from rekindle.cache.cost import AlwaysReuse
 from rekindle.core.kv import LayerKv
 from rekindle.core.request import Request
 from rekindle.engine.base import Engine
@@ -63,6 +64,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     folder = Path(task["folder"])
     found: dict[str, Any] = {"sizes": {}}
     with Session(engine, cache=str(folder), memory_limit=0, disk_limit="90%") as session:
+        session.cache.kv.costs = AlwaysReuse()
         numbers, floors = count(), floor_engine(engine, options)
         rivals = restarted(engine, task["rivals"])
         for size, rounds in task["sizes"].items():

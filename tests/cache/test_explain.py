@@ -14,6 +14,7 @@ from rekindle.cache.explain import Explanation
 from rekindle.cache.miss_reason import common_content, content_of, differences
 from rekindle.cache.volatile_text import compare, find_volatile
 from rekindle.core.keys import KvSpace, Namespace
+from rekindle.core.kv import Span
 from rekindle.engine.fake import FakeEngine
 from rekindle.store import history
 from rekindle.store.history import MAX_TOKENS
@@ -168,13 +169,15 @@ def test_another_template_is_named(folder: str, tiny_folder: Path, tmp_path: Pat
 @pytest.mark.measured_costs
 def test_costs_are_remembered_so_that_the_first_plan_of_a_process_predicts(folder: str) -> None:
     with Session(FakeEngine(), cache=folder) as session:
-        assert session.explain(RULES).cold_seconds is None
-        ask(session, RULES)
+        guessed = session.explain(RULES).cold_seconds
+        assert guessed is not None and guessed > 0
+        session.cache.costs.computed(Span(0, 100), 50.0)
+        measured = session.explain(RULES).cold_seconds
+        assert measured is not None and measured > 1000 * guessed
     with Session(FakeEngine(), cache=folder) as session:
-        told = session.explain(RULES + "x")
-        assert told.cold_seconds is not None and told.cold_seconds > 0
+        assert session.explain(RULES).cold_seconds == measured
     with Session(FakeEngine(seed=3), cache=folder) as session:
-        assert session.explain(RULES).cold_seconds is None, "another model has costs of its own"
+        assert session.explain(RULES).cold_seconds == guessed, "another model has costs of its own"
 
 
 def test_another_model_is_named(folder: str) -> None:

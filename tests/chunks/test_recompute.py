@@ -16,6 +16,7 @@ import pytest
 from benchmarks.baselines import recompute_policies
 from benchmarks.baselines.recompute_policies import RECOMPUTE_POLICIES
 from rekindle import Session
+from rekindle.cache.cost import FREE, Costs
 from rekindle.core.chunk import chunk_digest
 from rekindle.core.keys import token_bytes
 from rekindle.core.kv import LayerKv, Span
@@ -617,6 +618,28 @@ def test_a_request_may_ask_for_chunk_reuse_on_an_exact_session_and_may_refuse_it
         assert prefill(session, asked([D, B, A], reuse="approximate")).reuse.from_chunks > 0
         off = session.chat("How?", documents=[A, B], max_tokens=1, reuse="off")
         assert off.reuse.level == "off" and off.reuse.chunks == ()
+
+
+@pytest.mark.measured_costs
+def test_passages_that_took_longer_than_computing_are_computed_until_tried_again(tmp_path: Path) -> None:
+    with reusing(tmp_path / "cache") as session:
+        warmed(session, [A, B])
+        costs = session.cache.kv.costs = Costs(replace(FREE, compute=(0.0, 1e-3, 0.0), chunks=(0.0, 1.0)))
+        costs.reused_chunks(0.1, 10.0)
+        before = costs.rates.chunk_seconds(0.1)
+        done = prefill(session, asked([B, A]))
+        assert_is_exact(done)
+        assert done.reuse.miss == "slower"
+        assert before == pytest.approx(10.0) and costs.rates.chunk_seconds(0.1) < before
+
+
+@pytest.mark.measured_costs
+def test_the_time_that_chunk_reuse_took_is_learned(tmp_path: Path) -> None:
+    with reusing(tmp_path / "cache") as session:
+        warmed(session, [A, B])
+        costs = session.cache.kv.costs = Costs(FREE)
+        assert prefill(session, asked([B, A])).reuse.from_chunks > 0
+        assert len(costs.as_json()["chunks"]) == 1
 
 
 def test_measured_costs_never_make_chunk_reuse_fail(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 from rekindle import Session
-from rekindle.cache.cost import Costs
+from rekindle.cache.cost import FREE, Costs
 from rekindle.core.reply import Reply
 from rekindle.core.request import Request
 from rekindle.engine.fake import FakeEngine
@@ -962,12 +962,13 @@ def test_closing_does_not_wait_for_a_load_that_hangs(kind: str, folder: Path, ha
 
 # -- costs ---------------------------------------------------------------------------------------------------------
 
+NOW = time.time()
 ABSURD = [
-    pytest.param({"compute": [[1.0, 100.0, 5000.0, 1e12]]}),  # a deadline of thousands of years
-    pytest.param({"compute": [[1.0, 100.0, 5000.0, 1e300]]}),
-    pytest.param({"compute": [[1, 2, 3, 10**400]]}),
-    pytest.param({"compute": [[1, 1e308, 3, 1e-3]]}),
-    pytest.param({"disk": [[-1, -2, 1e-3]]}),
+    pytest.param({"compute": [[1.0, 100.0, 5000.0, 1e12, NOW]]}),  # a deadline of thousands of years
+    pytest.param({"compute": [[1.0, 100.0, 5000.0, 1e300, NOW]]}),
+    pytest.param({"compute": [[1, 2, 3, 10**400, NOW]]}),
+    pytest.param({"compute": [[1, 1e308, 3, 1e-3, NOW]]}),
+    pytest.param({"disk": [[-1, -2, 1e-3, NOW]]}),
     {"compute": "rubbish", "disk": {"a": 1}},
     [1, 2, 3],
 ]
@@ -976,7 +977,7 @@ ABSURD = [
 @pytest.mark.parametrize("costs", ABSURD, ids=range(len(ABSURD)))
 def test_absurd_remembered_costs_fail_no_request(costs: Any, folder: Path) -> None:
     with warmed("fake", folder) as session:
-        session.cache.kv.costs = Costs(costs)
+        session.cache.kv.costs = Costs(FREE, costs)
         for _ in range(2):
             assert_right("fake", ask_in_time(session))
             session.flush()

@@ -21,7 +21,7 @@ from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkScores, EarlierChu
 from rekindle.core.kv import Span
 from rekindle.core.plan import Compute, Load, Plan, ReuseChunks
 from rekindle.errors import InvalidSetting
-from tests.laws.test_plan_laws import TOKEN_BYTES, known_rates, some_rates
+from tests.laws.test_plan_laws import TOKEN_BYTES, some_rates
 
 CUT = PrefillSteps(128)
 _TIERS: tuple[Literal["memory", "disk"], ...] = ("memory", "disk")
@@ -135,7 +135,7 @@ def test_what_is_loaded_exactly_was_loaded_by_the_exact_plan(
         assert all(span.stop > exact.reused for span in plan.reuse_chunks.spans)
 
 
-@given(prompts(), recompute_policies(), known_rates)
+@given(prompts(), recompute_policies(), some_rates)
 def test_a_plan_that_reuses_chunks_is_never_expected_to_be_slower_than_the_exact_one(
     prompt: Prompt, recompute_policy: RecomputePolicy, rates: Rates
 ) -> None:
@@ -174,18 +174,32 @@ def test_without_chunk_reuse_the_same_is_loaded_and_the_rest_computed(
     assert [place for span in spans_of(instead) for place in range(span.start, span.stop)] == list(range(plan.tokens))
 
 
-def test_a_plan_of_unknown_costs_gives_way_to_none_that_is_known_to_be_slower_than_computing() -> None:
-    """What the exact plan loads from disk was never measured; what chunk reuse loads from memory takes too long."""
+def test_chunk_reuse_gives_way_to_an_exact_plan_that_is_expected_to_be_faster() -> None:
+    """What the exact plan loads from disk is free; what chunk reuse loads from memory takes too long."""
     span = Span(40, 140)
     variant = Variant(
         ChunkDigest(bytes(16)), span, ChunkScores(np.zeros(100, np.float16), np.zeros(100, np.float16), 1.0, ())
     )
     chunk = ChunkMatch(span, variant.digest, Stored(1, variant, "memory", 100 * TOKEN_BYTES), overhead=0.1)
-    rates = Rates(compute=(0.0, 1e-3, 0.0), load={"memory": (1e3, 0.0)})
-    found = (Found(Span(0, 45), "memory", 45 * TOKEN_BYTES), Found(Span(45, 60), "disk", 15 * TOKEN_BYTES))
+    rates = Rates(compute=(0.0, 1e-3, 0.0), load={"memory": (1e3, 0.0), "disk": (0.0, 0.0)})
+    found = (Found(Span(0, 60), "disk", 60 * TOKEN_BYTES),)
     exact = make_plan(Matches(150, 0, found), rates, CUT)
-    assert exact.predicted_seconds is None and exact.cold_seconds is not None
+    assert exact.reused == 60
     assert plan_chunk_reuse(exact, PromptLayout(36, (span,)), [chunk], policy_of("leading"), rates, 10_000) is exact
+
+
+def test_what_chunk_reuse_takes_beside_its_parts_is_charged() -> None:
+    span = Span(20, 120)
+    variant = Variant(
+        ChunkDigest(bytes(16)), span, ChunkScores(np.zeros(100, np.float16), np.zeros(100, np.float16), 1.0, ())
+    )
+    chunk = ChunkMatch(span, variant.digest, Stored(1, variant, "memory", 100 * TOKEN_BYTES), overhead=0.1)
+    layout, policy = PromptLayout(16, (span,)), policy_of("leading", 0.1)
+    for beside, reuses in (((0.0, 1.0), True), ((0.0, 2.0), True), ((0.0, 3.5), False), ((100.0, 1.0), False)):
+        rates = Rates(compute=(0.0, 1.0, 0.0), load={"memory": (0.0, 0.0)}, chunks=beside)
+        exact = make_plan(Matches(130), rates, CUT)
+        plan = plan_chunk_reuse(exact, layout, [chunk], policy, rates, 10_000)
+        assert (plan.reuse_chunks is not None) is reuses
 
 
 def test_the_published_way_is_charged_for_what_it_computes_and_no_more() -> None:

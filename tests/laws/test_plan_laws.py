@@ -5,23 +5,26 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from rekindle.cache.cost import Costs, Rates, fit
+from rekindle.cache.cost import FREE, Costs, Rates, fit, prior_rates
 from rekindle.cache.matches import Found, Matches
 from rekindle.cache.planner import PrefillSteps, make_plan
-from rekindle.core.kv import Span
+from rekindle.core.kv import KvLayout, LayerShape, Span
 from rekindle.core.plan import Compute, Load, Plan
 
 pytestmark = pytest.mark.thorough
 
-UNKNOWN = Rates()
 TOKEN_BYTES = 64  # of the KV in these tests
+NOW = time.time()
+PRIOR = Rates((1e-3, 1e-3, 1e-7), {"memory": (1e-3, 1e-9), "disk": (1e-3, 1e-9), "coded": (1e-2, 1e-8)})
 
 seconds = st.floats(0.0, 1e3, allow_nan=False)
 tiers = st.sampled_from(["memory", "disk"])
@@ -39,11 +42,6 @@ def some_matches(draw: st.DrawFn) -> Matches:
 
 
 some_rates = st.builds(
-    Rates,
-    compute=st.one_of(st.just(()), st.tuples(seconds, seconds, st.floats(0.0, 1.0))),
-    load=st.dictionaries(tiers, st.tuples(seconds, st.floats(0.0, 1.0))),
-)
-known_rates = st.builds(
     Rates,
     compute=st.tuples(seconds, seconds, st.floats(0.0, 1.0)),
     load=st.fixed_dictionaries({tier: st.tuples(seconds, st.floats(0.0, 1.0)) for tier in ("memory", "disk")}),
@@ -111,16 +109,13 @@ def test_a_plan_is_never_expected_to_be_slower_than_computing_everything(
     matches: Matches, rates: Rates, cut: PrefillSteps
 ) -> None:
     plan = make_plan(matches, rates, cut)
-    if rates.compute:
-        everything = Plan.computing(cut.spans(0, matches.tokens))
-        assert plan.cold_seconds == pytest.approx(cost(everything, rates))
-    else:
-        assert plan.cold_seconds is None
-    if plan.predicted_seconds is not None and plan.cold_seconds is not None:
-        assert plan.predicted_seconds <= plan.cold_seconds
+    everything = Plan.computing(cut.spans(0, matches.tokens))
+    assert plan.cold_seconds == pytest.approx(cost(everything, rates))
+    assert plan.predicted_seconds is not None and plan.cold_seconds is not None
+    assert plan.predicted_seconds <= plan.cold_seconds
 
 
-@given(some_matches(), known_rates, some_cuts)
+@given(some_matches(), some_rates, some_cuts)
 def test_what_a_plan_predicts_is_the_sum_of_its_steps(matches: Matches, rates: Rates, cut: PrefillSteps) -> None:
     plan = make_plan(matches, rates, cut)
     assert plan.predicted_seconds is not None and plan.cold_seconds is not None
@@ -153,11 +148,10 @@ def test_the_same_arguments_give_the_same_plan(matches: Matches, rates: Rates, c
     assert make_plan(matches, rates, cut) == make_plan(again, other, cut)
 
 
-@given(some_matches(), some_cuts)
-def test_while_costs_are_unknown_everything_known_is_reused(matches: Matches, cut: PrefillSteps) -> None:
-    plan = make_plan(matches, UNKNOWN, cut)
-    assert plan.reused == cut.reusable(min(matches.length, matches.tokens - 1))
-    assert plan.predicted_seconds is None
+@given(some_matches(), plain_cuts)
+def test_where_loads_are_free_everything_known_is_reused(matches: Matches, cut: PrefillSteps) -> None:
+    """What tests of reuse rely on."""
+    assert make_plan(matches, FREE, cut).reused == min(matches.length, matches.tokens - 1)
 
 
 @settings(suppress_health_check=[HealthCheck.filter_too_much])  # many have nothing in the engine
@@ -200,7 +194,7 @@ def test_what_is_fast_is_loaded_and_what_hangs_on_a_slow_tier_is_computed() -> N
     assert plan.loads == (Load(Span(0, 300), "memory"),)
 
 
-@given(some_matches(), known_rates, some_cuts)
+@given(some_matches(), some_rates, some_cuts)
 @example(
     Matches(100, 90, (Found(Span(0, 96), "disk", 96 * TOKEN_BYTES),)),
     Rates((0, 1, 0), {"disk": (1e3, 0)}),
@@ -228,7 +222,7 @@ def test_no_other_way_to_reuse_what_is_known_is_expected_to_be_faster(
         assert plan.predicted_seconds <= alternative * (1 + 1e-9) + 1e-12
 
 
-@given(some_matches(), known_rates)
+@given(some_matches(), some_rates)
 def test_knowing_more_never_makes_a_plan_slower(matches: Matches, rates: Rates) -> None:
     cut = PrefillSteps(10_000)
     without = make_plan(Matches(matches.tokens, 0, matches.stored[:-1]), rates, cut)
@@ -276,7 +270,7 @@ measured = st.lists(st.tuples(some_spans, st.floats(1e-6, 1e3)), min_size=1, max
 
 @given(measured)
 def test_fitted_costs_are_never_negative_and_never_nonsense(measurements: list[tuple[Span, float]]) -> None:
-    costs = Costs()
+    costs = Costs(PRIOR)
     for span, taken in measurements:
         costs.computed(span, taken)
         costs.loaded("disk", len(span) * TOKEN_BYTES, taken)
@@ -284,10 +278,8 @@ def test_fitted_costs_are_never_negative_and_never_nonsense(measurements: list[t
     assert len(rates.compute) == 3 and len(rates.load["disk"]) == 2
     assert all(c >= 0 and math.isfinite(c) for c in (*rates.compute, *rates.load["disk"]))
     for span, _ in measurements:
-        predicted = rates.compute_seconds(span)
-        assert predicted is not None and predicted >= 0
-        loading = rates.load_seconds("disk", len(span) * TOKEN_BYTES)
-        assert loading is not None and loading >= 0
+        assert rates.compute_seconds(span) >= 0
+        assert rates.load_seconds("disk", len(span) * TOKEN_BYTES) >= 0
 
 
 coefficient = st.floats(1e-5, 1e-2)
@@ -300,7 +292,7 @@ DESIGN = [(start, count) for start in (0, 100, 1000, 3000) for count in (1, 7, 6
 def test_exact_measurements_give_back_the_coefficients(
     fixed: float, per_token: float, per_pair: float, design: list[tuple[int, int]]
 ) -> None:
-    costs = Costs()
+    costs = Costs(PRIOR)
     for start, count in design:
         costs.computed(Span(start, start + count), fixed + per_token * count + per_pair * count * (start + count / 2))
     for start, count in ((0, 500), (1500, 1), (3000, 2048)):
@@ -311,11 +303,10 @@ def test_exact_measurements_give_back_the_coefficients(
 @given(st.integers(0, 2**32 - 1))
 def test_noise_of_a_tenth_moves_a_prediction_by_no_more_than_that(seed: int) -> None:
     noise = random.Random(seed)
-    truth = Rates((0.01, 1e-3, 1e-6))
-    costs = Costs()
+    truth = Rates((0.01, 1e-3, 1e-6), {})
+    costs = Costs(PRIOR)
     for start, count in DESIGN * 2:
         taken = truth.compute_seconds(Span(start, start + count))
-        assert taken is not None
         costs.computed(Span(start, start + count), taken * noise.uniform(0.9, 1.1))
     for start, count in ((0, 500), (3000, 2048)):
         wanted = truth.compute_seconds(Span(start, start + count))
@@ -331,33 +322,35 @@ def test_what_costs_nothing_is_found_to_cost_nothing(truth: tuple[float, float, 
 
 @given(st.floats(1e-4, 1e-1), st.floats(1e-10, 1e-7))
 def test_exact_loads_give_back_the_coefficients(fixed: float, per_byte: float) -> None:
-    costs = Costs()
+    costs = Costs(PRIOR)
     for size in (1_000, 20_000, 400_000, 9_000_000, 50_000_000):
         costs.loaded("disk", size, fixed + per_byte * size)
     got = costs.rates.load_seconds("disk", 3_000_000)
     assert got == pytest.approx(fixed + per_byte * 3_000_000, rel=0.02)
-    assert costs.rates.load_seconds("memory", 3_000_000) is None
+    assert costs.rates.load_seconds("memory", 3_000_000) == PRIOR.load_seconds("memory", 3_000_000)
     assert costs.rates.load_seconds("engine", 3_000_000) == 0.0
 
 
-@given(st.integers(1, 2048), st.floats(1e-4, 10))
-@example(123, 9.5)
-def test_one_measurement_scales_with_the_tokens(count: int, taken: float) -> None:
-    costs = Costs()
-    costs.computed(Span(0, count), taken)
-    assert costs.rates.compute_seconds(Span(0, 2 * count)) == pytest.approx(2 * taken)
+@given(some_spans, some_spans, st.floats(1e-4, 10))
+def test_one_measurement_scales_the_prior(span: Span, other: Span, taken: float) -> None:
+    """A step of a few tokens on a large GPU is all overhead: many tokens do not take as much more."""
+    costs = Costs(PRIOR)
+    costs.computed(span, taken)
+    scale = PRIOR.compute_seconds(other) / PRIOR.compute_seconds(span)
+    assert costs.rates.compute_seconds(span) == pytest.approx(taken)
+    assert costs.rates.compute_seconds(other) == pytest.approx(scale * taken)
 
 
 def test_a_tiny_load_says_nothing_of_what_a_large_one_takes() -> None:
-    costs = Costs()
+    costs = Costs(PRIOR)
     costs.loaded("coded", 92_160, 0.14)  # the first one: most of it is getting ready
-    assert costs.rates.load_seconds("coded", 20_000_000) == pytest.approx(0.14)
+    assert costs.rates.load_seconds("coded", 20_000_000) == pytest.approx(0.14 + 0.2)  # by the prior
     costs.loaded("coded", 20_000_000, 0.2)
     assert costs.rates.load_seconds("coded", 40_000_000) == pytest.approx(0.26, rel=0.1)
 
 
 def test_new_measurements_win_over_old_ones() -> None:
-    costs = Costs()
+    costs = Costs(PRIOR)
     for _ in range(48):
         costs.computed(Span(0, 100), 5.0)
     for _ in range(48):
@@ -365,20 +358,99 @@ def test_new_measurements_win_over_old_ones() -> None:
     assert costs.rates.compute_seconds(Span(0, 100)) == pytest.approx(1.0, rel=0.05)
 
 
-def test_nothing_measured_is_nothing_known() -> None:
-    rates = Costs().rates
-    assert rates.compute_seconds(Span(0, 5)) is None
-    assert rates.load_seconds("disk", 5) is None
+def test_before_anything_was_measured_the_prior_holds() -> None:
+    assert Costs(PRIOR).rates == PRIOR
     assert fit([]) == ()
+
+
+def engine_like(device: str, parameters: int = 135_000_000) -> Any:
+    layout = KvLayout("float32" if device == "cpu" else "bfloat16", (LayerShape(3, 64, 64),) * 30)
+    return SimpleNamespace(device=device, layout=layout, parameters=parameters, attention=17_280)
+
+
+@pytest.mark.parametrize(
+    ("device", "tokens", "tier", "loads"),
+    [
+        ("cpu", 64, "disk", True),  # a small model on any processor of today
+        ("cpu", 4096, "coded", True),
+        ("NVIDIA H200", 64, "memory", False),
+        ("NVIDIA H200", 700, "disk", False),
+    ],
+)
+def test_the_prior_knows_where_loading_pays(
+    device: str, tokens: int, tier: Any, loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rekindle.cache.cost.count_cores", lambda: 4)
+    engine = engine_like(device)
+    stored = Found(Span(0, tokens), tier, tokens * engine.layout.token_bytes)
+    plan = make_plan(Matches(tokens + 20, 0, (stored,)), prior_rates(engine), PrefillSteps(8192))
+    assert bool(plan.loads) is loads
+
+
+def test_a_larger_model_or_a_slower_device_is_expected_to_compute_longer() -> None:
+    span = Span(0, 1000)
+    small, large, fast = (
+        prior_rates(engine_like(*kind)).compute_seconds(span)
+        for kind in (("cpu", 10**8), ("cpu", 10**9), ("NVIDIA H200", 10**8))
+    )
+    assert fast < small < large
+
+
+def test_what_was_measured_more_than_a_month_ago_is_forgotten() -> None:
+    rows = [[1.0, 100.0, 5000.0, 9.0, NOW - days * 86_400] for days in (31, 400, -2)]
+    assert Costs(PRIOR, {"compute": rows}).rates == PRIOR
+    young = [[1.0, 100.0, 5000.0, 9.0, NOW - 29 * 86_400]]
+    assert Costs(PRIOR, {"compute": [*rows, *young]}).rates.compute_seconds(Span(0, 100)) == pytest.approx(9.0)
+
+
+@given(st.floats(2.1, 50.0), st.integers(2, 20))
+def test_a_machine_that_becomes_busy_is_noticed_at_once_and_so_is_one_that_is_idle_again(
+    times: float, count: int
+) -> None:
+    costs, size = Costs(PRIOR), 10**7
+
+    def expected(*taken: float) -> float:
+        for seconds in taken:
+            costs.loaded("disk", size, seconds)
+        return costs.rates.load_seconds("disk", size)
+
+    assert expected(*[0.1] * count) == pytest.approx(0.1)
+    assert 0.099 * math.sqrt(times) <= expected(0.1 * times) < 0.1 * times, "it may be a moment"
+    assert expected(*[0.1 * times] * 8) >= 0.045 * times
+    assert expected(0.1) <= 0.21
+
+
+@given(st.floats(0.8, 1.25), st.floats(1e-6, 1e-3), st.permutations(DESIGN))
+def test_another_size_is_no_change_of_the_machine(
+    noise: float, per_token: float, design: list[tuple[int, int]]
+) -> None:
+    costs = Costs(PRIOR)
+    for number, (start, count) in enumerate(design):
+        costs.computed(Span(start, start + count), (0.01 + per_token * count) * (noise if number % 2 else 1.0))
+    assert costs.rates.compute_seconds(Span(0, 500)) == pytest.approx(0.01 + per_token * 500, rel=0.5)
+
+
+def test_tries_in_vain_become_rare() -> None:
+    """What takes three times as long as computing is tried less and less often."""
+    costs, tries = Costs(PRIOR), []
+    costs.loaded("disk", 10**7, 0.3)
+    for request in range(200):
+        if costs.rates.load_seconds("disk", 10**7) <= 0.1:
+            costs.loaded("disk", 10**7, 0.3)
+            tries.append(request)
+        else:
+            costs.refused({"disk"})
+    gaps = [b - a for a, b in pairwise(tries)]
+    assert 3 <= len(tries) <= 6 and all(b > 1.5 * a for a, b in pairwise(gaps))
 
 
 @given(measured)
 def test_what_was_measured_survives_a_restart(measurements: list[tuple[Span, float]]) -> None:
-    costs = Costs()
+    costs = Costs(PRIOR)
     for span, taken in measurements:
         costs.computed(span, taken)
         costs.loaded("memory", len(span) * TOKEN_BYTES, taken)
-    again = Costs(json.loads(json.dumps(costs.as_json())))
+    again = Costs(PRIOR, json.loads(json.dumps(costs.as_json())))
     assert again.rates == costs.rates
 
 
@@ -394,7 +466,7 @@ rubbish = st.recursive(
 )
 rows = st.one_of(
     rubbish,
-    st.lists(st.one_of(rubbish, st.lists(numbers, min_size=3, max_size=4)), max_size=6),
+    st.lists(st.one_of(rubbish, st.lists(st.one_of(numbers, st.just(NOW)), min_size=4, max_size=5)), max_size=6),
 )
 remembered = st.one_of(rubbish, st.fixed_dictionaries({"compute": rows, "memory": rows, "disk": rows}))
 KNOWN = Matches(100, 0, (Found(Span(0, 40), "memory", 40 * TOKEN_BYTES), Found(Span(40, 90), "disk", 50 * TOKEN_BYTES)))
@@ -402,19 +474,19 @@ KNOWN = Matches(100, 0, (Found(Span(0, 40), "memory", 40 * TOKEN_BYTES), Found(S
 
 @settings(max_examples=300)
 @given(remembered)
-@example({"compute": [[1, 2, 3, 10**400]]})
-@example({"compute": [[1, 2, 3, 5e-324]]})
-@example({"compute": [[1, 1e308, 3, 1e-3]]})
-@example({"disk": [[-1, -2, 1e-3]]})
-@example({"compute": [[0, 0, 0, 1.0]], "disk": [[0, 0, 1.0]]})
+@example({"compute": [[1, 2, 3, 10**400, NOW]]})
+@example({"compute": [[1, 2, 3, 5e-324, NOW]]})
+@example({"compute": [[1, 2, 3, 1.0, 10**400]]})
+@example({"compute": [[1, 1e308, 3, 1e-3, NOW]]})
+@example({"disk": [[-1, -2, 1e-3, NOW]]})
+@example({"compute": [[0, 0, 0, 1.0, NOW]], "disk": [[0, 0, 1.0, NOW]]})
 def test_rubbish_among_the_remembered_costs_never_spoils_a_plan(known: Any) -> None:
     """The file is anybody's: damaged, of another version, or written by hand."""
-    costs = Costs(json.loads(json.dumps(known)))
+    costs = Costs(PRIOR, json.loads(json.dumps(known)))
     plan = make_plan(KNOWN, costs.rates, PrefillSteps(256))
     assert plan.steps[-1].span.stop == 100
     assert all(c >= 0 and math.isfinite(c) for c in costs.rates.compute)
     costs.computed(Span(0, 100), 0.5)
-    predicted = costs.rates.compute_seconds(Span(0, 100))
-    assert predicted is not None and predicted >= 0
+    assert costs.rates.compute_seconds(Span(0, 100)) > 0
     make_plan(KNOWN, costs.rates, PrefillSteps(256))
     json.dumps(costs.as_json())

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rekindle import Session
+from rekindle.cache import cost
 from rekindle.cache.explain import Explanation
 from rekindle.cache.matches import Matches
 from rekindle.core.request import Request
@@ -60,7 +61,7 @@ def publish(folder: Path, *, encrypted: bool) -> Published:
 def worth(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model of these tests is small: as if its prompts were worth streaming."""
     monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(streams, "_FLOP_PER_SECOND", 1e4)
+    monkeypatch.setattr(cost, "FREE", replace(cost.FREE, compute=(0.0, 1.0, 0.0)))
 
 
 @contextmanager

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from rekindle import Session
-from rekindle.cache.cost import Costs
 from rekindle.engine.base import EngineWrapper, Logits, Row
 from rekindle.engine.hf.device import choose_placement
 from rekindle.engine.hf.engine import HfEngine
 from tests.tiny import byte_tokenizer, tiny_model
+from tests.unmeasured_costs import UnmeasuredCosts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -50,7 +50,7 @@ def test_what_comes_back_gives_the_same_logits(engine: Watched, tmp_path: Path, 
         for count in (30, 199, 640, 700):
             asked = [*TOKENS[:count], 5, 6, 7]
             session.cache.unpark()
-            session.cache.kv.costs = Costs()  # a tiny model is computed sooner than loaded
+            session.cache.kv.costs = UnmeasuredCosts()  # a tiny model is computed sooner than loaded
             warm = session.generate(asked, max_tokens=1)
             got = engine.seen[-1]
             session.generate(asked, max_tokens=1, reuse="off")
@@ -69,7 +69,7 @@ def test_deterministic_prefills_are_bit_equal_cold_and_warm(engine: Watched, tmp
                 for _ in range(3):  # often enough for a step to be recorded
                     for reuse in ("off", "exact"):
                         session.cache.unpark()
-                        session.cache.kv.costs = Costs()
+                        session.cache.kv.costs = UnmeasuredCosts()
                         reply = session.generate(asked, max_tokens=1, reuse=reuse)
                         logits.append(engine.seen[-1])
                     assert reply.reuse.reused >= 256

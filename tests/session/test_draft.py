@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from rekindle import Session
+from rekindle.cache.cost import FREE, Costs
 from rekindle.core.grammar import Grammar
 from rekindle.core.keys import token_bytes
 from rekindle.core.kv import LayerKv
@@ -229,6 +231,48 @@ def test_drafts_of_nothing_of_other_models_and_of_text() -> None:
     assert beyond.tokens == plain.tokens and beyond.usage.drafted_tokens == 5
     text = reply_of(FakeEngine(), PROMPT, max_tokens=8, grammar=Grammar("regex", "abc{6}"), drafts="abcccccc")
     assert text.text == "abcccccc" and text.usage.drafted_tokens == 6  # the first and the last one are drawn as always
+
+
+def rates_of(step: tuple[float, float, float]) -> Costs:
+    return Costs(replace(FREE, step=step))
+
+
+def test_a_draft_is_checked_only_where_that_is_expected_to_be_sooner() -> None:
+    text = list(range(60))
+    cheap, dear = (Drafts([text], costs=rates_of((1.0, per_token, 0.0))) for per_token in (0.1, 1.0))
+    assert cheap.pays(7, 100) and dear.pays(7, 100), "all of it was right so far: seven steps are spared"
+    for drafts in (cheap, dear):
+        assert drafts.guess(text[:1])
+        drafts.checked(7, 0)
+    assert cheap.pays(7, 100) and not dear.pays(7, 100)
+    while cheap.pays(7, 100):
+        cheap.checked(7, 0)
+    far = Drafts([text], costs=rates_of((1.0, 0.0, 1e-4)))
+    far.checked(7, 5)
+    assert far.pays(7, 0) and not far.pays(7, 1_000_000), "every token attends to all before it"
+    mended = Drafts([text], costs=rates_of((1.0, 0.1, 0.0)))
+    for taken in (0, 7, 7, 0, 7):
+        mended.checked(7, taken)
+    assert mended.pays(7, 100), "one that goes on after a wrong token is followed"
+
+
+def test_a_draft_that_does_not_pay_is_left_alone_and_the_reply_is_the_same(tmp_path: Path) -> None:
+    tokens = reply_of(FakeEngine(), PROMPT, **ENDLESS).tokens
+    wrong = [*tokens[:3], *(255 - token % 256 for token in tokens[3:])]
+    engine = Noting()
+    with Session(engine, cache=tmp_path / "cache") as session:
+        session.cache.kv.costs = rates_of((1.0, 1.0, 0.0))  # a step of eight takes as long as four and a half
+        reply = session.generate(PROMPT, **ENDLESS, drafts=[wrong])
+        assert reply.tokens == tokens and sum(len(row) > 1 or row[0] > 1 for row in engine.steps[1:]) <= 1
+
+
+def test_steps_are_timed_for_later_drafts(tmp_path: Path) -> None:
+    with Session(FakeEngine(), cache=tmp_path / "cache") as session:
+        tokens = session.generate(PROMPT, **ENDLESS).tokens
+        costs = session.cache.kv.costs = rates_of((1.0, 0.0, 0.0))
+        session.generate(PROMPT, **ENDLESS, drafts=[[*tokens[:9], 5, 6, 7, 8, 9, 10]])
+        sizes = [row[1] for row in costs.as_json()["step"]]
+        assert max(sizes) > 1 and 0 < sizes.count(1.0) <= 8
 
 
 def test_what_is_no_draft_is_refused_with_a_reason() -> None:
@@ -526,10 +570,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     got: list[tuple[int, ...]] = []
     real = module.drafts_for
 
-    def noted(request: Any, known: Any, engine: Any) -> Any:
+    def noted(request: Any, known: Any, engine: Any, costs: Any) -> Any:
         parked = () if known.parked is None else known.parked.tokens
         got.append((*known.matches.goes_on, *parked))
-        return real(request, known, engine)
+        return real(request, known, engine, costs)
 
     monkeypatch.setattr(module, "drafts_for", noted)
     yield got

@@ -12,7 +12,7 @@ from rekindle.cache.planner import PrefillSteps
 from rekindle.cache.writer import WriteGuard
 from rekindle.core.chunk import ChunkMatches
 from rekindle.core.keys import KvSpace
-from rekindle.core.plan import Plan, Tier
+from rekindle.core.plan import Plan
 from rekindle.core.reply import ChunkReuse
 from rekindle.core.scope import AppRef
 
@@ -64,15 +64,22 @@ def why_missed(known: CacheLookup, plan: Plan, cut: PrefillSteps, lost: str | No
         return "late"
     if lost is not None:
         return "lost"
-    if plan.reuse_chunks is None and plan.reused < cut.reusable(min(known.matches.length, last)):
+    if plan.reuse_chunks is None and (
+        _refuses_chunks(known, plan) or plan.reused < cut.reusable(min(known.matches.length, last))
+    ):
         return "slower"
     if plan.reused == last:
         return None
     return "differs" if known.matches.length else "unknown"
 
 
-def refused_tiers(known: CacheLookup, plan: Plan, cut: PrefillSteps) -> set[Tier]:
-    """The tiers of stored KV that a plan does not load, because computing is expected to be faster."""
+def refused_kinds(known: CacheLookup, plan: Plan, cut: PrefillSteps) -> set[str]:
+    """What a plan does not do because computing is expected to be faster: loads by tier, and chunk reuse."""
     if known.off or why_missed(known, plan, cut, None) != "slower":
         return set()
-    return {found.tier for found in known.matches.stored if found.span.stop > plan.reused}
+    tiers = {str(found.tier) for found in known.matches.stored if found.span.stop > plan.reused}
+    return {*tiers, "chunks"} if _refuses_chunks(known, plan) else tiers
+
+
+def _refuses_chunks(known: CacheLookup, plan: Plan) -> bool:
+    return known.passages is not None and known.passages.knows_more_than(plan.reused)

@@ -38,25 +38,15 @@ class PrefillSteps:
 
 
 def make_plan(matches: Matches, rates: Rates, cut: PrefillSteps) -> Plan:
-    """The plan with the shortest expected time. While costs are unknown, as much as possible is reused."""
+    """The plan with the shortest expected time; of equals the one that reuses most, from the engine if it can."""
     cold = _seconds(_computing(0, matches, cut), rates, matches)
-    nothing = Plan.computing(cut.spans(0, matches.tokens), cold)
-    plans = []
+    plans = [(cold, Plan.computing(cut.spans(0, matches.tokens), cold))]
     for loads in _choices(matches, cut):
         steps = (*loads, *_computing(loads[-1].span.stop, matches, cut))
         seconds = _seconds(steps, rates, matches)
-        if seconds is None or cold is None:
-            plans.append(Plan(matches.tokens, steps, None, cold))
-        elif seconds <= cold:
-            plans.append(Plan(matches.tokens, steps, seconds, cold))
-    if any(plan.predicted_seconds is None for plan in plans):
-        return max(plans, key=_worth)
-    return min((*plans, nothing), key=lambda plan: (plan.predicted_seconds or 0.0, -plan.reused))
-
-
-def _worth(plan: Plan) -> tuple[int, bool]:
-    """How much is reused; of equals, what is in the engine already."""
-    return plan.reused, plan.loads[0].tier == "engine"
+        if seconds <= cold:
+            plans.append((seconds, Plan(matches.tokens, steps, seconds, cold)))
+    return min(plans, key=lambda one: (one[0], -one[1].reused, not one[1].in_engine))[1]
 
 
 def _choices(matches: Matches, cut: PrefillSteps) -> Iterator[tuple[Load, ...]]:
@@ -77,18 +67,15 @@ def _computing(start: int, matches: Matches, cut: PrefillSteps) -> tuple[Step, .
     return tuple(map(Compute, cut.spans(start, matches.tokens)))
 
 
-def _seconds(steps: tuple[Step, ...], rates: Rates, matches: Matches) -> float | None:
-    """Seconds of the steps one after the other, though they may overlap; None if a cost is unknown."""
+def _seconds(steps: tuple[Step, ...], rates: Rates, matches: Matches) -> float:
+    """Seconds of the steps one after the other, though they may overlap."""
     token_bytes = matches.stored[0].size_bytes // len(matches.stored[0].span) if matches.stored else 0
     beside = {found.span.start: found.beside_bytes for found in matches.stored}
     total = 0.0
     for step in steps:
         if isinstance(step, Load):
             more = beside.get(step.span.start, 0) if step.tier == "coded" else 0
-            cost = rates.load_seconds(step.tier, len(step.span) * token_bytes + more)
+            total += rates.load_seconds(step.tier, len(step.span) * token_bytes + more)
         elif isinstance(step, Compute):
-            cost = rates.compute_seconds(step.span)
-        if cost is None:
-            return None
-        total += cost
+            total += rates.compute_seconds(step.span)
     return total

@@ -25,7 +25,7 @@ from rekindle.cache.deadline import NoAnswer
 from rekindle.cache.explain import Explainer, Explanation, Prompt
 from rekindle.cache.inflight import InflightPrefills
 from rekindle.cache.kv_spaces import KvSpaces
-from rekindle.cache.lookup import CacheLookup, refused_tiers
+from rekindle.cache.lookup import CacheLookup, refused_kinds
 from rekindle.cache.matches import Matches
 from rekindle.cache.memory_gate import MemoryGate
 from rekindle.cache.prefill import IsCancelled, Prefill, PrefillResult
@@ -220,7 +220,7 @@ class PrefixCache:
                 opened = partial(self.kv.engine.open, capacity, regime, lookup.kv_space.adapter)
                 context = Context(lookup.kv_space, self._memory_gate.take(opened, cancelled))
             _begin(context, lookup)
-            self.costs.refused(refused_tiers(lookup, plan, self.kv.steps))
+            self.costs.refused(refused_kinds(lookup, plan, self.kv.steps))
             work = self.kv.work(context, lookup, cancelled, self._memory_gate.is_alone)
             fetched = None if self.remote is None else self.remote.run(work, context, lookup, plan)
             return fetched or (self.kv if lookup.passages is None else self.chunks).run(work, context, lookup, plan)

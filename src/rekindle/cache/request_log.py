@@ -48,7 +48,7 @@ class Stayed:
 
     def __init__(self, kv_space: KvSpace, tokens: Sequence[int], costs: Costs) -> None:
         self._kv_space, self._tokens = kv_space, tokens
-        self._saved_seconds = costs.rates.compute_seconds(Span(0, len(tokens))) or 0.0
+        self._saved_seconds = costs.rates.compute_seconds(Span(0, len(tokens)))
 
     def do(self, store: TieredStore) -> str:
         match = store.lookup(self._kv_space, self._tokens)

@@ -34,7 +34,7 @@ log = logging.getLogger("rekindle.cache")
 PIECE_TOKENS = 256  # of a deterministic prefill
 EARLY_TOKENS = 256  # a prompt with this many new tokens is written while its reply is being decoded
 LOOKUP_SECONDS = 0.25  # timeout of a question to the catalog
-# The shortest timeout of a load, which holds while costs are unknown; then what computing takes; the longest.
+# The shortest timeout of a load; then what computing takes; the longest.
 LOAD_SECONDS, MAX_LOAD_SECONDS = 1.0, 60.0
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class StoredKv:
             return work.run(context, plan)
         store, match = self.store, lookup.matches.match
         assert store is not None and match is not None
-        saved = self.costs.rates.compute_seconds(Span(0, plan.reused)) or 0.0
+        saved = self.costs.rates.compute_seconds(Span(0, plan.reused))
         timeout = self.load_timeout(saved)
         used = self._used(match, plan.reused)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -105,10 +105,11 @@ class ChunkPrefill:
     def _reuse(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult:
         passages, kv = lookup.passages, self.kv
         assert passages is not None
-        saved = kv.costs.rates.compute_seconds(Span(0, plan.tokens)) or 0.0
+        saved = kv.costs.rates.compute_seconds(Span(0, plan.tokens))
         recompute = SelectiveRecompute(
             work, passages.prompt_layout, passages.reused_in(plan), self.recompute_policy, kv.deadlines
         )
+        started = time.perf_counter()
         try:
             result = self._load(recompute, context, lookup, plan, kv.load_timeout(saved))
         except (KvLost, NoAnswer) as error:
@@ -116,6 +117,17 @@ class ChunkPrefill:
             context.truncate(plan.reused if plan.in_engine else 0)
             instead = plan.without_chunk_reuse(kv.steps.spans(plan.reused, plan.tokens))
             return replace(kv.run(work, context, lookup, instead), lost=str(error))
+        took, gaps = time.perf_counter() - started, [step.span for step in plan.computes]
+        parts = _parts_seconds(
+            plan.loads,
+            recompute.chunks,
+            gaps,
+            passages.prompt_layout,
+            self.recompute_policy,
+            kv.costs.rates,
+            plan.tokens,
+        )
+        kv.costs.reused_chunks(parts, took)
         self._record_use(passages, result, saved, lookup.app_ref)
         if plan.loads and not plan.in_engine and lookup.matches.match is not None:
             context.quantized_tokens = lookup.quantized_tokens(plan)
@@ -187,10 +199,11 @@ def plan_chunk_reuse(
     spans = tuple(chunk.span for chunk in usable)
     numbers = tuple(chunk.known.id for chunk in usable if chunk.known is not None)
     gaps = _gaps(start, spans, exact.tokens)
-    seconds = _seconds(loads, usable, gaps, prompt_layout, recompute_policy, rates, exact.tokens)
+    parts = _parts_seconds(loads, usable, gaps, prompt_layout, recompute_policy, rates, exact.tokens)
+    seconds = rates.chunk_seconds(parts)
     expected = recompute_policy.expected_recomputed(usable)
-    limit = min([one for one in (exact.predicted_seconds, exact.cold_seconds) if one is not None], default=math.inf)
-    if sum(map(len, gaps)) + expected > token_limit or (seconds is not None and seconds >= limit):
+    assert exact.predicted_seconds is not None
+    if sum(map(len, gaps)) + expected > token_limit or seconds >= exact.predicted_seconds:
         return exact
     steps: tuple[Step, ...] = (
         *loads,
@@ -235,7 +248,7 @@ class _PassWork:
         return _PassWork(self.tokens + other.tokens, self.pairs + other.pairs)
 
 
-def _seconds(
+def _parts_seconds(
     loads: Sequence[Load],
     chunks: Sequence[ChunkMatch],
     gaps: Sequence[Span],
@@ -243,8 +256,8 @@ def _seconds(
     recompute_policy: RecomputePolicy,
     rates: Rates,
     tokens: int,
-) -> float | None:
-    """Predicted seconds; None if a cost is unknown."""
+) -> float:
+    """Predicted seconds of loads and passes."""
     recomputed = _PassWork.scattered(recompute_policy.expected_recomputed(chunks), tokens)
     fresh = _PassWork.of(gaps)
     again = _PassWork.of([Span(prompt_layout.question, tokens)])
@@ -259,5 +272,4 @@ def _seconds(
     costs += [rates.load_seconds(load.tier, len(load.span) * token_bytes) for load in loads]
     for tier in {known.tier for known in picked}:
         costs.append(rates.load_seconds(tier, sum(known.size_bytes for known in picked if known.tier == tier)))
-    measured = [cost for cost in costs if cost is not None]
-    return sum(measured) if len(measured) == len(costs) else None
+    return sum(costs)

@@ -151,6 +151,10 @@ class ChunkMatches:
         spans = (Span(0, prompt_layout.head), *prompt_layout.chunks)
         return cls(prompt_layout, tuple(chunk_digest(tokens[span.start : span.stop]) for span in spans))
 
+    def knows_more_than(self, tokens: int) -> bool:
+        """Whether some chunk that does not end within the first `tokens` tokens has a variant."""
+        return any(chunk.known is not None and chunk.span.stop > tokens for chunk in self.picked)
+
     def reused_in(self, plan: Plan) -> tuple[ChunkMatch, ...]:
         """Those that the plan reuses, in order."""
         spans = plan.reuse_chunks.spans if plan.reuse_chunks is not None else ()

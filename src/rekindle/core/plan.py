@@ -91,8 +91,8 @@ Step = Load | Compute | ReuseChunks | FetchRemote
 class Plan:
     """Steps that tile `[0, tokens)`: loads come first, and the last token is always computed.
 
-    `predicted_seconds` is the expected time of the steps, `cold_seconds` that of computing everything; None while
-    nothing was measured. A plan that is expected to be slower than computing everything is invalid.
+    `predicted_seconds` is the expected time of the steps, `cold_seconds` that of computing everything; None where
+    nobody planned. A plan that is expected to be slower than computing everything is invalid.
     """
 
     tokens: int

@@ -104,7 +104,7 @@ _MISSES = {
     "off": "reuse is off",
     "unknown": "no earlier prompt begins like this one",
     "differs": "earlier prompts differ from there",
-    "slower": "loading would take longer",
+    "slower": "reuse would take longer",
     "lost": "stored KV could not be read",
     "late": "the cache did not answer in time",
     "checkpoint": "reuse ends at a checkpoint",
@@ -139,10 +139,10 @@ class Reuse:
     recompute_policy, budget  how the tokens to recompute were chosen, and how many, if passages were reused
     calibrated          whether that budget was calibrated for this model
     load_seconds        time to load KV; most of it overlaps with computing
-    predicted_seconds   expected time of the prefill; None while nothing was measured
+    predicted_seconds   expected time of the prefill; None where it was not planned as a whole
     cold_seconds        expected time of computing everything
     miss                why the rest was computed: None (only the last token was), "off", "unknown" (nothing stored
-                        begins like it), "differs" (what is stored continues differently, or ends), "slower" (loading
+                        begins like it), "differs" (what is stored continues differently, or ends), "slower" (reuse
                         would be), "lost" (KV could not be read), "late" (the cache did not answer in time),
                         "checkpoint" (a state that cannot be cut was reused up to its checkpoint)
     origin_miss         why nothing came from the origin although one is set and more than a chunk was missing here: a

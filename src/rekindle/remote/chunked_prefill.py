@@ -254,8 +254,8 @@ class PassagePrefill(ChunkedPrefill):
         return spans[: len(spans) if count == len(spans) else max(1, int(_STEP_SHARE * count))]
 
     def seconds(self, spans: Sequence[Span]) -> float:
-        """Seconds to compute passages; 0 while unknown."""
-        return sum(self._rates.compute_seconds(span) or 0.0 for span in spans)
+        """Seconds to compute passages."""
+        return sum(map(self._rates.compute_seconds, spans))
 
     def compute(self, stop: int) -> None:
         """Load what the cache has, and compute up to the end of a passage."""

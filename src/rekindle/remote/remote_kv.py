@@ -54,7 +54,6 @@ PATIENCE, MAX_PATIENCE_SECONDS = 0.015, 0.2  # share of the compute time to wait
 MAX_AHEAD = 2  # queued prompts that are fetched ahead: they take memory
 FIND_SECONDS = 10.0  # timeout of a lookup
 BACKOFF_SECONDS = 30.0  # pause after a failure
-_FLOP_PER_SECOND = 3e10  # until something was measured: two slow cores, two operations per weight and token
 
 PromptKey = tuple[KvSpace, tuple[int, ...], bool]  # of a prompt; whether it has passages
 RemoteFetch = RemotePrefixFetch | RemoteChunkFetch  # the prefix of a prompt, or its passages
@@ -149,7 +148,7 @@ class RemoteKv:
         if not self._is_allowed(lookup, plan):
             return None
         left = self._kv.costs.rates.compute_seconds(Span(plan.reused, plan.tokens))
-        if left is not None and left < WORTH_SECONDS:
+        if left < WORTH_SECONDS:
             return None
         try:
             if lookup.passages is not None:
@@ -182,7 +181,7 @@ class RemoteKv:
         plan, rates = prefill.plan, self._kv.costs.rates
         if prefill.is_between_chunks:  # else load or compute first
             left = rates.compute_seconds(Span(plan.reused, plan.tokens))
-            fetch.wait_for_lookup(MAX_PATIENCE_SECONDS if left is None else min(PATIENCE * left, MAX_PATIENCE_SECONDS))
+            fetch.wait_for_lookup(min(PATIENCE * left, MAX_PATIENCE_SECONDS))
         while not prefill.is_ready(fetch):
             prefill.next_piece()
         offer = fetch.offer
@@ -278,9 +277,9 @@ class RemoteKv:
         cells = offer.cells
         compute = self._layers.seconds(cells)
         if compute is None:
-            rows = [self._seconds(span, rates) / cells.layers for span in cells.spans]
+            rows = [rates.compute_seconds(span) / cells.layers for span in cells.spans]
             compute = np.repeat(np.array(rows)[:, None], cells.layers, axis=1)
-        question = self._seconds(Span(cells.tokens, tokens), rates) / cells.layers
+        question = rates.compute_seconds(Span(cells.tokens, tokens)) / cells.layers
         return StreamCosts(
             compute,
             compute * self._top_share,
@@ -288,10 +287,6 @@ class RemoteKv:
             np.full(cells.layers, question),
             bandwidth=1.0,
         )
-
-    def _seconds(self, span: Span, rates: Rates) -> float:
-        seconds = rates.compute_seconds(span)
-        return 2.0 * self._engine.parameters * len(span) / _FLOP_PER_SECOND if seconds is None else seconds
 
     def _back_off(self, reason: str) -> None:
         log.warning("The origin is not asked again for %.0f s: %s", BACKOFF_SECONDS, reason)

@@ -6,7 +6,8 @@ computes the guessed tokens in one step, and each is taken only if it is the one
     guess     the  lamp  was  lit  at  noon
     drawn     the  lamp  was  lit  at  dusk      five tokens for one step, and the text is the model's own
 
-So a draft may be wrong, old, or another question's: it can cost a little time, never change a reply.
+So a draft may be wrong, old, or another question's: it can cost a little time, never change a reply. It is checked only
+where that is expected to be sooner: by what a step of several tokens costs, and by how many were right so far.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, takewhile
 
+from rekindle.cache.cost import Costs
 from rekindle.cache.lookup import CacheLookup
+from rekindle.core.kv import Span
 from rekindle.core.request import Request
 from rekindle.engine.base import Engine
 from rekindle.engine.step_width import max_exact_step
@@ -24,26 +27,33 @@ MIN_RUN = 2  # number of tokens of a draft that must have been written before it
 _MIN_QUOTED_RUN = 3  # the same for the prompt, which is longer and less to the point
 _FEWEST, _MOST = 7, 63  # tokens guessed at once: with the one before them, a step has 8 to 64
 _MAX_CHARACTERS = 1 << 18  # of a draft are read: replies are shorter, and longer texts take seconds
-_PATIENCE = 3  # guesses of the prompt without any token taken, after which it is left alone
+_MARGIN = 1.25  # what a guess must be expected to gain: neither its time nor its tokens are certain
+_PLAIN_STEPS = 8  # of a reply are timed: more would take the place of those with a guess
 
 
 class Drafts:
     """What may come next in one reply."""
 
     def __init__(
-        self, texts: Sequence[Sequence[int]], prompt: Sequence[int] = (), room: Callable[[], int] | None = None
+        self,
+        texts: Sequence[Sequence[int]],
+        prompt: Sequence[int] = (),
+        room: Callable[[], int] | None = None,
+        costs: Costs | None = None,
     ) -> None:
         """`texts` are whole replies, the likeliest first; `prompt` may be quoted.
 
-        `room` returns how many tokens may be guessed in one step; None: any number.
+        `room` returns how many tokens may be guessed in one step; None: any number. Without `costs` every guess pays.
         """
+        self._costs, self._rates = costs, None if costs is None else costs.rates
+        self._plain_steps = 0
         self._room = room
         self._texts = [tuple(text) for text in texts if text]
         self._places = _runs(self._texts, MIN_RUN)
         self._prompt = tuple(prompt)
         self._quoted = _runs([self._prompt], _MIN_QUOTED_RUN)
         self._most, self._most_quoted = _FEWEST, _FEWEST
-        self._in_vain = 0
+        self._right = {False: (2, 2), True: (2, 3)}  # tokens of how many, by `_from_prompt`; at first an assumption
         self._from_prompt = False
         self.taken = 0
 
@@ -62,17 +72,34 @@ class Drafts:
             text, stop = self._texts[place[0]], place[1]
             return text[stop : stop + self._most]
         place = self._quoted.get(tuple(written[-_MIN_QUOTED_RUN:]))
-        if place is None or self._in_vain >= _PATIENCE:
+        if place is None:
             return ()
         self._from_prompt = True
         return self._prompt[place[1] : place[1] + self._most_quoted]
 
+    def pays(self, guessed: int, at: int) -> bool:
+        """Whether checking the last guess, of `guessed` tokens, is sooner than decoding as many as will be right."""
+        if self._rates is None:
+            return True
+        right, tried = self._right[self._from_prompt]
+        expected = sum((right / tried) ** count for count in range(1 + guessed))  # and the one that is drawn
+        together, alone = (self._rates.step_seconds(Span(at, at + count)) for count in (1 + guessed, 1))
+        return _MARGIN * together <= alone * expected
+
+    def stepped(self, span: Span, seconds: float) -> None:
+        """Note how long a step of the reply took."""
+        self._plain_steps += len(span) == 1
+        if self._costs is not None and (len(span) > 1 or self._plain_steps <= _PLAIN_STEPS):
+            self._costs.stepped(span, seconds)
+
     def checked(self, guessed: int, taken: int) -> None:
         """Note how many guessed tokens were right, and guess more or fewer next time."""
         self.taken += taken
-        longer = taken == guessed
+        longer, (right, tried) = taken == guessed, self._right[self._from_prompt]
+        self._right[self._from_prompt] = right + taken, tried + taken + (not longer)
+        if self._costs is not None and not longer:
+            self._rates = self._costs.rates
         if self._from_prompt:
-            self._in_vain = 0 if taken else self._in_vain + 1
             self._most_quoted = _next(self._most_quoted, longer=longer)
         else:
             self._most = _next(self._most, longer=longer)
@@ -92,15 +119,15 @@ def _of(number: int, text: Sequence[int], length: int) -> Iterator[tuple[tuple[i
         yield tuple(text[stop - length : stop]), (number, stop)
 
 
-def drafts_for(request: Request, lookup: CacheLookup, engine: Engine) -> Drafts | None:
+def drafts_for(request: Request, lookup: CacheLookup, engine: Engine, costs: Costs) -> Drafts | None:
     """The drafts of a request whose `answers` is settled: those it came with, and what followed its prompt before.
 
     None if there may be none.
     """
     own = [_encoded(draft, engine.tokenizer) for draft in request.drafts]
     if not request.drafted_tokens:
-        return Drafts(own, room=_room(engine)) if own else None
-    return Drafts([*own, _earlier(lookup)], lookup.tokens, _room(engine))
+        return Drafts(own, room=_room(engine), costs=costs) if own else None
+    return Drafts([*own, _earlier(lookup)], lookup.tokens, _room(engine), costs)
 
 
 def _room(engine: Engine) -> Callable[[], int]:

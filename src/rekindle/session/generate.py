@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.cache.context import Context
-from rekindle.core.kv import KvType
+from rekindle.core.kv import KvType, Span
 from rekindle.core.reply import FinishReason, Reply, Reuse, SampledToken, TextPiece, Timings, TokenLogprob, Usage
 from rekindle.core.request import Message, Request
 from rekindle.engine.base import Engine, EngineSequence, Logits, Row
@@ -76,11 +76,12 @@ class Generation:
         return Row.following(sequence, [*self._tokens[-1:], *guess], logits="all" if guess else "last")
 
     def guess(self) -> Sequence[int]:
-        """The tokens expected next; none without a draft that continues the reply."""
+        """The tokens expected next; none without a draft that continues the reply and pays."""
         if self.drafts is None:
             return ()
         room = self._limit - len(self._tokens) - 1  # the last token drawn is never computed
-        return self.drafts.guess(self._tokens)[: max(0, room)]
+        found = self.drafts.guess(self._tokens)[: max(0, room)]
+        return found if self.drafts.pays(len(found), len(self._prompt.tokens) + len(self._tokens) - 1) else ()
 
     def is_certain(self, logits: NDArray[np.float32]) -> bool:
         """Whether the token that is drawn here would be the same, were the logits off in their last digits.
@@ -213,7 +214,10 @@ def decode(
             guess = () if alone else generation.guess()
             if guess and engine.regime(len(generation.context) + len(guess)) != sequence.regime:
                 guess = ()
+            span, started = Span(sequence.length, sequence.length + 1 + len(guess)), time.perf_counter()
             (logits,) = engine.step([generation.row(sequence, guess)], cancelled)
+            if generation.drafts is not None:
+                generation.drafts.stepped(span, time.perf_counter() - started)
             pieces, alone = _check(generation, sequence, guess, logits)
             yield from filter(None, pieces)
     finally:

@@ -349,7 +349,7 @@ class Session:
             prompt_layout = prompt.prompt_layout if reuse is None else None  # the report of the first time stays true
             with cache.prepare(request, generation.context, cancelled, evidence, prompt_layout) as prefill:
                 if may_draft and generation.drafts is None:
-                    generation.drafts = drafts_for(request, prefill.lookup, engine)
+                    generation.drafts = drafts_for(request, prefill.lookup, engine, cache.costs)
                 if planned is not None and reuse is None:
                     planned(prefill.reuse)
                 text = generation.take(prefill.run(generation.capacity, cancelled))

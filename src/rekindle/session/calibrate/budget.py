@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rekindle.cache.cost import AlwaysReuse
 from rekindle.cache.prefill import PrefillResult
 from rekindle.cache.prefix_cache import PrefixCache
 from rekindle.chunks.prefill import ChunkPrefill
@@ -132,8 +133,7 @@ def start_prompt(
     seconds, result = time.perf_counter() - began, prefill.result
     result.context.land()  # the next one begins with the same tokens, and would wait for it
     passages = prefill.lookup.passages
-    picked = () if passages is None else passages.picked
-    usable = any(chunk.known is not None and chunk.span.stop > result.plan.reused for chunk in picked)
+    usable = passages is not None and passages.knows_more_than(result.plan.reused)
     shares = _shares(prompt.prompt_layout, result, len(engine.layout.layers))
     return StartedPrompt(result, prefill.reuse, seconds, *shares, usable and result.plan.reuse_chunks is None)
 
@@ -176,6 +176,7 @@ class PassageTrials:
                 keep_alive="none",
             ) as session,
         ):
+            session.cache.kv.costs = AlwaysReuse()  # a passage that is computed because it is faster shows no quality
             for number, donor in enumerate(donors, start=1):
                 advance(f"compute earlier prompt {number} of {len(donors)}")
                 session.warm(donor.request().prompt, documents=donor.quotes)
