@@ -48,7 +48,7 @@ _SIZES_APART = 4.0  # the largest measurement must be this many times the smalle
 _CORE_FLOP, _ACCELERATOR_FLOP = 1e11, {4: 5e13, 2: 5e14, 1: 5e14}  # a second; of an accelerator by bytes of a number
 _CPU_WEIGHT_BYTES, _ACCELERATOR_WEIGHT_BYTES = 2e10, 3e12  # a second
 _LOADS: dict[Tier, tuple[float, float]] = {"memory": (2e-3, 4e9), "disk": (5e-3, 1e9), "coded": (1e-2, 3e8)}
-_ACCELERATOR_LOADS: dict[Tier, tuple[float, float]] = {
+_DEVICE_LOADS: dict[Tier, tuple[float, float]] = {
     "memory": (5e-3, 2e10),
     "disk": (2e-2, 5e9),
     "coded": (3e-2, 3e8),
@@ -96,7 +96,7 @@ def prior_rates(engine: Engine) -> Rates:
     on_cpu, number_bytes = engine.device == "cpu", engine.layout.numpy_dtype.itemsize
     flop = _CORE_FLOP * usable_cores() if on_cpu else _ACCELERATOR_FLOP[number_bytes]
     weights = engine.parameters * number_bytes / (_CPU_WEIGHT_BYTES if on_cpu else _ACCELERATOR_WEIGHT_BYTES)
-    loads = _LOADS if on_cpu else _ACCELERATOR_LOADS
+    loads = _LOADS if on_cpu else _DEVICE_LOADS
     load = {tier: (fixed, 1 / speed) for tier, (fixed, speed) in loads.items()}
     compute = (weights, 2 * engine.parameters / flop, 4 * engine.attention / flop)
     step = (weights, *(_STEP_TIMES * rate for rate in compute[1:]))
