@@ -380,7 +380,7 @@ def engine_like(device: str, parameters: int = 135_000_000) -> Any:
 def test_the_prior_knows_where_loading_pays(
     device: str, tokens: int, tier: Any, loads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rekindle.cache.cost.count_cores", lambda: 4)
+    monkeypatch.setattr("rekindle.cache.cost.usable_cores", lambda: 4)
     engine = engine_like(device)
     stored = Found(Span(0, tokens), tier, tokens * engine.layout.token_bytes)
     plan = make_plan(Matches(tokens + 20, 0, (stored,)), prior_rates(engine), PrefillSteps(8192))
