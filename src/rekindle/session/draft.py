@@ -27,7 +27,7 @@ MIN_RUN = 2  # number of tokens of a draft that must have been written before it
 _MIN_QUOTED_RUN = 3  # the same for the prompt, which is longer and less to the point
 _FEWEST, _MOST = 7, 63  # tokens guessed at once: with the one before them, a step has 8 to 64
 _MAX_CHARACTERS = 1 << 18  # of a draft are read: replies are shorter, and longer texts take seconds
-_MARGIN = 1.25  # what a guess must be expected to gain: neither its time nor its tokens are certain
+_MARGIN = 1.75  # what a guess must be expected to gain: neither its time nor its tokens are certain
 _PLAIN_STEPS = 8  # of a reply are timed: more would take the place of those with a guess
 
 
@@ -53,7 +53,7 @@ class Drafts:
         self._prompt = tuple(prompt)
         self._quoted = _runs([self._prompt], _MIN_QUOTED_RUN)
         self._most, self._most_quoted = _FEWEST, _FEWEST
-        self._right = {False: (2, 2), True: (2, 3)}  # tokens of how many, by `_from_prompt`; at first an assumption
+        self._right = {False: (3, 3), True: (3, 4)}  # tokens of how many, by `_from_prompt`; at first an assumption
         self._from_prompt = False
         self.taken = 0
 
