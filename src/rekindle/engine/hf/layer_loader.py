@@ -241,7 +241,11 @@ class LayerLoader:
                 break
             self._threads.append(thread)
         if self._threads:
-            self._begin_layers()
+            try:
+                self._begin_layers()
+            except BaseException:
+                self.stop()
+                raise
 
     def wait(self, layer: int, cancelled: Callable[[], bool] | None) -> None:
         """Block until `layer` is filled. Raises what its feed raised, or `Cancelled`."""
@@ -326,22 +330,29 @@ class LayerLoader:
         """Whether a layer is in the buffers, or on its way there, after copying what threads have filled."""
         with self._changed:
             filled, self._filled = self._filled, []
-        for job in filled:
-            self._commit(job)
-            self._present.add(job.layer)
+        try:
+            for job in filled:
+                self._commit(job)
+                self._present.add(job.layer)
+        except RuntimeError as error:
+            raise _as_lost(error) from error
         if filled:
             self._begin_layers()
         return layer in self._present
 
     def _begin_layers(self) -> None:
-        """Give the threads as many layers as there are slots."""
+        """Give the threads all layers; for a device as many at a time as there are slots."""
+        at_a_time = self._layers if self._stream is None else max(1, len(self._slots))
         while self._begun < self._layers:
-            before = self._begun - len(self._slots)
-            if self._slots and before >= 0:
+            before = self._begun - at_a_time
+            if before >= 0:
                 if before not in self._present:
                     return
                 self._arrivals[before].synchronize()
-            self._jobs.put(self._prepare(self._begun))
+            try:
+                self._jobs.put(self._prepare(self._begun))
+            except RuntimeError as error:  # no pinned memory left
+                raise _as_lost(error) from error
             self._begun += 1
 
     def _prepare(self, layer: int) -> _LayerFill:
