@@ -84,6 +84,7 @@ class CheckpointKv(StoredKv):
         if plain is None and self._split:
             return Matches(len(tokens), in_engine)
         longest = len(tokens) if plain is None else min(len(tokens), plain.length + 1)
+        differs_at = 0 if plain is None else plain.length
         space = self._pages_of(kv_space)
         for name, match in _kept(store, space, tokens, Span(in_engine + 1, max(in_engine + 1, longest))):
             if match is not None:
@@ -94,8 +95,8 @@ class CheckpointKv(StoredKv):
                 tier: Tier = "memory" if held else "coded" if coded else "disk"
                 plain_bytes = 0 if plain is None else name.tokens * kv_space.layout.token_bytes
                 found = Found(Span(0, name.tokens), tier, match.length * space.layout.token_bytes + plain_bytes)
-                return Matches(len(tokens), in_engine, (found,), used)
-        return Matches(len(tokens), in_engine)
+                return Matches(len(tokens), in_engine, (found,), used, differs_at=differs_at)
+        return Matches(len(tokens), in_engine, differs_at=differs_at)
 
     @property
     def _split(self) -> bool:
@@ -133,7 +134,11 @@ class CheckpointKv(StoredKv):
             kv_bytes = len(lookup.tokens) * self.engine.layout.token_bytes
             affordable = min(_MAX_SMALL, int(_SMALL_SHARE * kv_bytes / self._last_bytes))
         more = max(0, affordable - _MAX_PLACES)
-        return places(lookup.tokens, self.engine.tokenizer.stop_ids, self.steps.piece_tokens, more)
+        chosen = places(lookup.tokens, self.engine.tokenizer.stop_ids, self.steps.piece_tokens, more)
+        # What differs from earlier prompts, such as a date, is likely to differ again: the next one goes on from there.
+        differs_at = 0 if self.steps.piece_tokens else lookup.matches.differs_at
+        before = max(place for place in (0, *chosen) if place <= differs_at)
+        return tuple(sorted((*chosen, differs_at))) if differs_at - before >= _SMALL_APART_TOKENS else chosen
 
     def _used(self, match: Match, tokens: int) -> Match:
         return match.until(tokens) if self._split else match

@@ -31,6 +31,7 @@ class Matches:
     stored      runs in memory or on disk, which tile `[0, n)`; `match` is what the store needs to load them
     kv_space    where they are stored, if not in the prompt's own KV space
     goes_on     the tokens that followed the whole prompt before, if they were asked for
+    differs_at  where it begins to differ from all stored prompts, if more of it is stored than can be loaded; else 0
     """
 
     tokens: int
@@ -39,6 +40,7 @@ class Matches:
     match: Match | None = None
     kv_space: KvSpace | None = None
     goes_on: tuple[int, ...] = ()
+    differs_at: int = 0
 
     def quantized_tokens(self, stop: int) -> int:
         """Number of the first `stop` tokens that were quantized."""

@@ -82,6 +82,19 @@ def test_a_prompt_that_differs_late_computes_from_the_last_checkpoint(path: Path
         assert_right(session, other, reply.tokens)
 
 
+def test_what_changes_from_prompt_to_prompt_has_a_checkpoint_before_it(session: Session) -> None:
+    """A date in the middle of a long system message: from the third prompt on only what follows it is computed."""
+    prompts = [[*TOKENS[:400], 5 + day, *TOKENS[401:699], STOP, *TOKENS[700 + day : 740]] for day in range(4)]
+    reused = []
+    for prompt in prompts:
+        reply = session.generate(prompt, max_tokens=4, min_tokens=4)
+        reused.append(reply.reuse.reused)
+        session.flush()
+        session.cache.unpark()
+        assert_right(session, prompt, reply.tokens)
+    assert reused == [0, 0, 400, 400]
+
+
 @pytest.mark.parametrize("pages", [True, False])
 def test_one_part_without_the_other_is_computed(path: Path, tmp_path: Path, pages: bool) -> None:
     prompt = chat_of(5)
