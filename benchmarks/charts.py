@@ -289,6 +289,13 @@ def _stream_gain(axes: Any, result: Result) -> None:
     bars(axes, values, "{:.2f}x", "sooner than computing, link as fast")
 
 
+def _slower(axes: Any, result: Result) -> None:
+    largest = max(row["tokens"] for row in result["rows"])
+    rows = [row for row in result["rows"] if (row["request"], row["tokens"]) == ("later", largest)]
+    values = {row["mechanism"]: row["ratio"] for row in rows}
+    bars(axes, values, "{:.2f}", f"time, computing = 1, {largest:,} tokens")
+
+
 _PANELS: dict[str, list[Panel]] = {
     "engine": [
         _engine_part("prefill", "model", "tokens", "prefill, ms, by tokens"),
@@ -308,4 +315,5 @@ _PANELS: dict[str, list[Panel]] = {
     "adapters": [_adapters_room, _adapters_time],
     "answers": [_answers_time, _answers_guard, _answers_foreseen],
     "stream": [_stream_ratios, _stream_gain],
+    "slower": [_slower],
 }
