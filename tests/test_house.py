@@ -45,7 +45,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 60, 1, "llama.cpp takes KV from an origin: whole tokens"),
     ("rekindle", 300, 0, "GPU: a pool of readers, short steps recorded once for every context, attention that cuts the "
      "keys of a few queries into ranges"),
-    ("benchmarks", 30, 0, "bench stream with llama.cpp, bench prefix up to 32,768 tokens on a device"),
+    ("benchmarks", 45, 0, "bench stream with llama.cpp, bench prefix up to 32,768 tokens on a device"),
     ("rekindle", 0, 1, "step_scheduler: what the next step computes, without threads; fewer lines than before"),
 )  # fmt: skip
 
