@@ -13,6 +13,7 @@ where that is expected to be sooner: by what a step of several tokens costs, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import chain, takewhile
 
 from rekindle.cache.cost import Costs
@@ -131,8 +132,8 @@ def drafts_for(request: Request, lookup: CacheLookup, engine: Engine, costs: Cos
 
 
 def _room(engine: Engine) -> Callable[[], int]:
-    """How many guessed tokens a step may have."""
-    return lambda: max_exact_step(engine) - 1
+    """How many guessed tokens a step may have, measured with the first guess."""
+    return cache(lambda: max_exact_step(engine) - 1)
 
 
 def _earlier(lookup: CacheLookup) -> Sequence[int]:
