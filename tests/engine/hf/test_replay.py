@@ -19,7 +19,9 @@ from rekindle.engine.hf.attention import ScoreParams
 from rekindle.engine.hf.cuda_graph import GraphRecorder, RowShape, StaticPass, _RecordedStep, replayable
 from rekindle.engine.hf.engine import HfEngine
 from rekindle.engine.row_checks import check_rows
-from tests.engine.contract import Stored
+from rekindle.errors import Cancelled
+from tests.engine.contract import Failing, Garbage, Stored
+from tests.engine.hf.test_rope_shift import Hanging
 from tests.tiny import WINDOW, tiny_engine
 
 TOKENS = np.random.default_rng(4).integers(3, 250, 60).tolist()
@@ -228,6 +230,24 @@ def test_a_short_question_behind_loaded_kv_is_replayed(replaying: HfEngine) -> N
             for new, old in zip(second.export(Span(0, 20)).layers, kv.layers, strict=True):
                 np.testing.assert_array_equal(new.keys, old.keys)
         assert len(replaying._recorder._steps) == 1, turn
+
+
+def test_a_short_question_behind_kv_that_is_lost_leaves_nothing(replaying: HfEngine) -> None:
+    with replaying.open(40, "short") as sequence:
+        for feeds in (
+            (Failing(Span(0, 20), 4, broken=2),),
+            (Garbage(Span(0, 10), 4), Failing(Span(10, 20), 4, broken=0)),
+        ):
+            with pytest.raises(OSError, match="disk is gone"):
+                replaying.step([Row(sequence, TOKENS[20:23], [20, 21, 22], feeds=feeds)])
+            assert sequence.length == 0
+        with pytest.raises(Cancelled):
+            row = Row(sequence, TOKENS[20:23], [20, 21, 22], feeds=(Hanging(Span(0, 20), 4),))
+            replaying.step([row], row.feeds[0].begun.is_set)
+        row.feeds[0].release.set()
+        assert sequence.length == 0
+        (got,) = replaying.step([Row.following(sequence, TOKENS[:9])])
+        assert np.isfinite(got).all()
 
 
 def test_what_cannot_be_recorded_is_computed_as_ever(replaying: HfEngine, caplog: pytest.LogCaptureFixture) -> None:

@@ -201,7 +201,8 @@ class LayerLoader:
         self._pinned: Tensor | None = None
         self._slots: list[Tensor] = []  # of pinned memory, which layers use in turns
         self._threads: list[threading.Thread] = []
-        self._jobs: queue.SimpleQueue[_LayerFill | None] = queue.SimpleQueue()
+        self._to_fill: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # layers; None ends a thread
+        self._prepared: dict[int, _LayerFill] = {}  # by the step, which alone calls torch for a device
         self._begun = 0  # number of layers given to threads, or fetched
         self._changed = threading.Condition()
         self._filled: list[_LayerFill] = []  # not on their way to the device yet
@@ -240,17 +241,13 @@ class LayerLoader:
             except RuntimeError:  # no thread left: without any, each layer is filled when it is needed
                 break
             self._threads.append(thread)
-        if self._threads:
-            try:
-                self._begin_layers()
-            except BaseException:
-                self.stop()
-                raise
 
     def wait(self, layer: int, cancelled: Callable[[], bool] | None) -> None:
         """Block until `layer` is filled. Raises what its feed raised, or `Cancelled`."""
         if not self._threads:
             self._fill_until(layer + 1)
+        elif not self._begun:
+            self._begin_layers()
         while not self._is_present(layer):
             with self._changed:
                 if not self._filled and layer not in self._present and self._error is None:
@@ -273,7 +270,7 @@ class LayerLoader:
             self._stopped = True
         deadline = time.monotonic() + _LOOK_SECONDS
         for _ in self._threads:
-            self._jobs.put(None)
+            self._to_fill.put(None)
         for thread in self._threads:
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
         complete = len(self._present) == self._layers
@@ -309,22 +306,29 @@ class LayerLoader:
     def _fill_all(self) -> None:
         """Fill layers, in a thread. On a device they are copied by the step: threads that call torch as well would hold
         each other up, because all of them need Python's lock."""
-        while (job := self._jobs.get()) is not None and not self._stopped:
-            try:
+        try:
+            while (job := self._next_job()) is not None:
                 job.run()
                 if self._stream is None:
                     self._commit(job)
-            except BaseException as error:  # noqa: BLE001  (raised again in `wait`)
                 with self._changed:
-                    self._error = self._error or _as_lost(error)
+                    if self._stream is None:
+                        self._present.add(job.layer)
+                    else:
+                        self._filled.append(job)
                     self._changed.notify_all()
-                return
+        except BaseException as error:  # noqa: BLE001  (raised again in `wait`)
             with self._changed:
-                if self._stream is None:
-                    self._present.add(job.layer)
-                else:
-                    self._filled.append(job)
+                self._error = self._error or _as_lost(error)
                 self._changed.notify_all()
+
+    def _next_job(self) -> _LayerFill | None:
+        """The next layer to fill; None if there is none."""
+        layer = self._to_fill.get()
+        with self._changed:  # once stopped, the sequences may have other buffers
+            if layer is None or self._stopped:
+                return None
+            return self._prepared.pop(layer, None) or self._prepare(layer)
 
     def _is_present(self, layer: int) -> bool:
         """Whether a layer is in the buffers, or on its way there, after copying what threads have filled."""
@@ -349,10 +353,12 @@ class LayerLoader:
                 if before not in self._present:
                     return
                 self._arrivals[before].synchronize()
-            try:
-                self._jobs.put(self._prepare(self._begun))
-            except RuntimeError as error:  # no pinned memory left
-                raise _as_lost(error) from error
+            if self._stream is not None:
+                try:
+                    self._prepared[self._begun] = self._prepare(self._begun)
+                except RuntimeError as error:  # no pinned memory left
+                    raise _as_lost(error) from error
+            self._to_fill.put(self._begun)
             self._begun += 1
 
     def _prepare(self, layer: int) -> _LayerFill:
