@@ -15,15 +15,16 @@ from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import Prefill, PrefillResult
 from rekindle.cache.stored_kv import StoredKv
 from rekindle.chunks.match import ChunksToKeep, calibration_of, match_chunks
-from rekindle.chunks.recompute import ChunkFeeds, SelectiveRecompute
+from rekindle.chunks.recompute import ChunkFeeds, SelectiveRecompute, has_new_text
 from rekindle.chunks.scores import ChunkScorer
-from rekindle.chunks.select import LOOK_LAYERS, RecomputePolicy, recompute_policy_for
-from rekindle.core.chunk import MIN_CHUNK_TOKENS, ChunkDigest, ChunkMatch, ChunkMatches, LoadableVariant, PromptLayout
+from rekindle.chunks.select import RecomputePolicy, recompute_policy_for
+from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkMatches, LoadableVariant, PromptLayout
 from rekindle.core.keys import KvSpace, token_bytes
 from rekindle.core.kv import Span
 from rekindle.core.plan import Compute, Load, Plan, ReuseChunks, Step
 from rekindle.core.request import Request
 from rekindle.core.scope import AppRef
+from rekindle.engine.hooks import LOOK_LAYERS
 from rekindle.errors import InvalidSetting, KvLost
 from rekindle.settings import Settings
 from rekindle.store.tiered import TieredStore
@@ -86,10 +87,11 @@ class ChunkPrefill:
         return result
 
     def scorer(self, passages: ChunkMatches, tokens: int) -> ChunkScorer | None:
-        """A scorer of chunks while they are computed; None if the engine has no probes."""
+        """A scorer of chunks while they are computed; None if all are stored, or the engine has no probes."""
         engine = self.kv.engine
-        layers = len(engine.layout.layers)
-        return ChunkScorer(passages.prompt_layout, tokens, layers) if engine.capabilities.probes else None
+        if _all_stored(passages) or not engine.capabilities.probes:
+            return None
+        return ChunkScorer(passages.prompt_layout, tokens, len(engine.layout.layers))
 
     def run_unnoted(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult:
         """Run a plan without `note_result`."""
@@ -100,7 +102,7 @@ class ChunkPrefill:
     ) -> None:
         """Note in the context where the KV of the passages came from, and which of them to store."""
         context.chunk_reuse = passages.report(result.plan, result.recomputed_positions, context.chunk_reuse)
-        context.watched = ChunksToKeep(passages, result.plan, scorer)
+        context.watched = None if _all_stored(passages) else ChunksToKeep(passages, result.plan, scorer)
 
     def _reuse(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult:
         passages, kv = lookup.passages, self.kv
@@ -168,6 +170,12 @@ class ChunkPrefill:
     def _store(self) -> TieredStore:
         assert self.kv.store is not None
         return self.kv.store
+
+
+def _all_stored(passages: ChunkMatches) -> bool:
+    """Whether there is nothing more to store."""
+    stored = [chunk for chunk in passages.picked if isinstance(chunk.known, StoredVariant)]
+    return len(stored) == len(passages.prompt_layout.chunks)
 
 
 def plan_chunk_reuse(
@@ -262,7 +270,7 @@ def _parts_seconds(
     fresh = _PassWork.of(gaps)
     again = _PassWork.of([Span(prompt_layout.question, tokens)])
     passes = [fresh + recomputed]
-    if any(len(gap) >= MIN_CHUNK_TOKENS for gap in gaps[:-1]):  # new text is computed first
+    if has_new_text(gaps, prompt_layout):  # which is computed first
         passes = [fresh, recomputed + again]
     elif recompute_policy.looks:  # a first pass of the question through some layers
         passes = [fresh.times(LOOK_LAYERS[1]), fresh + recomputed]

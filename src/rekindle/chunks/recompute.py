@@ -7,7 +7,6 @@ leading      chunk by chunk: its first tokens are computed, the KV of the others
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,17 +16,18 @@ from rekindle.cache.context import Context
 from rekindle.cache.deadline import Deadline, DeadlineCaller
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import Prefill, PrefillResult, TimedFeed
-from rekindle.chunks.select import LOOK_LAYERS, RecomputePolicy, StaleTokens
-from rekindle.core.chunk import ChunkMatch, PromptLayout
+from rekindle.chunks.select import RecomputePolicy, StaleTokens
+from rekindle.core.chunk import MIN_CHUNK_TOKENS, ChunkMatch, PromptLayout
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.plan import Plan
 from rekindle.engine.base import KvFeed, Logits, MovedFeed, Row, StayingFeed, Wanted
-from rekindle.engine.hooks import AttentionMap, KvDrift, Positions
+from rekindle.engine.hooks import AttentionMap, KvDrift, Positions, look_layers
 from rekindle.errors import KvLost
 from rekindle.store.tiered import TieredStore
 from rekindle.store.variants import StoredVariant
 
 _GAZING_TOKENS = 128  # the last tokens of a question show what it attends to
+_LONG_HEAD_TOKENS = 128  # a shorter one is cheap to compute twice
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,15 @@ class SelectiveRecompute:
     # -- any tokens --------------------------------------------------------------------------------------------------
 
     def _scatter(self, context: Context, plan: Plan, feeds: ChunkFeeds) -> Recomputed:
-        fresh = np.concatenate([np.arange(step.span.start, step.span.stop) for step in plan.computes])
+        gaps = [step.span for step in plan.computes]
+        fresh = np.concatenate([np.arange(gap.start, gap.stop) for gap in gaps])
         stale, moved = self._stale(), self._moved(feeds)
-        again = fresh[(fresh >= self.prompt_layout.question) | self._between(fresh)]
-        if len(again) < len(fresh):  # there is more to compute than the question: once, before anything is reused
+        if has_new_text(gaps, self.prompt_layout):  # it is computed once, before anything is reused
+            again = fresh[(fresh >= self.prompt_layout.question) | self._between(fresh)]
             row = replace(self._row(context, fresh, moved, "none"), probe=self.work.probe)
             return self._compute(context, again, self._look(row, stale, feeds.all))
         if self.recompute_policy.looks:
-            row = replace(self._row(context, fresh, moved, "none"), until=self._gazing_layers.stop)
+            row = replace(self._row(context, fresh, moved, "none"), until=self._look_layers.stop)
             stale = self._look(row, stale, feeds.all)
             moved = tuple(StayingFeed(feed.span, feed.layers) for feed in moved)
         return self._compute(context, fresh, stale, moved, feeds.all)
@@ -133,15 +134,14 @@ class SelectiveRecompute:
         seen: list[np.ndarray] = []
         last = len(self.work.tokens)
         asking = Span(max(self.prompt_layout.question, last - _GAZING_TOKENS), last)
-        gaze = AttentionMap(asking, seen.append, self._gazing_layers)
+        gaze = AttentionMap(asking, seen.append, self._look_layers)
         self.work.step(replace(row, gaze=gaze), feeds)
         # A model with a single layer computes only keys and values in it: no attention is seen.
         return replace(stale, seen=seen[0][stale.positions] if seen else np.ones(len(stale), dtype=np.float32))
 
     @property
-    def _gazing_layers(self) -> range:
-        layers = len(self.work.engine.layout.layers)
-        return range(math.floor(LOOK_LAYERS[0] * layers), math.ceil(LOOK_LAYERS[1] * layers))
+    def _look_layers(self) -> range:
+        return look_layers(len(self.work.engine.layout.layers))
 
     def _compute(
         self,
@@ -231,6 +231,12 @@ class SelectiveRecompute:
         self.deadlines.ask(bring, feed.timeout_seconds, self.work.cancelled)
         behind = (LayerKv(layer.keys[:, skip:], layer.values[:, skip:]) for layer in layers)
         return Kv(Span(start + skip, start + count), layout, tuple(behind))
+
+
+def has_new_text(gaps: Sequence[Span], prompt_layout: PromptLayout) -> bool:
+    """Whether a passage or a long head is computed, not only the question and what lies between passages."""
+    texts = [(Span(0, prompt_layout.head), _LONG_HEAD_TOKENS), *((c, MIN_CHUNK_TOKENS) for c in prompt_layout.chunks)]
+    return any(min(gap.stop, text.stop) - max(gap.start, text.start) >= most for text, most in texts for gap in gaps)
 
 
 def _variant_start(chunk: ChunkMatch) -> int:

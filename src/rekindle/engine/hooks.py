@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -39,10 +40,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Probe:
-    """Asks a step to report attention and deviation of a row, layer by layer.
+    """Asks a step to report attention and deviation of a row, layer by layer: at once to a row with a selector, else
+    when the step ends.
 
     queries     report the attention that the row's tokens in this span pay to each key
-    segments    report the attention that each token of the row pays to each of these spans
+    segments    report the attention that each token of the row pays to each of these spans, which do not overlap
     deviation   report how far new KV is from what it replaces
     layers      in these layers; None: in all
     """
@@ -65,6 +67,17 @@ class KvDrift:
 
     spans: tuple[Span, ...]
     gain: float
+
+
+# The layers whose attention of a question counts when tokens are chosen for recompute. Measured on 15 prompts with
+# SmolLM2, those from a sixth to two thirds of the way choose as well as all of them (mean KL 0.0096 and 0.0093, median
+# 0.0052 and 0.0082); the first half alone leaves 0.0114.
+LOOK_LAYERS = 1 / 6, 2 / 3
+
+
+def look_layers(layers: int) -> range:
+    """Those of a model with this many layers."""
+    return range(math.floor(LOOK_LAYERS[0] * layers), math.ceil(LOOK_LAYERS[1] * layers))
 
 
 @dataclass(frozen=True)

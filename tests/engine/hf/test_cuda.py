@@ -113,7 +113,7 @@ def test_replayed_steps_give_what_computed_ones_give() -> None:
             assert np.abs(logits[0] - logits[1]).max() <= 5e-2 * np.abs(logits[1]).max()
         for sequence in sequences:
             sequence.close()
-    assert len(engines[0]._recorder._steps) == 4  # 1, 16, 32 and 64 tokens, recorded at once
+    assert len(engines[0]._recorder._steps) == 8  # 1, 16, 32 and 64 tokens and four looks, recorded at once
     together = [[engine.open(200, "plain") for _ in range(3)] for engine in engines]
     for _ in range(4):
         logits = [
@@ -121,4 +121,4 @@ def test_replayed_steps_give_what_computed_ones_give() -> None:
             for engine, own in zip(engines, together, strict=True)
         ]
         assert np.abs(logits[0] - logits[1]).max() <= 5e-2 * np.abs(logits[1]).max()
-    assert len(engines[0]._recorder._steps) == 5
+    assert len(engines[0]._recorder._steps) == 9

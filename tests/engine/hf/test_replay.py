@@ -5,6 +5,7 @@ Recording needs CUDA (`test_cuda.py`); here the same passes run one kernel at a 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from rekindle.core.kv import Span
-from rekindle.engine.base import Row
+from rekindle.engine.base import Row, StayingFeed
 from rekindle.engine.hf.attention import ScoreParams
-from rekindle.engine.hf.cuda_graph import GraphRecorder, RowShape, StaticPass, _RecordedStep, replayable
+from rekindle.engine.hf.cuda_graph import GraphRecorder, LookPass, RowShape, StaticPass, _RecordedStep, replayable
 from rekindle.engine.hf.engine import HfEngine
+from rekindle.engine.hooks import AttentionMap
 from rekindle.engine.row_checks import check_rows
 from rekindle.errors import Cancelled
 from tests.engine.contract import Failing, Garbage, Stored
@@ -37,10 +39,17 @@ class PlainPass(StaticPass):
             assert table == [*(half.data_ptr() for half in (*own.keys, *own.values)), own.keys[0].stride(1)]
 
     def _write(self, row: int, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
-        self.buffers[row].keys[layer].index_copy_(2, places, key)
-        self.buffers[row].values[layer].index_copy_(2, places, value)
+        count = len(places.unique())  # those that repeat are padding
+        self.buffers[row].keys[layer].index_copy_(2, places[:count], key[:, :, :count])
+        self.buffers[row].values[layer].index_copy_(2, places[:count], value[:, :, :count])
 
     def _attend(self, row: int, layer: int, places: Tensor, query: Tensor, scores: ScoreParams) -> Tensor:
+        weights, values = self._weights(row, layer, places, query, scores)
+        return weights @ values
+
+    def _weights(
+        self, row: int, layer: int, places: Tensor, query: Tensor, scores: ScoreParams
+    ) -> tuple[Tensor, Tensor]:
         used = int(places[-1]) + 1
         seen = torch.arange(used)[None]
         visible = seen <= places[:, None]
@@ -50,7 +59,22 @@ class PlainPass(StaticPass):
         times = query.shape[1] // own.keys[layer].shape[1]
         keys, values = (half[layer][:, :, :used].repeat_interleave(times, dim=1) for half in (own.keys, own.values))
         products = query @ keys.transpose(2, 3) * scores.scaling
-        return torch.softmax(products.masked_fill(~visible, float("-inf")), dim=-1) @ values
+        return torch.softmax(products.masked_fill(~visible, float("-inf")), dim=-1), values
+
+
+class PlainLookPass(PlainPass, LookPass):
+    """The same, and what the queries attend to."""
+
+    def _attend(self, row: int, layer: int, places: Tensor, query: Tensor, scores: ScoreParams) -> Tensor:
+        weights, values = self._weights(row, layer, places, query, scores)
+        if layer in self._counted:
+            first, stop = self._asked.tolist()
+            norms, number = values[0].norm(dim=-1), layer - self._counted.start
+            received = (weights[0, :, first:stop].mean(dim=1) * norms).amax(dim=0)
+            self._seen[number, : len(received)] = received
+            self._norms[number] = 0.0
+            self._norms[number, 0] = norms.sum() * self._kv_heads[layer] / len(norms)
+        return weights @ values
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3_text", "gpt_neox"])
@@ -62,7 +86,7 @@ def run_static(engine: HfEngine, rows: list[Row]) -> np.ndarray:
     """The rows through a fresh step of fixed shape."""
     decoder = engine._live()
     checked = check_rows(rows, layers=len(engine.layout.layers), vocabulary_size=decoder.vocabulary_size)
-    shapes = [replayable(row, engine.context_tokens) for row in checked]
+    shapes = [replayable(row) for row in checked]
     step = PlainPass(shapes, "plain", engine.layout, decoder.device)
     step.load(checked)
     step.begin()
@@ -89,7 +113,7 @@ def test_padding_leaves_no_trace_in_what_follows(engine: HfEngine) -> None:
     with engine.open(120, "plain") as plain, engine.open(120, "plain") as static:
         for sequence in (plain, static):
             engine.step([Row.following(sequence, TOKENS[:20], logits="none")])
-        run_static(engine, [Row.following(static, TOKENS[20:23])])  # padded to 16: writes up to position 35
+        run_static(engine, [Row.following(static, TOKENS[20:23])])  # padded to 16
         static.extend(23)
         engine.step([Row.following(plain, TOKENS[20:23], logits="none")])
         rest = [engine.step([Row.following(s, TOKENS[23:50], logits="all")])[0] for s in (plain, static)]
@@ -104,7 +128,7 @@ def test_a_step_is_used_again_with_other_tokens(engine: HfEngine) -> None:
         sequence.truncate(0)
         engine.step([Row.following(sequence, TOKENS[:length], logits="none")])
         rows = check_rows([Row.following(sequence, [token, token + 1])], layers=4, vocabulary_size=320)
-        step = step or PlainPass([replayable(rows[0], 512)], "plain", engine.layout, decoder.device)
+        step = step or PlainPass([replayable(rows[0])], "plain", engine.layout, decoder.device)
         step.load(rows)
         step.begin()
         got = decoder.run(step).numpy()
@@ -129,26 +153,34 @@ def test_what_cannot_be_replayed_is_not() -> None:
     engine.step([Row.following(sequence, TOKENS[:20], logits="none")])
     kv = sequence.export(Span(0, 20))
 
-    def shape(row: Row, longest: int = 512) -> object:
-        return replayable(check_rows([row], layers=4, vocabulary_size=320)[0], longest)
+    def shape(row: Row) -> object:
+        return replayable(check_rows([row], layers=4, vocabulary_size=320)[0])
 
     assert shape(Row.following(sequence, [5])) == RowShape(1)
     assert shape(Row.following(sequence, [5] * 9)) == RowShape(16)
     assert shape(Row.following(sequence, [5] * 64)) == RowShape(64)
     assert shape(Row.following(sequence, [5] * 65)) is None
     assert shape(Row.following(sequence, [5] * 9, logits="all")) is None
-    assert shape(Row(sequence, [5], [7])) is None, "recomputing inside what is there"
-    assert shape(Row(sequence, [5, 6], [19, 20])) is None
+    assert shape(Row(sequence, [5, 6], [7, 20])) == RowShape(16), "recomputing inside what is there"
+    assert shape(look_row(sequence, [5] * 9)) == RowShape(128, look=(3, 1, 3))
+    assert shape(look_row(sequence, [5] * 9, layers=None)) is None
+    assert shape(look_row(sequence, [5] * 9, queries=Span(20, 25))) is None
     fresh = engine.open(100, "plain")
     assert shape(Row(fresh, [5], [20], feeds=(Stored(kv),))) is None
-    assert shape(Row.following(sequence, [5] * 9), longest=30) is None, "padding would leave the context"
-    assert GraphRecorder.for_decoder(engine._live()) is None, "only CUDA records"
+    assert GraphRecorder.for_decoder(engine._live(), 512) is None, "only CUDA records"
+
+
+def look_row(sequence: Any, tokens: list[int], layers: range | None = range(1, 3), queries: Span | None = None) -> Row:
+    """A row of the next tokens that looks ahead."""
+    row = Row.following(sequence, tokens, logits="none")
+    asked = queries or Span(int(row.positions[0]), int(row.positions[-1]) + 1)
+    return replace(row, until=3, gaze=AttentionMap(asked, lambda _: None, layers))
 
 
 class Replayed(GraphRecorder):
     """A recorder whose recordings are run one kernel at a time."""
 
-    static_pass = PlainPass
+    static_pass, look_pass = PlainPass, PlainLookPass
 
     def _record(self, step: StaticPass) -> Any:
         recorder = self
@@ -174,12 +206,12 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> HfEngine:
         "original_max_position_embeddings": 40,
     }
     engine = tiny_engine("phi3", rope_parameters=rope, original_max_position_embeddings=40, sliding_window=None)
-    engine._recorder = Replayed(engine._live())
+    engine._recorder = Replayed(engine._live(), engine.context_tokens)
     return engine
 
 
 def test_padding_never_crosses_into_another_regime(replaying: HfEngine) -> None:
-    """Two tokens at position 28 would be padded to 44: past the border the keys of all would be rotated wrongly."""
+    """Past 40 tokens the keys of all would be rotated wrongly."""
     expected: list[np.ndarray] = []
     for recorder in (None, replaying._recorder):
         replaying._recorder = recorder
@@ -212,7 +244,33 @@ def test_short_steps_are_recorded_before_the_first_request(replaying: HfEngine) 
     with replaying.open(40, "short") as sequence:
         replaying._recorder.warm(sequence)
         assert sequence.length == 0
-    assert [rows for _, rows in replaying._recorder._steps] == [(RowShape(n),) for n in (1, 16, 32)]
+    looks = [(RowShape(n, look=(3, 0, 3)),) for n in (128, 192, 256, 512)]
+    assert [rows for _, rows in replaying._recorder._steps] == [*((RowShape(n),) for n in (1, 16, 32, 64)), *looks]
+
+
+@pytest.mark.parametrize("fed", [True, False])
+def test_a_replayed_look_sees_what_a_computed_one_sees(replaying: HfEngine, fed: bool) -> None:
+    """Behind KV that is present, or loaded for it; with tokens anywhere, which later rows adopt."""
+    recorder, at = replaying._recorder, [7, 8, *range(20, 36)]
+    with replaying.open(40, "short") as first:
+        replaying.step([Row.following(first, TOKENS[:36], logits="none")])
+        kv = first.export(Span(0, 20))
+    seen: list[np.ndarray] = []
+    for turn in range(4):
+        replaying._recorder = recorder if turn else None
+        with replaying.open(40, "short") as sequence:
+            if not fed:
+                replaying.step([Row.following(sequence, TOKENS[:20], logits="none")])
+            gaze = AttentionMap(Span(24, 36), seen.append, range(1, 3))
+            tokens, feeds = [TOKENS[position] for position in at], (Stored(kv),) if fed else ()
+            (nothing,) = replaying.step([Row(sequence, tokens, at, "none", feeds, gaze=gaze, until=3)])
+            assert len(nothing) == 0 and sequence.length == (0 if fed else 20)
+            stays = (StayingFeed(Span(0, 20), range(4)),) if fed else ()
+            (logits,) = replaying.step([Row(sequence, tokens, at, feeds=stays)])
+            assert np.isfinite(logits).all() and sequence.length == 36
+    assert any(shape.look for _, rows in recorder._steps for shape in rows), "nothing was replayed"
+    for again in seen[1:]:
+        np.testing.assert_allclose(again, seen[0], rtol=1e-4, atol=1e-6)
 
 
 def test_a_short_question_behind_loaded_kv_is_replayed(replaying: HfEngine) -> None:

@@ -1,10 +1,10 @@
 """Short steps on a GPU, recorded once as CUDA graphs and replayed.
 
 A GPU finishes a step of a few tokens before Python has launched its thousand kernels. Such steps (the next token of
-each chat, the question after a loaded context) are recorded as a CUDA graph: all kernels in one launch. A graph has
-fixed shapes, so a recorded step belongs to a padded number of tokens of each row, while tokens, positions and the
-addresses of KV are read from the device: a recording made when the model is loaded serves every context. Padding
-follows the real tokens: it writes only to positions that are not present yet, and no real token attends to it.
+each chat, the question after a loaded context, its look at reused chunks) are recorded as a CUDA graph: all kernels in
+one launch. A graph has fixed shapes, so a recorded step belongs to a padded number of tokens of each row, while tokens,
+positions and the addresses of KV are read from the device: a recording made when the model is loaded serves every
+context. Padding repeats a row's last token, and writes nothing.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rekindle.core.kv import KvLayout
+from rekindle.core.kv import KvLayout, Span
 from rekindle.engine.base import Row
 from rekindle.engine.hf import kernels
 from rekindle.engine.hf.attention import ScoreParams
@@ -28,9 +28,11 @@ from rekindle.engine.hf.lora import AdapterSpans, merge_adapter_spans
 from rekindle.engine.hf.rope import Rope, Rotation
 from rekindle.engine.hf.row_batch import own_sequence
 from rekindle.engine.hf.sequence import TORCH_TYPE, TorchSequence
+from rekindle.engine.hooks import AttentionMap, look_layers
 from rekindle.engine.row_checks import CheckedRow, check_rows
 
 _PADDED = (1, 16, 32, 64)  # tokens of a row are padded to one of these; longer rows are not replayed
+_LOOK_PADDED = (128, 192, 256, 512)  # of a row that looks ahead
 _KEPT = 32  # recorded steps
 _RARE = 3  # a step of several rows is recorded once it occurs more often than this
 _log = logging.getLogger("rekindle")
@@ -42,6 +44,7 @@ class RowShape:
 
     padded: int  # tokens
     adapter: str = ""  # digest; empty: none
+    look: tuple[int, ...] = ()  # of a row that looks ahead: its layers, the first that counts, and the last one's end
 
 
 Key = tuple[str, tuple[RowShape, ...]]  # regime, rows
@@ -58,25 +61,36 @@ class StaticPass(StepPass):
         stops = np.cumsum([row.padded for row in rows]).tolist()
         total, pointers = stops[-1], 2 * len(layout.layers) + 1
         self._bounds = list(zip([0, *stops[:-1]], stops, strict=True))
-        self._inputs = torch.zeros(2 * total + len(rows) * (1 + pointers), dtype=torch.int64, device=device)
+        size = 2 * total + len(rows) * (1 + pointers) + 2
+        self._inputs = torch.zeros(size, dtype=torch.int64, device=device)
+        self._staged = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.tokens = self._inputs[None, :total]
         self._places = self._inputs[total : 2 * total]  # a position is the slot its KV goes to
         self._last = self._inputs[2 * total : 2 * total + len(rows)]  # each row's last real token among the packed
-        self._tables = self._inputs[2 * total + len(rows) :].view(len(rows), pointers)
+        self._tables = self._inputs[2 * total + len(rows) : -2].view(len(rows), pointers)
+        self._asked = self._inputs[-2:]  # which tokens a row that looks ahead looks for
+        self._copied: torch.cuda.Event | None = None
         self.begin()
 
     def load(self, rows: Sequence[CheckedRow]) -> None:
         """Load the tokens and positions of these rows, and where their KV is."""
         tokens, places, last = [], [], []
         for row, (start, stop) in zip(rows, self._bounds, strict=True):
-            count, first = len(row.tokens), int(row.positions[0])
-            tokens.append(np.pad(row.tokens, (0, stop - start - count)))
-            places.append(np.arange(first, first + stop - start))
+            count = len(row.tokens)
+            tokens.append(np.pad(row.tokens, (0, stop - start - count), mode="edge"))
+            places.append(np.pad(row.positions, (0, stop - start - count), mode="edge"))
             last.append(start + count - 1)
-        block = np.concatenate(
-            [*tokens, *places, np.array(last), *(own_sequence(row).buffers.addresses for row in rows)]
-        )
-        self._inputs.copy_(torch.from_numpy(block))
+        addresses = (own_sequence(row).buffers.addresses for row in rows)
+        gaze = rows[0].row.gaze
+        asked = [0, 0] if gaze is None else [gaze.queries.start, gaze.queries.stop]
+        if self._copied is not None:
+            self._copied.synchronize()
+        parts = [*tokens, *places, np.array(last), *addresses, np.searchsorted(rows[0].positions, asked)]
+        np.concatenate(parts, out=self._staged.numpy())
+        self._inputs.copy_(self._staged, non_blocking=True)  # so that layers are loaded while kernels are launched
+        if self._inputs.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
 
     def begin(self) -> None:
         """Start again with all tokens of every row."""
@@ -126,13 +140,52 @@ class StaticPass(StepPass):
         kernels.write_rows(self._kept(row, layer), places, key, value)
 
     def _attend(self, row: int, layer: int, places: Tensor, query: Tensor, scores: ScoreParams) -> Tensor:
-        return kernels.attend_split(query, self._kept(row, layer), places, scores.scaling, scores.window)
+        return kernels.attend_split(query, self._kept(row, layer), places, scores.scaling, scores.window)[0]
 
     def _kept(self, row: int, layer: int) -> kernels.LayerAddress:
         return kernels.LayerAddress(self._tables[row], layer, self._kv_heads[layer])
 
     def _rows(self) -> list[tuple[int, int]]:
         return [(i, i + 1) for i in range(len(self._bounds))] if self._at_end else self._bounds
+
+
+class LookPass(StaticPass):
+    """A row of fixed shape that looks ahead, and what it saw."""
+
+    def __init__(
+        self, rows: Sequence[RowShape], regime: str, layout: KvLayout, device: torch.device, longest: int
+    ) -> None:
+        """`longest`: the context in tokens."""
+        super().__init__(rows, regime, layout, device)
+        self._until, *counted = rows[0].look
+        self._counted = range(*counted)
+        self._seen = torch.zeros(len(self._counted), longest, device=device)
+        self._norms = torch.zeros(len(self._counted), -(-longest // kernels.KEYS_READ), device=device)
+        self._heads = self._norms.new_tensor([self._kv_heads[layer] for layer in self._counted])
+
+    def report(self, row: CheckedRow) -> None:
+        """Report what the row saw, as `AttentionMap` says."""
+        assert row.row.gaze is not None
+        end = int(row.positions[-1]) + 1
+        means = self._norms[:, : -(-end // kernels.KEYS_READ)].sum(dim=1) / (self._heads * end)
+        row.row.gaze.report((self._seen[:, :end] / means[:, None]).mean(dim=0).cpu().numpy())
+
+    @property
+    def until(self) -> int | None:
+        return self._until
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        """No logits are wanted."""
+        return hidden[:, :0]
+
+    def _attend(self, row: int, layer: int, places: Tensor, query: Tensor, scores: ScoreParams) -> Tensor:
+        kept = self._kept(row, layer)
+        mixed, sums = kernels.attend_split(query, kept, places, scores.scaling, scores.window)
+        if layer in self._counted:
+            number = layer - self._counted.start
+            seen = kernels.ReceivedAttention(self._seen[number], self._norms[number])
+            kernels.attention_received(query, kept, places, sums, self._asked, seen, scores.scaling, scores.window)
+        return mixed
 
 
 @dataclass(frozen=True)
@@ -149,10 +202,12 @@ class GraphRecorder:
     and go, and recording takes as long as several steps.
     """
 
-    static_pass = StaticPass
+    static_pass, look_pass = StaticPass, LookPass
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, longest: int) -> None:
+        """`longest`: the context in tokens."""
         self._decoder = decoder
+        self._longest = longest
         self._steps: OrderedDict[Key, _RecordedStep] = OrderedDict()
         self._asked: OrderedDict[Key, int] = OrderedDict()  # how often each unrecorded step occurred
         self._lock = threading.RLock()  # any thread may unload an adapter
@@ -160,33 +215,38 @@ class GraphRecorder:
         self._stream: torch.cuda.Stream | None = None  # one for all recordings: each stream has a workspace of its own
 
     @classmethod
-    def for_decoder(cls, decoder: Decoder) -> GraphRecorder | None:
+    def for_decoder(cls, decoder: Decoder, longest: int) -> GraphRecorder | None:
         """A recorder, if this model, device and torch allow it."""
         plain = all(scores.softcap is None for scores in decoder.scores) and decoder.rope.fixed_length is None
         dims = {dim for shape in decoder.layout.layers for dim in (shape.key_dim, shape.value_dim)}
         if decoder.device.type != "cuda" or not (plain and decoder.recordable) or len(dims) > 1:
             return None
         dtype = TORCH_TYPE[decoder.layout.dtype]
-        return cls(decoder) if kernels.fits_split(dims.pop(), dtype, decoder.device) else None
+        return cls(decoder, longest) if kernels.fits_split(dims.pop(), dtype, decoder.device) else None
 
     def warm(self, sequence: TorchSequence) -> None:
         """Record the steps of one row, in a sequence that nobody uses, so that no request waits for it."""
-        for padded in _PADDED:
-            if padded < sequence.capacity and self._works:
-                size, layers = self._decoder.vocabulary_size, len(self._decoder.layout.layers)
-                rows = check_rows([Row.following(sequence, [0] * padded)], layers=layers, vocabulary_size=size)
-                self._try_to_record((sequence.regime, (RowShape(padded),)), rows)
+        size, layers = self._decoder.vocabulary_size, len(self._decoder.layout.layers)
+        short = Row.following(sequence, [0])
+        counted = look_layers(layers)
+        gaze = AttentionMap(Span(0, 1), lambda _: None, counted)
+        look = replace(short, logits="none", until=counted.stop, gaze=gaze)
+        looks = (counted.stop, counted.start, counted.stop)
+        for row, shape in (
+            *((short, RowShape(padded)) for padded in _PADDED),
+            *((look, RowShape(padded, look=looks)) for padded in _LOOK_PADDED if self._decoder.turner is not None),
+        ):
+            if self._works:
+                rows = check_rows([row], layers=layers, vocabulary_size=size)
+                self._try_to_record((sequence.regime, (shape,)), rows)
 
-    def run(self, rows: Sequence[CheckedRow], longest: int) -> Tensor | None:
-        """The logits `[rows, vocabulary]` if this step can be replayed; positions stay below `longest`."""
+    def run(self, rows: Sequence[CheckedRow]) -> Tensor | None:
+        """The logits `[rows, vocabulary]` if this step can be replayed."""
         regimes = {row.row.sequence.regime for row in rows}
-        if not self._works or len(regimes) != 1:
+        shapes = [shape for row in rows if (shape := replayable(row)) is not None]
+        if not self._works or len(regimes) != 1 or len(shapes) != len(rows):
             return None
         (regime,) = regimes
-        longest = min(longest, self._decoder.rope.limit(regime) or longest)
-        shapes = [shape for row in rows if (shape := replayable(row, longest)) is not None]
-        if len(shapes) != len(rows):
-            return None
         # One recording serves rows in any order.
         order = sorted(range(len(rows)), key=shapes.__getitem__)
         logits = self._replay((regime, tuple(shapes[place] for place in order)), [rows[place] for place in order])
@@ -202,6 +262,14 @@ class GraphRecorder:
             recorded.step.load(rows)
             recorded.graph.replay()
             return recorded.logits
+
+    def report_look(self, row: CheckedRow) -> None:
+        """Report what a row saw that was replayed just now."""
+        shape = replayable(row)
+        assert shape is not None
+        step = self._steps[row.row.sequence.regime, (shape,)].step
+        assert isinstance(step, LookPass)
+        step.report(row)
 
     def forget_adapter(self, digest: str) -> None:
         """Drop the steps of an adapter that is gone."""
@@ -227,7 +295,9 @@ class GraphRecorder:
 
     def _try_to_record(self, key: Key, rows: Sequence[CheckedRow]) -> _RecordedStep | None:
         """Record a step, while computing these rows."""
-        step = self.static_pass(key[1], key[0], self._decoder.layout, self._decoder.device)
+        shapes, place = key[1], (key[0], self._decoder.layout, self._decoder.device)
+        looks = bool(shapes[0].look)
+        step = self.look_pass(shapes, *place, self._longest) if looks else self.static_pass(shapes, *place)
         step.load(rows)
         try:
             recorded = self._record(step)
@@ -257,25 +327,19 @@ class GraphRecorder:
             return _RecordedStep(step, graph, logits)
 
 
-def replayable(row: CheckedRow, longest: int) -> RowShape | None:
+def replayable(row: CheckedRow) -> RowShape | None:
     """The shape for replaying a row; None if it cannot be replayed."""
-    asked, sequence, count = row.row, row.row.sequence, len(row.tokens)
-    if (
-        not asked.replay
-        or asked.feeds
-        or asked.selector
-        or asked.probe
-        or asked.gaze
-        or asked.spread
-        or asked.logits != "last"
-        or count > _PADDED[-1]
-    ):
+    asked, sequence = row.row, row.row.sequence
+    sizes: tuple[int, ...] = _PADDED
+    look: tuple[int, ...] = ()
+    if asked.until is not None and asked.gaze is not None and asked.gaze.layers is not None:
+        if asked.gaze.layers.stop > asked.until or asked.gaze.queries.stop != row.positions[-1] + 1:
+            return None
+        sizes, look = _LOOK_PADDED, (asked.until, asked.gaze.layers.start, asked.gaze.layers.stop)
+    elif asked.gaze or asked.logits != "last":
         return None
-    first = int(row.positions[0])
-    follows = first == row.kept and int(row.positions[-1]) == first + count - 1
-    if not follows or not isinstance(sequence, TorchSequence):
+    hooked = asked.feeds or asked.selector or asked.probe or asked.spread
+    if hooked or not asked.replay or len(row.tokens) > sizes[-1] or not isinstance(sequence, TorchSequence):
         return None
-    padded = next(size for size in _PADDED if size >= count)
-    if first + padded > min(sequence.buffers.capacity, longest):
-        return None
-    return RowShape(padded, sequence.adapter or "")
+    padded = next(size for size in sizes if size >= len(row.tokens))
+    return RowShape(padded, sequence.adapter or "", look)

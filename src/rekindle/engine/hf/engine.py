@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rekindle.core.adapter import Lora
@@ -25,6 +25,7 @@ from rekindle.engine.hf.layer_loader import LayerLoader, PinnedSlots
 from rekindle.engine.hf.lora import count_same_layers
 from rekindle.engine.hf.row_batch import ForwardBatch, own_sequence
 from rekindle.engine.hf.sequence import BufferPool, TorchSequence
+from rekindle.engine.hooks import KvDrift, Probe
 from rekindle.engine.row_checks import CheckedRow, check_rows
 from rekindle.engine.sample import Sampler
 from rekindle.errors import AdapterRefused, Closed, InvalidSetting, OutOfMemory, StepRefused, UnsupportedModel
@@ -64,11 +65,11 @@ class HfEngine:
         self._fingerprint = fingerprint or (lambda: fingerprint_of(self.model))
         self._known: Fingerprint | None = None
         self._pool = BufferPool(self._decoder.layout, self._decoder.device)
-        self._recorder = GraphRecorder.for_decoder(self._decoder)
         self._slots = PinnedSlots() if self._decoder.device.type == "cuda" else None
         self._lock = threading.Lock()
         self.longest_context = int(getattr(self._live().config, "max_position_embeddings", 0) or 2048)
         self.context_tokens = self._choose_context(context_tokens)
+        self._recorder = GraphRecorder.for_decoder(self._decoder, self.context_tokens)
         self.prefill_tokens = _PREFILL_TOKENS[model.device.type]
         self.parameters = sum(weights.numel() for weights in model.parameters())  # shared ones once
         self.attention = _attention(self._decoder.config, len(self._decoder.layout.layers))
@@ -197,8 +198,9 @@ class HfEngine:
     ) -> list[Logits]:
         logits, layers = None, len(decoder.layout.layers)
         if self._recorder is not None and not (cancelled is not None and cancelled()):
-            rows = self._load_first(decoder, rows, cancelled)
-            logits = self._recorder.run(rows, self.context_tokens)
+            rows, logits = self._replay(self._recorder, rows, cancelled)
+            if logits is not None and rows[0].row.gaze is not None:
+                self._recorder.report_look(rows[0])
         if logits is None:
             with ForwardBatch(rows, decoder.device, layers, cancelled, decoder.turner, self._slots) as step:
                 logits = decoder.run(step)
@@ -215,23 +217,36 @@ class HfEngine:
             held = HeldKv(sequence.export(Span(0, _TRIED_TOKENS)))
             feed = MovedFeed(held, 1, 1 if decoder.turner is not None else 0)
             with LayerLoader([(sequence, feed)], len(held.layers), decoder.device, decoder.turner) as loader:
-                loader.wait_for_all(None)
+                loader.wait_until(len(held.layers), None)
+        with self.open(_WARM_TOKENS, self.regime(_WARM_TOKENS)) as sequence:
+            whole = Span(0, _WARM_TOKENS)
+            probe = Probe(lambda _: None, queries=whole, segments=(whole,))
+            self.step([replace(Row.following(sequence, [0] * _WARM_TOKENS), probe=probe)])
+            some = range(0, _WARM_TOKENS, 2)
+            self.step([Row(sequence, [0] * len(some), some, "none", spread=KvDrift((whole,), 1.0), replay=False)])
 
-    def _load_first(
-        self, decoder: Decoder, rows: Sequence[CheckedRow], cancelled: Callable[[], bool] | None
-    ) -> Sequence[CheckedRow]:
-        """Load all that a short row follows, if it can then be replayed: that takes less time than launching its
-        kernels one by one while KV is being loaded."""
-        loaded = replace(rows[0], row=replace(rows[0].row, feeds=()), kept=int(rows[0].positions[0]))
-        feeds, layers = rows[0].row.feeds, len(decoder.layout.layers)
+    def _replay(
+        self, recorder: GraphRecorder, rows: Sequence[CheckedRow], cancelled: Callable[[], bool] | None
+    ) -> tuple[Sequence[CheckedRow], Tensor | None]:
+        """The logits if the rows can be replayed, else None; and the rows, without feeds if these were loaded.
+
+        What a single row follows is loaded first: that takes less time than launching its kernels one by one while KV
+        is being loaded. A row that looks ahead waits for no more layers than it computes.
+        """
+        decoder, row, feeds = self._live(), rows[0], rows[0].row.feeds
+        layers = len(decoder.layout.layers)
+        if not feeds:
+            return rows, recorder.run(rows)
+        loaded = replace(row, row=replace(row.row, feeds=()), kept=int(row.positions[0]))
         whole = all(feed.layers == range(layers) and not isinstance(feed, StayingFeed) for feed in feeds)
-        if len(rows) > 1 or not feeds or not whole or replayable(loaded, self.context_tokens) is None:
-            return rows
-        sequence = own_sequence(rows[0])
-        given = [(sequence, feed) for feed in feeds]
+        if len(rows) > 1 or not whole or replayable(loaded) is None:
+            return rows, None
+        given = [(own_sequence(row), feed) for feed in feeds]
         with LayerLoader(given, layers, decoder.device, decoder.turner, slots=self._slots) as loader:
-            loader.wait_for_all(cancelled)
-        return [loaded]
+            loader.wait_until(layers if row.row.until is None else row.row.until, cancelled)
+            logits = recorder.run([loaded])
+            loader.wait_until(layers, cancelled)
+        return [loaded], logits
 
     def sampler(self, sampling: Sampling, context: Sequence[int]) -> Sampler:
         """The sampler of a reply."""

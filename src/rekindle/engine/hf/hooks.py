@@ -7,14 +7,16 @@ KV drift         KV that is not recomputed follows what changed beside it, see `
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rekindle.core.kv import Span
+from rekindle.engine.hf import kernels
 from rekindle.engine.hf.attention import ScoreParams, Tile, attention_weights, split_tile
-from rekindle.engine.hf.sequence import Slots
 from rekindle.engine.hooks import AttentionMap, KvDrift, Positions, Probe, Reading
 
 _WEIGHT_BYTES = {"cpu": 8 << 20, "mps": 32 << 20, "cuda": 512 << 20}  # the largest block of weights held at a time
@@ -29,14 +31,20 @@ def read_attention(
     tiles: tuple[Tile, ...],
     scores: ScoreParams,
     deviation: Tensor | None,  # [tokens]
-) -> None:
-    """Report a `Reading` of this layer to the probe."""
+) -> Callable[[], Reading]:
+    """Read this layer for the probe. What is returned waits for the device and brings the reading."""
     heads, end = query.shape[1], int(positions[-1]) + 1
     asked = _asked(positions, probe.queries)
     device = query.device
     received = torch.zeros(heads, end, device=device)
     sent = torch.zeros(len(positions), len(probe.segments), device=device)
-    if asked.any() or probe.segments:
+    if kernels.supports(query, keys, keys) and not scores.softcap and len(probe.segments) <= kernels.MAX_SEGMENTS:
+        places, segments = (torch.from_numpy(n).to(device) for n in (positions, _segment_of_keys(probe.segments, end)))
+        first, count = int(asked.argmax()), int(asked.sum())
+        sent, received = kernels.attention_sent(
+            query, keys, places, segments, len(probe.segments), (first, first + count), scores.scaling, scores.window
+        )
+    elif asked.any() or probe.segments:
         rows = max(1, _WEIGHT_BYTES[device.type] // (4 * heads * end))
         for tile in (piece for whole in tiles for piece in split_tile(whole, rows, device)):
             if not probe.segments and not asked[tile.start : tile.stop].any():
@@ -49,16 +57,19 @@ def read_attention(
             received[:, tile.low : tile.high] += of_asked.sum(dim=1)
             sent[tile.start : tile.stop] = _segment_mass(weights, tile, probe.segments)
     mean = received / max(1, int(asked.sum()))
-    probe.report(
-        Reading(
+    found = mean.mean(dim=0), mean.amax(dim=0)  # [keys]
+
+    def reading() -> Reading:
+        return Reading(
             layer=layer,
             positions=positions,
-            received=mean.mean(dim=0).cpu().numpy() if probe.queries is not None else None,
-            received_most=mean.amax(dim=0).cpu().numpy() if probe.queries is not None else None,
+            received=found[0].cpu().numpy() if probe.queries is not None else None,
+            received_most=found[1].cpu().numpy() if probe.queries is not None else None,
             sent=sent.cpu().numpy() if probe.segments else None,
             deviation=deviation.float().cpu().numpy() if deviation is not None else None,
         )
-    )
+
+    return reading
 
 
 def deviation_of(new: tuple[Tensor, Tensor], old: tuple[Tensor, Tensor]) -> Tensor:
@@ -74,6 +85,14 @@ def _asked(positions: Positions, queries: Span | None) -> NDArray[np.bool_]:
     if queries is None:
         return np.zeros(len(positions), dtype=bool)
     return (positions >= queries.start) & (positions < queries.stop)
+
+
+def _segment_of_keys(segments: Sequence[Span], end: int) -> NDArray[np.int32]:
+    """The number of each key's segment; -1: none. Segments do not overlap."""
+    found = np.full(end, -1, dtype=np.int32)
+    for number, span in enumerate(segments):
+        found[span.start : span.stop] = number
+    return found
 
 
 def _segment_mass(weights: Tensor, tile: Tile, segments: tuple[Span, ...]) -> Tensor:
@@ -154,28 +173,34 @@ class KvDriftCorrection:
     def __init__(self, spread: KvDrift, positions: Positions, device: torch.device) -> None:
         """`positions`: those that are computed."""
         spans = [span for span in spread.spans if _inside(span.start, span.stop, positions)]
-        places = [np.searchsorted(positions, [span.start, span.stop]) for span in spans]
+        owns = [np.arange(*np.searchsorted(positions, [span.start, span.stop])) for span in spans]
         rests = [np.setdiff1d(np.arange(s.start, s.stop), positions, assume_unique=True) for s in spans]
-        own = np.concatenate([np.arange(*place) for place in places]) if spans else np.empty(0, dtype=np.int64)
-        rest = np.concatenate(rests) if spans else np.empty(0, dtype=np.int64)
-        self.idle = not len(own) or not len(rest)
+        self.idle = not spans
         if self.idle:
             return
-        counts = np.array([stop - start for start, stop in places])
-        self._spans = len(spans)
-        self._own = torch.from_numpy(own).to(device)  # [n] places in the row
-        self._rest = torch.from_numpy(rest).to(device)  # [m] positions
-        self._span_of_own = torch.from_numpy(np.repeat(np.arange(len(spans)), counts)).to(device)
-        self._span_of_rest = torch.from_numpy(np.repeat(np.arange(len(spans)), [len(r) for r in rests])).to(device)
-        self._shares = torch.from_numpy((spread.gain / counts).astype(np.float32)).to(device)[:, None]  # [spans, 1]
+        parts = [positions, *(part for some in (owns, rests) for part in (np.concatenate(some), _starts(some)))]
+        numbers = torch.from_numpy(np.concatenate(parts)).to(device)
+        self._spans = kernels.MovingSpans(*torch.split(numbers, [len(part) for part in parts]))
+        self._gain = spread.gain
 
-    def move(self, buffer: Tensor, slots: Slots, rows: Tensor) -> None:
-        """Call before rows `[1, kv_heads, tokens, dim]` go to `slots` of a buffer `[1, kv_heads, capacity, dim]`."""
-        change = (rows[0] - buffer[0, :, slots]).index_select(1, self._own)  # [kv_heads, n, dim]
-        sums = change.new_zeros(change.shape[0], self._spans, change.shape[2], dtype=torch.float32)
-        sums.index_add_(1, self._span_of_own, change.float())
-        mean = (sums * self._shares).to(buffer.dtype)
-        buffer[0].index_add_(1, self._rest, mean.index_select(1, self._span_of_rest))
+    def move(self, buffer: Tensor, rows: Tensor) -> None:
+        """Call before rows `[1, kv_heads, tokens, dim]` go to a buffer `[1, kv_heads, capacity, dim]`."""
+        spans = self._spans
+        if kernels.fits_split(rows.shape[3], rows.dtype, rows.device):
+            kernels.move_rest(buffer[0], rows[0], spans, self._gain)
+            return
+        change = rows[0, :, spans.own] - buffer[0, :, spans.slots[spans.own]]  # [kv_heads, n, dim]
+        counts, rest_counts = spans.own_starts.diff(), spans.rest_starts.diff()
+        numbers = torch.arange(len(counts), device=rows.device)
+        sums = change.new_zeros(change.shape[0], len(counts), change.shape[2], dtype=torch.float32)
+        sums.index_add_(1, numbers.repeat_interleave(counts), change.float())
+        mean = (sums * (self._gain / counts)[:, None]).to(buffer.dtype)
+        buffer[0].index_add_(1, spans.rest, mean.repeat_interleave(rest_counts, dim=1))
+
+
+def _starts(parts: Sequence[Positions]) -> Positions:
+    """Where each part begins once they are joined, and the end."""
+    return np.cumsum([0, *map(len, parts)])
 
 
 def _inside(start: int, stop: int, positions: Positions) -> bool:

@@ -2,7 +2,10 @@
 
 attend_scattered   attention of queries at any positions: masked by positions, without a mask of queries x keys
 attend_split       the same for a few queries over many keys: blocks share the keys of a query, too
+attention_received what some of those queries attend to
+attention_sent     what all queries of a row attend to, by segments of keys, and what each key receives
 write_rows         new keys and values to buffers whose address is read on the device
+move_rest          KV that is not recomputed follows the mean change of what is
 fetch              KV from many places in host memory to the buffers, in one launch
 rotate_keys        keys rotated in place, in one launch
 
@@ -39,6 +42,9 @@ _SPLIT_BLOCKS = 256  # of `attend_split`: two for each processor of an H200
 _FETCHING = 64  # concurrent blocks: enough to fill the bus, few enough to leave room for others
 _FETCH_WORDS = 2048
 _ROTATE_TOKENS = 32
+_MOVE_TOKENS = 32
+_RECEIVED_BYTES = 512 << 20  # the largest table of what keys receive from each block of queries
+KEYS_READ = 64  # at a time, of `attention_received`
 
 _log = logging.getLogger(__name__)
 
@@ -113,9 +119,11 @@ def fits_split(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 def attend_split(
     query: Tensor, kept: LayerAddress, positions: Tensor, scaling: float, window: int | None = None
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """The same as `attend_scattered`, faster for a few queries: their keys are cut into ranges, whose results are
-    combined. Where and how many the keys are is read on the device.
+    combined. Where and how many the keys are is read on the device. Positions may repeat.
+
+    Returns, too, the sum of the exponentials of each range, `[ranges, tokens, heads]`, as base-2 logarithms.
 
     64 queries over 8,192 keys, 32/8 heads of 128 numbers, on an H200: 0.04 ms; over 32,768 keys: 0.12.
     """
@@ -136,15 +144,123 @@ def attend_split(
     _combine_parts[count, heads](
         parts, sums, out, out.stride(1), out.stride(2), count, heads, dim=dim, padded=padded, splits=splits
     )
-    return out
+    return out, sums
+
+
+@dataclass(frozen=True)
+class ReceivedAttention:
+    """What some queries attend to in one layer, on the device.
+
+    seen     [positions] the attention a position receives from the queries times the norm of its value, maximum over
+             heads
+    norms    [blocks of `KEYS_READ` positions] the sum of the norms of their values, over all key heads
+    """
+
+    seen: Tensor
+    norms: Tensor
+
+
+def attention_received(
+    query: Tensor,
+    kept: LayerAddress,
+    positions: Tensor,
+    sums: Tensor,
+    asked: Tensor,
+    out: ReceivedAttention,
+    scaling: float,
+    window: int | None = None,
+) -> None:
+    """Write to `out` what the queries from `asked[0]` to `asked[1]`, on the device, attend to.
+
+    query, positions   those of `attend_split`
+    sums               what it returned
+    """
+    heads, count, dim = query.shape[1:]
+    padded = triton.next_power_of_2(dim)
+    _attention_received[(min(_SPLIT_BLOCKS, len(out.norms)),)](
+        query, kept.table, sums, positions, asked, out.seen, out.norms, query.stride(1), query.stride(2), count, heads,
+        kept.kv_heads, scaling * _LOG2_E, -1 if window is None else window, kept.layer, kept.layers,
+        group=heads // kept.kv_heads, dim=dim, padded=padded, splits=len(sums), queries=_QUERIES,
+        keys_at_once=KEYS_READ, windowed=window is not None, num_warps=4,
+    )  # fmt: skip
+
+
+_SEGMENTS = 32, 128  # there is a kernel for each of these numbers
+MAX_SEGMENTS = _SEGMENTS[-1]
+
+
+def attention_sent(
+    query: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    segments: Tensor,
+    count: int,
+    asked: tuple[int, int],
+    scaling: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """The attention that queries at sorted positions pay: to each segment of keys, `[tokens, segments]`, mean over
+    heads; and what each key receives from the queries from `asked[0]` to `asked[1]`, `[heads, keys]`.
+
+    query      [1, heads, tokens, key_dim]; keys [1, kv_heads, capacity, key_dim]
+    segments   [keys] int32: the segment of each key, or -1; `count` of them, at most `MAX_SEGMENTS`
+    """
+    heads, tokens, dim = query.shape[1:]
+    blocks, size = triton.cdiv(tokens, _QUERIES), next(size for size in _SEGMENTS if size >= count)
+    sent = torch.zeros(heads, tokens, size, dtype=torch.float32, device=query.device)
+    received = torch.empty(heads, len(segments), dtype=torch.float32, device=query.device)
+    at_once = max(1, min(heads, _RECEIVED_BYTES // (4 * blocks * len(segments))))
+    for first in range(0, heads, at_once):
+        some = min(at_once, heads - first)
+        parts = torch.zeros(blocks, some, len(segments), dtype=torch.float32, device=query.device)
+        _attention_sent[blocks, some](
+            query, keys, positions, segments, sent, parts, query.stride(1), query.stride(2), keys.stride(1),
+            keys.stride(2), first, tokens, len(segments), *asked, scaling * _LOG2_E, -1 if window is None else window,
+            group=heads // keys.shape[1], dim=dim, queries=_QUERIES, keys_at_once=_KEYS, segment_count=size,
+            windowed=window is not None, num_warps=4, num_stages=3,
+        )  # fmt: skip
+        received[first : first + some] = parts.sum(dim=0)
+    return sent[..., :count].mean(dim=0), received
 
 
 def write_rows(kept: LayerAddress, slots: Tensor, key: Tensor, value: Tensor) -> None:
-    """Write keys and values `[1, kv_heads, tokens, dim]` to their slots, wherever the buffers are."""
+    """Write keys and values `[1, kv_heads, tokens, dim]` to their sorted slots, wherever the buffers are. A slot that
+    repeats is padding: only the first counts."""
     dim = key.shape[3]
     _write_rows[key.shape[2], kept.kv_heads](
         kept.table, slots, key, value, key.stride(1), key.stride(2), value.stride(1), value.stride(2),
         kept.layer, kept.layers, dim=dim, padded=triton.next_power_of_2(dim), num_warps=1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MovingSpans:
+    """Spans of a context some of whose tokens are recomputed; on the device.
+
+    slots         [row's tokens] where each token of the row belongs
+    own           [n] places in the row of the recomputed tokens, span by span
+    own_starts    [spans + 1] where each span begins in `own`
+    rest          [m] positions of the others, span by span
+    rest_starts   [spans + 1]
+    """
+
+    slots: Tensor
+    own: Tensor
+    own_starts: Tensor
+    rest: Tensor
+    rest_starts: Tensor
+
+
+def move_rest(buffer: Tensor, rows: Tensor, spans: MovingSpans, gain: float) -> None:
+    """Add to the rest of each span `gain` times the mean change of its recomputed tokens.
+
+    buffer [kv_heads, capacity, dim]; rows [kv_heads, row's tokens, dim], which will be written there.
+    """
+    dim = rows.shape[2]
+    _move_rest[len(spans.own_starts) - 1, rows.shape[0]](
+        buffer, rows, spans.slots, spans.own, spans.own_starts, spans.rest, spans.rest_starts, gain,
+        buffer.stride(0), buffer.stride(1), rows.stride(0), rows.stride(1),
+        dim=dim, padded=triton.next_power_of_2(dim), tokens=_MOVE_TOKENS, num_warps=4,
     )  # fmt: skip
 
 
@@ -316,13 +432,142 @@ def _write_rows_kernel(  # type: ignore[no-untyped-def]
     """One token of one head."""
     token, head = tl.program_id(0), tl.program_id(1)
     numbers = tl.arange(0, padded)
-    real = numbers < dim
+    repeated = (token > 0) & (tl.load(slots + tl.maximum(token - 1, 0)) == tl.load(slots + token))
+    real = (numbers < dim) & (not repeated)
     place = head * tl.load(table + 2 * layers) + tl.load(slots + token) * dim + numbers
     kind = tl.pointer_type(key.dtype.element_ty)
     row = tl.load(key + head * key_head + token * key_token + numbers, mask=real)
     tl.store(tl.load(table + layer).to(kind) + place, row, mask=real)
     row = tl.load(value + head * value_head + token * value_token + numbers, mask=real)
     tl.store(tl.load(table + layers + layer).to(kind) + place, row, mask=real)
+
+
+def _attention_received_kernel(  # type: ignore[no-untyped-def]
+    query, table, sums, positions, asked, seen, norms, query_head, query_token, count, heads, kv_heads, scaling, window,
+    layer, layers, group: tl.constexpr, dim: tl.constexpr, padded: tl.constexpr, splits: tl.constexpr,
+    queries: tl.constexpr, keys_at_once: tl.constexpr, windowed: tl.constexpr,
+):  # fmt: skip
+    """Every n-th block of keys, for all heads."""
+    first, stop = tl.load(asked), tl.load(asked + 1)
+    end = tl.load(positions + count - 1) + 1
+    kind = tl.pointer_type(query.dtype.element_ty)
+    pitch = tl.multiple_of(tl.load(table + 2 * layers), 8)
+    keys = tl.multiple_of(tl.load(table + layer).to(kind), 16)
+    values = tl.multiple_of(tl.load(table + layers + layer).to(kind), 16)
+    numbers, ranges = tl.arange(0, padded), tl.arange(0, splits)
+    real = numbers < dim
+    for block in range(tl.program_id(0), tl.cdiv(end, keys_at_once), tl.num_programs(0)):
+        places = block * keys_at_once + tl.arange(0, keys_at_once)
+        there = places < end
+        most = tl.zeros([keys_at_once], tl.float32)
+        norm = tl.zeros([keys_at_once], tl.float32)
+        for kv_head in range(kv_heads):
+            row = kv_head * pitch + places * dim
+            key = tl.load(keys + row[None] + numbers[:, None], mask=there[None] & real[:, None], other=0.0)
+            value = tl.load(values + row[:, None] + numbers[None], mask=there[:, None] & real[None], other=0.0)
+            length = tl.sqrt(tl.sum(value.to(tl.float32) * value.to(tl.float32), 1))
+            norm += length
+            for head in range(kv_head * group, kv_head * group + group):
+                mass = tl.zeros([keys_at_once], tl.float32)
+                for start in range(first, stop, queries):
+                    token = start + tl.arange(0, queries)
+                    inside = token < stop
+                    own = tl.load(positions + token, mask=inside, other=-1)
+                    some = tl.load(
+                        query + head * query_head + token[:, None] * query_token + numbers[None],
+                        mask=inside[:, None] & real[None], other=0.0,
+                    )  # fmt: skip
+                    part = tl.load(
+                        sums + (ranges[:, None] * count + token[None]) * heads + head, mask=inside[None], other=0.0
+                    )
+                    highest = tl.max(part, 0)
+                    total = highest + tl.log2(tl.sum(tl.exp2(part - highest[None]), 0))
+                    visible = places[None] <= own[:, None]
+                    if windowed:
+                        visible = visible & (places[None] > own[:, None] - window)
+                    weights = tl.exp2(tl.dot(some, key) * scaling - total[:, None])
+                    mass += tl.sum(tl.where(visible, weights, 0.0), 0)
+                most = tl.maximum(most, mass * length)
+        tl.store(seen + places, most / (stop - first), mask=there)
+        tl.store(norms + block, tl.sum(norm, 0))
+
+
+def _attention_sent_kernel(  # type: ignore[no-untyped-def]
+    query, keys, positions, segments, sent, received, query_head, query_token, key_head, key_token,
+    first_head, count, key_count, asked_first, asked_stop, scaling, window,
+    group: tl.constexpr, dim: tl.constexpr, queries: tl.constexpr, keys_at_once: tl.constexpr,
+    segment_count: tl.constexpr, windowed: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of one head: first the sums of the exponentials, then the weights."""
+    block, head = tl.num_programs(0) - 1 - tl.program_id(0), first_head + tl.program_id(1)
+    rows = block * queries + tl.arange(0, queries)
+    own = tl.load(positions + tl.minimum(rows, count - 1))
+    first = tl.load(positions + block * queries)
+    last = tl.load(positions + tl.minimum(block * queries + queries, count) - 1)
+    low = first * 0
+    if windowed:
+        low = tl.maximum(first - window + 1, 0) // keys_at_once * keys_at_once
+    numbers, numbered = tl.arange(0, dim), tl.arange(0, segment_count)
+    some = tl.load(query + head * query_head + tl.minimum(rows, count - 1)[:, None] * query_token + numbers[None])
+    key_rows = keys + (head // group) * key_head + numbers[:, None]
+    highest = tl.full([queries], -float("inf"), tl.float32)
+    total = tl.zeros([queries], tl.float32)
+    for start in range(low, last + 1, keys_at_once):
+        places = start + tl.arange(0, keys_at_once)
+        key = tl.load(key_rows + places[None] * key_token, mask=(places <= last)[None], other=0.0)
+        visible = places[None] <= own[:, None]
+        if windowed:
+            visible = visible & (places[None] > own[:, None] - window)
+        products = tl.where(visible, tl.dot(some, key) * scaling, -1e30)
+        above = tl.maximum(highest, tl.max(products, 1))
+        total = total * tl.exp2(highest - above) + tl.sum(tl.where(visible, tl.exp2(products - above[:, None]), 0.0), 1)
+        highest = above
+    sums = highest + tl.log2(total)
+    asking = (rows >= asked_first) & (rows < asked_stop) & (rows < count)
+    mass = tl.zeros([queries, segment_count], tl.float32)
+    target = received + (block * tl.num_programs(1) + tl.program_id(1)) * key_count
+    for start in range(low, last + 1, keys_at_once):
+        places = start + tl.arange(0, keys_at_once)
+        there = places <= last
+        key = tl.load(key_rows + places[None] * key_token, mask=there[None], other=0.0)
+        visible = places[None] <= own[:, None]
+        if windowed:
+            visible = visible & (places[None] > own[:, None] - window)
+        weights = tl.where(visible, tl.exp2(tl.dot(some, key) * scaling - sums[:, None]), 0.0)
+        segment = tl.load(segments + places, mask=there, other=-1)
+        inside = (segment[:, None] == numbered[None]).to(tl.float16)
+        mass = tl.dot(weights.to(tl.float16), inside, mass)
+        tl.store(target + places, tl.sum(tl.where(asking[:, None], weights, 0.0), 0), mask=there)
+    place = sent + (head * count + rows[:, None]) * segment_count + numbered[None]
+    tl.store(place, mass, mask=(rows < count)[:, None])
+
+
+def _move_rest_kernel(  # type: ignore[no-untyped-def]
+    buffer, rows, slots, own, own_starts, rest, rest_starts, gain,
+    buffer_head, buffer_token, row_head, row_token,
+    dim: tl.constexpr, padded: tl.constexpr, tokens: tl.constexpr,
+):  # fmt: skip
+    """One span of one head."""
+    span, head = tl.program_id(0), tl.program_id(1)
+    numbers = tl.arange(0, padded)
+    real = (numbers < dim)[None]
+    kept, new = buffer + head * buffer_head + numbers[None], rows + head * row_head + numbers[None]
+    first, stop = tl.load(own_starts + span), tl.load(own_starts + span + 1)
+    change = tl.zeros([tokens, padded], tl.float32)
+    for start in range(first, stop, tokens):
+        index = start + tl.arange(0, tokens)
+        place = tl.load(own + index, mask=index < stop, other=0)
+        wanted = (index < stop)[:, None] & real
+        slot = tl.load(slots + place)
+        old = tl.load(kept + slot[:, None] * buffer_token, mask=wanted, other=0.0)
+        change += tl.load(new + place[:, None] * row_token, mask=wanted, other=0.0).to(tl.float32) - old.to(tl.float32)
+    mean = (tl.sum(change, 0) * (gain / (stop - first))).to(buffer.dtype.element_ty)[None]
+    first, stop = tl.load(rest_starts + span), tl.load(rest_starts + span + 1)
+    for start in range(first, stop, tokens):
+        index = start + tl.arange(0, tokens)
+        wanted = (index < stop)[:, None] & real
+        place = kept + tl.load(rest + index, mask=index < stop, other=0)[:, None] * buffer_token
+        tl.store(place, tl.load(place, mask=wanted) + mean, mask=wanted)
 
 
 def _fetch_kernel(  # type: ignore[no-untyped-def]
@@ -362,9 +607,14 @@ def _compiled(kernel: Any, *changing: str) -> Any:
     return kernel if triton is None else triton.jit(kernel, do_not_specialize=list(changing))
 
 
-_attend_scattered = _compiled(_attend_scattered_kernel)
+_attend_scattered = _compiled(_attend_scattered_kernel, "count", "window")
 _attend_part = _compiled(_attend_part_kernel, "layer", "layers", "count", "window")
 _combine_parts = _compiled(_combine_parts_kernel, "count")
+_attention_received = _compiled(_attention_received_kernel, "layer", "layers", "count", "window")
 _write_rows = _compiled(_write_rows_kernel, "layer", "layers")
-_fetch = _compiled(_fetch_kernel)
-_rotate_keys = _compiled(_rotate_keys_kernel)
+_move_rest = _compiled(_move_rest_kernel)
+_attention_sent = _compiled(
+    _attention_sent_kernel, "first_head", "count", "key_count", "asked_first", "asked_stop", "window"
+)
+_fetch = _compiled(_fetch_kernel, "count")
+_rotate_keys = _compiled(_rotate_keys_kernel, "count")

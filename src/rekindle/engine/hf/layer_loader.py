@@ -259,9 +259,9 @@ class LayerLoader:
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._arrivals[layer])
 
-    def wait_for_all(self, cancelled: Callable[[], bool] | None) -> None:
-        """Block until every layer is filled, or on its way."""
-        for layer in range(self._layers):
+    def wait_until(self, stop: int, cancelled: Callable[[], bool] | None) -> None:
+        """Block until the layers below `stop` are filled, or on their way."""
+        for layer in range(stop):
             self.wait(layer, cancelled)
 
     def stop(self) -> None:

@@ -21,7 +21,7 @@ from rekindle.engine.hf.layer_loader import LayerLoader, PinnedSlots
 from rekindle.engine.hf.lora import AdapterSpans, merge_adapter_spans
 from rekindle.engine.hf.rope import Rope, RopeShifter, Rotation
 from rekindle.engine.hf.sequence import Slots, TorchSequence
-from rekindle.engine.hooks import Positions, Probe
+from rekindle.engine.hooks import Positions, Probe, Reading
 from rekindle.engine.row_checks import CheckedRow
 from rekindle.errors import Cancelled, StepRefused
 
@@ -34,6 +34,7 @@ class BatchRow:
         self.sequence = sequence
         self._device = device
         self.gazing = None if checked.row.gaze is None else AttentionMapRecorder(checked.row.gaze)
+        self._readings: list[Callable[[], Reading]] = []  # not reported yet: the device shall not wait for it
         self.place(checked.positions)
 
     def place(self, positions: Positions) -> None:
@@ -52,10 +53,18 @@ class BatchRow:
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write new keys and values to their positions."""
         if self._spreading is not None and not self._spreading.idle:
-            self._spreading.move(self.sequence.keys(layer), self._slots, key)
-            self._spreading.move(self.sequence.values(layer), self._slots, value)
+            self._spreading.move(self.sequence.keys(layer), key)
+            self._spreading.move(self.sequence.values(layer), value)
         _write(self.sequence.keys(layer), self._slots, key)
         _write(self.sequence.values(layer), self._slots, value)
+
+    def report(self) -> None:
+        """Report what probe and gaze have seen."""
+        for reading in self._readings:
+            assert self.checked.row.probe is not None
+            self.checked.row.probe.report(reading())
+        if self.gazing is not None:
+            self.gazing.report()
 
     def watched(self, layer: int) -> Probe | None:
         """The row's probe if it reads this layer."""
@@ -77,7 +86,11 @@ class BatchRow:
             tiles = cut_tiles(self.positions, scores.window, query.dtype, query.device, by_position=by_position)
             self._tiles[scores.window, by_position] = tiles
         if watch is not None:
-            read_attention(watch, layer, self.positions, query, keys, tiles, scores, deviation)
+            reading = read_attention(watch, layer, self.positions, query, keys, tiles, scores, deviation)
+            if self.checked.row.selector is not None:  # which chooses by what was read so far
+                watch.report(reading())
+            else:
+                self._readings.append(reading)
         if self.gazing is not None:
             self.gazing.look(layer, self.positions, query, keys, values, scores)
         return attend(query, keys, values, tiles, scores)
@@ -171,8 +184,7 @@ class ForwardBatch(StepPass):
         for layer in range(self._layers if self._until is None else self._until, self._layers):
             self.fill(layer)
         for lane in self.lanes:
-            if lane.gazing is not None:
-                lane.gazing.report()
+            lane.report()
 
     def fill(self, layer: int) -> None:
         if self._filling is not None:

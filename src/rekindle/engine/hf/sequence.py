@@ -22,7 +22,6 @@ Slots = slice | Tensor  # positions of rows in a buffer: a run, or an index
 TORCH_TYPE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 _ROUND_TOKENS = 256  # capacities are rounded up to this, so that buffers fit more than one prompt
-_SPARE_TOKENS = 63  # where recorded steps may write their padding
 _FREE_BUFFERS = 4
 _WARM_BYTES = 128 << 20
 _WARM_TOKENS = 2048
@@ -71,8 +70,7 @@ class BufferPool:
 
     def take(self, capacity: int) -> Buffers:
         """Buffers for at least `capacity` tokens."""
-        spare = _SPARE_TOKENS if self.device.type == "cuda" else 0
-        wanted = -(-(capacity + spare) // _ROUND_TOKENS) * _ROUND_TOKENS
+        wanted = -(-capacity // _ROUND_TOKENS) * _ROUND_TOKENS
         with self._lock:
             fitting = [b for b in self._free if wanted <= b.capacity <= 4 * wanted]
             if fitting:
