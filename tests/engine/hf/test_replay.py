@@ -191,7 +191,8 @@ class Replayed(GraphRecorder):
                 recorded.logits.copy_(recorder._decoder.run(step))
 
         step.begin()
-        recorded = _RecordedStep(step, Graph(), self._decoder.run(step).clone())
+        layers = len(self._decoder.layout.layers) if step.until is None else step.until
+        recorded = _RecordedStep(step, [(layers, Graph())], self._decoder.run(step).clone())
         return recorded
 
 

@@ -5,6 +5,8 @@ each chat, the question after a loaded context, its look at reused chunks) are r
 one launch. A graph has fixed shapes, so a recorded step belongs to a padded number of tokens of each row, while tokens,
 positions and the addresses of KV are read from the device: a recording made when the model is loaded serves every
 context. Padding repeats a row's last token, and writes nothing.
+
+A step is recorded in parts of some layers, so that the first ones run while the KV of others is being loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,6 +35,7 @@ from rekindle.engine.row_checks import CheckedRow, check_rows
 
 _PADDED = (1, 16, 32, 64)  # tokens of a row are padded to one of these; longer rows are not replayed
 _LOOK_PADDED = (128, 192, 256, 512)  # of a row that looks ahead
+_PARTS = 4
 _KEPT = 32  # recorded steps
 _RARE = 3  # a step of several rows is recorded once it occurs more often than this
 _log = logging.getLogger("rekindle")
@@ -70,6 +73,7 @@ class StaticPass(StepPass):
         self._tables = self._inputs[2 * total + len(rows) : -2].view(len(rows), pointers)
         self._asked = self._inputs[-2:]  # which tokens a row that looks ahead looks for
         self._copied: torch.cuda.Event | None = None
+        self.before_layer: Callable[[int], None] = lambda _: None
         self.begin()
 
     def load(self, rows: Sequence[CheckedRow]) -> None:
@@ -91,6 +95,9 @@ class StaticPass(StepPass):
         if self._inputs.is_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
+
+    def fill(self, layer: int) -> None:
+        self.before_layer(layer)
 
     def begin(self) -> None:
         """Start again with all tokens of every row."""
@@ -191,8 +198,15 @@ class LookPass(StaticPass):
 @dataclass(frozen=True)
 class _RecordedStep:
     step: StaticPass
-    graph: torch.cuda.CUDAGraph
+    parts: Sequence[tuple[int, torch.cuda.CUDAGraph]]  # in order, each with the end of its layers
     logits: Tensor  # [rows, vocabulary], written by each replay
+
+    def replay(self, rows: Sequence[CheckedRow], wait_until: Callable[[int], None]) -> Tensor:
+        self.step.load(rows)
+        for stop, graph in self.parts:
+            wait_until(stop)
+            graph.replay()
+        return self.logits
 
 
 class GraphRecorder:
@@ -240,8 +254,9 @@ class GraphRecorder:
                 rows = check_rows([row], layers=layers, vocabulary_size=size)
                 self._try_to_record((sequence.regime, (shape,)), rows)
 
-    def run(self, rows: Sequence[CheckedRow]) -> Tensor | None:
-        """The logits `[rows, vocabulary]` if this step can be replayed."""
+    def run(self, rows: Sequence[CheckedRow], wait_until: Callable[[int], None] = lambda _: None) -> Tensor | None:
+        """The logits `[rows, vocabulary]` if this step can be replayed. `wait_until` is called with the end of the
+        layers that are computed next."""
         regimes = {row.row.sequence.regime for row in rows}
         shapes = [shape for row in rows if (shape := replayable(row)) is not None]
         if not self._works or len(regimes) != 1 or len(shapes) != len(rows):
@@ -249,19 +264,13 @@ class GraphRecorder:
         (regime,) = regimes
         # One recording serves rows in any order.
         order = sorted(range(len(rows)), key=shapes.__getitem__)
-        logits = self._replay((regime, tuple(shapes[place] for place in order)), [rows[place] for place in order])
-        return logits if logits is None or len(rows) == 1 else logits[np.argsort(order).tolist()]
-
-    def _replay(self, key: Key, rows: Sequence[CheckedRow]) -> Tensor | None:
+        key, rows = (regime, tuple(shapes[place] for place in order)), [rows[place] for place in order]
         with self._lock:
             recorded = self._recall(key)
             if recorded is None:
                 recorded = None if self._too_rare(key) else self._try_to_record(key, rows)
-            if recorded is None:
-                return None
-            recorded.step.load(rows)
-            recorded.graph.replay()
-            return recorded.logits
+            logits = None if recorded is None else recorded.replay(rows, wait_until)
+        return logits if logits is None or len(rows) == 1 else logits[np.argsort(order).tolist()]
 
     def report_look(self, row: CheckedRow) -> None:
         """Report what a row saw that was replayed just now."""
@@ -320,11 +329,26 @@ class GraphRecorder:
                 step.begin()
                 self._decoder.run(step)
             torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            layers = len(self._decoder.layout.layers) if step.until is None else step.until
+            starts = sorted({layers * part // _PARTS for part in range(1, _PARTS)} - {0})
+            graphs, pool = [torch.cuda.CUDAGraph()], torch.cuda.graph_pool_handle()
+
+            def next_graph(layer: int) -> None:
+                if layer in starts:
+                    graphs[-1].capture_end()
+                    graphs.append(torch.cuda.CUDAGraph())
+                    graphs[-1].capture_begin(pool, capture_error_mode="thread_local")
+
             step.begin()
-            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-                logits = self._decoder.run(step)
-            return _RecordedStep(step, graph, logits)
+            step.before_layer = next_graph
+            with torch.cuda.stream(side):
+                graphs[-1].capture_begin(pool, capture_error_mode="thread_local")
+                try:
+                    logits = self._decoder.run(step)
+                finally:
+                    graphs[-1].capture_end()
+            return _RecordedStep(step, list(zip([*starts, layers], graphs, strict=True)), logits)
 
 
 def replayable(row: CheckedRow) -> RowShape | None:

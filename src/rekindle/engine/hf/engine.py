@@ -230,8 +230,7 @@ class HfEngine:
     ) -> tuple[Sequence[CheckedRow], Tensor | None]:
         """The logits if the rows can be replayed, else None; and the rows, without feeds if these were loaded.
 
-        What a single row follows is loaded first: that takes less time than launching its kernels one by one while KV
-        is being loaded. A row that looks ahead waits for no more layers than it computes.
+        What a single row follows is loaded meanwhile. Launching its kernels one by one would take longer.
         """
         decoder, row, feeds = self._live(), rows[0], rows[0].row.feeds
         layers = len(decoder.layout.layers)
@@ -243,8 +242,7 @@ class HfEngine:
             return rows, None
         given = [(own_sequence(row), feed) for feed in feeds]
         with LayerLoader(given, layers, decoder.device, decoder.turner, slots=self._slots) as loader:
-            loader.wait_until(layers if row.row.until is None else row.row.until, cancelled)
-            logits = recorder.run([loaded])
+            logits = recorder.run([loaded], lambda stop: loader.wait_until(stop, cancelled))
             loader.wait_until(layers, cancelled)
         return [loaded], logits
 

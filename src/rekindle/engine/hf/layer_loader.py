@@ -210,6 +210,7 @@ class LayerLoader:
         self._arrivals: dict[int, torch.cuda.Event] = {}
         self._error: BaseException | None = None
         self._stopped = False
+        self._awaited = 0  # layers, by `wait_until`
 
     def __enter__(self) -> LayerLoader:
         self.start()
@@ -260,9 +261,10 @@ class LayerLoader:
             torch.cuda.current_stream(self._stream.device).wait_event(self._arrivals[layer])
 
     def wait_until(self, stop: int, cancelled: Callable[[], bool] | None) -> None:
-        """Block until the layers below `stop` are filled, or on their way."""
-        for layer in range(stop):
+        """Block until the layers below `stop` are filled, or on their way. To be called with growing numbers."""
+        for layer in range(self._awaited, stop):
             self.wait(layer, cancelled)
+            self._awaited = layer + 1
 
     def stop(self) -> None:
         """Fill no further layer. A fill in progress keeps the memory it writes to; the next step gets other memory."""
