@@ -54,9 +54,9 @@ def test_they_answer_as_with_peft(session: Session) -> None:
         with torch.inference_mode():
             expected = peft(torch.tensor([tokens])).logits[0].numpy()
         model = peft.unload()
-        adapter = session.adapters.load(name)
-        sequence = engine.open(64, engine.regime(64), adapter.digest)
-        (got,) = engine.step([Row.following(sequence, tokens, logits="all")])
-        sequence.close()
+        with session.adapters.use(name) as digest:
+            sequence = engine.open(64, engine.regime(64), digest)
+            (got,) = engine.step([Row.following(sequence, tokens, logits="all")])
+            sequence.close()
         assert np.abs(got - expected).max() <= 1e-4 * np.abs(expected).max()
     assert {adapter.name: adapter.same_layers for adapter in session.adapters} == {"json": 0, "list": 0, "pirate": 16}

@@ -208,20 +208,20 @@ def test_a_session_keeps_its_own_adapter_and_a_server_loads_none_by_itself(folde
 
 
 def test_loading_again_while_the_last_reply_ends_leaves_it_usable(session: Session, folders: list[Path]) -> None:
-    """The engine is told to load what it has; meanwhile the last reply lets it go."""
+    """The engine has it while it is named again; then the last reply ends."""
     engine = session.engine
     assert isinstance(engine, FakeEngine)
     session.adapters.load("writer", folders[0])
     stream = session.stream(PROMPT, max_tokens=5, adapter="writer")
     next(iter(stream))
     session.adapters.unload("writer")
-    load = engine.load_adapter
+    check = engine.check_adapter
 
-    def slow(lora: Any) -> int:
-        same = load(lora)
+    def slow(lora: Any) -> Any:
+        fit = check(lora)
         "".join(stream)  # the last reply ends now
-        return same
+        return fit
 
-    engine.load_adapter = slow  # type: ignore[method-assign]
+    engine.check_adapter = slow  # type: ignore[method-assign]
     session.adapters.load("again", folders[0])
     assert session.generate(PROMPT, max_tokens=6, adapter="again").text == uncached(folders[0], PROMPT, 6)

@@ -126,7 +126,14 @@ RESPONSES: dict[str, Schema] = {
     "list_models": _object(object=_TEXT, data=_list(_MODEL)),
     "show_model": _MODEL,
     "load_adapter": _object(
-        status=_TEXT, name=_TEXT, digest=_TEXT, scale=_NUMBER, rank=_COUNT, size_bytes=_COUNT, same_layers=_COUNT
+        status=_TEXT,
+        name=_TEXT,
+        digest=_TEXT,
+        scale=_NUMBER,
+        rank=_COUNT,
+        size_bytes=_COUNT,
+        same_layers=_COUNT,
+        memory_bytes=_COUNT,
     ),
     "unload_adapter": _object(status=_TEXT, name=_TEXT),
     "tokenize": _object(

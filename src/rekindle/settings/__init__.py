@@ -294,6 +294,13 @@ class Settings(_Loadable):
         "warm. none: never; 5m for a model that a command left in the background.",
         kind=a_time("30s, 5m"),
     )
+    adapter_memory: str = setting(
+        "serving",
+        "10%",
+        "How much memory loaded LoRA adapters take: bytes, 1GB, or 10% of the memory of the model's device (llamacpp: "
+        "of all memory). They are loaded when a request needs them; the least recently used leave for others.",
+        kind=a_size("1GB, 10%"),
+    )
 
 
 @dataclass(frozen=True)
