@@ -93,7 +93,11 @@ def test_a_converted_adapter_does_what_merged_weights_do(folder: Path) -> None:
     reference = engine_of(merged(folder / "plain.gguf", adapter, folder / "merged.gguf"))
     engine = engine_of(folder / "plain.gguf")
     plain = logits(engine)
+    assert engine.check_adapter(adapter).memory_bytes == adapter.size_bytes
+    with pytest.raises(StepRefused, match="not loaded"):
+        logits(engine, adapter.digest)
     engine.load_adapter(adapter)
+    assert engine.check_adapter(adapter).memory_bytes == adapter.size_bytes  # stays loaded
     expected = logits(reference)
     got = logits(engine, adapter.digest)
     assert np.abs(got - expected).max() <= 1e-3 * np.abs(expected).max()
