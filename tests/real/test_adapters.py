@@ -68,6 +68,7 @@ def test_they_answer_as_with_peft(session: Session) -> None:
 
 
 COUNT = 100
+OUTPUTS = (("q", 576), ("v", 192))
 SETTINGS: dict[str, Any] = {"engine": "hf", "device": "cpu", "dtype": "float32", "cache": "off"}
 
 
@@ -82,13 +83,10 @@ def random_lora(folder: Path, seed: int) -> Path:
     drawn, rank = np.random.default_rng(seed), 2 + seed % 7
     shapes = {f"model.layers.{layer}.self_attn.{name}_proj": out for layer in range(30) for name, out in OUTPUTS}
     pairs = {
-        name: (drawn.normal(0, 0.1, (rank, 576)).astype("f4"), drawn.normal(0, 0.1, (out, rank)).astype("f4"))
+        name: (drawn.normal(0, 0.2, (rank, 576)).astype("f4"), drawn.normal(0, 0.2, (out, rank)).astype("f4"))
         for name, out in shapes.items()
     }
     return save_lora(folder, pairs)
-
-
-OUTPUTS = (("q", 576), ("v", 192))
 
 
 def ask(served: Served, name: str) -> str:

@@ -46,6 +46,8 @@ _REUSED = _object(
     level=_TEXT,
     loaded=_COUNT,
     loaded_from=_object(engine=_COUNT, memory=_COUNT, disk=_COUNT),
+    quantized=_COUNT,
+    calibrated_bits=_or_null(_FLAG),
     computed=_COUNT,
     miss=_or_null(_TEXT),
     origin_miss=_or_null(_TEXT),

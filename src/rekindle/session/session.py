@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,6 +149,10 @@ class Session:
             return False
         self._alive.stay(seconds)
         return True
+
+    def staying(self) -> AbstractContextManager[None]:
+        """The model stays loaded inside the block."""
+        return self._alive.use()
 
     @property
     def resting(self) -> bool:

@@ -349,6 +349,13 @@ class ServerSettings(_Loadable):
     idle: bool = setting("server", False, "Work ahead while there are no requests, as `rekindle idle` does.")
     quiet: str = setting("server", "30s", "With idle: start after this long without a request.", kind=a_time("30s, 5m"))
     on_battery: bool = setting("server", False, "With idle: also without mains.")
+    idle_calibrate: str | None = setting(
+        "server",
+        None,
+        "With idle: calibrate the model for its level of reuse if nobody did, for at most this long; the next start "
+        "uses what was found. none: never.",
+        kind=a_time("10m, 1h"),
+    )
 
 
 @dataclass(frozen=True)
