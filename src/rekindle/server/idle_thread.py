@@ -67,7 +67,8 @@ class IdleThread:
 
     def _work(self) -> None:
         while (stop := self._next()) is not None:
-            for idle in [*reversed(self._whose.values()), self._calibration]:
+            work: list[Idle | IdleCalibration] = [*reversed(list(self._whose.values())), self._calibration]
+            for idle in work:
                 if not stop.is_set():
                     _work_for(idle, stop)
             with self._changed:
