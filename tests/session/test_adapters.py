@@ -346,3 +346,14 @@ def test_a_lent_engine_has_no_adapters_left_when_the_session_closes(tmp_path: Pa
         session.generate(PROMPT, max_tokens=1)
         assert engine._adapted
     assert not engine._adapted
+
+
+def test_sessions_that_share_an_engine_take_no_adapters_from_each_other(folders: list[Path]) -> None:
+    engine = FakeEngine()
+    with Session(engine, cache="off") as session:
+        session.adapters.load("writer", folders[0])
+        before = session.generate(PROMPT, max_tokens=6, adapter="writer").text
+        with Session(engine, cache="off", adapter=f"other.name={folders[0]}") as second:
+            assert second.generate(PROMPT, max_tokens=6).text == before
+        assert session.generate(PROMPT, max_tokens=6, adapter="writer").text == before
+    assert not engine._adapted

@@ -346,7 +346,10 @@ class Engine(Protocol):
         """What loading an adapter would take. Raises `AdapterRefused` if it does not fit this model."""
 
     def load_adapter(self, lora: Lora) -> None:
-        """Load an adapter. Raises as `check_adapter` does, and `OutOfMemory`; then nothing has changed."""
+        """Load an adapter, until it was unloaded as often: sessions may share an engine.
+
+        Raises as `check_adapter` does, and `OutOfMemory`; then nothing has changed.
+        """
 
     def unload_adapter(self, digest: str) -> None:
         """Unload an adapter. Its sequences can still be exported, but not computed further."""

@@ -7,6 +7,7 @@ Each sum runs over exactly the terms it needs, one token at a time.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
@@ -109,6 +110,7 @@ class FakeEngine:
         self.parameters = sum(weights.size for weights in self._weights.values())
         self.attention = _LAYERS * _HIDDEN
         self._adapted: dict[str, dict[str, Array]] = {}  # the weights with each adapter
+        self._loads: Counter[str] = Counter()
         self._seed = seed
         self._lock = threading.Lock()
         self._closed = False
@@ -128,6 +130,7 @@ class FakeEngine:
 
     def load_adapter(self, lora: Lora) -> None:
         self._adapted[lora.digest] = self._adapt(lora)
+        self._loads[lora.digest] += 1
 
     def _adapt(self, lora: Lora) -> dict[str, Array]:
         """The weights with an adapter, whose layers are called `layers.0.q` and so on."""
@@ -140,7 +143,10 @@ class FakeEngine:
         return changed
 
     def unload_adapter(self, digest: str) -> None:
-        self._adapted.pop(digest, None)
+        self._loads[digest] -= 1
+        if self._loads[digest] <= 0:
+            del self._loads[digest]
+            self._adapted.pop(digest, None)
 
     def open(self, capacity: int, regime: str, adapter: str | None = None) -> FakeSequence:
         if regime != _REGIME:

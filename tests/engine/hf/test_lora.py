@@ -115,6 +115,9 @@ def test_rows_of_different_adapters_share_a_step(tmp_path: Path) -> None:
     for adapter, logits in zip(adapters, together, strict=True):
         np.testing.assert_allclose(logits, alone[adapter], atol=1e-4)
     assert len({logits.tobytes() for logits in alone.values()}) == 4
+    engine.load_adapter(loras[0])
+    engine.unload_adapter(loras[0].digest)
+    assert loras[0].digest in engine._decoder.adapters  # type: ignore[union-attr]
     for lora in loras:
         engine.unload_adapter(lora.digest)
     assert not engine._decoder.adapters.names  # type: ignore[union-attr]

@@ -107,6 +107,9 @@ def test_a_converted_adapter_does_what_merged_weights_do(folder: Path) -> None:
     together = engine.step([Row.following(sequence, TOKENS, logits="all") for sequence in sequences])
     for found, wanted in zip(together, (expected, plain, expected), strict=True):
         assert np.abs(found - wanted).max() <= 1e-3 * np.abs(wanted).max()
+    engine.load_adapter(adapter)
+    engine.unload_adapter(adapter.digest)
+    assert np.isfinite(engine.step([Row.following(sequences[0], [5])])[0]).all()  # loaded twice, unloaded once
     engine.unload_adapter(adapter.digest)
     with pytest.raises(StepRefused, match="not loaded"):
         engine.step([Row.following(sequences[0], [5])])

@@ -152,8 +152,9 @@ class HfEngine:
 
     def unload_adapter(self, digest: str) -> None:
         with self._lock:
-            self._live().adapters.unload(digest)
-            if self._recorder is not None:
+            adapters = self._live().adapters
+            adapters.unload(digest)
+            if self._recorder is not None and digest not in adapters:
                 self._recorder.forget_adapter(digest)
 
     def open(self, capacity: int, regime: str, adapter: str | None = None) -> TorchSequence:

@@ -10,6 +10,7 @@ computes all tokens as usual, then adds to each span the product of its adapter'
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -65,7 +66,7 @@ class LoraAdapters:
         self._linears, self._called = linears, called
         self._adapter_spans = adapter_spans
         self._adapted: dict[str, _Adapted] = {}
-        self._loaded: set[str] = set()
+        self._loaded: Counter[str] = Counter()  # how often
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._loaded
@@ -113,6 +114,7 @@ class LoraAdapters:
         """Load an adapter. Raises `AdapterRefused` and torch's `OutOfMemoryError`; then nothing has changed."""
         self._check(lora)
         if lora.digest in self._loaded:
+            self._loaded[lora.digest] += 1
             return
         matrices = {name: self._matrices(pair, self._linears[name].weight) for name, pair in lora.pairs.items()}
         for name, own in matrices.items():
@@ -121,7 +123,7 @@ class LoraAdapters:
                 self._adapted[name] = _Adapted(layer, self._adapter_spans)
                 layer.forward = self._adapted[name]  # type: ignore[method-assign, assignment]
             self._adapted[name].parts[lora.digest] = own
-        self._loaded.add(lora.digest)
+        self._loaded[lora.digest] = 1
 
     def _matrices(self, pair: LoraPair, weight: Tensor) -> _LoraMatrices:
         down = torch.from_numpy(pair.down).to(weight.device, weight.dtype)
@@ -130,7 +132,10 @@ class LoraAdapters:
 
     def unload(self, digest: str) -> None:
         """Unload an adapter; layers that no other changes are as before. No effect if it is not loaded."""
-        self._loaded.discard(digest)
+        if self._loaded[digest] > 1:
+            self._loaded[digest] -= 1
+            return
+        del self._loaded[digest]
         for name in [name for name, adapted in self._adapted.items() if adapted.parts.pop(digest, None) is not None]:
             if not self._adapted[name].parts:
                 del self._adapted[name]

@@ -162,10 +162,8 @@ class LlamaCppEngine:
     def check_adapter(self, lora: Lora) -> AdapterFit:
         """What it takes, by loading it for a moment: only llama.cpp knows. All layers count as changed."""
         with self._cells.lock:
-            loaded = lora.digest in self._adapters
             self.load_adapter(lora)
-            if not loaded:
-                self.unload_adapter(lora.digest)
+            self.unload_adapter(lora.digest)
         return AdapterFit(0, lora.size_bytes)
 
     def load_adapter(self, lora: Lora) -> None:

@@ -159,7 +159,7 @@ def measure(
     prompts: int = PROMPTS,
     parts: Collection[Part] = ("budget", "bits"),
 ) -> Calibration:
-    """Measure these parts of a loaded model, and keep what was found. The adapters stay loaded. Raises as `calibrate`.
+    """Measure these parts of a loaded model, and keep what was found. Raises as `calibrate` does.
 
     What a part found is kept as soon as it ends: an error in the next one loses none of it.
     """
