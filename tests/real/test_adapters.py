@@ -68,6 +68,7 @@ def test_they_answer_as_with_peft(session: Session) -> None:
 
 
 COUNT = 100
+SHORT = "Name a river."
 OUTPUTS = (("q", 576), ("v", 192))
 SETTINGS: dict[str, Any] = {"engine": "hf", "device": "cpu", "dtype": "float32", "cache": "off"}
 
@@ -90,7 +91,7 @@ def random_lora(folder: Path, seed: int) -> Path:
 
 
 def ask(served: Served, name: str) -> str:
-    text: str = served.chat(QUESTION, model=name, max_tokens=5)["choices"][0]["message"]["content"]
+    text: str = served.chat(SHORT, model=name, max_tokens=3)["choices"][0]["message"]["content"]
     return text
 
 
@@ -99,8 +100,8 @@ def test_a_hundred_adapters_on_one_server_take_the_memory_of_a_few_and_share_ste
     with Session("smollm2", **SETTINGS) as alone:
         for name, folder in zip(names, many, strict=True):
             alone.adapters.load(name, folder)
-        expected = {name: alone.chat(QUESTION, adapter=name, max_tokens=5).text for name in names}
-    assert len(set(expected.values())) > COUNT // 2
+        expected = {name: alone.chat(SHORT, adapter=name, max_tokens=3).text for name in names}
+    assert len(set(expected.values())) > COUNT // 3
     limit = 10_000_000
     with Session("smollm2", parallel=6, adapter_memory=limit, **SETTINGS) as session, serving(session) as served:
         for name, folder in zip(names, many, strict=True):

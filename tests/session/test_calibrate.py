@@ -15,7 +15,7 @@ from rekindle.cache.coders import default_coder, recall_coder
 from rekindle.chunks.match import calibration_of
 from rekindle.engine.fake import FakeEngine
 from rekindle.engine.lora_files import read_adapter
-from rekindle.errors import InvalidSetting
+from rekindle.errors import AdapterRefused, InvalidSetting
 from rekindle.models import adapter_registry
 from rekindle.session.calibrate.budget import BUDGETS, EVERYTHING
 from rekindle.session.calibrate.calibration import calibrated_parts, read_adapters
@@ -89,7 +89,9 @@ def test_adapters_are_given_by_name_by_path_and_by_folder(tmp_path: Path) -> Non
         read_adapter(two, 0.5).digest,
         read_adapter(one).digest,
     ]
-    assert read_adapters(()) == []
+    assert read_adapters(()) == read_adapters(None) == []
+    with pytest.raises(AdapterRefused, match="does not have"):
+        rekindle.calibrate(tiny_engine("llama"), adapters=one)
     with pytest.raises(InvalidSetting, match="no adapters that PEFT saved"):
         read_adapters(tmp_path)
     with pytest.raises(InvalidSetting, match=r"no adapter 'nobody'.*rekindle adapters ls"):

@@ -267,7 +267,7 @@ def calibrate(
             found = calibrate(
                 engine,
                 quality=quality,
-                adapters=adapter or (),
+                adapters=adapter,
                 data=data,
                 prompts=prompts,
                 progress=lambda part: status.update(f"calibrate {model}: {part}"),

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 PROMPTS = 24  # at most; twelve come with the package
 _MODELS = 256  # whose parts are remembered
 Part = Literal["budget", "bits"]
-AdaptersLike = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+AdaptersLike = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def calibrate(
     model: str | os.PathLike[str] | Engine,
     *,
     quality: float = 0.9,
-    adapters: AdaptersLike = (),
+    adapters: AdaptersLike = None,
     data: str | os.PathLike[str] | None = None,
     prompts: int = PROMPTS,
     progress: Advance | None = None,
@@ -102,7 +102,8 @@ def calibrate(
     prompts    maximum number of questions
     progress   called with a word on each part before it begins
 
-    Takes minutes with a small model. Raises as `Session` does, and `InvalidSetting` where the engine can do neither.
+    Takes minutes with a small model. Raises as `Session` does, `AdapterRefused` for an adapter of another model, and
+    `InvalidSetting` where the engine can do neither.
     """
     if not 0.0 < quality <= 1.0:
         raise InvalidSetting(f"quality={quality} is out of range: use a ROUGE-L above 0, up to 1, for example 0.9.")
@@ -123,7 +124,7 @@ def calibrate(
 
 def read_adapters(given: AdaptersLike) -> list[Lora]:
     """Adapters as `calibrate` takes them. Raises `InvalidSetting` for what names none, and as `read_adapter` does."""
-    several = [given] if isinstance(given, (str, os.PathLike)) else given
+    several = [given] if isinstance(given, (str, os.PathLike)) else given or ()
     entries = [entry for one in several for entry in _entries(os.fspath(one))]
     return [read_adapter(entry.path, entry.scale) for entry in entries]
 
@@ -167,6 +168,8 @@ def measure(
     notes: list[str] = []
     if loras and not engine.capabilities.adapters:
         raise InvalidSetting(f"{engine.name} takes no adapters with this engine: leave --adapter out.")
+    for lora in loras:
+        engine.check_adapter(lora)  # before minutes of work
     budget = _measure_budget(engine, quality, data, prompts, advance, notes) if "budget" in parts else None
     bits = _measure_bits(engine, loras, data, advance, notes) if "bits" in parts else None
     if budget is None and bits is None:
