@@ -46,6 +46,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 300, 0, "GPU: a pool of readers, short steps recorded once for every context, attention that cuts the "
      "keys of a few queries into ranges"),
     ("benchmarks", 45, 0, "bench stream with llama.cpp, bench prefix up to 32,768 tokens on a device"),
+    ("rekindle", 300, 1, "adapters loaded on demand within adapter_memory; calibrating with one's own adapters, and in "
+     "idle time; replies and doctor say what nobody calibrated"),
     ("rekindle", 0, 1, "step_scheduler: what the next step computes, without threads; fewer lines than before"),
 )  # fmt: skip
 

@@ -15,6 +15,8 @@ from typer.testing import CliRunner, Result
 
 from rekindle import Session, __version__
 from rekindle.cli.main import app
+from rekindle.json_file import JsonMemo
+from rekindle.machine import home_folder
 from tests.knowledge.files import pdf
 
 SCRIPT = str(Path(sys.executable).with_name("rekindle"))
@@ -218,6 +220,14 @@ def test_models_are_pulled_listed_and_removed(tiny_folder: Path) -> None:
     assert json.loads(rekindle("list", "--json").stdout) == []
     (pulled,) = json.loads(rekindle("pull", str(tiny_folder), "--json").stdout)
     assert pulled["name"] == "tiny"
+
+
+def test_doctor_says_which_models_nobody_calibrated(tiny_folder: Path) -> None:
+    assert rekindle("pull", str(tiny_folder)).exit_code == 0
+    assert json.loads(rekindle("doctor", "--json").stdout)["calibrated"] == {"tiny": []}
+    assert "nothing: rekindle calibrate tiny" in " ".join(rekindle("doctor").stdout.split())
+    JsonMemo(home_folder() / "calibrated.json", 9).keep("tiny", ["quantized KV"])
+    assert json.loads(rekindle("doctor", "--json").stdout)["calibrated"] == {"tiny": ["quantized KV"]}
 
 
 def test_doctor_tells_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

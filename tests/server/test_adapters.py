@@ -33,7 +33,9 @@ def test_an_adapter_is_a_model_from_load_to_unload(served: Served, folder: Path)
     listed = {model["id"]: model for model in served.get("/v1/models").json()["data"]}
     assert listed["writer"]["parent"] == "fake-0"
     assert served.get("/v1/models/writer").status_code == 200
+    assert listed["writer"]["loaded"] is False
     adapted, plain = ask(served, "writer"), ask(served, None)
+    assert served.get("/v1/models/writer").json()["loaded"] is True
     assert (adapted["model"], plain["model"]) == ("writer", "fake-0")
     texts = [told["choices"][0]["message"]["content"] for told in (adapted, plain)]
     assert texts[0] != texts[1]

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("torch")  # makes the tiny embedder
 
+from rekindle.cache.coders import recall_coder
 from rekindle.core.request import Request
 from rekindle.idle.idle import IdleOptions
 from rekindle.idle.log import recent_actions
@@ -62,6 +63,15 @@ def test_without_the_flag_nothing_is_done(start: Any) -> None:
 def test_the_settings_say_whether_it_works_and_on_battery(serve: Serve) -> None:
     idler = serve(idle=True, on_battery=True, quiet="1h").service.idle_thread
     assert idler is not None and idler._options.conditions == IdleConditions(on_battery=True)
+    assert idler._options.calibrate_seconds == 0
+    idler = serve(idle=True, idle_calibrate="10m", quiet="1h").service.idle_thread
+    assert idler is not None and idler._options.calibrate_seconds == 600
+
+
+def test_a_server_calibrates_while_it_is_idle_if_it_may(serve: Serve) -> None:
+    served = serve(Gated(), {"reuse": "quantized"}, ahead=IdleOptions(calibrate_seconds=600.0), quiet="0s")
+    served.chat("hello")
+    eventually(lambda: recall_coder(served.session.engine) is not None)
 
 
 def test_a_request_stops_it_before_it_takes_its_place_and_is_answered(start: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,17 @@ import numpy as np
 import pytest
 
 from rekindle import Session
+from rekindle.engine import lora_manager
 from rekindle.engine.fake import FakeEngine
-from rekindle.errors import AdapterNotFound, AdapterRefused, InvalidSetting, ModelNotFound
+from rekindle.engine.lora_files import read_adapter
+from rekindle.errors import (
+    AdapterNotFound,
+    AdapterRefused,
+    Cancelled,
+    InvalidSetting,
+    ModelNotFound,
+    OutOfMemory,
+)
 from rekindle.models import adapter_registry as known
 from tests.lora import fake_pairs, save_lora
 
@@ -208,20 +218,142 @@ def test_a_session_keeps_its_own_adapter_and_a_server_loads_none_by_itself(folde
 
 
 def test_loading_again_while_the_last_reply_ends_leaves_it_usable(session: Session, folders: list[Path]) -> None:
-    """The engine is told to load what it has; meanwhile the last reply lets it go."""
+    """The engine has it while it is named again; then the last reply ends."""
     engine = session.engine
     assert isinstance(engine, FakeEngine)
     session.adapters.load("writer", folders[0])
     stream = session.stream(PROMPT, max_tokens=5, adapter="writer")
     next(iter(stream))
     session.adapters.unload("writer")
-    load = engine.load_adapter
+    check = engine.check_adapter
 
-    def slow(lora: Any) -> int:
-        same = load(lora)
+    def slow(lora: Any) -> Any:
+        fit = check(lora)
         "".join(stream)  # the last reply ends now
-        return same
+        return fit
 
-    engine.load_adapter = slow  # type: ignore[method-assign]
+    engine.check_adapter = slow  # type: ignore[method-assign]
     session.adapters.load("again", folders[0])
     assert session.generate(PROMPT, max_tokens=6, adapter="again").text == uncached(folders[0], PROMPT, 6)
+
+
+def loaded(session: Session) -> list[str]:
+    """Names of the adapters in memory; the engine has just those."""
+    engine = session.engine
+    assert isinstance(engine, FakeEngine)
+    found = [adapter for adapter in session.adapters if session.adapters.is_loaded(adapter)]
+    assert set(engine._adapted) == {adapter.digest for adapter in found}
+    assert session.adapters.loaded_bytes == sum(adapter.memory_bytes for adapter in found)
+    return [adapter.name for adapter in found]
+
+
+@pytest.fixture
+def narrow(folders: list[Path], tmp_path: Path) -> Iterator[Session]:
+    """A session with three adapters a0, a1, a2 and memory for two."""
+    one = read_adapter(folders[0]).size_bytes
+    with open_session(tmp_path, adapter_memory=str(2 * one)) as session:
+        for number, folder in enumerate(folders):
+            session.adapters.load(f"a{number}", folder)
+        yield session
+
+
+def test_adapters_are_loaded_when_needed_and_the_least_recently_used_leaves(
+    narrow: Session, folders: list[Path]
+) -> None:
+    assert loaded(narrow) == []
+    for number, stay in ((0, ["a0"]), (1, ["a0", "a1"]), (0, ["a0", "a1"]), (2, ["a0", "a2"]), (1, ["a1", "a2"])):
+        text = narrow.generate(PROMPT, max_tokens=6, adapter=f"a{number}").text
+        assert text == uncached(folders[number], PROMPT, 6)
+        assert loaded(narrow) == stay
+    narrow.explain(PROMPT, adapter="a0")
+    assert loaded(narrow) == ["a1", "a2"]
+
+
+def test_an_adapter_in_use_stays_and_the_next_request_waits_for_memory(narrow: Session, folders: list[Path]) -> None:
+    streams = [narrow.stream(PROMPT, max_tokens=9, adapter=f"a{number}") for number in (0, 1)]
+    begun = [next(iter(stream)) for stream in streams]
+    waiting = narrow.stream(PROMPT, max_tokens=9, adapter="a2")
+    texts: list[str] = []
+    thread = threading.Thread(target=lambda: texts.append("".join(waiting)))
+    thread.start()
+    assert begun[1] + "".join(streams[1]) == uncached(folders[1], PROMPT, 9)  # then a1 may leave
+    thread.join(60)
+    assert texts == [uncached(folders[2], PROMPT, 9)]
+    assert loaded(narrow) == ["a0", "a2"]
+    assert begun[0] + "".join(streams[0]) == uncached(folders[0], PROMPT, 9)
+
+
+def test_a_request_that_waits_for_memory_can_be_cancelled_and_says_at_last_what_to_raise(
+    narrow: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = [narrow.stream(PROMPT, max_tokens=9, adapter=f"a{number}") for number in (0, 1)]
+    for stream in streams:
+        next(iter(stream))
+    with pytest.raises(Cancelled), narrow.adapters.use("a2", lambda: True):
+        pass
+    monkeypatch.setattr(lora_manager, "_LONGEST_SECONDS", 0.0)
+    with pytest.raises(OutOfMemory, match=r"adapter_memory.*Raise it"):
+        narrow.generate(PROMPT, max_tokens=1, adapter="a2")
+    assert loaded(narrow) == ["a0", "a1"]
+    for stream in streams:
+        stream.close()
+    narrow.generate(PROMPT, max_tokens=1, adapter="a2")
+
+
+def test_an_adapter_that_never_fits_is_refused_with_the_setting(tmp_path: Path, folders: list[Path]) -> None:
+    with open_session(tmp_path, adapter_memory=100) as session:
+        with pytest.raises(AdapterRefused, match=r"adapter_memory allows 100 B\. Raise it"):
+            session.adapters.load("writer", folders[0])
+        assert not list(session.adapters)
+
+
+def test_files_that_changed_since_are_another_adapter(narrow: Session, folders: list[Path]) -> None:
+    narrow.generate(PROMPT, max_tokens=1, adapter="a0")
+    save_lora(folders[0], fake_pairs(7))
+    narrow.generate(PROMPT, max_tokens=1, adapter="a0")  # still in memory as it was
+    for name in ("a1", "a2"):
+        narrow.generate(PROMPT, max_tokens=1, adapter=name)
+    with pytest.raises(AdapterRefused, match=r"changed since it was loaded as 'a0'.*Load it again"):
+        narrow.generate(PROMPT, max_tokens=1, adapter="a0")
+    assert loaded(narrow) in (["a1", "a2"], ["a2"])
+    narrow.adapters.load("a0", folders[0])
+    assert narrow.generate(PROMPT, max_tokens=6, adapter="a0").text == uncached(folders[0], PROMPT, 6)
+
+
+def test_many_threads_over_few_places_give_what_each_adapter_gives_alone(narrow: Session, folders: list[Path]) -> None:
+    wrong: list[str] = []
+    expected = [uncached(folder, PROMPT, 4) for folder in folders]
+
+    def work(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(6):
+            number = draw.randrange(3)
+            text = narrow.generate(PROMPT, max_tokens=4, adapter=f"a{number}").text
+            wrong.extend([] if text == expected[number] else [text])
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not wrong
+    assert len(loaded(narrow)) == 2
+
+
+def test_a_lent_engine_has_no_adapters_left_when_the_session_closes(tmp_path: Path, folders: list[Path]) -> None:
+    engine = FakeEngine()
+    with Session(engine, cache="off", adapter=f"writer={folders[0]}") as session:
+        session.generate(PROMPT, max_tokens=1)
+        assert engine._adapted
+    assert not engine._adapted
+
+
+def test_sessions_that_share_an_engine_take_no_adapters_from_each_other(folders: list[Path]) -> None:
+    engine = FakeEngine()
+    with Session(engine, cache="off") as session:
+        session.adapters.load("writer", folders[0])
+        before = session.generate(PROMPT, max_tokens=6, adapter="writer").text
+        with Session(engine, cache="off", adapter=f"other.name={folders[0]}") as second:
+            assert second.generate(PROMPT, max_tokens=6).text == before
+        assert session.generate(PROMPT, max_tokens=6, adapter="writer").text == before
+    assert not engine._adapted

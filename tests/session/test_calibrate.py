@@ -14,11 +14,14 @@ from rekindle import Session
 from rekindle.cache.coders import default_coder, recall_coder
 from rekindle.chunks.match import calibration_of
 from rekindle.engine.fake import FakeEngine
-from rekindle.errors import InvalidSetting
+from rekindle.engine.lora_files import read_adapter
+from rekindle.errors import AdapterRefused, InvalidSetting
+from rekindle.models import adapter_registry
 from rekindle.session.calibrate.budget import BUDGETS, EVERYTHING
+from rekindle.session.calibrate.calibration import calibrated_parts, read_adapters
 from rekindle.session.calibrate.nearness import rouge_l
 from rekindle.session.calibrate.prompts import read_questions, read_texts
-from tests.lora import save_lora
+from tests.lora import fake_pairs, save_lora
 from tests.tiny import tiny_engine
 
 pytestmark = pytest.mark.thorough
@@ -51,7 +54,8 @@ def test_an_engine_of_any_model_is_calibrated_without_adapters_and_sessions_use_
     assert calibration_of(engine) == pytest.approx(found.budget.budget)
     assert recall_coder(engine) == found.bits.coder
     assert found.bits.coder.delta == default_coder(len(engine.layout.layers)).delta
-    assert any("--adapters" in note for note in found.notes)
+    assert any("--adapter " in note for note in found.notes)
+    assert calibrated_parts(engine.name) == ["passages", "quantized KV"]
     assert found.summary.startswith(f"From now on sessions of {engine.name} recompute")
     with Session(engine, cache=tmp_path / "cache", reuse="approximate") as session:
         assert session.cache.chunks.recompute_policy.calibrated
@@ -69,8 +73,29 @@ def test_differences_are_measured_with_the_adapters_that_are_named(tmp_path: Pat
     assert found.budget is None and "cannot reuse passages" in found.notes[0]
     assert found.bits is not None and found.bits.kept("difference") is not None
     assert recall_coder(engine) == found.bits.coder
+    assert calibrated_parts(engine.name) == ["deltas of adapters", "quantized KV"]
     again = rekindle.calibrate(engine, data=data)  # what adapters told once is not forgotten
     assert again.bits is not None and again.bits.coder.delta == found.bits.coder.delta
+
+
+def test_adapters_are_given_by_name_by_path_and_by_folder(tmp_path: Path) -> None:
+    one, two = (save_lora(tmp_path / "all" / name, fake_pairs(seed)) for seed, name in enumerate(("one", "two")))
+    adapter_registry.add("mine", two, 0.5)
+    digests = [lora.digest for lora in read_adapters([tmp_path / "all", f"x={one},scale=0.5", "mine", str(one)])]
+    assert digests == [
+        read_adapter(one).digest,
+        read_adapter(two).digest,
+        read_adapter(one, 0.5).digest,
+        read_adapter(two, 0.5).digest,
+        read_adapter(one).digest,
+    ]
+    assert read_adapters(()) == read_adapters(None) == []
+    with pytest.raises(AdapterRefused, match="does not have"):
+        rekindle.calibrate(tiny_engine("llama"), adapters=one)
+    with pytest.raises(InvalidSetting, match="no adapters that PEFT saved"):
+        read_adapters(tmp_path)
+    with pytest.raises(InvalidSetting, match=r"no adapter 'nobody'.*rekindle adapters ls"):
+        read_adapters("nobody")
 
 
 def test_settings_of_the_user_do_not_stand_in_the_way(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rekindle import Session
@@ -18,6 +19,7 @@ from rekindle.engine.fake import FakeEngine
 from rekindle.engine.reloadable import ReloadableEngine
 from rekindle.errors import Closed, InvalidSetting
 from rekindle.session.keep_alive import KeepAlive
+from tests.lora import save_lora
 
 pytestmark = pytest.mark.thorough
 
@@ -373,3 +375,17 @@ def test_a_model_whose_state_is_kept_whole_rests_too(tmp_path: Path) -> None:
             assert [reply.text, later.text] == expected
             assert number == 0 or (reply.reuse.memory > 60 and later.reuse.reused > 60)
             assert eventually(lambda: resting(session))
+
+
+def test_a_model_that_rested_has_its_adapters_again(start: Callable[..., Session], tmp_path: Path) -> None:
+    session = start(keep_alive="1h")
+    hidden = 64 if session.engine_kind == "llamacpp" else 32
+    drawn = np.random.default_rng(0)
+    down, up = drawn.normal(0, 1, (2, hidden)).astype("f4"), drawn.normal(0, 1, (hidden, 2)).astype("f4")
+    session.adapters.load("writer", save_lora(tmp_path / "lora", {"model.layers.1.self_attn.q_proj": (down, up)}))
+    before = ask(session, adapter="writer").text
+    assert before != ask(session).text
+    session._rest()
+    assert resting(session) and session.adapters.loaded_bytes == 0
+    assert ask(session, adapter="writer", reuse="off").text == before
+    assert session.adapters.loaded_bytes > 0

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from rekindle import Session
+from rekindle.cache.coders import default_coder, remember_coder
 from rekindle.cache.cost import Costs
+from rekindle.codec.coder import Coder
+from rekindle.codec.quantizer import BitPlan
 from rekindle.core.kv import Span
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import InvalidSetting
@@ -191,3 +194,27 @@ def test_a_refused_load_is_noted(tmp_path: Path) -> None:
         assert session.generate(PROMPT, max_tokens=1).reuse.miss == "slower"
         after = costs.rates.load_seconds("coded", size)
         assert after < before
+
+
+def test_replies_say_whether_the_bits_were_calibrated(tmp_path: Path, folder: Path) -> None:
+    engine, layers = FakeEngine(), len(FakeEngine().layout.layers)
+    usual, measured = default_coder(layers), BitPlan.uniform(layers, 5.0)
+
+    def said(name: str, **settings: Any) -> tuple[bool | None, bool | None, bool | None, bool]:
+        """Of the first reply, of the second, of the second with an adapter; whether the line for people names it."""
+        with opened(tmp_path / name, reuse="quantized", **settings) as session:
+            session.adapters.load("writer", folder)
+            first, second = ask(session), ask(session)
+            ask(session, adapter="writer")
+            adapted = ask(session, adapter="writer")
+            return first.calibrated_bits, second.calibrated_bits, adapted.calibrated_bits, "calibrate" in str(second)
+
+    assert said("nobody") == (None, False, False, True)
+    remember_coder(engine, Coder(measured, usual.delta))
+    assert said("alone") == (None, True, False, False)
+    remember_coder(engine, Coder(measured, measured))
+    assert said("adapters") == (None, True, True, False)
+    assert said("chosen", codec="q4") == (None, False, True, True)
+    with opened(tmp_path / "exact") as session:
+        ask(session)
+        assert ask(session).calibrated_bits is None

@@ -36,6 +36,14 @@ def recall_coder(engine: Engine) -> Coder | None:
     return coder if coder is not None and _fits(coder, len(engine.layout.layers)) else None
 
 
+def bits_calibrated(engine: Engine, settings: Settings, *, deltas: bool) -> bool:
+    """Whether the bits of quantized KV, or of quantized deltas, were measured for this model."""
+    known, usual = recall_coder(engine), default_coder(len(engine.layout.layers))
+    if known is None or deltas:
+        return known is not None and known.delta != usual.delta
+    return settings.codec == "auto" and known.whole != usual.whole
+
+
 def remember_coder(engine: Engine, coder: Coder) -> None:
     """Keep a coder for later runs. Raises `ValueError` for one that is made for another number of layers."""
     if not _fits(coder, len(engine.layout.layers)):

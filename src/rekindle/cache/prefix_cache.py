@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
+from rekindle.cache.coders import bits_calibrated
 from rekindle.cache.context import Context, ParkedContexts
 from rekindle.cache.cost import Costs, remember_costs
 from rekindle.cache.deadline import NoAnswer
@@ -112,6 +113,7 @@ class PrefixCache:
         parks = kv.store is not None and settings.ttl is None and memory > 0
         self._parked = ParkedContexts((sys.maxsize if crowded else memory // 2) if parks else 0)
         self._memory_gate, self._inflight = MemoryGate(self.unpark), InflightPrefills()
+        self._calibrated = {deltas: bits_calibrated(kv.engine, settings, deltas=deltas) for deltas in (False, True)}
         self._warned = False  # that the store does not answer: once, until it does again
         self.owner_asks = True  # False in a server: its clients may not own the folder
         self._closed = False
@@ -127,6 +129,10 @@ class PrefixCache:
     @property
     def costs(self) -> Costs:
         return self.kv.costs
+
+    def bits_calibrated(self, kv_space: KvSpace) -> bool:
+        """Whether the bits of quantized KV in this space were calibrated before the session was opened."""
+        return self._calibrated[kv_space.adapter is not None]
 
     # -- a request ---------------------------------------------------------------------------------------------------
 
@@ -372,7 +378,8 @@ class PromptPrefill:
         """What is reused: as planned before `run`, as it came out after it."""
         lookup, result = self.lookup, self._result
         plan, lost = (self.plan, None) if result is None else (result.plan, result.lost)
-        return report_reuse(lookup, plan, result, self._cache.kv.miss(lookup, plan, lost))
+        miss = self._cache.kv.miss(lookup, plan, lost)
+        return report_reuse(lookup, plan, result, miss, self._cache.bits_calibrated)
 
     def run(self, capacity: int, cancelled: IsCancelled) -> Logits:
         """Load and compute the prompt, with room for `capacity` tokens; returns the logits after its last token.

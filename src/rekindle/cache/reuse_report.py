@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import PrefillResult
+from rekindle.core.keys import KvSpace
 from rekindle.core.plan import Plan
 from rekindle.core.reply import ChunkReuse, Reuse
 
 
-def report_reuse(lookup: CacheLookup, plan: Plan, result: PrefillResult | None, miss: str | None) -> Reuse:
+def report_reuse(
+    lookup: CacheLookup,
+    plan: Plan,
+    result: PrefillResult | None,
+    miss: str | None,
+    bits_calibrated: Callable[[KvSpace], bool],
+) -> Reuse:
     """What a plan reuses; with a result, what really was."""
     tiers = Counter({load.tier: 0 for load in plan.loads})
     for load in plan.loads:
@@ -23,6 +30,7 @@ def report_reuse(lookup: CacheLookup, plan: Plan, result: PrefillResult | None, 
     from_chunks = stayed + moved
     quantized = lookup.quantized_tokens(plan) if result is None else min(result.context.quantized_tokens, plan.reused)
     is_quantized = quantized > 0
+    calibrated_bits = bits_calibrated(lookup.kv_space) if is_quantized else None
     streamed = 0 if stream is None else stream.tokens
     if stream is not None and stream.is_quantized:
         quantized = lookup.quantized_tokens(plan) + streamed
@@ -36,6 +44,7 @@ def report_reuse(lookup: CacheLookup, plan: Plan, result: PrefillResult | None, 
         memory=tiers["memory"],
         disk=tiers["disk"] + tiers["coded"],
         quantized=quantized,
+        calibrated_bits=calibrated_bits,
         from_chunks=from_chunks,
         recomputed=recomputed,
         streamed=streamed,

@@ -240,8 +240,14 @@ def calibrate(
     quality: Annotated[
         float, typer.Option(help="How near answers from reused passages must be to the full computation (ROUGE-L).")
     ] = 0.9,
-    adapters: Annotated[
-        Path | None, typer.Option(help="A folder of adapters that PEFT saved: differences are measured with them.")
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            "--adapters",
+            help="Your own adapter, to measure differences with: a name known from `rekindle adapters`, NAME=PATH, a "
+            "folder that PEFT saved, or a folder of such folders. Repeatable.",
+        ),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="A folder of your own: .jsonl with question and contexts, .txt, .md.")
@@ -261,7 +267,7 @@ def calibrate(
             found = calibrate(
                 engine,
                 quality=quality,
-                adapters=adapters,
+                adapters=adapter,
                 data=data,
                 prompts=prompts,
                 progress=lambda part: status.update(f"calibrate {model}: {part}"),

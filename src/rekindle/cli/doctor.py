@@ -35,7 +35,8 @@ _PACKAGES = (
 
 @app.command()
 def doctor(json: AsJson = False) -> None:
-    """Show versions, engines, cores, memory, the number type chosen and why, and where things are kept."""
+    """Show versions, engines, cores, memory, the number type chosen and why, where things are kept, and what was
+    calibrated."""
 
     facts = examine()
     if json:
@@ -45,6 +46,10 @@ def doctor(json: AsJson = False) -> None:
     rows += [[f"package: {name}", _say(value)] for name, value in facts["packages"].items()]
     rows += [[f"engine: {name}", _say(value)] for name, value in facts["engines"].items()]
     rows += [[name, _say(value)] for name, value in facts["choices"].items()]
+    rows += [
+        [f"calibrated: {name}", _say(parts) if parts else f"nothing: rekindle calibrate {name}"]
+        for name, parts in facts["calibrated"].items()
+    ]
     print_table(["what", "found"], rows)
     if not facts["engines_ready"]:
         typer.echo(
@@ -58,11 +63,13 @@ def examine() -> dict[str, Any]:
     import psutil
 
     from rekindle.models.registry import entries
+    from rekindle.session.calibrate.calibration import calibrated_parts
 
     here = describe_machine()
     home = home_folder()
     existing = next(path for path in (home, *home.parents) if path.exists())
     engines, choices = _engines()
+    models = entries()
     return {
         "rekindle": __version__,
         "python": f"{sys.version.split()[0]} ({sys.executable})",
@@ -74,7 +81,8 @@ def examine() -> dict[str, Any]:
         "models_folder": str(models_folder()),
         "cache_folder": str(cache_folder()),
         "disk_free_bytes": shutil.disk_usage(existing).free,
-        "models": [entry.name for entry in entries()],
+        "models": [entry.name for entry in models],
+        "calibrated": {entry.name: calibrated_parts(entry.name) for entry in models if entry.kind == "decoder"},
         "packages": {name: _version(name) for name in _PACKAGES},
         "engines": engines,
         "choices": choices,

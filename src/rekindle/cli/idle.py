@@ -50,11 +50,16 @@ def idle(
         float, typer.Option(min=0, help="Stop while other processes keep this share of the cores busy.")
     ] = 0.5,
     on_battery: Annotated[bool, typer.Option("--on-battery", help="Also without mains power.")] = False,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(help="Calibrate the model for its level of reuse if nobody did, for at most this long: 10m."),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Do idle work: refresh answers, predict questions, prefill what they begin with. Ctrl-C stops within a token."""
     from rekindle.cli.console import notes, progress
     from rekindle.idle.idle import Idle, IdleOptions
+    from rekindle.idle.idle_calibration import IdleCalibration
     from rekindle.idle.worker import Budget, IdleConditions
     from rekindle.session.session import Session
 
@@ -70,18 +75,22 @@ def idle(
         budget=Budget(None if seconds is None else parse_duration(seconds), tflop, joules),
         max_tokens=max_tokens,
         conditions=IdleConditions(load, on_battery),
+        calibrate_seconds=0.0 if calibrate is None else parse_duration(calibrate),
     )
     pause = parse_duration(every)
     with progress(model) as report, Session(model, **loading, progress=report) as session, _stopping() as stop:
-        if not session.knowledge.holds():
+        if not session.knowledge.holds() and calibrate is None:
             raise NothingKnown("Nothing was ingested yet. Do that first: rekindle ingest FOLDER")
         if session.settings.answers == "off":
             notes.print("answers is off: passages are prefilled, but no questions are predicted")
         own = Idle(session, options, report=None if json else _print_action)
-        done = own.run(stop)
+        calibration = IdleCalibration(session, options)
+        done, found = own.run(stop), calibration.run(stop)
         while watch and not stop.wait(pause):
-            done += own.run(stop)
-        if not done and own.blocked_by is None and not stop.is_set():
+            done, found = done + own.run(stop), calibration.run(stop) or found
+        if found is not None:
+            notes.print(found.summary, markup=False, soft_wrap=True)
+        elif not done and own.blocked_by is None and not stop.is_set():
             notes.print(f"Nothing to do: {own.why_nothing()}", markup=False, soft_wrap=True)
     if json:
         print_json([asdict(action) for action in done])

@@ -70,11 +70,20 @@ class Lora:
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """An adapter that is loaded under a name.
+class AdapterFit:
+    """An adapter on a model.
 
-    same_layers   number of first layers whose KV is the same as without it
+    same_layers    number of first layers whose KV is the same as without it
+    memory_bytes   what it takes in the engine
     """
+
+    same_layers: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Adapter(AdapterFit):
+    """An adapter that can be used by its name; it is loaded when a request needs it."""
 
     name: str
     digest: str
@@ -82,4 +91,3 @@ class Adapter:
     scale: float
     rank: int
     size_bytes: int
-    same_layers: int

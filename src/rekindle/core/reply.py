@@ -110,6 +110,8 @@ _MISSES = {
     "checkpoint": "reuse ends at a checkpoint",
 }
 
+_UNCALIBRATED = "nobody calibrated the bits of this quantized KV (rekindle calibrate MODEL)"
+
 OriginMiss = Literal["nothing", "level", "late", "failed", "unable"]
 ORIGIN_MISSES: dict[OriginMiss, str] = {
     "nothing": "it has nothing like this prompt for this model, signed by a key you named (`rekindle origin publish`).",
@@ -130,6 +132,8 @@ class Reuse:
     engine              tokens whose KV was still in the engine
     memory, disk        tokens whose KV was loaded from there
     quantized           number of those loaded or still in the engine that had been quantized
+    calibrated_bits     whether the bits that this session quantizes KV with were calibrated for the model (for the KV
+                        of an adapter: with adapters); None if nothing quantized here was reused
     from_chunks         tokens of passages whose KV was computed in other prompts
     recomputed          number of those that were recomputed
     streamed            tokens whose KV came from an origin; a token that came in some layers counts as its share
@@ -155,6 +159,7 @@ class Reuse:
     memory: int = 0
     disk: int = 0
     quantized: int = 0
+    calibrated_bits: bool | None = None
     from_chunks: int = 0
     recomputed: int = 0
     streamed: int = 0
@@ -183,7 +188,8 @@ class Reuse:
         reused = f"{self.reused:,} of {self.reused + self.computed:,} tokens reused"
         rest = f"{self.computed:,} computed" + (f" ({_MISSES.get(self.miss, self.miss)})" if self.miss else "")
         origin = "" if self.origin_miss is None else f"; nothing from the origin: {ORIGIN_MISSES[self.origin_miss]}"
-        return f"{reused}{f' ({where}{again})' if where else ''}; {rest}{origin}"
+        bits = f"; {_UNCALIBRATED}" if self.calibrated_bits is False else ""
+        return f"{reused}{f' ({where}{again})' if where else ''}; {rest}{origin}{bits}"
 
     @property
     def loaded(self) -> int:

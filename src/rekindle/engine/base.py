@@ -21,7 +21,7 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.core.adapter import Lora
+from rekindle.core.adapter import AdapterFit, Lora
 from rekindle.core.identity import Identity
 from rekindle.core.kv import Held, Kv, KvLayout, LayerKv, Span
 from rekindle.core.request import Sampling
@@ -297,6 +297,10 @@ class Engine(Protocol):
         """What it computes on, for display: cpu, or the name of an accelerator."""
 
     @property
+    def device_bytes(self) -> int:
+        """All memory of that device, as far as it is known; else of the machine."""
+
+    @property
     def arithmetic(self) -> str:
         """What the rounding of its results depends on, beside the model: versions, kernels, device."""
 
@@ -338,10 +342,13 @@ class Engine(Protocol):
     def identity(self, regime: str) -> Identity:
         """What its KV depends on. The first call may read all weights."""
 
-    def load_adapter(self, lora: Lora) -> int:
-        """Load an adapter; returns the number of first layers whose KV is the same without it.
+    def check_adapter(self, lora: Lora) -> AdapterFit:
+        """What loading an adapter would take. Raises `AdapterRefused` if it does not fit this model."""
 
-        Raises `AdapterRefused` if it does not fit this model, or the engine takes none; then nothing has changed.
+    def load_adapter(self, lora: Lora) -> None:
+        """Load an adapter, until it was unloaded as often: sessions may share an engine.
+
+        Raises as `check_adapter` does, and `OutOfMemory`; then nothing has changed.
         """
 
     def unload_adapter(self, digest: str) -> None:
@@ -374,6 +381,7 @@ class EngineWrapper:
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
         self.name, self.device, self.arithmetic = engine.name, engine.device, engine.arithmetic
+        self.device_bytes = engine.device_bytes
         self.capabilities, self.layout = engine.capabilities, engine.layout
         self.context_tokens, self.prefill_tokens = engine.context_tokens, engine.prefill_tokens
         self.longest_context = engine.longest_context
@@ -395,8 +403,11 @@ class EngineWrapper:
     def identity(self, regime: str) -> Identity:
         return self.inner.identity(regime)
 
-    def load_adapter(self, lora: Lora) -> int:
-        return self.inner.load_adapter(lora)
+    def check_adapter(self, lora: Lora) -> AdapterFit:
+        return self.inner.check_adapter(lora)
+
+    def load_adapter(self, lora: Lora) -> None:
+        self.inner.load_adapter(lora)
 
     def unload_adapter(self, digest: str) -> None:
         self.inner.unload_adapter(digest)

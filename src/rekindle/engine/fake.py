@@ -7,6 +7,7 @@ Each sum runs over exactly the terms it needs, one token at a time.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.core.adapter import Lora
+from rekindle.core.adapter import AdapterFit, Lora
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
 from rekindle.core.request import Message, Sampling
@@ -96,6 +97,7 @@ class FakeEngine:
 
     capabilities = Capabilities(layer_feeds=True, recompute="scattered", probes=True, adapters=True)
     device = "cpu"
+    device_bytes = 1 << 30
     arithmetic = "numpy"
     prefill_tokens = 256
 
@@ -108,6 +110,7 @@ class FakeEngine:
         self.parameters = sum(weights.size for weights in self._weights.values())
         self.attention = _LAYERS * _HIDDEN
         self._adapted: dict[str, dict[str, Array]] = {}  # the weights with each adapter
+        self._loads: Counter[str] = Counter()
         self._seed = seed
         self._lock = threading.Lock()
         self._closed = False
@@ -121,19 +124,29 @@ class FakeEngine:
         tokenizer = digest_of_fields("bytes")
         return Identity(digest, digest, tokenizer, tokenizer, self.layout.dtype, regime)
 
-    def load_adapter(self, lora: Lora) -> int:
-        """Load an adapter, whose layers are called `layers.0.q` and so on."""
+    def check_adapter(self, lora: Lora) -> AdapterFit:
+        self._adapt(lora)
+        return AdapterFit(min(int(name.split(".")[1]) for name in lora.pairs), lora.size_bytes)
+
+    def load_adapter(self, lora: Lora) -> None:
+        self._adapted[lora.digest] = self._adapt(lora)
+        self._loads[lora.digest] += 1
+
+    def _adapt(self, lora: Lora) -> dict[str, Array]:
+        """The weights with an adapter, whose layers are called `layers.0.q` and so on."""
         changed = dict(self._weights)
         for name, pair in lora.pairs.items():
             weights = self._weights.get(name.removeprefix("layers."))  # [outputs, inputs]
             if weights is None or weights.shape != (pair.up.shape[0], pair.down.shape[1]):
                 raise AdapterRefused(f"The adapter changes {name}, which this model does not have in that shape.")
             changed[name.removeprefix("layers.")] = weights + np.float32(pair.scale) * (pair.up @ pair.down)
-        self._adapted[lora.digest] = changed
-        return min(int(name.split(".")[1]) for name in lora.pairs)
+        return changed
 
     def unload_adapter(self, digest: str) -> None:
-        self._adapted.pop(digest, None)
+        self._loads[digest] -= 1
+        if self._loads[digest] <= 0:
+            del self._loads[digest]
+            self._adapted.pop(digest, None)
 
     def open(self, capacity: int, regime: str, adapter: str | None = None) -> FakeSequence:
         if regime != _REGIME:

@@ -1,20 +1,16 @@
 """An engine that can free its model and load it again when needed.
 
-Stored KV fits the reloaded model, because its identity is the same.
+Stored KV fits the reloaded model, because its identity is the same. Its adapters have to be loaded again.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
-from rekindle.core.adapter import Lora
 from rekindle.core.identity import Identity
 from rekindle.engine.base import Engine, EngineWrapper
-from rekindle.errors import Closed, ModelError
-
-log = logging.getLogger("rekindle")
+from rekindle.errors import Closed
 
 
 class ReloadableEngine(EngineWrapper):
@@ -26,7 +22,6 @@ class ReloadableEngine(EngineWrapper):
         self._lock = threading.Lock()
         self._closed = False
         self._identities: dict[str, Identity] = {}
-        self._adapters: dict[str, Lora] = {}
 
     @property
     def resting(self) -> bool:
@@ -40,13 +35,7 @@ class ReloadableEngine(EngineWrapper):
             if self._closed:
                 raise Closed("The engine was closed. Load the model again.")
             if self._engine is None:
-                engine = self._load()
-                for lora in self._adapters.values():
-                    try:
-                        engine.load_adapter(lora)
-                    except ModelError as error:  # its requests are refused then; others are answered
-                        log.warning("An adapter could not be loaded again: %s", error)
-                self._engine = engine
+                self._engine = self._load()
             return self._engine
 
     def rest(self) -> None:
@@ -60,19 +49,6 @@ class ReloadableEngine(EngineWrapper):
         if regime not in self._identities:
             self._identities[regime] = super().identity(regime)
         return self._identities[regime]
-
-    def load_adapter(self, lora: Lora) -> int:
-        """Load an adapter, now and after every reload."""
-        same = super().load_adapter(lora)
-        with self._lock:
-            self._adapters[lora.digest] = lora
-        return same
-
-    def unload_adapter(self, digest: str) -> None:
-        with self._lock:
-            self._adapters.pop(digest, None)
-            if self._engine is not None:
-                self._engine.unload_adapter(digest)
 
     def close(self) -> None:
         """Free the model for good. Idempotent."""

@@ -64,6 +64,7 @@ class IdleOptions:
     cutoff          from this similarity_threshold on, predicted questions are only prefilled, not answered
     rule            which predicted questions are answered, see `choose_strategy`
     conditions      when to stop because of load or battery; None: never
+    calibrate_seconds   most time to calibrate a model that nobody calibrated, see `IdleCalibration`; 0: never
     """
 
     stride: int = 5
@@ -79,6 +80,7 @@ class IdleOptions:
     cutoff: float = 0.9
     rule: Rule = "rekindle"
     conditions: IdleConditions | None = None
+    calibrate_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         unknown = set(self.sources) - {"abstract", "history", "passage"}

@@ -13,6 +13,7 @@ import time
 from rekindle.core.request import Request
 from rekindle.errors import RekindleError
 from rekindle.idle.idle import Idle, IdleOptions
+from rekindle.idle.idle_calibration import IdleCalibration
 from rekindle.session.session import Session
 
 log = logging.getLogger("rekindle.idle")
@@ -33,6 +34,7 @@ class IdleThread:
         self._active = 0  # requests
         self._quiet_from = time.monotonic()
         self._closed = False
+        self._calibration = IdleCalibration(session, options)
         self._whose: dict[tuple[str | None, str | None], Idle] = {}  # most recent last
         self._thread = threading.Thread(target=self._work, name="rekindle-idle", daemon=True)
         self._thread.start()
@@ -65,7 +67,8 @@ class IdleThread:
 
     def _work(self) -> None:
         while (stop := self._next()) is not None:
-            for idle in reversed(list(self._whose.values())):
+            work: list[Idle | IdleCalibration] = [*reversed(list(self._whose.values())), self._calibration]
+            for idle in work:
                 if not stop.is_set():
                     _work_for(idle, stop)
             with self._changed:
@@ -84,7 +87,7 @@ class IdleThread:
             return None
 
 
-def _work_for(idle: Idle, stop: threading.Event) -> None:
+def _work_for(idle: Idle | IdleCalibration, stop: threading.Event) -> None:
     try:
         idle.run(stop)
     except RekindleError as error:  # users get the same error when they ask

@@ -34,13 +34,13 @@ async def show_model(call: Call) -> Response:
 
 
 def _models(call: Call) -> list[dict[str, Any]]:
-    service = call.service
+    service, adapters = call.service, call.service.session.adapters
     about = {"object": "model", "created": int(service.started), "owned_by": "rekindle"}
     context = service.session.engine.context_tokens
     own = {**about, "max_model_len": context, "capabilities": ["completion"]}
     return [
         {"id": service.model, **own},
-        *({"id": adapter.name, **own, "parent": service.model} for adapter in service.session.adapters),
+        *({"id": one.name, **own, "parent": service.model, "loaded": adapters.is_loaded(one)} for one in adapters),
         {"id": service.session.settings.embedder, **about, "capabilities": ["embedding"]},
     ]
 

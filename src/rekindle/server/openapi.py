@@ -46,6 +46,8 @@ _REUSED = _object(
     level=_TEXT,
     loaded=_COUNT,
     loaded_from=_object(engine=_COUNT, memory=_COUNT, disk=_COUNT),
+    quantized=_COUNT,
+    calibrated_bits=_or_null(_FLAG),
     computed=_COUNT,
     miss=_or_null(_TEXT),
     origin_miss=_or_null(_TEXT),
@@ -126,7 +128,14 @@ RESPONSES: dict[str, Schema] = {
     "list_models": _object(object=_TEXT, data=_list(_MODEL)),
     "show_model": _MODEL,
     "load_adapter": _object(
-        status=_TEXT, name=_TEXT, digest=_TEXT, scale=_NUMBER, rank=_COUNT, size_bytes=_COUNT, same_layers=_COUNT
+        status=_TEXT,
+        name=_TEXT,
+        digest=_TEXT,
+        scale=_NUMBER,
+        rank=_COUNT,
+        size_bytes=_COUNT,
+        same_layers=_COUNT,
+        memory_bytes=_COUNT,
     ),
     "unload_adapter": _object(status=_TEXT, name=_TEXT),
     "tokenize": _object(

@@ -56,7 +56,9 @@ class Service:
         self.apps = ClientApps()
         self.metrics = Metrics(session, self.line)
         if idle is None and settings.idle:
-            idle = IdleOptions(conditions=IdleConditions(on_battery=settings.on_battery))
+            seconds = 0.0 if settings.idle_calibrate is None else parse_duration(settings.idle_calibrate)
+            conditions = IdleConditions(on_battery=settings.on_battery)
+            idle = IdleOptions(conditions=conditions, calibrate_seconds=seconds)
         self.idle_thread = None if idle is None else IdleThread(session, idle, parse_duration(settings.quiet))
         self._tasks: dict[asyncio.Task[None], tuple[Scope, str]] = {}  # scope and app of each request
         self._jobs: set[ReplyJob] = set()  # those that are running

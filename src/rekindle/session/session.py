@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +100,7 @@ class Session:
         self.engine_kind = "llamacpp" if is_llamacpp(self._resting.inner if self._resting else loaded) else "hf"
         self._engine: Engine | None = self._sharing(loaded)
         self._grammars: GrammarBackend | None = None
-        self.adapters = LoraManager(self._engine, self.settings.adapter)
+        self.adapters = LoraManager(self._engine, self.settings.adapter, self.settings.adapter_memory)
         self._written = WrittenReplies(self.settings, self.adapters)
         self._encoded = EncodedPrompts()
         self.cache = open_cache(self._engine, self.settings, self.adapters)
@@ -137,6 +137,7 @@ class Session:
         """Let the model go until the next request; what it computed is kept first."""
         assert self._resting is not None
         if self.cache.rest():
+            self.adapters.unload_unused()
             self._resting.rest()
 
     def stay(self, seconds: float | None) -> bool:
@@ -148,6 +149,10 @@ class Session:
             return False
         self._alive.stay(seconds)
         return True
+
+    def staying(self) -> AbstractContextManager[None]:
+        """The model stays loaded inside the block."""
+        return self._alive.use()
 
     @property
     def resting(self) -> bool:
@@ -305,8 +310,8 @@ class Session:
 
     def prefetch(self, request: Request) -> Prefetch | None:
         """Start to fetch the prompt of a request that waits for its turn from the origin. `close` what is returned."""
-        with self._alive.use(), self.adapters.use(request.adapter) as adapter:
-            settled = replace(request, adapter=adapter)
+        with self._alive.use():
+            settled = replace(request, adapter=self.adapters.resolve(request.adapter))
             prompt = encode_prompt(self.engine, settled, self._written.of(settled))
             self._keep_encoded(request, prompt)
             return self.cache.prefetch(settled, prompt.tokens, self._evidence(settled, prompt), prompt.prompt_layout)
@@ -323,7 +328,7 @@ class Session:
     def _answer(
         self, request: Request, cancelled: IsCancelled, planned: OnPlanned | None
     ) -> Generator[TextPiece, None, Reply]:
-        with self._alive.use(), self.adapters.use(request.adapter) as adapter, ExitStack() as opened:
+        with self._alive.use(), self.adapters.use(request.adapter, cancelled) as adapter, ExitStack() as opened:
             settled = replace(request, adapter=adapter, answers=request.answers or self.settings.answers)
             encoded = self._encoded.take(request)
             return (yield from self._reply(settled, encoded, cancelled, planned, opened))
@@ -416,6 +421,9 @@ class Session:
         engine, self._engine = self._engine, None
         if engine is not None and self._owns_engine:
             engine.close()
+        elif engine is not None:
+            with suppress(Closed):  # by its owner
+                self.adapters.unload_unused()
 
     def __enter__(self) -> Self:
         return self

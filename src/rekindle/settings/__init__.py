@@ -294,6 +294,13 @@ class Settings(_Loadable):
         "warm. none: never; 5m for a model that a command left in the background.",
         kind=a_time("30s, 5m"),
     )
+    adapter_memory: str = setting(
+        "serving",
+        "10%",
+        "How much memory loaded LoRA adapters take: bytes, 1GB, or 10% of the memory of the model's device (llamacpp: "
+        "of all memory). They are loaded when a request needs them; the least recently used leave for others.",
+        kind=a_size("1GB, 10%"),
+    )
 
 
 @dataclass(frozen=True)
@@ -342,6 +349,13 @@ class ServerSettings(_Loadable):
     idle: bool = setting("server", False, "Work ahead while there are no requests, as `rekindle idle` does.")
     quiet: str = setting("server", "30s", "With idle: start after this long without a request.", kind=a_time("30s, 5m"))
     on_battery: bool = setting("server", False, "With idle: also without mains.")
+    idle_calibrate: str | None = setting(
+        "server",
+        None,
+        "With idle: calibrate the model for its level of reuse if nobody did, for at most this long; the next start "
+        "uses what was found. none: never.",
+        kind=a_time("10m, 1h"),
+    )
 
 
 @dataclass(frozen=True)

@@ -60,3 +60,4 @@ class SettingsLike(CacheSettings, total=False):
     local_tenants: str | None
     parallel: int | None
     keep_alive: str | int | None
+    adapter_memory: str | int | None

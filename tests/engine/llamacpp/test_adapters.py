@@ -93,7 +93,11 @@ def test_a_converted_adapter_does_what_merged_weights_do(folder: Path) -> None:
     reference = engine_of(merged(folder / "plain.gguf", adapter, folder / "merged.gguf"))
     engine = engine_of(folder / "plain.gguf")
     plain = logits(engine)
+    assert engine.check_adapter(adapter).memory_bytes == adapter.size_bytes
+    with pytest.raises(StepRefused, match="not loaded"):
+        logits(engine, adapter.digest)
     engine.load_adapter(adapter)
+    assert engine.check_adapter(adapter).memory_bytes == adapter.size_bytes  # stays loaded
     expected = logits(reference)
     got = logits(engine, adapter.digest)
     assert np.abs(got - expected).max() <= 1e-3 * np.abs(expected).max()
@@ -103,6 +107,9 @@ def test_a_converted_adapter_does_what_merged_weights_do(folder: Path) -> None:
     together = engine.step([Row.following(sequence, TOKENS, logits="all") for sequence in sequences])
     for found, wanted in zip(together, (expected, plain, expected), strict=True):
         assert np.abs(found - wanted).max() <= 1e-3 * np.abs(wanted).max()
+    engine.load_adapter(adapter)
+    engine.unload_adapter(adapter.digest)
+    assert np.isfinite(engine.step([Row.following(sequences[0], [5])])[0]).all()  # loaded twice, unloaded once
     engine.unload_adapter(adapter.digest)
     with pytest.raises(StepRefused, match="not loaded"):
         engine.step([Row.following(sequences[0], [5])])

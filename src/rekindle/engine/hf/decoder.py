@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast, get_args
 
 import torch
@@ -186,6 +187,7 @@ class _Survey:
     scores: dict[int, ScoreParams] = field(default_factory=dict)
     dtypes: set[torch.dtype] = field(default_factory=set)
     keys: dict[int, Tensor] = field(default_factory=dict)  # [2 places, kv_heads, tokens, key_dim] each
+    linears: set[str] = field(default_factory=set)  # names of those called with the tokens
 
     def note(self, module: nn.Module, key: Tensor, value: Tensor, scores: ScoreParams, others: dict[str, Any]) -> None:
         layer = getattr(module, "layer_idx", None)
@@ -200,6 +202,21 @@ class _Survey:
         self.scores[layer] = scores
         self.keys[layer] = key
         self.dtypes |= {key.dtype, value.dtype}
+
+    @contextmanager
+    def noting_calls(self, linears: Mapping[str, nn.Linear]) -> Iterator[None]:
+        """Note which linear layers are called with the tokens inside the block."""
+
+        def note(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if inputs and inputs[0].ndim == 3 and inputs[0].shape[1] == len(_SURVEY_TOKENS):
+                self.linears.add(name)
+
+        hooks = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in linears.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 class _Stage:
@@ -265,7 +282,7 @@ class Decoder:
         if hasattr(base, "rotary_emb"):
             base.rotary_emb = _NoRotation()  # the loop makes its own, per regime
         self._stage.loop = self._loop
-        self.adapters = LoraAdapters(self.linears, self._adapter_spans)
+        self.adapters = LoraAdapters(self.linears, survey.linears, self._adapter_spans)
         self.recordable = bool(getattr(model, "_can_compile_fullgraph", False))  # no layer synchronizes with the device
         self.scores = tuple(survey.scores[i] for i in sorted(survey.scores))
 
@@ -297,7 +314,8 @@ class Decoder:
         for module in twin.modules():
             module.__dict__["rekindle_stage"] = self._stage
         try:
-            with torch.inference_mode(), stable_matmul(self.device, self._dtype):
+            calls = self._stage.survey.noting_calls(self.linears)
+            with torch.inference_mode(), stable_matmul(self.device, self._dtype), calls:
                 places = torch.tensor([[place + i for i in range(len(_SURVEY_TOKENS))] for place in (0, SURVEY_SHIFT)])
                 tokens = torch.tensor([_SURVEY_TOKENS] * len(places), device=twin.device)
                 twin(input_ids=tokens, position_ids=places.to(twin.device), use_cache=False)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rekindle.core.adapter import Lora
+from rekindle.core.adapter import AdapterFit, Lora
 from rekindle.core.identity import Identity
 from rekindle.core.kv import KvLayout, Span
 from rekindle.core.request import Sampling
@@ -22,13 +23,12 @@ from rekindle.engine.hf.cuda_graph import GraphRecorder, replayable
 from rekindle.engine.hf.decoder import TESTED_FAMILIES, Decoder, refusal
 from rekindle.engine.hf.device import Placement, stable_matmul
 from rekindle.engine.hf.layer_loader import LayerLoader, PinnedSlots
-from rekindle.engine.hf.lora import count_same_layers
 from rekindle.engine.hf.row_batch import ForwardBatch, own_sequence
 from rekindle.engine.hf.sequence import BufferPool, TorchSequence
 from rekindle.engine.hooks import KvDrift, Probe
 from rekindle.engine.row_checks import CheckedRow, check_rows
 from rekindle.engine.sample import Sampler
-from rekindle.errors import AdapterRefused, Closed, InvalidSetting, OutOfMemory, StepRefused, UnsupportedModel
+from rekindle.errors import Closed, InvalidSetting, OutOfMemory, StepRefused, UnsupportedModel
 from rekindle.models.files import ModelFiles
 from rekindle.text.base import Tokenizer
 
@@ -106,6 +106,12 @@ class HfEngine:
         return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
     @property
+    def device_bytes(self) -> int:
+        device = self.placement.device
+        total = psutil.virtual_memory().total if device.type != "cuda" else torch.cuda.mem_get_info(device)[1]
+        return int(total)
+
+    @property
     def arithmetic(self) -> str:
         """What the last bits of its results depend on."""
         return f"torch {torch.__version__}, transformers {transformers.__version__}, {self.device}"
@@ -132,29 +138,24 @@ class HfEngine:
         known = self._known
         return Identity(known.weights, known.config, known.tokenizer, known.template, self.layout.dtype, regime)
 
-    def load_adapter(self, lora: Lora) -> int:
-        """Load an adapter beside the others; a short step checks that all of it has an effect."""
+    def check_adapter(self, lora: Lora) -> AdapterFit:
+        return self._live().adapters.check(lora, len(self.layout.layers))
+
+    def load_adapter(self, lora: Lora) -> None:
+        """Load an adapter beside the others."""
         with self._lock:
-            adapters = self._live().adapters
-            if lora.digest in adapters:
-                return count_same_layers(lora, len(self.layout.layers))
-            adapters.load(lora)
-        try:
-            with self.open(_TRIED_TOKENS, self.regime(_TRIED_TOKENS), lora.digest) as sequence:
-                self.step([Row.following(sequence, [0] * _TRIED_TOKENS, logits="all")])
-            with self._lock:
-                unused = adapters.unused_layers(lora.digest)
-            if unused:
-                raise AdapterRefused(f"{lora.source} changes {unused[0]}, which this model does not use as a layer.")
-        except BaseException:
-            self.unload_adapter(lora.digest)
-            raise
-        return count_same_layers(lora, len(self.layout.layers))
+            try:
+                self._live().adapters.load(lora)
+            except torch.OutOfMemoryError as error:
+                raise OutOfMemory(
+                    f"{self.device} has no memory left for {lora.source}. Lower adapter_memory."
+                ) from error
 
     def unload_adapter(self, digest: str) -> None:
         with self._lock:
-            self._live().adapters.unload(digest)
-            if self._recorder is not None:
+            adapters = self._live().adapters
+            adapters.unload(digest)
+            if self._recorder is not None and digest not in adapters:
                 self._recorder.forget_adapter(digest)
 
     def open(self, capacity: int, regime: str, adapter: str | None = None) -> TorchSequence:

@@ -1,4 +1,4 @@
-"""Adapters on a running model: not merged into its weights, so several stay loaded and switching costs nothing.
+"""Adapters on a running model: not merged into its weights, so several can be loaded and switching costs nothing.
 
 A step's tokens are packed, and each span of them uses one adapter, or none. A linear layer that an adapter changes
 computes all tokens as usual, then adds to each span the product of its adapter's matrices:
@@ -10,14 +10,15 @@ computes all tokens as usual, then adds to each span the product of its adapter'
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rekindle.core.adapter import Lora
+from rekindle.core.adapter import AdapterFit, Lora, LoraPair
 from rekindle.engine.lora_files import name_pattern
 from rekindle.errors import AdapterRefused
 
@@ -44,13 +45,10 @@ class _Adapted:
         self._layer = layer
         self._adapter_spans = adapter_spans
         self.parts: dict[str, _LoraMatrices] = {}  # by the digest of the adapter
-        self.used = False  # whether a step ever called it with its tokens
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        adapter_spans = self._adapter_spans()
-        self.used = self.used or (hidden.ndim == 3 and bool(adapter_spans) and hidden.shape[1] == adapter_spans[-1][1])
         out = functional.linear(hidden, self._layer.weight, self._layer.bias)
-        for start, stop, adapter in adapter_spans:
+        for start, stop, adapter in self._adapter_spans():
             if adapter is not None and (part := self.parts.get(adapter)) is not None:
                 low = functional.linear(hidden[0, start:stop], part.down)
                 out[0, start:stop].addmm_(low, part.up)
@@ -60,12 +58,15 @@ class _Adapted:
 class LoraAdapters:
     """The adapters of one decoder."""
 
-    def __init__(self, linears: Mapping[str, nn.Linear], adapter_spans: Callable[[], AdapterSpans]) -> None:
-        """`linears`: the layers that can be changed, by name; `adapter_spans`: which adapter a step's tokens use."""
-        self._linears = linears
+    def __init__(
+        self, linears: Mapping[str, nn.Linear], called: Set[str], adapter_spans: Callable[[], AdapterSpans]
+    ) -> None:
+        """`linears`: the linear layers by name, `called`: those that a step calls with its tokens; `adapter_spans`:
+        which adapter a step's tokens use."""
+        self._linears, self._called = linears, called
         self._adapter_spans = adapter_spans
         self._adapted: dict[str, _Adapted] = {}
-        self._loaded: set[str] = set()
+        self._loaded: Counter[str] = Counter()  # how often
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._loaded
@@ -75,8 +76,15 @@ class LoraAdapters:
         """Names of the layers that are changed now."""
         return frozenset(self._adapted)
 
-    def check(self, lora: Lora) -> None:
-        """Raises `AdapterRefused` for an adapter that is not for this model."""
+    def check(self, lora: Lora, layers: int) -> AdapterFit:
+        """An adapter on this model of that many layers. Raises `AdapterRefused` for one of another model."""
+        self._check(lora)
+        sizes = [
+            (p.down.size + p.up.size) * self._linears[name].weight.element_size() for name, p in lora.pairs.items()
+        ]
+        return AdapterFit(count_same_layers(lora, layers), sum(sizes))
+
+    def _check(self, lora: Lora) -> None:
         where = lora.source or "The adapter"
         if lora.file is not None:
             raise AdapterRefused(f"{where} is an adapter for llama.cpp. Use engine='llamacpp', or PEFT's own files.")
@@ -91,6 +99,8 @@ class LoraAdapters:
                     f"{where} has matrices for {pair.down.shape[1]} inputs and {pair.up.shape[0]} outputs of {name}, "
                     f"which has {layer.in_features} and {layer.out_features} in this model.{made}"
                 )
+            if name not in self._called:
+                raise AdapterRefused(f"{where} changes {name}, which this model does not use as a layer.")
         for name, copy in lora.copies.items():
             layer = self._linears.get(name)
             if layer is None or not _same(torch.from_numpy(copy), layer.weight):
@@ -100,30 +110,32 @@ class LoraAdapters:
             if name not in lora.pairs and any(pattern.matches(name) for pattern in patterns):
                 raise AdapterRefused(f"{where} has no matrices for {name}, which it says it changes. Get it again.")
 
-    def unused_layers(self, digest: str) -> list[str]:
-        """Names of layers that an adapter changes but no step has called, sorted."""
-        return sorted(name for name, adapted in self._adapted.items() if digest in adapted.parts and not adapted.used)
-
     def load(self, lora: Lora) -> None:
-        """Load an adapter. Raises `AdapterRefused`; then nothing has changed."""
-        self.check(lora)
-        digest = lora.digest
-        if digest in self._loaded:
+        """Load an adapter. Raises `AdapterRefused` and torch's `OutOfMemoryError`; then nothing has changed."""
+        self._check(lora)
+        if lora.digest in self._loaded:
+            self._loaded[lora.digest] += 1
             return
-        for name, pair in lora.pairs.items():
+        matrices = {name: self._matrices(pair, self._linears[name].weight) for name, pair in lora.pairs.items()}
+        for name, own in matrices.items():
             layer = self._linears[name]
             if name not in self._adapted:
                 self._adapted[name] = _Adapted(layer, self._adapter_spans)
                 layer.forward = self._adapted[name]  # type: ignore[method-assign, assignment]
-            weight = layer.weight
-            down = torch.from_numpy(pair.down).to(weight.device, weight.dtype)
-            up = (torch.from_numpy(pair.up).T * pair.scale).to(weight.device, weight.dtype)
-            self._adapted[name].parts[digest] = _LoraMatrices(down.contiguous(), up.contiguous())
-        self._loaded.add(digest)
+            self._adapted[name].parts[lora.digest] = own
+        self._loaded[lora.digest] = 1
+
+    def _matrices(self, pair: LoraPair, weight: Tensor) -> _LoraMatrices:
+        down = torch.from_numpy(pair.down).to(weight.device, weight.dtype)
+        up = (torch.from_numpy(pair.up).T * pair.scale).to(weight.device, weight.dtype)
+        return _LoraMatrices(down.contiguous(), up.contiguous())
 
     def unload(self, digest: str) -> None:
         """Unload an adapter; layers that no other changes are as before. No effect if it is not loaded."""
-        self._loaded.discard(digest)
+        if self._loaded[digest] > 1:
+            self._loaded[digest] -= 1
+            return
+        del self._loaded[digest]
         for name in [name for name, adapted in self._adapted.items() if adapted.parts.pop(digest, None) is not None]:
             if not self._adapted[name].parts:
                 del self._adapted[name]

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import numpy as np
+import psutil
 
-from rekindle.core.adapter import Lora
+from rekindle.core.adapter import AdapterFit, Lora
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import PAGES, Kv, Span
 from rekindle.core.request import Sampling
@@ -125,6 +126,10 @@ class LlamaCppEngine:
         return "gpu" if self.loaded_model.on_gpu else "cpu"
 
     @property
+    def device_bytes(self) -> int:
+        return int(psutil.virtual_memory().total)
+
+    @property
     def arithmetic(self) -> str:
         return f"{version()}, {build()}, flash attention {self.flash_attention}, {self.device}"
 
@@ -154,12 +159,17 @@ class LlamaCppEngine:
             self._identities[regime] = known
         return known
 
-    def load_adapter(self, lora: Lora) -> int:
-        """Load an adapter. All layers count as changed."""
+    def check_adapter(self, lora: Lora) -> AdapterFit:
+        """What it takes, by loading it for a moment: only llama.cpp knows. All layers count as changed."""
+        with self._cells.lock:
+            self.load_adapter(lora)
+            self.unload_adapter(lora.digest)
+        return AdapterFit(0, lora.size_bytes)
+
+    def load_adapter(self, lora: Lora) -> None:
         with self._cells.lock:
             self._cells.context  # noqa: B018  (raises)
             self._adapters.load(lora)
-        return 0
 
     def unload_adapter(self, digest: str) -> None:
         with self._cells.lock:

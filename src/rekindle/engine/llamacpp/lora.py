@@ -10,6 +10,7 @@ import os
 import re
 import struct
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,7 @@ class LlamaLoras:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._loaded: dict[str, tuple[Any, float]] = {}  # pointer and scale, by digest
+        self._loads: Counter[str] = Counter()
         self._set: str | None = None
 
     def __contains__(self, digest: str) -> bool:
@@ -53,20 +55,26 @@ class LlamaLoras:
 
     def load(self, lora: Lora) -> None:
         """Load an adapter. Raises `AdapterRefused`."""
-        if lora.digest in self._loaded:
-            return
+        if lora.digest not in self._loaded:
+            self._loaded[lora.digest] = self._read(lora)
+        self._loads[lora.digest] += 1
+
+    def _read(self, lora: Lora) -> tuple[Any, float]:
         if lora.file is not None:
             if replace(lora).digest != lora.digest:  # the copy reads the file again
                 raise AdapterRefused(f"{lora.source} was changed since it was loaded. Load it again under its name.")
-            self._loaded[lora.digest] = self._init(lora.file, lora.source), lora.file_scale
-            return
+            return self._init(lora.file, lora.source), lora.file_scale
         with tempfile.TemporaryDirectory(prefix="rekindle-lora-") as folder:
             path = Path(folder) / "adapter.gguf"
             path.write_bytes(self._converted(lora))
-            self._loaded[lora.digest] = self._init(path, lora.source), 1.0
+            return self._init(path, lora.source), 1.0
 
     def unload(self, digest: str, context: LoadedContext) -> None:
         """Unload an adapter, if it is loaded."""
+        if self._loads[digest] > 1:
+            self._loads[digest] -= 1
+            return
+        del self._loads[digest]
         if self._set == digest:
             self.use(None, context)
         pointer, _ = self._loaded.pop(digest, (None, 0.0))

@@ -52,6 +52,7 @@ def rekindle_of(reuse: Reuse, ignored: Sequence[str] = ()) -> dict[str, Any]:
         "loaded": reuse.loaded,
         "loaded_from": {"engine": reuse.engine, "memory": reuse.memory, "disk": reuse.disk},
         "quantized": reuse.quantized,
+        "calibrated_bits": reuse.calibrated_bits,
         "from_chunks": reuse.from_chunks,
         "recomputed": reuse.recomputed,
         "streamed": reuse.streamed,

@@ -84,7 +84,7 @@ def find_bits(
 ) -> FoundBits:
     """A coder for a model: the first numbers of bits that are near enough, else the last.
 
-    The adapters take turns with the texts, and stay loaded. Without any, differences are coded as before. Raises
+    The adapters take turns with the texts. Without any, differences are coded as before. Raises
     `InvalidSetting` for texts that are too short, and for an engine whose KV is no float or cannot be taken out.
     """
     if not codes_kv(engine):
@@ -102,6 +102,7 @@ def find_bits(
             return FoundBits(Coder(whole, known.delta), tuple(search.tried))
         for lora in loras:
             engine.load_adapter(lora)
+            opened.callback(engine.unload_adapter, lora.digest)
 
         def adapted(some: Sequence[CodedPrompt]) -> list[CodedPrompt]:
             parts = []

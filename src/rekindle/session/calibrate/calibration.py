@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rekindle.cache.coders import remember_coder
-from rekindle.chunks.match import remember_budgets
+from rekindle.cache.coders import bits_calibrated, remember_coder
+from rekindle.chunks.match import calibration_of, remember_budgets
 from rekindle.chunks.select import OURS
 from rekindle.codec.quantizer import BitPlan
+from rekindle.core.adapter import Lora
 from rekindle.engine.base import Engine
 from rekindle.engine.load import EngineOptions, load_engine
 from rekindle.engine.lora_files import read_adapter
 from rekindle.errors import InvalidSetting
+from rekindle.json_file import JsonMemo
+from rekindle.machine import home_folder
+from rekindle.models.adapter_registry import RegisteredAdapter, lookup, parse
 from rekindle.session.calibrate.bits import Advance, FoundBits, codes_kv, find_bits
 from rekindle.session.calibrate.budget import FoundBudget, find_budget
 from rekindle.session.calibrate.prompts import read_questions, read_texts
+from rekindle.session.session import Session
 from rekindle.settings import Settings
 from rekindle.settings.keywords import SettingsLike
 
@@ -31,6 +36,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 PROMPTS = 24  # at most; twelve come with the package
+_MODELS = 256  # whose parts are remembered
+Part = Literal["budget", "bits"]
+AdaptersLike = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ def calibrate(
     model: str | os.PathLike[str] | Engine,
     *,
     quality: float = 0.9,
-    adapters: str | os.PathLike[str] | None = None,
+    adapters: AdaptersLike = None,
     data: str | os.PathLike[str] | None = None,
     prompts: int = PROMPTS,
     progress: Advance | None = None,
@@ -87,79 +95,157 @@ def calibrate(
 
     model      as for `Session`
     quality    how near answers from reused passages must be to the full computation: ROUGE-L of their tokens, up to 1
-    adapters   a folder that PEFT saved, or one of such folders: differences under adapters are measured with them
+    adapters   your own: a name known from `rekindle adapters`, NAME=PATH, a folder that PEFT saved or one of such
+               folders, or several of these: differences under adapters are measured with them
     data       a folder of your own material: `.jsonl` files with `question` and `contexts` ([{title, text}]), and
                `.txt` and `.md` files; what it lacks comes from a sample in the package
     prompts    maximum number of questions
     progress   called with a word on each part before it begins
 
-    Takes minutes with a small model. Raises as `Session` does, and `InvalidSetting` where the engine can do neither.
+    Takes minutes with a small model. Raises as `Session` does, `AdapterRefused` for an adapter of another model, and
+    `InvalidSetting` where the engine can do neither.
     """
     if not 0.0 < quality <= 1.0:
         raise InvalidSetting(f"quality={quality} is out of range: use a ROUGE-L above 0, up to 1, for example 0.9.")
     if prompts < 2:
         raise InvalidSetting(f"prompts={prompts} is too few: passages of one prompt come from another. Use 2 or more.")
-    folders = () if adapters is None else adapter_folders(Path(adapters))
+    loras = read_adapters(adapters)
     advance = progress or _say_nothing
+    material = None if data is None else Path(data)
     if isinstance(model, (str, os.PathLike)):
         advance("load the model")
         engine = load_engine(os.fspath(model), EngineOptions.of(Settings.load(settings)))
         try:
-            return _calibrate(engine, quality, folders, None if data is None else Path(data), prompts, advance)
+            return measure(engine, loras, material, advance, quality=quality, prompts=prompts)
         finally:
             engine.close()
-    return _calibrate(model, quality, folders, None if data is None else Path(data), prompts, advance)
+    return measure(model, loras, material, advance, quality=quality, prompts=prompts)
+
+
+def read_adapters(given: AdaptersLike) -> list[Lora]:
+    """Adapters as `calibrate` takes them. Raises `InvalidSetting` for what names none, and as `read_adapter` does."""
+    several = [given] if isinstance(given, (str, os.PathLike)) else given or ()
+    entries = [entry for one in several for entry in _entries(os.fspath(one))]
+    return [read_adapter(entry.path, entry.scale) for entry in entries]
+
+
+def _entries(text: str) -> list[RegisteredAdapter]:
+    place = Path(text).expanduser()
+    if place.is_dir():
+        return [RegisteredAdapter(path.name, str(path)) for path in adapter_folders(place)]
+    if place.is_file():
+        return [RegisteredAdapter(place.name, text)]
+    if "=" in text:
+        return [parse(text)]
+    if (entry := lookup(text)) is not None:
+        return [entry]
+    raise InvalidSetting(f"There is no adapter {text!r}. Give a folder that PEFT saved, or see `rekindle adapters ls`.")
 
 
 def adapter_folders(folder: Path) -> tuple[Path, ...]:
     """The adapters in a folder: itself, or the folders in it. Raises `InvalidSetting` if there are none."""
     found = sorted(path.parent for path in (*folder.glob("adapter_config.json"), *folder.glob("*/adapter_config.json")))
     if not found:
-        raise InvalidSetting(f"--adapters {folder} has no adapters that PEFT saved (folders with adapter_config.json).")
+        raise InvalidSetting(f"{folder} has no adapters that PEFT saved (folders with adapter_config.json).")
     return tuple(found)
 
 
-def _calibrate(
-    engine: Engine, quality: float, folders: Sequence[Path], data: Path | None, prompts: int, advance: Advance
+def measure(
+    engine: Engine,
+    loras: Sequence[Lora],
+    data: Path | None,
+    advance: Advance,
+    *,
+    quality: float = 0.9,
+    prompts: int = PROMPTS,
+    parts: Collection[Part] = ("budget", "bits"),
 ) -> Calibration:
+    """Measure these parts of a loaded model, and keep what was found. Raises as `calibrate` does.
+
+    What a part found is kept as soon as it ends: an error in the next one loses none of it.
+    """
     started = time.perf_counter()
-    notes = []
-    if folders and not engine.capabilities.adapters:
-        raise InvalidSetting(f"{engine.name} takes no adapters with this engine: leave --adapters out.")
-    budget = bits = None
-    if engine.capabilities.recompute == "none" or not engine.capabilities.spans:
-        notes.append(f"{engine.name} cannot reuse passages of other prompts: there is no budget to find.")
-    else:
-        questions = read_questions(data)
-        if not questions:
-            notes.append(f"{data} has no .jsonl files with question and contexts: the budget is found with the sample.")
-            questions = read_questions(None)
-        budget = find_budget(engine, questions, quality, prompts, advance)
-        if budget is None:
-            notes.append(f"The questions do not fit the {engine.context_tokens} tokens of {engine.name}: no budget.")
-        else:
-            remember_budgets(engine, {budget.recompute_policy: budget.budget, OURS: budget.budget})
-            notes += _about_budget(engine, budget)
-    if not codes_kv(engine):
-        why = engine.capabilities.opaque or "this engine quantizes its KV itself"
-        notes.append(f"The bits of {engine.name} stay as they are: {why}.")
-    else:
-        texts = read_texts(data)
-        if not texts:
-            notes.append(f"{data} has no texts: bits are chosen with the sample.")
-            texts = read_texts(None)
-        bits = find_bits(engine, texts, [read_adapter(folder) for folder in folders], advance)
-        remember_coder(engine, bits.coder)
-        notes += [
-            f"Even {one.bits:.1f} bits a number change answers more than they should: prefer reuse=exact."
-            for one in (bits.kept("whole"), bits.kept("difference"))
-            if one is not None and not one.near
-        ]
-        if not folders:
-            notes.append("Differences of adapters stay as they were: --adapters names some to measure with.")
+    notes: list[str] = []
+    if loras and not engine.capabilities.adapters:
+        raise InvalidSetting(f"{engine.name} takes no adapters with this engine: leave --adapter out.")
+    for lora in loras:
+        engine.check_adapter(lora)  # before minutes of work
+    budget = _measure_budget(engine, quality, data, prompts, advance, notes) if "budget" in parts else None
+    bits = _measure_bits(engine, loras, data, advance, notes) if "bits" in parts else None
     if budget is None and bits is None:
         raise InvalidSetting(" ".join(notes))
     return Calibration(engine.name, budget, bits, tuple(notes), time.perf_counter() - started)
+
+
+def _measure_budget(
+    engine: Engine, quality: float, data: Path | None, prompts: int, advance: Advance, notes: list[str]
+) -> FoundBudget | None:
+    if engine.capabilities.recompute == "none" or not engine.capabilities.spans:
+        notes.append(f"{engine.name} cannot reuse passages of other prompts: there is no budget to find.")
+        return None
+    questions = read_questions(data)
+    if not questions:
+        notes.append(f"{data} has no .jsonl files with question and contexts: the budget is found with the sample.")
+        questions = read_questions(None)
+    budget = find_budget(engine, questions, quality, prompts, advance)
+    if budget is None:
+        notes.append(f"The questions do not fit the {engine.context_tokens} tokens of {engine.name}: no budget.")
+        return None
+    remember_budgets(engine, {budget.recompute_policy: budget.budget, OURS: budget.budget})
+    _note_parts(engine, "passages")
+    notes += _about_budget(engine, budget)
+    return budget
+
+
+def _measure_bits(
+    engine: Engine, loras: Sequence[Lora], data: Path | None, advance: Advance, notes: list[str]
+) -> FoundBits | None:
+    if not codes_kv(engine):
+        why = engine.capabilities.opaque or "this engine quantizes its KV itself"
+        notes.append(f"The bits of {engine.name} stay as they are: {why}.")
+        return None
+    texts = read_texts(data)
+    if not texts:
+        notes.append(f"{data} has no texts: bits are chosen with the sample.")
+        texts = read_texts(None)
+    bits = find_bits(engine, texts, loras, advance)
+    remember_coder(engine, bits.coder)
+    _note_parts(engine, "quantized KV", *(["deltas of adapters"] if loras else []))
+    notes += [
+        f"Even {one.bits:.1f} bits a number change answers more than they should: prefer reuse=exact."
+        for one in (bits.kept("whole"), bits.kept("difference"))
+        if one is not None and not one.near
+    ]
+    if not loras:
+        notes.append("Differences of adapters stay as they were: --adapter names some to measure with.")
+    return bits
+
+
+def missing_parts(session: Session) -> list[Part]:
+    """What the level of reuse of a session needs, its engine can do, and nobody measured."""
+    engine, settings = session.engine, session.settings
+    missing: list[Part] = []
+    recomputes = engine.capabilities.recompute != "none" and engine.capabilities.spans
+    if settings.reuse == "approximate" and settings.recompute_budget is None and recomputes:
+        missing += ["budget"] if calibration_of(engine) is None else []
+    if settings.reuse == "quantized" and settings.codec == "auto" and codes_kv(engine):
+        wanted = [False, True] if any(session.adapters) else [False]
+        missing += [] if all(bits_calibrated(engine, settings, deltas=deltas) for deltas in wanted) else ["bits"]
+    return missing
+
+
+def calibrated_parts(model: str) -> list[str]:
+    """What was calibrated on this machine for a model of that name: passages, quantized KV, deltas of adapters."""
+    found = _parts().recall(model)
+    return [str(part) for part in found] if isinstance(found, list) else []
+
+
+def _note_parts(engine: Engine, *parts: str) -> None:
+    _parts().keep(engine.name, sorted({*calibrated_parts(engine.name), *parts}))
+
+
+def _parts() -> JsonMemo:
+    return JsonMemo(home_folder() / "calibrated.json", _MODELS)
 
 
 def _about_budget(engine: Engine, found: FoundBudget) -> list[str]:
