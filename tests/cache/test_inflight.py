@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from rekindle import Session
+from rekindle.cache.writer import WriteJob
 from rekindle.core.reply import Reply
 from rekindle.engine.base import Logits, Row
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import Cancelled
+from rekindle.store.tiered import TieredStore
 
 pytestmark = pytest.mark.thorough
 
@@ -133,6 +135,24 @@ def test_one_that_waits_can_be_cancelled(tmp_path: Path) -> None:
         second.join(60)
         assert isinstance(second.error, Cancelled)
         engine.go.set()
+        finish([first])
+
+
+def test_nobody_waits_longer_for_the_disk_than_computing_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first prompt is computed, and its KV does not get to the disk until the second one is answered."""
+    written, do = threading.Event(), WriteJob.do
+
+    def slow(job: WriteJob, store: TieredStore) -> str:
+        assert written.wait(30)
+        return do(job, store)
+
+    monkeypatch.setattr(WriteJob, "do", slow)
+    monkeypatch.setattr("rekindle.cache.inflight._WRITE_SECONDS", 0.01)
+    engine = Slow()
+    with Session(engine, cache=tmp_path / "kv", parallel=4, memory_limit=0) as session:
+        first, second = together(engine, session, [RULES + "1", RULES + "2"], others=1)
+        assert finish([second])[0].reuse.computed == len(RULES) + 1
+        written.set()
         finish([first])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from rekindle.core.keys import TOKEN_BYTES, KvSpace, common_tokens, token_bytes
@@ -10,6 +11,7 @@ from rekindle.errors import Cancelled
 
 _MIN_TOKENS = 64  # fewer are computed faster than waited for
 _LOOK_SECONDS = 0.05
+_WRITE_SECONDS = 0.1  # so long a wait for the disk is always worth it
 
 
 class InflightPrefill:
@@ -22,17 +24,26 @@ class InflightPrefill:
         self.known = known  # number of its tokens that were found; the others are computed
         self.waiting = 0
         self._landed = threading.Event()
+        self._written_from: float | None = None
+
+    def being_written(self) -> None:
+        """It is computed: only the disk is waited for."""
+        self._written_from = time.monotonic()
 
     def land(self) -> None:
         """Wake those who wait: they look it up again. Idempotent."""
         self._inflight.forget(self)
         self._landed.set()
 
-    def wait(self, cancelled: Callable[[], bool]) -> None:
-        """Wait until it lands. Raises `Cancelled`."""
+    def wait(self, cancelled: Callable[[], bool], seconds: float) -> bool:
+        """Wait until it lands; False if writing it takes longer than `seconds`. Raises `Cancelled`."""
+        longest = max(_WRITE_SECONDS, seconds)
         while not self._landed.wait(_LOOK_SECONDS):
             if cancelled():
                 raise Cancelled("The request was cancelled.")
+            if self._written_from is not None and time.monotonic() > self._written_from + longest:
+                return False
+        return True
 
 
 class InflightPrefills:

@@ -36,6 +36,7 @@ from rekindle.cache.stored_kv import StoredKv
 from rekindle.cache.writer import BackgroundJob, BackgroundWriter, WriteGuard
 from rekindle.core.chunk import ChunkMatches, PromptLayout
 from rekindle.core.keys import KvSpace
+from rekindle.core.kv import Span
 from rekindle.core.plan import Plan
 from rekindle.core.reply import Reuse
 from rekindle.core.request import Request
@@ -144,22 +145,24 @@ class PrefixCache:
         guard: WriteGuard | None = None,
         prompt_layout: PromptLayout | None = None,
     ) -> PromptPrefill:
-        """Look a prompt up and plan its prefill; waits while another request computes the same prefix.
+        """Look a prompt up and plan its prefill; waits while another request computes the same prefix, and then for the
+        disk, no longer than computing it here would take.
 
         prompt_layout   where its passages stand
         guard           whether what is computed may be written, asked then
 
         Raises `Cancelled`.
         """
+        waits = True
         while True:
             lookup = self._look(request, tokens, guard, prompt_layout)
-            if lookup.off or not self.kv.engine.capabilities.spans:
+            if lookup.off or not waits or not self.kv.engine.capabilities.spans:
                 return PromptPrefill(self, lookup)
             inflight, own = self._inflight.join(lookup.kv_space, tokens, lookup.matches.length)
             if own:
                 return PromptPrefill(self, replace(lookup, inflight=inflight))
             self.park(lookup.parked)
-            inflight.wait(cancelled)
+            waits = inflight.wait(cancelled, self.costs.rates.compute_seconds(Span(lookup.matches.length, len(tokens))))
 
     def peek(self, request: Request, tokens: Sequence[int], prompt_layout: PromptLayout | None = None) -> PromptPrefill:
         """The same without waiting, for a prompt that is not run: see its `lookup`, `plan` and `reuse`."""

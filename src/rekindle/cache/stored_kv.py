@@ -165,6 +165,8 @@ class StoredKv:
             return
         job = context.keep(count)
         job.then = None if context.inflight is None else context.inflight.land
+        if context.inflight is not None:
+            context.inflight.being_written()
         if self.writer.offer(job):
             context.inflight = None  # it lands when the job is done
         else:
