@@ -110,9 +110,13 @@ def _check_no_gap(row: Row, positions: Positions, kept: int, last: int, layers: 
 
 
 def _fed(feeds: Sequence[KvFeed], positions: Positions, layers: range) -> NDArray[np.bool_]:
-    """Which of the positions are fed in all of the layers, by one or several feeds."""
-    fed = np.zeros((len(layers), len(positions)), dtype=bool)
+    """Which of the sorted positions are fed in all of the layers, by one or several feeds."""
+    whole = np.zeros(len(positions), dtype=bool)
+    parts = np.zeros((len(layers), len(positions)), dtype=bool)
     for feed in feeds:
-        inside = (positions >= feed.span.start) & (positions < feed.span.stop)
-        fed[[index for index, layer in enumerate(layers) if layer in feed.layers]] |= inside
-    return np.asarray(fed.all(axis=0))
+        inside = slice(*np.searchsorted(positions, [feed.span.start, feed.span.stop]))
+        if feed.layers == layers:
+            whole[inside] = True
+        else:
+            parts[[index for index, layer in enumerate(layers) if layer in feed.layers], inside] = True
+    return whole if whole.all() else np.asarray(whole | parts.all(axis=0))

@@ -174,10 +174,12 @@ class KvDriftCorrection:
         """`positions`: those that are computed."""
         spans = [span for span in spread.spans if _inside(span.start, span.stop, positions)]
         owns = [np.arange(*np.searchsorted(positions, [span.start, span.stop])) for span in spans]
-        rests = [np.setdiff1d(np.arange(s.start, s.stop), positions, assume_unique=True) for s in spans]
         self.idle = not spans
         if self.idle:
             return
+        others = np.ones(max(span.stop for span in spans), dtype=bool)
+        others[positions[positions < len(others)]] = False
+        rests = [span.start + np.flatnonzero(others[span.start : span.stop]) for span in spans]
         parts = [positions, *(part for some in (owns, rests) for part in (np.concatenate(some), _starts(some)))]
         numbers = torch.from_numpy(np.concatenate(parts)).to(device)
         self._spans = kernels.MovingSpans(*torch.split(numbers, [len(part) for part in parts]))
