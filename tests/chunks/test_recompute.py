@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from rekindle.core.chunk import chunk_digest
 from rekindle.core.keys import token_bytes
 from rekindle.core.kv import LayerKv, Span
 from rekindle.core.request import Request, ReuseLevel
-from rekindle.engine.base import Capabilities, Row
+from rekindle.engine.base import Capabilities, Logits, Row
 from rekindle.engine.fake import FakeEngine, _rotate
 from rekindle.errors import Cancelled, InvalidSetting, KvLost
 from rekindle.session.prompt import encode_prompt
@@ -107,6 +107,25 @@ def test_a_budget_of_all_tokens_plans_no_chunk_reuse(tmp_path: Path) -> None:
     with reusing(tmp_path / "cache", recompute_budget=1.0) as session:
         warmed(session, [A, B])
         assert_is_exact(prefill(session, asked([B, A])))
+
+
+def test_nothing_is_scored_where_every_passage_is_stored(tmp_path: Path) -> None:
+    """Reading attention costs time: only for passages that are new, even where nothing is reused."""
+
+    class Probed(FakeEngine):
+        probes: ClassVar[list[bool]] = []
+
+        def step(self, rows: Sequence[Row], cancelled: Callable[[], bool] | None = None) -> list[Logits]:
+            self.probes.append(rows[0].probe is not None)
+            return super().step(rows, cancelled)
+
+    with reusing(tmp_path / "cache", Probed(), recompute_budget=1.0) as session:
+        warmed(session, [A, B])
+        assert any(Probed.probes)
+        for passages, scored in (([B, A], False), ([A, D], True)):
+            Probed.probes.clear()
+            assert_is_exact(prefill(session, asked(passages)))
+            assert any(Probed.probes) == scored
 
 
 @pytest.mark.parametrize("recompute_policy", ["rekindle", "leading", "random", "h2o", "deviation", "deviation*seen"])
