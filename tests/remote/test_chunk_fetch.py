@@ -339,7 +339,7 @@ class Source:
         self.asked.append(passage.number)
         if passage.number == self.fails:
             raise OriginFailed("it is damaged")
-        return None if passage.number in self.missing else Offered(self, passage.number)
+        return "prompt" if passage.number in self.missing else Offered(self, passage.number)
 
 
 class Offered:

@@ -180,7 +180,7 @@ class RemoteChunkFetch:
         self._fetching: PassageOffer | None = None
         self._found: queue.SimpleQueue[tuple[WantedPassage, PassageOffer] | None] = queue.SimpleQueue()
         self._events: list[tuple[int, float, float]] = []
-        self._miss: OriginMiss = "nothing"
+        self._miss: OriginMiss | None = None
         for target in (self._look, self._bring):
             name = f"rekindle-arrivals{target.__name__}"
             threading.Thread(target=self._run, args=(target,), name=name, daemon=True).start()
@@ -195,7 +195,7 @@ class RemoteChunkFetch:
     def miss(self) -> OriginMiss | None:
         """Why nothing arrived; None if something did."""
         with self._changed:
-            return None if self._here else self._miss
+            return None if self._here else self._miss or "late"
 
     def left(self) -> tuple[WantedPassage, ...]:
         """Passages that may still arrive, in prompt order."""
@@ -240,8 +240,6 @@ class RemoteChunkFetch:
         """Fetch nothing more. Idempotent; does not wait for a hanging transfer."""
         self._stop.set()
         with self._changed:
-            if self._open and self._miss == "nothing":
-                self._miss = "late"
             self._open = {}
             fetching = self._fetching
             self._changed.notify_all()
@@ -283,7 +281,8 @@ class RemoteChunkFetch:
                 if not self._wants(passage):
                     continue
                 offer = self._source.find(passage, self._stop)
-                if offer is None:
+                if isinstance(offer, str):
+                    self._miss = offer
                     self._end(passage, here=False)
                     continue
                 with self._changed:
@@ -309,38 +308,38 @@ class RemoteChunkFetch:
 
 
 class OriginPassages:
-    """Passages of one model at an origin. `level` chooses the level to fetch; None: do not fetch."""
+    """Passages of one model at an origin, at one of the `levels`, the first that is there."""
 
     def __init__(
-        self,
-        origin: Origin,
-        model: KvModel,
-        level: Callable[[PublishedPrefix], str | None],
-        bandwidth: Bandwidth,
-        timeout_seconds: float,
+        self, origin: Origin, model: KvModel, levels: Sequence[str], bandwidth: Bandwidth, timeout_seconds: float
     ) -> None:
         """`bandwidth` is updated by every slice."""
-        self._origin, self._model, self._level = origin, model, level
+        self._origin, self._model, self._levels = origin, model, levels
         self._bandwidth, self._patience_seconds = bandwidth, timeout_seconds
+        self._why: OriginMiss | None = None  # a passage is not there
 
-    def find(self, passage: WantedPassage, stop: Stop) -> PassageOffer | None:
-        """An offer of a complete passage; None if the origin has none. Raises `OriginFailed`, and `Cancelled`."""
-        whose, patience = self._model, self._patience_seconds
+    def find(self, passage: WantedPassage, stop: Stop) -> PassageOffer | OriginMiss:
+        """An offer of a complete passage, or why there is none. Raises `OriginFailed`, and `Cancelled`."""
         found = self._origin.find(
-            passage.tokens, whose.identity, whose.layout, whose.adapter, timeout_seconds=patience, stop=stop
+            passage.tokens, self._model, self._levels, timeout_seconds=self._patience_seconds, stop=stop
         )
-        level = None if found is None or found.tokens < len(passage.tokens) else self._level(found)
-        if found is None or level is None:
-            return None
+        if found is None or found.tokens < len(passage.tokens):
+            return self._missing(stop)
+        if (level := found.choose(self._levels)) is None:
+            return found.why_none(self._levels)
         span = Span(passage.start, len(passage.tokens))
         return PassageOffer(self._origin, found, level, span, self._bandwidth)
+
+    def _missing(self, stop: Stop) -> OriginMiss:
+        self._why = self._why or self._origin.why_missing(self._model, self._patience_seconds, stop)
+        return self._why
 
 
 class PassageOffer:
     """The slices of a published context that hold some of its tokens."""
 
     def __init__(self, origin: Origin, found: PublishedPrefix, level: str, span: Span, bandwidth: Bandwidth) -> None:
-        self._found, self._span, self._bandwidth = found, span, bandwidth
+        self._found, self.level, self._span, self._bandwidth = found, level, span, bandwidth
         spans = found.manifest.cells.spans
         self._chunks = [n for n, one in enumerate(spans) if one.start < span.stop and one.stop > span.start]
         self._layers = range(len(found.manifest.model.layout.layers))
@@ -359,7 +358,7 @@ class PassageOffer:
             self.left_bytes, since = self.left_bytes - size, now
             part = self._cut(decode_slice(self._found, *piece.cell, piece.data), self._found.span(piece.cell.chunk))
             layers[piece.cell.layer].append(part)
-        return Kv(self._span, self._found.manifest.model.layout, tuple(map(_joined, layers)))
+        return Kv(self._span, self._found.model.layout, tuple(map(_joined, layers)))
 
     def _cut(self, kv: LayerKv, chunk: Span) -> LayerKv:
         """The wanted tokens of a chunk."""

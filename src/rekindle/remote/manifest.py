@@ -37,7 +37,7 @@ from rekindle.remote.signing import SIGNATURE_BYTES, SigningKey, TrustedKeys
 from rekindle.remote.slices import NAME, largest_bytes
 from rekindle.safe_read import parse_untrusted_json
 
-FORMAT = "rekindle-origin/1"
+FORMAT = "rekindle-origin/2"
 SLICE_DIGEST_BYTES = 16  # against a second preimage by the origin, not against the publisher
 MAX_TOKENS = 1 << 24
 MAX_BYTES = 12 << 20  # parsing a body takes six times its size
@@ -132,8 +132,8 @@ class Manifest:
                 "chunk_tokens": CHUNK_TOKENS,
                 "context": self.context,
                 "created": self.created,
+                "exact": self.model.exact,
                 "format": FORMAT,
-                "identity": self.model.identity,
                 "layout": layout_text(self.model.layout),
                 "levels": [_level_fields(level) for level in self.levels],
                 "title": self.title,
@@ -143,6 +143,7 @@ class Manifest:
                     "size_bytes": self.token_file.size_bytes,
                 },
                 "tokens": self.tokens,
+                "weights": self.model.weights,
             }
         )
 
@@ -179,7 +180,8 @@ def tokens_place(context: str) -> bytes:
 
 
 def _manifest(fields: Any) -> Manifest:
-    model = KvModel(text_of(fields["identity"]), parse_layout(fields["layout"]), fields["adapter"])
+    layout = parse_layout(fields["layout"])
+    model = KvModel(text_of(fields["exact"]), text_of(fields["weights"]), layout, fields["adapter"])
     if model.adapter is not None:
         text_of(model.adapter)
     tokens = _whole(fields["tokens"], CHUNK_TOKENS, MAX_TOKENS)

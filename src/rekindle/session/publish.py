@@ -38,8 +38,8 @@ def computed(session: Session, request: Request) -> Iterator[PublishSource]:
             prefill.run(len(tokens), lambda: False)
             context, kv_space = prefill.context, prefill.lookup.kv_space
             assert context.quantized_tokens == 0 and context.exact_tokens >= len(tokens), "not what computing gives"
-            whose = KvModel(kv_space.namespace.identity, kv_space.layout, kv_space.adapter)
-            yield PublishSource(whose, tokens, context.sequence.export, kv_space.namespace.tenant, session.engine.name)
+            model = KvModel.of(session.engine, len(tokens), kv_space.adapter)
+            yield PublishSource(model, tokens, context.sequence.export, kv_space.namespace.tenant, session.engine.name)
 
 
 def levels_of(text: str, session: Session) -> list[Level]:

@@ -41,7 +41,7 @@ def names_in(folder: Path) -> set[str]:
 
 def test_all_files_of_a_folder_are_of_the_format(place: Place) -> None:
     names = names_in(place.folder)
-    assert len(names) == 3 + 3 + 1  # three depths, manifest, tokens, two levels
+    assert len(names) == 1 + 1 + 3 + 3 + 1  # models, the model, three depths, manifest, tokens, two levels
     assert all(SERVED.fullmatch(name) for name in names)
 
 
@@ -56,11 +56,19 @@ def test_prompts_share_as_many_digests_as_they_share_chunks(tokens: list[int], s
 
 
 def test_digests_depend_on_everything_that_kv_depends_on() -> None:
-    models = (MODEL, KvModel("ab" * 16, LAYOUT), KvModel(MODEL.identity, LAYOUT, "cd" * 16))
-    models += (KvModel(MODEL.identity, replace(LAYOUT, layers=LAYOUT.layers[:2])),)
+    layouts = replace(LAYOUT, layers=LAYOUT.layers[:2]), replace(LAYOUT, dtype="uint8")
+    models = [MODEL, replace(MODEL, weights="ab" * 16), replace(MODEL, adapter="cd" * 16)]
+    models += [replace(MODEL, layout=layout) for layout in layouts]
     secrets = (None, Secret.new(), Secret.new())
     found = {ContextNames(secret).chain(model, TOKENS)[0] for model in models for secret in secrets}
     assert len(found) == len(models) * len(secrets)
+
+
+def test_digests_are_the_same_for_every_dtype_device_and_engine_but_names_of_contexts_are_not() -> None:
+    names, other = ContextNames(), replace(MODEL, exact="ab" * 16, layout=replace(LAYOUT, dtype="bfloat16"))
+    assert names.chain(other, TOKENS) == names.chain(MODEL, TOKENS)
+    last = names.chain(MODEL, TOKENS)[-1]
+    assert names.context(last, MODEL.exact, "key") != names.context(last, other.exact, "key")
 
 
 @given(chunks=st.integers(1, 10_000))
@@ -326,7 +334,7 @@ def test_an_origin_sees_neither_tokens_nor_text_nor_kv_nor_equal_slices(tmp_path
     """Equal KV in every chunk and layer: nobody without the secret can tell."""
     secret, key = Secret.new(), SigningKey.new()
     layout = replace(LAYOUT, layers=(LAYOUT.layers[0],) * 3)
-    model = KvModel("unmistakable-identity", layout)
+    model = KvModel("unmistakable-identity", "unmistakable-weights", layout)
     equal = random_kv(layout, 128)[0]
     source = synthetic(model, [7] * 640)
     same = replace(source, export=lambda span: Kv(span, layout, (equal,) * 3), title="unmistakable-title")
@@ -338,7 +346,7 @@ def test_an_origin_sees_neither_tokens_nor_text_nor_kv_nor_equal_slices(tmp_path
         told[name] = b"".join((folder / file).read_bytes() for file in sorted(names_in(folder)))
         told[name] += " ".join(names_in(folder)).encode()
     slices = [encode(level_named(name, layout), layout, 0, equal) for name in ("raw", "q4")]
-    telling = [b"unmistakable-identity", b"unmistakable-title", token_bytes([7] * 4), *slices]
+    telling = [b"unmistakable-identity", b"unmistakable-weights", b"unmistakable-title", token_bytes([7] * 4), *slices]
     for text in (*telling, slices[0][30:60]):
         assert text in told["plain"] and text not in told["sealed"]
     # Who guesses the text cannot ask for it either.

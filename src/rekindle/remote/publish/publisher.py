@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -91,7 +91,7 @@ class Publisher:
         """
         self._check(source, levels)
         chain = self._names.chain(source.model, source.tokens)
-        context = self._names.context(chain[-1], self._key.name)
+        context = self._names.context(chain[-1], source.model.exact, self._key.name)
         known = self._known(context)
         missing = [level for level in levels if _has(known, level, source.model) is None]
         try:
@@ -146,7 +146,7 @@ class Publisher:
         self, source: PublishSource, requested: Sequence[Level], chain: Sequence[bytes], files: Sequence[_Written]
     ) -> Manifest:
         """Place all files and write manifest and index, the index last."""
-        context = self._names.context(chain[-1], self._key.name)
+        context = self._names.context(chain[-1], source.model.exact, self._key.name)
         with self.folder.locked():
             self.folder.sweep()
             before = self._known(context)  # another publisher may have added a level
@@ -169,8 +169,9 @@ class Publisher:
                 title="".join(filter(str.isprintable, source.title))[:MAX_TITLE],
             )
             whole = len(source.tokens) // CHUNK_TOKENS
-            lookups = [self._names.lookup(chain[depth - 1]) for depth in listed_depths(whole)]
-            signed = SignedManifest.seal(manifest, lookups, self._key, self._secret)
+            chunks = [self._names.root(source.model), *(chain[depth - 1] for depth in listed_depths(whole))]
+            lookups, models = [*map(self._names.lookup, chunks)], self._names.lookup()
+            signed = SignedManifest.seal(manifest, [models, *lookups], self._key, self._secret)
             if len(data := signed.to_bytes()) > MAX_BYTES:
                 raise InvalidSetting("Its manifest would be too long for clients. Publish fewer levels, or less text.")
             self.folder.write(context_path(context), data)
@@ -178,6 +179,8 @@ class Publisher:
             entry = IndexEntry(context, self._key.name, hints_of(chain))
             for lookup in lookups:
                 self.folder.write(index_path(lookup), self.folder.index(lookup).adding(entry).to_bytes())
+            model = replace(entry, hints=chunks[0])
+            self.folder.write(index_path(models), self.folder.index(models).adding_model(model).to_bytes())
         return manifest
 
     def _write_tokens(self, context: str, tokens: Sequence[int]) -> TokenFile:
