@@ -22,7 +22,7 @@ from rekindle.errors import InvalidSetting
 from rekindle.remote import remote_kv as streams
 from rekindle.remote.client import Origin
 from rekindle.remote.index import KvModel
-from rekindle.remote.pairing import MAX_KL, Pairing, forget_pairing, recall_pairing, remember_pairing
+from rekindle.remote.pairing import MAX_KL, ModelPairing, forget_pairing, recall_pairing, remember_pairing
 from rekindle.remote.publish.publisher import Publisher
 from rekindle.remote.publish.serve import OriginServer, OriginSettings
 from rekindle.remote.signing import SigningKey
@@ -200,7 +200,10 @@ def test_the_command_says_what_it_measured(tiny_folder: Path, tmp_path: Path, on
        tmp_path / "manual.txt")  # fmt: skip
     with OriginServer(tmp_path / "files", OriginSettings(port=0)).running() as url:
         asked = [url, "--model", copy, "--origin-keys", tmp_path / "key.pub"]
-        assert "nothing is there for this model" in ok("origin", "check", *asked)
+        nothing = ok("origin", "check", *asked)
+        assert (
+            "nothing is there for this model" in nothing and "tiny has its shape. The same in other files?" in nothing
+        )
         found = json.loads(ok("origin", "pair", *asked, "--json"))
         assert found["title"] == "tiny" and found["kl"] <= MAX_KL and found["key_order"] == "same"
         assert "takes quantized KV of tiny, measured: KL 0.0" in ok("origin", "pair", *asked)
@@ -211,7 +214,7 @@ def test_a_pairing_that_is_damaged_or_was_not_near_counts_as_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("REKINDLE_HOME", str(tmp_path))
-    near = Pairing("ff" * 16, "other", "halves", 0.01, 0.9, 100, 3, 1.0)
+    near = ModelPairing("ff" * 16, "other", "halves", 0.01, 0.9, 100, 3, 1.0)
     remember_pairing(MODEL, near)
     assert recall_pairing(MODEL) == near
     model = near.model(MODEL)

@@ -281,7 +281,7 @@ def _fields(published: PublishResult, layout: KvLayout) -> dict[str, Any]:
 def _lines(published: PublishResult, layout: KvLayout) -> Iterator[str]:
     for level in _fields(published, layout)["levels"]:
         known = "" if level["new"] else ", already published"
-        yield f"{level['name']:5} {human_bytes(level['size_bytes'])}, {level['bits']:.2f} bits per number{known}"
+        yield f"{level['name']:9} {human_bytes(level['size_bytes'])}, {level['bits']:.2f} bits per number{known}"
 
 
 def _about(listed: PublishedContext, secret: Any) -> dict[str, Any]:

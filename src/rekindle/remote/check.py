@@ -10,7 +10,7 @@ from rekindle.core.size import count_of
 from rekindle.remote.connection import OriginFailed
 from rekindle.remote.index import MAX_ENTRIES, IndexEntry, KvModel
 from rekindle.remote.manifest import Manifest
-from rekindle.remote.pairing import Pairing
+from rekindle.remote.pairing import ModelPairing
 from rekindle.remote.remote_kv import FIND_SECONDS, RemoteKv, allowed_levels
 
 _READ = 8  # manifests: the newest
@@ -25,6 +25,12 @@ def check_origin(remote: RemoteKv, lookup: CacheLookup, plan: Plan | None) -> It
         yield "origin", f"{origin.url} answers"
         yield "key", _key(listed, trusted)
         if not trusted:
+            alike = {one.title for one in origin.models(FIND_SECONDS) if one.model.layout.layers == model.layout.layers}
+            if alike:
+                yield (
+                    "model",
+                    f"{', '.join(sorted(alike))} has its shape. The same in other files? `rekindle origin pair`",
+                )
             return
         found = [origin.manifest(entry, model, FIND_SECONDS) for entry in trusted[:_READ]]
         manifests = [manifest for manifest in found if manifest is not None]
@@ -49,7 +55,7 @@ def _key(listed: Sequence[IndexEntry], trusted: Sequence[IndexEntry]) -> str:
     return "nothing is there for this model: other weights, another adapter or another secret"
 
 
-def _model(model: KvModel, manifests: Sequence[Manifest], pairing: Pairing | None) -> str:
+def _model(model: KvModel, manifests: Sequence[Manifest], pairing: ModelPairing | None) -> str:
     if pairing is not None:
         return f"paired with {pairing}"
     if any(manifest.model == model for manifest in manifests):
@@ -58,7 +64,6 @@ def _model(model: KvModel, manifests: Sequence[Manifest], pairing: Pairing | Non
 
 
 def _contexts(manifests: Sequence[Manifest], count: int, *, full: bool) -> str:
-    sizes = sorted(manifest.tokens for manifest in manifests)
+    longest = max((manifest.tokens for manifest in manifests), default=0)
     more = " or more" if full else ""
-    span = f", of {sizes[0]:,} to {sizes[-1]:,} tokens" if sizes else ""
-    return f"{count_of(count, 'context')}{more} for this model{span}"
+    return f"{count_of(count, 'context')}{more} for this model, of up to {count_of(longest, 'token')}"

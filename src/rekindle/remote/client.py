@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from rekindle.codec.cipher import Cipher, Secret
 from rekindle.core.cells import CHUNK_TOKENS, Cell
+from rekindle.core.chunk import ChunkDigest
 from rekindle.core.keys import TOKEN_BYTES, token_ids
 from rekindle.core.kv import LayerKv, Span
 from rekindle.core.plan import RAW
@@ -73,6 +74,12 @@ class PublishedPrefix:
         """Why `choose` gave none: the level is there for another dtype, device or engine, or it is not there."""
         return "dtype" if any(level.name in allowed for level in self.manifest.levels) else "level"
 
+    @property
+    def head(self) -> ChunkDigest | None:
+        """What its passage was computed after."""
+        passage = self.manifest.passage
+        return None if passage is None else passage.scores.earlier[0].digest
+
     def span(self, chunk: int) -> Span:
         """The tokens of a chunk."""
         return self.manifest.cells.span(chunk)
@@ -124,23 +131,41 @@ class Origin:
         """
         patience = self._patience(timeout_seconds, stop)
         chain = self._names.chain(model, tokens[: len(tokens) // CHUNK_TOKENS * CHUNK_TOKENS])
-        failed: OriginFailed | None = None
+        entries = self._candidates(chain, patience)
         other: PublishedPrefix | None = None
-        for entry in self._candidates(chain, patience)[: self._limits.candidates]:
-            data = self._http.get(context_path(entry.context), self._limits.manifest_bytes, patience)
-            try:
-                manifest = None if data is None else self._read(data, entry.context, model)
-            except OriginFailed as refused:
-                failed = refused
-                continue
-            shared = 0 if manifest is None else self._count_shared(manifest, tokens, chain)
-            if manifest is not None and shared:
+        for manifest in self._manifests(entries, model, patience):
+            if shared := self._count_shared(manifest, tokens, chain):
                 found = PublishedPrefix(manifest, shared, model)
                 if levels is None or found.choose(levels) is not None:
                     return found
                 other = other or found
-        if failed is not None:
-            raise failed
+        return other
+
+    def find_passage(
+        self,
+        tokens: Sequence[int],
+        model: KvModel,
+        levels: Sequence[str],
+        head: ChunkDigest,
+        *,
+        timeout_seconds: float | None = None,
+        stop: Stop | None = None,
+    ) -> PublishedPrefix | None:
+        """The context whose first passage has these tokens: rather at one of the levels, rather after the head of that
+        digest. None if there is none. Raises as `find`."""
+        patience, name = self._patience(timeout_seconds, stop), self._names.passage(model, tokens)
+        index = self._index(name, patience)
+        entries = () if index is None else tuple(filter(self.trusts, index.entries))
+        other: PublishedPrefix | None = None
+        for manifest in self._manifests(entries, model, patience):
+            if manifest.passage is None or manifest.passage.name != name:
+                continue
+            found = PublishedPrefix(manifest, manifest.cells.chunks, model)
+            usable = found.choose(levels) is not None
+            if usable and found.head == head:
+                return found
+            if other is None or (usable and other.choose(levels) is None):
+                other = found
         return other
 
     def models(self, timeout_seconds: float | None = None) -> list[Manifest]:
@@ -219,6 +244,22 @@ class Origin:
                 break
         alike = [entry for entry in found.values() if entry.count_shared(chain)]
         return sorted(alike, key=lambda entry: -entry.count_shared(chain))
+
+    def _manifests(self, entries: Sequence[IndexEntry], model: KvModel, patience: Timeouts) -> Iterator[Manifest]:
+        """The manifests of the first contexts; if one was refused and none is left, raises that."""
+        failed: OriginFailed | None = None
+        for entry in entries[: self._limits.candidates]:
+            data = self._http.get(context_path(entry.context), self._limits.manifest_bytes, patience)
+            if data is None:
+                continue
+            try:
+                manifest = self._read(data, entry.context, model)
+            except OriginFailed as refused:
+                failed = refused
+            else:
+                yield manifest
+        if failed is not None:
+            raise failed
 
     def _index(self, chunk: bytes, patience: Timeouts) -> Index | None:
         """The contexts listed under a chunk; None if there are none."""

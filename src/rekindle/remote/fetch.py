@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rekindle.chunks.scores import unscored
 from rekindle.core.cells import Cell, CellGrid, TimelineEvent
 from rekindle.core.chunk import ChunkDigest, PromptLayout, Variant, chunk_digest
 from rekindle.core.kv import Kv, LayerKv, Span
@@ -130,29 +129,17 @@ class WantedPassage:
 
     number    its number in the prompt, from 1
     span      its span in the prompt
-    tokens    the prompt it would be published in: the head, then this passage
-    start     where the passage begins in `tokens`
+    tokens    its tokens
+    head      the digest of the prompt's head
     """
 
     number: int
     span: Span
     tokens: tuple[int, ...]
-    head: int
-    start: int
-
-    @property
-    def body(self) -> tuple[int, ...]:
-        return self.tokens[self.start :]
-
-    @property
-    def variant(self) -> Variant:
-        """The variant to store, without attention scores."""
-        prompt_layout = PromptLayout(self.head, (Span(self.start, len(self.tokens)),))
-        digests: tuple[ChunkDigest, ...] = chunk_digest(self.tokens[: self.head]), chunk_digest(self.body)
-        return unscored(prompt_layout, 1, digests, 0.0)
+    head: ChunkDigest
 
 
-KeepPassage = Callable[[WantedPassage, Kv], bool]  # store it in the chunk cache; False if not stored
+KeepPassage = Callable[[WantedPassage, Variant, Kv], bool]  # store it in the chunk cache; False if not stored
 
 
 class RemoteChunkFetch:
@@ -304,7 +291,7 @@ class RemoteChunkFetch:
                 continue
             with self._changed:
                 self._events.append((passage.number, begun, time.monotonic()))
-            self._end(passage, here=self._keep(passage, kv))
+            self._end(passage, here=self._keep(passage, offer.variant, kv))
 
 
 class OriginPassages:
@@ -319,23 +306,25 @@ class OriginPassages:
         self._why: OriginMiss | None = None  # a passage is not there
 
     def find(self, passage: WantedPassage, stop: Stop) -> PassageOffer | OriginMiss:
-        """An offer of a complete passage, or why there is none. Raises `OriginFailed`, and `Cancelled`."""
-        found = self._origin.find(
-            passage.tokens, self._model, self._levels, timeout_seconds=self._patience_seconds, stop=stop
+        """An offer of a passage, or why there is none. Raises `OriginFailed`, and `Cancelled`."""
+        levels, patience = self._levels, self._patience_seconds
+        found = self._origin.find_passage(
+            passage.tokens, self._model, levels, passage.head, timeout_seconds=patience, stop=stop
         )
-        if found is None or found.tokens < len(passage.tokens):
+        if found is None or found.manifest.passage is None:
             return self._missing(stop)
-        if (level := found.choose(self._levels)) is None:
-            return found.why_none(self._levels)
-        span = Span(passage.start, len(passage.tokens))
-        return PassageOffer(self._origin, found, level, span, self._bandwidth)
+        if (level := found.choose(levels)) is None:
+            return found.why_none(levels)
+        published = found.manifest.passage
+        variant = Variant(chunk_digest(passage.tokens), published.span, published.scores)
+        return PassageOffer(self._origin, found, level, self._bandwidth, variant)
 
     def _missing(self, stop: Stop) -> OriginMiss:
         self._why = self._why or self._origin.why_missing(self._model, self._patience_seconds, stop)
         return self._why
 
 
-class PassageOffer:
+class SpanTransfer:
     """The slices of a published context that hold some of its tokens."""
 
     def __init__(self, origin: Origin, found: PublishedPrefix, level: str, span: Span, bandwidth: Bandwidth) -> None:
@@ -370,6 +359,16 @@ class PassageOffer:
         self._transfer.cancel()
 
 
+class PassageOffer(SpanTransfer):
+    """A passage that can be fetched, and the variant to store."""
+
+    def __init__(
+        self, origin: Origin, found: PublishedPrefix, level: str, bandwidth: Bandwidth, variant: Variant
+    ) -> None:
+        super().__init__(origin, found, level, variant.span, bandwidth)
+        self.variant = variant
+
+
 def _joined(parts: Sequence[LayerKv]) -> LayerKv:
     """Concatenate along tokens."""
     return LayerKv(
@@ -380,12 +379,8 @@ def _joined(parts: Sequence[LayerKv]) -> LayerKv:
 def unknown_passages(
     prompt_layout: PromptLayout, tokens: Sequence[int], known: Iterable[Span], start: int
 ) -> Iterator[WantedPassage]:
-    """The passages from `start` on that are not known, except the first, which is exact when computed.
-
-    Passages are published right behind the head, so each takes the first one's place in `WantedPassage.tokens`.
-    """
-    first, spans = prompt_layout.chunks[0].start, frozenset(known)
+    """The passages from `start` on that are not known."""
+    spans, head = frozenset(known), chunk_digest(tokens[: prompt_layout.head])
     for number, span in enumerate(prompt_layout.chunks, start=1):
-        if number > 1 and span.start >= start and span not in spans:
-            moved = (*tokens[:first], *tokens[span.start : span.stop])
-            yield WantedPassage(number, span, moved, prompt_layout.head, first)
+        if span.start >= start and span not in spans:
+            yield WantedPassage(number, span, tuple(tokens[span.start : span.stop]), head)

@@ -8,7 +8,8 @@ all of them are listed together, and each manifest says whose its unquantized KV
 keyed: without it, nobody can test whether a guessed text is published.
 
     by-chunk/LOOKUP.json          the index: contexts that begin alike; LOOKUP is a hash of a chunk's digest, or of the
-                                  root: the newest contexts of a model; or of nothing: one context of each model
+                                  root: the newest contexts of a model; or of nothing: one context of each model;
+                                  or of a passage: the contexts that it is published in
     contexts/CONTEXT/manifest     what is published of a context, signed
     contexts/CONTEXT/DIGEST.kv    its slices at one level, named after the digest of the content
     contexts/CONTEXT/DIGEST.tokens
@@ -108,6 +109,10 @@ class ContextNames:
         """The lookup that lists contexts beginning with everything up to this chunk, or root; by default the one that
         lists a context of each model."""
         return self._hash(b"lookup", chunk, NAME_BYTES).hex()
+
+    def passage(self, model: KvModel, tokens: Sequence[int]) -> bytes:
+        """The digest of a passage, whatever is before it."""
+        return self._hash(b"passage", self.root(model) + token_bytes(tokens), CHAIN_BYTES)
 
     def context(self, last_chunk: bytes, exact: str, publisher: str) -> str:
         """The name of a context that ends with this chunk; different for each publisher, dtype, device and engine."""

@@ -21,7 +21,7 @@ _REMEMBERED = 64
 
 
 @dataclass(frozen=True)
-class Pairing:
+class ModelPairing:
     """A published model and what was measured: the mean KL of next tokens over `positions` of `contexts` contexts."""
 
     weights: str
@@ -48,15 +48,15 @@ class Pairing:
         return replace(own, weights=self.weights, key_order=self.key_order)
 
 
-def remember_pairing(own: KvModel, pairing: Pairing) -> None:
+def remember_pairing(own: KvModel, pairing: ModelPairing) -> None:
     """Keep a pairing for later runs."""
     _pairings().keep(own.weights, asdict(pairing))
 
 
-def recall_pairing(own: KvModel) -> Pairing | None:
+def recall_pairing(own: KvModel) -> ModelPairing | None:
     """The pairing of a model; None if there is none, or what was kept is damaged."""
     try:
-        pairing = Pairing(**_pairings().recall(own.weights))
+        pairing = ModelPairing(**_pairings().recall(own.weights))
     except TypeError:
         return None
     numbers = (pairing.kl, pairing.top1, pairing.at)

@@ -29,7 +29,7 @@ from rekindle.core.chunk import ChunkMatches
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
 from rekindle.core.plan import RAW, Plan
-from rekindle.core.reply import ORIGIN_MISSES, OriginFinding, OriginMiss
+from rekindle.core.reply import OriginFinding, OriginMiss
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting, KvLost, StepRefused
 from rekindle.remote.chunked_prefill import PrefixPrefill, keep_arrived, prefill_with_arrivals
@@ -45,7 +45,7 @@ from rekindle.remote.fetch import (
 from rekindle.remote.hybrid_prefill import HybridPrefill
 from rekindle.remote.index import KvModel
 from rekindle.remote.latency import Bandwidth, LayerCosts
-from rekindle.remote.pairing import Pairing, recall_pairing
+from rekindle.remote.pairing import ModelPairing, recall_pairing
 from rekindle.remote.schedule import StreamCosts
 from rekindle.remote.signing import read_public, read_secret
 from rekindle.remote.transfer_queue import OriginSlices
@@ -256,7 +256,7 @@ class RemoteKv:
         """Note why nothing came. Every reply says it; the log, for those who read no replies, at its lower level."""
         context.origin_miss = miss
         if miss is not None:
-            log.info("Nothing came from the origin: %s", ORIGIN_MISSES[miss])
+            log.info("Nothing came from the origin: %s", OriginFinding(miss=miss))
 
     def _find(self, lookup: CacheLookup, stop: Stop) -> OriginSlices | OriginMiss:
         """What the origin has of a prompt at a level that may be used, or why nothing. Raises as `Origin.find`."""
@@ -273,9 +273,11 @@ class RemoteKv:
         own, pairing = self._own_model(lookup), self.pairing_of(lookup)
         return own if pairing is None else pairing.model(own)
 
-    def pairing_of(self, lookup: CacheLookup) -> Pairing | None:
-        """The pairing of a prompt's model, if it may be used."""
-        return recall_pairing(self._own_model(lookup)) if is_quantized(lookup.kv_space.codec) else None
+    def pairing_of(self, lookup: CacheLookup) -> ModelPairing | None:
+        """The pairing of a prompt's model, if it may be used; it was measured without an adapter."""
+        kv_space = lookup.kv_space
+        may = is_quantized(kv_space.codec) and kv_space.adapter is None
+        return recall_pairing(self._own_model(lookup)) if may else None
 
     def _own_model(self, lookup: CacheLookup) -> KvModel:
         return KvModel.of(self._engine, len(lookup.tokens), lookup.kv_space.adapter)

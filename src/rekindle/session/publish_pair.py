@@ -15,11 +15,11 @@ from rekindle.core.plan import RAW
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
 from rekindle.remote.client import Origin, PublishedPrefix
-from rekindle.remote.fetch import PassageOffer
+from rekindle.remote.fetch import SpanTransfer
 from rekindle.remote.index import KeyOrder, KvModel
 from rekindle.remote.latency import Bandwidth
 from rekindle.remote.manifest import Manifest
-from rekindle.remote.pairing import MAX_KL, Pairing, remember_pairing
+from rekindle.remote.pairing import MAX_KL, ModelPairing, remember_pairing
 from rekindle.remote.remote_kv import LEVELS
 from rekindle.remote.slices import reorder_keys
 from rekindle.session.calibrate.kv_trial import Trial
@@ -37,7 +37,7 @@ class _Sample:
     layers: tuple[LayerKv, ...]
 
 
-def pair(engine: Engine, origin: Origin, title: str | None = None) -> Pairing:
+def pair(engine: Engine, origin: Origin, title: str | None = None) -> ModelPairing:
     """Measure and keep the pairing of a model with the published one of that title, or the only one of its shape.
 
     Raises `InvalidSetting` if there is none, if there are several, and if it is not near enough; `OriginFailed`.
@@ -51,7 +51,7 @@ def pair(engine: Engine, origin: Origin, title: str | None = None) -> Pairing:
     measured = [_nearness(engine, sample) for sample in samples]
     found = {order: [near[order] for near in measured] for order in measured[0]}
     order = min(found, key=lambda one: _mean_kl(found[one]))
-    pairing = Pairing(
+    pairing = ModelPairing(
         weights=published.model.weights,
         title=published.title,
         key_order=order,
@@ -79,7 +79,7 @@ def _samples(origin: Origin, model: KvModel, max_tokens: int) -> Iterator[_Sampl
         found = PublishedPrefix(manifest, manifest.cells.chunks, model)
         if (level := found.choose(_QUANTIZED)) is not None:
             tokens = origin.tokens(found)[:max_tokens]
-            kv = PassageOffer(origin, found, level, Span(0, len(tokens) * 3 // 4), Bandwidth()).fetch()
+            kv = SpanTransfer(origin, found, level, Span(0, len(tokens) * 3 // 4), Bandwidth()).fetch()
             yield _Sample(tokens, kv.layers)
 
 

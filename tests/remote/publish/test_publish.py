@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import multiprocessing
 import os
@@ -9,20 +10,23 @@ import stat
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rekindle.chunks.scores import unscored
 from rekindle.codec.cipher import SALT_BYTES, Secret
 from rekindle.core.cells import Cell
+from rekindle.core.chunk import PromptLayout, chunk_digest
 from rekindle.core.keys import token_bytes
 from rekindle.core.kv import Kv, Span
 from rekindle.errors import EntryNotFound, InvalidSetting
 from rekindle.remote.client import Origin
 from rekindle.remote.index import MAX_ENTRIES, SERVED, ContextNames, Index, IndexEntry, KvModel, listed_depths
-from rekindle.remote.manifest import Manifest, SignedManifest
+from rekindle.remote.manifest import Manifest, SignedManifest, canonical
 from rekindle.remote.publish.folder import OriginFolder
-from rekindle.remote.publish.publisher import Publisher
+from rekindle.remote.publish.publisher import Publisher, PublishSource
 from rekindle.remote.publish.serve import OriginServer, OriginSettings
 from rekindle.remote.signing import SigningKey, TrustedKeys, make_secret, make_signing_key, read_public, read_secret
 from rekindle.remote.slices import Level, decode, encode, largest_bytes, level_named
@@ -285,6 +289,54 @@ def test_publishers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
     names = ContextNames()
     index = OriginFolder(folder).index(names.lookup(names.chain(MODEL, TOKENS[:128])[0]))
     assert {entry.context for entry in index.entries} == {one.context for one in listed}
+
+
+# ---- passages
+
+
+def passage_source() -> PublishSource:
+    """A context whose tokens 40 to 300 are a passage."""
+    layout = PromptLayout(30, (Span(40, 300),))
+    digests = chunk_digest(TOKENS[:30]), chunk_digest(TOKENS[40:300])
+    return replace(synthetic(tokens=TOKENS[:300]), passage=lambda: unscored(layout, 1, digests, 0.0))
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_passage_is_found_by_its_own_tokens_and_no_more_once_it_is_removed(encrypted: bool, tmp_path: Path) -> None:
+    key, secret = SigningKey.new(), Secret.new() if encrypted else None
+    context = publish(tmp_path, key, "raw", passage_source(), secret).context
+    publish(tmp_path, key, "q4", replace(passage_source(), passage=pytest.fail), secret)  # scored once
+    body, head = TOKENS[40:300], chunk_digest(TOKENS[:30])
+    with OriginServer(tmp_path, OriginSettings(port=0)).running() as url:
+        origin, stranger = Origin(url, [key.public], secret=secret), Origin(url, [SigningKey.new().public])
+        found = origin.find_passage(body, MODEL, ["raw"], head)
+        assert found is not None and found.manifest.passage is not None and found.head == head
+        assert found.manifest.passage.span == Span(40, 300) and found.levels == ("raw", "q4")
+        assert origin.find_passage(body[:-1], MODEL, ["raw"], head) is None
+        assert origin.find_passage(body, replace(MODEL, weights="cc" * 16), ["raw"], head) is None
+        assert stranger.find_passage(body, MODEL, ["raw"], head) is None
+        OriginFolder(tmp_path).remove(context)
+        assert origin.find_passage(body, MODEL, ["raw"], head) is None
+        origin.close()
+        stranger.close()
+    assert names_in(tmp_path) == set()
+
+
+def test_scores_of_a_passage_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    key = SigningKey.new()
+    context = publish(tmp_path, key, "raw", passage_source()).context
+    signed = OriginFolder(tmp_path).manifest(context)
+    assert signed is not None
+    fields = json.loads(signed.body)
+    assert Manifest.from_bytes(canonical(fields)).passage is not None
+    nan = base64.b64encode(np.full(260, np.nan, "<f2").tobytes()).decode()
+    changes: list[dict[str, object]] = [
+        {"start": 0}, {"start": 300}, {"stop": 301}, {"stop": 40}, {"intra": -1.0}, {"intra": 1}, {"mass": "much"},
+        {"head": "zz"}, {"head_tokens": 41}, {"name": "AA=="}, {"outside": "AA=="}, {"received": nan},
+    ]  # fmt: skip
+    for change in changes:
+        with pytest.raises(ValueError):
+            Manifest.from_bytes(canonical({**fields, "passage": {**fields["passage"], **change}}))
 
 
 # ---- removing
