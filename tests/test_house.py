@@ -49,6 +49,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 300, 1, "adapters loaded on demand within adapter_memory; calibrating with one's own adapters, and in "
      "idle time; replies and doctor say what nobody calibrated"),
     ("rekindle", 0, 1, "step_scheduler: what the next step computes, without threads; fewer lines than before"),
+    ("rekindle", 500, 3, "origins whose defaults meet: what is found and why not; quantized KV for all dtypes "
+     "and engines of the same files, other files by a measured pairing, passages behind any head with their scores"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

@@ -4,8 +4,8 @@ computed   without an origin
 fetched    all of them come first, then tokens are recomputed
 ours       the first ones are computed while the last ones come
 
-A ratio is how long all passages but the first take to come, as a multiple of computing the prompt. They come without
-loss: all loss comes from chunk reuse.
+A ratio is how long all passages take to come, as a multiple of computing the prompt. They come without loss: all loss
+comes from chunk reuse.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Passages:
         return Request.of(asking("What was said?"), documents=[self.engine.tokenizer.decode(one) for one in pieces])
 
     def _publish(self) -> float:
-        """Each passage alone, behind the same head. How many bytes all but the first are."""
+        """Each passage alone, behind the same head. How many bytes they are."""
         sizes = []
         with Session(self.engine, cache="off") as session:
             for quote in self._request.quotes:
@@ -113,7 +113,7 @@ class Passages:
                     publisher = Publisher(self.folder / "passages", self._key)
                     done = publisher.publish(source, [level_named(RAW, self.engine.layout)])
                 sizes.append(done.levels[0].size_bytes * len(span) / done.tokens)
-        return sum(sizes[1:])
+        return sum(sizes)
 
     def _run(self, way: str, url: str, exact: StartedPrompt | None = None) -> _Run:
         with self._started(way, url) as (begun, seconds):

@@ -108,8 +108,7 @@ class Site:
         """Computes the context and publishes it; then everything is ready to run."""
         self._setting, self._engine = setting, setting.engine
         self._stack = ExitStack()
-        identity = self._engine.identity(self._engine.regime(len(setting.tokens) + FORCED_TOKENS + 1)).digest
-        self._model = KvModel(identity, self._engine.layout)
+        self._model = KvModel.of(self._engine, len(setting.tokens) + FORCED_TOKENS + 1)
         self._key = SigningKey.new()
         self._publish(folder, levels)
         self._remote = self._stack.enter_context(ShapedOrigin(folder))
@@ -197,7 +196,7 @@ class Site:
             origin.close()
 
     def _find(self, origin: Origin) -> PublishedPrefix:
-        found = origin.find(self._setting.tokens[:-1], self._model.identity, self._model.layout)
+        found = origin.find(self._setting.tokens[:-1], self._model)
         if found is None or found.tokens != self._setting.context_tokens:
             raise OriginFailed("The origin does not have what was published.")
         return found

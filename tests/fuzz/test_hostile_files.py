@@ -219,7 +219,7 @@ def test_the_longest_manifest_takes_itself_and_little_more(tmp_path: Path) -> No
     )
     manifest = Manifest(
         context="0" * 32,
-        model=KvModel("x", KvLayout("float16", (LayerShape(8, 128, 128),) * layers)),
+        model=KvModel("x", "y", KvLayout("float16", (LayerShape(8, 128, 128),) * layers)),
         tokens=cells * 128,
         chain=(bytes(32),) * cells,
         levels=tuple(replace(level, name=f"l{number}") for number in range(5)),

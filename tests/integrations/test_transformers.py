@@ -927,6 +927,19 @@ def test_unknown_settings_are_refused_with_the_nearest_name(model: PreTrainedMod
         attach(model, device="cpu")  # type: ignore[call-arg]
 
 
+def test_an_origin_and_levels_are_refused_with_what_to_do(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidSetting, match=r"attach has no origin: .* Use a Session\(origin=\.\.\.\)"):
+        attach(model, origin="http://127.0.0.1:9")  # type: ignore[call-arg]
+    for level in ("quantized", "approximate"):
+        with pytest.raises(InvalidSetting, match=f"leave reuse='{level}' out, or use a Session"):
+            attach(model, cache=tmp_path, reuse=level)  # type: ignore[arg-type]
+    monkeypatch.setenv("REKINDLE_ORIGIN", "http://127.0.0.1:9")
+    with pytest.raises(InvalidSetting, match="Unset REKINDLE_ORIGIN"):
+        attach(model, cache=tmp_path)
+
+
 # -- the page about it ---------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from rekindle.remote.signing import SigningKey
 from rekindle.remote.slices import level_named
 
 LAYOUT = KvLayout("float32", (LayerShape(2, 8, 8), LayerShape(2, 8, 8), LayerShape(1, 4, 12)))
-MODEL = KvModel("aa" * 16, LAYOUT)
+MODEL = KvModel("ee" * 16, "aa" * 16, LAYOUT)
 TOKENS = tuple(
     int(token) for token in np.random.default_rng(7).integers(0, 50_000, 5 * 128 + 60)
 )  # 5 chunks and a part
@@ -76,7 +76,7 @@ def publish(
 
 def find(origin: Origin, tokens: Sequence[int] = TOKENS, model: KvModel = MODEL) -> PublishedPrefix | None:
     """What an origin has of a prompt."""
-    return origin.find(tokens, model.identity, model.layout, model.adapter)
+    return origin.find(tokens, model)
 
 
 def cells_of(found: PublishedPrefix) -> list[Cell]:

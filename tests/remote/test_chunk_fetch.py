@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from hypothesis import strategies as st
 
 from rekindle import Session
 from rekindle.cache.explain import Explanation
-from rekindle.core.chunk import PromptLayout
+from rekindle.chunks.scores import ChunkScorer
+from rekindle.core.chunk import ChunkMatches, PromptLayout, chunk_digest
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.reply import Reply
+from rekindle.engine.base import Row
 from rekindle.engine.fake import FakeEngine
 from rekindle.remote import remote_kv as streams
 from rekindle.remote.connection import OriginFailed, Stop
@@ -97,7 +100,7 @@ def came(reply: Reply) -> list[int | None]:
 def test_passages_come_and_are_reused(origin: Path, key: SigningKey, tmp_path: Path) -> None:
     with serving(origin) as url, opened(url, key, tmp_path / "cache") as session:
         reply = ask(session)
-        assert 5 in came(reply) and not {1, 3} & set(came(reply))  # the first is computed, the third is not there
+        assert came(reply) == [1, 2, 4, 5]  # the third is not there
         assert reply.reuse.level == "approximate" and reply.reuse.from_chunks > reply.reuse.recomputed > 0
         assert reply.reuse.reused + reply.reuse.computed == reply.usage.prompt_tokens
         assert {event.lane for event in reply.reuse.timeline} == {"compute", "link"}
@@ -171,10 +174,72 @@ def test_another_key_is_not_trusted(origin: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("origin_first")
-def test_another_head_finds_nothing(origin: Path, key: SigningKey, tmp_path: Path) -> None:
-    with serving(origin) as url, opened(url, key, tmp_path / "cache") as session:
-        reply = session.answer(asked(PASSAGES, QUESTION, "Answer at length.", max_tokens=4)).reply
-        assert not came(reply) and reply.reuse.from_chunks == 0
+def test_passages_come_behind_another_system_prompt_with_their_scores(
+    origin: Path, key: SigningKey, tmp_path: Path
+) -> None:
+    with serving(origin) as url:
+        with opened(url, key, tmp_path / "same") as session:
+            same = {chunk.number: chunk for chunk in ask(session).reuse.chunks if chunk.streamed}
+        with opened(url, key, tmp_path / "other") as session:
+            request = asked(PASSAGES, QUESTION, "Answer at length.", max_tokens=4)
+            explained = session.explain_request(request)
+            assert explained.origin is not None and explained.origin.tokens > 0 and explained.origin.level == "raw"
+            reply = session.answer(request).reply
+    assert came(reply) == [1, 2, 4, 5] == sorted(same) and reply.reuse.level == "approximate"
+    for chunk in reply.reuse.chunks:
+        if chunk.streamed and chunk.number is not None:
+            assert chunk.impact == same[chunk.number].impact  # as it was measured there
+            assert chunk.overlap == 0.0 and chunk.overhead == chunk.impact  # nothing that it attended to is before it
+            assert same[chunk.number].overlap == 1.0 and same[chunk.number].overhead == 0.0
+    assert len({chunk.impact for chunk in same.values()}) == 4  # of each passage its own
+
+
+def test_scores_are_those_of_computing_the_passage_there(key: SigningKey, tmp_path: Path) -> None:
+    """The probe sees what it would see if all of the prompt were computed under it."""
+    with Session(FakeEngine(), cache="off") as session:
+        request = asked([PASSAGES[0]], "")
+        with computed(session, request) as source:
+            assert source.passage is not None
+            found, tokens = source.passage(), source.tokens
+        prompt = encode_prompt(session.engine, request)
+        assert prompt.prompt_layout is not None
+        scorer = ChunkScorer(prompt.prompt_layout, len(tokens), len(session.engine.layout.layers))
+        with closing(session.engine.open(len(tokens), session.engine.regime(len(tokens)))) as sequence:
+            session.engine.step([replace(Row.following(sequence, tokens, logits="none"), probe=scorer.probe)])
+        passages = ChunkMatches.of(prompt.prompt_layout, tokens)
+        expected = scorer.variant(1, passages.digests)
+    assert expected is not None and found.span == expected.span and found.digest == expected.digest
+    assert np.allclose(found.scores.outside, expected.scores.outside, atol=1e-3)
+    assert found.scores.intra == pytest.approx(expected.scores.intra, rel=1e-4)
+    (mine,), (theirs,) = found.scores.earlier, expected.scores.earlier
+    assert mine.digest == theirs.digest and mine.mass == pytest.approx(theirs.mass, rel=1e-4)
+
+
+@pytest.mark.usefixtures("origin_first")
+def test_of_two_heads_the_one_of_the_prompt_counts(key: SigningKey, tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    with Session(FakeEngine(), cache="off") as session:
+        for system in ("Be brief.", "Answer at length."):
+            for passage in PASSAGES[:2]:
+                with computed(session, asked([passage], "", system)) as source:
+                    Publisher(folder, key).publish(source, levels_of("raw", session))
+    with serving(folder) as url, opened(url, key, tmp_path / "cache") as session:
+        reply = ask(session, PASSAGES[:2])
+        assert came(reply) == [1, 2] and [chunk.overlap for chunk in reply.reuse.chunks] == [1.0, 1.0]
+
+
+@pytest.mark.usefixtures("origin_first")
+def test_a_passage_that_is_there_in_other_levels_says_so(key: SigningKey, tmp_path: Path) -> None:
+    publish(FakeEngine(), tmp_path / "files", key, PASSAGES, levels="quantized")
+    with serving(tmp_path / "files") as url:
+        with opened(url, key, tmp_path / "exact") as session:
+            assert ask(session).reuse.origin_miss == "level"
+            assert ask(session, [text + " And more." for text in PASSAGES]).reuse.origin_miss == "prompt"
+        with opened(url, key, tmp_path / "coded", codec="q8") as session:
+            reply = ask(session)
+            assert came(reply) and reply.reuse.origin_miss is None
+        with opened(url, SigningKey.new(), tmp_path / "stranger") as session:
+            assert ask(session).reuse.origin_miss == "nothing"
 
 
 def test_an_origin_that_is_not_there_costs_no_answer(key: SigningKey, tmp_path: Path) -> None:
@@ -302,8 +367,8 @@ def test_a_model_of_layers_takes_passages_too(key: SigningKey, tmp_path: Path) -
                 coming.wait(0.1)
             reply = ask(session)
             ahead.close()
-            first, *others = [chunk.source for chunk in reply.reuse.chunks]  # as many as fit into its context
-            assert first == "exact" and others and set(others) == {"reused"}
+            sources = [chunk.source for chunk in reply.reuse.chunks]  # as many as fit into its context
+            assert len(sources) > 1 and set(sources) == {"reused"}
             assert reply.reuse.reused + reply.reuse.computed == reply.usage.prompt_tokens
 
 
@@ -316,14 +381,14 @@ def wanted(known: Sequence[Span] = (), start: int = 0) -> list[WantedPassage]:
     return list(unknown_passages(OUTLINE, range(150), known, start))
 
 
-def test_unknown_passages_stand_behind_the_head_in_turn() -> None:
-    assert [passage.number for passage in wanted()] == [2, 3, 4]
-    assert [passage.number for passage in wanted([OUTLINE.chunks[2]])] == [2, 4]
+def test_unknown_passages_are_wanted_in_turn() -> None:
+    assert [passage.number for passage in wanted()] == [1, 2, 3, 4]
+    assert [passage.number for passage in wanted([OUTLINE.chunks[2]])] == [1, 2, 4]
     assert [passage.number for passage in wanted(start=42)] == [2, 3, 4]
     assert [passage.number for passage in wanted(start=43)] == [3, 4]
-    third = wanted()[1]
-    assert third.tokens == (*range(12), *range(72, 100)) and third.body == tuple(range(72, 100))
-    assert third.variant.span == Span(12, 40) and third.variant.scores.earlier[0].tokens == 10
+    third = wanted()[2]
+    assert third.tokens == tuple(range(72, 100)) and third.span == Span(72, 100)
+    assert third.head == chunk_digest(range(10))
 
 
 class Source:
@@ -339,11 +404,11 @@ class Source:
         self.asked.append(passage.number)
         if passage.number == self.fails:
             raise OriginFailed("it is damaged")
-        return None if passage.number in self.missing else Offered(self, passage.number)
+        return "prompt" if passage.number in self.missing else Offered(self, passage.number)
 
 
 class Offered:
-    left_bytes = 1000
+    left_bytes, variant = 1000, None
 
     def __init__(self, source: Source, number: int) -> None:
         self._source, self._number = source, number
@@ -363,11 +428,11 @@ def starting(
     kept: list[int] = []
     failed: list[str] = []
 
-    def keep(passage: WantedPassage, kv: Any) -> bool:
+    def keep(passage: WantedPassage, variant: Any, kv: Any) -> bool:
         kept.append(passage.number)
         return keeps
 
-    return RemoteChunkFetch(wanted(), source, keep, failed.append, bandwidth or Bandwidth()), kept, failed
+    return RemoteChunkFetch(wanted()[1:], source, keep, failed.append, bandwidth or Bandwidth()), kept, failed
 
 
 def until(what: Callable[[], bool]) -> None:

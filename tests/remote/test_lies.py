@@ -20,7 +20,6 @@ from rekindle.core.cells import Cell
 from rekindle.errors import Cancelled, InvalidSetting
 from rekindle.remote.client import Origin, PublishedPrefix
 from rekindle.remote.connection import OriginFailed, OriginLimits, Stop
-from rekindle.remote.index import KvModel
 from rekindle.remote.manifest import SignedManifest
 from rekindle.remote.signing import SigningKey, TrustedKeys
 from tests.remote.conftest import Place
@@ -114,7 +113,7 @@ def test_a_manifest_of_another_context_or_model_is_refused(
     place: Place, liar: Liar, origin: Origin, tmp_path: Path
 ) -> None:
     """Both are signed by the same key: what is signed must also be what was asked for."""
-    models = (KvModel("cc" * 16, LAYOUT), KvModel(MODEL.identity, LAYOUT, adapter="dd" * 16))
+    models = (replace(MODEL, weights="cc" * 16), replace(MODEL, adapter="dd" * 16))
     others = [synthetic(model) for model in models] + [synthetic(tokens=TOKENS[:400])]
     for source in others:
         other = publish(tmp_path / "other", place.key, "raw", source, place.secret).context
@@ -129,9 +128,17 @@ def test_a_manifest_of_another_context_or_model_is_refused(
 
 
 def test_other_models_adapters_and_layouts_find_nothing(origin: Origin) -> None:
-    assert find(origin, model=KvModel("cc" * 16, LAYOUT)) is None
-    assert find(origin, model=KvModel(MODEL.identity, LAYOUT, adapter="dd" * 16)) is None
-    assert find(origin, model=KvModel(MODEL.identity, replace(LAYOUT, dtype="float16"))) is None
+    assert find(origin, model=replace(MODEL, weights="cc" * 16)) is None
+    assert find(origin, model=replace(MODEL, adapter="dd" * 16)) is None
+    for layout in (replace(LAYOUT, layers=LAYOUT.layers[:2]), replace(LAYOUT, dtype="uint8")):
+        assert find(origin, model=replace(MODEL, layout=layout)) is None
+
+
+def test_another_dtype_device_or_engine_finds_quantized_levels_alone(origin: Origin) -> None:
+    for model in (replace(MODEL, exact="cc" * 16), replace(MODEL, layout=replace(LAYOUT, dtype="float16"))):
+        found = find(origin, model=model)
+        assert found is not None and found.levels == ("q4",) and found.choose(["raw"]) is None
+        assert found.why_none(["raw"]) == "dtype" and found.why_none(["q8"]) == "level"
 
 
 def test_a_plain_manifest_is_not_taken_from_who_has_a_secret_nor_the_other_way_round(tmp_path: Path) -> None:
@@ -452,7 +459,7 @@ def test_finding_takes_no_longer_than_it_may(place: Place, liar: Liar) -> None:
 
     liar.lie = lie
     with pytest.raises(OriginFailed, match="slow"):
-        origin.find(TOKENS, MODEL.identity, LAYOUT, timeout_seconds=0.2)
+        origin.find(TOKENS, MODEL, timeout_seconds=0.2)
     origin.close()
 
 
@@ -497,7 +504,7 @@ def test_finding_is_stopped_from_another_thread(place: Place, liar: Liar) -> Non
     liar.lie = hang
     threading.Thread(target=lambda: (reached.wait(), stop.set()), daemon=True).start()
     with pytest.raises(Cancelled):
-        origin.find(TOKENS, MODEL.identity, LAYOUT, stop=stop)
+        origin.find(TOKENS, MODEL, stop=stop)
     origin.close()
 
 

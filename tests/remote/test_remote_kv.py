@@ -165,7 +165,7 @@ OTHER = "Something else. " * 30
 @pytest.mark.parametrize(
     ("choice", "prompt", "miss", "words"),
     [
-        ({}, OTHER, "nothing", "it has nothing like this prompt for this model"),
+        ({}, OTHER, "prompt", "it has contexts for this model, but none that begins like this prompt"),
         ({"origin_keys": SigningKey.new().public}, PROMPT, "nothing", "signed by a key you named"),
         ({"deterministic": True}, PROMPT, "unable", "deterministic=True forbids it"),
         ({"local_tenants": "*"}, PROMPT, None, ""),

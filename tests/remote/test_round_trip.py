@@ -66,7 +66,7 @@ def test_kv_of_an_engine_comes_back(kind: str, secret: Secret | None, tmp_path: 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "uint8"])
 def test_every_bit_of_every_type_comes_back_at_the_level_raw(dtype: Any, tmp_path: Path) -> None:
     layout = KvLayout(dtype, (LayerShape(2, 8, 8), LayerShape(1, 5, 3)))
-    key, model = SigningKey.new(), KvModel("bb" * 16, layout)
+    key, model = SigningKey.new(), KvModel("ee" * 16, "bb" * 16, layout)
     publish(tmp_path, key, "raw", synthetic(model, TOKENS[:200]))
     expected = random_kv(layout, 200)
     with OriginServer(tmp_path, OriginSettings(port=0)).running() as url:

@@ -19,7 +19,7 @@ from rekindle.core.identity import Identity
 from rekindle.core.keys import TOKEN_BYTES, KvSpace, common_tokens, token_bytes
 from rekindle.core.kv import Span
 from rekindle.core.plan import Compute, FetchRemote, Plan, ReuseChunks
-from rekindle.core.reply import ChunkReuse, Reuse
+from rekindle.core.reply import ChunkReuse, OriginFinding, Reuse
 from rekindle.core.request import Message
 from rekindle.core.size import count_of
 from rekindle.errors import CacheError
@@ -93,6 +93,7 @@ class Explanation:
     calibrated: bool | None = None
     streamed: int = 0  # tokens that came from an origin
     timeline: tuple[TimelineEvent, ...] = ()  # when, and what was computed meanwhile
+    origin: OriginFinding | None = None  # what it has, for a prompt that was not run; why nothing came from it
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -111,6 +112,8 @@ class Explanation:
         fields["timeline"] = tuple(TimelineEvent(**event) for event in fields.get("timeline", ()))
         if fields.get("difference"):
             fields["difference"] = Difference(**fields["difference"])
+        if fields.get("origin"):
+            fields["origin"] = OriginFinding(**fields["origin"])
         if fields.get("change"):
             fields["change"] = ChangingText(**{**fields["change"], "earlier": tuple(fields["change"]["earlier"])})
         return cls(**fields)
@@ -141,6 +144,8 @@ class Explanation:
             lines.append("  " + ", ".join(shown))
         lines.append(f"why: {self.reason.sentence}")
         lines += _passage_lines(self)
+        if self.origin is not None:
+            lines.append(f"origin: {self.origin}")
         lines += timeline_lines(self.timeline)
         if self.opaque is not None:
             lines.append(f"reuse is by checkpoint, at the end of a message: {self.opaque}")
@@ -177,8 +182,14 @@ class Explainer:
     everyone: bool = False  # whether the reader may learn of prompts of other tenants and salts
     opaque: str | None = None  # why the model's state is kept and restored whole, if it is
 
-    def explain(self, prompt: Prompt, plan: Plan, match: Match | None, reuse: Reuse) -> Explanation:
-        """Explain the plan of a prompt whose stored prefix is `match`. A store in trouble explains less."""
+    def explain(
+        self, prompt: Prompt, plan: Plan, match: Match | None, reuse: Reuse, origin: OriginFinding | None = None
+    ) -> Explanation:
+        """Explain the plan of a prompt whose stored prefix is `match`. A store in trouble explains less.
+
+        `origin`: what the origin has of a prompt that was not run."""
+        if reuse.origin_miss is not None:
+            origin = OriginFinding(miss=reuse.origin_miss)
         if self.opaque is not None:
             match = None  # its pages are no tokens
         goes_on = difference = change = None
@@ -213,6 +224,7 @@ class Explainer:
             calibrated=reuse.calibrated,
             streamed=reuse.streamed,
             timeline=reuse.timeline,
+            origin=origin,
         )
 
     def _goes_on(self, prompt: Prompt, match: Match | None, reused: int) -> list[int] | None:

@@ -38,7 +38,7 @@ from rekindle.core.chunk import ChunkMatches, PromptLayout
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
 from rekindle.core.plan import Plan
-from rekindle.core.reply import Reuse
+from rekindle.core.reply import OriginFinding, Reuse
 from rekindle.core.request import Request
 from rekindle.core.scope import Scope
 from rekindle.core.size import parse_limit
@@ -85,6 +85,9 @@ class RemoteStrategy(Protocol):
 
     def prefetch(self, lookup: CacheLookup, plan: Plan) -> Prefetch | None:
         """Start to fetch a prompt that waits for its turn; None if it is not worth it."""
+
+    def look(self, lookup: CacheLookup, plan: Plan) -> OriginFinding | None:
+        """What the origin has of a prompt, or why nothing would come; None if it would not be asked."""
 
     def run(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult | None:
         """Run a plan, and fetch what it would compute; None if the origin is not asked."""
@@ -403,8 +406,9 @@ class PromptPrefill:
 
     def explain(self, prompt: Prompt) -> Explanation:
         """Where the KV of the prompt would come from, and why not more of it."""
-        explainer = self._cache.explainer(self.lookup.kv_space)
-        return explainer.explain(prompt, self.plan, self.lookup.matches.match, self.reuse)
+        explainer, remote = self._cache.explainer(self.lookup.kv_space), self._cache.remote
+        origin = None if remote is None else remote.look(self.lookup, self.plan)
+        return explainer.explain(prompt, self.plan, self.lookup.matches.match, self.reuse, origin)
 
     def commit_prompt(self) -> None:
         """Write a long new prompt while its reply is being decoded."""

@@ -143,11 +143,7 @@ def run(
     """Ask a model once. The reply streams to standard output, sizes and times go to standard error."""
     from rekindle.cli.runner import ReplyPrinter, open_runner
 
-    text = _read_prompt(prompt, file)
-    if raw and system is not None:
-        raise InvalidPrompt("--raw leaves out the chat template, which --system needs. Use one of them.")
-    lead = [{"role": "system", "content": system}] if system else []
-    request: PromptLike = text if raw else [*lead, *as_messages(text)]
+    request = prompt_of(prompt, file, raw=raw, system=system)
     printer = ReplyPrinter(STARTED, silent=json)
     with open_runner(model, loading, daemon) as runner:
         result = runner.run({"kind": "generate", "prompt": request, "options": sampling}, printer.take)
@@ -156,6 +152,15 @@ def run(
     else:
         typer.echo()
         printer.print_footer(result, result["reply"])
+
+
+def prompt_of(prompt: str | None, file: Path | None, *, raw: bool, system: str | None) -> PromptLike:
+    """The prompt that options mean. Raises `InvalidPrompt`."""
+    text = _read_prompt(prompt, file)
+    if raw and system is not None:
+        raise InvalidPrompt("--raw leaves out the chat template, which --system needs. Use one of them.")
+    lead = [{"role": "system", "content": system}] if system else []
+    return text if raw else [*lead, *as_messages(text)]
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:

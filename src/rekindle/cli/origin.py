@@ -1,4 +1,4 @@
-"""`rekindle origin`: publish KV as signed files, list, remove and serve them."""
+"""`rekindle origin`: publish KV as signed files, list, check, remove and serve them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rekindle.cli.cache import AsSystem, Raw
-from rekindle.cli.options import AsJson, Model, app, loading_options, print_json, print_table, read_prompts, takes
+from rekindle.cli.options import (
+    AsJson,
+    Model,
+    ModelOption,
+    System,
+    app,
+    loading_options,
+    print_json,
+    print_table,
+    read_prompts,
+    takes,
+)
 from rekindle.core.request import Request
 from rekindle.core.size import count_of, human_bytes
 from rekindle.errors import InvalidPrompt, InvalidSetting
@@ -69,7 +80,7 @@ def publish(
     as_system: AsSystem = False,
     levels: Annotated[
         str, typer.Option(help="Quality levels to publish: quantized (as codec says), raw, q8, q5, q4, q3, q2.")
-    ] = "quantized",
+    ] = "raw,quantized",
     secret: SecretFile = None,
     json: AsJson = False,
 ) -> None:
@@ -110,6 +121,69 @@ def publish(
         typer.echo(
             f"Not published: {short} of fewer than {CHUNK_TOKENS} tokens, faster to compute than to fetch.", err=True
         )
+
+
+@origin.command()
+@takes(without={"origin"}, loading=loading_options)
+def check(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The origin.")],
+    loading: dict[str, Any],
+    model: ModelOption = "smollm2",
+    prompt: Annotated[str | None, typer.Argument(help="A prompt that would be asked.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Put this file before the prompt.")] = None,
+    raw: Raw = False,
+    system: System = None,
+    json: AsJson = False,
+) -> None:
+    """Say what a client would find: key, model, levels, contexts, and how much of a prompt, as `run` takes it."""
+    from rekindle.cli.chat import prompt_of
+    from rekindle.cli.console import progress
+    from rekindle.remote.check import check_origin
+    from rekindle.remote.remote_kv import RemoteKv
+    from rekindle.session.prompt import encode_prompt
+    from rekindle.session.session import Session
+
+    wanted = prompt is not None or file is not None
+    request = Request.of(prompt_of(prompt if wanted else "Hello", file, raw=raw, system=system), max_tokens=0)
+    with progress(model) as report, Session(model, **loading, origin=url, progress=report) as session:
+        remote, encoded = session.cache.remote, encode_prompt(session.engine, request)
+        assert isinstance(remote, RemoteKv)
+        with session.cache.peek(request, encoded.tokens, encoded.prompt_layout) as prefill:
+            found = dict(check_origin(remote, prefill.lookup, prefill.plan if wanted else None))
+    if json:
+        print_json(found)
+        return
+    for name, what in found.items():
+        typer.echo(f"{name:9} {what}")
+
+
+@origin.command()
+@takes(without={"origin", "reuse"}, loading=loading_options)
+def pair(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The origin.")],
+    loading: dict[str, Any],
+    model: ModelOption = "smollm2",
+    published: Annotated[
+        str | None, typer.Option(help="The name of the published model, if several have the shape of this one.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Let a model (a GGUF, say) take quantized KV published for another file form of it, if measured to be near."""
+    from dataclasses import asdict
+
+    from rekindle.cli.console import progress
+    from rekindle.remote.remote_kv import RemoteKv
+    from rekindle.session.publish_pair import pair as measure
+    from rekindle.session.session import Session
+
+    with progress(model) as report, Session(model, **loading, origin=url, progress=report) as session:
+        remote = session.cache.remote
+        assert isinstance(remote, RemoteKv)
+        pairing = measure(session.engine, remote.origin, published)
+    if json:
+        print_json(asdict(pairing))
+        return
+    typer.echo(f"{model} takes quantized KV of {pairing}. Use it with --reuse quantized.")
 
 
 @origin.command("ls")
@@ -207,7 +281,7 @@ def _fields(published: PublishResult, layout: KvLayout) -> dict[str, Any]:
 def _lines(published: PublishResult, layout: KvLayout) -> Iterator[str]:
     for level in _fields(published, layout)["levels"]:
         known = "" if level["new"] else ", already published"
-        yield f"{level['name']:5} {human_bytes(level['size_bytes'])}, {level['bits']:.2f} bits per number{known}"
+        yield f"{level['name']:9} {human_bytes(level['size_bytes'])}, {level['bits']:.2f} bits per number{known}"
 
 
 def _about(listed: PublishedContext, secret: Any) -> dict[str, Any]:

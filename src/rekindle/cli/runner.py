@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rekindle.cli.console import notes, progress
-from rekindle.core.reply import ORIGIN_MISSES
+from rekindle.core.reply import OriginFinding
 from rekindle.core.size import human_duration, keep_alive_seconds
 from rekindle.daemon.client import DaemonClient
 from rekindle.daemon.private_socket import SUPPORTED
@@ -94,7 +94,7 @@ class ReplyPrinter:
         start = f"{'model loaded' if loaded else 'started'} in {before:.1f} s; "
         notes.print(f"{start}{result['summary']}", style="dim", soft_wrap=True)
         if (miss := reply["reuse"]["origin_miss"]) is not None:
-            notes.print(f"Nothing came from the origin: {ORIGIN_MISSES[miss]}", style="dim", soft_wrap=True)
+            notes.print(f"Nothing came from the origin: {OriginFinding(miss=miss)}", style="dim", soft_wrap=True)
         if advice := _advice(result, reply["reuse"], loaded=loaded and before > max(first_token, _LONG_SECONDS)):
             notes.print(advice, style="dim", soft_wrap=True)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
@@ -120,12 +120,13 @@ def encode(kv: LayerKv, dtype: KvType, bits: LayerBits) -> bytes:
     return encode_floats(FloatKv(widen(kv.keys, dtype), widen(kv.values, dtype)), dtype, "whole", bits)
 
 
-def decode(data: bytes, spec: LayerSpec, span: Span | None = None) -> LayerKv:
-    """The KV of the tokens `span`, all by default, in the type it had.
+def decode(data: bytes, spec: LayerSpec, span: Span | None = None, into: KvType | None = None) -> LayerKv:
+    """The KV of the tokens `span`, all by default, in the type `into`, by default the one it had.
 
     Raises `ValueError` for bytes that are damaged or hold anything but what `spec` says.
     """
-    return assemble(spec, spec.tokens if span is None else len(span), decode_floats(data, "whole", spec, span))
+    made = spec if into is None else replace(spec, dtype=into)
+    return assemble(made, spec.tokens if span is None else len(span), decode_floats(data, "whole", spec, span))
 
 
 def describe(data: bytes) -> Coded:

@@ -34,6 +34,13 @@ class Identity:
         """32 hexadecimal digits."""
         return digest_of_fields("rekindle/identity/2", *asdict(self).values())
 
+    @property
+    def model(self) -> str:
+        """32 hexadecimal digits, the same for every dtype and engine that loads these files: what KV of given tokens
+        depends on before it is rounded. A file that holds its tokenizer (GGUF) holds its config as well."""
+        config = "" if self.tokenizer == self.weights else self.config
+        return digest_of_fields("rekindle/model/1", self.weights, config, self.rope)
+
 
 def digest_of_fields(*fields: str | bytes) -> str:
     """BLAKE2b-128 over the fields, each preceded by its length, so that no two lists collide by concatenation."""

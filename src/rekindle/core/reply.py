@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rekindle.core.cells import TimelineEvent
 from rekindle.core.request import ReuseLevel
-from rekindle.core.size import count_of
+from rekindle.core.size import count_of, human_bytes
 from rekindle.core.tools import ToolCall
 
 FinishReason = Literal["stop", "length"]
@@ -112,15 +112,34 @@ _MISSES = {
 
 _UNCALIBRATED = "nobody calibrated the bits of this quantized KV (rekindle calibrate MODEL)"
 
-OriginMiss = Literal["nothing", "level", "late", "failed", "unable"]
+OriginMiss = Literal["nothing", "prompt", "level", "dtype", "quick", "late", "failed", "unable"]
 ORIGIN_MISSES: dict[OriginMiss, str] = {
-    "nothing": "it has nothing like this prompt for this model, signed by a key you named (`rekindle origin publish`).",
-    "level": "it has this prompt only in coded levels, which reuse='quantized' allows.",
+    "nothing": "it has nothing for this model, signed by a key you named (`rekindle origin publish`).",
+    "prompt": "it has contexts for this model, but none that begins like this prompt (`rekindle origin check`).",
+    "level": "it has this prompt only in quantized levels, which reuse='quantized' allows.",
+    "dtype": "it has this prompt unquantized for another dtype, device or engine only. What is published as "
+    "`quantized` fits all of them, and reuse='quantized' allows it.",
+    "quick": "computing the prompt takes less time than asking.",
     "late": "it had not answered when the prompt was computed.",
     "failed": "it failed, and is asked again half a minute later.",
     "unable": "the engine cannot mix KV from there with computing, or deterministic=True forbids it.",
 }
 """Sentences for people that begin behind "Nothing came from the origin:"."""
+
+
+@dataclass(frozen=True, slots=True)
+class OriginFinding:
+    """What an origin has of a prompt: tokens at a level, or why nothing. `str()` is for people."""
+
+    tokens: int = 0
+    level: str | None = None
+    size_bytes: int = 0
+    miss: OriginMiss | None = None
+
+    def __str__(self) -> str:
+        if self.miss is not None:
+            return f"{self.miss}: {ORIGIN_MISSES[self.miss]}"
+        return f"{count_of(self.tokens, 'token')}, {self.level}, {human_bytes(self.size_bytes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +206,7 @@ class Reuse:
         again = f", {self.recomputed:,} of them recomputed" if self.recomputed else ""
         reused = f"{self.reused:,} of {self.reused + self.computed:,} tokens reused"
         rest = f"{self.computed:,} computed" + (f" ({_MISSES.get(self.miss, self.miss)})" if self.miss else "")
-        origin = "" if self.origin_miss is None else f"; nothing from the origin: {ORIGIN_MISSES[self.origin_miss]}"
+        origin = "" if self.origin_miss is None else f"; origin: {OriginFinding(miss=self.origin_miss)}"
         bits = f"; {_UNCALIBRATED}" if self.calibrated_bits is False else ""
         return f"{reused}{f' ({where}{again})' if where else ''}; {rest}{origin}{bits}"
 

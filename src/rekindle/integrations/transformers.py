@@ -43,7 +43,7 @@ from rekindle.integrations.tracked_cache import (
 )
 from rekindle.integrations.weights import refuse_unfit
 from rekindle.settings import Settings
-from rekindle.settings.keywords import CacheSettings
+from rekindle.settings.keywords import CacheSettings, SettingsLike
 from rekindle.store.prefix_index import Match
 from rekindle.store.tiered import TieredStore
 
@@ -71,6 +71,8 @@ def attach(model: PreTrainedModel, **settings: Unpack[CacheSettings]) -> Attache
     `InvalidSetting` for a wrong setting.
     """
     for name in settings:
+        if name in SettingsLike.__annotations__ and name not in CacheSettings.__annotations__:
+            raise InvalidSetting(f"attach has no {name}: your loop runs the model. Use a Session({name}=...) for it.")
         if name not in CacheSettings.__annotations__:
             raise InvalidSetting(f"Unknown setting {name!r}.{nearest(name, CacheSettings.__annotations__)}")
     return Attached(refuse_unfit(model), Settings.load(settings))
@@ -84,8 +86,12 @@ class Attached:
         self._settings = settings
         self._lock = threading.Lock()
         self._facts = ModelFacts(model)
-        if settings.reuse == "quantized":
-            raise InvalidSetting("attach keeps KV as it is: leave reuse='quantized' out, or use a Session.")
+        if settings.reuse in ("quantized", "approximate"):
+            raise InvalidSetting(f"attach keeps KV as it is: leave reuse={settings.reuse!r} out, or use a Session.")
+        if settings.origin is not None:
+            raise InvalidSetting(
+                "attach asks no origin. Unset REKINDLE_ORIGIN, or take origin out of rekindle.toml; a Session asks it."
+            )
         self._store = open_store(settings)
         self._writer = None if self._store is None else BackgroundWriter(self._store)
         self._patience = DeadlineCaller()

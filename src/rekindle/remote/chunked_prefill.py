@@ -26,7 +26,7 @@ from rekindle.cache.stored_kv import StoredKv
 from rekindle.chunks.match import WriteNonprefixKv
 from rekindle.chunks.prefill import ChunkPrefill
 from rekindle.core.cells import CHUNK_TOKENS, RemoteReport, TimelineEvent
-from rekindle.core.chunk import PromptLayout
+from rekindle.core.chunk import PromptLayout, Variant
 from rekindle.core.kv import Kv, Span
 from rekindle.core.plan import RAW, Compute, FetchRemote, Load, Plan, Step
 from rekindle.engine.base import Logits
@@ -185,11 +185,11 @@ def prefill_with_arrivals(
     return result
 
 
-def keep_arrived(store: TieredStore, lookup: CacheLookup, passage: WantedPassage, kv: Kv) -> bool:
+def keep_arrived(store: TieredStore, lookup: CacheLookup, passage: WantedPassage, variant: Variant, kv: Kv) -> bool:
     """Store a fetched passage in the chunk cache; False if it was not stored."""
     if lookup.guard is not None:
         lookup.guard.note()
-    job = WriteNonprefixKv(lookup.kv_space, passage.body, kv, passage.variant, lookup.guard, lookup.app_ref)
+    job = WriteNonprefixKv(lookup.kv_space, passage.tokens, kv, variant, lookup.guard, lookup.app_ref)
     return job.do(store) in ("kept", "known")
 
 

@@ -21,15 +21,18 @@ from numpy.typing import NDArray
 
 from rekindle.codec.cipher import Cipher, Secret
 from rekindle.core.cells import CHUNK_TOKENS, Cell
+from rekindle.core.chunk import ChunkDigest
 from rekindle.core.keys import TOKEN_BYTES, token_ids
-from rekindle.core.kv import KvLayout, LayerKv, Span
+from rekindle.core.kv import LayerKv, Span
+from rekindle.core.plan import RAW
+from rekindle.core.reply import OriginMiss
 from rekindle.errors import InvalidSetting
 from rekindle.remote.connection import OriginFailed, OriginLimits, Stop, Timeouts
 from rekindle.remote.http import Exchange, HttpClient
 from rekindle.remote.index import ContextNames, Index, IndexEntry, KvModel, context_path, index_path, listed_depths
 from rekindle.remote.manifest import LevelFile, Manifest, SignedManifest, slice_digest, slice_place, tokens_place
 from rekindle.remote.signing import TrustedKeys
-from rekindle.remote.slices import decode
+from rekindle.remote.slices import decode, reorder_keys
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,14 @@ class Slice:
 
 @dataclass(frozen=True, eq=False)
 class PublishedPrefix:
-    """What an origin has of a prompt: the first `chunks` chunks of a context, whose tokens are the prompt's own."""
+    """What an origin has of a prompt: the first `chunks` chunks of a context, whose tokens are the prompt's own.
+
+    `model` is that of the prompt: KV is decoded in its type.
+    """
 
     manifest: Manifest
     chunks: int
+    model: KvModel
 
     @property
     def tokens(self) -> int:
@@ -54,8 +61,24 @@ class PublishedPrefix:
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """Names of the levels, best first."""
-        return tuple(level.name for level in self.manifest.levels)
+        """Names of the levels that fit the prompt's model, best first: unquantized KV is that of one dtype, device and
+        engine."""
+        same = self.manifest.model == self.model
+        return tuple(level.name for level in self.manifest.levels if same or level.name != RAW)
+
+    def choose(self, allowed: Sequence[str]) -> str | None:
+        """The first of these levels that is there; None if none is."""
+        return next((level for level in allowed if level in self.levels), None)
+
+    def why_none(self, allowed: Sequence[str]) -> OriginMiss:
+        """Why `choose` gave none: the level is there for another dtype, device or engine, or it is not there."""
+        return "dtype" if any(level.name in allowed for level in self.manifest.levels) else "level"
+
+    @property
+    def head(self) -> ChunkDigest | None:
+        """What its passage was computed after."""
+        passage = self.manifest.passage
+        return None if passage is None else passage.scores.earlier[0].digest
 
     def span(self, chunk: int) -> Span:
         """The tokens of a chunk."""
@@ -83,6 +106,7 @@ class Origin:
 
         Connects on first use. Raises `InvalidSetting`.
         """
+        self.url = url
         self._keys = TrustedKeys(trusted_keys)
         if not len(self._keys):
             raise InvalidSetting("An origin needs the public key of a publisher you trust. Name one.")
@@ -94,36 +118,86 @@ class Origin:
     def find(
         self,
         tokens: Sequence[int],
-        identity: str,
-        layout: KvLayout,
-        adapter: str | None = None,
+        model: KvModel,
+        levels: Sequence[str] | None = None,
         *,
         timeout_seconds: float | None = None,
         stop: Stop | None = None,
     ) -> PublishedPrefix | None:
         """The longest published prefix of a prompt; None if there is none.
 
-        `identity`: digest of the engine's identity; `adapter`: digest of a LoRA. Raises `OriginFailed`, also after
-        `timeout_seconds`, and `Cancelled` when `stop` is set.
+        With `levels`, the longest at one of them; one at other levels only if there is no such. Raises `OriginFailed`,
+        also after `timeout_seconds`, and `Cancelled` when `stop` is set.
         """
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        patience = Timeouts(self._limits, stop or Stop(), deadline)
-        model = KvModel(identity, layout, adapter)
+        patience = self._patience(timeout_seconds, stop)
         chain = self._names.chain(model, tokens[: len(tokens) // CHUNK_TOKENS * CHUNK_TOKENS])
-        failed: OriginFailed | None = None
-        for entry in self._candidates(chain, patience)[: self._limits.candidates]:
-            data = self._http.get(context_path(entry.context), self._limits.manifest_bytes, patience)
-            try:
-                manifest = None if data is None else self._read(data, entry.context, model)
-            except ValueError as error:
-                failed = OriginFailed(f"The origin's manifest {entry.context[:8]} is refused: {error}.")
+        entries = self._candidates(chain, patience)
+        other: PublishedPrefix | None = None
+        for manifest in self._manifests(entries, model, patience):
+            if shared := self._count_shared(manifest, tokens, chain):
+                found = PublishedPrefix(manifest, shared, model)
+                if levels is None or found.choose(levels) is not None:
+                    return found
+                other = other or found
+        return other
+
+    def find_passage(
+        self,
+        tokens: Sequence[int],
+        model: KvModel,
+        levels: Sequence[str],
+        head: ChunkDigest,
+        *,
+        timeout_seconds: float | None = None,
+        stop: Stop | None = None,
+    ) -> PublishedPrefix | None:
+        """The context whose first passage has these tokens: rather at one of the levels, rather after the head of that
+        digest. None if there is none. Raises as `find`."""
+        patience, name = self._patience(timeout_seconds, stop), self._names.passage(model, tokens)
+        index = self._index(name, patience)
+        entries = () if index is None else tuple(filter(self.trusts, index.entries))
+        other: PublishedPrefix | None = None
+        for manifest in self._manifests(entries, model, patience):
+            if manifest.passage is None or manifest.passage.name != name:
                 continue
-            shared = 0 if manifest is None else self._count_shared(manifest, tokens, chain)
-            if manifest is not None and shared:
-                return PublishedPrefix(manifest, shared)
-        if failed is not None:
-            raise failed
-        return None
+            found = PublishedPrefix(manifest, manifest.cells.chunks, model)
+            usable = found.choose(levels) is not None
+            if usable and found.head == head:
+                return found
+            if other is None or (usable and other.choose(levels) is None):
+                other = found
+        return other
+
+    def models(self, timeout_seconds: float | None = None) -> list[Manifest]:
+        """A manifest of each model at the origin that a key you named has signed. Raises `OriginFailed`."""
+        patience = self._patience(timeout_seconds, None)
+        index = self._index(b"", patience)
+        entries = [] if index is None else [entry for entry in index.entries if self.trusts(entry)]
+        found = [self.manifest(entry, timeout_seconds=timeout_seconds) for entry in entries]
+        return [manifest for manifest in found if manifest is not None]
+
+    def contexts(
+        self, model: KvModel, timeout_seconds: float | None = None, stop: Stop | None = None
+    ) -> tuple[IndexEntry, ...]:
+        """The newest contexts of a model, of all publishers. Raises `OriginFailed`, and `Cancelled`."""
+        index = self._index(self._names.root(model), self._patience(timeout_seconds, stop))
+        return () if index is None else index.entries
+
+    def why_missing(self, model: KvModel, timeout_seconds: float, stop: Stop) -> OriginMiss:
+        """Why a prompt is not there: only it, or everything of its model. Raises `OriginFailed`, and `Cancelled`."""
+        return "prompt" if any(map(self.trusts, self.contexts(model, timeout_seconds, stop))) else "nothing"
+
+    def trusts(self, entry: IndexEntry) -> bool:
+        """Whether its publisher is one of those you named."""
+        return entry.key in self._keys
+
+    def manifest(
+        self, entry: IndexEntry, model: KvModel | None = None, timeout_seconds: float | None = None
+    ) -> Manifest | None:
+        """The verified manifest of a context, by default of any model; None if it is gone. Raises `OriginFailed`."""
+        patience = self._patience(timeout_seconds, None)
+        data = self._http.get(context_path(entry.context), self._limits.manifest_bytes, patience)
+        return None if data is None else self._read(data, entry.context, model)
 
     def fetch(self, found: PublishedPrefix, cells: Iterable[Cell], level: str) -> SliceTransfer:
         """Slices of a published prefix, in this order, as they arrive: iterate once.
@@ -162,28 +236,55 @@ class Origin:
         """Contexts that seem to share chunks with a prompt, the longest shared prefix first."""
         found: dict[str, IndexEntry] = {}
         for depth in listed_depths(len(chain)):
-            path = index_path(self._names.lookup(chain[depth - 1]))
-            data = self._http.get(path, self._limits.index_bytes, patience)
-            if data is None:
+            index = self._index(chain[depth - 1], patience)
+            if index is None:
                 break
-            try:
-                index = Index.from_bytes(data)
-            except ValueError as error:
-                raise OriginFailed(f"The origin's index cannot be read: {error}.") from error
-            found |= {entry.context: entry for entry in index.entries if entry.key in self._keys}
+            found |= {entry.context: entry for entry in index.entries if self.trusts(entry)}
             if not index.full:  # else more are listed under a later chunk
                 break
         alike = [entry for entry in found.values() if entry.count_shared(chain)]
         return sorted(alike, key=lambda entry: -entry.count_shared(chain))
 
-    def _read(self, data: bytes, context: str, model: KvModel) -> Manifest:
-        """Parse and verify the manifest of that context and model. Raises `ValueError`."""
-        signed = SignedManifest.from_bytes(data)
-        manifest = signed.open(self._keys, self._secret)
-        if manifest.context != context or self._names.context(manifest.chain[-1], signed.header.key) != context:
-            raise ValueError("it is that of another context")
-        if manifest.model != model:
-            raise ValueError("it is for another model")
+    def _manifests(self, entries: Sequence[IndexEntry], model: KvModel, patience: Timeouts) -> Iterator[Manifest]:
+        """The manifests of the first contexts; if one was refused and none is left, raises that."""
+        failed: OriginFailed | None = None
+        for entry in entries[: self._limits.candidates]:
+            data = self._http.get(context_path(entry.context), self._limits.manifest_bytes, patience)
+            if data is None:
+                continue
+            try:
+                manifest = self._read(data, entry.context, model)
+            except OriginFailed as refused:
+                failed = refused
+            else:
+                yield manifest
+        if failed is not None:
+            raise failed
+
+    def _index(self, chunk: bytes, patience: Timeouts) -> Index | None:
+        """The contexts listed under a chunk; None if there are none."""
+        data = self._http.get(index_path(self._names.lookup(chunk)), self._limits.index_bytes, patience)
+        try:
+            return None if data is None else Index.from_bytes(data)
+        except ValueError as error:
+            raise OriginFailed(f"The origin's index cannot be read: {error}.") from error
+
+    def _patience(self, timeout_seconds: float | None, stop: Stop | None) -> Timeouts:
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        return Timeouts(self._limits, stop or Stop(), deadline)
+
+    def _read(self, data: bytes, context: str, model: KvModel | None) -> Manifest:
+        """Parse and verify the manifest of that context and model, by default of any. Raises `OriginFailed`."""
+        try:
+            signed = SignedManifest.from_bytes(data)
+            manifest = signed.open(self._keys, self._secret)
+            name = self._names.context(manifest.chain[-1], manifest.model.exact, signed.header.key)
+            if manifest.context != context or name != context:
+                raise ValueError("it is that of another context")
+            if model is not None and manifest.model.digest != model.digest:
+                raise ValueError("it is for another model")
+        except ValueError as error:
+            raise OriginFailed(f"The origin's manifest {context[:8]} is refused: {error}.") from error
         return manifest
 
     def _count_shared(self, manifest: Manifest, tokens: Sequence[int], chain: Sequence[bytes]) -> int:
@@ -286,7 +387,9 @@ class SliceTransfer:
 def decode_slice(found: PublishedPrefix, chunk: int, layer: int, data: bytes) -> LayerKv:
     """The KV of a chunk in a layer, from the bytes of its slice. Raises `OriginFailed` if they are invalid."""
     try:
-        return decode(data, found.manifest.model.layout, layer, len(found.span(chunk)))
+        model, tokens = found.model, len(found.span(chunk))
+        kv = decode(data, found.manifest.model.layout, layer, tokens, model.layout.dtype)
+        return reorder_keys(kv, model.key_order)
     except ValueError as error:
         raise OriginFailed(f"The slice of chunk {chunk}, layer {layer} cannot be decoded: {error}.") from error
 

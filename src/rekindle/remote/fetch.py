@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rekindle.chunks.scores import unscored
 from rekindle.core.cells import Cell, CellGrid, TimelineEvent
 from rekindle.core.chunk import ChunkDigest, PromptLayout, Variant, chunk_digest
 from rekindle.core.kv import Kv, LayerKv, Span
@@ -130,29 +129,17 @@ class WantedPassage:
 
     number    its number in the prompt, from 1
     span      its span in the prompt
-    tokens    the prompt it would be published in: the head, then this passage
-    start     where the passage begins in `tokens`
+    tokens    its tokens
+    head      the digest of the prompt's head
     """
 
     number: int
     span: Span
     tokens: tuple[int, ...]
-    head: int
-    start: int
-
-    @property
-    def body(self) -> tuple[int, ...]:
-        return self.tokens[self.start :]
-
-    @property
-    def variant(self) -> Variant:
-        """The variant to store, without attention scores."""
-        prompt_layout = PromptLayout(self.head, (Span(self.start, len(self.tokens)),))
-        digests: tuple[ChunkDigest, ...] = chunk_digest(self.tokens[: self.head]), chunk_digest(self.body)
-        return unscored(prompt_layout, 1, digests, 0.0)
+    head: ChunkDigest
 
 
-KeepPassage = Callable[[WantedPassage, Kv], bool]  # store it in the chunk cache; False if not stored
+KeepPassage = Callable[[WantedPassage, Variant, Kv], bool]  # store it in the chunk cache; False if not stored
 
 
 class RemoteChunkFetch:
@@ -180,7 +167,7 @@ class RemoteChunkFetch:
         self._fetching: PassageOffer | None = None
         self._found: queue.SimpleQueue[tuple[WantedPassage, PassageOffer] | None] = queue.SimpleQueue()
         self._events: list[tuple[int, float, float]] = []
-        self._miss: OriginMiss = "nothing"
+        self._miss: OriginMiss | None = None
         for target in (self._look, self._bring):
             name = f"rekindle-arrivals{target.__name__}"
             threading.Thread(target=self._run, args=(target,), name=name, daemon=True).start()
@@ -195,7 +182,7 @@ class RemoteChunkFetch:
     def miss(self) -> OriginMiss | None:
         """Why nothing arrived; None if something did."""
         with self._changed:
-            return None if self._here else self._miss
+            return None if self._here else self._miss or "late"
 
     def left(self) -> tuple[WantedPassage, ...]:
         """Passages that may still arrive, in prompt order."""
@@ -240,8 +227,6 @@ class RemoteChunkFetch:
         """Fetch nothing more. Idempotent; does not wait for a hanging transfer."""
         self._stop.set()
         with self._changed:
-            if self._open and self._miss == "nothing":
-                self._miss = "late"
             self._open = {}
             fetching = self._fetching
             self._changed.notify_all()
@@ -283,7 +268,8 @@ class RemoteChunkFetch:
                 if not self._wants(passage):
                     continue
                 offer = self._source.find(passage, self._stop)
-                if offer is None:
+                if isinstance(offer, str):
+                    self._miss = offer
                     self._end(passage, here=False)
                     continue
                 with self._changed:
@@ -305,42 +291,44 @@ class RemoteChunkFetch:
                 continue
             with self._changed:
                 self._events.append((passage.number, begun, time.monotonic()))
-            self._end(passage, here=self._keep(passage, kv))
+            self._end(passage, here=self._keep(passage, offer.variant, kv))
 
 
 class OriginPassages:
-    """Passages of one model at an origin. `level` chooses the level to fetch; None: do not fetch."""
+    """Passages of one model at an origin, at one of the `levels`, the first that is there."""
 
     def __init__(
-        self,
-        origin: Origin,
-        model: KvModel,
-        level: Callable[[PublishedPrefix], str | None],
-        bandwidth: Bandwidth,
-        timeout_seconds: float,
+        self, origin: Origin, model: KvModel, levels: Sequence[str], bandwidth: Bandwidth, timeout_seconds: float
     ) -> None:
         """`bandwidth` is updated by every slice."""
-        self._origin, self._model, self._level = origin, model, level
+        self._origin, self._model, self._levels = origin, model, levels
         self._bandwidth, self._patience_seconds = bandwidth, timeout_seconds
+        self._why: OriginMiss | None = None  # a passage is not there
 
-    def find(self, passage: WantedPassage, stop: Stop) -> PassageOffer | None:
-        """An offer of a complete passage; None if the origin has none. Raises `OriginFailed`, and `Cancelled`."""
-        whose, patience = self._model, self._patience_seconds
-        found = self._origin.find(
-            passage.tokens, whose.identity, whose.layout, whose.adapter, timeout_seconds=patience, stop=stop
+    def find(self, passage: WantedPassage, stop: Stop) -> PassageOffer | OriginMiss:
+        """An offer of a passage, or why there is none. Raises `OriginFailed`, and `Cancelled`."""
+        levels, patience = self._levels, self._patience_seconds
+        found = self._origin.find_passage(
+            passage.tokens, self._model, levels, passage.head, timeout_seconds=patience, stop=stop
         )
-        level = None if found is None or found.tokens < len(passage.tokens) else self._level(found)
-        if found is None or level is None:
-            return None
-        span = Span(passage.start, len(passage.tokens))
-        return PassageOffer(self._origin, found, level, span, self._bandwidth)
+        if found is None or found.manifest.passage is None:
+            return self._missing(stop)
+        if (level := found.choose(levels)) is None:
+            return found.why_none(levels)
+        published = found.manifest.passage
+        variant = Variant(chunk_digest(passage.tokens), published.span, published.scores)
+        return PassageOffer(self._origin, found, level, self._bandwidth, variant)
+
+    def _missing(self, stop: Stop) -> OriginMiss:
+        self._why = self._why or self._origin.why_missing(self._model, self._patience_seconds, stop)
+        return self._why
 
 
-class PassageOffer:
+class SpanTransfer:
     """The slices of a published context that hold some of its tokens."""
 
     def __init__(self, origin: Origin, found: PublishedPrefix, level: str, span: Span, bandwidth: Bandwidth) -> None:
-        self._found, self._span, self._bandwidth = found, span, bandwidth
+        self._found, self.level, self._span, self._bandwidth = found, level, span, bandwidth
         spans = found.manifest.cells.spans
         self._chunks = [n for n, one in enumerate(spans) if one.start < span.stop and one.stop > span.start]
         self._layers = range(len(found.manifest.model.layout.layers))
@@ -359,7 +347,7 @@ class PassageOffer:
             self.left_bytes, since = self.left_bytes - size, now
             part = self._cut(decode_slice(self._found, *piece.cell, piece.data), self._found.span(piece.cell.chunk))
             layers[piece.cell.layer].append(part)
-        return Kv(self._span, self._found.manifest.model.layout, tuple(map(_joined, layers)))
+        return Kv(self._span, self._found.model.layout, tuple(map(_joined, layers)))
 
     def _cut(self, kv: LayerKv, chunk: Span) -> LayerKv:
         """The wanted tokens of a chunk."""
@@ -369,6 +357,16 @@ class PassageOffer:
     def cancel(self) -> None:
         """End `fetch`, from any thread."""
         self._transfer.cancel()
+
+
+class PassageOffer(SpanTransfer):
+    """A passage that can be fetched, and the variant to store."""
+
+    def __init__(
+        self, origin: Origin, found: PublishedPrefix, level: str, bandwidth: Bandwidth, variant: Variant
+    ) -> None:
+        super().__init__(origin, found, level, variant.span, bandwidth)
+        self.variant = variant
 
 
 def _joined(parts: Sequence[LayerKv]) -> LayerKv:
@@ -381,12 +379,8 @@ def _joined(parts: Sequence[LayerKv]) -> LayerKv:
 def unknown_passages(
     prompt_layout: PromptLayout, tokens: Sequence[int], known: Iterable[Span], start: int
 ) -> Iterator[WantedPassage]:
-    """The passages from `start` on that are not known, except the first, which is exact when computed.
-
-    Passages are published right behind the head, so each takes the first one's place in `WantedPassage.tokens`.
-    """
-    first, spans = prompt_layout.chunks[0].start, frozenset(known)
+    """The passages from `start` on that are not known."""
+    spans, head = frozenset(known), chunk_digest(tokens[: prompt_layout.head])
     for number, span in enumerate(prompt_layout.chunks, start=1):
-        if number > 1 and span.start >= start and span not in spans:
-            moved = (*tokens[:first], *tokens[span.start : span.stop])
-            yield WantedPassage(number, span, moved, prompt_layout.head, first)
+        if span.start >= start and span not in spans:
+            yield WantedPassage(number, span, tuple(tokens[span.start : span.stop]), head)

@@ -3,10 +3,13 @@
     root(model) --tokens 0..127--> chunk --tokens 128..255--> chunk --...--> the last, maybe partial, chunk
 
 A chunk's digest covers the model and all tokens up to it, so equal digests mean equal context, and a prompt that shares
-only the first chunks of a context has the same first digests. With a secret every digest is keyed: without it, nobody
-can test whether a guessed text is published.
+only the first chunks of a context has the same first digests. The model is that of every dtype and engine: contexts of
+all of them are listed together, and each manifest says whose its unquantized KV is. With a secret every digest is
+keyed: without it, nobody can test whether a guessed text is published.
 
-    by-chunk/LOOKUP.json          the index: contexts that begin alike; LOOKUP is a hash of a chunk's digest
+    by-chunk/LOOKUP.json          the index: contexts that begin alike; LOOKUP is a hash of a chunk's digest, or of the
+                                  root: the newest contexts of a model; or of nothing: one context of each model;
+                                  or of a passage: the contexts that it is published in
     contexts/CONTEXT/manifest     what is published of a context, signed
     contexts/CONTEXT/DIGEST.kv    its slices at one level, named after the digest of the content
     contexts/CONTEXT/DIGEST.tokens
@@ -21,15 +24,16 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from rekindle.codec.cipher import Secret
 from rekindle.core.cells import CHUNK_TOKENS
 from rekindle.core.identity import digest_of_fields
-from rekindle.core.keys import TOKEN_BYTES, layout_text, token_bytes
+from rekindle.core.keys import TOKEN_BYTES, shapes_text, token_bytes
 from rekindle.core.kv import KvLayout
+from rekindle.engine.base import Engine
 from rekindle.safe_read import parse_untrusted_json
 
 CHAIN_BYTES = 32  # of a chunk's digest: collision-resistant against authors of documents
@@ -44,22 +48,40 @@ SERVED = re.compile(
 )
 
 
+KeyOrder = Literal["same", "interleaved", "halves"]
+
+
 @dataclass(frozen=True)
 class KvModel:
-    """What must be equal for KV of the same tokens to be interchangeable.
+    """Whose KV it is.
 
-    `identity` is the digest of the engine's identity, `adapter` the digest of a LoRA, None for the model alone.
+    exact     what must be equal for unquantized KV to be the same: the engine's identity, which has a dtype, and device
+    weights   what must be equal for quantized KV to be interchangeable: the model's files (`Identity.model`)
+    adapter   the digest of a LoRA; None for the model alone
+    key_order where it differs from that of published keys, for a client whose model was paired with another file form
     """
 
-    identity: str
+    exact: str
+    weights: str
     layout: KvLayout
     adapter: str | None = None
+    key_order: KeyOrder = field(default="same", compare=False)
+
+    @classmethod
+    def of(cls, engine: Engine, tokens: int, adapter: str | None = None) -> KvModel:
+        """The model of a context of `tokens` tokens."""
+        identity = engine.identity(engine.regime(tokens))
+        exact = digest_of_fields("rekindle/exact/1", identity.digest, engine.device)
+        return cls(exact, identity.model, engine.layout, adapter)
 
     @cached_property
     def digest(self) -> bytes:
-        """One digest of all fields."""
+        """One digest of what all dtypes, devices and engines have in common."""
         adapter = "base" if self.adapter is None else f"adapter:{self.adapter}"
-        return bytes.fromhex(digest_of_fields("rekindle/origin/1", self.identity, adapter, layout_text(self.layout)))
+        kind = "bytes" if self.layout.dtype == "uint8" else "floats"
+        return bytes.fromhex(
+            digest_of_fields("rekindle/origin/2", self.weights, adapter, kind, shapes_text(self.layout))
+        )
 
 
 class ContextNames:
@@ -71,8 +93,7 @@ class ContextNames:
     def chain(self, model: KvModel, tokens: Sequence[int]) -> tuple[bytes, ...]:
         """The digests of the chunks of a prompt, in order; the last chunk may be partial."""
         data, size = token_bytes(tokens), CHUNK_TOKENS * TOKEN_BYTES
-        parent = self._hash(b"root", model.digest, CHAIN_BYTES)
-        chain = []
+        parent, chain = self.root(model), []
         for start in range(0, len(data), size):
             parent = self._hash(
                 b"chunk", parent + data[start : start + size], CHAIN_BYTES
@@ -80,13 +101,23 @@ class ContextNames:
             chain.append(parent)
         return tuple(chain)
 
-    def lookup(self, chunk: bytes) -> str:
-        """The lookup that lists contexts beginning with everything up to this chunk."""
+    def root(self, model: KvModel) -> bytes:
+        """The digest before the first chunk."""
+        return self._hash(b"root", model.digest, CHAIN_BYTES)
+
+    def lookup(self, chunk: bytes = b"") -> str:
+        """The lookup that lists contexts beginning with everything up to this chunk, or root; by default the one that
+        lists a context of each model."""
         return self._hash(b"lookup", chunk, NAME_BYTES).hex()
 
-    def context(self, last_chunk: bytes, publisher: str) -> str:
-        """The name of a context that ends with this chunk; different for each publisher."""
-        return self._hash(b"context", last_chunk + publisher.encode(), NAME_BYTES).hex()
+    def passage(self, model: KvModel, tokens: Sequence[int]) -> bytes:
+        """The digest of a passage, whatever is before it."""
+        return self._hash(b"passage", self.root(model) + token_bytes(tokens), CHAIN_BYTES)
+
+    def context(self, last_chunk: bytes, exact: str, publisher: str) -> str:
+        """The name of a context that ends with this chunk; different for each publisher, dtype, device and engine."""
+        data = last_chunk + digest_of_fields(exact, publisher).encode()
+        return self._hash(b"context", data, NAME_BYTES).hex()
 
     def _hash(self, purpose: bytes, data: bytes, size: int) -> bytes:
         return hashlib.blake2b(data, digest_size=size, key=self._key, person=b"rk/o/" + purpose).digest()
@@ -143,6 +174,11 @@ class Index:
         """A copy with this entry, replacing an older one of the same context."""
         entries = (entry, *(old for old in self.entries if old.context != entry.context))
         return Index(entries[:MAX_ENTRIES], self.full or len(entries) > MAX_ENTRIES)
+
+    def adding_model(self, entry: IndexEntry) -> Index:
+        """A copy with this entry, whose hints are a model's root, replacing the publisher's older one of that model."""
+        others = (old for old in self.entries if (old.key, old.hints) != (entry.key, entry.hints))
+        return Index(tuple(others), self.full).adding(entry)
 
     def without(self, context: str) -> Index:
         """A copy without this context."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 
 from rekindle.codec.cipher import SALT_BYTES, TAG_BYTES, Secret, new_salt
 from rekindle.core.cells import CHUNK_TOKENS, Cell, CellGrid
+from rekindle.core.chunk import ChunkDigest, ChunkScores, EarlierChunk
 from rekindle.core.keys import TOKEN_BYTES, layout_text, parse_layout
 from rekindle.core.kv import Span
 from rekindle.remote.index import CHAIN_BYTES, CONTEXT, FILE, LOOKUP, KvModel
@@ -37,13 +39,15 @@ from rekindle.remote.signing import SIGNATURE_BYTES, SigningKey, TrustedKeys
 from rekindle.remote.slices import NAME, largest_bytes
 from rekindle.safe_read import parse_untrusted_json
 
-FORMAT = "rekindle-origin/1"
+FORMAT = "rekindle-origin/2"
 SLICE_DIGEST_BYTES = 16  # against a second preimage by the origin, not against the publisher
 MAX_TOKENS = 1 << 24
 MAX_BYTES = 12 << 20  # parsing a body takes six times its size
 MAX_TITLE = 200
 _MAX_LEVELS = 16
 _SIZE = np.dtype("<u4")
+_HALF = np.dtype("<f2")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,18 @@ class LevelFile:
 
 
 @dataclass(frozen=True, eq=False)
+class PublishedPassage:
+    """The first passage of a context, which clients reuse behind other tokens as well.
+
+    `name`: its digest (`ContextNames.passage`); `scores` when its KV was computed, after the head of its prompt.
+    """
+
+    name: bytes
+    span: Span
+    scores: ChunkScores
+
+
+@dataclass(frozen=True, eq=False)
 class Manifest:
     """What is published of a context. `chain`: the digest of each chunk; `title`: the model's name, for display."""
 
@@ -105,6 +121,7 @@ class Manifest:
     token_file: TokenFile
     created: int
     title: str = ""
+    passage: PublishedPassage | None = None
 
     @property
     def cells(self) -> CellGrid:
@@ -132,10 +149,11 @@ class Manifest:
                 "chunk_tokens": CHUNK_TOKENS,
                 "context": self.context,
                 "created": self.created,
+                "exact": self.model.exact,
                 "format": FORMAT,
-                "identity": self.model.identity,
                 "layout": layout_text(self.model.layout),
                 "levels": [_level_fields(level) for level in self.levels],
+                "passage": None if self.passage is None else _passage_fields(self.passage),
                 "title": self.title,
                 "token_file": {
                     "file": self.token_file.file,
@@ -143,6 +161,7 @@ class Manifest:
                     "size_bytes": self.token_file.size_bytes,
                 },
                 "tokens": self.tokens,
+                "weights": self.model.weights,
             }
         )
 
@@ -179,7 +198,8 @@ def tokens_place(context: str) -> bytes:
 
 
 def _manifest(fields: Any) -> Manifest:
-    model = KvModel(text_of(fields["identity"]), parse_layout(fields["layout"]), fields["adapter"])
+    layout = parse_layout(fields["layout"])
+    model = KvModel(text_of(fields["exact"]), text_of(fields["weights"]), layout, fields["adapter"])
     if model.adapter is not None:
         text_of(model.adapter)
     tokens = _whole(fields["tokens"], CHUNK_TOKENS, MAX_TOKENS)
@@ -205,7 +225,41 @@ def _manifest(fields: Any) -> Manifest:
         token_file=token_file,
         created=_whole(fields["created"], 0, 1 << 40),
         title=_title(fields["title"]),
+        passage=None if fields["passage"] is None else _passage(fields["passage"], tokens),
     )
+
+
+def _passage(fields: Any, tokens: int) -> PublishedPassage:
+    start = _whole(fields["start"], 1, tokens)
+    span = Span(start, _whole(fields["stop"], start + 1, tokens))
+    outside, received = (
+        np.frombuffer(_bytes(fields[name], len(span) * _HALF.itemsize), _HALF) for name in ("outside", "received")
+    )
+    head = ChunkDigest(bytes.fromhex(text_of(fields["head"], _DIGEST)))
+    numbers = fields["intra"], fields["mass"]
+    if not all(type(number) is float and 0.0 <= number < math.inf for number in numbers):
+        raise ValueError("the scores of a passage make no sense")
+    if not (np.isfinite(outside).all() and np.isfinite(received).all()):
+        raise ValueError("the scores of a passage make no sense")
+    earlier = EarlierChunk(head, _whole(fields["head_tokens"], 0, start), fields["mass"])
+    scores = ChunkScores(outside, received, fields["intra"], (earlier,))
+    return PublishedPassage(_bytes(fields["name"], CHAIN_BYTES), span, scores)
+
+
+def _passage_fields(passage: PublishedPassage) -> dict[str, Any]:
+    scores = passage.scores
+    (head,) = scores.earlier
+    return {
+        "head": head.digest.hex(),
+        "head_tokens": head.tokens,
+        "intra": float(scores.intra),
+        "mass": float(head.mass),
+        "name": _base64(passage.name),
+        "outside": _base64(scores.outside.astype(_HALF).tobytes()),
+        "received": _base64(scores.received.astype(_HALF).tobytes()),
+        "start": passage.span.start,
+        "stop": passage.span.stop,
+    }
 
 
 def _level(fields: Any, cells: CellGrid) -> LevelFile:

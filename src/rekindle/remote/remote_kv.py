@@ -29,16 +29,23 @@ from rekindle.core.chunk import ChunkMatches
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
 from rekindle.core.plan import RAW, Plan
-from rekindle.core.reply import ORIGIN_MISSES, OriginMiss
+from rekindle.core.reply import OriginFinding, OriginMiss
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting, KvLost, StepRefused
 from rekindle.remote.chunked_prefill import PrefixPrefill, keep_arrived, prefill_with_arrivals
-from rekindle.remote.client import Origin, PublishedPrefix
-from rekindle.remote.connection import Stop
-from rekindle.remote.fetch import OriginPassages, RemoteChunkFetch, RemotePrefixFetch, unknown_passages
+from rekindle.remote.client import Origin
+from rekindle.remote.connection import OriginFailed, Stop
+from rekindle.remote.fetch import (
+    OriginPassages,
+    RemoteChunkFetch,
+    RemotePrefixFetch,
+    WantedPassage,
+    unknown_passages,
+)
 from rekindle.remote.hybrid_prefill import HybridPrefill
 from rekindle.remote.index import KvModel
 from rekindle.remote.latency import Bandwidth, LayerCosts
+from rekindle.remote.pairing import ModelPairing, recall_pairing
 from rekindle.remote.schedule import StreamCosts
 from rekindle.remote.signing import read_public, read_secret
 from rekindle.remote.transfer_queue import OriginSlices
@@ -48,7 +55,7 @@ from rekindle.settings import Settings
 
 log = logging.getLogger("rekindle.remote")
 
-LEVELS = ("quantized", "q5", "q8", "q4", RAW, "q3", "q2")  # allowed under quantized, in order of preference
+LEVELS = ("quantized", "q5", "q8", "q4", RAW, "q3", "q2")  # allowed under quantized: the soonest that lose little first
 WORTH_SECONDS = 0.2  # prompts computed sooner than that are not fetched
 PATIENCE, MAX_PATIENCE_SECONDS = 0.015, 0.2  # share of the compute time to wait before computing starts
 MAX_AHEAD = 2  # queued prompts that are fetched ahead: they take memory
@@ -75,7 +82,7 @@ class RemoteKv:
             raise InvalidSetting("An origin needs the public key of a publisher you trust: name it in origin_keys.")
         keys = [read_public(part.strip()) for part in settings.origin_keys.split(",") if part.strip()]
         secret = None if settings.origin_secret is None else read_secret(Path(settings.origin_secret))
-        self._origin = Origin(settings.origin, keys, token=_read_token(settings.origin_token), secret=secret)
+        self.origin = Origin(settings.origin, keys, token=_read_token(settings.origin_token), secret=secret)
         self._kv, self._chunks = chunks.kv, chunks
         self._engine = engine = chunks.kv.engine
         self._local = local_tenants(settings.local_tenants)
@@ -130,6 +137,34 @@ class RemoteKv:
             self._ahead[key] = fetch
         return Prefetched(self, key, fetch)
 
+    def look(self, lookup: CacheLookup, plan: Plan) -> OriginFinding | None:
+        """What the origin has of a prompt, or why nothing would come; None if it would not be asked."""
+        if not self._is_wanted(lookup, plan):
+            return None
+        if (obstacle := self._obstacle(lookup, plan)) is not None:
+            return OriginFinding(miss=obstacle)
+        try:
+            return self.find(lookup, plan)
+        except OriginFailed as error:
+            log.warning("The origin failed: %s", error)
+            return OriginFinding(miss="failed")
+
+    def find(self, lookup: CacheLookup, plan: Plan) -> OriginFinding:
+        """What the origin has of a prompt, whether or not it would be asked. Raises `OriginFailed`."""
+        if lookup.passages is None:
+            found = self._find(lookup, Stop())
+            if isinstance(found, str):
+                return OriginFinding(miss=found)
+            first = plan.reused // CHUNK_TOKENS
+            return OriginFinding(found.cells.tokens, found.level, int(found.sizes[first:].sum()))
+        wanted, source = self._wanted_passages(lookup, lookup.passages), self._passages(lookup)
+        offers = [(passage, source.find(passage, Stop())) for passage in wanted]
+        there = [(passage, offer) for passage, offer in offers if not isinstance(offer, str)]
+        if not there:
+            return OriginFinding(miss=next((offer for _, offer in offers if isinstance(offer, str)), "prompt"))
+        tokens, size = sum(len(one.span) for one, _ in there), sum(offer.left_bytes for _, offer in there)
+        return OriginFinding(tokens, there[0][1].level, size)
+
     @property
     def ahead(self) -> tuple[RemoteFetch, ...]:
         """Fetches of prompts that wait for their turn."""
@@ -147,9 +182,6 @@ class RemoteKv:
     def _start_fetch(self, lookup: CacheLookup, plan: Plan) -> RemoteFetch | None:
         if not self._is_allowed(lookup, plan):
             return None
-        left = self._kv.costs.rates.compute_seconds(Span(plan.reused, plan.tokens))
-        if left < WORTH_SECONDS:
-            return None
         try:
             if lookup.passages is not None:
                 return self._start_passages(lookup, lookup.passages)
@@ -159,22 +191,22 @@ class RemoteKv:
             log.warning("The origin cannot be used: %s.", error)
             return None
 
+    def _wanted_passages(self, lookup: CacheLookup, passages: ChunkMatches) -> list[WantedPassage]:
+        here = [chunk.span for chunk in passages.picked if chunk.known is not None]
+        wanted = list(unknown_passages(passages.prompt_layout, lookup.tokens, here, lookup.matches.length))
+        return wanted if passages.picked and sum(len(passage.span) for passage in wanted) >= CHUNK_TOKENS else []
+
+    def _passages(self, lookup: CacheLookup) -> OriginPassages:
+        levels = allowed_levels(lookup)
+        return OriginPassages(self.origin, self.model_of(lookup), levels, self._bandwidth, FIND_SECONDS)
+
     def _start_passages(self, lookup: CacheLookup, passages: ChunkMatches) -> RemoteChunkFetch | None:
         """Start to fetch passages missing here. Raises `RuntimeError` if no thread can be started."""
-        kv_space, here = lookup.kv_space, [chunk.span for chunk in passages.picked if chunk.known is not None]
-        wanted = list(unknown_passages(passages.prompt_layout, lookup.tokens, here, lookup.matches.length))
-        if not passages.picked or sum(len(passage.span) for passage in wanted) < CHUNK_TOKENS:
+        if not (wanted := self._wanted_passages(lookup, passages)):
             return None
-        source = OriginPassages(
-            self._origin,
-            KvModel(kv_space.namespace.identity, kv_space.layout, kv_space.adapter),
-            lambda found: self._level(found, lookup),
-            self._bandwidth,
-            FIND_SECONDS,
-        )
         assert self._kv.store is not None
         keep = partial(keep_arrived, self._kv.store, lookup)
-        return RemoteChunkFetch(wanted, source, keep, self._back_off, self._bandwidth)
+        return RemoteChunkFetch(wanted, self._passages(lookup), keep, self._back_off, self._bandwidth)
 
     def _prefill_prefix(self, fetch: RemotePrefixFetch, prefill: PrefixPrefill) -> PrefillResult:
         """Compute chunk by chunk until the origin has answered; then compute and fetch the rest at the same time."""
@@ -196,7 +228,7 @@ class RemoteKv:
             waiting = list(self._ahead.items())
         for key, fetch in waiting:
             self.drop(key, fetch)
-        self._origin.close()
+        self.origin.close()
         try:
             self._layers.close()
         except Exception:  # not worth failing for
@@ -216,35 +248,39 @@ class RemoteKv:
             return None
         if not (self._can_fetch_prefix if lookup.passages is None else self._engine.capabilities.spans):
             return "unable"
+        if self._kv.costs.rates.compute_seconds(Span(plan.reused, plan.tokens)) < WORTH_SECONDS:
+            return "quick"
         return "failed" if time.monotonic() < self._backoff_until else None
 
     def _report(self, context: Context, miss: OriginMiss | None) -> None:
         """Note why nothing came. Every reply says it; the log, for those who read no replies, at its lower level."""
         context.origin_miss = miss
         if miss is not None:
-            log.info("Nothing came from the origin: %s", ORIGIN_MISSES[miss])
+            log.info("Nothing came from the origin: %s", OriginFinding(miss=miss))
 
     def _find(self, lookup: CacheLookup, stop: Stop) -> OriginSlices | OriginMiss:
-        kv_space = lookup.kv_space
+        """What the origin has of a prompt at a level that may be used, or why nothing. Raises as `Origin.find`."""
         tokens = lookup.tokens[: len(lookup.tokens) - 1]  # the last token is computed
-        found = self._origin.find(
-            tokens,
-            kv_space.namespace.identity,
-            kv_space.layout,
-            kv_space.adapter,
-            timeout_seconds=FIND_SECONDS,
-            stop=stop,
-        )
+        model, levels = self.model_of(lookup), allowed_levels(lookup)
+        found = self.origin.find(tokens, model, levels, timeout_seconds=FIND_SECONDS, stop=stop)
         if found is None:
-            return "nothing"
-        level = self._level(found, lookup)
-        return "level" if level is None else OriginSlices(self._origin, found, level)
+            return self.origin.why_missing(model, FIND_SECONDS, stop)
+        level = found.choose(levels)
+        return found.why_none(levels) if level is None else OriginSlices(self.origin, found, level)
 
-    @staticmethod
-    def _level(found: PublishedPrefix, lookup: CacheLookup) -> str | None:
-        """The level to fetch; None if none may be used."""
-        allowed = LEVELS if is_quantized(lookup.kv_space.codec) else (RAW,)
-        return next((level for level in allowed if level in found.levels), None)
+    def model_of(self, lookup: CacheLookup) -> KvModel:
+        """Whose KV a prompt may use: that of its own model, or quantized that of the model it was paired with."""
+        own, pairing = self._own_model(lookup), self.pairing_of(lookup)
+        return own if pairing is None else pairing.model(own)
+
+    def pairing_of(self, lookup: CacheLookup) -> ModelPairing | None:
+        """The pairing of a prompt's model, if it may be used; it was measured without an adapter."""
+        kv_space = lookup.kv_space
+        may = is_quantized(kv_space.codec) and kv_space.adapter is None
+        return recall_pairing(self._own_model(lookup)) if may else None
+
+    def _own_model(self, lookup: CacheLookup) -> KvModel:
+        return KvModel.of(self._engine, len(lookup.tokens), lookup.kv_space.adapter)
 
     def _stream(
         self, prefill: PrefixPrefill, link: RemotePrefixFetch, offer: OriginSlices, rates: Rates
@@ -304,6 +340,11 @@ class Prefetched:
     def close(self) -> None:
         """Idempotent."""
         self._remote.drop(self._key, self._fetch)
+
+
+def allowed_levels(lookup: CacheLookup) -> tuple[str, ...]:
+    """The levels that a request may use, the soonest first."""
+    return LEVELS if is_quantized(lookup.kv_space.codec) else (RAW,)
 
 
 def _prompt_key(lookup: CacheLookup) -> PromptKey:

@@ -19,9 +19,10 @@ from rekindle.codec import quantized
 from rekindle.codec.packing import Planes, PlanesSpec, read_planes, write_planes
 from rekindle.codec.quantized import PRESETS
 from rekindle.codec.quantizer import BitPlan, carrier
-from rekindle.core.kv import KvLayout, LayerKv
+from rekindle.core.kv import KvLayout, KvType, LayerKv
 from rekindle.core.plan import RAW
 from rekindle.errors import InvalidSetting, nearest
+from rekindle.remote.index import KeyOrder
 
 MAGIC = b"RKr1"
 NAME = re.compile(r"[a-z][a-z0-9]{0,15}")
@@ -62,13 +63,28 @@ def encode(level: Level, layout: KvLayout, layer: int, kv: LayerKv) -> bytes:
     return write_planes(MAGIC, Planes(_bits(kv.keys), _bits(kv.values)))
 
 
-def decode(data: bytes, layout: KvLayout, layer: int, tokens: int) -> LayerKv:
-    """The KV of a slice of `tokens` tokens. Raises `ValueError` for anything else."""
+def decode(data: bytes, layout: KvLayout, layer: int, tokens: int, into: KvType | None = None) -> LayerKv:
+    """The KV of a slice of `tokens` tokens in the type `into`, by default that of `layout`, the only one for a lossless
+    slice. Raises `ValueError` for anything else."""
+    into = into or layout.dtype
     if data[:4] == MAGIC:
+        if into != layout.dtype:
+            raise ValueError(f"it is lossless KV in {layout.dtype}, not in {into}")
         dtype = carrier(layout.dtype)
         planes = read_planes(data, PlanesSpec(MAGIC, np.dtype(f"u{dtype.itemsize}"), layout.layers[layer], tokens))
         return LayerKv(planes.keys.view(dtype), planes.values.view(dtype))
-    return quantized.decode(data, layout.layer_spec(layer, tokens))
+    return quantized.decode(data, layout.layer_spec(layer, tokens), into=into)
+
+
+def reorder_keys(kv: LayerKv, order: KeyOrder) -> LayerKv:
+    """KV whose keys `[heads, tokens, dim]` have their channels in another order: the halves of a head interleaved, or
+    the other way round."""
+    heads, tokens, dim = kv.keys.shape
+    if order == "same" or dim % 2:
+        return kv
+    pairs = (2, dim // 2) if order == "interleaved" else (dim // 2, 2)
+    turned = kv.keys.reshape(heads, tokens, *pairs).swapaxes(-1, -2)
+    return LayerKv(np.ascontiguousarray(turned).reshape(heads, tokens, dim), kv.values)
 
 
 def largest_bytes(layout: KvLayout, layer: int, tokens: int) -> int:

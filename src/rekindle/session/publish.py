@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
+
+import numpy as np
 
 from rekindle.cache.coders import quantized_coder
+from rekindle.cache.context import Context
+from rekindle.chunks.scores import ChunkScorer, unscored
+from rekindle.core.chunk import PromptLayout, Variant, chunk_digest
+from rekindle.core.kv import Span
 from rekindle.core.plan import RAW
 from rekindle.core.request import Request
+from rekindle.engine.base import Engine, HeldKv, Row
 from rekindle.errors import InvalidSetting
 from rekindle.remote.index import KvModel
 from rekindle.remote.publish.publisher import PublishSource
@@ -22,8 +30,8 @@ from rekindle.session.session import Session
 def computed(session: Session, request: Request) -> Iterator[PublishSource]:
     """A prompt whose KV is in the engine, computed or loaded, exactly: never quantized, never from other prompts.
 
-    One that quotes passages ends with the last of them: every question about them continues from there, and a
-    passage that was published alone is found anywhere in a prompt.
+    One that quotes passages ends with the last of them: every question about them continues from there, and its first
+    passage is found anywhere in a prompt.
 
     Raises as `Session.generate` does, and `InvalidSetting` for an engine whose KV cannot be taken apart.
     """
@@ -38,8 +46,28 @@ def computed(session: Session, request: Request) -> Iterator[PublishSource]:
             prefill.run(len(tokens), lambda: False)
             context, kv_space = prefill.context, prefill.lookup.kv_space
             assert context.quantized_tokens == 0 and context.exact_tokens >= len(tokens), "not what computing gives"
-            whose = KvModel(kv_space.namespace.identity, kv_space.layout, kv_space.adapter)
-            yield PublishSource(whose, tokens, context.sequence.export, kv_space.namespace.tenant, session.engine.name)
+            model = KvModel.of(session.engine, len(tokens), kv_space.adapter)
+            passage = None
+            if prompt.prompt_layout is not None:
+                passage = partial(_score, session.engine, context, tokens, prompt.prompt_layout)
+            tenant, name = kv_space.namespace.tenant, session.engine.name
+            yield PublishSource(model, tokens, context.sequence.export, tenant, name, passage)
+
+
+def _score(engine: Engine, context: Context, tokens: Sequence[int], prompt_layout: PromptLayout) -> Variant:
+    """The first passage of a prompt with its attention: computed once more, after the KV of what is before it."""
+    span, head = prompt_layout.chunks[0], prompt_layout.head
+    alone = PromptLayout(head, (span,))
+    digests = chunk_digest(tokens[:head]), chunk_digest(tokens[span.start : span.stop])
+    if not engine.capabilities.probes:
+        return unscored(alone, 1, digests, 0.0)
+    scorer = ChunkScorer(alone, span.stop, len(engine.layout.layers))
+    with closing(engine.open(span.stop, engine.regime(len(tokens)), context.kv_space.adapter)) as own:
+        feeds = (HeldKv(context.sequence.export(Span(0, span.start))),)
+        positions = np.arange(span.start, span.stop, dtype=np.int64)
+        row = Row(own, tokens[span.start : span.stop], positions, "none", feeds, probe=scorer.probe, replay=False)
+        engine.step([row])
+    return scorer.variant(1, digests) or unscored(alone, 1, digests, 0.0)
 
 
 def levels_of(text: str, session: Session) -> list[Level]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import multiprocessing
 import os
@@ -9,20 +10,23 @@ import stat
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rekindle.chunks.scores import unscored
 from rekindle.codec.cipher import SALT_BYTES, Secret
 from rekindle.core.cells import Cell
+from rekindle.core.chunk import PromptLayout, chunk_digest
 from rekindle.core.keys import token_bytes
 from rekindle.core.kv import Kv, Span
 from rekindle.errors import EntryNotFound, InvalidSetting
 from rekindle.remote.client import Origin
 from rekindle.remote.index import MAX_ENTRIES, SERVED, ContextNames, Index, IndexEntry, KvModel, listed_depths
-from rekindle.remote.manifest import Manifest, SignedManifest
+from rekindle.remote.manifest import Manifest, SignedManifest, canonical
 from rekindle.remote.publish.folder import OriginFolder
-from rekindle.remote.publish.publisher import Publisher
+from rekindle.remote.publish.publisher import Publisher, PublishSource
 from rekindle.remote.publish.serve import OriginServer, OriginSettings
 from rekindle.remote.signing import SigningKey, TrustedKeys, make_secret, make_signing_key, read_public, read_secret
 from rekindle.remote.slices import Level, decode, encode, largest_bytes, level_named
@@ -41,7 +45,7 @@ def names_in(folder: Path) -> set[str]:
 
 def test_all_files_of_a_folder_are_of_the_format(place: Place) -> None:
     names = names_in(place.folder)
-    assert len(names) == 3 + 3 + 1  # three depths, manifest, tokens, two levels
+    assert len(names) == 1 + 1 + 3 + 3 + 1  # models, the model, three depths, manifest, tokens, two levels
     assert all(SERVED.fullmatch(name) for name in names)
 
 
@@ -56,11 +60,19 @@ def test_prompts_share_as_many_digests_as_they_share_chunks(tokens: list[int], s
 
 
 def test_digests_depend_on_everything_that_kv_depends_on() -> None:
-    models = (MODEL, KvModel("ab" * 16, LAYOUT), KvModel(MODEL.identity, LAYOUT, "cd" * 16))
-    models += (KvModel(MODEL.identity, replace(LAYOUT, layers=LAYOUT.layers[:2])),)
+    layouts = replace(LAYOUT, layers=LAYOUT.layers[:2]), replace(LAYOUT, dtype="uint8")
+    models = [MODEL, replace(MODEL, weights="ab" * 16), replace(MODEL, adapter="cd" * 16)]
+    models += [replace(MODEL, layout=layout) for layout in layouts]
     secrets = (None, Secret.new(), Secret.new())
     found = {ContextNames(secret).chain(model, TOKENS)[0] for model in models for secret in secrets}
     assert len(found) == len(models) * len(secrets)
+
+
+def test_digests_are_the_same_for_every_dtype_device_and_engine_but_names_of_contexts_are_not() -> None:
+    names, other = ContextNames(), replace(MODEL, exact="ab" * 16, layout=replace(LAYOUT, dtype="bfloat16"))
+    assert names.chain(other, TOKENS) == names.chain(MODEL, TOKENS)
+    last = names.chain(MODEL, TOKENS)[-1]
+    assert names.context(last, MODEL.exact, "key") != names.context(last, other.exact, "key")
 
 
 @given(chunks=st.integers(1, 10_000))
@@ -279,6 +291,54 @@ def test_publishers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
     assert {entry.context for entry in index.entries} == {one.context for one in listed}
 
 
+# ---- passages
+
+
+def passage_source() -> PublishSource:
+    """A context whose tokens 40 to 300 are a passage."""
+    layout = PromptLayout(30, (Span(40, 300),))
+    digests = chunk_digest(TOKENS[:30]), chunk_digest(TOKENS[40:300])
+    return replace(synthetic(tokens=TOKENS[:300]), passage=lambda: unscored(layout, 1, digests, 0.0))
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_passage_is_found_by_its_own_tokens_and_no_more_once_it_is_removed(encrypted: bool, tmp_path: Path) -> None:
+    key, secret = SigningKey.new(), Secret.new() if encrypted else None
+    context = publish(tmp_path, key, "raw", passage_source(), secret).context
+    publish(tmp_path, key, "q4", replace(passage_source(), passage=pytest.fail), secret)  # scored once
+    body, head = TOKENS[40:300], chunk_digest(TOKENS[:30])
+    with OriginServer(tmp_path, OriginSettings(port=0)).running() as url:
+        origin, stranger = Origin(url, [key.public], secret=secret), Origin(url, [SigningKey.new().public])
+        found = origin.find_passage(body, MODEL, ["raw"], head)
+        assert found is not None and found.manifest.passage is not None and found.head == head
+        assert found.manifest.passage.span == Span(40, 300) and found.levels == ("raw", "q4")
+        assert origin.find_passage(body[:-1], MODEL, ["raw"], head) is None
+        assert origin.find_passage(body, replace(MODEL, weights="cc" * 16), ["raw"], head) is None
+        assert stranger.find_passage(body, MODEL, ["raw"], head) is None
+        OriginFolder(tmp_path).remove(context)
+        assert origin.find_passage(body, MODEL, ["raw"], head) is None
+        origin.close()
+        stranger.close()
+    assert names_in(tmp_path) == set()
+
+
+def test_scores_of_a_passage_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    key = SigningKey.new()
+    context = publish(tmp_path, key, "raw", passage_source()).context
+    signed = OriginFolder(tmp_path).manifest(context)
+    assert signed is not None
+    fields = json.loads(signed.body)
+    assert Manifest.from_bytes(canonical(fields)).passage is not None
+    nan = base64.b64encode(np.full(260, np.nan, "<f2").tobytes()).decode()
+    changes: list[dict[str, object]] = [
+        {"start": 0}, {"start": 300}, {"stop": 301}, {"stop": 40}, {"intra": -1.0}, {"intra": 1}, {"mass": "much"},
+        {"head": "zz"}, {"head_tokens": 41}, {"name": "AA=="}, {"outside": "AA=="}, {"received": nan},
+    ]  # fmt: skip
+    for change in changes:
+        with pytest.raises(ValueError):
+            Manifest.from_bytes(canonical({**fields, "passage": {**fields["passage"], **change}}))
+
+
 # ---- removing
 
 
@@ -326,7 +386,7 @@ def test_an_origin_sees_neither_tokens_nor_text_nor_kv_nor_equal_slices(tmp_path
     """Equal KV in every chunk and layer: nobody without the secret can tell."""
     secret, key = Secret.new(), SigningKey.new()
     layout = replace(LAYOUT, layers=(LAYOUT.layers[0],) * 3)
-    model = KvModel("unmistakable-identity", layout)
+    model = KvModel("unmistakable-identity", "unmistakable-weights", layout)
     equal = random_kv(layout, 128)[0]
     source = synthetic(model, [7] * 640)
     same = replace(source, export=lambda span: Kv(span, layout, (equal,) * 3), title="unmistakable-title")
@@ -338,7 +398,7 @@ def test_an_origin_sees_neither_tokens_nor_text_nor_kv_nor_equal_slices(tmp_path
         told[name] = b"".join((folder / file).read_bytes() for file in sorted(names_in(folder)))
         told[name] += " ".join(names_in(folder)).encode()
     slices = [encode(level_named(name, layout), layout, 0, equal) for name in ("raw", "q4")]
-    telling = [b"unmistakable-identity", b"unmistakable-title", token_bytes([7] * 4), *slices]
+    telling = [b"unmistakable-identity", b"unmistakable-weights", b"unmistakable-title", token_bytes([7] * 4), *slices]
     for text in (*telling, slices[0][30:60]):
         assert text in told["plain"] and text not in told["sealed"]
     # Who guesses the text cannot ask for it either.

@@ -6,13 +6,14 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from rekindle.codec.cipher import Cipher, Secret, new_salt
 from rekindle.core.cells import CHUNK_TOKENS, Cell, CellGrid
+from rekindle.core.chunk import Variant
 from rekindle.core.keys import token_bytes
 from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.size import count_of
@@ -24,6 +25,7 @@ from rekindle.remote.manifest import (
     SLICE_DIGEST_BYTES,
     LevelFile,
     Manifest,
+    PublishedPassage,
     SignedManifest,
     TokenFile,
     slice_digest,
@@ -39,13 +41,17 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class PublishSource:
-    """A context to publish: `export` returns the KV of a span. `title`: the model's name, for display."""
+    """A context to publish: `export` returns the KV of a span. `title`: the model's name, for display.
+
+    `passage` scores its first passage, if it has one that others may reuse; it is called if that was not published.
+    """
 
     model: KvModel
     tokens: tuple[int, ...]
     export: Callable[[Span], Kv]
     tenant: str
     title: str = ""
+    passage: Callable[[], Variant] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class Publisher:
         """
         self._check(source, levels)
         chain = self._names.chain(source.model, source.tokens)
-        context = self._names.context(chain[-1], self._key.name)
+        context = self._names.context(chain[-1], source.model.exact, self._key.name)
         known = self._known(context)
         missing = [level for level in levels if _has(known, level, source.model) is None]
         try:
@@ -146,7 +152,9 @@ class Publisher:
         self, source: PublishSource, requested: Sequence[Level], chain: Sequence[bytes], files: Sequence[_Written]
     ) -> Manifest:
         """Place all files and write manifest and index, the index last."""
-        context = self._names.context(chain[-1], self._key.name)
+        context = self._names.context(chain[-1], source.model.exact, self._key.name)
+        known = self._known(context)
+        passage = self._passage(source) if known is None or known.passage is None else known.passage
         with self.folder.locked():
             self.folder.sweep()
             before = self._known(context)  # another publisher may have added a level
@@ -167,10 +175,14 @@ class Publisher:
                 token_file=tokens,
                 created=int(time.time()),
                 title="".join(filter(str.isprintable, source.title))[:MAX_TITLE],
+                passage=passage,
             )
             whole = len(source.tokens) // CHUNK_TOKENS
-            lookups = [self._names.lookup(chain[depth - 1]) for depth in listed_depths(whole)]
-            signed = SignedManifest.seal(manifest, lookups, self._key, self._secret)
+            chunks = [self._names.root(source.model), *(chain[depth - 1] for depth in listed_depths(whole))]
+            if passage is not None:
+                chunks.append(passage.name)
+            lookups, models = [*map(self._names.lookup, chunks)], self._names.lookup()
+            signed = SignedManifest.seal(manifest, [models, *lookups], self._key, self._secret)
             if len(data := signed.to_bytes()) > MAX_BYTES:
                 raise InvalidSetting("Its manifest would be too long for clients. Publish fewer levels, or less text.")
             self.folder.write(context_path(context), data)
@@ -178,7 +190,16 @@ class Publisher:
             entry = IndexEntry(context, self._key.name, hints_of(chain))
             for lookup in lookups:
                 self.folder.write(index_path(lookup), self.folder.index(lookup).adding(entry).to_bytes())
+            model = replace(entry, hints=chunks[0])
+            self.folder.write(index_path(models), self.folder.index(models).adding_model(model).to_bytes())
         return manifest
+
+    def _passage(self, source: PublishSource) -> PublishedPassage | None:
+        if source.passage is None:
+            return None
+        variant = source.passage()
+        body = source.tokens[variant.span.start : variant.span.stop]
+        return PublishedPassage(self._names.passage(source.model, body), variant.span, variant.scores)
 
     def _write_tokens(self, context: str, tokens: Sequence[int]) -> TokenFile:
         data, salt = token_bytes(tokens), None

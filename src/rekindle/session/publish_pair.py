@@ -1,0 +1,110 @@
+"""Pairs a client's model with a published one of another file form, if what was published serves it: measured."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import get_args
+
+from rekindle.core.cells import CHUNK_TOKENS
+from rekindle.core.kv import LayerKv, Span
+from rekindle.core.plan import RAW
+from rekindle.engine.base import Engine
+from rekindle.errors import InvalidSetting
+from rekindle.remote.client import Origin, PublishedPrefix
+from rekindle.remote.fetch import SpanTransfer
+from rekindle.remote.index import KeyOrder, KvModel
+from rekindle.remote.latency import Bandwidth
+from rekindle.remote.manifest import Manifest
+from rekindle.remote.pairing import MAX_KL, ModelPairing, remember_pairing
+from rekindle.remote.remote_kv import LEVELS
+from rekindle.remote.slices import reorder_keys
+from rekindle.session.calibrate.kv_trial import Trial
+from rekindle.session.calibrate.nearness import Nearness
+
+_CONTEXTS, _TOKENS = 3, 4 * CHUNK_TOKENS  # measured: contexts, and tokens of each
+_QUANTIZED = tuple(level for level in LEVELS if level != RAW)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """The beginning of a published context: its tokens, and its KV without that of the last quarter of them."""
+
+    tokens: tuple[int, ...]
+    layers: tuple[LayerKv, ...]
+
+
+def pair(engine: Engine, origin: Origin, title: str | None = None) -> ModelPairing:
+    """Measure and keep the pairing of a model with the published one of that title, or the only one of its shape.
+
+    Raises `InvalidSetting` if there is none, if there are several, and if it is not near enough; `OriginFailed`.
+    """
+    own = KvModel.of(engine, 1)
+    published = choose_published(own, origin.models(), title)
+    tokens = min(_TOKENS, engine.context_tokens)
+    samples = list(islice(_samples(origin, replace(own, weights=published.model.weights), tokens), _CONTEXTS))
+    if not samples:
+        raise InvalidSetting(f"{published.title} is published in no quantized level. Use --levels raw,quantized there.")
+    measured = [_nearness(engine, sample) for sample in samples]
+    found = {order: [near[order] for near in measured] for order in measured[0]}
+    order = min(found, key=lambda one: _mean_kl(found[one]))
+    pairing = ModelPairing(
+        weights=published.model.weights,
+        title=published.title,
+        key_order=order,
+        kl=_mean_kl(found[order]),
+        top1=statistics.fmean(near.top1 for near in found[order]),
+        positions=sum(near.positions for near in found[order]),
+        contexts=len(samples),
+        at=time.time(),
+    )
+    if not pairing.is_near:
+        raise InvalidSetting(
+            f"KV of {published.title} does not serve this model: the KL of what it says then is {pairing.kl:.3f}, and "
+            f"at most {MAX_KL} is near enough. They are other weights, or quantized too far."
+        )
+    remember_pairing(own, pairing)
+    return pairing
+
+
+def _samples(origin: Origin, model: KvModel, max_tokens: int) -> Iterator[_Sample]:
+    """Published contexts of a model, the newest first, decoded in the client's type."""
+    for entry in filter(origin.trusts, origin.contexts(model)):
+        manifest = origin.manifest(entry, model)
+        if manifest is None:
+            continue
+        found = PublishedPrefix(manifest, manifest.cells.chunks, model)
+        if (level := found.choose(_QUANTIZED)) is not None:
+            tokens = origin.tokens(found)[:max_tokens]
+            kv = SpanTransfer(origin, found, level, Span(0, len(tokens) * 3 // 4), Bandwidth()).fetch()
+            yield _Sample(tokens, kv.layers)
+
+
+def _nearness(engine: Engine, sample: _Sample) -> dict[KeyOrder, Nearness]:
+    """How near what the model says after published KV comes to what it says after its own, for each order of keys."""
+    known, orders = sample.layers[0].keys.shape[1], get_args(KeyOrder)
+    with Trial(engine, sample.tokens[:known], sample.tokens[known:]) as trial:
+        return {order: trial.near([reorder_keys(layer, order) for layer in sample.layers]) for order in orders}
+
+
+def _mean_kl(found: Sequence[Nearness]) -> float:
+    return statistics.fmean(near.mean_kl for near in found)
+
+
+def choose_published(own: KvModel, manifests: Sequence[Manifest], title: str | None) -> Manifest:
+    """The published model that is meant. Raises `InvalidSetting`."""
+    alike = [one for one in manifests if one.model.layout.layers == own.layout.layers and one.model.adapter is None]
+    alike = [one for one in alike if one.model.weights != own.weights]
+    named = [one for one in alike if title in (None, one.title)]
+    titles = ", ".join(sorted({one.title for one in alike}))
+    if "uint8" in (own.layout.dtype, *(one.model.layout.dtype for one in named)):
+        raise InvalidSetting("KV that an engine quantizes itself cannot be exchanged: use kv_type='f16'.")
+    if not named:
+        there = f"models of its shape there: {titles}" if titles else "no other model there has its shape"
+        raise InvalidSetting(f"The origin has nothing to pair this model with: {there}.")
+    if len({one.model.weights for one in named}) > 1:
+        raise InvalidSetting(f"Several models of this shape are published ({titles}): name one with --published.")
+    return named[0]
