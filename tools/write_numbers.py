@@ -42,6 +42,7 @@ MEASURED = {
     "chunks": "chunks engine cache store session core",
     "answers": "answers idle knowledge engine cache store session core",
     "adapters": "codec engine cache store apps.py session core",
+    "policies": "store core",
     "stream": "remote codec engine cache session core",
     "knowledge": "knowledge engine/embedding",
     "store": "store codec core",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from rekindle.apps import Apps, list_apps
 from rekindle.core.scope import Scope
 from tests.server.conftest import Serve
@@ -32,6 +34,7 @@ def test_what_is_kept_for_an_app_is_told(served: Served) -> None:
     assert told["state"] == "background" and told["size_bytes"] > 0 and told["process"] is None
 
 
+@pytest.mark.usefixtures("crowded")
 def test_the_kv_of_a_killed_app_goes_and_what_others_ask_for_stays(serve: Serve) -> None:
     served = serve(session={"killed_ttl": "0s"})
     served.chat(LONG + "One.", app_id="mail")
