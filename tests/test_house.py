@@ -47,6 +47,9 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
      "keys of a few queries into ranges"),
     ("benchmarks", 45, 0, "bench stream with llama.cpp, bench prefix up to 32,768 tokens on a device"),
     ("rekindle", 0, 1, "step_scheduler: what the next step computes, without threads; fewer lines than before"),
+    ("rekindle", 135, 0, "memory follows the policy of the disk, holds quantized KV as coded, and is freed when an app "
+     "is killed; apps of a Linux desktop from systemd"),
+    ("benchmarks", 165, 1, "policies: eviction replayed without a model, weights chosen on one half of the usages"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
