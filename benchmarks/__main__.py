@@ -20,11 +20,12 @@ BENCHES = {
     "knowledge": "benchmarks.knowledge",
     "chunks": "benchmarks.chunks.bench",
     "adapters": "benchmarks.adapters.bench",
+    "policies": "benchmarks.adapters.replay",
     "answers": "benchmarks.answers.bench",
     "stream": "benchmarks.stream.bench",
     "slower": "benchmarks.never_slower",
 }
-_WITHOUT_ENGINE = {"store", "knowledge"}
+_WITHOUT_ENGINE = {"store", "knowledge", "policies"}
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 

@@ -240,6 +240,11 @@ def _adapters_shape(axes: Any, result: Result) -> None:
     bars(axes, values, "{:,.1f} ms", f"{result['shape']}, {result['tokens']:,} tokens of KV", ["computed"])
 
 
+def _policies(axes: Any, result: Result) -> None:
+    values = {row["policy"].replace(", ", "\n"): float(row["computed_tokens"]) for row in result["second_half"]}
+    bars(axes, values, "{:,.0f}", "tokens to compute, second halves", [name for name in values if name != "lru"])
+
+
 def _answers_time(axes: Any, result: Result) -> None:
     values = {row["mode"]: row["mean_latency_s"] for row in result["rows"]}
     theirs = [name for name in values if not name.startswith("ours")]
@@ -313,6 +318,7 @@ _PANELS: dict[str, list[Panel]] = {
         _chunks_endurance,
     ],
     "adapters": [_adapters_room, _adapters_time],
+    "policies": [_policies],
     "answers": [_answers_time, _answers_guard, _answers_foreseen],
     "stream": [_stream_ratios, _stream_gain],
     "slower": [_slower],

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import settings
 
 from rekindle.machine import home_folder
+from rekindle.store import disk_space
 from tests.home import fill_home, live_in
 
 settings.register_profile("shared machine", deadline=None)  # how long an example takes says nothing here
@@ -159,3 +160,9 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
     return folder
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders count as full: what killed apps left goes by its age alone."""
+    monkeypatch.setattr(disk_space, "ROOMY_SHARE", 0.0)

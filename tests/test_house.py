@@ -51,6 +51,10 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 0, 1, "step_scheduler: what the next step computes, without threads; fewer lines than before"),
     ("rekindle", 500, 3, "origins whose defaults meet: what is found and why not; quantized KV for all dtypes "
      "and engines of the same files, other files by a measured pairing, passages behind any head with their scores"),
+    ("rekindle", 135, 0, "memory follows the policy of the disk, holds quantized KV as coded, and is freed when an app "
+     "is killed; apps of a Linux desktop from systemd"),
+    ("rekindle", 170, 0, "GPU: a question's look at passages as one recorded graph, probes and drift by kernels"),
+    ("benchmarks", 165, 1, "policies: eviction replayed without a model, weights chosen on one half of the usages"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

@@ -42,6 +42,7 @@ MEASURED = {
     "chunks": "chunks engine cache store session core",
     "answers": "answers idle knowledge engine cache store session core",
     "adapters": "codec engine cache store apps.py session core",
+    "policies": "store core",
     "stream": "remote codec engine cache session core",
     "knowledge": "knowledge engine/embedding",
     "store": "store codec core",
@@ -61,6 +62,7 @@ HEADLINES = {
         verified text *; idle work *, raised; near misses *; questions in other words *; labelled *""",
     "adapters": """S1, prefix:*; S1, ours:*; S1, exact:*; S1, mobilora:*; first token sooner *; bits *; most likely *;
         KL, median *; within *; differences, *""",
+    "policies": """*, lru; *, utility; *, mobilora""",
     "stream": """ideal overlap *; fixed hybrid *; bidirectional / ours; sooner of *; our schedule *; error of *;
         origin: *; context tokens: 768; busy cores: 2""",
     "store": """keep 1,000 *; keep, *; fsyncs *; load*; look up *; reopen *; storm *""",

@@ -45,17 +45,14 @@ class CacheMode:
         return self.settings.get("reuse") != "off"
 
 
-PEFT, PREFIX, DELTA, UTILITY, OURS = "peft", "prefix", "delta", "utility", "ours"
+PEFT, PREFIX, UTILITY, OURS = "peft", "prefix", "utility", "ours"
 EXACT, MOBILORA = "exact", "mobilora"
 MODES = (
     CacheMode(PEFT, "no reuse", {"reuse": "off"}),
     CacheMode(PREFIX, "whole KV, lru", {"reuse": "exact", "codec": "raw", "policy": "lru"}),
-    CacheMode(DELTA, "deltas, lru", {"reuse": "quantized", "codec": "auto", "policy": "lru"}, exact=False),
-    CacheMode(UTILITY, "whole KV, utility", {"reuse": "exact", "codec": "raw", "policy": "utility"}),
-    CacheMode(OURS, "deltas, utility", {"reuse": "quantized", "codec": "auto", "policy": "utility"}, exact=False),
-    CacheMode(
-        EXACT, "lossless deltas, utility", {"reuse": "exact", "codec": "auto", "policy": "utility"}, everywhere=False
-    ),
+    CacheMode(UTILITY, "deltas, utility", {"reuse": "quantized", "codec": "auto", "policy": "utility"}, exact=False),
+    CacheMode(OURS, "deltas, lru", {"reuse": "quantized", "codec": "auto", "policy": "lru"}, exact=False),
+    CacheMode(EXACT, "lossless deltas, lru", {"reuse": "exact", "codec": "auto", "policy": "lru"}, everywhere=False),
     CacheMode(MOBILORA, "as published", {"reuse": "quantized"}, False, False),
 )
 _EVERYWHERE: Mapping[str, Any] = {

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.adapters.modes import (
-    DELTA,
     EXACT,
     MOBILORA,
     MODES,
@@ -33,11 +32,10 @@ BARS = {
 }
 _BASELINES = (PEFT, PREFIX)
 _HIT = 0.5  # of a prompt's tokens: then the request counts as a hit
-# What is left of ours when one part is taken away.
+# Ours with one part changed.
 _ABLATIONS = {
-    "without_deltas": UTILITY,
-    "without_utility": DELTA,
-    "without_both": PREFIX,
+    "without_deltas": PREFIX,
+    "with_utility": UTILITY,
     "without_loss": EXACT,
     "as_published": MOBILORA,
 }

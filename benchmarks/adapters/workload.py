@@ -68,13 +68,17 @@ class WorkloadContext:
 
 @dataclass(frozen=True)
 class AdapterRequest:
-    """One request: by an app in the foreground, of an adapter. `changes` are what happened to apps before it."""
+    """One request: by an app in the foreground, of an adapter. `changes` are what happened to apps before it.
+
+    `seconds` is when the app came to the foreground.
+    """
 
     app: str
     adapter: str
     kind: Kind
     prompt: Tokens
     changes: tuple[tuple[str, AppState], ...] = ()
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,8 @@ def make_workload(
     order = random.permutation(len(contexts))
     visits: Counter[int] = Counter()
     asks = []
-    for app, changes in islice(_arrivals(usage, apps, random), filling + measured):
+    for coming, changes in islice(_arrivals(usage, apps, random), filling + measured):
+        app = coming.app
         adapter = ranked[int(random.choice(len(ranked), p=shares))]
         drawn = int(random.choice(len(contexts), p=context_shares))
         place = int(order[(drawn + apps.index(app)) % len(contexts)])
@@ -167,7 +172,7 @@ def make_workload(
         context, room = contexts[place], scenario.input_tokens - max(map(len, instructions))
         prompt = visible(context, room, visits[place]) + instruction
         visits[place] += 1
-        asks.append(AdapterRequest(app, adapter, context.kind, prompt, changes))
+        asks.append(AdapterRequest(app, adapter, context.kind, prompt, changes, coming.seconds))
     return AppWorkload(scenario, usage.name, tuple(ranked), tuple(asks), filling)
 
 
@@ -186,7 +191,7 @@ def most_used(usage: AppUsage, count: int) -> list[str]:
 
 def _arrivals(
     usage: AppUsage, apps: Sequence[str], random: np.random.Generator
-) -> Iterator[tuple[str, tuple[tuple[str, AppState], ...]]]:
+) -> Iterator[tuple[Event, tuple[tuple[str, AppState], ...]]]:
     """Apps as they come to the foreground, from some moment on, and again from the first if there are too few."""
     own = [event for event in usage.events if event.app in apps]
     start = int(random.integers(len(own)))
@@ -197,7 +202,7 @@ def _arrivals(
             since[event.app] = event.state
             continue
         since.pop(event.app, None)
-        yield event.app, tuple(since.items())
+        yield event, tuple(since.items())
         since = {}
 
 

@@ -1,6 +1,8 @@
 """Policies of eviction as published. `install` lets stores be opened with them by name.
 
 weighted-lru, lfu   hits and recency; who asked does not matter
+plain-lru           recency alone: killed apps' KV does not go first
+aged                lru with ages that length and hits change, for `bench policies` to find weights for
 mobilora            state, recency and length, added up; what is new may be worth least, and is not kept then
 """
 
@@ -35,6 +37,34 @@ class Weighted:
 
 
 WEIGHTED_LRU, LFU = Weighted("weighted-lru", recency=True), Weighted("lfu", recency=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLru:
+    """The least recently used goes first, of every app."""
+
+    name: str = "plain-lru"
+    by_app: bool = False
+
+    def worth(self, tail: Tail, users: AppUsers, state: EvictionState) -> Worth:  # noqa: ARG002
+        return Worth(True, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Aged:
+    """Killed apps' KV, then the oldest: age x `unhit`, if it was never hit, / blocks ** `length`. (0, 1) is `lru`."""
+
+    length: float
+    unhit: float
+    by_app: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"aged-{self.length:g}-{self.unhit:g}"
+
+    def worth(self, tail: Tail, users: AppUsers, state: EvictionState) -> Worth:
+        age = state.age_seconds(tail) * (1.0 if tail.hits else self.unhit)
+        return Worth(not users.dead, -age / tail.live**self.length)
 
 
 @dataclass(frozen=True, slots=True)

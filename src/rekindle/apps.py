@@ -2,16 +2,19 @@
 
 A state is foreground (in use), background (may return) or killed; the names of iOS, Android and browsers are mapped to
 these (`LIFECYCLE`). An app can be tied to a process: when that ends,
-whichever process notices first marks the app killed.
+whichever process notices first marks the app killed. On Linux desktops, systemd shows which apps run.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -198,7 +201,7 @@ def _app(row: AppRow, share: AppShare) -> App:
     )
 
 
-_LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.5
 _BORN_APART_SECONDS = 1.0  # tolerance for the start time of a process, which clock corrections shift
 
 
@@ -251,7 +254,7 @@ def wait_for_end(disk: DiskStore, scope: Scope, name: str) -> bool:
         if not _lives(row):
             mark_ended(disk)
         else:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
 
 
 def _lives(row: app_rows.AppRow) -> bool:
@@ -266,3 +269,52 @@ def _lives(row: app_rows.AppRow) -> bool:
         return False
     except (psutil.Error, ValueError):  # it exists, but we may not inspect it
         return True
+
+
+# Units of apps have the names app[-LAUNCHER]-ID[@RANDOM].service and app[-LAUNCHER]-ID-RANDOM.scope, with \x2d for a
+# hyphen in a part (systemd.io/DESKTOP_ENVIRONMENTS). The manager of a user makes a cgroup for each: a folder.
+_UNIT = re.compile(r"app-(?:[^-@]+-)?([^-@]+)(?:@[^@]*\.service|\.service|-[^-@]+\.scope)")
+_CGROUPS = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified", "/sys/fs/cgroup/systemd")
+
+
+def systemd_manager(roots: tuple[str, ...] | None = None) -> Path:
+    """The cgroup of this user's manager of systemd. Raises `InvalidSetting` if there is none."""
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    for root in roots or _CGROUPS:
+        manager = Path(root, "user.slice", f"user-{user}.slice", f"user@{user}.service")
+        if manager.is_dir():
+            return manager
+    raise InvalidSetting(
+        "No systemd runs apps for this user. Watch a process with `rekindle apps watch PID`, or let the app say its "
+        "state: `rekindle apps set APP STATE`, PUT /v1/rekindle/apps/APP."
+    )
+
+
+def running_apps(manager: Path) -> set[str]:
+    """The ids of the apps that run under a user's manager, such as org.gnome.Evince."""
+    found, slices = set(), [manager]
+    while slices:
+        group = slices.pop()
+        try:
+            folders = [entry.name for entry in os.scandir(group) if entry.is_dir(follow_symlinks=False)]
+        except FileNotFoundError:  # it ended meanwhile
+            continue
+        slices += [group / name for name in folders if name.endswith(".slice")]
+        units = [match for name in folders if (match := _UNIT.fullmatch(name))]
+        found |= {re.sub(r"\\x([0-9a-f]{2})", lambda code: chr(int(code[1], 16)), unit[1]) for unit in units}
+    return found
+
+
+def follow_units(disk: DiskStore, scope: Scope, manager: Path, before: set[str]) -> tuple[set[str], list[App]]:
+    """The apps that run now, and those whose states were changed since `before` ran.
+
+    An app that ended is killed; a killed one that runs again is in the foreground. Only apps that sent requests
+    under their id are changed. Raises `CacheUnusable`.
+    """
+    now = running_apps(manager)
+    known = {app.name: app.state for app in list_apps(disk, scope)} if now != before else {}
+    changes: list[tuple[str, AppState]] = [
+        *((name, "killed") for name in sorted(before - now) if known.get(name, "killed") != "killed"),
+        *((name, "foreground") for name in sorted(now - before) if known.get(name) == "killed"),
+    ]
+    return now, [Apps(disk, scope).set(name, state) for name, state in changes]

@@ -52,6 +52,7 @@ def test_ls_shows_who_asked_and_what_is_kept_for_them(folder: Path) -> None:
     assert listed(folder, "--tenant", "other") == [] and len(listed(folder, "--all")) == 2
 
 
+@pytest.mark.usefixtures("crowded")
 def test_set_takes_the_names_of_other_systems_and_the_store_heeds_it(folder: Path) -> None:
     assert apps(folder, "set", "mail", "suspended").stdout == "mail is background\n"
     assert apps(folder, "set", "mail", "onDestroy").stdout == "mail is killed\n"

@@ -19,6 +19,8 @@ from tests.faults.test_injected import Connections, FailingFiles
 from tests.faults.test_purge import KILLED, DyingConnections, DyingFiles, places
 from tests.kvs import KV_SPACE, keep, load
 
+pytestmark = pytest.mark.usefixtures("crowded")
+
 LIMIT = (2 << 20) + 700_000
 SETTINGS = StoreSettings(disk_limit=LIMIT, memory_limit=0, killed_ttl_seconds=0)
 MAIL, NOTES = AppRef("local", "mail"), AppRef("local", "notes")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from rekindle.apps import Apps, list_apps
 from rekindle.core.scope import Scope
 from tests.server.conftest import Serve
@@ -32,6 +34,7 @@ def test_what_is_kept_for_an_app_is_told(served: Served) -> None:
     assert told["state"] == "background" and told["size_bytes"] > 0 and told["process"] is None
 
 
+@pytest.mark.usefixtures("crowded")
 def test_the_kv_of_a_killed_app_goes_and_what_others_ask_for_stays(serve: Serve) -> None:
     served = serve(session={"killed_ttl": "0s"})
     served.chat(LONG + "One.", app_id="mail")
@@ -85,3 +88,37 @@ def test_without_a_cache_a_state_is_still_heeded(serve: Serve) -> None:
     served.chat(LONG, app_id="mail")
     assert put(served, "mail", "background").json()["state"] == "background"
     assert [app["state"] for app in served.get(f"{OWN}/apps").json()["data"]] == ["background"]
+
+
+@pytest.mark.parametrize(
+    ("said", "state"), [("onStop", "background"), ("onResume", "foreground"), ("sceneDidDisconnect", "killed")]
+)
+def test_a_helper_may_report_an_app_before_it_asks_and_repeat_itself(served: Served, said: str, state: str) -> None:
+    for _ in range(2):
+        answer = put(served, "org.example%20mail", said)
+        assert answer.status_code == 200
+        assert (answer.json()["id"], answer.json()["state"]) == ("org.example mail", state)
+        assert answer.json()["stopped_requests"] == 0
+    assert apps(served)["org.example mail"]["state"] == state
+
+
+def test_what_is_no_state_or_no_name_is_refused_with_what_to_send(served: Served) -> None:
+    wrong = put(served, "mail", "asleep")
+    assert wrong.status_code == 400 and "foreground" in wrong.json()["error"]["message"]
+    assert put(served, "m" * 257, "killed").status_code == 400
+    assert apps(served) == {}
+
+
+def test_a_helper_needs_a_key_where_the_server_has_keys(keyed: Served) -> None:
+    with keyed.http() as client:
+        client.headers.pop("authorization", None)
+        assert client.put(f"{OWN}/apps/mail", json={"state": "killed"}).status_code == 401
+
+
+def test_a_killed_app_has_freed_its_memory_before_the_reply(served: Served) -> None:
+    served.chat(LONG * 5, app_id="mail")
+    apps(served)
+    store = served.session.cache.store
+    assert store is not None and len(store.memory) > 0
+    assert put(served, "mail", "killed").status_code == 200
+    assert len(store.memory) == 0

@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 
 from rekindle import Session
+from rekindle.apps import Apps
 from rekindle.cache.lookup import CacheLookup
 from rekindle.core.request import Request
+from rekindle.core.scope import Scope
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import CacheUnusable, InvalidSetting
 from rekindle.store import tiered
+from rekindle.store.disk import DiskStore
+from rekindle.store.settings import StoreSettings
+
+pytestmark = pytest.mark.usefixtures("crowded")
 
 SYSTEM = "You answer letters about the lighthouse, the lamp, the boats and the tides, and never about money. "
 
@@ -121,6 +127,35 @@ def test_what_a_killed_app_left_in_the_engine_goes_at_once(session: Session) -> 
     assert look(session, "When is the lamp lit?").parked is not None
     session.apps.set("mail", "killed")
     assert look(session, "When is the lamp lit?").parked is None
+
+
+def test_a_killed_app_frees_its_memory_at_once_and_its_kv_stays_on_disk(tmp_path: Path) -> None:
+    with Session(FakeEngine(), cache=tmp_path / "cache", disk_limit="50MB", killed_ttl="none") as session:
+        ask(session, "When is the lamp lit?" * 5, app="mail")
+        session.generate("Where are the boats at night?" * 5, max_tokens=4, app="notes")
+        maintain(session)
+        store = session.cache.store
+        assert store is not None
+        stored = kept(session, "When is the lamp lit?" * 5)
+        assert len(store.memory) == 2
+        session.apps.set("mail", "killed")
+        assert len(store.memory) == 1
+        assert kept(session, "When is the lamp lit?" * 5) == stored > 64
+
+
+def test_memory_of_an_app_that_another_process_killed_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered, "_LOOK_AGAIN_SECONDS", 0.05)
+    folder = tmp_path / "cache"
+    with Session(FakeEngine(), cache=folder, disk_limit="50MB", killed_ttl="none") as session:
+        ask(session, "When is the lamp lit?" * 5, app="mail")
+        store = session.cache.store
+        assert store is not None and len(store.memory) > 0
+        other = DiskStore(folder, StoreSettings(disk_limit="50MB"))
+        Apps(other, Scope("local")).set("mail", "killed")
+        other.close()
+        eventually(lambda: len(store.memory) == 0)
+        eventually(lambda: look(session, "When is the lamp lit?" * 5).parked is None)
+        assert kept(session, "When is the lamp lit?" * 5) > 64
 
 
 def test_apps_have_names_and_states_that_are_known(session: Session) -> None:

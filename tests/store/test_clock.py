@@ -142,6 +142,7 @@ def test_clocks_that_jump_about_are_never_believed() -> None:
     assert memory.next(1.9e9 + 5).odd_since is None
 
 
+@pytest.mark.usefixtures("crowded")
 def test_by_a_wrong_clock_nothing_of_killed_apps_is_deleted(tmp_path: Path, clock: Clock) -> None:
     settings = replace(WEEK, ttl_seconds=None, killed_ttl_seconds=5 * DAY)
     app = AppRef("local", "notes")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.baselines.policies import LFU, WEIGHTED_LRU, MobiLora
+from benchmarks.baselines.policies import LFU, WEIGHTED_LRU, Aged, MobiLora, PlainLru
 from rekindle.store.catalog.app_rows import AppUsers
 from rekindle.store.catalog.catalog import Tail
 from rekindle.store.evict import NOBODY, EvictionState, Lru, Policy, Utility, rank
@@ -44,10 +44,10 @@ def test_while_no_app_is_known_utility_is_weighted_lru(case: tuple[list[Tail], E
     assert rank(rows, Utility(), nameless, 99) == rank(rows, WEIGHTED_LRU, nameless, 99)
 
 
-@pytest.mark.parametrize("policy", [Utility(), MobiLora()], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [Lru(), Aged(1.0, 1.5), Utility(), MobiLora()], ids=lambda policy: policy.name)
 @given(case=states())
 def test_what_is_of_killed_apps_alone_goes_before_everything_else(
-    policy: Utility | MobiLora, case: tuple[list[Tail], EvictionState]
+    policy: Policy, case: tuple[list[Tail], EvictionState]
 ) -> None:
     rows, state = case
     dead = [state.users(row).dead for row in rank(rows, policy, state, 99)]
@@ -104,7 +104,22 @@ def test_mobilora_adds_up_state_recency_and_length() -> None:
     assert values == sorted(values) and len(set(values)) == 3
 
 
-@pytest.mark.parametrize("policy", [WEIGHTED_LRU, Lru(), LFU], ids=lambda policy: policy.name)
+@given(case=states())
+def test_lru_is_the_order_of_the_last_use_among_what_live_apps_used(case: tuple[list[Tail], EvictionState]) -> None:
+    rows, state = case
+    alive = [row for row in rank(rows, Lru(), state, 99) if not state.users(row).dead]
+    assert alive == [row for row in rank(rows, PlainLru(), state, 99) if not state.users(row).dead]
+    assert [row.used for row in alive] == sorted(row.used for row in alive)
+
+
+@given(case=states())
+def test_ages_without_weights_are_lru(case: tuple[list[Tail], EvictionState]) -> None:
+    rows, state = case
+    past = [replace(row, used=min(row.used, state.now)) for row in rows]  # what is in the future has no age
+    assert rank(past, Aged(0.0, 1.0), state, 99) == rank(past, Lru(), state, 99)
+
+
+@pytest.mark.parametrize("policy", [WEIGHTED_LRU, PlainLru(), LFU], ids=lambda policy: policy.name)
 @given(case=states())
 def test_to_the_plain_policies_it_does_not_matter_who_asked(
     policy: Policy, case: tuple[list[Tail], EvictionState]

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.storm import disk_bytes
 from rekindle.apps import list_apps
 from rekindle.core.scope import AppRef, AppState
+from rekindle.store import disk_space
 from rekindle.store.catalog import app_rows
 from rekindle.store.catalog.app_rows import AppUsers
 from rekindle.store.check import check
@@ -21,7 +22,7 @@ from rekindle.store.tiered import TieredStore
 from tests.kvs import KV_SPACE, keep, load
 from tests.store.test_limits import LOG_BYTES, Clock, prompt
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("crowded")]
 
 MAIL, NOTES, CHAT = (AppRef("local", name) for name in ("mail", "notes", "chat"))
 
@@ -111,6 +112,25 @@ def test_private_kv_of_a_killed_app_goes_soon_and_what_others_use_stays(store: T
     assert known(store, system + prompt(1, 320), prompt(3) + prompt(4)) == [320, 0]
     assert load(store, system + prompt(2, 320)) == 640
     assert check(store.disk).problems == ()
+
+
+def test_from_a_half_empty_folder_nothing_of_killed_apps_is_deleted(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_space, "ROOMY_SHARE", 0.5)
+    with opened(tmp_path / "c", clock, limit="50MB") as store:
+        ask(store, prompt(0), MAIL)
+        ask(store, prompt(1), MAIL)
+        say(store, MAIL, "killed")
+        clock.now += 3600
+        store.maintain()
+        assert known(store, prompt(0), prompt(1)) == [640, 640]
+        with store.disk.database.scanning() as connection:
+            used = store.disk.room.used_bytes(connection)
+        share = (used - 1000) / store.disk.room.limit_bytes(used)  # a little more than that is taken: one is enough
+        monkeypatch.setattr(disk_space, "ROOMY_SHARE", share)
+        store.maintain()
+        assert sorted(known(store, prompt(0), prompt(1))) == [0, 640]
 
 
 def test_it_goes_when_the_next_process_opens_the_folder(tmp_path: Path, clock: Clock) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from rekindle.cache.writer import BackgroundJob, WriteGuard, WriteJob
 from rekindle.core.keys import KvSpace, common_tokens, token_bytes
 from rekindle.core.kv import Kv, Span
 from rekindle.core.reply import ChunkReuse, OriginMiss
-from rekindle.core.scope import AppRef, Scope
+from rekindle.core.scope import AppRef
 from rekindle.engine.base import EngineSequence
 
 _MAX_PARKED = 8
@@ -200,17 +200,11 @@ class ParkedContexts:
         place = self._parked[context]
         return len(place.tokens) / (self._turn - place.turn + 1)
 
-    def clear(self, scope: Scope | None = None, app: str | None = None) -> None:
-        """Close all contexts, or those of one scope, or of one app of it."""
+    def clear(self, leaves: Callable[[Context], bool] = lambda _: True) -> None:
+        """Close all contexts, or those that `leaves` says."""
         with self._lock:
-            leaving = [context for context in self._parked if scope is None or _is_of(context, scope, app)]
+            leaving = [context for context in self._parked if leaves(context)]
             for context in leaving:
                 del self._parked[context]
         for context in leaving:
             context.close()
-
-
-def _is_of(context: Context, scope: Scope, app: str | None) -> bool:
-    if context.kv_space.namespace.scope != scope:
-        return False
-    return app is None or (context.app_ref is not None and context.app_ref.name == app)

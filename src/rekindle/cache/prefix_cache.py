@@ -40,12 +40,13 @@ from rekindle.core.kv import Span
 from rekindle.core.plan import Plan
 from rekindle.core.reply import OriginFinding, Reuse
 from rekindle.core.request import Request
-from rekindle.core.scope import Scope
+from rekindle.core.scope import AppRef, Scope
 from rekindle.core.size import parse_limit
 from rekindle.engine.base import Logits
 from rekindle.engine.lora_manager import LoraManager
 from rekindle.errors import KvLost, OutOfMemory
 from rekindle.settings import Settings
+from rekindle.store.catalog.app_rows import salt_digest
 from rekindle.store.purge import TokenRun
 from rekindle.store.tiered import TieredStore
 
@@ -116,6 +117,8 @@ class PrefixCache:
         # A parked context has no age: with a time to live, there are none.
         parks = kv.store is not None and settings.ttl is None and memory > 0
         self._parked = ParkedContexts((sys.maxsize if crowded else memory // 2) if parks else 0)
+        if kv.writer is not None:
+            kv.writer.free_killed = self.free_killed
         self._memory_gate, self._inflight = MemoryGate(self.unpark), InflightPrefills()
         self._calibrated = {deltas: bits_calibrated(kv.engine, settings, deltas=deltas) for deltas in (False, True)}
         self._warned = False  # that the store does not answer: once, until it does again
@@ -300,9 +303,15 @@ class PrefixCache:
 
     # -- the whole cache ---------------------------------------------------------------------------------------------
 
-    def unpark(self, scope: Scope | None = None, app: str | None = None) -> None:
-        """Close all parked contexts, or those of one scope, or of one app of it. Their KV is in memory or on disk."""
-        self._parked.clear(scope, app)
+    def unpark(self, scope: Scope | None = None) -> None:
+        """Close all parked contexts, or those of one scope. Their KV is in memory or on disk."""
+        self._parked.clear(lambda context: scope in (None, context.kv_space.namespace.scope))
+
+    def free_killed(self) -> None:
+        """Free the memory of killed apps: their parked contexts, and what is held for them alone. Disk is not freed."""
+        if self.store is not None and not self._closed:
+            killed = {(row.tenant, row.salt_digest, row.name) for row in self.store.free_killed()}
+            self._parked.clear(lambda context: context.app_ref is not None and _key(context.app_ref) in killed)
 
     def rest(self) -> bool:
         """Write everything and close all contexts, so that the engine can free its model; False if it cannot."""
@@ -352,6 +361,10 @@ def _begin(context: Context, lookup: CacheLookup) -> None:
     context.wanted, context.ended = lookup.wanted, False
     context.stored_tokens = max(lookup.stored_tokens, context.stored_tokens)
     context.origin_miss = None
+
+
+def _key(app_ref: AppRef) -> tuple[str, str, str]:
+    return app_ref.tenant, salt_digest(app_ref.salt), app_ref.name
 
 
 class PromptPrefill:

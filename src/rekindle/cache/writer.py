@@ -144,6 +144,7 @@ class BackgroundWriter:
         self._closed = False
         self._thread: threading.Thread | None = None
         self.outcomes: Counter[str] = Counter()
+        self.free_killed: Callable[[], None] | None = None  # frees memory of killed apps; called when idle
 
     @property
     def backlog(self) -> int:
@@ -216,6 +217,8 @@ class BackgroundWriter:
                 self._store.maintain()
                 if self._store.wake_seconds is not None:  # apps are known
                     mark_ended(self._store.disk)
+                    if self.free_killed is not None:
+                        self.free_killed()
             else:
                 self.outcomes[job.do(self._store)] += 1
         except Exception as error:  # noqa: BLE001  (not written; the jobs behind it still run)

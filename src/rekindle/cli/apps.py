@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ from rekindle.cli.cache import Folder, KeyFile, is_unused, open_cache
 from rekindle.cli.options import AsJson, app, print_json, print_table
 from rekindle.core.scope import Scope, scope_of
 from rekindle.core.size import human_bytes
+from rekindle.errors import InvalidSetting
 from rekindle.settings import Settings
 
 apps = typer.Typer(
@@ -85,7 +87,10 @@ def set_app(
 
 @apps.command("watch")
 def watch_app(
-    process: Annotated[int, typer.Argument(metavar="PID", help="The id of the app's process.")],
+    process: Annotated[int | None, typer.Argument(metavar="PID", help="The id of the app's process.")] = None,
+    systemd: Annotated[
+        bool, typer.Option("--systemd", help="Follow all apps of this Linux desktop instead, until it is interrupted.")
+    ] = False,
     name: Annotated[str | None, typer.Option("--app", help="The app; default: the name of the process.")] = None,
     wait: Annotated[
         bool,
@@ -96,15 +101,34 @@ def watch_app(
     folder: Folder = None,
     key_file: KeyFile = None,
 ) -> None:
-    """Mark an app killed when its process ends."""
+    """Mark an app killed when its process ends; with --systemd, every app that sent requests under its desktop id."""
     from rekindle.apps import process_name, wait_for_end, watch_process
 
+    if (process is None) != systemd:
+        raise InvalidSetting("Give the PID of a process to watch, or --systemd.")
+    if process is None:
+        _follow_systemd(folder, key_file, _scope(tenant, cache_salt))
+        return
     own = name or process_name(process)
     with open_cache(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
         watch_process(store, _scope(tenant, cache_salt), own, process)
         typer.echo(f"{own} is marked killed when process {process} ends")
         if wait and wait_for_end(store, _scope(tenant, cache_salt), own):
             typer.echo(f"{own} is killed")
+
+
+def _follow_systemd(folder: Path | None, key_file: Path | None, scope: Scope) -> None:
+    from rekindle.apps import LOOK_SECONDS, follow_units, running_apps, systemd_manager
+
+    manager = systemd_manager()
+    with open_cache(folder, key_file, write=True, limit=Settings.load().disk_limit) as store:
+        running = running_apps(manager)
+        typer.echo(f"watching the apps of {manager}: {len(running)} run")
+        while True:
+            time.sleep(LOOK_SECONDS)
+            running, changed = follow_units(store, scope, manager, running)
+            for one in changed:
+                typer.echo(f"{one.name} is {one.state}")
 
 
 def _scope(tenant: str | None, cache_salt: str | None) -> Scope:

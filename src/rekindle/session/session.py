@@ -170,7 +170,7 @@ class Session:
     def apps(self) -> Apps:
         """The apps that asked, and their states: `apps.ls()`, `apps.set("mail", "killed")`."""
         disk = None if self.cache.store is None else self.cache.store.disk
-        return Apps(disk, scope_of(self.settings, None, None), self.cache.unpark)
+        return Apps(disk, scope_of(self.settings, None, None), lambda *_: self.cache.free_killed())
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Reply:
         """Continue a plain text or a list of token ids.

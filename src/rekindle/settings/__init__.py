@@ -247,9 +247,9 @@ class Settings(_Loadable):
     )
     policy: str = setting(
         "retention",
-        "utility",
-        "What is evicted first: utility (by what reuse saves, how likely it is, and the state of the apps that ask), "
-        "lru (what was not used for longest).",
+        "lru",
+        "What is evicted first: lru (what only killed apps used, then what was not used for longest), utility (by what "
+        "reuse saves, how likely it is, and the state of the apps that ask).",
     )
     ttl: str | None = setting(
         "retention",
@@ -260,7 +260,8 @@ class Settings(_Loadable):
     killed_ttl: str | None = setting(
         "retention",
         "60s",
-        "When KV that only killed apps used is evicted, after the last was killed; none: when space is needed.",
+        "When KV that only killed apps used is evicted, after the last was killed, if more than half of the disk limit "
+        "is used; none: when space is needed.",
         kind=a_time("30s, 5m"),
     )
     admission: Literal["always", "second-use"] = setting(

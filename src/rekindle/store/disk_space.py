@@ -31,6 +31,7 @@ from rekindle.store.folder import EXTENTS, WRITERS, CacheFolder, is_own_name
 from rekindle.store.limits import Limits, LimitTooSmall, Refused
 from rekindle.store.settings import StoreSettings
 
+ROOMY_SHARE = 0.5  # of the limit: a folder that takes less has room for what killed apps left
 _ATTEMPTS = 20
 
 
@@ -151,7 +152,7 @@ class DiskSpace(Limits):
         super().__init__(folder.path, settings, database, extents.files, clock)
         self._place = folder
         self._extents = extents
-        self._eviction = Eviction(database, settings.chosen_policy, clock)
+        self.eviction = Eviction(database, settings.chosen_policy, clock)
         self._writers = Writers(folder, extents.files)
         self._writing: set[tuple[int, int]] = set()  # (process, extent) being written now
         self.evicted_bytes: Counter[str] = Counter()  # by reason: new, limit, expired, killed
@@ -267,10 +268,15 @@ class DiskSpace(Limits):
         self.evicted_bytes["expired"] += sum(row.size_bytes for row in expired)
 
     def expire_killed(self) -> None:
-        """Free KV that only apps killed longer ago than allowed used."""
+        """Free KV that only apps killed longer ago than allowed used, until `ROOMY_SHARE` of the limit is taken."""
         after = self._settings.killed_ttl_seconds
-        if after is not None:
-            self.evicted_bytes["killed"] += self._eviction.free_killed(self._clock() - after)
+        if after is None:
+            return
+        with self._database.scanning() as connection:
+            used = self.used_bytes(connection)
+        short = used - int(self.limit_bytes(used) * ROOMY_SHARE)
+        if short > 0:
+            self.evicted_bytes["killed"] += self.eviction.free_killed(self._clock() - after, short)
 
     def cut_all(self, rows: Sequence[catalog.Extent], unless: Callable[[catalog.Extent], bool] | None = None) -> None:
         """Free extents and their descendants, in transactions of bounded size; replaced rows stay."""
@@ -428,7 +434,7 @@ class DiskSpace(Limits):
         if compacted.done > 0:
             return True
         # If sparse extents have no space for a copy, trimming more would free nothing: whole extents go.
-        freed_bytes = self._eviction.free(short, holder, compacted.no_room > 0, apart)
+        freed_bytes = self.eviction.free(short, holder, compacted.no_room > 0, apart)
         self.evicted_bytes[reason] += freed_bytes
         return freed_bytes > 0
 

@@ -134,13 +134,13 @@ def chance(hits: int, age_seconds: float, max_hits: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Lru:
-    """The least recently used goes first."""
+    """What only killed apps used goes first, then the least recently used."""
 
     name: str = "lru"
-    by_app: bool = False
+    by_app: bool = True
 
     def worth(self, tail: Tail, users: AppUsers, state: EvictionState) -> Worth:  # noqa: ARG002
-        return Worth(True, 0.0)
+        return Worth(not users.dead, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Utility:
         return Worth(not users.dead, likely * popularity * saved)
 
 
-POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Utility(), Lru())}
+POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Lru(), Utility())}
 
 
 def rank(tails: Iterable[Tail], policy: Policy, state: EvictionState, count: int) -> list[Tail]:
@@ -185,6 +185,14 @@ _LOG_BYTES_A_BLOCK = 24 << 10  # what freeing a block writes to the log, at wors
 def blocks_a_transaction(database: Database) -> int:
     """How many blocks one transaction may free: each is written to the log several times."""
     return max(8, database.log_limit_bytes // 2 // _LOG_BYTES_A_BLOCK)
+
+
+@dataclass(frozen=True)
+class HeldRank:
+    """Names of extents in memory, the first to leave first; `dead` are those that only killed apps used."""
+
+    order: list[str]
+    dead: list[str]
 
 
 class Eviction:
@@ -221,8 +229,8 @@ class Eviction:
                 return freed
         return 0
 
-    def free_killed(self, killed_before: float) -> int:
-        """Free what only apps killed before that time used; returns about how many bytes were freed.
+    def free_killed(self, killed_before: float, short: int) -> int:
+        """Free about `short` bytes of what only apps killed before that time used; returns about how many were freed.
 
         KV that others use, or that other KV continues, stays. Raises as the catalog does; every transaction leaves the
         catalog consistent.
@@ -232,10 +240,10 @@ class Eviction:
         freed = 0
         if todo and not is_believed(self._database, self._clock()):
             return 0
-        while todo:
+        while todo and freed < short:
             blocks = blocks_a_transaction(self._database)
             with self._database.writing() as connection:
-                while todo and blocks > 0:
+                while todo and blocks > 0 and freed < short:
                     # As it is now: the app may have come back.
                     for private in app_rows.private(connection, killed_before, todo[0].extent):
                         cut = self._cut_private(connection, private, blocks)
@@ -254,6 +262,28 @@ class Eviction:
             return 0
         catalog.cut(connection, row.id, start)
         return row.live - start
+
+    def rank_held(self, names: Iterable[str]) -> HeldRank:
+        """The order in which extents should leave memory, and which of them only killed apps used."""
+        with self._database.scanning() as connection:
+            state = self._state(connection, whole=True)
+            found = {name: catalog.extents(connection, "name=? AND state='live'", (name,)) for name in names}
+        rows = {name: rows[0] for name, rows in found.items() if rows}
+        tails = {
+            name: Tail(row.id, row.live, row.blocks, row.size_bytes, row.hits, row.used, row.tokens, row.kv_space)
+            for name, row in rows.items()
+        }
+        # Of those that were last used together, the deepest go first, as on disk.
+        listed = sorted(
+            tails,
+            key=lambda name: (
+                self._policy.worth(tails[name], state.users(tails[name]), state),
+                tails[name].used,
+                -rows[name].depth,
+            ),
+        )
+        unlisted = [name for name in found if name not in rows]
+        return HeldRank([*unlisted, *listed], [name for name in listed if state.users(tails[name]).dead])
 
     def _state(self, connection: sqlite3.Connection, whole: bool) -> EvictionState:
         now, max_hits = self._clock(), catalog.max_hits(connection)

@@ -78,11 +78,12 @@ class OpenBase:
 
 @dataclass(frozen=True, eq=False)
 class OpenExtent:
-    """An open extent with its bases. The holder releases it."""
+    """An open extent with its bases. The holder releases it. `code`: the coded layers, if they are in memory."""
 
     handle: Handle
     header: ExtentHeader
     bases: tuple[OpenBase, ...] = ()
+    code: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,22 +326,27 @@ class ExtentFiles:
             out.keys.dtype != plan.layout.numpy_dtype
         ):
             raise Damaged(f"layer {layer}: it has another shape or type")
-        at = plan.coded_at(layer)
-        data = bytearray(len(at))
-        self._read_at(extent.handle, at.start, memoryview(data))
-        if self._digest(data) != extent.header.coded_digest(layer):
-            raise Damaged(f"layer {layer}: the digest of its bytes does not match")
+        data = extent.code[layer] if extent.code else self.read_code(extent, layer)
         wanted = Span(0, plan.token_count) if coding.exact else span
         base = None if coding.base_kv_space is None else self._base_kv(plan, extent.bases, layer, wanted)
         try:
             spec = plan.layout.layer_spec(layer, plan.token_count)
-            decoded = decode(bytes(data), spec, base, wanted)
+            decoded = decode(data, spec, base, wanted)
         except ValueError as error:
             raise Damaged(f"layer {layer}: {error}") from error
         if coding.exact and digest_halves(self.digester, decoded) != extent.header.half_digests(layer):
             raise Damaged(f"layer {layer}: the digest of its decoded KV does not match")
         used = _window(decoded, span.start - wanted.start, span.stop - wanted.start)
         out.keys[...], out.values[...] = used.keys, used.values
+
+    def read_code(self, extent: OpenExtent, layer: int) -> bytes:
+        """The coded bytes of a layer, checked. Raises `Damaged` or `OSError`."""
+        at = extent.header.plan.coded_at(layer)
+        data = bytearray(len(at))
+        self._read_at(extent.handle, at.start, memoryview(data))
+        if self._digest(data) != extent.header.coded_digest(layer):
+            raise Damaged(f"layer {layer}: the digest of its bytes does not match")
+        return bytes(data)
 
     def _base_kv(self, plan: ExtentPlan, parts: Sequence[OpenBase], layer: int, span: Span) -> LayerKv:
         """The base KV of tokens `span` of a delta."""

@@ -22,7 +22,7 @@ from rekindle.store.catalog import catalog
 from rekindle.store.disk import DiskStore
 from rekindle.store.extents import Damaged, ExtentFiles, OpenExtent
 from rekindle.store.failures import FAILURES, Failures
-from rekindle.store.memory import HeldExtent, MemoryTier
+from rekindle.store.memory import HeldCode, HeldExtent, MemoryTier
 from rekindle.store.prefix_index import Match, Piece
 
 Fits = Callable[["KvSource"], bool]
@@ -232,22 +232,43 @@ class KvSources:
             try:
                 extent = self._disk.open(row, kv_spaces[row.kv_space])
                 try:
-                    plan = extent.header.plan
-                    room -= plan.token_count * plan.layout.token_bytes
+                    plan, coding = extent.header.plan, extent.header.plan.coding
+                    coded = coding is not None and not coding.exact
+                    room -= sum(coding.sizes) if coding and coded else plan.token_count * plan.layout.token_bytes
                     if room < 0:
                         break
-                    layers = tuple(self._disk.extents.layers(extent, plan.token_count))
+                    held = self._held_code(extent) if coded else self._held_extent(extent)
                 finally:
                     self._disk.extents.release(extent)
             except (OSError, Damaged) as error:
                 self._failures.log_once("KV could not be taken into memory", error)
             else:
-                self._memory.put(row.name, HeldExtent(extent.header, layers))
+                self._memory.put(row.name, held)
+
+    def want(self, name: str) -> None:
+        """Let `promote` hold an extent."""
+        if self._memory.limit_bytes:
+            with self._lock:
+                self._wanted[name] = None
+
+    def _held_code(self, extent: OpenExtent) -> HeldCode:
+        layers = range(len(extent.header.plan.layout.layers))
+        return HeldCode(tuple(self._disk.extents.read_code(extent, layer) for layer in layers))
+
+    def _held_extent(self, extent: OpenExtent) -> HeldExtent:
+        header = extent.header
+        return HeldExtent(header, tuple(self._disk.extents.layers(extent, header.plan.token_count)))
+
+    def _with_code(self, extent: OpenExtent) -> OpenExtent:
+        """The extent and its bases, with the coded layers that are in memory."""
+        bases = tuple(replace(base, extent=self._with_code(base.extent)) for base in extent.bases)
+        held = self._memory.get(extent.header.plan.name)
+        return replace(extent, bases=bases, code=held.layers if isinstance(held, HeldCode) else ())
 
     def _open(self, kv_space: KvSpace, piece: Piece, fits: Fits) -> KvSource:
         """The source of a piece's KV. Raises `Damaged` or `OSError`."""
         held = self._memory.get(piece.name)
-        if held is not None:
+        if isinstance(held, HeldExtent):
             source = KvSource(piece, held)
             if fits(source):
                 return source
@@ -256,13 +277,13 @@ class KvSources:
             row = catalog.extent(connection, piece.extent)
         if row is None or row.state != "live" or row.name != piece.name:
             raise FileNotFoundError("it was evicted meanwhile")
-        source = KvSource(piece, self._disk.open(row, self._disk.kv_space_digest(kv_space)))
+        extent = self._disk.open(row, self._disk.kv_space_digest(kv_space))
+        source = KvSource(piece, extent if row.coding == "raw" else self._with_code(extent))
         if not fits(source):
             source.close(self._disk.extents)
             raise Damaged("it holds other tokens than its row says")
-        if row.coding != "quantized":  # it is small on disk, but as large as any when decoded
-            with self._lock:
-                self._wanted[piece.name] = None
+        if held is None:
+            self.want(piece.name)
         return source
 
 

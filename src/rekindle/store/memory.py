@@ -1,10 +1,13 @@
-"""KV in memory, above the disk: extents as arrays, checked once; the least recently used go first."""
+"""KV in memory, above the disk: extents, checked once. What goes first is the store's policy.
+
+Exact KV is held as arrays, ready to be copied. Quantized KV is held as it is on disk, whole or as differences from its
+base: it takes a fraction of the memory, and is decoded at every use.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rekindle.codec.extent import ExtentHeader
@@ -23,13 +26,28 @@ class HeldExtent:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
 
 
-class MemoryTier:
-    """Extents by name, never more bytes than the limit. Thread-safe."""
+@dataclass(frozen=True, eq=False)
+class HeldCode:
+    """The coded bytes of each layer of an extent, checked when they were read."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    layers: tuple[bytes, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(map(len, self.layers))
+
+
+LeavingOrder = Callable[[Sequence[str]], Sequence[str]]
+
+
+class MemoryTier:
+    """Extents by name, never more bytes than the limit. `order` says which leave first. Thread-safe."""
+
+    def __init__(self, limit_bytes: int, order: LeavingOrder = list) -> None:
         self.limit_bytes = limit_bytes
+        self._order = order
         self._lock = threading.Lock()
-        self._held: OrderedDict[str, HeldExtent] = OrderedDict()
+        self._held: dict[str, HeldExtent | HeldCode] = {}
         self._size_bytes = 0
 
     @property
@@ -44,24 +62,24 @@ class MemoryTier:
         return 0 < size_bytes <= self.limit_bytes
 
     def holds(self, name: str) -> bool:
-        return name in self._held
+        """Whether an extent is held ready to be copied."""
+        return isinstance(self._held.get(name), HeldExtent)
 
-    def get(self, name: str) -> HeldExtent | None:
-        """The extent, which becomes the most recently used."""
-        with self._lock:
-            held = self._held.get(name)
-            if held is not None:
-                self._held.move_to_end(name)
-            return held
+    def get(self, name: str) -> HeldExtent | HeldCode | None:
+        return self._held.get(name)
 
-    def put(self, name: str, held: HeldExtent) -> None:
+    def put(self, name: str, held: HeldExtent | HeldCode) -> None:
         """Hold an extent; others make room for it first."""
         if not self.fits(held.size_bytes):
             return
+        full = self._size_bytes + held.size_bytes > self.limit_bytes
+        leaving = list(self._order(self.names())) if full else []  # it reads the catalog: not under the lock
         with self._lock:
             self._drop(name)
-            while self._size_bytes + held.size_bytes > self.limit_bytes:
-                self._drop(next(iter(self._held)))
+            for other in [*leaving, *self._held]:  # then any that came meanwhile
+                if self._size_bytes + held.size_bytes <= self.limit_bytes:
+                    break
+                self._drop(other)
             self._held[name] = held
             self._size_bytes += held.size_bytes
 

@@ -20,9 +20,10 @@ class StoreSettings:
 
     disk_limit       bytes, "512MB", or "10%" of what is free or already the cache's; files and catalog together
     memory_limit     the same for KV held in memory above the disk
-    policy           what goes first when space is needed: utility, lru
+    policy           what goes first when space is needed: lru, utility; in memory too
     ttl_seconds      KV older than this is not served and goes; None: never
-    killed_ttl_seconds  KV that only a killed app used goes after this time; None: when space is needed
+    killed_ttl_seconds  KV that only a killed app used goes after this time, if more than half of the limit is used;
+                     None: when space is needed
     admission        keep always, or on second-use: only what was seen before
     write_budget     bytes that may be written a day, to spare flash; unspent ones add up to three days; None: no limit
     max_variants     variants of chunks listed for one KV space; the least used go first
@@ -34,7 +35,7 @@ class StoreSettings:
 
     disk_limit: str | int | Limit = "10%"
     memory_limit: str | int | Limit = "256MB"
-    policy: str = "utility"
+    policy: str = "lru"
     ttl_seconds: float | None = None
     killed_ttl_seconds: float | None = 60.0
     admission: Admission = "always"

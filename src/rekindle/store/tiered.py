@@ -24,11 +24,12 @@ from rekindle.core.size import parse_limit
 from rekindle.errors import CacheUnusable, InvalidSetting
 from rekindle.store import history, purge
 from rekindle.store.catalog import app_rows, catalog, delta_rows
-from rekindle.store.catalog.app_rows import AppAccess, UsedBlocks
+from rekindle.store.catalog.app_rows import AppAccess, AppRow, UsedBlocks
 from rekindle.store.catalog.catalog import AccessLog, BlockAccess
 from rekindle.store.catalog.delta_rows import coded_pieces
 from rekindle.store.delta_base import DeltaBase
 from rekindle.store.disk import DiskStore, Machine, Written, check_present
+from rekindle.store.evict import HeldRank
 from rekindle.store.failures import Counts, Failures, Kept
 from rekindle.store.feed import KvSource, KvSources, StoredFeed, is_in_place, stretched
 from rekindle.store.limits import Refused
@@ -56,7 +57,8 @@ class TieredStore:
     ) -> None:
         self.settings = settings or StoreSettings()
         self.disk = DiskStore(Path(folder), self.settings, machine)
-        self.memory = MemoryTier(parse_limit(self.settings.memory_limit).resolve(psutil.virtual_memory().total))
+        memory = parse_limit(self.settings.memory_limit).resolve(psutil.virtual_memory().total)
+        self.memory = MemoryTier(memory, lambda names: self._rank_held(names).order)
         self._failures = Failures()
         self.counts = self._failures.counts
         self._access_log = AccessLog()
@@ -248,10 +250,26 @@ class TieredStore:
         return None if budget is None else budget.why_scarce()
 
     def _hold(self, written: Written, kv: Kv, part: Kv) -> None:
-        """Hold what was just written in memory too, unless reading it back would give other numbers."""
-        if written.coding != "quantized" and self.memory.fits(len(part.span) * part.layout.token_bytes):
+        """Hold what was just written in memory too; quantized KV later, as it was written."""
+        name = written.header.plan.name
+        if written.coding == "quantized":
+            self._sources.want(name)
+        elif self.memory.fits(len(part.span) * part.layout.token_bytes):
             held = kv.layers if part is kv else _copied(part)
-            self.memory.put(written.header.plan.name, HeldExtent(written.header, held))
+            self.memory.put(name, HeldExtent(written.header, held))
+
+    def free_killed(self) -> list[AppRow]:
+        """Forget what is held in memory for killed apps alone; returns the killed apps. It stays on disk."""
+        self.memory.forget(self._rank_held(self.memory.names()).dead)
+
+        def killed() -> list[AppRow]:
+            with self.disk.database.reading() as connection:
+                return [row for row in app_rows.apps(connection) if row.state == "killed"]
+
+        return self._failures.reading(killed, [])
+
+    def _rank_held(self, names: Sequence[str]) -> HeldRank:
+        return self._failures.reading(lambda: self.disk.room.eviction.rank_held(names), HeldRank(list(names), []))
 
     def note(
         self,
