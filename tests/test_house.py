@@ -53,7 +53,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
      "and engines of the same files, other files by a measured pairing, passages behind any head with their scores"),
     ("rekindle", 135, 0, "memory follows the policy of the disk, holds quantized KV as coded, and is freed when an app "
      "is killed; apps of a Linux desktop from systemd"),
-    ("rekindle", 170, 0, "GPU: a question's look at passages as one recorded graph, probes and drift by kernels"),
+    ("rekindle", 330, 0, "GPU: a question's look at passages as one recorded graph, probes and drift by kernels"),
     ("benchmarks", 165, 1, "policies: eviction replayed without a model, weights chosen on one half of the usages"),
 )  # fmt: skip
 
