@@ -22,6 +22,7 @@ BENCHES = {
     "adapters": "benchmarks.adapters.bench",
     "answers": "benchmarks.answers.bench",
     "stream": "benchmarks.stream.bench",
+    "sparse": "benchmarks.sparse.bench",
     "slower": "benchmarks.never_slower",
 }
 _WITHOUT_ENGINE = {"store", "knowledge"}

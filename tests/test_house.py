@@ -46,6 +46,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 300, 0, "GPU: a pool of readers, short steps recorded once for every context, attention that cuts the "
      "keys of a few queries into ranges"),
     ("benchmarks", 45, 0, "bench stream with llama.cpp, bench prefix up to 32,768 tokens on a device"),
+    ("benchmarks", 545, 5, "sparse: block-sparse prefill against dense, and what schedules make of its costs"),
     ("rekindle", 0, 1, "step_scheduler: what the next step computes, without threads; fewer lines than before"),
 )  # fmt: skip
 

@@ -47,6 +47,7 @@ MEASURED = {
     "store": "store codec core",
     "engine": "engine core",
     "engines": "engine cache store codec session text core",
+    "sparse": "",
     "slower": "engine cache chunks store codec session core",
 }
 

@@ -1,0 +1,193 @@
+"""Computing and streaming with the costs of block-sparse prefill: published priorities against meeting in the middle.
+
+A cell is a chunk of 128 tokens, a block of queries, in a layer. Its cost was measured within the prefill: the tiles of
+each chunk, and an equal part of the rest of the layer. An origin sends it at level q5, over links so fast that
+streaming everything takes from a quarter of computing everything to four times as long.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.base import Report, TableRow
+from benchmarks.sparse.attention import QUERIES
+from benchmarks.sparse.report import PromptRun, WayRun
+from benchmarks.waiting.schedule import greedy, lower_bound
+from benchmarks.waiting.timeline import LinkCosts, SearchTask
+from rekindle.core.kv import KvLayout, LayerKv
+from rekindle.remote.schedule import meet_in_the_middle
+from rekindle.remote.slices import encode, level_named
+
+LEVEL = "q5"
+RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)  # streaming everything / computing everything
+SOONER = 0.99  # of the time of meeting in the middle: less of a difference counts as none
+
+
+def slice_bytes(layout: KvLayout, layer: int, key: torch.Tensor, value: torch.Tensor) -> list[int]:
+    """[chunks] the bytes that an origin sends of a layer."""
+    level, (keys, values) = level_named(LEVEL, layout), (one[0].cpu().numpy() for one in (key, value))
+    starts = range(0, keys.shape[1], QUERIES)
+    chunks = [LayerKv(keys[:, at : at + QUERIES], values[:, at : at + QUERIES]) for at in starts]
+    return [len(encode(level, layout, layer, chunk)) for chunk in chunks]
+
+
+def costs_of(way: WayRun, sizes: NDArray[np.float64], ratio: float) -> LinkCosts:
+    """What the cells of a prompt cost; `sizes` are [chunks, layers] bytes."""
+    tiles = np.array(way.tile_seconds).T  # [chunks, layers]
+    rest = (np.array(way.layer_seconds) - tiles.sum(axis=0)) / len(tiles)
+    compute = tiles + rest
+    top = np.broadcast_to(np.array(way.top_seconds) / len(tiles), tiles.shape)
+    bandwidth = float(sizes.sum() / compute.sum() / ratio)
+    return LinkCosts(compute, np.minimum(top, compute), sizes, np.array(way.question_seconds), bandwidth)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """One matrix of costs. Times are multiples of that of meeting in the middle."""
+
+    tokens: int
+    rule: str
+    ratio: float
+    published: float
+    potential: float
+    bound: float  # no schedule can be sooner
+    spread: float  # the dearest tile / the cheapest, of chunks at the same place in different layers: the median place
+
+
+def _compared(runs: Sequence[PromptRun]) -> Iterator[_Comparison]:
+    for run in runs:
+        sizes = np.array(run.ways[0].slice_bytes, np.float64).T
+        for way in run.ways[1:]:
+            tiles = np.array(way.tile_seconds)
+            spread = float(np.median(tiles.max(axis=0) / tiles.min(axis=0)))
+            for ratio in RATIOS:
+                costs = costs_of(way, sizes, ratio)
+                meeting = meet_in_the_middle(SearchTask.of(costs, None)).seconds
+                others = published(costs), greedy(costs).seconds, lower_bound(costs)
+                shares = [seconds / meeting for seconds in others]
+                yield _Comparison(run.tokens, str(way.rule), ratio, *shares, spread)
+
+
+def add_rows(report: Report, runs: Sequence[PromptRun]) -> None:
+    """The fields and rows about schedules."""
+    found = list(_compared(runs))
+    rows = []
+    for tokens in dict.fromkeys(one.tokens for one in found):
+        for rule in dict.fromkeys(one.rule for one in found):
+            own = [one for one in found if (one.tokens, one.rule) == (tokens, rule)]
+            rows.append({"tokens": tokens, "rule": rule} | _summary(own))
+    overall = _summary(found)
+    report.fields |= {"schedules": overall, "schedule_rows": rows}
+    report.rows.append(
+        TableRow(
+            f"schedules of {overall['matrices']} cost matrices, published priorities / meeting in the middle",
+            f"sooner in {overall['published_sooner']}, by potential in {overall['potential_sooner']}",
+            f"at best {overall['published_best']:.3f}, by potential {overall['potential_best']:.3f}",
+            f"{overall['published_median']:.3f}",
+            f"no schedule under {overall['bound_least']:.3f}",
+        )
+    )
+
+
+def _summary(found: Sequence[_Comparison]) -> dict[str, Any]:
+    return {
+        "matrices": len(found),
+        "published_sooner": sum(one.published < SOONER for one in found),
+        "published_best": min(one.published for one in found),
+        "published_median": statistics.median(one.published for one in found),
+        "published_worst": max(one.published for one in found),
+        "potential_sooner": sum(one.potential < SOONER for one in found),
+        "potential_best": min(one.potential for one in found),
+        "bound_least": min(one.bound for one in found),
+        "bound_median": statistics.median(one.bound for one in found),
+        "spread_median": statistics.median(one.spread for one in found),
+    }
+
+
+def published(costs: LinkCosts) -> float:
+    """When the priorities of the source end: by the clock of its own two queues, or by the order of need if sooner.
+
+    Each side takes the cell of the highest priority as soon as it is free: what it does in a second, and so each cell
+    that it makes ready to compute. A cell is ready when the one below it was computed, and the KV of its layer of all
+    chunks before it is there; in the top layer that is not needed.
+    """
+    queues = _Queues(costs)
+    clock = queues.run()
+    there = queues.there.max(axis=0)  # [layers]
+    for layer, seconds in enumerate(costs.question_seconds):
+        clock = max(clock, float(there[layer])) + float(seconds)
+    return min(clock, SearchTask.of(costs, None).schedule(queues.depths).seconds)
+
+
+class _Queues:
+    """Both sides, each taking cells by priority."""
+
+    def __init__(self, costs: LinkCosts) -> None:
+        self._work = costs.compute_seconds.copy()  # [chunks, layers]
+        self._work[:, -1] = costs.top_seconds[:, -1]
+        self._link = costs.link_seconds
+        self.there = np.full(self._work.shape, np.inf)  # when each cell is there
+        self.depths = np.zeros(len(self._work), np.int64)  # [chunks] computed layers
+        self._taken = np.zeros(self._work.shape, bool)
+        self._front = np.zeros(costs.layers, np.int64)  # [layers] the first chunk whose cell is not there
+
+    def run(self) -> float:
+        """Until every cell is there. Returns when the last computed one is."""
+        now = computed_until = 0.0
+        ends: dict[str, tuple[float, tuple[int, int]]] = {}
+        while True:
+            if "compute" not in ends and (cell := self._next_computed()) is not None:
+                computed_until = now + float(self._work[cell])
+                ends["compute"] = computed_until, cell
+                self._taken[cell] = True
+            if "link" not in ends and not self._taken.all():
+                cell = self._next_streamed()
+                ends["link"] = now + float(self._link[cell]), cell
+                self._taken[cell] = True
+            if not ends:
+                return computed_until
+            side = min(ends, key=lambda one: ends[one][0])
+            now, (chunk, layer) = ends.pop(side)
+            self.there[chunk, layer] = now
+            self.depths[chunk] += side == "compute"
+            if chunk == self._front[layer]:
+                self._front[layer] = self._front_after(chunk, layer)
+
+    def _next_computed(self) -> tuple[int, int] | None:
+        last, best, highest = len(self._front) - 1, None, 0.0
+        for chunk, layer in enumerate(self.depths.tolist()):
+            if layer <= last and not self._taken[chunk, layer] and (layer == last or self._front[layer] >= chunk):
+                priority = 1 / self._work[chunk, layer] + self._unlocked(chunk, layer)
+                above = layer + 1
+                if above <= last and not self._taken[chunk, above] and (above == last or self._front[above] >= chunk):
+                    priority += 1 / self._work[chunk, above]
+                if priority > highest:
+                    best, highest = (chunk, layer), priority
+        return best
+
+    def _next_streamed(self) -> tuple[int, int]:
+        priority = 1 / self._link
+        for layer, chunk in enumerate(self._front.tolist()):
+            if chunk < len(self.there):
+                priority[chunk, layer] += self._unlocked(chunk, layer)
+        chunk, layer = np.unravel_index(np.where(self._taken, -1.0, priority).argmax(), priority.shape)
+        return int(chunk), int(layer)
+
+    def _unlocked(self, chunk: int, layer: int) -> float:
+        """What a cell makes ready in its own layer."""
+        if layer == len(self._front) - 1 or self._front[layer] != chunk:
+            return 0.0
+        after = self._front_after(chunk, layer)
+        ready = after < len(self.there) and self.depths[after] == layer and not self._taken[after, layer]
+        return 1 / float(self._work[after, layer]) if ready else 0.0
+
+    def _front_after(self, chunk: int, layer: int) -> int:
+        missing = np.isinf(self.there[chunk + 1 :, layer])
+        return chunk + 1 + (int(missing.argmax()) if missing.any() else len(missing))
