@@ -28,7 +28,7 @@ class BlockRule:
     mass: float | None = None
 
     def __str__(self) -> str:
-        return f"density {self.density:g}" if self.density is not None else f"mass {self.mass:g}"
+        return f"density={self.density:g}" if self.density is not None else f"mass={self.mass:g}"
 
 
 @dataclass(frozen=True, eq=False)

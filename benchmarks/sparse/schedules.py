@@ -1,8 +1,9 @@
 """Computing and streaming with the costs of block-sparse prefill: published priorities against meeting in the middle.
 
-A cell is a chunk of 128 tokens, a block of queries, in a layer. Its cost was measured within the prefill: the tiles of
-each chunk, and an equal part of the rest of the layer. An origin sends it at level q5, over links so fast that
-streaming everything takes from a quarter of computing everything to four times as long.
+A cell is a chunk of 128 tokens, a block of queries, in a layer. It costs attention by the number of its kept blocks,
+fitted to the measured seconds of all tiles, and an equal part of the rest of the median layer: that the machine paused
+in one layer says nothing about the next prompt. An origin sends it at level q5, over links so fast that streaming
+everything takes from a quarter of computing everything to four times as long.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rekindle.remote.slices import encode, level_named
 
 LEVEL = "q5"
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)  # streaming everything / computing everything
+STAGES = (0.02, 0.1, 0.25, 0.5, 1.0)  # lengths of a stage, as shares of the time of meeting in the middle
 SOONER = 0.99  # of the time of meeting in the middle: less of a difference counts as none
 
 
@@ -41,11 +43,13 @@ def slice_bytes(layout: KvLayout, layer: int, key: torch.Tensor, value: torch.Te
 def costs_of(way: WayRun, sizes: NDArray[np.float64], ratio: float) -> LinkCosts:
     """What the cells of a prompt cost; `sizes` are [chunks, layers] bytes."""
     tiles = np.array(way.tile_seconds).T  # [chunks, layers]
-    rest = (np.array(way.layer_seconds) - tiles.sum(axis=0)) / len(tiles)
-    compute = tiles + rest
-    top = np.broadcast_to(np.array(way.top_seconds) / len(tiles), tiles.shape)
-    bandwidth = float(sizes.sum() / compute.sum() / ratio)
-    return LinkCosts(compute, np.minimum(top, compute), sizes, np.array(way.question_seconds), bandwidth)
+    blocks = np.array([kept.sum(0).tolist() for kept in way.kept]).T  # [chunks, layers] of all heads
+    slope, least = np.polyfit(blocks.ravel(), tiles.ravel(), 1)
+    rest = np.median(np.array(way.layer_seconds) - tiles.sum(axis=0)) / len(tiles)
+    compute = np.maximum(least + slope * blocks, tiles.min()) + rest
+    top = np.full(tiles.shape, np.median(way.top_seconds) / len(tiles))
+    question = np.full(tiles.shape[1], np.median(way.question_seconds))
+    return LinkCosts(compute, top, sizes, question, float(sizes.sum() / compute.sum() / ratio))
 
 
 @dataclass(frozen=True)
@@ -58,19 +62,19 @@ class _Comparison:
     published: float
     potential: float
     bound: float  # no schedule can be sooner
-    spread: float  # the dearest tile / the cheapest, of chunks at the same place in different layers: the median place
+    spread: float  # the layer that keeps most blocks of a chunk / the one that keeps least: the median chunk
 
 
 def _compared(runs: Sequence[PromptRun]) -> Iterator[_Comparison]:
     for run in runs:
         sizes = np.array(run.ways[0].slice_bytes, np.float64).T
         for way in run.ways[1:]:
-            tiles = np.array(way.tile_seconds)
-            spread = float(np.median(tiles.max(axis=0) / tiles.min(axis=0)))
+            blocks = np.array([kept.sum(0).tolist() for kept in way.kept])  # [layers, chunks]
+            spread = float(np.median(blocks.max(axis=0) / blocks.min(axis=0)))
             for ratio in RATIOS:
                 costs = costs_of(way, sizes, ratio)
                 meeting = meet_in_the_middle(SearchTask.of(costs, None)).seconds
-                others = published(costs), greedy(costs).seconds, lower_bound(costs)
+                others = published(costs, meeting), greedy(costs).seconds, lower_bound(costs)
                 shares = [seconds / meeting for seconds in others]
                 yield _Comparison(run.tokens, str(way.rule), ratio, *shares, spread)
 
@@ -111,63 +115,61 @@ def _summary(found: Sequence[_Comparison]) -> dict[str, Any]:
     }
 
 
-def published(costs: LinkCosts) -> float:
-    """When the priorities of the source end: by the clock of its own two queues, or by the order of need if sooner.
+def published(costs: LinkCosts, meeting_seconds: float) -> float:
+    """When the priorities of the source end, with the stages that are best for them.
 
-    Each side takes the cell of the highest priority as soon as it is free: what it does in a second, and so each cell
-    that it makes ready to compute. A cell is ready when the one below it was computed, and the KV of its layer of all
-    chunks before it is there; in the top layer that is not needed.
+    In a stage computing takes ready cells, the highest priority first, until its time is used up; then streaming takes
+    cells that are left. Priority: what a side does in a second, and so each cell that it makes ready to compute. A cell
+    is ready when the one below it was computed, and the KV of its layer of all chunks before it is there; in the top
+    layer that is not needed. A stage lasts as long as the longer side, or both go on in the order of need if sooner.
     """
-    queues = _Queues(costs)
-    clock = queues.run()
-    there = queues.there.max(axis=0)  # [layers]
-    for layer, seconds in enumerate(costs.question_seconds):
-        clock = max(clock, float(there[layer])) + float(seconds)
-    return min(clock, SearchTask.of(costs, None).schedule(queues.depths).seconds)
+    ends = []
+    for share in STAGES:
+        stages = _Stages(costs)
+        seconds = stages.run(share * meeting_seconds) + float(costs.question_seconds.sum())
+        ends += [seconds, SearchTask.of(costs, None).schedule(stages.depths).seconds]
+    return min(ends)
 
 
-class _Queues:
-    """Both sides, each taking cells by priority."""
+class _Stages:
+    """Cells taken by priority, stage by stage."""
 
     def __init__(self, costs: LinkCosts) -> None:
         self._work = costs.compute_seconds.copy()  # [chunks, layers]
         self._work[:, -1] = costs.top_seconds[:, -1]
         self._link = costs.link_seconds
-        self.there = np.full(self._work.shape, np.inf)  # when each cell is there
+        self._there = np.zeros(self._work.shape, bool)
         self.depths = np.zeros(len(self._work), np.int64)  # [chunks] computed layers
-        self._taken = np.zeros(self._work.shape, bool)
         self._front = np.zeros(costs.layers, np.int64)  # [layers] the first chunk whose cell is not there
 
-    def run(self) -> float:
-        """Until every cell is there. Returns when the last computed one is."""
-        now = computed_until = 0.0
-        ends: dict[str, tuple[float, tuple[int, int]]] = {}
-        while True:
-            if "compute" not in ends and (cell := self._next_computed()) is not None:
-                computed_until = now + float(self._work[cell])
-                ends["compute"] = computed_until, cell
-                self._taken[cell] = True
-            if "link" not in ends and not self._taken.all():
+    def run(self, stage_seconds: float) -> float:
+        """Until every cell is there. Returns the seconds of all stages."""
+        total = 0.0
+        while not self._there.all():
+            computing = streaming = 0.0
+            while computing < stage_seconds and (cell := self._next_computed()) is not None:
+                computing += float(self._work[cell])
+                self.depths[cell[0]] += 1
+                self._arrive(*cell)
+            while streaming < stage_seconds and not self._there.all():
                 cell = self._next_streamed()
-                ends["link"] = now + float(self._link[cell]), cell
-                self._taken[cell] = True
-            if not ends:
-                return computed_until
-            side = min(ends, key=lambda one: ends[one][0])
-            now, (chunk, layer) = ends.pop(side)
-            self.there[chunk, layer] = now
-            self.depths[chunk] += side == "compute"
-            if chunk == self._front[layer]:
-                self._front[layer] = self._front_after(chunk, layer)
+                streaming += float(self._link[cell])
+                self._arrive(*cell)
+            total += max(computing, streaming)
+        return total
+
+    def _arrive(self, chunk: int, layer: int) -> None:
+        self._there[chunk, layer] = True
+        if chunk == self._front[layer]:
+            self._front[layer] = self._front_after(chunk, layer)
 
     def _next_computed(self) -> tuple[int, int] | None:
-        last, best, highest = len(self._front) - 1, None, 0.0
+        best, highest = None, 0.0
         for chunk, layer in enumerate(self.depths.tolist()):
-            if layer <= last and not self._taken[chunk, layer] and (layer == last or self._front[layer] >= chunk):
+            if self._ready(chunk, layer):
                 priority = 1 / self._work[chunk, layer] + self._unlocked(chunk, layer)
-                above = layer + 1
-                if above <= last and not self._taken[chunk, above] and (above == last or self._front[above] >= chunk):
-                    priority += 1 / self._work[chunk, above]
+                if self._ready(chunk, layer + 1):
+                    priority += 1 / self._work[chunk, layer + 1]
                 if priority > highest:
                     best, highest = (chunk, layer), priority
         return best
@@ -175,19 +177,24 @@ class _Queues:
     def _next_streamed(self) -> tuple[int, int]:
         priority = 1 / self._link
         for layer, chunk in enumerate(self._front.tolist()):
-            if chunk < len(self.there):
+            if chunk < len(self._there):
                 priority[chunk, layer] += self._unlocked(chunk, layer)
-        chunk, layer = np.unravel_index(np.where(self._taken, -1.0, priority).argmax(), priority.shape)
+        chunk, layer = np.unravel_index(np.where(self._there, -1.0, priority).argmax(), priority.shape)
         return int(chunk), int(layer)
+
+    def _ready(self, chunk: int, layer: int) -> bool:
+        """Whether a cell can be computed once those below it are."""
+        last = len(self._front) - 1
+        return layer <= last and not self._there[chunk, layer] and (layer == last or self._front[layer] >= chunk)
 
     def _unlocked(self, chunk: int, layer: int) -> float:
         """What a cell makes ready in its own layer."""
         if layer == len(self._front) - 1 or self._front[layer] != chunk:
             return 0.0
         after = self._front_after(chunk, layer)
-        ready = after < len(self.there) and self.depths[after] == layer and not self._taken[after, layer]
+        ready = after < len(self._there) and self.depths[after] == layer
         return 1 / float(self._work[after, layer]) if ready else 0.0
 
     def _front_after(self, chunk: int, layer: int) -> int:
-        missing = np.isinf(self.there[chunk + 1 :, layer])
+        missing = ~self._there[chunk + 1 :, layer]
         return chunk + 1 + (int(missing.argmax()) if missing.any() else len(missing))
