@@ -66,7 +66,7 @@ HEADLINES = {
         origin: *; context tokens: 768; busy cores: 2""",
     "store": """keep 1,000 *; keep, *; fsyncs *; load*; look up *; reopen *; storm *""",
     "sparse": """8,064 tokens, *; schedules *""",
-    "slower": """*, later""",
+    "slower": """*, 256 tokens, later""",
     "engine": """prefill 1024 *; prefill 8192 *; decode at 1024 *; 4 rows, *; 30 % of *; 64 tokens after *""",
 }
 

@@ -72,7 +72,7 @@ def choose_blocks(mass: torch.Tensor, causal: torch.Tensor, rule: BlockRule) -> 
         count = round(rule.density * int((causal > 0).sum()) * len(mass)) - int(kept.sum())
         best = mass.masked_fill(kept | (causal == 0), -1.0).flatten().topk(max(count, 0)).indices
         kept.view(-1)[best] = True
-    else:
+    elif rule.mass is not None:
         ordered, order = mass.sort(-1, descending=True)
         needed = ordered.cumsum(-1) - ordered < rule.mass
         kept |= torch.zeros_like(kept).scatter(-1, order, needed)
@@ -116,12 +116,19 @@ def attend_flex(inputs: AttentionInputs, kept: torch.Tensor, causal: torch.Tenso
 
 def flex_blocks(kept: torch.Tensor, causal: torch.Tensor) -> BlockMask:
     """Kept blocks as FlexAttention takes them: those on the diagonal are masked, the others whole."""
-    lists: list[torch.Tensor] = []
-    for some in (kept & (causal == 2), kept & (causal == 1)):
-        lists += some.sum(-1, dtype=torch.int32)[None], some.int().argsort(dim=-1, descending=True).int()[None]
+    diagonal, whole = (_block_lists(kept & (causal == where)) for where in (2, 1))
     return BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=(QUERIES, CUDA_KEYS), mask_mod=_is_causal, compute_q_blocks=False
+        *diagonal,
+        *whole,
+        BLOCK_SIZE=(QUERIES, CUDA_KEYS),
+        mask_mod=_is_causal,
+        compute_q_blocks=False,
     )
+
+
+def _block_lists(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[1, heads, query blocks] how many there are, and their numbers first in [1, heads, query blocks, key blocks]."""
+    return kept.sum(-1, dtype=torch.int32)[None], kept.int().argsort(dim=-1, descending=True).int()[None]
 
 
 def _is_causal(_batch: Any, _head: Any, query: Any, key: Any) -> Any:

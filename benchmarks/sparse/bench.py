@@ -24,7 +24,7 @@ from benchmarks.models import load
 from benchmarks.prompts import tokens_for
 from benchmarks.sparse import attention, report, schedules
 from benchmarks.sparse.attention import AttentionInputs, BlockRule
-from benchmarks.sparse.report import PromptRun, WayRun
+from benchmarks.sparse.report import PromptRun, RuleRun
 from rekindle.engine.hf.engine import HfEngine
 from rekindle.errors import InvalidSetting
 
@@ -104,7 +104,7 @@ def _sets(options: BenchOptions) -> list[tuple[str, list[str]]]:
 class _Way:
     """One way through the model: the hidden states on their way up."""
 
-    run: WayRun
+    run: RuleRun
     hidden: torch.Tensor  # [1, tokens, width]
     question: torch.Tensor  # [1, QUESTION, width]
 
@@ -121,7 +121,7 @@ class _Prefill:
         cos, sin = base.rotary_emb(hidden, torch.arange(len(tokens), device=self._model.device)[None])
         self._places = (cos[:, :size], sin[:, :size]), (cos[:, size:], sin[:, size:])
         rules = QUICK_RULES if options.quick else RULES
-        self._ways = [_Way(WayRun(rule), hidden[:, :size], hidden[:, size:]) for rule in (None, *rules)]
+        self._ways = [_Way(RuleRun(rule), hidden[:, :size], hidden[:, size:]) for rule in (None, *rules)]
         keys = attention.CUDA_KEYS if self._cuda else attention.KEYS
         self._layer = _LayerAttention(attention.causal_blocks(size, keys, self._model.device))
 

@@ -16,7 +16,7 @@ _SAMPLES = 2000  # of the bootstrap
 
 
 @dataclass
-class WayRun:
+class RuleRun:
     """One prompt in one way. Lists have an item for each layer; costs of cells are measured on a CPU only."""
 
     rule: BlockRule | None  # None: dense
@@ -37,7 +37,7 @@ class PromptRun:
     text: str
     tokens: int
     blocks: int
-    ways: tuple[WayRun, ...]
+    ways: tuple[RuleRun, ...]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from benchmarks.base import Report, TableRow
 from benchmarks.sparse.attention import QUERIES
-from benchmarks.sparse.report import PromptRun, WayRun
+from benchmarks.sparse.report import PromptRun, RuleRun
 from benchmarks.waiting.schedule import greedy, lower_bound
 from benchmarks.waiting.timeline import LinkCosts, SearchTask
 from rekindle.core.kv import KvLayout, LayerKv
@@ -40,13 +41,15 @@ def slice_bytes(layout: KvLayout, layer: int, key: torch.Tensor, value: torch.Te
     return [len(encode(level, layout, layer, chunk)) for chunk in chunks]
 
 
-def costs_of(way: WayRun, sizes: NDArray[np.float64], ratio: float) -> LinkCosts:
-    """What the cells of a prompt cost; `sizes` are [chunks, layers] bytes."""
+def costs_of(way: RuleRun, sizes: NDArray[np.float64], ratio: float, fitted: bool = True) -> LinkCosts:
+    """What the cells of a prompt cost, or took when they were timed once; `sizes` are [chunks, layers] bytes."""
     tiles = np.array(way.tile_seconds).T  # [chunks, layers]
     blocks = np.array([kept.sum(0).tolist() for kept in way.kept]).T  # [chunks, layers] of all heads
     slope, least = np.polyfit(blocks.ravel(), tiles.ravel(), 1)
     rest = np.median(np.array(way.layer_seconds) - tiles.sum(axis=0)) / len(tiles)
     compute = np.maximum(least + slope * blocks, tiles.min()) + rest
+    if not fitted:
+        compute = tiles + (np.array(way.layer_seconds) - tiles.sum(axis=0)) / len(tiles)
     top = np.full(tiles.shape, np.median(way.top_seconds) / len(tiles))
     question = np.full(tiles.shape[1], np.median(way.question_seconds))
     return LinkCosts(compute, top, sizes, question, float(sizes.sum() / compute.sum() / ratio))
@@ -74,8 +77,8 @@ def _compared(runs: Sequence[PromptRun]) -> Iterator[_Comparison]:
             for ratio in RATIOS:
                 costs = costs_of(way, sizes, ratio)
                 meeting = meet_in_the_middle(SearchTask.of(costs, None)).seconds
-                others = published(costs, meeting), greedy(costs).seconds, lower_bound(costs)
-                shares = [seconds / meeting for seconds in others]
+                source, potential, bound = published(costs, meeting), greedy(costs).seconds, lower_bound(costs)
+                shares = source / meeting, potential / meeting, bound / meeting
                 yield _Comparison(run.tokens, str(way.rule), ratio, *shares, spread)
 
 
@@ -88,7 +91,7 @@ def add_rows(report: Report, runs: Sequence[PromptRun]) -> None:
             own = [one for one in found if (one.tokens, one.rule) == (tokens, rule)]
             rows.append({"tokens": tokens, "rule": rule} | _summary(own))
     overall = _summary(found)
-    report.fields |= {"schedules": overall, "schedule_rows": rows}
+    report.fields |= {"schedules": overall, "schedule_rows": rows, "schedules_as_timed": as_timed(runs)}
     report.rows.append(
         TableRow(
             f"schedules of {overall['matrices']} cost matrices, published priorities / meeting in the middle",
@@ -98,6 +101,18 @@ def add_rows(report: Report, runs: Sequence[PromptRun]) -> None:
             f"no schedule under {overall['bound_least']:.3f}",
         )
     )
+
+
+def as_timed(runs: Sequence[PromptRun]) -> dict[str, Any]:
+    """The search by potential on the seconds of single cells, pauses of the machine included."""
+    shares = []
+    for run in runs:
+        sizes = np.array(run.ways[0].slice_bytes, np.float64).T
+        for way, ratio in product(run.ways[1:], RATIOS):
+            costs = costs_of(way, sizes, ratio, fitted=False)
+            shares.append(greedy(costs).seconds / meet_in_the_middle(SearchTask.of(costs, None)).seconds)
+    sooner = sum(share < SOONER for share in shares)
+    return {"matrices": len(shares), "potential_sooner": sooner, "potential_best": min(shares)}
 
 
 def _summary(found: Sequence[_Comparison]) -> dict[str, Any]:
@@ -179,8 +194,8 @@ class _Stages:
         for layer, chunk in enumerate(self._front.tolist()):
             if chunk < len(self._there):
                 priority[chunk, layer] += self._unlocked(chunk, layer)
-        chunk, layer = np.unravel_index(np.where(self._there, -1.0, priority).argmax(), priority.shape)
-        return int(chunk), int(layer)
+        best = int(np.where(self._there, -1.0, priority).argmax())
+        return divmod(best, priority.shape[1])
 
     def _ready(self, chunk: int, layer: int) -> bool:
         """Whether a cell can be computed once those below it are."""
