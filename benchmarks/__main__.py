@@ -23,6 +23,7 @@ BENCHES = {
     "policies": "benchmarks.adapters.replay",
     "answers": "benchmarks.answers.bench",
     "stream": "benchmarks.stream.bench",
+    "sparse": "benchmarks.sparse.bench",
     "slower": "benchmarks.never_slower",
 }
 _WITHOUT_ENGINE = {"store", "knowledge", "policies"}

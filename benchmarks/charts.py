@@ -118,6 +118,8 @@ def panels_of(result: Result) -> Sequence[Panel]:
             return [_adapters_shape]
         case "adapters" if "scenarios" not in result:
             raise InvalidSetting("Nothing is drawn of a calibration of bits: leave --plot out.")
+        case "sparse" if result["shape"] is not None:
+            return _PANELS["sparse"][:1]
     return _PANELS[result["bench"]]
 
 
@@ -294,6 +296,17 @@ def _stream_gain(axes: Any, result: Result) -> None:
     bars(axes, values, "{:.2f}x", "sooner than computing, link as fast")
 
 
+def _sparse(field: str, title: str) -> Panel:
+    def panel(axes: Any, result: Result) -> None:
+        values = {}
+        for tokens in dict.fromkeys(row["tokens"] for row in result["rows"]):
+            own = sorted((row for row in result["rows"] if row["tokens"] == tokens), key=lambda row: row["kept"])
+            values[f"{tokens:,} tokens"] = [row["kept"] for row in own], [row[field] for row in own]
+        lines(axes, values, "share of the blocks that is kept", title)
+
+    return panel
+
+
 def _slower(axes: Any, result: Result) -> None:
     largest = max(row["tokens"] for row in result["rows"])
     rows = [row for row in result["rows"] if (row["request"], row["tokens"]) == ("later", largest)]
@@ -321,5 +334,9 @@ _PANELS: dict[str, list[Panel]] = {
     "policies": [_policies],
     "answers": [_answers_time, _answers_guard, _answers_foreseen],
     "stream": [_stream_ratios, _stream_gain],
+    "sparse": [
+        _sparse("ratio", "prefill, dense = 1"),
+        _sparse("kl", "KL of the next tokens from dense"),
+    ],
     "slower": [_slower],
 }

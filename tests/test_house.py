@@ -48,6 +48,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("benchmarks", 45, 0, "bench stream with llama.cpp, bench prefix up to 32,768 tokens on a device"),
     ("rekindle", 300, 1, "adapters loaded on demand within adapter_memory; calibrating with one's own adapters, and in "
      "idle time; replies and doctor say what nobody calibrated"),
+    ("benchmarks", 545, 5, "sparse: block-sparse prefill against dense, and what schedules make of its costs"),
     ("rekindle", 0, 1, "step_scheduler: what the next step computes, without threads; fewer lines than before"),
     ("rekindle", 500, 3, "origins whose defaults meet: what is found and why not; quantized KV for all dtypes "
      "and engines of the same files, other files by a measured pairing, passages behind any head with their scores"),

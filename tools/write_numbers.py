@@ -48,6 +48,7 @@ MEASURED = {
     "store": "store codec core",
     "engine": "engine core",
     "engines": "engine cache store codec session text core",
+    "sparse": "",
     "slower": "engine cache chunks store codec session core",
 }
 
@@ -66,6 +67,8 @@ HEADLINES = {
     "stream": """ideal overlap *; fixed hybrid *; bidirectional / ours; sooner of *; our schedule *; error of *;
         origin: *; context tokens: 768; busy cores: 2""",
     "store": """keep 1,000 *; keep, *; fsyncs *; load*; look up *; reopen *; storm *""",
+    "sparse": """8,064 tokens, *; schedules *""",
+    "slower": """*, 256 tokens, later""",
     "engine": """prefill 1024 *; prefill 8192 *; decode at 1024 *; 4 rows, *; 30 % of *; 64 tokens after *""",
 }
 

@@ -86,6 +86,12 @@ def greedy(costs: LinkCosts, progress: Progress | None = None) -> Schedule:
     return min(schedule, *others, key=lambda other: other.seconds)
 
 
+def lower_bound(costs: LinkCosts) -> float:
+    """The seconds that no schedule of these costs can beat."""
+    task = SearchTask.of(costs, None)
+    return min_seconds(Lanes.of(task, _edges(task)))
+
+
 def min_seconds(lanes: Lanes) -> float:
     """When they end, if edges could be taken in part, and nobody waited for anybody."""
     if lanes.meet == 0:

@@ -1,0 +1,1 @@
+"""`python -m benchmarks sparse`: block-sparse prefill against dense. It begins in `bench`."""
