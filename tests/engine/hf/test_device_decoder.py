@@ -71,7 +71,7 @@ def pieces(blob: bytes, dtype: KvType, anchor: LayerKv | None, span: Span, start
     """What a feed gives of a coded layer: its base first, cut to `span`, which need not be coded."""
     found = []
     if anchor is not None:
-        whole = Span(0, anchor.keys.shape[1])
+        whole = Span(0, len(span))
         found.append(CodedPiece(anchor, anchor.spec(dtype), whole, start, delta=False, owner="base"))
     if anchor is None or blob != SAME_LAYER:
         spec = self_described(blob, dtype, anchor)
