@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zstandard
 
 from rekindle import Session
 from rekindle.cache.prefill import TimedFeed
+from rekindle.codec.packing import squeeze
+from rekindle.codec.quantized import describe, locate_parts
 from rekindle.core.keys import KvSpace
-from rekindle.core.kv import CodedPiece, Kv, LayerKv, Span
+from rekindle.core.kv import CodedPiece, Kv, LayerKv, LayerSpec, Span
 from rekindle.engine.base import KvFeed, MovedFeed
 from rekindle.engine.hf import device_decoder, layer_loader
 from rekindle.engine.hf.device import choose_placement
@@ -108,16 +111,18 @@ def cut_off(data: bytes) -> bytes:
     return data[:-1]
 
 
-def with_other_strays(data: bytes) -> bytes:
-    """Strays of keys counted as strays of values: only the decoded codes show that."""
-    damaged = bytearray(data)
-    sizes = np.frombuffer(damaged, np.dtype([("bytes", "<u4", 2), ("strays", "<u4", 2), ("per_byte", "u1", 2)]), 1, 28)
-    sizes["strays"][0] = sizes["strays"][0][::-1]
-    assert sizes["strays"][0, 0] != sizes["strays"][0, 1]
-    return bytes(damaged)
+def with_a_stray_too_many(data: bytes) -> bytes:
+    """A symbol of the first frame marks a stray that is not there: only the decoded codes show that."""
+    coded = describe(data)
+    places = locate_parts([data], coded.kind, LayerSpec(coded.dtype, coded.shape, coded.tokens))
+    start, size = places.frames[0, 0, 0].tolist()
+    symbols = bytearray(zstandard.ZstdDecompressor().decompress(data[start : start + size]))
+    symbols[0] = 215 if places.per_byte[0, 0, 0] == 3 else 255
+    frame = squeeze(bytes(symbols))
+    return data[:28] + len(frame).to_bytes(4, "little") + data[32:start] + frame + data[start + size :]
 
 
-@pytest.mark.parametrize("damage", [cut_off, with_other_strays])
+@pytest.mark.parametrize("damage", [cut_off, with_a_stray_too_many])
 @pytest.mark.parametrize("whose", ["own", "base"])
 def test_damage_that_no_digest_shows_is_lost_and_never_found_again(
     store: TieredStore,

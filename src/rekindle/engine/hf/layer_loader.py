@@ -272,7 +272,7 @@ class LayerLoader:
                 raise self._error
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._arrivals[layer])
-        if len(self._present) == self._layers:
+        if layer == self._layers - 1:  # not before: it waits for the device
             self._check_sound()
 
     def wait_until(self, stop: int, cancelled: Callable[[], bool] | None) -> None:
