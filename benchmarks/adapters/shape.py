@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,19 +21,21 @@ from numpy.typing import NDArray
 
 from benchmarks.base import Advance, BenchOptions, Report, TableRow, interleave, paired_ratio
 from benchmarks.shapes import build
-from benchmarks.waiting.device_decoder import Copies, LayerTensors, cut_batches, default_threads, unpack
 from rekindle.codec.coder import Coder, decode
 from rekindle.codec.quantizer import BitPlan, narrow, widen
-from rekindle.core.kv import Kv, KvType, LayerKv, Span
-from rekindle.engine.base import HeldKv, Row
+from rekindle.core.kv import CodedPiece, Kv, KvLayout, KvType, LayerKv, Span
+from rekindle.engine.base import HeldKv, KvFeed, Row
+from rekindle.engine.hf.device_decoder import CodedPart, DecodedPart, LayerTensors, SlotMemory, unpack
 from rekindle.engine.hf.engine import HfEngine
-from rekindle.engine.hf.layer_loader import LayerLoader
+from rekindle.engine.hf.layer_loader import LayerLoader, PinnedSlots
 from rekindle.engine.hf.sequence import TorchSequence
-from rekindle.errors import InvalidSetting
+from rekindle.errors import InvalidSetting, KvLost
+from rekindle.machine import usable_cores
 
 TOKENS, QUICK_TOKENS = 1024, 256
 DELTA_BITS, WHOLE_BITS = 2.75, 6.0  # before entropy coding; what they came to is measured
 KEY_COSINE, VALUE_COSINE = 0.98, 0.9  # between the KV of two adapters
+_THREADS = min(usable_cores(), 16)
 _BARS = {"llama-3.2-3b": ">= 2.0", "llama-2-7b": ">= 1.0", "qwen2.5-7b": ">= 1.0"}
 
 
@@ -52,10 +54,49 @@ class CodedLayers:
         def encode(layer: int) -> bytes:
             return coder.encode(layer, kv[layer], None if anchor is None else anchor[layer], dtype)
 
-        with ThreadPoolExecutor(default_threads()) as pool:
+        with ThreadPoolExecutor(_THREADS) as pool:
             layers = list(pool.map(encode, range(len(kv))))
         numbers = sum(half.size for each in kv for half in (each.keys, each.values))
         return cls(layers, anchor, 8 * sum(map(len, layers)) / numbers)
+
+
+@dataclass(frozen=True, eq=False)
+class CodedLayersFeed:
+    """A feed of coded layers."""
+
+    kv: CodedLayers
+    layout: KvLayout
+    span: Span
+    coded: bool = True
+
+    @property
+    def layers(self) -> range:
+        return range(len(self.kv.layers))
+
+    def fill(self, layer: int, out: LayerKv) -> None:
+        """Decode a layer on the host."""
+        found = decode(self.kv.layers[layer], self.layout.layer_spec(layer, len(self.span)), self._anchor(layer))
+        out.keys[...], out.values[...] = found.keys, found.values
+
+    def fill_coded(self, layer: int, take: Callable[[CodedPiece], None]) -> None:
+        """Give the anchor, then the difference."""
+        for piece in self.pieces(layer):
+            take(piece)
+
+    def pieces(self, layer: int) -> list[CodedPiece]:
+        anchor, spec, whole = (
+            self._anchor(layer),
+            self.layout.layer_spec(layer, len(self.span)),
+            Span(0, len(self.span)),
+        )
+        own = CodedPiece(self.kv.layers[layer], spec, whole, 0, delta=anchor is not None, owner="own")
+        return [own] if anchor is None else [CodedPiece(anchor, spec, whole, 0, delta=False, owner="anchor"), own]
+
+    def damaged(self, piece: CodedPiece, reason: str) -> KvLost:
+        return KvLost(f"{piece.owner}: {reason}")
+
+    def _anchor(self, layer: int) -> LayerKv | None:
+        return None if self.kv.anchor is None else self.kv.anchor[layer]
 
 
 def run_shape(options: BenchOptions, advance: Advance) -> Report:
@@ -83,6 +124,7 @@ class _ShapeBench:
     def __init__(self, engine: HfEngine, tokens: int, seed: int, advance: Advance) -> None:
         self._engine, self._advance = engine, advance
         self._device, self._count = engine.placement.device, tokens
+        self._slots = PinnedSlots() if self._device.type == "cuda" else None
         self._random = np.random.default_rng(seed)
         vocabulary = engine.tokenizer.vocabulary_size
         self._tokens = [int(token) for token in self._random.integers(0, vocabulary, tokens)]
@@ -112,7 +154,7 @@ class _ShapeBench:
             "times": {name: timing.as_json() for name, timing in times.items()},
             "parts": self._parts(delta, rounds),
             "whole_parts": self._parts(whole, rounds),
-            "threads": default_threads(),
+            "threads": _THREADS,
             "delta_bits": delta.bits,
             "whole_bits": whole.bits,
             "kv_bytes": self._engine.layout.token_bytes * self._count,
@@ -125,20 +167,21 @@ class _ShapeBench:
 
     def _load(self, coded: CodedLayers) -> None:
         with self._open() as sequence:
-            unpack(coded.layers, self._places(sequence), coded.anchor)
-            sequence.extend(self._count)
+            self._fill(sequence, self._feed(coded))
 
     def _load_raw(self, kv: Kv) -> None:
-        """As a step of the engine does, which then computes nothing."""
         with self._open() as sequence:
-            filling = LayerLoader([(sequence, HeldKv(kv))], len(kv.layers), self._device)
-            filling.start()
-            try:
-                for layer in range(len(kv.layers)):
-                    filling.wait(layer, None)
-            finally:
-                filling.stop()
-            sequence.extend(self._count)
+            self._fill(sequence, HeldKv(kv))
+
+    def _feed(self, coded: CodedLayers) -> CodedLayersFeed:
+        return CodedLayersFeed(coded, self._engine.layout, Span(0, self._count))
+
+    def _fill(self, sequence: TorchSequence, feed: KvFeed) -> None:
+        """As a step of the engine does, which then computes nothing."""
+        layers = len(feed.layers)
+        with LayerLoader([(sequence, feed)], layers, self._device, slots=self._slots) as loader:
+            loader.wait_until(layers, None)
+        sequence.extend(self._count)
 
     def _parts(self, coded: CodedLayers, rounds: int) -> dict[str, float]:
         """How long each part takes alone, one after the other: together they overlap."""
@@ -147,24 +190,29 @@ class _ShapeBench:
 
     def _take_apart(self, coded: CodedLayers) -> tuple[float, ...]:
         with self._open() as sequence, torch.inference_mode():
-            copies, times = Copies(self._device), [self._now()]
-            batches = list(cut_batches(coded.layers, self._places(sequence), coded.anchor))
-            raws = [batch.decompress(default_threads()) for batch in batches]
+            feed, places = self._feed(coded), self._places(sequence)
+            jobs = [(piece, places[layer]) for layer in feed.layers for piece in feed.pieces(layer)]
+            times = [self._now()]
+            with ThreadPoolExecutor(_THREADS) as pool:
+                found = list(pool.map(lambda job: unpack(*job, SlotMemory(None)), jobs))
             times.append(self._now())
-            anchors = [batch.bring_anchor(copies) for batch in batches]
-            brought = [raw.to(self._device, non_blocking=True) for raw in raws]
+            brought = [self._bring(part) for parts in found for part in parts]
             times.append(self._now())
-            for batch, raw, anchor in zip(batches, brought, anchors, strict=True):
-                copies.join(anchor)
-                batch.restore(raw, anchor)
+            for part in brought:
+                part.restore()
             times.append(self._now())
         return tuple(np.diff(times).tolist())
+
+    def _bring(self, part: DecodedPart | CodedPart) -> DecodedPart | CodedPart:
+        """The same on the device."""
+        if isinstance(part, CodedPart):
+            return replace(part, raw=part.raw.to(self._device))
+        return replace(part, kv=LayerTensors(*(half.to(self._device) for half in part.kv.halves)))
 
     def _check(self, coded: CodedLayers) -> None:
         """What is measured is right, too: bit by bit, in the first layer and the last."""
         with self._open() as sequence:
-            unpack(coded.layers, self._places(sequence), coded.anchor)
-            sequence.extend(self._count)
+            self._fill(sequence, self._feed(coded))
             found = sequence.export(Span(0, self._count))
         for layer in (0, -1):
             anchor = None if coded.anchor is None else coded.anchor[layer]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ from rekindle.cache.cost import Costs
 from rekindle.cache.deadline import Deadline
 from rekindle.core.cells import RemoteReport
 from rekindle.core.keys import KvSpace
-from rekindle.core.kv import Held, LayerKv, Span
+from rekindle.core.kv import CodedPiece, Held, LayerKv, Span
 from rekindle.core.plan import Compute, Plan
 from rekindle.engine.base import Engine, Logits, Row, Wanted
 from rekindle.engine.hooks import Probe
@@ -61,12 +62,32 @@ class TimedFeed:
 
     def fill(self, layer: int, out: LayerKv) -> None:
         """See `KvFeed`. Raises `KvLost`, whatever went wrong."""
+        with self._timed():
+            self._feed.fill(layer, out)
+
+    @property
+    def coded(self) -> bool:
+        """See `CodedFeed`."""
+        return self._feed.coded
+
+    def fill_coded(self, layer: int, take: Callable[[CodedPiece], None]) -> None:
+        """See `CodedFeed`. Raises `KvLost`, whatever went wrong."""
+        with self._timed():
+            self._feed.fill_coded(layer, take)
+
+    def damaged(self, piece: CodedPiece, reason: str) -> KvLost:
+        """See `CodedFeed`."""
+        return self._feed.damaged(piece, reason)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count a layer, and the time it takes."""
         with self._lock:
             self._deadline = self._deadline or Deadline(self.timeout_seconds)
             self._since = self._since if self._threads else time.perf_counter()
             self._threads += 1
         try:
-            self._feed.fill(layer, out)
+            yield
         except KvLost:
             raise
         except Exception as error:

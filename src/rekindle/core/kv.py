@@ -106,6 +106,26 @@ class Held:
 
 
 @dataclass(frozen=True, eq=False)
+class CodedPiece:
+    """KV of one layer as it is stored, for an engine that decodes it.
+
+    data   what `codec/coder` gave, a digest of it checked; or KV that is decoded already
+    spec   the KV that `data` holds
+    span   the tokens of it that are wanted
+    at     the place of the first of them, counted from the start of a feed's span
+    delta  whether it is a delta from what the pieces before it wrote to the same place
+    owner  the extent it was read from
+    """
+
+    data: bytes | LayerKv
+    spec: LayerSpec
+    span: Span
+    at: int
+    delta: bool
+    owner: str
+
+
+@dataclass(frozen=True, eq=False)
 class Kv:
     """Keys and values of the tokens of `span` in every layer. The arrays belong to the holder."""
 

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from rekindle.core.adapter import AdapterFit, Lora
 from rekindle.core.identity import Identity
-from rekindle.core.kv import Held, Kv, KvLayout, LayerKv, Span
+from rekindle.core.kv import CodedPiece, Held, Kv, KvLayout, LayerKv, Span
 from rekindle.core.request import Sampling
 from rekindle.engine.hooks import AttentionMap, KvDrift, Positions, Probe, Selector
-from rekindle.errors import StepRefused
+from rekindle.errors import KvLost, StepRefused
 from rekindle.text.base import Tokenizer
 
 Logits = NDArray[np.float32]  # [tokens, vocabulary]
@@ -165,6 +165,22 @@ class HeldFeed(Protocol):
         """The KV of its span, in order, valid until the step ends; None if some is not in memory."""
 
 
+@runtime_checkable
+class CodedFeed(Protocol):
+    """A feed whose KV may be stored quantized: an engine can decode it on its device instead of calling `fill`."""
+
+    @property
+    def coded(self) -> bool:
+        """Whether some of it is quantized."""
+
+    def fill_coded(self, layer: int, take: Callable[[CodedPiece], None]) -> None:
+        """Give `take` the pieces of a layer, in order. In place of `fill`, with the same rules; passes on what `take`
+        raises."""
+
+    def damaged(self, piece: CodedPiece, reason: str) -> KvLost:
+        """Report that a piece cannot be decoded, so that it is never found again; returns what to raise."""
+
+
 @dataclass(frozen=True, eq=False)
 class HeldKv:
     """A feed of KV that was exported."""
@@ -225,6 +241,21 @@ class MovedFeed:
     def held(self) -> Sequence[Held] | None:
         """The KV of `feed`, if it is in memory; keys not rotated."""
         return self.feed.held() if isinstance(self.feed, HeldFeed) else None
+
+    @property
+    def coded(self) -> bool:
+        """Whether some KV of `feed` is quantized."""
+        return isinstance(self.feed, CodedFeed) and self.feed.coded
+
+    def fill_coded(self, layer: int, take: Callable[[CodedPiece], None]) -> None:
+        """Give the pieces of `feed`; keys not rotated."""
+        assert isinstance(self.feed, CodedFeed)
+        self.feed.fill_coded(layer, take)
+
+    def damaged(self, piece: CodedPiece, reason: str) -> KvLost:
+        """Report it to `feed`."""
+        assert isinstance(self.feed, CodedFeed)
+        return self.feed.damaged(piece, reason)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.codec.coder import Coder, decode
+from rekindle.codec import quantized
+from rekindle.codec.coder import SAME_LAYER, Coder, decode
 from rekindle.codec.digest import Digester
 from rekindle.codec.extent import (
     Coding,
@@ -30,7 +31,7 @@ from rekindle.codec.extent import (
     rows_of,
 )
 from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, chain
-from rekindle.core.kv import LayerKv, Span
+from rekindle.core.kv import CodedPiece, LayerKv, Span
 from rekindle.store.catalog.catalog import Extent
 from rekindle.store.files import Files, Handle
 from rekindle.store.folder import EXTENTS, is_own_name
@@ -242,6 +243,27 @@ class ExtentFiles:
         if stop < span.stop:
             self._read_block_part(extent, layer, Span(stop, span.stop), _window(out, stop - span.start, len(span)))
 
+    def coded_pieces(self, extent: OpenExtent, layer: int, span: Span, at: int = 0) -> list[CodedPiece]:
+        """The tokens `span` for an engine that decodes quantized KV, with the base of a delta before it: the bytes are
+        checked, not decoded. What is not quantized is read. Raises `Damaged` or `OSError`.
+        """
+        plan, coding = extent.header.plan, extent.header.plan.coding
+        data = b"" if coding is None or coding.exact else self.read_code(extent, layer)
+        if coding is None or (data[:4] != quantized.MAGIC and data != SAME_LAYER):
+            kv = plan.empty(layer, len(span))
+            self.read(extent, layer, span, kv)
+            spec = plan.layout.layer_spec(layer, len(span))
+            return [CodedPiece(kv, spec, Span(0, len(span)), at, delta=False, owner=plan.name)]
+        pieces: list[CodedPiece] = []
+        delta = coding.base_kv_space is not None
+        for base, part, own in _base_parts(extent.bases, span) if delta else ():
+            with _blaming(base):
+                pieces += self.coded_pieces(base.extent, layer, own, at + part.start - span.start)
+        if data != SAME_LAYER or not delta:
+            spec = plan.layout.layer_spec(layer, plan.token_count)
+            pieces.append(CodedPiece(data, spec, span, at, delta=delta, owner=plan.name))
+        return pieces
+
     def layers(self, extent: OpenExtent, tokens: int) -> Iterator[LayerKv]:
         """The first `tokens` tokens of one layer after the other, checked."""
         plan = extent.header.plan
@@ -326,7 +348,7 @@ class ExtentFiles:
             out.keys.dtype != plan.layout.numpy_dtype
         ):
             raise Damaged(f"layer {layer}: it has another shape or type")
-        data = extent.code[layer] if extent.code else self.read_code(extent, layer)
+        data = self.read_code(extent, layer)
         wanted = Span(0, plan.token_count) if coding.exact else span
         base = None if coding.base_kv_space is None else self._base_kv(plan, extent.bases, layer, wanted)
         try:
@@ -341,6 +363,8 @@ class ExtentFiles:
 
     def read_code(self, extent: OpenExtent, layer: int) -> bytes:
         """The coded bytes of a layer, checked. Raises `Damaged` or `OSError`."""
+        if extent.code:
+            return extent.code[layer]
         at = extent.header.plan.coded_at(layer)
         data = bytearray(len(at))
         self._read_at(extent.handle, at.start, memoryview(data))
@@ -350,20 +374,10 @@ class ExtentFiles:
 
     def _base_kv(self, plan: ExtentPlan, parts: Sequence[OpenBase], layer: int, span: Span) -> LayerKv:
         """The base KV of tokens `span` of a delta."""
-        kv, covered = plan.empty(layer, len(span)), span.start
-        for part in parts:
-            start, stop = max(span.start, part.tokens.start), min(span.stop, part.tokens.stop)
-            if start >= stop or start != covered:
-                continue
-            at = part.start + start - part.tokens.start
-            window = _window(kv, start - span.start, stop - span.start)
-            try:
-                self.read(part.extent, layer, Span(at, at + stop - start), window)
-            except Damaged as error:
-                raise Damaged(str(error), part.extent.header.plan.name) from error
-            covered = stop
-        if covered != span.stop:
-            raise Damaged("its delta base does not cover it")
+        kv = plan.empty(layer, len(span))
+        for base, part, own in _base_parts(parts, span):
+            with _blaming(base):
+                self.read(base.extent, layer, own, _window(kv, part.start - span.start, part.stop - span.start))
         return kv
 
     def _digest(self, data: bytes | bytearray) -> bytes:
@@ -452,6 +466,30 @@ class ExtentFiles:
         data = bytearray(header_length(bytes(first), row.size_bytes))
         self.files.read_at(handle, 0, memoryview(data))
         return data
+
+
+def _base_parts(bases: Sequence[OpenBase], span: Span) -> Iterator[tuple[OpenBase, Span, Span]]:
+    """The bases of tokens `span` of a delta, each with its part of `span` and the same tokens as the base counts them.
+    Raises `Damaged` if some have none."""
+    covered = span.start
+    for base in bases:
+        start, stop = max(span.start, base.tokens.start), min(span.stop, base.tokens.stop)
+        if start >= stop or start != covered:
+            continue
+        at = base.start + start - base.tokens.start
+        yield base, Span(start, stop), Span(at, at + stop - start)
+        covered = stop
+    if covered != span.stop:
+        raise Damaged("its delta base does not cover it")
+
+
+@contextlib.contextmanager
+def _blaming(base: OpenBase) -> Iterator[None]:
+    """Damage is that of the base."""
+    try:
+        yield
+    except Damaged as error:
+        raise Damaged(str(error), base.extent.header.plan.name) from error
 
 
 def _pieces(array: NDArray[Any]) -> Iterator[memoryview]:

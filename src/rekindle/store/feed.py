@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rekindle.codec.extent import ExtentHeader
 from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, KvSpace, chain
-from rekindle.core.kv import Held, KvLayout, LayerKv, Span
+from rekindle.core.kv import CodedPiece, Held, KvLayout, LayerKv, Span
 from rekindle.errors import KvLost
 from rekindle.store.catalog import catalog
 from rekindle.store.disk import DiskStore
@@ -73,12 +74,42 @@ class StoredFeed:
 
     def fill(self, layer: int, out: LayerKv) -> None:
         """Write the KV of `span` in `layer` into `out`. Raises `KvLost` if it cannot be read or was changed."""
+        with self._filling_layer():
+            self._fill(layer, out)
+
+    @property
+    def coded(self) -> bool:
+        """Whether some of it is quantized."""
+        return any(isinstance(s.origin, OpenExtent) and s.header.plan.coded_as == "quantized" for s in self._sources)
+
+    def fill_coded(self, layer: int, take: Callable[[CodedPiece], None]) -> None:
+        """Give `take` the pieces of a layer. Raises `KvLost` if they cannot be read or were changed."""
+        with self._filling_layer():
+            for source in self._sources:
+                at = source.piece.span.start - self.span.start
+                if isinstance(source.origin, HeldExtent):
+                    take(_held_piece(source, source.origin, layer, at))
+                    continue
+                with self._losing(source):
+                    pieces = self._extents.coded_pieces(source.origin, layer, source.span, at)
+                for piece in pieces:
+                    take(piece)
+
+    def damaged(self, piece: CodedPiece, reason: str) -> KvLost:
+        """Report that a piece could not be decoded."""
+        source = next(s for s in reversed(self._sources) if s.piece.span.start - self.span.start <= piece.at)
+        blamed = None if piece.owner == source.piece.name else piece.owner
+        return self._lose(source, Damaged(reason, blamed))
+
+    @contextmanager
+    def _filling_layer(self) -> Iterator[None]:
+        """Keep the files open; after the last layer close them."""
         with self._lock:
             if self._closed:
                 raise KvLost("The feed was closed; its KV is computed instead.")
             self._filling += 1
         try:
-            self._fill(layer, out)
+            yield
         finally:
             with self._lock:
                 self._filling -= 1
@@ -94,7 +125,8 @@ class StoredFeed:
             if isinstance(source.origin, HeldExtent):
                 self._copy(source.origin.layers[layer], source.span, window)
             else:
-                self._read(source, source.origin, layer, window)
+                with self._losing(source):
+                    self._extents.read(source.origin, layer, source.span, window)
 
     def held(self) -> list[Held] | None:
         """The KV in memory, piece by piece; None unless all of it is in memory."""
@@ -125,13 +157,18 @@ class StoredFeed:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, source: KvSource, extent: OpenExtent, layer: int, out: LayerKv) -> None:
+    @contextmanager
+    def _losing(self, source: KvSource) -> Iterator[None]:
+        """Reading that fails loses the source. Raises `KvLost`."""
         try:
-            self._extents.read(extent, layer, source.span, out)
+            yield
         except (OSError, Damaged) as error:
-            self.close()
-            self._lost(source.piece, error)
-            raise KvLost(f"KV from the cache could not be read ({error}); it is computed instead.") from error
+            raise self._lose(source, error) from error
+
+    def _lose(self, source: KvSource, error: Exception) -> KvLost:
+        self.close()
+        self._lost(source.piece, error)
+        return KvLost(f"KV from the cache could not be read ({error}); it is computed instead.")
 
     def _copy(self, held: LayerKv, span: Span, out: LayerKv) -> None:
         self._extents.in_parallel(
@@ -139,6 +176,12 @@ class StoredFeed:
             lambda: np.copyto(out.values, held.values[:, span.start : span.stop]),
             out.keys.nbytes + out.values.nbytes,
         )
+
+
+def _held_piece(source: KvSource, held: HeldExtent, layer: int, at: int) -> CodedPiece:
+    plan = source.header.plan
+    spec = plan.layout.layer_spec(layer, plan.token_count)
+    return CodedPiece(held.layers[layer], spec, source.span, at, delta=False, owner=source.piece.name)
 
 
 def is_in_place(source: KvSource, match: Match, kv_space_digest: str) -> bool:

@@ -6,7 +6,8 @@
 
 Keys that were computed at other positions are rotated by the threads, on the model's own device.
 
-For a CUDA device threads fill slots of pinned memory, which the step has copied to the device.
+For a CUDA device threads fill slots of pinned memory, which the step has copied to the device. Quantized KV is only
+decompressed by the threads: the device restores the numbers (`device_decoder`).
 A CUDA device fetches KV in pinned memory by itself, without a thread: the step requests it some layers ahead, from a
 table of addresses made once for all layers, because Python delays every other launch while a step runs.
 
@@ -17,6 +18,7 @@ sequences leave their buffers to it and take others; so does the next step with 
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import time
@@ -31,9 +33,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rekindle.core.kv import Held, LayerKv
-from rekindle.engine.base import HeldFeed, KvFeed, MovedFeed
+from rekindle.engine.base import CodedFeed, HeldFeed, KvFeed, MovedFeed
 from rekindle.engine.hf import kernels
 from rekindle.engine.hf.device import PinnedMemory, pinned_memory
+from rekindle.engine.hf.device_decoder import CodedStaging, SlotMemory, SoundCheck
 from rekindle.engine.hf.rope import RopeShift, RopeShifter
 from rekindle.engine.hf.sequence import Buffers, LayerStaging, TorchSequence
 from rekindle.errors import Cancelled, KvLost
@@ -123,7 +126,7 @@ _LAYERS_AHEAD = 8  # how many layers ahead a device fetches
 _MAX_THREADS = 8  # that fill layers for a device; each is helped by another, for keys and values
 _PINNED_BYTES, _PINNED_SHARE = 1 << 30, 32  # for all slots together: at most this, and this part of the memory
 _ALIGNED_BYTES = 256
-_THREAD_BYTES = 4 << 20  # of a layer for each thread: with less, threads hold each other up
+_THREAD_BYTES, _CODED_THREAD_BYTES = 4 << 20, 1 << 20  # of a layer for each thread: with less, they block each other
 
 
 class PinnedSlots:
@@ -160,16 +163,19 @@ class PinnedSlots:
 
 @dataclass(frozen=True, eq=False)
 class _LayerFill:
-    """A layer to fill: feeds of each group, where they write, and which keys are rotated then."""
+    """A layer to fill: feeds of each group, where they write, feeds to decode, and which keys are rotated then."""
 
     layer: int
     parts: Sequence[tuple[Sequence[KvFeed], LayerStaging]]
+    coded: Sequence[CodedStaging]
     turns: Sequence[tuple[RopeShift, Tensor]]
 
     def run(self) -> None:
         for feeds, staging in self.parts:
             for feed, out in zip(feeds, staging.outs, strict=True):
                 feed.fill(self.layer, out)
+        for coded in self.coded:
+            coded.run()
 
 
 class LayerLoader:
@@ -191,12 +197,15 @@ class LayerLoader:
         self._feeds: dict[TorchSequence, list[KvFeed]] = {}
         for sequence, feed in feeds:
             self._feeds.setdefault(sequence, []).append(feed)
+        self._coded = {  # those that are decoded on the device
+            id(feed): feed for _, feed in feeds if _decodes_on(device) and isinstance(feed, CodedFeed) and feed.coded
+        }
         self._layers = layers
         self._device = device
         self._turner = turner
         self._turns: dict[tuple[TorchSequence, int], RopeShift] = {}  # by layer
         self._fetches: dict[TorchSequence, DeviceFetch] = {}  # what the device reads by itself
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = _side_stream(device) if device.type == "cuda" else None
         self._pinned_slots = slots
         self._pinned: Tensor | None = None
         self._slots: list[Tensor] = []  # of pinned memory, which layers use in turns
@@ -208,6 +217,7 @@ class LayerLoader:
         self._filled: list[_LayerFill] = []  # not on their way to the device yet
         self._present: set[int] = set()  # layers in the buffers, or on their way there
         self._arrivals: dict[int, torch.cuda.Event] = {}
+        self._sound_checks: list[SoundCheck] = []
         self._error: BaseException | None = None
         self._stopped = False
         self._awaited = 0  # layers, by `wait_until`
@@ -233,8 +243,11 @@ class LayerLoader:
                 return
             self._pinned = None if self._pinned_slots is None else self._pinned_slots.take()
         layer_bytes = sum(_layer_bytes(sequence, feeds) for sequence, feeds in self._feeds.items())
-        self._slots = [] if self._pinned is None else _cut(self._pinned, layer_bytes, self._layers)
-        count = min(len(self._slots), max(1, layer_bytes // _THREAD_BYTES)) or 1
+        each, thread_bytes, threads = layer_bytes, _THREAD_BYTES, _thread_count()
+        if self._coded:  # at most half of it is codes, beside the base of a delta; nobody helps to decompress
+            each, thread_bytes, threads = layer_bytes * 3 // 2, _CODED_THREAD_BYTES, 2 * threads
+        self._slots = [] if self._pinned is None else _cut(self._pinned, each, min(threads, self._layers))
+        count = min(len(self._slots), max(1, layer_bytes // thread_bytes)) or 1
         for _ in range(count):
             thread = threading.Thread(target=self._fill_all, name="rekindle-fill", daemon=True)
             try:
@@ -259,6 +272,8 @@ class LayerLoader:
                 raise self._error
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._arrivals[layer])
+        if layer == self._layers - 1:  # not before: it waits for the device
+            self._check_sound()
 
     def wait_until(self, stop: int, cancelled: Callable[[], bool] | None) -> None:
         """Block until the layers below `stop` are filled, or on their way. To be called with growing numbers."""
@@ -366,16 +381,21 @@ class LayerLoader:
     def _prepare(self, layer: int) -> _LayerFill:
         slot = self._slots[layer % len(self._slots)] if self._slots else None
         parts, turns = [], []
+        coded: list[tuple[TorchSequence, KvFeed]] = []
         for sequence, feeds in self._feeds.items():
             if (turn := self._turns.get((sequence, layer))) is not None and turn.parts:
                 turns.append((turn, sequence.keys(layer)[0]))  # a step that is given up leaves these buffers
             if sequence in self._fetches:
                 continue
-            for group in self._groups(sequence, [feed for feed in feeds if layer in feed.layers]):
+            own = [feed for feed in feeds if layer in feed.layers]
+            for group in self._groups(sequence, [feed for feed in own if id(feed) not in self._coded]):
                 staging = LayerStaging(sequence, layer, [feed.span for feed in group], slot)
                 slot = None if slot is None else slot[staging.size_bytes :]
                 parts.append((group, staging))
-        return _LayerFill(layer, parts, turns)
+            coded += [(sequence, feed) for feed in own if id(feed) in self._coded]
+        memory = SlotMemory(slot)
+        decoded = [CodedStaging(self._coded[id(feed)], feed.span, at, layer, memory) for at, feed in coded]
+        return _LayerFill(layer, parts, decoded, turns)
 
     def _commit(self, job: _LayerFill) -> None:
         """Bring a filled layer to where it belongs."""
@@ -383,6 +403,8 @@ class LayerLoader:
         with torch.inference_mode(), side:
             for _, staging in job.parts:
                 staging.commit()
+            for coded in job.coded:  # afterwards: what was copied with a gap may be theirs
+                self._sound_checks += coded.commit()
             for fetch in self._fetches.values():
                 fetch.fetch(job.layer)
             for turn, keys in job.turns:
@@ -391,6 +413,17 @@ class LayerLoader:
                 arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 arrival.record(self._stream)
                 self._arrivals[job.layer] = arrival
+
+    def _check_sound(self) -> None:
+        """Raises `KvLost` if something that the device restored was damaged."""
+        checks, self._sound_checks = self._sound_checks, []
+        if not checks:
+            return
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            found = torch.stack([check.sound for check in checks]).tolist()
+        for check, sound in zip(checks, found, strict=True):
+            if not sound:
+                raise check.failure()
 
     def _fill_until(self, stop: int) -> None:
         """Fill synchronously, without a thread; a device fetches some layers ahead while the step computes."""
@@ -422,10 +455,21 @@ class LayerLoader:
         return groups
 
 
-def _cut(memory: Tensor, layer_bytes: int, layers: int) -> list[Tensor]:
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all loads: memory that decoding takes on a device is reused only by the same stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _decodes_on(device: torch.device) -> bool:
+    """Whether a device restores quantized KV itself: on others the codec is as fast."""
+    return device.type == "cuda"
+
+
+def _cut(memory: Tensor, layer_bytes: int, most: int) -> list[Tensor]:
     """A slot for each layer that is filled at the same time; none if not even one fits."""
     size = max(1, -(-layer_bytes // _ALIGNED_BYTES)) * _ALIGNED_BYTES
-    count = min(memory.numel() // size, _thread_count(), layers)
+    count = min(memory.numel() // size, most)
     return [memory[place * size : (place + 1) * size] for place in range(count)]
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
-from benchmarks import shapes
-from benchmarks.adapters import shape as delta_shape
-from benchmarks.base import BenchOptions
-from benchmarks.waiting import device_decoder as module
-from benchmarks.waiting.device_decoder import LayerTensors, can_unpack, unpack
 from rekindle.codec.coder import SAME_LAYER, Coder
 from rekindle.codec.quantized import locate_parts
 from rekindle.codec.quantizer import FLOAT_TYPES, BitPlan, LayerBits, narrow
-from rekindle.core.kv import KvType, LayerKv, Span
+from rekindle.core.kv import CodedPiece, KvType, LayerKv, LayerShape, LayerSpec, Span
+from rekindle.engine.hf import device_decoder as module
+from rekindle.engine.hf.device_decoder import LayerTensors, SlotMemory, unpack
 from rekindle.engine.hf.sequence import TORCH_TYPE, raw_view
 from tests.codec.arrays import decode, self_described
 
@@ -69,13 +67,47 @@ def assert_same(out: Sequence[LayerTensors], expected: Sequence[LayerKv]) -> Non
             assert bool((buffer[:, :MARGIN] == 7).all() & (buffer[:, -MARGIN:] == 7).all())
 
 
+def pieces(blob: bytes, dtype: KvType, anchor: LayerKv | None, span: Span, start: int = 0) -> list[CodedPiece]:
+    """What a feed gives of a coded layer: its base first, cut to `span`, which need not be coded."""
+    found = []
+    if anchor is not None:
+        whole = Span(0, len(span))
+        found.append(CodedPiece(anchor, anchor.spec(dtype), whole, start, delta=False, owner="base"))
+    if anchor is None or blob != SAME_LAYER:
+        spec = self_described(blob, dtype, anchor)
+        found.append(CodedPiece(blob, spec, span, start, delta=anchor is not None, owner="own"))
+    return found
+
+
+def restore(found: Sequence[CodedPiece], out: LayerTensors, slot: torch.Tensor | None = None) -> None:
+    """As a loader does, which finds damage that shows only on the device at the end."""
+    memory = SlotMemory(slot)
+    sound = [part.restore() for piece in found for part in unpack(piece, out, memory)]
+    if not all(each is None or bool(each) for each in sound):
+        raise ValueError("codes are damaged: their strays do not match")
+
+
+def restore_all(
+    blobs: Sequence[bytes],
+    out: Sequence[LayerTensors],
+    anchor: Sequence[LayerKv] | None,
+    span: Span | None,
+    dtype: KvType,
+) -> None:
+    slot = torch.empty(1 << 17, dtype=torch.uint8)[3:]  # too small for some, and not aligned
+    for index, (blob, place) in enumerate(zip(blobs, out, strict=True)):
+        below = None if anchor is None else anchor[index]
+        wanted = Span(0, self_described(blob, dtype, below).tokens) if span is None else span
+        restore(pieces(blob, dtype, below, wanted), place, slot)
+
+
 def check(
     blobs: list[bytes], dtype: KvType, anchor: list[LayerKv] | None, span: Span | None, device: torch.device
 ) -> None:
     below = None if anchor is None else [cut(kv, span) for kv in anchor]
     expected = [decode(blob, dtype, None if below is None else below[i], span) for i, blob in enumerate(blobs)]
     out = places(expected, dtype, device)
-    unpack(blobs, out, below, span, threads=3)
+    restore_all(blobs, out, below, span, dtype)
     assert_same(out, expected)
 
 
@@ -109,7 +141,6 @@ def test_layers_of_the_delta_base_itself_stand_among_deltas(device: torch.device
           enumerate(zip(anchor, some_kv((2, 150, 8, 8), "bfloat16", 4), strict=True))]  # fmt: skip
     blobs = [Coder(delta=PLAN).encode(i, kv[i], anchor[i], "bfloat16") for i in range(len(kv))]
     assert [blob == SAME_LAYER for blob in blobs] == [True, False, False, True, False]
-    assert can_unpack(blobs)
     for span in (None, Span(20, 140)):
         check(blobs, "bfloat16", anchor, span, device)
 
@@ -118,21 +149,24 @@ def test_layers_of_the_delta_base_itself_stand_among_deltas(device: torch.device
 def test_a_delta_base_may_be_on_the_device_already(device: torch.device) -> None:
     kv, anchor = some_kv((2, 150, 8, 8), "float16", 3), some_kv((2, 150, 8, 8), "float16", 4)
     blobs = [Coder(delta=PLAN).encode(i, kv[i], anchor[i], "float16") for i in range(len(kv))]
-    there = [LayerTensors(*(torch.from_numpy(half).to(device) for half in (a.keys, a.values))) for a in anchor]
     expected = [decode(blob, "float16", anchor[i]) for i, blob in enumerate(blobs)]
     out = places(expected, "float16", device)
-    unpack(blobs, out, there)
+    for blob, place, below in zip(blobs, out, anchor, strict=True):
+        for half, theirs in zip(place.halves, (below.keys, below.values), strict=True):
+            half.copy_(torch.from_numpy(theirs))
+        restore(pieces(blob, "float16", below, Span(0, 150))[1:], place)
     assert_same(out, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_many_layers_are_restored_in_several_batches(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BATCH_NUMBERS", 2 * 2 * 2 * 130 * 8)
-    kv, anchor = some_kv((2, 130, 8, 8), "float16", 5), some_kv((2, 130, 8, 8), "float16", 6)
+def test_a_long_layer_is_restored_in_several_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BATCH_NUMBERS", 2 * 2 * 2 * 128 * 8)
+    kv, anchor = some_kv((2, 600, 8, 8), "float16", 5), some_kv((2, 600, 8, 8), "float16", 6)
     blobs = [Coder(delta=PLAN).encode(i, kv[i], anchor[i], "float16") for i in range(len(kv))]
-    expected = [decode(blob, "float16", anchor[i]) for i, blob in enumerate(blobs)]
-    assert len(list(module.cut_batches(blobs, places(expected, "float16", device), anchor))) == 3
-    check(blobs, "float16", anchor, None, device)
+    coded = pieces(blobs[0], "float16", anchor[0], Span(0, 600))[1]
+    assert len(unpack(coded, places(kv, "float16", device)[0], SlotMemory(None))) == 3
+    for span in (None, Span(100, 590), Span(127, 257)):
+        check(blobs, "float16", anchor, span, device)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -146,8 +180,7 @@ def test_numbers_beyond_the_type_become_its_largest(device: torch.device) -> Non
     check(blobs, "float16", None, None, device)
 
 
-def test_no_tokens_and_no_layers_are_nothing_to_do() -> None:
-    unpack([], [])
+def test_no_tokens_are_nothing_to_do() -> None:
     blobs = [
         Coder(whole=PLAN).encode(i, kv, None, "float32") for i, kv in enumerate(some_kv((2, 0, 4, 4), "float32", 1))
     ]
@@ -179,11 +212,11 @@ def test_damaged_bytes_are_refused_or_decode_as_in_the_codec(device: torch.devic
             refused += 1
             expected = []
         if [kv.keys.shape for kv in expected] == [kv.keys.shape for kv in sound]:
-            unpack(damaged, out, threads=2)
+            restore_all(damaged, out, None, None, "float32")
             assert_same(out, expected)
         else:
             with pytest.raises(ValueError, match=r".+"):
-                unpack(damaged, out, threads=2)
+                restore_all(damaged, out, None, None, "float32")
     assert refused > 50
 
 
@@ -194,7 +227,7 @@ def test_bytes_that_are_cut_off_or_go_on_are_refused() -> None:
     sizes = [0, 3, 4, 20, 40, 100, len(blobs[1]) // 2, len(blobs[1]) - 1]
     for broken in [*(blobs[1][:size] for size in sizes), blobs[1] + b"\0", SAME_LAYER + b"\0"]:
         with pytest.raises(ValueError, match=r".+"):
-            unpack([blobs[0], broken, *blobs[2:]], out, anchor)
+            restore(pieces(broken, "float16", anchor[1], Span(0, 140)), out[1])
 
 
 def test_strays_that_do_not_match_are_refused() -> None:
@@ -213,7 +246,7 @@ def test_strays_that_do_not_match_are_refused() -> None:
         with pytest.raises(ValueError, match="strays"):
             decode(bytes(data), "float32", None)
         with pytest.raises(ValueError, match="strays"):
-            unpack([*blobs[:layer], bytes(data), *blobs[layer + 1 :]], out)
+            restore(pieces(bytes(data), "float32", None, Span(0, 300)), out[layer])
         return
     pytest.fail("no two groups of these have different numbers of strays")
 
@@ -225,37 +258,24 @@ def test_what_does_not_fit_together_is_refused() -> None:
     exact = [Coder(delta="exact").encode(i, kv[i], anchor[i], "float16") for i in range(len(kv))]
     device = torch.device("cpu")
     out = places(kv, "float16", device)
-    assert can_unpack(deltas)
-    assert can_unpack(wholes)
-    assert not can_unpack(exact)
     wide = [LayerKv(each.keys.astype(np.float32), each.values.astype(np.float32)) for each in anchor]
-    for layers, room, below, span in (
-        (deltas, out, None, None),
-        (wholes, out, anchor, None),
-        (exact, out, anchor, None),
-        (deltas, out, wide, None),
-        (deltas, out, [cut(each, Span(0, 29)) for each in anchor], None),
-        (deltas, out[:-1], anchor, None),
-        (deltas, out, anchor[:-1], None),
-        (wholes, places(wide, "float32", device), None, None),
-        (wholes, out, None, Span(0, 29)),
-        (wholes, out, None, Span(10, 40)),
+    short = [cut(each, Span(0, 29)) for each in anchor]
+    narrower = [LayerKv(each.keys[..., :3], each.values[..., :3]) for each in anchor]
+    whole = Span(0, 30)
+    for layers, room, below, span, start in (
+        (deltas, out, None, whole, 0),
+        (wholes, out, anchor, whole, 0),
+        (exact, out, anchor, whole, 0),
+        (deltas, out, wide, whole, 0),
+        (deltas, out, short, whole, 0),
+        (deltas, out, narrower, whole, 0),
+        (wholes, places(wide, "float32", device), None, whole, 0),
+        (wholes, places(narrower, "float16", device), None, whole, 0),
+        (wholes, out, None, Span(0, 29), 2),
+        (wholes, out, None, Span(10, 40), 0),
     ):
-        with pytest.raises(ValueError, match=r".+"):
-            unpack(layers, room, below, span)
-
-
-def test_a_shape_is_timed_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = {**shapes.SHAPES["smollm2-135m"], "vocab_size": 320, "hidden_size": 48, "intermediate_size": 64}
-    tiny |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
-    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny)
-    parts: list[str] = []
-    report = delta_shape.run_shape(BenchOptions(shape="tiny", device="cpu", quick=True, limit=1), parts.append)
-    fields = report.fields
-    assert (fields["shape"], fields["tokens"]) == ("tiny", delta_shape.QUICK_TOKENS)
-    for name in ("compute_s", "delta_s", "whole_s", "raw_s", "delta_speedup"):
-        assert fields[name] > 0
-    assert set(fields["parts"]) == {"decompress_s", "copy_s", "unpack_s"}
-    assert 2 < fields["delta_bits"] < fields["whole_bits"] < 8
-    assert len(report.rows) == 3
-    assert parts
+        for index, blob in enumerate(layers):
+            spec = LayerSpec("float16", LayerShape(2, 4, 4), 30)
+            with pytest.raises(ValueError, match=r".+"):
+                for piece in pieces(blob, "float16", None if below is None else below[index], span, start):
+                    restore([replace(piece, spec=replace(spec, tokens=piece.spec.tokens))], room[index])
