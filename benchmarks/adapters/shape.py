@@ -194,7 +194,7 @@ class _ShapeBench:
             jobs = [(piece, places[layer]) for layer in feed.layers for piece in feed.pieces(layer)]
             times = [self._now()]
             with ThreadPoolExecutor(_THREADS) as pool:
-                found = list(pool.map(lambda job: unpack(*job, SlotMemory(None)), jobs))
+                found = list(pool.map(lambda job: unpack(job[0], job[1], SlotMemory(None)), jobs))
             times.append(self._now())
             brought = [self._bring(part) for parts in found for part in parts]
             times.append(self._now())

@@ -195,7 +195,7 @@ class _Stages:
             if chunk < len(self._there):
                 priority[chunk, layer] += self._unlocked(chunk, layer)
         best = int(np.where(self._there, -1.0, priority).argmax())
-        return divmod(best, priority.shape[1])
+        return divmod(best, int(priority.shape[1]))
 
     def _ready(self, chunk: int, layer: int) -> bool:
         """Whether a cell can be computed once those below it are."""

@@ -135,13 +135,13 @@ def test_damage_that_no_digest_shows_is_lost_and_never_found_again(
     for kv_space in (base, one):
         assert keep(store, T[:192], kv_space).outcome == "kept"
     at_fault = rows_of(store, base if whose == "base" else one)[0].name
-    read = ExtentFiles._coded_bytes
+    read = ExtentFiles.read_code
 
     def spoiled(files: ExtentFiles, extent: Any, layer: int) -> bytes:
         data = read(files, extent, layer)
         return damage(data) if extent.header.plan.name == at_fault and layer == 1 else data
 
-    monkeypatch.setattr(ExtentFiles, "_coded_bytes", spoiled)
+    monkeypatch.setattr(ExtentFiles, "read_code", spoiled)
     with pytest.raises(KvLost, match="layer 1"):
         loaded(opened(store, one, 192), one, device)
     assert store.lookup(one, T[:192]).length == 0
