@@ -47,7 +47,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
      "keys of a few queries into ranges"),
     ("benchmarks", 45, 0, "bench stream with llama.cpp, bench prefix up to 32,768 tokens on a device"),
     ("rekindle", 0, 1, "step_scheduler: what the next step computes, without threads; fewer lines than before"),
-    ("rekindle", 500, 3, "origins whose defaults meet: what is found and why not; quantized KV for all dtypes "
+    ("rekindle", 510, 3, "origins whose defaults meet: what is found and why not; quantized KV for all dtypes "
      "and engines of the same files, other files by a measured pairing, passages behind any head with their scores"),
 )  # fmt: skip
 
