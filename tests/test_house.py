@@ -50,7 +50,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
      "idle time; replies and doctor say what nobody calibrated"),
     ("benchmarks", 545, 5, "sparse: block-sparse prefill against dense, and what schedules make of its costs"),
     ("rekindle", 0, 1, "step_scheduler: what the next step computes, without threads; fewer lines than before"),
-    ("rekindle", 500, 3, "origins whose defaults meet: what is found and why not; quantized KV for all dtypes "
+    ("rekindle", 510, 3, "origins whose defaults meet: what is found and why not; quantized KV for all dtypes "
      "and engines of the same files, other files by a measured pairing, passages behind any head with their scores"),
     ("rekindle", 135, 0, "memory follows the policy of the disk, holds quantized KV as coded, and is freed when an app "
      "is killed; apps of a Linux desktop from systemd"),

@@ -63,8 +63,9 @@ def write_llama(path: Path, *, seed: int = 0, template: str | None = CHAT_TEMPLA
     epsilon   of its norms
     switch    for how many tokens its rotary frequencies are made; they are others for longer contexts
     dim       of a head
+    kv_heads  how many heads keys and values have
     """
-    dim = changes.get("dim", DIM)
+    dim, kv_heads = changes.get("dim", DIM), changes.get("kv_heads", KV_HEADS)
     hidden = HEADS * dim
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name(f"tiny-{seed}")
@@ -73,7 +74,7 @@ def write_llama(path: Path, *, seed: int = 0, template: str | None = CHAT_TEMPLA
     writer.add_block_count(LAYERS)
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
+    writer.add_head_count_kv(kv_heads)
     writer.add_rope_dimension_count(dim)
     writer.add_layer_norm_rms_eps(changes.get("epsilon", 1e-5))
     writer.add_vocab_size(VOCABULARY)
@@ -89,8 +90,8 @@ def write_llama(path: Path, *, seed: int = 0, template: str | None = CHAT_TEMPLA
         block = f"blk.{layer}."
         weights.ones(block + "attn_norm.weight", hidden)
         weights.matrix(block + "attn_q.weight", HEADS * dim, hidden)
-        weights.matrix(block + "attn_k.weight", KV_HEADS * dim, hidden)
-        weights.matrix(block + "attn_v.weight", KV_HEADS * dim, hidden)
+        weights.matrix(block + "attn_k.weight", kv_heads * dim, hidden)
+        weights.matrix(block + "attn_v.weight", kv_heads * dim, hidden)
         weights.matrix(block + "attn_output.weight", hidden, HEADS * dim)
         weights.ones(block + "ffn_norm.weight", hidden)
         weights.matrix(block + "ffn_gate.weight", INNER, hidden)

@@ -15,7 +15,7 @@ import pytest
 from rekindle import Session
 from rekindle.cache import cost
 from rekindle.core.identity import Identity
-from rekindle.core.kv import LayerKv
+from rekindle.core.kv import LayerKv, LayerShape
 from rekindle.core.request import Request
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import InvalidSetting
@@ -26,7 +26,7 @@ from rekindle.remote.pairing import MAX_KL, ModelPairing, forget_pairing, recall
 from rekindle.remote.publish.publisher import Publisher
 from rekindle.remote.publish.serve import OriginServer, OriginSettings
 from rekindle.remote.signing import SigningKey
-from rekindle.remote.slices import reorder_keys
+from rekindle.remote.slices import regroup_heads, reorder_keys
 from rekindle.session.publish import computed, levels_of
 from rekindle.session.publish_pair import choose_published, pair
 from tests.cli.test_origin import ok
@@ -97,8 +97,9 @@ def twin_of(path: Path) -> Any:
     from tests.tiny import byte_tokenizer, tiny_model
 
     tensors = {tensor.name: torch.tensor(np.array(tensor.data)) for tensor in gguf.GGUFReader(path).tensors}
+    kv_heads = tensors["blk.0.attn_k.weight"].shape[0] // 32
     model = tiny_model(
-        "llama", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, intermediate_size=64,
+        "llama", hidden_size=64, num_attention_heads=2, num_key_value_heads=kv_heads, head_dim=32, intermediate_size=64,
         rms_norm_eps=1e-5, tie_word_embeddings=False,
     )  # fmt: skip
 
@@ -114,21 +115,38 @@ def twin_of(path: Path) -> Any:
         ours, theirs = f"model.layers.{layer}.", f"blk.{layer}."
         state |= {f"{ours}{a}.weight": tensors[f"{theirs}{b}.weight"] for a, b in names.items()}
         state[f"{ours}self_attn.q_proj.weight"] = halves(f"{theirs}attn_q.weight", 2)
-        state[f"{ours}self_attn.k_proj.weight"] = halves(f"{theirs}attn_k.weight", 1)
+        state[f"{ours}self_attn.k_proj.weight"] = halves(f"{theirs}attn_k.weight", kv_heads)
     model.load_state_dict(state)
     return HfEngine(model, byte_tokenizer(), name="twin", placement=choose_placement("cpu", "float32"))
 
 
+def gguf_engine(path: Path) -> Any:
+    from rekindle.engine.llamacpp.engine import LlamaCppEngine
+    from rekindle.engine.llamacpp.options import LlamaOptions
+    from tests.tiny_gguf import files_of
+
+    return LlamaCppEngine(files_of(path), LlamaOptions(device="cpu", threads=1))
+
+
 @pytest.mark.llamacpp
 @pytest.mark.usefixtures("origin_first")
-def test_a_gguf_takes_kv_of_the_files_it_was_made_of_once_they_are_paired(tmp_path: Path, one_thread: None) -> None:
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("publisher", ["transformers", "llama.cpp"])
+def test_a_gguf_and_the_files_it_was_made_of_exchange_kv_once_they_are_paired(
+    kv_heads: int, publisher: str, tmp_path: Path, one_thread: None
+) -> None:
     pytest.importorskip("xllamacpp")
-    key = SigningKey.new()
+    from tests.tiny_gguf import write_llama
+
+    key, path = SigningKey.new(), write_llama(tmp_path / "tiny.gguf", kv_heads=kv_heads)
     with (
-        closing(twin_of(gguf_file())) as there,
-        closing(make("llamacpp")) as here,
+        closing(twin_of(path)) as transformers,
+        closing(gguf_engine(path)) as llama,
+        closing(llama if publisher == "llama.cpp" else transformers) as there,
         published(there, tmp_path / "files", key) as url,
     ):
+        here, order = (llama, "interleaved") if there is transformers else (transformers, "halves")
+        assert llama.layout.layers[0].kv_heads == 1  # all heads in one
         own: dict[str, Any] = {"origin": url, "origin_keys": key.public}
 
         def ask(**more: Any) -> Any:
@@ -138,7 +156,7 @@ def test_a_gguf_takes_kv_of_the_files_it_was_made_of_once_they_are_paired(tmp_pa
         assert ask(reuse="quantized").origin_miss == "nothing"
         origin = Origin(url, [key.public])
         pairing = pair(here, origin)
-        assert pairing.key_order == "interleaved" and pairing.kl < MAX_KL and pairing.top1 > 0.9
+        assert pairing.key_order == order and pairing.kl < MAX_KL / 2 and pairing.top1 > 0.8
         assert pairing.positions > 50 and recall_pairing(KvModel.of(here, 1)) == pairing
         came = ask(reuse="quantized")
         assert came.streamed > 0 and came.level == "quantized"
@@ -229,6 +247,18 @@ def test_a_pairing_that_is_damaged_or_was_not_near_counts_as_none(
 def test_keys_change_their_order_and_back() -> None:
     keys = np.arange(2 * 3 * 8, dtype=np.float32).reshape(2, 3, 8)
     kv = LayerKv(keys, keys + 1)
-    turned = reorder_keys(kv, "interleaved")
+    turned = reorder_keys(kv, "interleaved", 8)
     assert turned.keys[0, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7] and turned.values is kv.values
-    assert np.array_equal(reorder_keys(turned, "halves").keys, keys) and reorder_keys(kv, "same") is kv
+    assert np.array_equal(reorder_keys(turned, "halves", 8).keys, keys) and reorder_keys(kv, "same", 8) is kv
+
+
+def test_heads_are_put_together_and_taken_apart() -> None:
+    keys = np.arange(2 * 3 * 8, dtype=np.float32).reshape(2, 3, 8)
+    apart, one = LayerShape(2, 8, 8), LayerShape(1, 16, 16)
+    kv = LayerKv(keys, keys + 1)
+    merged = regroup_heads(kv, one)
+    assert merged.keys.shape == (1, 3, 16) and merged.keys[0, 1].tolist() == [*keys[0, 1], *keys[1, 1]]
+    again = regroup_heads(merged, apart)
+    assert np.array_equal(again.keys, keys) and np.array_equal(again.values, keys + 1)
+    before = regroup_heads(reorder_keys(kv, "interleaved", 8), one)  # in either order
+    assert np.array_equal(before.keys, reorder_keys(merged, "interleaved", 8).keys)

@@ -80,13 +80,8 @@ class KvSpace:
 
 def layout_text(layout: KvLayout) -> str:
     """A layout as canonical JSON."""
-    return f'{{"dtype":"{layout.dtype}","layers":{shapes_text(layout)}}}'
-
-
-def shapes_text(layout: KvLayout) -> str:
-    """The shapes of its layers as canonical JSON."""
     layers = [[shape.kv_heads, shape.key_dim, shape.value_dim] for shape in layout.layers]
-    return json.dumps(layers, separators=(",", ":"))
+    return json.dumps({"dtype": layout.dtype, "layers": layers}, separators=(",", ":"))
 
 
 def parse_layout(text: str) -> KvLayout:

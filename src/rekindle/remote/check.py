@@ -25,7 +25,7 @@ def check_origin(remote: RemoteKv, lookup: CacheLookup, plan: Plan | None) -> It
         yield "origin", f"{origin.url} answers"
         yield "key", _key(listed, trusted)
         if not trusted:
-            alike = {one.title for one in origin.models(FIND_SECONDS) if one.model.layout.layers == model.layout.layers}
+            alike = {one.title for one in origin.models(FIND_SECONDS) if one.model.widths == model.widths}
             if alike:
                 yield (
                     "model",

@@ -32,7 +32,7 @@ from rekindle.remote.http import Exchange, HttpClient
 from rekindle.remote.index import ContextNames, Index, IndexEntry, KvModel, context_path, index_path, listed_depths
 from rekindle.remote.manifest import LevelFile, Manifest, SignedManifest, slice_digest, slice_place, tokens_place
 from rekindle.remote.signing import TrustedKeys
-from rekindle.remote.slices import decode, reorder_keys
+from rekindle.remote.slices import decode, regroup_heads, reorder_keys
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,10 @@ class PublishedPrefix:
         """What its passage was computed after."""
         passage = self.manifest.passage
         return None if passage is None else passage.scores.earlier[0].digest
+
+    def head_dim(self, layer: int) -> int:
+        """Size of the keys of a head, which one of the two models may have all in one."""
+        return min(model.layout.layers[layer].key_dim for model in (self.model, self.manifest.model))
 
     def span(self, chunk: int) -> Span:
         """The tokens of a chunk."""
@@ -387,9 +391,9 @@ class SliceTransfer:
 def decode_slice(found: PublishedPrefix, chunk: int, layer: int, data: bytes) -> LayerKv:
     """The KV of a chunk in a layer, from the bytes of its slice. Raises `OriginFailed` if they are invalid."""
     try:
-        model, tokens = found.model, len(found.span(chunk))
-        kv = decode(data, found.manifest.model.layout, layer, tokens, model.layout.dtype)
-        return reorder_keys(kv, model.key_order)
+        model, layout = found.model, found.manifest.model.layout
+        kv = decode(data, layout, layer, len(found.span(chunk)), model.layout.dtype)
+        return reorder_keys(regroup_heads(kv, model.layout.layers[layer]), model.key_order, found.head_dim(layer))
     except ValueError as error:
         raise OriginFailed(f"The slice of chunk {chunk}, layer {layer} cannot be decoded: {error}.") from error
 

@@ -31,7 +31,7 @@ from typing import Any, Literal
 from rekindle.codec.cipher import Secret
 from rekindle.core.cells import CHUNK_TOKENS
 from rekindle.core.identity import digest_of_fields
-from rekindle.core.keys import TOKEN_BYTES, shapes_text, token_bytes
+from rekindle.core.keys import TOKEN_BYTES, token_bytes
 from rekindle.core.kv import KvLayout
 from rekindle.engine.base import Engine
 from rekindle.safe_read import parse_untrusted_json
@@ -79,9 +79,12 @@ class KvModel:
         """One digest of what all dtypes, devices and engines have in common."""
         adapter = "base" if self.adapter is None else f"adapter:{self.adapter}"
         kind = "bytes" if self.layout.dtype == "uint8" else "floats"
-        return bytes.fromhex(
-            digest_of_fields("rekindle/origin/2", self.weights, adapter, kind, shapes_text(self.layout))
-        )
+        return bytes.fromhex(digest_of_fields("rekindle/origin/2", self.weights, adapter, kind, str(self.widths)))
+
+    @property
+    def widths(self) -> list[tuple[int, int]]:
+        """How many numbers the keys and the values of a token are in each layer. llama.cpp has all heads in one."""
+        return [(one.kv_heads * one.key_dim, one.kv_heads * one.value_dim) for one in self.layout.layers]
 
 
 class ContextNames:

@@ -19,7 +19,7 @@ from rekindle.codec import quantized
 from rekindle.codec.packing import Planes, PlanesSpec, read_planes, write_planes
 from rekindle.codec.quantized import PRESETS
 from rekindle.codec.quantizer import BitPlan, carrier
-from rekindle.core.kv import KvLayout, KvType, LayerKv
+from rekindle.core.kv import KvLayout, KvType, LayerKv, LayerShape
 from rekindle.core.plan import RAW
 from rekindle.errors import InvalidSetting, nearest
 from rekindle.remote.index import KeyOrder
@@ -76,15 +76,22 @@ def decode(data: bytes, layout: KvLayout, layer: int, tokens: int, into: KvType 
     return quantized.decode(data, layout.layer_spec(layer, tokens), into=into)
 
 
-def reorder_keys(kv: LayerKv, order: KeyOrder) -> LayerKv:
-    """KV whose keys `[heads, tokens, dim]` have their channels in another order: the halves of a head interleaved, or
-    the other way round."""
-    heads, tokens, dim = kv.keys.shape
-    if order == "same" or dim % 2:
+def regroup_heads(kv: LayerKv, shape: LayerShape) -> LayerKv:
+    """The same numbers of each token `[heads, tokens, dim]`, in another number of heads."""
+    if kv.keys.shape[0] == shape.kv_heads:
         return kv
-    pairs = (2, dim // 2) if order == "interleaved" else (dim // 2, 2)
-    turned = kv.keys.reshape(heads, tokens, *pairs).swapaxes(-1, -2)
-    return LayerKv(np.ascontiguousarray(turned).reshape(heads, tokens, dim), kv.values)
+    tokens, heads = kv.keys.shape[1], shape.kv_heads
+    keys, values = (part.swapaxes(0, 1).reshape(tokens, heads, -1).swapaxes(0, 1) for part in (kv.keys, kv.values))
+    return LayerKv(np.ascontiguousarray(keys), np.ascontiguousarray(values))
+
+
+def reorder_keys(kv: LayerKv, order: KeyOrder, head_dim: int) -> LayerKv:
+    """KV whose keys have the channels of each `head_dim` in another order: their halves interleaved, or back."""
+    if order == "same":
+        return kv
+    pairs = (2, head_dim // 2) if order == "interleaved" else (head_dim // 2, 2)
+    turned = kv.keys.reshape(*kv.keys.shape[:2], -1, *pairs).swapaxes(-1, -2)
+    return LayerKv(np.ascontiguousarray(turned).reshape(kv.keys.shape), kv.values)
 
 
 def largest_bytes(layout: KvLayout, layer: int, tokens: int) -> int:

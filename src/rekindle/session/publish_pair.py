@@ -35,6 +35,7 @@ class _Sample:
 
     tokens: tuple[int, ...]
     layers: tuple[LayerKv, ...]
+    head_dims: tuple[int, ...]
 
 
 def pair(engine: Engine, origin: Origin, title: str | None = None) -> ModelPairing:
@@ -80,14 +81,17 @@ def _samples(origin: Origin, model: KvModel, max_tokens: int) -> Iterator[_Sampl
         if (level := found.choose(_QUANTIZED)) is not None:
             tokens = origin.tokens(found)[:max_tokens]
             kv = SpanTransfer(origin, found, level, Span(0, len(tokens) * 3 // 4), Bandwidth()).fetch()
-            yield _Sample(tokens, kv.layers)
+            yield _Sample(tokens, kv.layers, tuple(map(found.head_dim, range(len(kv.layers)))))
 
 
 def _nearness(engine: Engine, sample: _Sample) -> dict[KeyOrder, Nearness]:
     """How near what the model says after published KV comes to what it says after its own, for each order of keys."""
-    known, orders = sample.layers[0].keys.shape[1], get_args(KeyOrder)
+    known, layers = sample.layers[0].keys.shape[1], list(zip(sample.layers, sample.head_dims, strict=True))
     with Trial(engine, sample.tokens[:known], sample.tokens[known:]) as trial:
-        return {order: trial.near([reorder_keys(layer, order) for layer in sample.layers]) for order in orders}
+        return {
+            order: trial.near([reorder_keys(layer, order, dim) for layer, dim in layers])
+            for order in get_args(KeyOrder)
+        }
 
 
 def _mean_kl(found: Sequence[Nearness]) -> float:
@@ -96,7 +100,7 @@ def _mean_kl(found: Sequence[Nearness]) -> float:
 
 def choose_published(own: KvModel, manifests: Sequence[Manifest], title: str | None) -> Manifest:
     """The published model that is meant. Raises `InvalidSetting`."""
-    alike = [one for one in manifests if one.model.layout.layers == own.layout.layers and one.model.adapter is None]
+    alike = [one for one in manifests if one.model.widths == own.widths and one.model.adapter is None]
     alike = [one for one in alike if one.model.weights != own.weights]
     named = [one for one in alike if title in (None, one.title)]
     titles = ", ".join(sorted({one.title for one in alike}))
