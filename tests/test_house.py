@@ -55,6 +55,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 135, 0, "memory follows the policy of the disk, holds quantized KV as coded, and is freed when an app "
      "is killed; apps of a Linux desktop from systemd"),
     ("rekindle", 330, 0, "GPU: a question's look at passages as one recorded graph, probes and drift by kernels"),
+    ("rekindle", 420, 1, "device_decoder: quantized KV and deltas decoded on a CUDA device while they are loaded"),
     ("benchmarks", 165, 1, "policies: eviction replayed without a model, weights chosen on one half of the usages"),
 )  # fmt: skip
 
