@@ -1,7 +1,7 @@
 """Which published model a model of another file form may take quantized KV from: decided by measurement, and kept.
 
 A GGUF and the files it was made of have other digests, so neither finds the other's contexts. Somebody says that they
-are the same model; `session/pair_origin` measures what the client's model says after published KV in place of its own;
+are the same model; `session/publish_pair` measures what the client's model says after published KV in place of its own;
 what is near enough is kept with the measurement. Keys may be in another order of channels: llama.cpp rotates neighbours
 in some models where transformers rotates halves.
 """
