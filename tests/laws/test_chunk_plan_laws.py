@@ -202,18 +202,18 @@ def test_what_chunk_reuse_takes_beside_its_parts_is_charged() -> None:
         assert (plan.reuse_chunks is not None) is reuses
 
 
-def test_the_published_way_is_charged_for_what_it_computes_and_no_more() -> None:
-    span = Span(20, 120)
+@pytest.mark.parametrize(("head", "again"), [(16, 0), (150, 10)])
+def test_the_published_way_is_charged_for_what_it_computes_and_no_more(head: int, again: int) -> None:
+    """After a long head that is new, which is computed first, the question is computed again."""
+    span = Span(head + 4, head + 104)
     variant = Variant(
         ChunkDigest(bytes(16)), span, ChunkScores(np.zeros(100, np.float16), np.zeros(100, np.float16), 1.0, ())
     )
     chunk = ChunkMatch(span, variant.digest, Stored(1, variant, "memory", 100 * TOKEN_BYTES), overhead=0.1)
     rates = Rates(compute=(0.0, 1.0, 0.0), load={"memory": (0.0, 0.0)})
-    exact = make_plan(Matches(130), rates, CUT)
-    plan = plan_chunk_reuse(exact, PromptLayout(16, (span,)), [chunk], policy_of("cache-craft"), rates, 10_000)
-    assert (
-        plan.reuse_chunks is not None and plan.predicted_seconds == 30 + 10 + 10
-    )  # the head is new: the question goes twice
+    exact = make_plan(Matches(span.stop + 10), rates, CUT)
+    plan = plan_chunk_reuse(exact, PromptLayout(head, (span,)), [chunk], policy_of("cache-craft"), rates, 10_000)
+    assert plan.reuse_chunks is not None and plan.predicted_seconds == head + 4 + 10 + 10 + again
 
 
 @given(prompts(), st.sampled_from(RECOMPUTE_POLICIES))

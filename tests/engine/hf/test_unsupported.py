@@ -175,7 +175,7 @@ def test_closing_frees_the_weights() -> None:
     from rekindle.engine.hf.cuda_graph import GraphRecorder
 
     engine = tiny_engine("llama")
-    engine._recorder = GraphRecorder(engine._live())  # as on CUDA
+    engine._recorder = GraphRecorder(engine._live(), 512)  # as on CUDA
     sequence = engine.open(10, "plain")  # even if somebody still holds one
     weight = weakref.ref(engine.model.lm_head.weight)
     engine.close()
