@@ -52,7 +52,7 @@ MEASURED = {
     "slower": "engine cache chunks store codec session core",
 }
 
-MAX_ROWS = 12
+MAX_ROWS = 10
 # The rows of a bench that the page shows, by the name of the measure; all of them where nothing is said.
 HEADLINES = {
     "prefix": """1000+20, new process, disk / floor; 1000+20, cold / disk; partial *; same greedy text""",
@@ -67,7 +67,7 @@ HEADLINES = {
     "stream": """ideal overlap *; fixed hybrid *; bidirectional / ours; sooner of *; our schedule *; error of *;
         origin: *; context tokens: 768; busy cores: 2""",
     "store": """keep 1,000 *; keep, *; fsyncs *; load*; look up *; reopen *; storm *""",
-    "sparse": """8,064 tokens, *; schedules *""",
+    "sparse": """8,064 tokens, density=0.5; 32,768 tokens, density=0.[15]; schedules *""",
     "slower": """*, 256 tokens, later""",
     "engine": """prefill 1024 *; prefill 8192 *; decode at 1024 *; 4 rows, *; 30 % of *; 64 tokens after *""",
 }
