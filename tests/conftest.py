@@ -98,9 +98,20 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     return (folder / str(number) for number in count())
 
 
+@pytest.fixture(scope="session")
+def sockets_folder() -> Iterator[str]:
+    """A folder with a short path, where no daemon listens that somebody left in the background."""
+    with tempfile.TemporaryDirectory(prefix="rk-") as folder:
+        yield folder
+
+
 @pytest.fixture(autouse=True)
 def own_home(
-    request: pytest.FixtureRequest, homes: Iterator[Path], shared_cache: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    homes: Iterator[Path],
+    shared_cache: Path,
+    sockets_folder: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else next(homes)
     for name in [n for n in os.environ if n.startswith("REKINDLE_") and n != "REKINDLE_HOME"]:
@@ -112,6 +123,7 @@ def own_home(
         for name in ("OLLAMA_MODELS", "HF_HOME"):  # what other tools have here is none of a test's business
             monkeypatch.setenv(name, str(own / "others" / name))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(own / "config"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", sockets_folder)
     monkeypatch.setenv("REKINDLE_DAEMON", "no")  # no process outlives the test that started it
 
 

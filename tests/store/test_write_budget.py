@@ -12,6 +12,7 @@ import pytest
 
 from rekindle.core.kv import Span
 from rekindle.core.size import human_bytes, parse_limit
+from rekindle.errors import InvalidSetting
 from rekindle.settings import Settings
 from rekindle.store import report
 from rekindle.store.catalog.schema import MIGRATIONS
@@ -286,3 +287,9 @@ def test_the_default_holds_for_five_years_of_the_smallest_disk() -> None:
     assert day_bytes is not None
     assert 5 * 365 * day_bytes <= 150e12 / 2
     assert WriteBudget(day_bytes, 0, NOON).left_bytes > 24 * 30_000 * (128 << 10)
+
+
+@pytest.mark.parametrize("name", ["write_budget", "disk_limit", "memory_limit"])
+def test_a_bad_size_names_its_setting(name: str) -> None:
+    with pytest.raises(InvalidSetting, match=f"{name}='lots' is not a size"):
+        StoreSettings(**{name: "lots"})

@@ -28,7 +28,7 @@ def open_store(settings: Settings, *, share: float = 0.5, quantized: Coder | Non
     """
     if settings.cache == "off" or settings.reuse == "off":
         return None
-    memory = parse_limit(settings.memory_limit).resolve(psutil.virtual_memory().total)
+    memory = parse_limit(settings.memory_limit, "memory_limit").resolve(psutil.virtual_memory().total)
     chosen = StoreSettings(
         disk_limit=settings.disk_limit,
         memory_limit=int(memory * share),

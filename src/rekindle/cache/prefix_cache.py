@@ -112,7 +112,7 @@ class PrefixCache:
         self.kv, self.chunks, self.remote = kv, chunks, remote
         self._settings = settings
         self.kv_spaces = KvSpaces(kv.engine, settings, adapters, kv.steps.piece_tokens)
-        memory = parse_limit(settings.memory_limit).resolve(psutil.virtual_memory().total)
+        memory = parse_limit(settings.memory_limit, "memory_limit").resolve(psutil.virtual_memory().total)
         crowded = kv.engine.capabilities.crowded  # then parked contexts take no memory that is not taken anyway
         # A parked context has no age: with a time to live, there are none.
         parks = kv.store is not None and settings.ttl is None and memory > 0

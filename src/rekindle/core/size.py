@@ -32,18 +32,19 @@ class Limit:
         return f"{(self.share or 0.0) * 100:g} % of the free disk"
 
 
-def parse_limit(text: str | int | Limit) -> Limit:
-    """Parse a limit. Raises `InvalidSetting`."""
+def parse_limit(text: str | int | Limit, setting: str = "") -> Limit:
+    """Parse a limit. Raises `InvalidSetting`, which names the setting."""
     if isinstance(text, Limit):
         return text
+    named = f"{setting}={text!r}" if setting else repr(text)
     if isinstance(text, int):
         if text < 0:
-            raise InvalidSetting(f"A limit cannot be negative: {text}.")
+            raise InvalidSetting(f"A limit cannot be negative: {named}.")
         return Limit(text)
     found = _SIZE.fullmatch(text)
     unit = found[2].lower() if found else None
     if found is None or unit is None or (unit != "%" and unit not in _UNITS):
-        raise InvalidSetting(f"{text!r} is not a size. Write bytes (1000000), 512MB, 1.5GiB, or 10% of the free space.")
+        raise InvalidSetting(f"{named} is not a size. Write bytes (1000000), 512MB, 1.5GiB, or 10% of the free space.")
     number = float(found[1])
     if unit == "%":
         if number > 100:

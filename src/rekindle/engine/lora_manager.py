@@ -38,7 +38,7 @@ class LoraManager:
         Raises as `load` does.
         """
         self._engine = engine
-        self._limit_bytes = parse_limit(limit).resolve(engine.device_bytes)
+        self._limit_bytes = parse_limit(limit, "adapter_memory").resolve(engine.device_bytes)
         self.loads_known = True
         self._default: str | None = None
         self._changed = threading.Condition()  # of what follows

@@ -44,7 +44,7 @@ class Service:
         session.cache.owner_asks = False
         self.settings = settings
         self.keys = keys
-        self.body_bytes = parse_limit(settings.max_body).resolve(0)
+        self.body_bytes = parse_limit(settings.max_body, "max_body").resolve(0)
         self.client_seconds = parse_duration(settings.client_timeout)
         self._timeout_seconds = parse_duration(settings.timeout)
         self.started = time.time()

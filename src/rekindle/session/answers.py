@@ -73,7 +73,7 @@ class Answers:
         threshold = settings.similarity_threshold
         if not 0.0 <= threshold <= 1.0:
             raise InvalidSetting(f"similarity_threshold={threshold} makes no sense. Use a number from 0 to 1.")
-        self._limit = parse_limit(settings.answers_limit)
+        self._limit = parse_limit(settings.answers_limit, "answers_limit")
         self._settings = settings
         self._knowledge = knowledge
         self._adapters = adapters

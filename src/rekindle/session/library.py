@@ -323,7 +323,7 @@ def damaged_sentence(files: Sequence[Path]) -> str:
 def _limit_bytes(limit: str | None, folder: Path) -> int | None:
     if limit is None:
         return None
-    parsed = parse_limit(limit)
+    parsed = parse_limit(limit, "library_limit")
     if parsed.size_bytes is not None:
         return parsed.size_bytes
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())

@@ -57,13 +57,13 @@ class StoreSettings:
             raise InvalidSetting(
                 f"killed_ttl_seconds={self.killed_ttl_seconds} is out of range: use 0 or more, or None."
             )
-        if self.write_budget is not None and parse_limit(self.write_budget).size_bytes is None:
-            raise InvalidSetting("A write budget is a size (10GB), not a share.")
+        if self.write_budget is not None and parse_limit(self.write_budget, "write_budget").size_bytes is None:
+            raise InvalidSetting(f"write_budget={self.write_budget!r} is a share. Use a size (10GB).")
         for name in ("max_variants", "max_a_chunk"):
             if getattr(self, name) < 1:
                 raise InvalidSetting(f"{name}={getattr(self, name)} is out of range: use 1 or more.")
-        parse_limit(self.disk_limit)
-        parse_limit(self.memory_limit)
+        parse_limit(self.disk_limit, "disk_limit")
+        parse_limit(self.memory_limit, "memory_limit")
 
     def coder(self, codec: str) -> Coder | None:
         """How KV of a KV space with that codec is coded; None: uncoded."""
