@@ -39,8 +39,8 @@ SAID = {SUMMING: "A short note.", FROM_ABSTRACTS: ABOUT_DOCUMENTS, FROM_HISTORY:
 class Scripted(FakeEngine):
     """Says what it is told to where a prompt has some words in it; else whatever it thinks."""
 
-    def __init__(self, said: Mapping[str, str] = SAID) -> None:
-        super().__init__(context_tokens=4000)
+    def __init__(self, said: Mapping[str, str] = SAID, seed: int = 0) -> None:
+        super().__init__(seed=seed, context_tokens=4000)
         self.said = dict(said)
         self.asked: list[str] = []  # the prompts that were answered in such a way
 

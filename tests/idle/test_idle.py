@@ -242,9 +242,43 @@ def test_a_question_that_was_given_anothers_answer_gets_its_own(tmp_path: Path, 
         assert Idle(own, TERSE).settle() == []
 
 
+def test_what_is_foreseen_is_asked_as_users_ask(own: Session) -> None:
+    idle = Idle(own, OPTIONS)
+    assert idle._preparer.terms() == [OPTIONS.expected_terms]
+    for _ in range(2):
+        ask(own, FERRY, instructions="Speak like a sailor.", stop=["!"], top_k=1)
+    (learnt,) = idle._preparer.terms()
+    assert learnt.before[0].content == "Speak like a sailor." and (learnt.stop, learnt.top_k) == (("!",), 1)
+    idle.run()
+    (asked,) = {entry.terms for entry in own.answers.bank().entries()}
+    assert [digest for digest, _, _ in own.answers.bank().terms()] == [asked]
+
+
+def test_seldom_terms_and_those_of_another_model_are_not_prepared_for(tmp_path: Path, embedder: str) -> None:
+    with session(tmp_path, embedder) as own:
+        for number, times in enumerate((3, 3, 1)):
+            for _ in range(times):
+                ask(own, FERRY, instructions=f"You are number {number}.")
+        said = [terms.before[0].content for terms in Idle(own, OPTIONS)._preparer.terms()]
+        assert sorted(said) == ["You are number 0.", "You are number 1."]
+    with session(tmp_path, embedder, Scripted(seed=1)) as other:
+        assert Idle(other, OPTIONS)._preparer.terms() == [OPTIONS.expected_terms]
+
+
+def test_an_answer_is_refreshed_under_its_own_terms(tmp_path: Path, embedder: str) -> None:
+    how: dict[str, Any] = {"instructions": "Speak like a sailor.", "min_tokens": 4, "top_k": 1, "retrieval": "bm25"}
+    with session(tmp_path, embedder, TerseScripted(), answers="direct") as own:
+        ask(own, FERRY, **how)
+        own.ingest(documents=[{"text": "The ferry leaves on Fridays now.", "source": "ferry", "title": "ferry"}])
+        assert [did.what for did in Idle(own, OPTIONS).refresh()] == [FERRY]
+        own.flush()
+        again = own.ask(FERRY, max_tokens=6, **how)
+        assert again.stored is not None and again.stored.way == "direct"
+
+
 def test_forgetting_a_document_removes_what_was_foreseen_from_it(own: Session) -> None:
-    ask(own, FERRY)
-    idle = Idle(own, options(top_k=1))
+    ask(own, FERRY, top_k=1)
+    idle = Idle(own, OPTIONS)
     idle.run()
     own.flush()
     assert [question for origin, question in foreseen(own) if origin == "history"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")  # makes the tiny embedder
 
+from rekindle.answers.bank import BankEntry
 from rekindle.cache.coders import recall_coder
 from rekindle.core.request import Request
 from rekindle.idle.idle import IdleOptions
@@ -17,6 +19,7 @@ from rekindle.server.auth import ApiKeys
 from tests.server.conftest import Serve
 from tests.server.serving import ALICE, BOB, Asking, Gated, Served, eventually
 from tests.server.soak import tiny_embedder
+from tests.session.asking import Terse
 
 OWN = "/v1/rekindle"
 TEXT = "The lamp of the lighthouse is lit at dusk by the keeper, who carries the oil up two hundred steps."
@@ -108,3 +111,31 @@ def test_a_hindrance_is_heeded(start: Any) -> None:
     assert idler is not None
     eventually(lambda: all(idle.blocked_by for idle in idler._whose.values()))
     assert work(served, "alice") == 0
+
+
+def test_what_is_prepared_is_found_by_the_next_request_of_each_application(serve: Serve, embedder: str) -> None:
+    served = serve(Terse(), {"embedder": embedder, "answers": "direct"}, ahead=AHEAD, quiet="0s")
+    assert served.post(f"{OWN}/documents", documents=[{"text": TEXT, "title": "Lighthouse"}]).status_code == 200
+
+    def mail(question: str) -> dict[str, Any]:
+        messages = [{"role": "system", "content": "You are the mail app."}, {"role": "user", "content": question}]
+        told = served.chat(messages, max_tokens=8, min_tokens=4, rekindle={"knowledge": {"top_k": 2}})
+        return {"text": told["choices"][0]["message"]["content"], **told["rekindle"]}
+
+    def calendar(question: str) -> dict[str, Any]:
+        how = {"instructions": "You are the calendar.", "max_tokens": 8, "min_tokens": 4, "top_k": 1}
+        told = served.post(f"{OWN}/ask", question=question, **how).json()
+        return {"text": told["answer"], **told["rekindle"]}
+
+    def predicted() -> list[BankEntry]:
+        return served.session.answers.bank().entries(where="origin='passage' AND state='fresh'")
+
+    first = [application("Who lights the lamp?") for application in (mail, calendar)]
+    assert [one["stored"] for one in first] == [None, None]
+    eventually(lambda: any(sum(same.question == one.question for same in predicted()) == 2 for one in predicted()))
+    counts = Counter(entry.question for entry in predicted())
+    question = next(question for question, count in counts.items() if count == 2)
+    for application in (mail, calendar):
+        told = application(question)
+        assert told["stored"]["way"] == "direct" and told["stored"]["origin"] == "passage"
+        assert told["computed"] == 0 and told["text"] in {entry.answer.text for entry in predicted() if entry.answer}

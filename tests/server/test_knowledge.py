@@ -17,6 +17,7 @@ from rekindle.server.auth import ApiKeys
 from tests.server.conftest import Serve
 from tests.server.serving import ALICE, BOB, Asking, Gated, Served, connected, eventually, streamed
 from tests.server.soak import tiny_embedder
+from tests.session.asking import Terse
 
 OWN = "/v1/rekindle"
 ASK, SEARCH, DOCUMENTS = f"{OWN}/ask", f"{OWN}/search", f"{OWN}/documents"
@@ -419,6 +420,46 @@ def test_questions_go_past_documents_that_are_being_embedded(learned: Served, he
     assert learned.get(DOCUMENTS, ALICE).json()["total"] == 1
     held.go.set()
     assert sum(one.result()["added"] for one in waiting) >= 1
+
+
+# -- earlier answers in chats
+
+
+def test_chats_over_the_library_give_and_keep_answers_as_questions_do(serve: Serve, embedder: str) -> None:
+    served = serve(Terse(), {"embedder": embedder, "answers": "direct"})
+    assert served.post(DOCUMENTS, documents=[LAMP]).status_code == 200
+    system = {"role": "system", "content": "You are the mail app."}
+    question = {"role": "user", "content": "When is the lamp lit?"}
+    history = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
+
+    def chat(*messages: dict[str, str], **more: Any) -> dict[str, Any]:
+        body = {"max_tokens": 8, "min_tokens": 4, "rekindle": {"knowledge": {"top_k": 1}}, **more}
+        told = served.chat(list(messages), **body)
+        assert served.session.flush()
+        return told
+
+    first, second = chat(system, question), chat(system, question)
+    assert first["rekindle"]["stored"] is None and "no earlier question" in first["rekindle"]["refused"]
+    assert second["rekindle"]["stored"]["way"] == "direct" and second["rekindle"]["computed"] == 0
+    assert second["choices"] == first["choices"] and second["rekindle"]["sources"]
+    others: list[dict[str, Any]] = [
+        chat(question),
+        chat(system, *history, question),
+        chat(system, question, temperature=0.5),
+        chat(system, question, n=2),
+    ]
+    ways = [(told["rekindle"]["stored"] or {}).get("way") for told in others]
+    assert "direct" not in ways, "another prompt, another way to draw, several replies"
+    with served.openai().chat.completions.create(
+        model="fake-0",
+        messages=[system, question],  # type: ignore[list-item]
+        stream=True,
+        temperature=0,
+        max_tokens=8,
+        extra_body={"min_tokens": 4, "rekindle": {"knowledge": {"top_k": 1}}},
+    ) as stream:
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == first["choices"][0]["message"]["content"]
 
 
 # -- damage and the limit

@@ -2,6 +2,7 @@
 
     lookup   the answer that may be given at once, and answers to similar questions as drafts
     keep     store a question with its answer, if the passages it came from are still there
+    terms    how users' questions were asked, the commonest first
 
 A stored answer is given only while its evidence, the passages retrieved for its question, is unchanged. Every change
 of documents raises the library's generation; an answer of an earlier generation is checked again before it is given,
@@ -18,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 
+from rekindle.answers.ask_terms import AskTerms
 from rekindle.answers.guard import disagreement, same_evidence
 from rekindle.core.keys import token_bytes, token_ids
 from rekindle.core.reply import FinishReason, QuestionOrigin
@@ -30,6 +32,7 @@ DRAFT_SIMILARITY = 0.6  # (cosine) from here on, the other question's answer may
 _NEAREST, _MAX_DRAFTS = 32, 3
 _OTHER_PASSAGES = "other passages answer it"
 _ROW_BYTES = 256  # size of a row without its texts
+_MAX_TERMS = 64  # ways of asking that are remembered
 
 # Finds the passages for a question now: (text, top_k, retrieval) -> ids, the best first.
 Retrieve = Callable[[str, int, Retrieval], Sequence[int]]
@@ -44,6 +47,7 @@ class BankQuestion:
     evidence    the passages that were retrieved for it, the best first
     documents   those they stand in, and those that the question itself was made from
     generation  of the library, from before they were retrieved
+    asked_with  what `terms` is a digest of, as far as it can be learnt
     """
 
     text: str
@@ -54,6 +58,7 @@ class BankQuestion:
     evidence: tuple[int, ...]
     documents: tuple[int, ...]
     generation: int
+    asked_with: AskTerms | None = None
 
 
 @dataclass(frozen=True)
@@ -206,6 +211,8 @@ class AnswerBank:
             if not self.library.limit.allows(connection, _ROW_BYTES + (len(answer.text) if answer else 0)):
                 return None
             id = _put(connection, question, answer, origin, to_stored(question.vector[None])[0], now)
+            if origin == "user":
+                _count_terms(connection, question, now)
             self._make_room(connection, now, id)
             bump_answers(connection)
         return id
@@ -238,6 +245,19 @@ class AnswerBank:
             stale += not same
         return stale
 
+    def terms(self, digest: str | None = None) -> list[tuple[str, AskTerms, int]]:
+        """How users asked, the commonest first: digest, terms, and how often. Only those of one digest, if it is given.
+
+        They may be of another model: then nothing that this one prepares has their digest.
+        """
+        chosen, values = ("1", []) if digest is None else ("digest=?", [digest])
+        with self.library.reading() as connection:
+            rows = connection.execute(
+                f"SELECT digest, content, uses FROM terms WHERE {chosen} ORDER BY uses DESC, used DESC", values
+            ).fetchall()
+        found = [(row[0], AskTerms.from_json(row[1]), row[2]) for row in rows]
+        return [(name, terms, uses) for name, terms, uses in found if terms is not None]
+
     def counts(self) -> dict[str, float]:
         """Totals: questions, fresh, open, stale, bytes, uses, saved_seconds."""
         with self.library.reading() as connection:
@@ -254,6 +274,8 @@ class AnswerBank:
         with self.library.writing() as connection:
             count = connection.execute(f"DELETE FROM answers WHERE {chosen}").rowcount
             connection.execute("DELETE FROM grounds WHERE answer NOT IN (SELECT id FROM answers)")
+            if ids is None:
+                connection.execute("DELETE FROM terms")
             bump_answers(connection)
         return count
 
@@ -303,6 +325,21 @@ def _present(connection: sqlite3.Connection, chunks: Sequence[int]) -> bool:
     wanted = ",".join(str(int(id)) for id in chunks)
     (count,) = connection.execute(f"SELECT count(*) FROM chunks WHERE id IN ({wanted})").fetchone()
     return int(count) == len(chunks)
+
+
+def _count_terms(connection: sqlite3.Connection, question: BankQuestion, now: float) -> None:
+    """Count how a user asked; what was used least recently goes."""
+    content = None if question.asked_with is None else question.asked_with.to_json()
+    if content is None:
+        return
+    connection.execute(
+        "INSERT INTO terms VALUES (?,?,1,?) "
+        "ON CONFLICT (digest) DO UPDATE SET content=excluded.content, uses=uses+1, used=excluded.used",
+        (question.terms, content, now),
+    )
+    connection.execute(
+        "DELETE FROM terms WHERE digest NOT IN (SELECT digest FROM terms ORDER BY used DESC LIMIT ?)", (_MAX_TERMS,)
+    )
 
 
 def _is_cut(answer: AnswerText) -> bool:

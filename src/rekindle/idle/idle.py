@@ -13,10 +13,12 @@ Everything is a small action that stops within a token, and is recorded in the l
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from rekindle.answers.ask_terms import AskTerms
 from rekindle.core.grammar import Grammar
 from rekindle.core.reply import Reply
 from rekindle.core.request import DEFAULT_MAX_TOKENS, Message, Request, Sampling
@@ -36,7 +38,7 @@ from rekindle.idle.generated_questions import (
     summary_prompt,
 )
 from rekindle.idle.log import IdleAction
-from rekindle.idle.prepare import AskParameters, Preparer, Rule, Strategy, choose_strategy, first_passages, spread
+from rekindle.idle.prepare import Preparer, Rule, Strategy, choose_strategy, first_passages, spread
 from rekindle.idle.sources import LibraryState
 from rekindle.idle.worker import Budget, IdleConditions, IdleWorker, Spent, WorkResult, is_left
 from rekindle.knowledge.retrieve import Retrieval
@@ -60,7 +62,7 @@ class IdleOptions:
     sources         where questions are predicted from
     settle_seconds  abstracts are written once no document was added for this long
     warm_passages   number of passages to warm; None: as many as the KV store has room for
-    max_tokens, min_tokens   of an answer, as users ask for it
+    max_tokens, min_tokens, top_k, retrieval   as users are expected to ask, until some did
     cutoff          from this similarity_threshold on, predicted questions are only prefilled, not answered
     rule            which predicted questions are answered, see `choose_strategy`
     conditions      when to stop because of load or battery; None: never
@@ -92,9 +94,12 @@ class IdleOptions:
             raise InvalidSetting("stride and max_tokens are 1 or more, rounds 0 or more.")
 
     @property
-    def asking(self) -> AskParameters:
-        """How users are expected to ask."""
-        return AskParameters(self.top_k, self.retrieval, self.max_tokens, self.min_tokens)
+    def expected_terms(self) -> AskTerms:
+        """How users are expected to ask, until some did."""
+        asked = Request(asking("?"), max_tokens=self.max_tokens, min_tokens=self.min_tokens)
+        terms = AskTerms.of(asked, "?", self.top_k, self.retrieval)
+        assert terms is not None
+        return terms
 
 
 class Idle:
@@ -119,7 +124,9 @@ class Idle:
         self._predicted: LibraryState | None = None  # the library when questions were last predicted
         self._finished: LibraryState | None = None  # the library when nothing was left to do
         self._lacks_room = False  # the last time passages were to be prefilled
-        self._preparer = Preparer(session, self._worker, self.options.asking, tenant, cache_salt, self.options.rule)
+        self._preparer = Preparer(
+            session, self._worker, self.options.expected_terms, tenant, cache_salt, self.options.rule
+        )
 
     @property
     def spent(self) -> Spent:
@@ -291,14 +298,16 @@ class Idle:
         done: list[IdleAction] = []
         max_count, library = self.options.warm_passages, self._preparer.bank.library
         self._lacks_room = False
-        for id in self._beginnings(max_count):
+        ways = self._preparer.terms()
+        for id, terms in itertools.product(self._beginnings(max_count), ways):
             if not self._worker.may_continue():
                 break
             chunk = None if id is None else library.chunks([id]).get(id)
             if chunk is None and id is not None:
                 continue
             quotes = () if chunk is None else (quote_of(chunk),)
-            request = Request(asking(""), max_tokens=0, quotes=quotes, tenant=self._tenant, cache_salt=self._salt)
+            begun = {"max_tokens": 0, "min_tokens": 0, "quotes": quotes}
+            request = terms.request("", **begun, tenant=self._tenant, cache_salt=self._salt)
             missing = self._preparer.missing(request)
             if not missing:
                 continue

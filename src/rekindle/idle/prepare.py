@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
+from rekindle.answers.ask_terms import AskTerms
 from rekindle.answers.bank import AnswerBank, AnswerText, BankEntry, BankQuestion
 from rekindle.core.keys import BLOCK_TOKENS
 from rekindle.core.reply import QuestionOrigin
-from rekindle.core.request import DEFAULT_MAX_TOKENS, AnswersWay, Request
-from rekindle.errors import KnowledgeUnusable, NothingKnown, RequestError
+from rekindle.core.request import AnswersWay, Request
+from rekindle.errors import KnowledgeUnusable, ModelError, NothingKnown, RequestError
 from rekindle.idle.generated_questions import SAME_QUESTION, PredictedQuestion, is_answerable
 from rekindle.idle.log import Action, IdleAction
 from rekindle.idle.sources import QuestionSources
 from rekindle.idle.worker import IdleWorker, WorkResult
-from rekindle.knowledge.retrieve import Retrieval
 from rekindle.session.answers import Consulted
 from rekindle.session.ask import Prepared
 from rekindle.session.prompt import encode_prompt
@@ -84,37 +84,32 @@ def first_passages(used: Sequence[int], predicted: Sequence[int], all_of_them: I
 
 _NEAR_ENTRIES = 4
 _FLUSH_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class AskParameters:
-    """The parameters users ask with: a stored answer is found again only under the same ones."""
-
-    top_k: int = 5
-    retrieval: Retrieval = "fused"
-    max_tokens: int = DEFAULT_MAX_TOKENS
-    min_tokens: int = 0
+_MAX_TERMS, _MIN_SHARE = 3, 0.25  # the ways of asking that are prepared for: each this share of the users' questions
 
 
 class Preparer:
-    """Prepares the questions of one tenant. Used by one thread."""
+    """Prepares the questions of one tenant. Used by one thread.
+
+    Each question is asked as users ask: under its own terms if it is in the bank, else under the commonest terms of
+    users' questions; `expected` until there are some.
+    """
 
     def __init__(
         self,
         session: Session,
         worker: IdleWorker,
-        how: AskParameters,
+        expected: AskTerms,
         tenant: str | None = None,
         salt: str | None = None,
         rule: Rule = "rekindle",
     ) -> None:
         self._session = session
         self._worker = worker
-        self._how = how
+        self._expected = expected
         self._rule = rule
         self._tenant, self._salt = tenant, salt
-        self._foreign: set[int] = set()  # questions asked with other parameters: not ours to answer
-        self._tried: tuple[int, set[str]] = (0, set())  # the library's generation, and the questions tried in it
+        self._foreign: set[int] = set()  # questions under terms of another model or unknown ones: not ours to answer
+        self._tried: tuple[int, set[tuple[str, str]]] = (0, set())  # a generation of the library; questions and terms
         self._opened: tuple[AnswerBank, QuestionSources] | None = None
 
     @property
@@ -162,25 +157,53 @@ class Preparer:
                 done.append(self.record("restore", entry.question, self._worker.compute(request), entry.id))
         return done
 
-    def prepare_first(self, questions: Iterable[PredictedQuestion], strategy: Strategy) -> list[IdleAction]:
-        """Prefill or answer the first of some questions that is new and can be answered."""
-        for question in questions:
-            if self._was_tried(question.text):
-                continue
-            prepared = self._prepare(question.text, self._how.top_k, self._how.retrieval)
-            if prepared is not None and self._is_new(prepared) and self._is_answerable(prepared):
-                if strategy == "answer":
-                    return [self._answer("answer", prepared, question.origin, question.documents)]
-                return [self._prefill(prepared, question)]
-        return []
+    def terms(self) -> list[AskTerms]:
+        """The commonest terms that users ask under and that this model can answer, the commonest first."""
+        own = [(terms, uses) for digest, terms, uses in self.bank.terms() if self._digest(terms) == digest]
+        total = sum(uses for _, uses in own)
+        return [terms for terms, uses in own[:_MAX_TERMS] if uses >= _MIN_SHARE * total] or [self._expected]
 
-    def _was_tried(self, text: str) -> bool:
-        """Whether a question was tried before with the same documents; it counts as tried from now on."""
-        generation = self.bank.library.generation
+    def _digest(self, terms: AskTerms) -> str | None:
+        """The digest of terms under the model that runs now; None if it cannot answer under them."""
+        try:
+            return self._session.answers.digest(terms.request(""), terms)
+        except (ModelError, RequestError):  # an adapter that is not there
+            return None
+
+    def prepare_first(self, questions: Sequence[PredictedQuestion], strategy: Strategy) -> list[IdleAction]:
+        """Prefill or answer the first of some questions that is new and can be answered, for each of the terms."""
+        done: list[IdleAction] = []
+        for terms in self.terms():
+            found = self._first_useful(questions, terms) if not done or self._worker.may_continue() else None
+            if found is None:
+                continue
+            prepared, question = found
+            if strategy == "answer":
+                done.append(self._answer("answer", prepared, question.origin, question.documents))
+            else:
+                done.append(self._prefill(prepared, question))
+            if not done[-1].finished:  # its turn comes again
+                self._tried[1].discard((question.text, terms.fingerprint))
+        return done
+
+    def _first_useful(
+        self, questions: Iterable[PredictedQuestion], terms: AskTerms
+    ) -> tuple[Prepared, PredictedQuestion] | None:
+        for question in questions:
+            if self._was_tried(question.text, terms):
+                continue
+            prepared = self._prepare(question.text, terms)
+            if prepared is not None and self._is_new(prepared) and self._is_answerable(prepared):
+                return prepared, question
+        return None
+
+    def _was_tried(self, text: str, terms: AskTerms) -> bool:
+        """Whether a question was tried before with the same documents and terms; it counts as tried from now on."""
+        generation, asked = self.bank.library.generation, (text, terms.fingerprint)
         if self._tried[0] != generation:
             self._tried = (generation, set())
-        known = text in self._tried[1]
-        self._tried[1].add(text)
+        known = asked in self._tried[1]
+        self._tried[1].add(asked)
         return known
 
     def missing(self, request: Request) -> int:
@@ -205,32 +228,27 @@ class Preparer:
         return self._worker.record(self.bank.library, action, what, result, answer)
 
     def _again(self, entry: BankEntry) -> Prepared | None:
-        """A question of the bank, ready to be asked again; None if it was asked with other parameters than ours."""
+        """A question of the bank, ready to be asked again; None if it cannot be asked as it was."""
         if entry.id in self._foreign:
             return None
-        prepared = self._prepare(entry.question, entry.top_k, entry.retrieval)
+        known = [terms for _, terms, _ in self.bank.terms(entry.terms)]
+        expected = replace(self._expected, top_k=entry.top_k, retrieval=entry.retrieval)
+        prepared = self._prepare(entry.question, known[0] if known else expected)
         if prepared is None or _consulted(prepared).question.terms != entry.terms:
             self._foreign.add(entry.id)
             return None
         return prepared
 
-    def _prepare(self, question: str, top_k: int, retrieval: Retrieval) -> Prepared | None:
+    def _prepare(self, question: str, terms: AskTerms) -> Prepared | None:
         """Retrieve for a question that no user asks now, without serving it from the bank.
 
-        None if it cannot be asked: no document is left, or it is too long now.
+        None if it cannot be asked: no document is left, it is too long now, or its adapter is gone.
         """
+        whose = {"tenant": self._tenant, "cache_salt": self._salt}
         try:
-            return self._session.prepare(
-                question,
-                top_k=top_k,
-                retrieval=retrieval,
-                max_tokens=self._how.max_tokens,
-                min_tokens=self._how.min_tokens,
-                answers="verified",
-                tenant=self._tenant,
-                cache_salt=self._salt,
-            )
-        except (RequestError, NothingKnown):
+            request = terms.request(question, answers="verified", **whose)
+            return self._session.prepare_request(question, request, terms.top_k, terms.retrieval)
+        except (RequestError, NothingKnown, ModelError):
             return None
 
     def _is_new(self, prepared: Prepared) -> bool:

@@ -121,6 +121,7 @@ def remove_documents(connection: sqlite3.Connection, documents: Sequence[int]) -
     if connection.execute("SELECT 1 FROM documents LIMIT 1").fetchone() is None:
         connection.execute("DELETE FROM answers")  # including those without evidence: nothing may be left
         connection.execute("DELETE FROM grounds")
+        connection.execute("DELETE FROM terms")
         bump_answers(connection)
     return count
 

@@ -13,6 +13,7 @@ answers    questions, asked or predicted, with their answers if there are any: s
 grounds    the documents that a question or its answer may quote: it goes when one of them is forgotten
 abstracts  a document's summary in a sentence or two
 work       idle work: what was done, and what it cost
+terms      how applications ask: the system prompt and options of users' questions, see `answers/ask_terms`
 """
 
 from __future__ import annotations
@@ -119,5 +120,13 @@ MIGRATIONS: tuple[str, ...] = (
         flop REAL,
         joules REAL
     );
+    """,
+    """
+    CREATE TABLE terms (
+        digest TEXT PRIMARY KEY,  -- as in answers.terms
+        content TEXT NOT NULL,
+        uses INTEGER NOT NULL,
+        used REAL NOT NULL
+    ) WITHOUT ROWID;
     """,
 )

@@ -6,7 +6,6 @@ import functools
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -20,7 +19,7 @@ from rekindle.knowledge.library import DocumentEntry, Library
 from rekindle.knowledge.retrieve import Hit
 from rekindle.knowledge.salvage import Loss
 from rekindle.server.call import Call, plan_header
-from rekindle.server.job import ChoiceEvent, Finished, Planned
+from rekindle.server.job import ChoiceEvent, Finished
 from rekindle.server.openai.request import ask_options, documents_of
 from rekindle.server.openai.response import (
     new_id,
@@ -33,9 +32,8 @@ from rekindle.server.openai.response import (
     warnings_of,
 )
 from rekindle.server.schema import AskRequest, DocumentsRequest, LibraryCheckRequest, SearchRequest
-from rekindle.server.service import Service
+from rekindle.server.stored_answers import answer_prepared
 from rekindle.session.ask import Prepared
-from rekindle.session.session import Session
 
 
 async def answer_question(call: Call, body: AskRequest) -> Response:
@@ -45,11 +43,7 @@ async def answer_question(call: Call, body: AskRequest) -> Response:
     options["adapter"] = adapter
     started = time.perf_counter()
     prepared = await call.in_thread(lambda: session.prepare(body.question, **options))
-    service = call.service
-    events = (
-        _stored_answer(service, prepared) if prepared.given else service.answer([prepared.request], call.caller, body)
-    )
-    events = _keeping(events, session, prepared, started)
+    events = answer_prepared(call, body, prepared, started)
     head = {"id": new_id("answer"), "created": int(time.time()), "model": adapter or call.service.model}
     if body.stream:
         first, rest = await call.begin(events)
@@ -58,29 +52,6 @@ async def answer_question(call: Call, body: AskRequest) -> Response:
     fields = {"question": body.question, "answer": reply.text, "sources": sources_of(prepared)}
     ended = _ended(reply, prepared, call.ignored(body))
     return JSONResponse({**head, "object": "rekindle.answer", **fields, **ended}, headers=plan_header(planned))
-
-
-async def _stored_answer(service: Service, prepared: Prepared) -> AsyncGenerator[ChoiceEvent, None]:
-    """The events of a stored answer: no model runs."""
-    reply = prepared.given
-    assert reply is not None
-    if service.idle_thread is not None:  # its own answer is found later
-        service.idle_thread.arrive(prepared.request)
-        service.idle_thread.leave()
-    yield ChoiceEvent(0, Planned(reply.reuse))
-    yield ChoiceEvent(0, TextPiece(reply.text))
-    yield ChoiceEvent(0, Finished(reply))
-
-
-async def _keeping(
-    events: AsyncGenerator[ChoiceEvent, None], session: Session, prepared: Prepared, started: float
-) -> AsyncGenerator[ChoiceEvent, None]:
-    """Pass events on, and keep the answer at the end."""
-    async with aclosing(events):
-        async for item in events:
-            if isinstance(item.event, Finished) and prepared.consulted is not None:
-                session.answers.keep(prepared.consulted, item.event.reply, time.perf_counter() - started)
-            yield item
 
 
 async def _chunks(

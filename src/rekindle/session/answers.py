@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from rekindle.answers.ask_terms import AskTerms
 from rekindle.answers.bank import AnswerBank, AnswerText, BankLookup, BankQuestion, SimilarQuestion
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.reply import QuestionOrigin, Reply, StoredAnswer
@@ -24,7 +25,7 @@ from rekindle.engine.lora_manager import LoraManager
 from rekindle.errors import InvalidSetting, RekindleError
 from rekindle.knowledge.retrieve import Retrieval, RetrievalResult
 from rekindle.session.draft import MIN_RUN
-from rekindle.session.library import INSTRUCTIONS, Knowledge
+from rekindle.session.library import Knowledge
 from rekindle.settings import Settings
 
 log = logging.getLogger("rekindle.answers")
@@ -111,10 +112,8 @@ class Answers:
         self,
         text: str,
         request: Request,
+        terms: AskTerms,
         retrieved: RetrievalResult,
-        *,
-        top_k: int,
-        instructions: str | None,
         generation: int,
     ) -> Consulted | None:
         """Ask the bank about a question whose passages were found; `generation` is the library's from before that.
@@ -122,7 +121,7 @@ class Answers:
         None if it cannot be asked: then the model answers, as if there were none.
         """
         try:
-            question = self._question(text, request, retrieved, top_k, instructions, generation)
+            question = self._question(text, request, terms, retrieved, generation)
             bank, tokenizer = self.bank(request.tenant, request.cache_salt), self._identity().tokenizer
             found = self._look(bank, question, request)
         except (RekindleError, OSError, ValueError) as error:
@@ -141,13 +140,7 @@ class Answers:
         return f"no earlier question is near enough (similarity_threshold={threshold:g}; idle work prepares some)"
 
     def _question(
-        self,
-        text: str,
-        request: Request,
-        retrieved: RetrievalResult,
-        top_k: int,
-        instructions: str | None,
-        generation: int,
+        self, text: str, request: Request, terms: AskTerms, retrieved: RetrievalResult, generation: int
     ) -> BankQuestion:
         vector = retrieved.vector
         if vector is None:
@@ -155,12 +148,13 @@ class Answers:
         return BankQuestion(
             text.strip(),
             vector,
-            self._terms(request, instructions, f"{top_k} {retrieved.retrieval}"),
-            top_k,
-            retrieved.retrieval,
+            self.digest(request, terms),
+            terms.top_k,
+            terms.retrieval,
             tuple(hit.chunk.id for hit in retrieved.hits),
             tuple({hit.chunk.document for hit in retrieved.hits}),
             generation,
+            terms,
         )
 
     def _look(self, bank: AnswerBank, question: BankQuestion, request: Request) -> BankLookup:
@@ -229,13 +223,11 @@ class Answers:
         engine = self._engine()
         return engine.identity(engine.regime(1))
 
-    def _terms(self, request: Request, instructions: str | None, retrieval: str) -> str:
+    def digest(self, request: Request, terms: AskTerms) -> str:
         """A digest of what an answer depends on beside the question and its passages."""
-        drawn = replace(request.sampling, seed=None)
         level = request.reuse or self._settings.reuse
         adapter = self._adapters.digest(request.adapter) or ""
-        asked = (instructions or INSTRUCTIONS, retrieval, repr(drawn), repr(request.stop), str(request.min_tokens))
-        return digest_of_fields("rekindle/answer/1", self._identity().digest, adapter, level, *asked)
+        return digest_of_fields("rekindle/answer/2", self._identity().digest, adapter, level, terms.fingerprint)
 
 
 def _common(near: SimilarQuestion, reply: Reply) -> int:

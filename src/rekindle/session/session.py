@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rekindle.answers.ask_terms import AskTerms
 from rekindle.apps import Apps
 from rekindle.cache.explain import Explanation, Prompt
 from rekindle.cache.lookup import CacheLookup
@@ -42,6 +43,7 @@ from rekindle.engine.lora_manager import LoraManager
 from rekindle.engine.reloadable import ReloadableEngine
 from rekindle.errors import Closed, InvalidSetting
 from rekindle.knowledge.ingest import IngestResult
+from rekindle.knowledge.retrieve import Retrieval
 from rekindle.models.download import Progress
 from rekindle.session.answers import Answers
 from rekindle.session.ask import AnswerStream, AskOptions, Evidence, Prepared, sources_of, sources_then
@@ -229,18 +231,23 @@ class Session:
             raise InvalidSetting("ask() finds its documents itself. Give yours to chat(), or ingest them.")
         top_k, retrieval = chosen.pop("top_k", 5), chosen.pop("retrieval", "fused")
         instructions, messages = chosen.pop("instructions", None), chosen.pop("messages", None)
-        whose: dict[str, Any] = {"tenant": chosen.get("tenant"), "cache_salt": chosen.get("cache_salt")}
-        generation = self.knowledge.generation(**whose)
-        retrieved = self.knowledge.search(question, top_k, retrieval, **whose)
-        quotes = [quote_of(hit.chunk) for hit in retrieved.hits]
-        request = Request.of(messages or asking(question, instructions), documents=quotes, **chosen)
+        request = Request.of(messages or asking(question, instructions), **chosen)
+        return self.prepare_request(question, request, top_k, retrieval)
+
+    def prepare_request(
+        self, question: str, request: Request, top_k: int = 5, retrieval: Retrieval = "fused"
+    ) -> Prepared:
+        """The same for a chat that was built before. Earlier answers take part if the question is its last message."""
+        whose = (request.tenant, request.cache_salt)
+        generation = self.knowledge.generation(*whose)
+        retrieved = self.knowledge.search(question, top_k, retrieval, tenant=whose[0], cache_salt=whose[1])
+        request = replace(request, quotes=tuple(quote_of(hit.chunk) for hit in retrieved.hits))
+        terms = AskTerms.of(request, question, top_k, retrieval)
         consulted = None
         with self._alive.use():
             prompt = encode_prompt(self.engine, request)
-            if messages is None and self.answers.heeds(request):
-                consulted = self.answers.consult(
-                    question, request, retrieved, top_k=top_k, instructions=instructions, generation=generation
-                )
+            if terms is not None and self.answers.heeds(request):
+                consulted = self.answers.consult(question, request, terms, retrieved, generation)
                 request = self.answers.drafting(request, consulted)
         self._keep_encoded(request, prompt)
         given = consulted is not None and consulted.direct is not None

@@ -10,12 +10,13 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from rekindle.core.reply import Reply, SampledToken, TextPiece
-from rekindle.core.request import Message, Request
+from rekindle.core.request import Request
 from rekindle.server.call import Call, plan_header
 from rekindle.server.job import ChoiceEvent, Finished
 from rekindle.server.openai.request import chat_request, last_user_text, request_of_choice
 from rekindle.server.openai.response import chat_logprobs, new_id, quoting_of, rekindle_of, timings_of, usage_of
 from rekindle.server.schema import ChatRequest
+from rekindle.server.stored_answers import answer_prepared
 from rekindle.session.ask import Prepared
 from rekindle.text.tools.parse import ParsedText, ToolParser
 from rekindle.text.tools.styles import detect_style
@@ -23,13 +24,16 @@ from rekindle.text.tools.styles import detect_style
 
 async def answer_chat(call: Call, body: ChatRequest) -> Response:
     """The reply to a chat, whole or as a stream."""
-    adapter = call.adapter_of(body.model)
+    adapter, started = call.adapter_of(body.model), time.perf_counter()
     request = replace(chat_request(body, call.caller.tenant, call.service.token_limit()), adapter=adapter)
     prepared = await _prepared(call, body, request)
     if prepared is not None:
-        request = replace(request, quotes=prepared.request.quotes)
+        request = prepared.request
     requests = [request_of_choice(request, number) for number in range(body.n)]
-    events = call.service.answer(requests, call.caller, body)
+    if prepared is not None and body.n == 1:
+        events = answer_prepared(call, body, prepared, started)
+    else:
+        events = call.service.answer(requests, call.caller, body)
     head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": adapter or call.service.model}
     if body.stream:
         first, rest = await call.begin(events)
@@ -52,19 +56,9 @@ async def _prepared(call: Call, body: ChatRequest, request: Request) -> Prepared
     if wanted is None:
         return None
     question, session = last_user_text(body), call.service.session
-    chat = [message for message in request.prompt if isinstance(message, Message)]
-    return await call.in_thread(
-        lambda: session.prepare(
-            question,
-            messages=chat,
-            top_k=wanted.top_k,
-            retrieval=wanted.retrieval,
-            max_tokens=request.max_tokens,
-            tools=request.tools,
-            tenant=request.tenant,
-            cache_salt=request.cache_salt,
-        )
-    )
+    if body.n > 1 and session.answers.way(request) == "direct":  # the same reply several times is no choice
+        request = replace(request, answers="verified")
+    return await call.in_thread(lambda: session.prepare_request(question, request, wanted.top_k, wanted.retrieval))
 
 
 def _choice(number: int, reply: Reply, body: ChatRequest) -> dict[str, Any]:
