@@ -56,6 +56,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
      "is killed; apps of a Linux desktop from systemd"),
     ("rekindle", 330, 0, "GPU: a question's look at passages as one recorded graph, probes and drift by kernels"),
     ("rekindle", 420, 1, "device_decoder: quantized KV and deltas decoded on a CUDA device while they are loaded"),
+    ("rekindle", 320, 2, "idle work under the terms that applications ask with, in rounds while it pays; chats over "
+     "the library give and keep answers; scripts without spaces in the word index"),
     ("benchmarks", 165, 1, "policies: eviction replayed without a model, weights chosen on one half of the usages"),
 )  # fmt: skip
 

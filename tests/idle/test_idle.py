@@ -19,7 +19,7 @@ from rekindle.engine.base import Logits, Row
 from rekindle.errors import InvalidSetting
 from rekindle.idle import worker
 from rekindle.idle.idle import Idle, IdleOptions
-from rekindle.idle.log import IdleAction, flop, recent_actions, summarize_actions
+from rekindle.idle.log import IdleAction, flop, prediction_yield, recent_actions, summarize_actions
 from rekindle.idle.worker import Budget, CpuLoad, EnergyMeter, IdleConditions, on_mains
 from tests.idle.idling import DOCUMENTS, FROM_HISTORY, SAID, Scripted, TerseScripted, free_words, session
 from tests.server.soak import tiny_embedder
@@ -65,7 +65,7 @@ def ask(own: Session, question: str, **more: Any) -> str:
 def test_work_is_done_in_its_order_and_written_down(own: Session) -> None:
     ask(own, FERRY)
     told: list[IdleAction] = []
-    done = Idle(own, OPTIONS, report=told.append).run()
+    done = Idle(own, options(seconds_per_hit=0.0), report=told.append).run()  # one round
     assert told == done and all(did.finished for did in done)
     assert actions(done) == ["abstract", "guess-abstract", "answer", "guess-history", "warm"]
     assert [did.what for did in done if did.action == "abstract"] == list(DOCUMENTS)
@@ -443,3 +443,32 @@ def test_the_machine_tells_whether_it_has_mains_and_how_busy_others_are(monkeypa
     assert load.others() == 0.75
     later = load.others()
     assert later is None or later >= 0.0
+
+
+@pytest.mark.parametrize("error", [PermissionError("denied"), NotImplementedError(), psutil.AccessDenied(1)])
+def test_a_system_that_denies_its_battery_and_load_hinders_nothing(
+    own: Session, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def deny() -> None:
+        raise error
+
+    for name in ("sensors_battery", "cpu_times", "getloadavg"):
+        monkeypatch.setattr(psutil, name, deny, raising=False)
+    assert on_mains() is None and CpuLoad().others() is None
+    done = Idle(own, options(sources=("passage",), warm_passages=0, conditions=IdleConditions())).run()
+    assert "answer" in actions(done)
+
+
+def test_predicting_goes_on_while_it_finds_questions_and_they_are_used(own: Session) -> None:
+    once = Idle(own, options(stride=1, sources=("passage",), warm_passages=0, seconds_per_hit=0.0)).run()
+    assert actions(once) == ["answer"] and len(once) == 1
+    patient = Idle(own, options(stride=1, sources=("passage",), warm_passages=0, seconds_per_hit=3600.0))
+    more = patient.run()
+    assert len(more) > 1 and {action.action for action in more} == {"answer"}
+    assert not Idle(own, options(stride=1, sources=("passage",), warm_passages=0)).run(), "nothing is new"
+    impatient = Idle(own, options(sources=("passage",), warm_passages=0, seconds_per_hit=0.0))
+    assert impatient.run() == [] and "more would not pay" in impatient.why_nothing()
+    assert "0 times" in impatient.why_nothing()
+    (entry, *_) = own.answers.bank().entries(where="origin='passage'")
+    own.answers.bank().record_use(entry.id, 1.0)
+    assert prediction_yield(own.knowledge.library())[0] == 1

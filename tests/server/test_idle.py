@@ -1,4 +1,4 @@
-"""Working ahead in a server: only for those who asked, and never while somebody asks."""
+"""Working ahead in a server: for everybody who has documents, and never while somebody asks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ pytest.importorskip("torch")  # makes the tiny embedder
 from rekindle.answers.bank import BankEntry
 from rekindle.cache.coders import recall_coder
 from rekindle.core.request import Request
-from rekindle.idle.idle import IdleOptions
+from rekindle.idle.idle import Idle, IdleOptions
 from rekindle.idle.log import recent_actions
-from rekindle.idle.worker import IdleConditions
+from rekindle.idle.worker import Budget, IdleConditions
 from rekindle.server.auth import ApiKeys
 from tests.server.conftest import Serve
 from tests.server.serving import ALICE, BOB, Asking, Gated, Served, eventually
@@ -49,11 +49,33 @@ def work(served: Served, tenant: str) -> int:
         return int(connection.execute("SELECT count(*) FROM work").fetchone()[0])
 
 
-def test_after_a_request_it_works_ahead_for_whoever_asked(start: Any) -> None:
+def test_it_works_ahead_for_everybody_with_documents_also_after_a_restart(
+    start: Any, serve: Serve, embedder: str
+) -> None:
     served = start()
-    served.chat("hello", ALICE)
-    eventually(lambda: work(served, "alice") > 0)
-    assert work(served, "bob") == 0
+    eventually(lambda: work(served, "alice") > 0 and work(served, "bob") > 0)  # nobody asked anything yet
+    served.session.knowledge.ingest(documents=[TEXT.replace("lamp", "fire")], tenant="carol")  # not through the server
+    served.chat("hello", ALICE)  # after a request it looks who has documents
+    eventually(lambda: work(served, "carol") > 0)
+    again = serve(Gated(), {"embedder": embedder, "answers": "verified"}, ahead=AHEAD, quiet="0s")
+    with again.session.knowledge.library("bob").writing() as connection:
+        connection.execute("DELETE FROM work")
+        connection.execute("DELETE FROM answers")
+        connection.execute("DELETE FROM about WHERE name GLOB 'foreseen-*'")
+    again.chat("hello", ALICE)
+    eventually(lambda: work(again, "bob") > 0)
+
+
+def test_a_restart_does_not_predict_the_same_again(start: Any) -> None:
+    first = start()
+    eventually(lambda: work(first, "alice") > 0)
+    idler = first.service.idle_thread
+    assert idler is not None
+    idler.close()
+    idle = Idle(first.session, AHEAD, "alice", "")
+    idle.run()
+    before = work(first, "alice")
+    assert Idle(first.session, AHEAD, "alice", "").run() == [] and work(first, "alice") == before
 
 
 def test_without_the_flag_nothing_is_done(start: Any) -> None:
@@ -61,6 +83,25 @@ def test_without_the_flag_nothing_is_done(start: Any) -> None:
     assert served.service.idle_thread is None
     served.chat("hello", ALICE)
     assert work(served, "alice") == 0
+
+
+def test_every_option_of_idle_work_is_a_setting_of_the_server(serve: Serve) -> None:
+    given = {
+        "idle_stride": 2, "idle_rounds": 3, "idle_per_hit": "1m", "idle_sources": ("passage",), "idle_settle": "5s",
+        "idle_passages": 4, "idle_seconds": "2m", "idle_tflop": 7.0, "idle_load": 0.25,
+    }  # fmt: skip
+    idler = serve(idle=True, quiet="1h", **given).service.idle_thread
+    assert idler is not None
+    assert idler._options == IdleOptions(
+        stride=2,
+        rounds=3,
+        seconds_per_hit=60.0,
+        sources=("passage",),
+        settle_seconds=5.0,
+        warm_passages=4,
+        budget=Budget(120.0, 7.0),
+        conditions=IdleConditions(max_load=0.25),
+    )
 
 
 def test_the_settings_say_whether_it_works_and_on_battery(serve: Serve) -> None:

@@ -21,6 +21,7 @@ from rekindle.core.reply import Answer, Usage
 from rekindle.core.request import MAX_DRAFTS
 from rekindle.engine.base import Logits, Row
 from rekindle.engine.fake import END, VOCABULARY, FakeEngine
+from rekindle.engine.reloadable import ReloadableEngine
 from rekindle.errors import InvalidSetting, NothingKnown
 from rekindle.knowledge.rows import SplitDocument
 from tests.lora import fake_pairs, save_lora
@@ -72,6 +73,18 @@ def way(answer: Answer) -> str | None:
 
 
 # -- given, checked, told
+
+
+def test_a_stored_answer_wakes_no_model_that_rests(open_session: Callable[..., Session]) -> None:
+    engine = ReloadableEngine(Terse)
+    with open_session(engine) as session:
+        session.ingest(documents=documents(LAMPS, BOATS, BREAD))
+        first = ask(session)
+        assert session.cache.rest()
+        engine.rest()
+        again = ask(session)
+        assert way(again) == "direct" and again.text == first.text and engine.resting
+        assert ask(session, "Who is the baker?").tokens and not engine.resting
 
 
 def test_the_identical_question_gets_the_stored_answer_and_is_told_so(session: Session) -> None:

@@ -24,6 +24,12 @@ _PAST = frozenset(["did", "had"])
 _NOW = frozenset(["do", "does", "can", "will", "would", "should"])
 _SHOWN = frozenset(["this", "these", "another", "else", "also"])
 
+# Function words that hardly any other language has. The rules below compare English.
+_ENGLISH = word_set(
+    "about also and any are been but can could did do does for from had has have how into is just not of our she "
+    "should some that the their these they this those to what when where which who whom whose why with would you your"
+)
+
 _Check = Callable[[ParsedQuestion, ParsedQuestion], "str | None"]
 
 
@@ -45,6 +51,12 @@ def same_evidence(asked: Sequence[int], stored: Sequence[int]) -> bool:
     """
     ours, theirs = {*asked}, {*stored}
     return len(ours & theirs) >= _SHARED * min(len(ours), len(theirs)) and bool(ours & theirs) == bool(ours | theirs)
+
+
+def _language(one: ParsedQuestion, other: ParsedQuestion) -> str | None:
+    if _ENGLISH.isdisjoint(one.plain) or _ENGLISH.isdisjoint(other.plain):
+        return "not in English, where only the same words in the same order are the same question"
+    return None
 
 
 def _empty(one: ParsedQuestion, other: ParsedQuestion) -> str | None:
@@ -137,8 +149,8 @@ def _shown(one: ParsedQuestion, other: ParsedQuestion) -> str | None:
 
 
 _CHECKS: tuple[_Check, ...] = (
-    _negation, _figures, _dates, _units, _opposites, _kind, _names, _directions, _people, _order, _words, _often,
-    _time, _advice, _shown, _empty,
+    _language, _negation, _figures, _dates, _units, _opposites, _kind, _names, _directions, _people, _order, _words,
+    _often, _time, _advice, _shown, _empty,
 )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from rekindle.knowledge.segment import STOPWORDS
 
 _BREAKS = frozenset(',.;:?!()…–—"“”')
 _CURRENCIES = frozenset("$€£¥₹%")
-_MARK = r"!-/:-@\[-`{-~\u2000-\u206f\u3000-\u303f\uff01-\uff0f¿¡«»"
+_MARK = r"!-/:-@\[-`{-~\u060c\u061b\u061f\u2000-\u206f\u3000-\u303f\uff01-\uff0f¿¡«»"
 _TOKEN = re.compile(
     r"[$€£¥₹%]|\d+(?:[.,:]\d+)*\w*|(?:[^\W\d_]\.){1,8}[^\W\d_]\b\.?"
     rf"|[^\s{_MARK}]+(?:['’`][^\s{_MARK}]+)*[+#]*|[,.;:?!()…–—\"“”]"

@@ -36,7 +36,10 @@ def idle(
     log: Annotated[bool, typer.Option("--log", help="Show what was done so far, and the time it saved since.")] = False,
     last: Annotated[int, typer.Option(min=0, help="With --log: number of single actions to show.")] = 0,
     stride: Annotated[int, typer.Option(min=1, help="Questions predicted at a time.")] = 5,
-    rounds: Annotated[int, typer.Option(min=0, help="How often, from each source.")] = 1,
+    rounds: Annotated[int, typer.Option(min=0, help="How often, from each source, when something is new.")] = 1,
+    per_hit: Annotated[
+        str, typer.Option(help="Predict more while a predicted question that is used costs at most this much work.")
+    ] = "10m",
     sources: Annotated[str, typer.Option(help="What questions are predicted from.")] = _SOURCES,
     settle: Annotated[str, typer.Option(help="Summarize documents once none was added for this long.")] = "60s",
     passages: Annotated[int | None, typer.Option(min=0, help="Passages to prefill; default: all that fit.")] = None,
@@ -69,6 +72,7 @@ def idle(
     options = IdleOptions(
         stride=stride,
         rounds=rounds,
+        seconds_per_hit=parse_duration(per_hit),
         sources=tuple(name.strip() for name in sources.split(",") if name.strip()),
         settle_seconds=parse_duration(settle),
         warm_passages=passages,

@@ -37,7 +37,7 @@ from rekindle.idle.generated_questions import (
     summary_grammar,
     summary_prompt,
 )
-from rekindle.idle.log import IdleAction
+from rekindle.idle.log import IdleAction, prediction_yield
 from rekindle.idle.prepare import Preparer, Rule, Strategy, choose_strategy, first_passages, spread
 from rekindle.idle.sources import LibraryState
 from rekindle.idle.worker import Budget, IdleConditions, IdleWorker, Spent, WorkResult, is_left
@@ -58,7 +58,8 @@ class IdleOptions:
     """What to do while idle, and how much of it.
 
     stride          number of questions predicted at a time
-    rounds          how often that is done, from each source
+    rounds          how often that is done, from each source, when documents or questions are new
+    seconds_per_hit more rounds follow while a predicted question that is used costs at most this much work
     sources         where questions are predicted from
     settle_seconds  abstracts are written once no document was added for this long
     warm_passages   number of passages to warm; None: as many as the KV store has room for
@@ -71,6 +72,7 @@ class IdleOptions:
 
     stride: int = 5
     rounds: int = 1
+    seconds_per_hit: float = 600.0
     sources: tuple[str, ...] = ("abstract", "history", "passage")
     settle_seconds: float = 60.0
     warm_passages: int | None = None
@@ -121,7 +123,6 @@ class Idle:
         self._session = session
         self._worker = IdleWorker(session, self.options.budget, self.options.conditions, report)
         self._tenant, self._salt = tenant, cache_salt
-        self._predicted: LibraryState | None = None  # the library when questions were last predicted
         self._finished: LibraryState | None = None  # the library when nothing was left to do
         self._lacks_room = False  # the last time passages were to be prefilled
         self._preparer = Preparer(
@@ -149,6 +150,10 @@ class Idle:
         waiting = self._preparer.sources.without_abstract(0.0) if "abstract" in options.sources else []
         if self.strategy is not None and waiting:
             return f"documents came less than {options.settle_seconds:g} s ago. Wait, or use --settle 0s."
+        if self.strategy is not None and not self._pays():
+            hits, seconds = prediction_yield(self._preparer.bank.library)
+            spent = f"predicted questions were used {count_of(hits, 'time')} for {seconds:.0f} s of work"
+            return f"more would not pay: {spent}. New documents and questions bring work, and --per-hit allows more."
         more = "; --answers verified predicts questions, too" if settings.answers == "off" else ""
         return f"all is prepared. New documents and questions bring work{more}."
 
@@ -158,17 +163,12 @@ class Idle:
         After it has finished, there is work again only when documents or users' questions arrive.
         """
         self._worker.stop = stop or threading.Event()
-        self._worker.blocked_by = None
         if not self._session.knowledge.holds(self._tenant, self._salt) or self._finished == self._state():
             return []
         done = [*self.refresh(), *self.settle()]
         if "abstract" in self.options.sources:
             done += self.abstracts()
-        if self._state() != self._predicted:  # else it would predict from the same documents and questions for ever
-            for _ in range(self.options.rounds):
-                done += self.predict()
-            self._predicted = self._state() if self._worker.may_continue() else None
-        done += [*self.convert(), *self.warm()]
+        done += [*self.predict_in_rounds(), *self.convert(), *self.warm()]
         waits = (
             "abstract" in self.options.sources
             and self.strategy is not None
@@ -181,6 +181,30 @@ class Idle:
     def _state(self) -> LibraryState:
         self._session.answers.flush(_FLUSH_SECONDS)
         return self._preparer.sources.state()
+
+    def predict_in_rounds(self) -> list[IdleAction]:
+        """Predict from what is new, then go on as long as that brings questions and what was predicted is used."""
+        done: list[IdleAction] = []
+        sources, engine = self._preparer.sources, self._session.engine
+        model = engine.identity(engine.regime(1)).digest
+        if not sources.was_predicted(self._state(), model):
+            for _ in range(self.options.rounds):
+                done += self.predict()
+        more = self.options.rounds > 0
+        while more and self._pays() and self._worker.may_continue():
+            round_ = self.predict()
+            done += round_
+            more = any(action.action in ("prefill", "answer") for action in round_)
+        if done and self._worker.may_continue():
+            sources.mark_predicted(self._state(), model)
+        return done
+
+    def _pays(self) -> bool:
+        """Whether predicted questions are used often enough for the work they cost; one use is given in advance."""
+        if self.strategy is None:
+            return False
+        hits, seconds = prediction_yield(self._preparer.bank.library)
+        return seconds < self.options.seconds_per_hit * (hits + 1)
 
     def predict(self) -> list[IdleAction]:
         """Predict `stride` questions from each source."""

@@ -81,6 +81,17 @@ def record_action(library: Library, did: IdleAction) -> None:
         connection.execute("DELETE FROM work WHERE id<=?", ((id or 0) - _MAX_ROWS,))
 
 
+def prediction_yield(library: Library) -> tuple[int, float]:
+    """How often predicted questions were used, and the seconds of work that predicting and preparing them took."""
+    with library.reading() as connection:
+        (hits,) = connection.execute("SELECT coalesce(sum(uses), 0) FROM answers WHERE origin != 'user'").fetchone()
+        (seconds,) = connection.execute(
+            "SELECT coalesce(sum(seconds), 0) FROM work "
+            "WHERE action IN ('abstract', 'guess-abstract', 'guess-history', 'prefill', 'answer', 'decode')"
+        ).fetchone()
+    return int(hits), float(seconds)
+
+
 def summarize_actions(library: Library) -> list[ActionSummary]:
     """Totals by kind of action. What an answer saved counts for the last action on it."""
     with library.reading() as connection:

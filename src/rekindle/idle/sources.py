@@ -67,6 +67,13 @@ class QuestionSources:
             ).fetchone()
         return LibraryState(self._library.generation, *row)
 
+    def was_predicted(self, state: LibraryState, model: str) -> bool:
+        """Whether questions were predicted from this state of the library with this model, also before a restart."""
+        return self._library.about("foreseen-state") == f"{model} {state}"
+
+    def mark_predicted(self, state: LibraryState, model: str) -> None:
+        self._set("foreseen-state", f"{model} {state}")
+
     def without_abstract(self, settle_seconds: float) -> list[int]:
         """Documents without an abstract; none while documents are being added."""
         with self._library.reading() as connection:

@@ -23,6 +23,8 @@ from rekindle.knowledge.library import Library
 from rekindle.session.session import Session
 
 _POWERCAP = Path("/sys/class/powercap")
+# What psutil raises where the system has no such thing, denies it (Android) or says something unexpected.
+_DENIED = (psutil.Error, OSError, AttributeError, NotImplementedError, RuntimeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,10 @@ def blocked_by(conditions: IdleConditions, load: float | None, on_mains: bool | 
 
 def on_mains() -> bool | None:
     """Whether a machine with a battery has mains power; None: no battery, or unknown."""
-    ask = getattr(psutil, "sensors_battery", None)  # missing on some systems
-    battery = None if ask is None else ask()
+    try:
+        battery = psutil.sensors_battery()
+    except _DENIED:
+        return None
     return None if battery is None or battery.power_plugged is None else bool(battery.power_plugged)
 
 
@@ -91,10 +95,13 @@ class CpuLoad:
     def others(self) -> float | None:
         """The load since the last call; the first time, the average of the last minute. None if unknown."""
         cores = psutil.cpu_count() or 1
-        busy, own, now = _busy_seconds(), time.process_time(), time.monotonic()
-        before, self._before = self._before, (busy, own, now)
-        if before is None:
-            return _average() / cores
+        try:
+            busy, own, now = _busy_seconds(), time.process_time(), time.monotonic()
+            before, self._before = self._before, (busy, own, now)
+            if before is None:
+                return _average() / cores
+        except _DENIED:
+            return None
         passed = now - before[2]
         return None if passed <= 0 else max(0.0, busy - before[0] - (own - before[1])) / (passed * cores)
 

@@ -42,6 +42,11 @@ class IngestProgress:
     name: str
 
 
+# Tokens a letter. MiniLM: 0.35 to 0.5 for English, code, German, Spanish and French, 1.0 to 1.2 for Russian, Arabic,
+# Chinese and Japanese.
+_FOREIGN = 0.8
+
+
 @dataclass
 class IngestResult:
     """What an ingestion did: numbers of documents and passages, and each problem."""
@@ -53,9 +58,16 @@ class IngestResult:
     passages: int = 0
     embedded: int = 0
     truncated: int = 0  # passages longer than the embedder reads
+    letters: int = 0  # of embedded prose
+    letter_tokens: int = 0  # what the embedder's tokenizer made of it
     problems: list[ReadProblem] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # files in folders whose kind is not read
     seconds: float = 0.0
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the embedder does not know the language: its tokenizer has no words of it, only letters."""
+        return self.letter_tokens > _FOREIGN * self.letters
 
     @property
     def changes(self) -> int:
@@ -215,6 +227,10 @@ class Ingester:
         embedded = self._embedder.embed(texts)
         self._done.embedded += len(texts)
         self._done.truncated += embedded.truncated
+        letters = sum(map(str.isalpha, "".join(texts)))
+        if 2 * letters > sum(map(len, texts)):  # tables of numbers say nothing about a language
+            self._done.letters += letters
+            self._done.letter_tokens += embedded.tokens
         return to_stored(embedded.vectors)
 
     def embed_missing(self, name: str = "embedding again") -> None:

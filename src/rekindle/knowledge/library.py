@@ -27,6 +27,7 @@ from rekindle.knowledge.rows import (
     bump_generation,
     claim_embedder,
     embedder_of,
+    index_pairs,
     put_document,
     remove_documents,
 )
@@ -84,9 +85,9 @@ class Library:
         self.limit = limit or LibraryLimit(folder)
         with _usable(self.first_path):
             self._database = LibraryFile(self.first_path)
-            if self.about("tenant") is None and not self._database.read_only:
-                with self.writing():
-                    pass
+            if self.about("pairs") is None and not self._database.read_only:
+                with self.writing() as connection:
+                    index_pairs(connection)
 
     @property
     def path(self) -> Path:
@@ -337,6 +338,7 @@ class Library:
             connection.executemany("DELETE FROM leaving WHERE id=?", [(row.id,) for row in removed])
             # Only a full merge of the index removes deleted words from it.
             connection.execute("INSERT INTO words(words) VALUES('optimize')")
+            connection.execute("INSERT INTO pairs(pairs) VALUES('optimize')")
             connection.execute("INSERT OR REPLACE INTO about VALUES ('unclean', 'yes')")
         with _usable(self.path):
             self._database.scrub()

@@ -138,6 +138,21 @@ def library_path(folder: Path, tenant: str, salt: str) -> Path:
     return folder.expanduser().absolute() / f"{digest_of_fields('rekindle/library/1', tenant, salt)}.sqlite"
 
 
+def library_owners(folder: Path) -> list[tuple[str, str]]:
+    """Tenant and salt of every library in a folder; a file that cannot be read is left out."""
+    found: dict[tuple[str, str], None] = {}
+    for path in sorted(folder.expanduser().absolute().glob("*.sqlite")):
+        try:
+            with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+                about = dict(connection.execute("SELECT name, value FROM about WHERE name IN ('tenant', 'salt')"))
+        except (sqlite3.Error, UnicodeDecodeError, OSError):
+            continue
+        owner = (str(about.get("tenant")), str(about.get("salt")))
+        if number_of(library_path(folder, *owner), path) is not None:  # it is whose it says
+            found[owner] = None
+    return list(found)
+
+
 def current_file(first: Path) -> Path:
     """The file in use: `first`, unless it was damaged and there is a newer one."""
     found = first

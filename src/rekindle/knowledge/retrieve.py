@@ -29,7 +29,7 @@ from rekindle.engine.embedding.embedder import Embedder
 from rekindle.errors import InvalidPrompt, InvalidSetting, NothingKnown, nearest
 from rekindle.knowledge.library import Chunk, Library
 from rekindle.knowledge.salvage import Loss
-from rekindle.knowledge.segment import STOPWORDS
+from rekindle.knowledge.segment import STOPWORDS, character_pairs
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -182,17 +182,20 @@ class Retriever:
         return RetrievalResult(tuple(found), retrieval, embedded - started, time.perf_counter() - embedded, vector)
 
     def search_bm25(self, question: str, max_count: int) -> dict[int, float]:
-        """Passages with words of the question, the best first: id -> BM25 score."""
+        """Passages with words of the question, the best first: id -> BM25 score.
+
+        In scripts without spaces, pairs of letters are the words.
+        """
         words = list(dict.fromkeys(_WORD.findall(question.lower())))
         wanted = [word for word in words if word not in STOPWORDS] or words
-        if not wanted:
-            return {}
+        pairs = list(dict.fromkeys(character_pairs(question)))
         with self._library.reading() as connection:
-            rows = connection.execute(
-                "SELECT rowid, -bm25(words) AS score FROM words WHERE words MATCH ? ORDER BY score DESC, rowid LIMIT ?",
-                (_any(_affordable(connection, wanted[:_MAX_WORDS])), max_count),
-            ).fetchall()
-        return dict(rows)
+            found = _search(connection, "words", wanted, max_count)
+            in_pairs = _search(connection, "pairs", pairs, max_count)
+        if not in_pairs:
+            return found
+        both = _added(found, in_pairs)
+        return {id: both[id] for id in sorted(both, key=lambda id: (-both[id], id))[:max_count]}
 
     def search_embedding(self, vector: Floats, max_count: int) -> dict[int, float]:
         """Passages with similar embeddings, the nearest first: id -> cosine."""
@@ -275,7 +278,20 @@ def _added(*parts: Mapping[int, float]) -> dict[int, float]:
     return {id: sum(part.get(id, 0.0) for part in parts) for part in parts for id in part}
 
 
-def _affordable(connection: sqlite3.Connection, words: Sequence[str]) -> Sequence[str]:
+def _search(
+    connection: sqlite3.Connection, index: Literal["words", "pairs"], words: Sequence[str], max_count: int
+) -> dict[int, float]:
+    """The passages that an index has for any of some words, the best first: id -> BM25 score."""
+    if not words:
+        return {}
+    rows = connection.execute(
+        f"SELECT rowid, -bm25({index}) AS score FROM {index} WHERE {index} MATCH ? ORDER BY score DESC, rowid LIMIT ?",
+        (_any(_affordable(connection, index, words[:_MAX_WORDS])), max_count),
+    ).fetchall()
+    return dict(rows)
+
+
+def _affordable(connection: sqlite3.Connection, index: str, words: Sequence[str]) -> Sequence[str]:
     """The words, without the commonest ones if reading all their postings would take too long.
 
     At least one word with postings stays.
@@ -284,7 +300,7 @@ def _affordable(connection: sqlite3.Connection, words: Sequence[str]) -> Sequenc
     if last <= _MAX_POSTINGS:
         return words
     postings = {
-        word: connection.execute("SELECT count(*) FROM words WHERE words MATCH ?", (_any([word]),)).fetchone()[0]
+        word: connection.execute(f"SELECT count(*) FROM {index} WHERE {index} MATCH ?", (_any([word]),)).fetchone()[0]
         for word in words
     }
     chosen: list[str] = []

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rekindle.core.document import Document, Passage, title_above
 from rekindle.core.identity import digest_of_fields
+from rekindle.knowledge.segment import character_pairs
 
 NAME_DIGITS = 12
 _PASSAGE_BYTES = 4096  # besides its text: a vector, and an index page of its own
@@ -105,6 +106,7 @@ def _add_document(connection: sqlite3.Connection, cut: SplitDocument) -> int:
             "INSERT INTO words (rowid, title, body) VALUES (?,?,?)",
             (chunk, f"{document.title}\n{passage.heading}", passage.text),
         )
+        _index_pairs(connection, chunk, f"{document.title}\n{passage.heading}\n{passage.text}")
     assert id is not None
     return id
 
@@ -157,6 +159,8 @@ def _delete_document(connection: sqlite3.Connection, document: int) -> int:
         connection.execute(
             "INSERT INTO words (words, rowid, title, body) VALUES ('delete',?,?,?)", (chunk, title, body)
         )
+        if pairs := character_pairs(f"{title}\n{body}"):
+            connection.execute("INSERT INTO pairs (pairs, rowid, body) VALUES ('delete',?,?)", (chunk, " ".join(pairs)))
         cut = connection.execute("SELECT tokenizer, tokens FROM tokens WHERE chunk=?", (chunk,)).fetchall()
         text = Passage(body, heading).shown
         connection.executemany(
@@ -167,6 +171,19 @@ def _delete_document(connection: sqlite3.Connection, document: int) -> int:
     connection.execute("DELETE FROM chunks WHERE document=?", (document,))
     connection.execute("DELETE FROM documents WHERE id=?", (document,))
     return len(rows)
+
+
+def _index_pairs(connection: sqlite3.Connection, chunk: int | None, text: str) -> None:
+    if pairs := character_pairs(text):
+        connection.execute("INSERT INTO pairs (rowid, body) VALUES (?,?)", (chunk, " ".join(pairs)))
+
+
+def index_pairs(connection: sqlite3.Connection) -> None:
+    """Index scripts without spaces in a library from before there was such an index, or after a salvage."""
+    connection.execute("INSERT INTO pairs (pairs) VALUES ('delete-all')")
+    for chunk, title, body in connection.execute("SELECT id, title, body FROM searched").fetchall():
+        _index_pairs(connection, chunk, f"{title}\n{body}")
+    connection.execute("INSERT OR REPLACE INTO about VALUES ('pairs', 'indexed')")
 
 
 def embedder_of(connection: sqlite3.Connection) -> str | None:

@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from rekindle.core.document import Passage
 from rekindle.core.size import count_of
-from rekindle.knowledge.rows import NAME_DIGITS, name_of, passage_digest
+from rekindle.knowledge.rows import NAME_DIGITS, index_pairs, name_of, passage_digest
 from rekindle.store.catalog.database import Database
 
 Value = None | int | float | str | bytes
@@ -367,6 +367,7 @@ class _Repair:
         self._keep_tokens()
         self._restore_counters()
         self._execute("INSERT INTO words(words) VALUES('rebuild')")
+        index_pairs(self._connection)
         for (table,) in self._rows("SELECT name FROM sqlite_master WHERE name GLOB 'seen_*' AND type='table'"):
             self._execute(f"DROP TABLE {table}")
         (documents,), (passages,) = (self._rows(f"SELECT count(*) FROM {name}")[0] for name in ("documents", "chunks"))

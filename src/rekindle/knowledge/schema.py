@@ -7,6 +7,7 @@ documents  one row per document; several may come from one file
 chunks     the passages of a document in order, each with its vector (half precision) and retrieval counts
 searched   a view of what the word index covers: title and headings, text
 words      the word index over it (FTS5, porter stems); it holds no second copy of the text
+pairs      the same for scripts without spaces: neighbouring letters in place of words; without any text
 tokens     the token ids of a passage, recorded before any KV of it is kept: its KV is found again by them
 leaving    removed passages, until no KV of them is left
 answers    questions, asked or predicted, with their answers if there are any: see `answers/bank`
@@ -128,5 +129,6 @@ MIGRATIONS: tuple[str, ...] = (
         uses INTEGER NOT NULL,
         used REAL NOT NULL
     ) WITHOUT ROWID;
+    CREATE VIRTUAL TABLE pairs USING fts5(body, content='');
     """,
 )

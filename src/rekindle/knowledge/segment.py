@@ -34,6 +34,15 @@ _DENSE_CHARACTER = re.compile(f"[{_DENSE}]")
 _SPACED_WORD = re.compile(rf"[^\s{_DENSE}]{{1,{_LONG_WORD}}}")
 _ATOM = re.compile(rf"(?:[{_DENSE}]{{1,8}}|[^\s{_DENSE}]{{1,{_LONG_WORD}}}){_MARKS}")
 
+_DENSE_LETTERS = re.compile(rf"(?:(?![\u3001-\u3004\u3008-\u3020\u3030\uff01-\uff0f\uff1a-\uff20])[{_DENSE}])+")
+
+
+def character_pairs(text: str) -> list[str]:
+    """All pairs of neighbouring letters in scripts without spaces: what a word index has of them in place of words."""
+    runs = _DENSE_LETTERS.findall(text)
+    return [pair for run in runs for pair in ([run] if len(run) == 1 else map("".join, pairwise(run)))]
+
+
 # Every repetition is bounded, so that no text can make a search slower than its length.
 _CLOSING = "\"'”’»)\\]*_」』）】"
 _OPENING = "\"'“‘«([*_¿¡—–-"

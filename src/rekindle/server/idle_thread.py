@@ -1,7 +1,7 @@
 """Idle work in a server: whenever no request came for a while, until one comes.
 
-A request stops it within a token, before it is queued. It works only for tenants that sent requests since the server
-started: nobody else's documents are touched.
+A request stops it within a token, before it is queued. It works for every tenant that has documents, those who asked
+last first, also after a restart and for documents that came without a question.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 import time
 
 from rekindle.core.request import Request
+from rekindle.core.scope import scope_of
 from rekindle.errors import RekindleError
 from rekindle.idle.idle import Idle, IdleOptions
 from rekindle.idle.idle_calibration import IdleCalibration
@@ -32,28 +33,32 @@ class IdleThread:
         self._changed = threading.Condition()
         self._stop = threading.Event()  # of the current work
         self._active = 0  # requests
+        self._news = 0  # how often there may have been new work
         self._quiet_from = time.monotonic()
         self._closed = False
         self._calibration = IdleCalibration(session, options)
-        self._whose: dict[tuple[str | None, str | None], Idle] = {}  # most recent last
+        self._whose: dict[tuple[str, str], Idle] = {}  # tenants and salts that asked, most recent last
         self._thread = threading.Thread(target=self._work, name="rekindle-idle", daemon=True)
         self._thread.start()
 
     def arrive(self, request: Request) -> None:
         """A request arrived: stop, and remember its tenant for later."""
-        whose = (request.tenant, request.cache_salt)
+        scope = scope_of(self._session.settings, request.tenant, request.cache_salt)
         with self._changed:
             self._active += 1
             self._stop.set()
-            known = self._whose.pop(whose) if whose in self._whose else Idle(self._session, self._options, *whose)
-            self._whose[whose] = known
-            while len(self._whose) > _MAX_REMEMBERED:
-                del self._whose[next(iter(self._whose))]
+        self._idle_of((scope.tenant, scope.salt), asked=True)
 
     def leave(self) -> None:
         """A request ended."""
         with self._changed:
             self._active -= 1
+        self.look_again()
+
+    def look_again(self) -> None:
+        """There may be work: a request ended, or documents came."""
+        with self._changed:
+            self._news += 1
             self._quiet_from = time.monotonic()
             self._changed.notify_all()
 
@@ -65,14 +70,29 @@ class IdleThread:
             self._changed.notify_all()
         self._thread.join()
 
+    def _idle_of(self, owner: tuple[str, str], *, asked: bool = False) -> Idle:
+        """The idle work of a tenant and salt. What it found is forgotten first of those who asked longest ago."""
+        with self._changed:
+            found = self._whose.get(owner) or Idle(self._session, self._options, *owner)
+            others = {other: idle for other, idle in self._whose.items() if other != owner}
+            if asked:
+                self._whose = {**others, owner: found}
+            elif owner not in self._whose:
+                self._whose = {owner: found, **others}
+            while len(self._whose) > _MAX_REMEMBERED:
+                del self._whose[next(iter(self._whose))]
+            return found
+
     def _work(self) -> None:
         while (stop := self._next()) is not None:
-            work: list[Idle | IdleCalibration] = [*reversed(list(self._whose.values())), self._calibration]
-            for idle in work:
+            news = self._news
+            for owner in dict.fromkeys([*reversed(self._whose), *self._session.knowledge.owners()]):
                 if not stop.is_set():
-                    _work_for(idle, stop)
+                    _work_for(self._idle_of(owner), stop)
+            if not stop.is_set():
+                _work_for(self._calibration, stop)
             with self._changed:
-                if not stop.is_set():
+                if not stop.is_set() and news == self._news:
                     self._quiet_from = time.monotonic() + _PAUSE_SECONDS - self._quiet_seconds
 
     def _next(self) -> threading.Event | None:
@@ -80,10 +100,10 @@ class IdleThread:
         with self._changed:
             while not self._closed:
                 left = self._quiet_from + self._quiet_seconds - time.monotonic()
-                if not self._active and self._whose and left <= 0:
+                if not self._active and left <= 0:
                     self._stop = threading.Event()
                     return self._stop
-                self._changed.wait(None if self._active or not self._whose else max(0.0, left))
+                self._changed.wait(None if self._active else max(0.0, left))
             return None
 
 

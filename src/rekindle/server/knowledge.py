@@ -112,6 +112,8 @@ async def add_documents(call: Call, body: DocumentsRequest) -> Response:
             _add(done, await call.in_thread(functools.partial(ingest, documents=some), call.service.ingesting))
     finally:
         left.set()
+    if call.service.idle_thread is not None:
+        call.service.idle_thread.look_again()
     library = await call.in_thread(lambda: _library(call))
     entries = await call.in_thread(lambda: _of_sources(library, [one.source for one in given]))
     counts = {name: getattr(done, name) for name in _COUNTS}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from rekindle.answers.ask_terms import AskTerms
 from rekindle.answers.bank import AnswerBank, AnswerText, BankLookup, BankQuestion, SimilarQuestion
@@ -122,7 +123,7 @@ class Answers:
         """
         try:
             question = self._question(text, request, terms, retrieved, generation)
-            bank, tokenizer = self.bank(request.tenant, request.cache_salt), self._identity().tokenizer
+            bank, tokenizer = self.bank(request.tenant, request.cache_salt), self._identity.tokenizer
             found = self._look(bank, question, request)
         except (RekindleError, OSError, ValueError) as error:
             log.warning("Earlier answers cannot be used: %s", error)
@@ -219,6 +220,7 @@ class Answers:
             with suppress(RuntimeError):  # the session was closed meanwhile
                 self._writing.add(self._writer.submit(safely))
 
+    @cached_property  # so that a model that rests is not loaded for it
     def _identity(self) -> Identity:
         engine = self._engine()
         return engine.identity(engine.regime(1))
@@ -227,7 +229,7 @@ class Answers:
         """A digest of what an answer depends on beside the question and its passages."""
         level = request.reuse or self._settings.reuse
         adapter = self._adapters.digest(request.adapter) or ""
-        return digest_of_fields("rekindle/answer/2", self._identity().digest, adapter, level, terms.fingerprint)
+        return digest_of_fields("rekindle/answer/2", self._identity.digest, adapter, level, terms.fingerprint)
 
 
 def _common(near: SimilarQuestion, reply: Reply) -> int:

@@ -46,7 +46,7 @@ class Prepared:
     request: Request
     retrieved: RetrievalResult
     sources: tuple[AnswerSource, ...]
-    prompt_tokens: int
+    prompt_tokens: int = 0  # 0 if a stored answer is given
     consulted: Consulted | None = None  # earlier answers, if they may be used
 
     @property

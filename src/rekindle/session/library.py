@@ -23,7 +23,14 @@ from rekindle.errors import InvalidSetting, NothingKnown, RekindleError
 from rekindle.knowledge.backup import Backup, export, import_
 from rekindle.knowledge.ingest import Ingester, IngestProgress, IngestResult, parse_documents
 from rekindle.knowledge.library import Chunk, DocumentEntry, Library
-from rekindle.knowledge.library_file import LibraryCheck, check_library, current_file, damaged_files, library_path
+from rekindle.knowledge.library_file import (
+    LibraryCheck,
+    check_library,
+    current_file,
+    damaged_files,
+    library_owners,
+    library_path,
+)
 from rekindle.knowledge.library_folder import LibraryLimit, knowledge_folder
 from rekindle.knowledge.retrieve import Retrieval, RetrievalResult, Retriever, check_question, check_retrieval
 from rekindle.knowledge.salvage import Loss
@@ -38,6 +45,11 @@ log = logging.getLogger("rekindle.knowledge")
 
 ADVICE = "`rekindle knowledge check --acknowledge` ends this message."
 _MAX_OPEN = 32  # libraries: anybody may name salts, and each one open takes files and memory
+
+FOREIGN = (
+    "The embedder %s does not know the language of these documents: passages are found by their words, hardly by their "
+    "meaning. Use a multilingual one, such as embedder='sentence-transformers/paraphrase-multilingual-mpnet-base-v2'."
+)
 
 INSTRUCTIONS = (
     "You answer questions about the user's own documents. Numbered passages of them come before the question. They "
@@ -100,6 +112,10 @@ class Knowledge:
     def holds(self, tenant: str | None = None, salt: str | None = None) -> bool:
         """Whether there is such a library. Looking makes none."""
         return current_file(library_path(self.folder, *self._key(tenant, salt))).exists()
+
+    def owners(self) -> list[tuple[str, str]]:
+        """Tenant and salt of everybody who has a library here."""
+        return library_owners(self.folder)
 
     def losses(self, tenant: str | None = None, cache_salt: str | None = None) -> list[Loss]:
         """Damage that was not acknowledged yet."""
@@ -186,6 +202,8 @@ class Knowledge:
             ingester.ingest(named)
         if given:
             ingester.ingest_documents(given)
+        if ingester.done.is_foreign:
+            log.warning(FOREIGN, self._settings.embedder)
         self._clear(library)
         return ingester.done
 

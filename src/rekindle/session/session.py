@@ -244,15 +244,15 @@ class Session:
         request = replace(request, quotes=tuple(quote_of(hit.chunk) for hit in retrieved.hits))
         terms = AskTerms.of(request, question, top_k, retrieval)
         consulted = None
+        if terms is not None and self.answers.heeds(request):
+            consulted = self.answers.consult(question, request, terms, retrieved, generation)
+            if consulted is not None and consulted.direct is not None:  # a model that rests goes on resting
+                return Prepared(question, request, retrieved, sources_then(consulted), consulted=consulted)
+            request = self.answers.drafting(request, consulted)
         with self._alive.use():
             prompt = encode_prompt(self.engine, request)
-            if terms is not None and self.answers.heeds(request):
-                consulted = self.answers.consult(question, request, terms, retrieved, generation)
-                request = self.answers.drafting(request, consulted)
         self._keep_encoded(request, prompt)
-        given = consulted is not None and consulted.direct is not None
-        sources = sources_then(consulted) if given and consulted else sources_of(retrieved, prompt)
-        return Prepared(question, request, retrieved, sources, len(prompt.tokens), consulted)
+        return Prepared(question, request, retrieved, sources_of(retrieved, prompt), len(prompt.tokens), consulted)
 
     def ingest(self, paths: str | Path | Sequence[str | Path] = (), **choices: Any) -> IngestResult:
         """Put files, folders, patterns or given documents into the library. See `Knowledge.ingest`."""
