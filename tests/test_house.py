@@ -57,6 +57,9 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 330, 0, "GPU: a question's look at passages as one recorded graph, probes and drift by kernels"),
     ("rekindle", 420, 1, "device_decoder: quantized KV and deltas decoded on a CUDA device while they are loaded"),
     ("benchmarks", 165, 1, "policies: eviction replayed without a model, weights chosen on one half of the usages"),
+    ("rekindle", 165, 0, "coded KV restored where it goes, keys and values side by side; contexts leave the engine by "
+     "the store's policy; slow links are left alone"),
+    ("benchmarks", 160, 1, "decoding against bare zstd; slower: deltas of adapters, remote KV, over a slow link too"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

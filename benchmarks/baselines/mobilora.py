@@ -105,7 +105,7 @@ def _open_any(data: bytes, kind: Kind, spec: LayerSpec, span: Span | None = None
     return PublishedLayer(data, spec, span) if data[:4] == MAGIC else open_layer(data, kind, spec, span)
 
 
-coder.open_layer = _open_any  # type: ignore[assignment]  # of bytes that are no lossless difference
+coder.open_layer = _open_any  # type: ignore[attr-defined, assignment]  # of bytes that are no lossless difference
 
 
 def opened(engine: Engine, **settings: Any) -> Session:

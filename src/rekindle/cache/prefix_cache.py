@@ -316,7 +316,7 @@ class PrefixCache:
             self._parked.clear(lambda context: context.app_ref is not None and key_of(context.app_ref) in killed)
 
     def _leaving_order(self, contexts: Sequence[ContextUse]) -> Sequence[int]:
-        """Which parked contexts leave first: by the policy of the store, or if it does not answer, as they are given."""
+        """Which parked contexts leave first: by the policy of the store; if it does not answer, as they are given."""
         store = self.store
         try:
             return self.kv.ask_store(lambda: store.rank_contexts(contexts)) if store else range(len(contexts))

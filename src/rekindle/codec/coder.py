@@ -88,7 +88,8 @@ def _turn_negative(signed: NDArray[Any], out: NDArray[Any] | None = None) -> NDA
     """All bits but the sign inverted where the sign is set: its own inverse, and without a branch for each number."""
     inverted = signed >> (8 * signed.itemsize - 1)
     inverted &= np.iinfo(signed.dtype).max
-    return np.bitwise_xor(signed, inverted, out=out)
+    turned: NDArray[Any] = np.bitwise_xor(signed, inverted, out=out)
+    return turned
 
 
 SAME_LAYER = b"RKs1"  # in place of a layer that is the base's own
@@ -166,7 +167,8 @@ def is_quantized(codec: str) -> bool:
 Both = Callable[[Callable[[], None], Callable[[], None]], None]  # runs two pieces of work, in any order
 
 
-def _in_turn(first: Callable[[], None], second: Callable[[], None]) -> None:
+def in_turn(first: Callable[[], None], second: Callable[[], None]) -> None:
+    """One after the other."""
     first()
     second()
 
@@ -188,9 +190,9 @@ def decode(data: bytes, spec: LayerSpec, base: LayerKv | None, span: Span | None
 
 
 def decode_into(
-    data: bytes, spec: LayerSpec, out: LayerKv, span: Span | None = None, *, delta: bool, both: Both = _in_turn
+    data: bytes, spec: LayerSpec, out: LayerKv, span: Span | None = None, *, delta: bool, both: Both = in_turn
 ) -> None:
-    """Write a coded layer, or its tokens `span`, into `out`, which holds the base of a delta. `both` decodes the halves.
+    """Write a coded layer, or its tokens `span`, to `out`, which holds the base of a delta. `both` runs the two halves.
 
     Raises `ValueError` as `decode` does; `out` then holds anything.
     """

@@ -61,8 +61,10 @@ def pack(codes: NDArray[np.int16]) -> Packed:
 
 
 def unpack(packed: Packed, out: NDArray[np.float32]) -> None:
-    """Write the codes of what `pack` gave into `out`, as floats, in the order of its axes. Raises `ValueError` if it is damaged or holds another
-    number of them."""
+    """Write the codes of what `pack` gave to `out`, as floats, in the order of its axes.
+
+    Raises `ValueError` if it is damaged or holds another number of codes.
+    """
     if packed.per_byte not in _RADIX:
         raise ValueError(f"there cannot be {packed.per_byte} codes in a byte")
     symbols = np.frombuffer(expand(packed.symbols, -(-out.size // packed.per_byte)), np.uint8)
@@ -148,7 +150,8 @@ def unfold(folded: NDArray[Any]) -> NDArray[Any]:
     signs = folded & one
     np.negative(signs, out=signs)
     signs ^= folded >> one
-    return signs.view(f"i{folded.dtype.itemsize}")
+    signed: NDArray[Any] = signs.view(f"i{folded.dtype.itemsize}")
+    return signed
 
 
 def write_planes(magic: bytes, planes: Planes) -> bytes:

@@ -11,6 +11,7 @@ Each layer is coded on its own, so that loading can go layer by layer.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -165,7 +166,7 @@ def encode_floats(numbers: FloatKv, dtype: KvType, kind: Kind, bits: LayerBits) 
     coded = Coded(kind, dtype, shape, numbers.keys.shape[1], GROUP_TOKENS)
     sizes = np.zeros(coded.groups, _SIZES)
     side: list[NDArray[np.int16]] = []
-    frames: list[bytes] = []
+    frames: list[bytes | memoryview] = []
     for number in range(coded.groups):
         at = slice(coded.group(number).start, coded.group(number).stop)
         keys, values = numbers.keys[:, at], numbers.values[:, at]
@@ -223,22 +224,23 @@ class OpenLayer:
         """
         coded, span = self.places.coded, self.span
         heads, dim = coded.shape.kv_heads, out.shape[2]
-        batches = coded.batches(span, heads * dim)
-        memory = np.empty(max((len(groups) * heads * tokens * dim for groups, tokens in batches), default=0), np.float32)
-        for groups, tokens in batches:
-            numbers = memory[: len(groups) * heads * tokens * dim].reshape(len(groups), heads, tokens, dim)
-            first, stop = coded.group(groups[0]).start, coded.group(groups[-1]).stop
-            start, stop = max(first, span.start), min(stop, span.stop)
+        memory = np.empty(0, np.float32)
+        for groups, tokens in coded.batches(span, heads * dim):
+            shape = len(groups), heads, tokens, dim
+            memory = memory if math.prod(shape) <= memory.size else np.empty(math.prod(shape), np.float32)
+            numbers = memory[: math.prod(shape)].reshape(shape)
+            first = coded.group(groups[0]).start
+            start, stop = max(first, span.start), min(first + len(groups) * tokens, span.stop)
             own = out[:, start - span.start : stop - span.start]
-            if stop - start == len(groups) * tokens:
-                own = own.reshape(heads, len(groups), tokens, dim).swapaxes(0, 1)  # a view: an axis is split
-                straight = own if dtype == "float32" and not delta else None
-                self._dequantize(half, groups, numbers, straight)
-                if straight is not None:
-                    continue
-            else:
+            if stop - start < len(groups) * tokens:  # one group, in part
                 self._dequantize(half, groups, numbers, None)
                 numbers, own = numbers[:, :, start - first : stop - first], own[None]
+            else:
+                own = own.reshape(heads, len(groups), tokens, dim).swapaxes(0, 1)  # a view: an axis is split
+                straight = dtype == "float32" and not delta
+                self._dequantize(half, groups, numbers, own if straight else None)
+                if straight:
+                    continue
             if delta:
                 numbers += widen(own, dtype)
             narrow_into(numbers, dtype, own)
@@ -331,4 +333,5 @@ def _planes(numbers: NDArray[np.int16]) -> bytes:
 
 def _unplane(data: bytes) -> NDArray[np.int16]:
     low, high = np.frombuffer(data, np.uint8).reshape(2, -1).astype(np.uint16)
-    return (low | high << np.uint16(8)).view(np.int16)
+    numbers: NDArray[np.int16] = (low | high << np.uint16(8)).view(np.int16)
+    return numbers

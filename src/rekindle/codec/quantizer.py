@@ -40,7 +40,7 @@ class QuantizedTensor:
     """Some tokens of keys or values as integers: `number = (centre + code) * step`, or for values
     `centre * centre_step + code * step`. Several groups at once have one more axis, the first."""
 
-    codes: NDArray[np.int16] | NDArray[np.float32]  # [heads, tokens, dim]
+    codes: NDArray[Any]  # [heads, tokens, dim]: int16, or restored as float32
     exponents: NDArray[np.int16]  # keys [heads, dim]; values [heads, tokens], doubled, odd where there is no centre
     centres: NDArray[np.int16]  # [heads, dim]
     centre_exponent: int | NDArray[np.int16] = 0  # of values; keys use the step of their channel
@@ -62,7 +62,9 @@ def dequantize_keys(tensor: QuantizedTensor, out: NDArray[np.float32] | None = N
     """The keys [heads, tokens, dim] of quantized ones, in `out` if given. Codes that are floats are overwritten."""
     numbers = tensor.codes.astype(np.float32, copy=False)
     numbers += tensor.centres.astype(np.float32)[..., None, :]
-    return np.multiply(numbers, steps_of(tensor.exponents)[..., None, :], out=numbers if out is None else out)
+    restored = numbers if out is None else out
+    np.multiply(numbers, steps_of(tensor.exponents)[..., None, :], out=restored)
+    return restored
 
 
 def quantize_values(numbers: NDArray[np.float32], bits: float) -> QuantizedTensor:
@@ -87,11 +89,12 @@ def dequantize_values(tensor: QuantizedTensor, out: NDArray[np.float32] | None =
     numbers = tensor.codes.astype(np.float32, copy=False)
     numbers *= steps_of(tensor.exponents >> 1)[..., None]
     centre = tensor.centres * steps_of(np.asarray(tensor.centre_exponent, np.int16))  # [heads, dim]
-    added = centre[..., None, :]
-    bare = tensor.exponents & 1  # [heads, tokens]
-    if bare.any():
-        added = added * (1 - bare[..., None]).astype(np.float32)
-    return np.add(numbers, added, out=numbers if out is None else out)
+    bare = np.nonzero(tensor.exponents & 1)
+    kept = numbers[bare]  # few: set aside, which is cheaper than adding a centre of zero
+    restored = numbers if out is None else out
+    np.add(numbers, centre[..., None, :], out=restored)
+    restored[bare] = kept
+    return restored
 
 
 def zeros(shape: tuple[int, int, int], token_steps: bool) -> QuantizedTensor:

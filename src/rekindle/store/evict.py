@@ -198,7 +198,7 @@ class HeldRank:
 
 @dataclass(frozen=True)
 class ContextUse:
-    """A sequence that waits in an engine: the app that used it last, how often it was continued, since when it waits."""
+    """A sequence that waits in an engine: the app that used it last, how often it was continued, how long it waits."""
 
     app: AppRef | None
     tokens: int
