@@ -66,7 +66,7 @@ HEADLINES = {
     "policies": """*, lru; *, utility; *, mobilora""",
     "stream": """ideal overlap *; fixed hybrid *; bidirectional / ours; sooner of *; our schedule *; error of *;
         origin: *; context tokens: 768; busy cores: 2""",
-    "store": """keep 1,000 *; keep, *; fsyncs *; load*; decode q4; decode lossless delta; look up *; reopen *; storm *""",
+    "store": """keep 1,000 *; keep, *; fsyncs *; load*; look up *; reopen *; storm *""",
     "sparse": """8,064 tokens, density=0.5; 32,768 tokens, density=0.[15]; schedules *""",
     "slower": """*, 256 tokens, later""",
     "engine": """prefill 1024 *; prefill 8192 *; decode at 1024 *; 4 rows, *; 30 % of *; 64 tokens after *""",
