@@ -49,6 +49,7 @@ def bench(
     traces: Annotated[
         Path | None, typer.Option(help="stream: a folder of .csv files of bandwidth over time (time_s,mbps).")
     ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="slower: the largest prompt.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")] = None,
     seed: Annotated[int, typer.Option(help="For everything drawn at random.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: under three minutes.")] = False,
@@ -83,10 +84,26 @@ def bench(
         raise InvalidSetting(f"--pairs is for the bench answers: leave it out with {name}.")
     if name != "stream" and traces is not None:
         raise InvalidSetting(f"--traces is for the bench stream: leave it out with {name}.")
+    if name != "slower" and tokens is not None:
+        raise InvalidSetting(f"--tokens is for the bench slower: leave it out with {name}.")
     if name not in _WITHOUT_ENGINE:
         require_packages(choose_engine(model, engine))
     options = BenchOptions(
-        model, engine, device, dtype, data, shape, limit, seed, quick, calibrate, quality, adapters, pairs, traces
+        model,
+        engine,
+        device,
+        dtype,
+        data,
+        shape,
+        limit,
+        seed,
+        quick,
+        calibrate,
+        quality,
+        adapters,
+        pairs,
+        traces,
+        tokens,
     )
     with notes.status(f"bench {name}") as status:
         report = import_module(BENCHES[name]).run(options, lambda part: status.update(f"bench {name}: {part}"))

@@ -39,6 +39,7 @@ class BenchOptions:
     adapters: Path | None = None  # adapters: a folder of folders that PEFT saved
     pairs: Path | None = None  # answers: labelled pairs of questions
     traces: Path | None = None  # stream: a folder of bandwidth over time
+    tokens: int | None = None  # slower: the largest prompt
 
     def rounds(self, full: int, quick: int = 3) -> int:
         """How often a measurement is repeated."""

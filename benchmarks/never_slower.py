@@ -2,6 +2,7 @@
 
 Each mechanism against computing the same prompt in the same process, in turns: `first` with costs of which nothing was
 measured, `later` with what this run has learned. Nothing that is asked is kept, so that every turn finds the same.
+Deltas of adapters and KV from an origin, over loopback and over a slow link, are measured unless the run is quick.
 A row fails where the lower end of the interval of ours / computing exceeds 1.05 and the median loss 3 ms.
 """
 
@@ -11,20 +12,30 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
+from benchmarks.adapters.data import read_adapters
 from benchmarks.base import Advance, BenchOptions, Report, TableRow, about, scratch
 from benchmarks.data import texts
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
+from benchmarks.stream.shaped_origin import ShapedOrigin
+from benchmarks.stream.traces import Trace
 from rekindle.cache.cost import Costs, prior_rates
+from rekindle.core.cells import CHUNK_TOKENS
 from rekindle.core.request import Request
 from rekindle.engine.base import Engine
+from rekindle.errors import AdapterRefused
+from rekindle.remote.publish.publisher import Publisher
+from rekindle.remote.signing import SigningKey
 from rekindle.session.prompt import encode_prompt
+from rekindle.session.publish import computed, levels_of
 from rekindle.session.session import Session
 
 SIZES, QUICK_SIZES, ACCELERATOR_SIZES = (64, 256, 1024, 4096), (64, 256), (64, 256, 1024, 4096, 16_384, 32_768)
@@ -37,6 +48,12 @@ _PREFIXES: dict[str, dict[str, Any]] = {
     "prefix from memory": {"memory_limit": "4GB"},
     "prefix from disk": {"memory_limit": "0"},
     "quantized prefix from disk": {"memory_limit": "0", "reuse": "quantized"},
+}
+_DELTAS = {"lossless delta": "exact", "quantized delta": "quantized"}  # and the reuse that stores it
+_ORIGINS = {  # the reuse, and bytes a second of the link
+    "remote KV": ("exact", 1e9),
+    "quantized remote KV": ("quantized", 1e9),
+    "remote KV, slow link": ("exact", 2e5),
 }
 
 Job = Callable[[], tuple[float, bool]]  # the seconds it took, and whether something was reused
@@ -67,12 +84,15 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     on_cpu = engine.device == "cpu"
     sizes = QUICK_SIZES if options.quick else SIZES if on_cpu else ACCELERATOR_SIZES
     rows: list[SlowerRow] = []
+    parts = {"prefixes": _prefixes, "chunks": _chunks, "drafts": _drafts, "deltas": _deltas, "remote KV": _remote}
     for size in (one for one in sizes if one + 4 * _ENDING + _REPLY <= engine.context_tokens):
-        for name, opened in {"prefixes": _prefixes, "chunks": _chunks, "drafts": _drafts}.items():
+        if options.tokens is not None and size > options.tokens:
+            continue
+        for name, opened in list(parts.items())[: 3 if options.quick else None]:
             advance(f"{name}, {size} tokens")
             with opened(engine, options, size) as jobs:
                 rows += _rows(jobs, size, options)
-    report = Report("slower", fields=about(engine, options))
+    report = Report("slower", fields={**about(engine, options), "largest_tokens": max(row.tokens for row in rows)})
     report.fields |= {"rows": [asdict(row) for row in rows], "failures": sum(row.fails for row in rows)}
     report.rows += [_table_row(row) for row in rows]
     engine.close()
@@ -83,7 +103,7 @@ def _rows(jobs: Mapping[str, Job], size: int, options: BenchOptions) -> list[Slo
     """Every job against computing, after one turn that does not count."""
     done: dict[str, list[tuple[float, bool]]] = {name: [] for name in jobs}
     names = list(jobs)
-    for turn in range(options.rounds(15) + 1):
+    for turn in range(options.rounds(15) + 1 if jobs else 0):
         shift = turn % len(names)  # another one first each time: what comes after a long prefill finds a slower machine
         for name in names[shift:] + names[:shift]:
             done[name].append(jobs[name]())
@@ -122,26 +142,32 @@ class _Asking:
         self._learned = learned or Costs(self._prior)
 
     def jobs(self, mechanism: str, ask: Job) -> dict[str, Job]:
-        return {
-            f"{mechanism}, first": lambda: self._with(Costs(self._prior), ask),
-            f"{mechanism}, later": lambda: self._with(self._learned, ask),
-        }
+        return {f"{mechanism}, first": lambda: self.first(ask), f"{mechanism}, later": lambda: self.later(ask)}
+
+    def first(self, ask: Job) -> tuple[float, bool]:
+        """With costs of which nothing was measured."""
+        return self._with(Costs(self._prior), ask)
+
+    def later(self, ask: Job) -> tuple[float, bool]:
+        return self._with(self._learned, ask)
 
     def computing(self, ask: Job) -> dict[str, Job]:
-        return {COMPUTING: lambda: self._with(self._learned, ask)}
+        return {COMPUTING: lambda: self.later(ask)}
 
     def prefill(self, request: Request) -> tuple[float, bool]:
         """The time until the first logits are there."""
         session, cache = self._session, self._session.cache
         cache.unpark()
-        started = time.perf_counter()
-        prompt = encode_prompt(session.engine, request)
-        prefill = cache.prepare(request, prompt.tokens, lambda: False, None, prompt.prompt_layout)
-        prefill.run(len(prompt.tokens) + 1, lambda: False)
-        seconds = time.perf_counter() - started
-        prefill.context.passing = True
-        prefill.commit()
-        return seconds, prefill.reuse.reused > 0
+        with session.adapters.use(request.adapter) as adapter:
+            started = time.perf_counter()
+            request = replace(request, adapter=adapter)
+            prompt = encode_prompt(session.engine, request)
+            prefill = cache.prepare(request, prompt.tokens, lambda: False, None, prompt.prompt_layout)
+            prefill.run(len(prompt.tokens) + 1, lambda: False)
+            seconds = time.perf_counter() - started
+            prefill.context.passing = True
+            prefill.commit()
+            return seconds, prefill.reuse.reused > 0
 
     def _with(self, costs: Costs, ask: Job) -> tuple[float, bool]:
         self._session.flush()
@@ -215,3 +241,61 @@ def _drafts(engine: Engine, options: BenchOptions, size: int) -> Iterator[dict[s
             **asking.jobs("right drafts", lambda: reply(drafts=[right])),
             **asking.jobs("wrong drafts", lambda: reply(drafts=[wrong])),
         }
+
+
+@contextmanager
+def _deltas(engine: Engine, options: BenchOptions, size: int) -> Iterator[dict[str, Job]]:
+    """A prefix under an adapter, stored as what differs from the same prefix without one."""
+    prefix = tokens_for(engine, options, size + _ENDING)
+    adapter = read_adapters(options.adapters)[0]
+    jobs: dict[str, Job] = {}
+    learned = Costs(prior_rates(engine))
+    with ExitStack() as opened:
+        for name, reuse in _DELTAS.items():
+            settings: dict[str, Any] = {"memory_limit": "0", "reuse": reuse, "codec": "auto"}
+            folder = opened.enter_context(scratch())
+            session = opened.enter_context(Session(engine, cache=folder, disk_limit="90%", **settings))
+            try:
+                session.adapters.load(adapter.name, Path(adapter.path))
+            except AdapterRefused:  # made for another model
+                break
+            session.warm(prefix[:size])
+            session.warm(prefix[:size], adapter=adapter.name)
+            asking = _Asking(session, learned)
+            known = Request.of(prefix, max_tokens=1, adapter=adapter.name)
+            unknown = replace(known, reuse="off")
+            jobs |= asking.computing(partial(asking.prefill, unknown)) if not jobs else {}
+            jobs |= asking.jobs(name, partial(asking.prefill, known))
+        yield jobs
+
+
+@contextmanager
+def _remote(engine: Engine, options: BenchOptions, size: int) -> Iterator[dict[str, Job]]:
+    """A prefix that only an origin has; it runs in a process of its own, behind a link of a chosen speed."""
+    if engine.capabilities.opaque is not None or size < CHUNK_TOKENS:  # less is never published
+        yield {}
+        return
+    prefix, key = tokens_for(engine, options, size + _ENDING), SigningKey.new()
+    known, unknown = Request.of(prefix, max_tokens=1), Request.of(prefix, max_tokens=1, reuse="off")
+    jobs: dict[str, Job] = {}
+    with ExitStack() as opened:
+        folder = Path(opened.enter_context(scratch()))
+        with Session(engine, cache="off") as session, computed(session, Request.of(prefix[:size])) as source:
+            Publisher(folder, key).publish(source, levels_of("raw,quantized", session))
+        for name, (reuse, rate) in _ORIGINS.items():
+            origin = opened.enter_context(ShapedOrigin(folder))
+            origin.begin(Trace(name, np.ones(1), np.full(1, rate)))
+            settings: dict[str, Any] = {"origin": origin.url, "origin_keys": key.public, "reuse": reuse}
+            settings["cache"] = opened.enter_context(scratch())
+            asking = _Asking(opened.enter_context(Session(engine, **settings)))
+            jobs |= asking.computing(partial(asking.prefill, unknown)) if not jobs else {}
+            jobs[f"{name}, first"] = partial(_first_of_session, engine, settings, known)
+            jobs[f"{name}, later"] = partial(asking.later, partial(asking.prefill, known))
+        yield jobs
+
+
+def _first_of_session(engine: Engine, settings: Mapping[str, Any], request: Request) -> tuple[float, bool]:
+    """A request to a session that knows nothing of the link either, nor what layers cost."""
+    with scratch() as home, mock.patch.dict("os.environ", REKINDLE_HOME=home), Session(engine, **settings) as session:
+        asking = _Asking(session)
+        return asking.first(partial(asking.prefill, request))

@@ -32,6 +32,7 @@ from benchmarks.base import (
     paired_ratio,
     scratch,
 )
+from benchmarks.decoding import measure_decoding
 from benchmarks.storm import storm
 from benchmarks.wear import measure_wear
 from rekindle.core.keys import BLOCK_BYTES, BLOCK_TOKENS, KvSpace, Namespace, NodeKey, chain, token_bytes
@@ -112,7 +113,15 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     report.fields |= {"device": "cpu", "shape": "SmolLM2-135M, float32", "tokens": TOKENS, "rounds": options.rounds(15)}
     with scratch() as folder:
         measure = _StoreMeasure(Path(folder), options)
-        for part in (measure.put, measure.get, measure.evict, measure.rows, measure.storm, measure.wear):
+        for part in (
+            measure.put,
+            measure.get,
+            measure.decode,
+            measure.evict,
+            measure.rows,
+            measure.storm,
+            measure.wear,
+        ):
             advance(part.__name__)
             part(report)
     return report
@@ -228,6 +237,10 @@ class _StoreMeasure:
         _compare(report, "load 1,000 tokens, pages dropped", cold, "plain", ">= 0.8")
         memory = {"ours": times["memory"], "plain": times["plain"]}
         _compare(report, "load 1,000 tokens, from memory", memory, "plain", "")
+
+    def decode(self, report: Report) -> None:
+        """Restore coded KV, against the bare zstd decoder."""
+        measure_decoding(self._kv, self.rounds, report)
 
     def evict(self, report: Report) -> None:
         """Evict real, small entries one after the other."""

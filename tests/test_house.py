@@ -59,6 +59,9 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 320, 2, "idle work under the terms that applications ask with, in rounds while it pays; chats over "
      "the library give and keep answers; scripts without spaces in the word index"),
     ("benchmarks", 165, 1, "policies: eviction replayed without a model, weights chosen on one half of the usages"),
+    ("rekindle", 165, 0, "coded KV restored where it goes, keys and values side by side; contexts leave the engine by "
+     "the store's policy; slow links are left alone"),
+    ("benchmarks", 160, 1, "decoding against bare zstd; slower: deltas of adapters, remote KV, over a slow link too"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

@@ -21,13 +21,11 @@ from rekindle.codec.coder import (
     SAME_LAYER,
     Coder,
     check_alike,
-    check_base,
-    decode_exact,
-    decode_quantized,
     encode_exact,
     same_bits,
 )
 from rekindle.codec.packing import Planes, PlanesSpec, fold, read_planes, unfold, write_planes
+from rekindle.codec.quantized import Kind, OpenLayer, open_layer
 from rekindle.codec.quantizer import MAX_BITS, BitPlan, narrow, widen
 from rekindle.core.kv import KvType, LayerKv, LayerSpec, Span
 from rekindle.engine.base import Engine
@@ -58,26 +56,22 @@ def encode(kv: LayerKv, anchor: LayerKv, dtype: KvType) -> bytes:
     return write_planes(MAGIC, Planes(halves[0], halves[1], np.stack(classes).tobytes()))
 
 
-def decode(data: bytes, anchor: LayerKv, spec: LayerSpec, span: Span | None = None) -> LayerKv:
-    """KV of the tokens `span`, to which the anchor has been cut. All tokens by default.
+class PublishedLayer:
+    """A difference as published, to be added to its anchor. Raises `ValueError` for damaged bytes."""
 
-    Raises `ValueError` for damaged bytes and for an anchor of another shape, type or number of tokens.
-    """
-    dtype, tokens = spec.dtype, spec.tokens
-    if dtype == "uint8":
-        return decode_exact(data, anchor, spec, span)
-    check_base(anchor, spec, span)
-    planes = read_planes(data, PlanesSpec(MAGIC, np.dtype(np.uint32), spec.shape, tokens), span)
-    classes = np.frombuffer(planes.extra, np.uint8)
-    wanted = Span(0, tokens) if span is None else span
-    if len(classes) != 2 * tokens or classes.max(initial=0) >= len(BOUNDS):
-        raise ValueError("the classes of similarity are damaged")
-    steps = _STEPS[classes.reshape(2, tokens)[:, wanted.start : wanted.stop]][:, :, None]  # [2, tokens, 1]
-    keys, values = (
-        narrow((widen(theirs, dtype) + unfold(codes) * step).astype(np.float32), dtype)
-        for codes, theirs, step in ((planes.keys, anchor.keys, steps[0]), (planes.values, anchor.values, steps[1]))
-    )
-    return LayerKv(keys, values)
+    def __init__(self, data: bytes, spec: LayerSpec, span: Span | None = None) -> None:
+        tokens, wanted = spec.tokens, Span(0, spec.tokens) if span is None else span
+        self._planes = read_planes(data, PlanesSpec(MAGIC, np.dtype(np.uint32), spec.shape, tokens), span)
+        classes = np.frombuffer(self._planes.extra, np.uint8)
+        if len(classes) != 2 * tokens or classes.max(initial=0) >= len(BOUNDS):
+            raise ValueError("the classes of similarity are damaged")
+        self._steps = _STEPS[classes.reshape(2, tokens)[:, wanted.start : wanted.stop]][:, :, None]  # [2, tokens, 1]
+
+    def restore(self, half: int, out: NDArray[Any], dtype: KvType, *, delta: bool) -> None:
+        """Add keys (0) or values (1) to the anchor in `out`."""
+        assert delta, "only differences are published"
+        codes = self._planes.values if half else self._planes.keys
+        out[...] = narrow((widen(out, dtype) + unfold(codes) * self._steps[half]).astype(np.float32), dtype)
 
 
 def _classes(mine: NDArray[np.float64], theirs: NDArray[np.float64]) -> NDArray[np.uint8]:
@@ -107,11 +101,11 @@ class PublishedCoder(Coder):
         return SAME_LAYER if same_bits(kv, anchor) else encode(kv, anchor, dtype)
 
 
-def _decode_any(data: bytes, base: LayerKv, spec: LayerSpec, span: Span | None = None) -> LayerKv:
-    return decode(data, base, spec, span) if data[:4] == MAGIC else decode_quantized(data, base, spec, span)
+def _open_any(data: bytes, kind: Kind, spec: LayerSpec, span: Span | None = None) -> OpenLayer | PublishedLayer:
+    return PublishedLayer(data, spec, span) if data[:4] == MAGIC else open_layer(data, kind, spec, span)
 
 
-coder.decode_quantized = _decode_any  # where bytes of no other kind end up
+coder.open_layer = _open_any  # type: ignore[attr-defined, assignment]  # of bytes that are no lossless difference
 
 
 def opened(engine: Engine, **settings: Any) -> Session:

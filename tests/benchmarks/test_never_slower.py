@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from itertools import cycle
+from pathlib import Path
 
 import pytest
 
 from benchmarks import never_slower
 from benchmarks.base import BenchOptions
 from benchmarks.never_slower import COMPUTING, Job, SlowerRow, _rows
+from benchmarks.stream.traces import Trace
 from rekindle.engine.fake import FakeEngine
+from rekindle.remote.publish.serve import OriginServer, OriginSettings
+from tests.lora import fake_pairs, save_lora
 
 
 def taking(*seconds: float) -> Job:
@@ -47,3 +52,27 @@ def test_every_mechanism_is_measured_first_and_later(monkeypatch: pytest.MonkeyP
         (mechanism, request) for mechanism in mechanisms for request in ("first", "later")
     ]
     assert len(report.rows) == len(report.fields["rows"]) and report.fields["failures"] >= 0
+
+
+class OriginHere(ExitStack):
+    """An origin in this process, whatever the link."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.url = self.enter_context(OriginServer(folder, OriginSettings(port=0)).running())
+
+    def begin(self, trace: Trace) -> None:
+        assert trace.mean_rate > 0
+
+
+def test_a_full_run_measures_deltas_and_remote_kv_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    save_lora(tmp_path / "one", fake_pairs(0))
+    monkeypatch.setattr(never_slower, "load", lambda options: FakeEngine())
+    monkeypatch.setattr(never_slower, "SIZES", (64, 160, 4096))
+    monkeypatch.setattr(never_slower, "ShapedOrigin", OriginHere)
+    report = never_slower.run(BenchOptions(limit=1, tokens=160, adapters=tmp_path), lambda part: None)
+    found = {size: {row["mechanism"] for row in report.fields["rows"] if row["tokens"] == size} for size in (64, 160)}
+    remote = {"remote KV", "quantized remote KV", "remote KV, slow link"}
+    assert {"lossless delta", "quantized delta", "chunks"} <= found[64] and found[64].isdisjoint(remote)
+    assert found[160] - found[64] == remote, "less than a chunk is never published"
+    assert report.fields["largest_tokens"] == 160

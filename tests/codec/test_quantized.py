@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as arrays
 
 from rekindle.codec import quantized
 from rekindle.codec.packing import Packed, expand, pack, squeeze, unpack
-from rekindle.codec.quantized import PRESETS, decode_floats, describe, encode, open_groups
+from rekindle.codec.quantized import PRESETS, describe, encode, open_layer
 from rekindle.codec.quantizer import (
     FLOAT_TYPES,
     LayerBits,
@@ -85,11 +85,23 @@ def test_some_tokens_can_be_decoded_alone(data: st.DataObject, dtype: KvType, se
     assert same_bits(part, LayerKv(whole.keys[:, start:stop], whole.values[:, start:stop]))
 
 
-def test_only_the_groups_of_the_wanted_tokens_are_decompressed() -> None:
+def test_only_the_groups_of_the_wanted_tokens_are_decompressed(monkeypatch: pytest.MonkeyPatch) -> None:
     coded = encode(smooth(SHAPE, 400, "float16"), "float16", LayerBits(4, 3))
-    assert [
-        group.tokens for group in open_groups(coded, "whole", self_described(coded, "float16"), Span(130, 260))
-    ] == [Span(128, 256), Span(256, 384)]
+    counts: list[int] = []
+    monkeypatch.setattr(quantized, "unpack", lambda packed, out: (counts.append(out.size), unpack(packed, out)))
+    decode(coded, Span(130, 260))
+    group = SHAPE.kv_heads * quantized.GROUP_TOKENS
+    assert counts == [group * SHAPE.key_dim] * 2 + [group * SHAPE.value_dim] * 2
+
+
+def test_groups_that_are_restored_together_are_those_restored_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype in FLOAT_TYPES:
+        coded = encode(smooth(SHAPE, 700, dtype), dtype, LayerBits(4, 2))
+        together = [decode(coded, span) for span in (None, Span(5, 700), Span(128, 640), Span(100, 110))]
+        with monkeypatch.context() as patch:
+            patch.setattr(quantized, "_BATCH_NUMBERS", 0)
+            alone = [decode(coded, span) for span in (None, Span(5, 700), Span(128, 640), Span(100, 110))]
+        assert all(map(same_bits, together, alone))
 
 
 def test_more_bits_are_closer_and_longer() -> None:
@@ -183,7 +195,9 @@ def test_a_brain_float_is_the_nearest_one(number: float) -> None:
 @SOME
 @given(arrays.arrays(np.int16, st.integers(0, 700), elements=st.integers(-16000, 16000) | st.integers(-3, 3)))
 def test_codes_come_back(codes: np.ndarray) -> None:
-    assert np.array_equal(unpack(pack(codes), len(codes)), codes)
+    back = np.empty(len(codes), np.float32)
+    unpack(pack(codes), back)
+    assert np.array_equal(back, codes)
 
 
 @pytest.mark.parametrize(("largest", "per_byte"), [(0, 4), (1, 4), (2, 3), (7, 2), (100, 1)])
@@ -196,7 +210,7 @@ def test_codes_that_do_not_match_their_strays_are_refused() -> None:
     packed = pack(np.array([300, 1, 2, 90] * 50, np.int16))
     for strays in (packed.strays[1:], np.append(packed.strays, np.int16(1))):
         with pytest.raises(ValueError, match="strays"):
-            unpack(Packed(packed.per_byte, packed.symbols, strays), 200)
+            unpack(Packed(packed.per_byte, packed.symbols, strays), np.empty(200, np.float32))
 
 
 def test_a_header_that_lies_takes_no_memory() -> None:
@@ -253,7 +267,7 @@ def test_bytes_of_something_else_are_refused(data: bytes) -> None:
 def test_a_difference_is_not_taken_for_whole_kv() -> None:
     coded = encode(smooth(SHAPE, 40, "float32"), "float32", LayerBits(3, 2))
     with pytest.raises(ValueError, match="whole"):
-        list(decode_floats(coded, "difference", self_described(coded, "float16")))
+        open_layer(coded, "difference", self_described(coded, "float16"))
 
 
 def test_tokens_beyond_the_last_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from rekindle.core.request import Request
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import InvalidSetting
 from rekindle.remote import remote_kv as streams
+from rekindle.remote.latency import Bandwidth, TransferSample
 from rekindle.remote.publish.publisher import Publisher
 from rekindle.remote.publish.serve import OriginServer, OriginSettings
 from rekindle.remote.signing import SigningKey, make_secret
@@ -102,6 +104,20 @@ def test_a_prompt_comes_partly_from_the_origin(either: Published, alone: Any, le
         session.flush()
         again = session.generate(PROMPT + "And then", max_tokens=8)  # from here now
         assert again.reuse.streamed == 0 and again.reuse.computed <= 1 and again.tokens == reply.tokens
+
+
+@pytest.mark.usefixtures("origin_first")
+def test_a_slow_link_is_left_alone_for_a_while(published: Published, alone: Any, tmp_path: Path) -> None:
+    with serving(published.folder) as url, opened(published, url, tmp_path / "cache") as session:
+        remote = session.cache.remote
+        assert isinstance(remote, streams.RemoteKv)
+        assert session.generate(PROMPT + "And then", max_tokens=8).reuse.streamed > 0
+        for age, is_slow in ((0.0, True), (streams.SLOW_SECONDS + 1, False)):
+            session.cache.clear()
+            remote._bandwidth = Bandwidth()
+            remote._bandwidth.add(TransferSample(1, 1.0, time.monotonic() - age))  # a byte a second
+            reply = session.generate(PROMPT + "And then", max_tokens=8)
+            assert reply.tokens == alone.tokens and (reply.reuse.origin_miss == "slow") == is_slow
 
 
 @pytest.mark.usefixtures("origin_first")

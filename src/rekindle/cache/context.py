@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -14,6 +15,7 @@ from rekindle.core.kv import Kv, Span
 from rekindle.core.reply import ChunkReuse, OriginMiss
 from rekindle.core.scope import AppRef
 from rekindle.engine.base import EngineSequence
+from rekindle.store.evict import ContextUse
 
 _MAX_PARKED = 8
 
@@ -28,7 +30,7 @@ class ChunkJobs(Protocol):
 @dataclass(frozen=True)
 class _ParkedKey:
     tokens: bytes
-    turn: int  # number of contexts parked before
+    since: float  # on the monotonic clock
 
 
 class Context:
@@ -50,6 +52,7 @@ class Context:
         self.origin_miss: OriginMiss | None = None  # why nothing of the current prompt came from the origin
         self.checkpoint_tokens = 0  # number of first tokens of its last stored checkpoint
         self.quantized_tokens = 0  # number of its tokens whose KV was quantized
+        self.hits = 0  # number of requests that continued it
         self._keeps: list[WriteJob] = []
         self._stored_tokens = 0
 
@@ -144,18 +147,25 @@ def cut_passages(passages: Sequence[ChunkReuse], length: int) -> tuple[ChunkReus
     return tuple(left)
 
 
+ContextOrder = Callable[[Sequence[ContextUse]], Sequence[int]]
+
+
+def _least_recent(contexts: Sequence[ContextUse]) -> Sequence[int]:
+    return range(len(contexts))
+
+
 class ParkedContexts:
     """Contexts of finished requests, still in the engine: a request that continues one loads nothing.
 
-    Never more bytes than the limit. A long one stays longer than a short one: the title request of a chat does not
-    evict the chat. Thread-safe.
+    Never more bytes than the limit. `order` says which leave first, by number; it is given the least recently used
+    first. Thread-safe.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, order: ContextOrder = _least_recent) -> None:
         self._limit_bytes = limit_bytes
+        self._order = order
         self._lock = threading.Lock()
-        self._parked: dict[Context, _ParkedKey] = {}
-        self._turn = 0
+        self._parked: dict[Context, _ParkedKey] = {}  # the least recently used first
 
     def take(
         self, kv_space: KvSpace, tokens: Sequence[int], *, whole: bool = False, exact: bool = True
@@ -183,22 +193,30 @@ class ParkedContexts:
             return best
 
     def park(self, context: Context) -> None:
-        """Keep a context for its next request."""
+        """Keep a context for its next request; others make room for it, or it leaves itself."""
+        if not self._limit_bytes:
+            context.close()
+            return
         with self._lock:
-            self._turn += 1
-            self._parked[context] = _ParkedKey(token_bytes(context.tokens), self._turn)
-            sizes = {parked: parked.size_bytes for parked in self._parked}
-            leaving: list[Context] = []
-            while sum(sizes.values()) > self._limit_bytes or len(sizes) > _MAX_PARKED:
-                leaving.append(min(sizes, key=self._worth))
-                del self._parked[leaving[-1]], sizes[leaving[-1]]
+            self._parked[context] = _ParkedKey(token_bytes(context.tokens), time.monotonic())
+            if not self._is_full():
+                return
+            listed = list(self._parked.items())
+        now = time.monotonic()
+        uses = [
+            ContextUse(one.app_ref, len(one.tokens), one.size_bytes, one.hits, now - key.since) for one, key in listed
+        ]
+        ranked = [listed[number][0] for number in self._order(uses)]  # it asks the catalog: not under the lock
+        leaving: list[Context] = []
+        with self._lock:
+            for one in [*ranked, *self._parked]:  # then any that came meanwhile
+                if self._is_full() and self._parked.pop(one, None) is not None:
+                    leaving.append(one)
         for gone in leaving:
             gone.close()
 
-    def _worth(self, context: Context) -> float:
-        """Tokens to compute again, discounted by age."""
-        place = self._parked[context]
-        return len(place.tokens) / (self._turn - place.turn + 1)
+    def _is_full(self) -> bool:
+        return len(self._parked) > _MAX_PARKED or sum(one.size_bytes for one in self._parked) > self._limit_bytes
 
     def clear(self, leaves: Callable[[Context], bool] = lambda _: True) -> None:
         """Close all contexts, or those that `leaves` says."""

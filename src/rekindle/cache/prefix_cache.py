@@ -40,13 +40,14 @@ from rekindle.core.kv import Span
 from rekindle.core.plan import Plan
 from rekindle.core.reply import OriginFinding, Reuse
 from rekindle.core.request import Request
-from rekindle.core.scope import AppRef, Scope
+from rekindle.core.scope import Scope
 from rekindle.core.size import parse_limit
 from rekindle.engine.base import Logits
 from rekindle.engine.lora_manager import LoraManager
 from rekindle.errors import KvLost, OutOfMemory
 from rekindle.settings import Settings
-from rekindle.store.catalog.app_rows import salt_digest
+from rekindle.store.catalog.app_rows import key_of
+from rekindle.store.evict import ContextUse
 from rekindle.store.purge import TokenRun
 from rekindle.store.tiered import TieredStore
 
@@ -116,7 +117,7 @@ class PrefixCache:
         crowded = kv.engine.capabilities.crowded  # then parked contexts take no memory that is not taken anyway
         # A parked context has no age: with a time to live, there are none.
         parks = kv.store is not None and settings.ttl is None and memory > 0
-        self._parked = ParkedContexts((sys.maxsize if crowded else memory // 2) if parks else 0)
+        self._parked = ParkedContexts((sys.maxsize if crowded else memory // 2) if parks else 0, self._leaving_order)
         if kv.writer is not None:
             kv.writer.free_killed = self.free_killed
         self._memory_gate, self._inflight = MemoryGate(self.unpark), InflightPrefills()
@@ -260,6 +261,7 @@ class PrefixCache:
             log.info("computing instead: %s", reason)
             context.close()
             return None
+        context.hits += 1
         self.kv.offer(Stayed(lookup.kv_space, lookup.tokens[: plan.reused], self.costs))
         return context
 
@@ -311,7 +313,15 @@ class PrefixCache:
         """Free the memory of killed apps: their parked contexts, and what is held for them alone. Disk is not freed."""
         if self.store is not None and not self._closed:
             killed = {(row.tenant, row.salt_digest, row.name) for row in self.store.free_killed()}
-            self._parked.clear(lambda context: context.app_ref is not None and _key(context.app_ref) in killed)
+            self._parked.clear(lambda context: context.app_ref is not None and key_of(context.app_ref) in killed)
+
+    def _leaving_order(self, contexts: Sequence[ContextUse]) -> Sequence[int]:
+        """Which parked contexts leave first: by the policy of the store; if it does not answer, as they are given."""
+        store = self.store
+        try:
+            return self.kv.ask_store(lambda: store.rank_contexts(contexts)) if store else range(len(contexts))
+        except NoAnswer:
+            return range(len(contexts))
 
     def rest(self) -> bool:
         """Write everything and close all contexts, so that the engine can free its model; False if it cannot."""
@@ -361,10 +371,6 @@ def _begin(context: Context, lookup: CacheLookup) -> None:
     context.wanted, context.ended = lookup.wanted, False
     context.stored_tokens = max(lookup.stored_tokens, context.stored_tokens)
     context.origin_miss = None
-
-
-def _key(app_ref: AppRef) -> tuple[str, str, str]:
-    return app_ref.tenant, salt_digest(app_ref.salt), app_ref.name
 
 
 class PromptPrefill:

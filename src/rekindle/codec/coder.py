@@ -15,7 +15,7 @@ A layer that equals its base bit by bit, because an adapter changes nothing up t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.codec import quantized
-from rekindle.codec.packing import Planes, PlanesSpec, fold, read_planes, unfold, write_planes
-from rekindle.codec.quantized import FloatKv, assemble, decode_floats, encode_floats
+from rekindle.codec.packing import OpenPlanes, Planes, PlanesSpec, fold, open_planes, unfold, write_planes
+from rekindle.codec.quantized import FloatKv, encode_floats, open_layer
 from rekindle.codec.quantizer import BitPlan, LayerBits, carrier, widen
 from rekindle.core.kv import KvType, LayerKv, LayerSpec, Span
 from rekindle.safe_read import parse_untrusted_json
@@ -45,23 +45,6 @@ def encode_exact(kv: LayerKv, base: LayerKv, dtype: KvType) -> bytes:
     return write_planes(DELTA_MAGIC, Planes(keys, values))
 
 
-def decode_exact(data: bytes, base: LayerKv, spec: LayerSpec, span: Span | None = None) -> LayerKv:
-    """What was encoded, bit by bit: of the tokens `span`, to which the base has been cut. All tokens by default.
-
-    Raises `ValueError` for damaged bytes and for a base of another shape, type or number of tokens.
-    """
-    check_base(base, spec, span)
-    dtype = spec.dtype
-    folded = read_planes(
-        data, PlanesSpec(DELTA_MAGIC, np.dtype(f"u{carrier(dtype).itemsize}"), spec.shape, spec.tokens), span
-    )
-    keys, values = (
-        _pattern(_ordered(theirs, dtype) + unfold(mine), dtype)
-        for mine, theirs in ((folded.keys, base.keys), (folded.values, base.values))
-    )
-    return LayerKv(keys, values)
-
-
 def encode_quantized(kv: LayerKv, base: LayerKv, dtype: KvType, bits: LayerBits) -> bytes:
     """The delta from the base with about `bits` bits a number; with 0 bits the base is used instead.
 
@@ -72,16 +55,6 @@ def encode_quantized(kv: LayerKv, base: LayerKv, dtype: KvType, bits: LayerBits)
         keys = widen(kv.keys, dtype) - widen(base.keys, dtype)
         values = widen(kv.values, dtype) - widen(base.values, dtype)
     return encode_floats(FloatKv(keys, values), dtype, "difference", bits)
-
-
-def decode_quantized(data: bytes, base: LayerKv, spec: LayerSpec, span: Span | None = None) -> LayerKv:
-    """KV of the tokens `span`, to which the base has been cut, in the base's type. All tokens by default.
-
-    Raises `ValueError` for damaged bytes and for a base of another shape, type or number of tokens.
-    """
-    check_base(base, spec, span)
-    parts = _added(decode_floats(data, "difference", spec, span), base, spec.dtype)
-    return assemble(spec, base.keys.shape[1], parts)
 
 
 def check_alike(kv: LayerKv, base: LayerKv, dtype: KvType) -> None:
@@ -104,15 +77,6 @@ def check_base(base: LayerKv, spec: LayerSpec, span: Span | None) -> None:
         raise ValueError("the base has another shape or another number of tokens than the difference")
 
 
-def _added(parts: Iterator[tuple[Span, FloatKv]], base: LayerKv, dtype: KvType) -> Iterator[tuple[Span, FloatKv]]:
-    """Each part of a difference on top of its part of the base."""
-    for at, difference in parts:
-        keys, values = difference.keys, difference.values
-        keys += widen(base.keys[:, at.start : at.stop], dtype)
-        values += widen(base.values[:, at.start : at.stop], dtype)
-        yield at, FloatKv(keys, values)
-
-
 def _ordered(array: NDArray[Any], dtype: KvType) -> NDArray[Any]:
     """The bit patterns as signed integers that rise with the numbers: a small difference of numbers is a small one
     of these. Every pattern has its own; differences wrap around, and so lose nothing."""
@@ -120,14 +84,11 @@ def _ordered(array: NDArray[Any], dtype: KvType) -> NDArray[Any]:
     return signed if dtype == "uint8" else _turn_negative(signed)
 
 
-def _pattern(ordered: NDArray[Any], dtype: KvType) -> NDArray[Any]:
-    signed: NDArray[Any] = ordered if dtype == "uint8" else _turn_negative(ordered)
-    return signed.view(carrier(dtype))
-
-
-def _turn_negative(signed: NDArray[Any]) -> NDArray[Any]:
+def _turn_negative(signed: NDArray[Any], out: NDArray[Any] | None = None) -> NDArray[Any]:
     """All bits but the sign inverted where the sign is set: its own inverse, and without a branch for each number."""
-    turned: NDArray[Any] = signed ^ ((signed >> (8 * signed.itemsize - 1)) & np.iinfo(signed.dtype).max)
+    inverted = signed >> (8 * signed.itemsize - 1)
+    inverted &= np.iinfo(signed.dtype).max
+    turned: NDArray[Any] = np.bitwise_xor(signed, inverted, out=out)
     return turned
 
 
@@ -203,6 +164,15 @@ def is_quantized(codec: str) -> bool:
     return codec.split("/")[0] == QUANTIZED
 
 
+Both = Callable[[Callable[[], None], Callable[[], None]], None]  # runs two pieces of work, in any order
+
+
+def in_turn(first: Callable[[], None], second: Callable[[], None]) -> None:
+    """One after the other."""
+    first()
+    second()
+
+
 def decode(data: bytes, spec: LayerSpec, base: LayerKv | None, span: Span | None = None) -> LayerKv:
     """A coded layer, which is what `spec` says: of the tokens `span`, to which the base has been cut. All tokens by
     default.
@@ -210,16 +180,49 @@ def decode(data: bytes, spec: LayerSpec, base: LayerKv | None, span: Span | None
     Raises `ValueError` for damaged bytes, for those that hold anything else, and for a base that is missing or
     cannot be theirs; no memory is taken for what the bytes merely say.
     """
-    kind = data[:4]
-    if kind == quantized.MAGIC and base is None:
-        return quantized.decode(data, spec, span)
     if base is None:
-        raise ValueError("a difference needs its base")
-    if data == SAME_LAYER:
-        return base
-    if kind == DELTA_MAGIC:
-        return decode_exact(data, base, spec, span)
-    return decode_quantized(data, base, spec, span)
+        if data[:4] != quantized.MAGIC:
+            raise ValueError("a difference needs its base")
+        return quantized.decode(data, spec, span)
+    out = LayerKv(base.keys.copy(), base.values.copy())
+    decode_into(data, spec, out, span, delta=True)
+    return out
+
+
+def decode_into(
+    data: bytes, spec: LayerSpec, out: LayerKv, span: Span | None = None, *, delta: bool, both: Both = in_turn
+) -> None:
+    """Write a coded layer, or its tokens `span`, to `out`, which holds the base of a delta. `both` runs the two halves.
+
+    Raises `ValueError` as `decode` does; `out` then holds anything.
+    """
+    check_base(out, spec, span)
+    if delta and data == SAME_LAYER:
+        return
+    if delta and data[:4] == DELTA_MAGIC:
+        number = np.dtype(f"u{carrier(spec.dtype).itemsize}")
+        planes = open_planes(data, PlanesSpec(DELTA_MAGIC, number, spec.shape, spec.tokens), span)
+        both(
+            lambda: _add_exact(planes, 0, out.keys, spec.dtype),
+            lambda: _add_exact(planes, 1, out.values, spec.dtype),
+        )
+        return
+    layer = open_layer(data, "difference" if delta else "whole", spec, span)
+    both(
+        lambda: layer.restore(0, out.keys, spec.dtype, delta=delta),
+        lambda: layer.restore(1, out.values, spec.dtype, delta=delta),
+    )
+
+
+def _add_exact(planes: OpenPlanes, half: int, out: NDArray[Any], dtype: KvType) -> None:
+    """Add a lossless difference to the base in `out`."""
+    for at, folded in planes.groups(half):
+        signed = out[:, at.start : at.stop].view(f"i{out.itemsize}")
+        if dtype != "uint8":
+            _turn_negative(signed, signed)
+        signed += unfold(folded)
+        if dtype != "uint8":
+            _turn_negative(signed, signed)
 
 
 def same_bits(kv: LayerKv, base: LayerKv) -> bool:

@@ -14,6 +14,8 @@ frame.
 from __future__ import annotations
 
 import struct
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +40,7 @@ class Packed:
     """Codes as bytes: `symbols` with `per_byte` codes in each byte, and the codes that had no symbol."""
 
     per_byte: int
-    symbols: bytes
+    symbols: bytes | memoryview
     strays: NDArray[np.int16]  # in the order of the codes
 
 
@@ -58,17 +60,27 @@ def pack(codes: NDArray[np.int16]) -> Packed:
     return Packed(per_byte, squeeze(joined.tobytes()), flat[~inside])
 
 
-def unpack(packed: Packed, count: int) -> NDArray[np.int16]:
-    """The `count` codes of what `pack` gave. Raises `ValueError` if it is damaged or holds another number."""
+def unpack(packed: Packed, out: NDArray[np.float32]) -> None:
+    """Write the codes of what `pack` gave to `out`, as floats, in the order of its axes.
+
+    Raises `ValueError` if it is damaged or holds another number of codes.
+    """
     if packed.per_byte not in _RADIX:
         raise ValueError(f"there cannot be {packed.per_byte} codes in a byte")
-    symbols = np.frombuffer(expand(packed.symbols, -(-count // packed.per_byte)), np.uint8)
-    codes: NDArray[np.int16] = np.take(TABLES[packed.per_byte], symbols, axis=0).reshape(-1)[:count]
-    stray = codes == _RADIX[packed.per_byte] // 2
+    symbols = np.frombuffer(expand(packed.symbols, -(-out.size // packed.per_byte)), np.uint8)
+    reach = _RADIX[packed.per_byte] // 2 - 1
+    if packed.per_byte == 1:  # four times as fast as a table
+        codes, mark = (symbols - np.uint8(reach)).view(np.int8), -reach - 1
+    else:
+        # No byte is out of the table's bounds: "clip" only saves the check.
+        codes, mark = np.take(TABLES[packed.per_byte], symbols, axis=0, mode="clip"), reach + 1
+    codes = codes.reshape(-1)[: out.size].reshape(out.shape)
+    stray = codes == mark
     if np.count_nonzero(stray) != len(packed.strays):
         raise ValueError("codes are damaged: their strays do not match")
-    codes[stray] = packed.strays
-    return codes
+    out[...] = codes
+    if len(packed.strays):
+        out[stray] = packed.strays
 
 
 def squeeze(data: bytes) -> bytes:
@@ -133,8 +145,12 @@ def fold(differences: NDArray[Any]) -> NDArray[Any]:
 
 
 def unfold(folded: NDArray[Any]) -> NDArray[Any]:
+    """The signed integers of folded ones."""
     one = folded.dtype.type(1)
-    signed: NDArray[Any] = ((folded >> one) ^ (~(folded & one) + one)).view(f"i{folded.dtype.itemsize}")
+    signs = folded & one
+    np.negative(signs, out=signs)
+    signs ^= folded >> one
+    signed: NDArray[Any] = signs.view(f"i{folded.dtype.itemsize}")
     return signed
 
 
@@ -170,11 +186,49 @@ def read_planes(data: bytes, spec: PlanesSpec, span: Span | None = None) -> Plan
 
     Raises `ValueError` for damaged bytes and for those of another spec, before memory is taken for what they say.
     """
-    dtype = spec.dtype
+    opened = open_planes(data, spec, span)
+    shape, tokens = spec.shape, len(opened.span)
+    keys, values = (np.empty((shape.kv_heads, tokens, dim), spec.dtype) for dim in (shape.key_dim, shape.value_dim))
+    for half, out in enumerate((keys, values)):
+        for at, numbers in opened.groups(half):
+            out[:, at.start : at.stop] = numbers
+    return Planes(keys, values, opened.extra)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenPlanes:
+    """Byte planes of which the places of all frames are known, and which tokens are wanted."""
+
+    data: memoryview
+    spec: PlanesSpec
+    span: Span
+    extra: bytes
+    frames: list[list[list[list[int]]]]  # [groups, 2, bytes a number, 2]: where each frame starts and stops
+
+    def groups(self, half: int) -> Iterator[tuple[Span, NDArray[Any]]]:
+        """The wanted keys (0) or values (1), group by group: their place, counted from the start of `span`, and the
+        integers `[kv_heads, tokens, dim]` in memory that the next group takes over. Raises `ValueError` for damage."""
+        shape, span, total = self.spec.shape, self.span, self.spec.tokens
+        dim = shape.value_dim if half else shape.key_dim
+        memory = np.empty(shape.kv_heads * min(GROUP_TOKENS, total) * dim, self.spec.dtype)
+        for group in range(span.start // GROUP_TOKENS, -(-span.stop // GROUP_TOKENS)):
+            first, stop = group * GROUP_TOKENS, min((group + 1) * GROUP_TOKENS, total)
+            numbers = memory[: shape.kv_heads * (stop - first) * dim]
+            _read_numbers([self.data[a:b] for a, b in self.frames[group][half]], numbers)
+            wanted = Span(max(span.start, first), min(span.stop, stop))
+            grouped = numbers.reshape(shape.kv_heads, stop - first, dim)
+            yield (
+                Span(wanted.start - span.start, wanted.stop - span.start),
+                grouped[:, wanted.start - first : wanted.stop - first],
+            )
+
+
+def open_planes(data: bytes, spec: PlanesSpec, span: Span | None = None) -> OpenPlanes:
+    """Find the frames of the tokens `span`, all by default; nothing is decompressed. Raises as `read_planes` does."""
     if len(data) < _HEADER.size:
         raise ValueError("not byte planes: too short")
     reported, itemsize, heads, tokens, key_dim, value_dim, extra = _HEADER.unpack_from(data)
-    same = (reported, itemsize, tokens) == (spec.magic, dtype.itemsize, spec.tokens)
+    same = (reported, itemsize, tokens) == (spec.magic, spec.dtype.itemsize, spec.tokens)
     if not same or LayerShape(heads, key_dim, value_dim) != spec.shape:
         raise ValueError("these byte planes are not of this kind, type, shape and number of tokens")
     wanted = Span(0, tokens) if span is None else span
@@ -183,24 +237,11 @@ def read_planes(data: bytes, spec: PlanesSpec, span: Span | None = None) -> Plan
     if wanted.stop > tokens or len(data) < start:
         raise ValueError("byte planes are cut off")
     sizes = np.frombuffer(data, _SIZE, groups * 2 * itemsize, _HEADER.size + extra).astype(np.int64)
-    stops = start + np.cumsum(sizes).reshape(groups, 2, itemsize)  # of each frame
-    if (int(stops[-1, -1, -1]) if groups else start) != len(data):
+    stops = start + np.cumsum(sizes)
+    if (int(stops[-1]) if groups else start) != len(data):
         raise ValueError("byte planes are cut off, or longer than they say")
-    starts = stops - sizes.reshape(stops.shape)
-    halves: tuple[list[NDArray[Any]], list[NDArray[Any]]] = ([], [])
-    for group in range(wanted.start // GROUP_TOKENS, -(-wanted.stop // GROUP_TOKENS)):
-        first = group * GROUP_TOKENS
-        count = min(GROUP_TOKENS, tokens - first)
-        at = slice(max(wanted.start - first, 0), wanted.stop - first)
-        for half, dim in enumerate((key_dim, value_dim)):
-            frames = [memoryview(data)[a:b] for a, b in zip(starts[group, half], stops[group, half], strict=True)]
-            numbers = _numbers(frames, heads * count * dim, dtype).reshape(heads, count, dim)
-            halves[half].append(numbers[:, at])
-    keys, values = (
-        np.concatenate(parts, axis=1) if parts else np.zeros((heads, 0, dim), dtype)
-        for parts, dim in zip(halves, (key_dim, value_dim), strict=True)
-    )
-    return Planes(keys, values, data[_HEADER.size : _HEADER.size + extra])
+    frames = np.stack([stops - sizes, stops], axis=-1).reshape(groups, 2, itemsize, 2).tolist()
+    return OpenPlanes(memoryview(data), spec, wanted, data[_HEADER.size : _HEADER.size + extra], frames)
 
 
 def _frames(numbers: NDArray[Any]) -> list[bytes]:
@@ -209,9 +250,9 @@ def _frames(numbers: NDArray[Any]) -> list[bytes]:
     return [squeeze(plane.tobytes()) if plane.any() else b"" for plane in planes]
 
 
-def _numbers(frames: list[memoryview], count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    numbers = np.zeros(count, dtype)
+def _read_numbers(frames: list[memoryview], out: NDArray[Any]) -> None:
+    """The integers of some planes."""
+    planes = out.view(np.uint8).reshape(-1, out.itemsize)
     for place, frame in enumerate(frames):
-        if len(frame):
-            numbers |= np.frombuffer(expand(frame, count), np.uint8).astype(dtype) << (8 * place)
-    return numbers
+        at = place if sys.byteorder == "little" else out.itemsize - 1 - place
+        planes[:, at] = np.frombuffer(expand(frame, len(out)), np.uint8) if len(frame) else 0

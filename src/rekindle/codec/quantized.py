@@ -11,11 +11,11 @@ Each layer is coded on its own, so that loading can go layer by layer.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from rekindle.codec.quantizer import (
     carrier,
     dequantize_keys,
     dequantize_values,
-    narrow,
+    narrow_into,
     quantize_keys,
     quantize_values,
     widen,
@@ -46,6 +46,7 @@ MAGIC = b"RKq1"
 _HEADER = struct.Struct("<4sBBHIIIII")
 _SIZES = np.dtype([("bytes", "<u4", 2), ("strays", "<u4", 2), ("per_byte", "u1", 2)])  # of keys and values
 _SIDE_TYPE = np.dtype("<i2")
+_BATCH_NUMBERS = 1 << 17  # restored together: what fits into the processor's cache is restored twice as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +67,37 @@ class Coded:
     def groups(self) -> int:
         return -(-self.tokens // self.group_tokens)
 
+    def batches(self, span: Span, token_numbers: int) -> list[tuple[range, int]]:
+        """The groups of `span` with the number of tokens of each; several together where all their tokens are wanted,
+        as many as the processor's cache holds at `token_numbers` numbers a token."""
+        size, found = self.group_tokens, list[tuple[range, int]]()
+        first, stop = -(-span.start // size), span.stop // size  # whole groups
+        at_a_time = max(1, _BATCH_NUMBERS // (token_numbers * size))
+        for number in self.groups_of(span):
+            if first <= number < stop and found and found[-1][0].stop > first and len(found[-1][0]) < at_a_time:
+                found[-1] = range(found[-1][0].start, number + 1), size
+            else:
+                found.append((range(number, number + 1), len(self.group(number))))
+        return found
+
     def groups_of(self, span: Span | None) -> range:
         """The groups that hold a token of `span`, all by default."""
         if span is None:
             return range(self.groups)
         return range(span.start // self.group_tokens, -(-span.stop // self.group_tokens)) if len(span) else range(0)
 
-    def side_numbers(self, number: int) -> int:
-        """How many numbers beside the codes a group has, its strays not counted."""
+    @property
+    def tokens_of_groups(self) -> NDArray[np.int64]:
+        """Number of tokens of each group, `[groups]`."""
+        tokens = np.full(self.groups, self.group_tokens, np.int64)
+        tokens[-1:] += self.tokens - self.groups * self.group_tokens
+        return tokens
+
+    @property
+    def side_numbers(self) -> NDArray[np.int64]:
+        """How many numbers beside the codes each group has, its strays not counted, `[groups]`."""
         shape = self.shape
-        return shape.kv_heads * (2 * shape.key_dim + shape.value_dim + len(self.group(number))) + 1
+        return shape.kv_heads * (2 * shape.key_dim + shape.value_dim + self.tokens_of_groups) + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,16 +124,6 @@ class FloatKv:
     values: NDArray[np.float32]  # [kv_heads, tokens, value_dim]
 
 
-@dataclass(frozen=True, eq=False)
-class OpenGroup:
-    """The integers of a group, and which of its tokens are wanted."""
-
-    tokens: Span
-    wanted: Span
-    keys: QuantizedTensor
-    values: QuantizedTensor
-
-
 def encode(kv: LayerKv, dtype: KvType, bits: LayerBits) -> bytes:
     """The KV of one layer with about `bits` bits a number.
 
@@ -125,8 +137,12 @@ def decode(data: bytes, spec: LayerSpec, span: Span | None = None, into: KvType 
 
     Raises `ValueError` for bytes that are damaged or hold anything but what `spec` says.
     """
-    made = spec if into is None else replace(spec, dtype=into)
-    return assemble(made, spec.tokens if span is None else len(span), decode_floats(data, "whole", spec, span))
+    opened, dtype = open_layer(data, "whole", spec, span), into or spec.dtype
+    heads, tokens, numpy_type = spec.shape.kv_heads, len(opened.span), carrier(dtype)
+    keys, values = (np.empty((heads, tokens, dim), numpy_type) for dim in (spec.shape.key_dim, spec.shape.value_dim))
+    opened.restore(0, keys, dtype)
+    opened.restore(1, values, dtype)
+    return LayerKv(keys, values)
 
 
 def describe(data: bytes) -> Coded:
@@ -150,7 +166,7 @@ def encode_floats(numbers: FloatKv, dtype: KvType, kind: Kind, bits: LayerBits) 
     coded = Coded(kind, dtype, shape, numbers.keys.shape[1], GROUP_TOKENS)
     sizes = np.zeros(coded.groups, _SIZES)
     side: list[NDArray[np.int16]] = []
-    frames: list[bytes] = []
+    frames: list[bytes | memoryview] = []
     for number in range(coded.groups):
         at = slice(coded.group(number).start, coded.group(number).stop)
         keys, values = numbers.keys[:, at], numbers.values[:, at]
@@ -182,46 +198,85 @@ def encode_floats(numbers: FloatKv, dtype: KvType, kind: Kind, bits: LayerBits) 
     return b"".join([header, sizes.tobytes(), aside, *frames])
 
 
-def decode_floats(data: bytes, kind: Kind, spec: LayerSpec, span: Span | None = None) -> Iterator[tuple[Span, FloatKv]]:
-    """The numbers of `span`, all by default, group by group, each with its place counted from the start of `span`.
-
-    Group by group, because what fits into the processor's cache is restored twice as fast. The arrays are the
-    caller's. Raises `ValueError` for damaged bytes and for those of the other kind or another spec.
-    """
-    first = 0 if span is None else span.start
-    for group in open_groups(data, kind, spec, span):
-        at = slice(group.wanted.start - group.tokens.start, group.wanted.stop - group.tokens.start)
-        numbers = FloatKv(dequantize_keys(group.keys)[:, at], dequantize_values(group.values)[:, at])
-        yield Span(group.wanted.start - first, group.wanted.stop - first), numbers
-
-
-def assemble(spec: LayerSpec, tokens: int, parts: Iterator[tuple[Span, FloatKv]]) -> LayerKv:
-    """`tokens` tokens of KV in the type of `spec`, from parts and their places."""
-    shape, numpy_type = spec.shape, carrier(spec.dtype)
-    first = next(parts, None)  # memory is taken only when a part has shown that the bytes are what they should be
-    count = 0 if first is None else tokens
-    keys = np.empty((shape.kv_heads, count, shape.key_dim), numpy_type)
-    values = np.empty((shape.kv_heads, count, shape.value_dim), numpy_type)
-    for at, part in chain([] if first is None else [first], parts):
-        keys[:, at.start : at.stop] = narrow(part.keys, spec.dtype)
-        values[:, at.start : at.stop] = narrow(part.values, spec.dtype)
-    return LayerKv(keys, values)
-
-
-def open_groups(data: bytes, kind: Kind, spec: LayerSpec, span: Span | None = None) -> Iterator[OpenGroup]:
-    """The groups that hold a token of `span`, decompressed.
+def open_layer(data: bytes, kind: Kind, spec: LayerSpec, span: Span | None = None) -> OpenLayer:
+    """A coded layer, of which the tokens `span` are wanted, all by default.
 
     Raises `ValueError` for damaged bytes and for those of the other kind or another spec.
     """
     places, view = locate_parts([data], kind, spec, span), memoryview(data)
-    coded = places.coded
     start, size = places.sides[0].tolist()
-    starts = places.side_starts[0].tolist()
-    side = _unplane(expand(view[start : start + size], 2 * starts[-1]))
-    for number in coded.groups_of(span):
-        tokens = coded.group(number)
-        part = tokens if span is None else Span(max(tokens.start, span.start), min(tokens.stop, span.stop))
-        yield OpenGroup(tokens, part, *_open(places, number, side[starts[number] :], view))
+    side = _unplane(expand(view[start : start + size], 2 * int(places.side_starts[0, -1])))
+    return OpenLayer(view, places, side, Span(0, spec.tokens) if span is None else span)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenLayer:
+    """A coded layer whose numbers beside the codes are decompressed, and which of its tokens are wanted."""
+
+    data: memoryview
+    places: CodedLayout
+    side: NDArray[np.int16]
+    span: Span
+
+    def restore(self, half: int, out: NDArray[Any], dtype: KvType, *, delta: bool = False) -> None:
+        """Write keys (0) or values (1) of the wanted tokens to `out` `[kv_heads, tokens, dim]`; a delta is added to
+        what is there. Two threads may restore a half each. Raises `ValueError` for damaged bytes.
+        """
+        coded, span = self.places.coded, self.span
+        heads, dim = coded.shape.kv_heads, out.shape[2]
+        memory = np.empty(0, np.float32)
+        for groups, tokens in coded.batches(span, heads * dim):
+            shape = len(groups), heads, tokens, dim
+            memory = memory if math.prod(shape) <= memory.size else np.empty(math.prod(shape), np.float32)
+            numbers = memory[: math.prod(shape)].reshape(shape)
+            first = coded.group(groups[0]).start
+            start, stop = max(first, span.start), min(first + len(groups) * tokens, span.stop)
+            own = out[:, start - span.start : stop - span.start]
+            if stop - start < len(groups) * tokens:  # one group, in part
+                self._dequantize(half, groups, numbers, None)
+                numbers, own = numbers[:, :, start - first : stop - first], own[None]
+            else:
+                own = own.reshape(heads, len(groups), tokens, dim).swapaxes(0, 1)  # a view: an axis is split
+                straight = dtype == "float32" and not delta
+                self._dequantize(half, groups, numbers, own if straight else None)
+                if straight:
+                    continue
+            if delta:
+                numbers += widen(own, dtype)
+            narrow_into(numbers, dtype, own)
+
+    def _dequantize(
+        self, half: int, groups: range, codes: NDArray[np.float32], out: NDArray[np.float32] | None
+    ) -> None:
+        """Keys or values of some groups `[groups, kv_heads, tokens, dim]`: in `out` if given, else in `codes`."""
+        places, (count, heads, tokens, dim) = self.places, codes.shape
+        keys, values = heads * places.coded.shape.key_dim, heads * places.coded.shape.value_dim
+        at, width = (2 * keys, heads * tokens) if half else (0, keys)  # of the exponents; the centres come next
+        last = 2 * keys + heads * tokens + values  # the exponent of the centres; strays come next
+        own = slice(groups.start, groups.stop)
+        rows = zip(
+            places.side_starts[0, own].tolist(),
+            places.strays[0, own].tolist(),
+            places.per_byte[0, own, half].tolist(),
+            places.frames[0, own, half].tolist(),
+            codes,
+            strict=True,
+        )
+        exponents, centres, centre_exponents = [], [], []
+        for first, strays, per_byte, (start, size), out_codes in rows:
+            exponents.append(self.side[first + at : first + at + width])
+            centres.append(self.side[first + at + width : first + at + width + heads * dim])
+            centre_exponents.append(self.side[first + last])
+            stray = first + last + 1 + (strays[0] if half else 0)
+            packed = Packed(per_byte, self.data[start : start + size], self.side[stray : stray + strays[half]])
+            unpack(packed, out_codes)
+        tensor = QuantizedTensor(
+            codes,
+            np.stack(exponents).reshape(count, heads, -1),
+            np.stack(centres).reshape(count, heads, dim),
+            np.stack(centre_exponents)[:, None, None],
+        )
+        (dequantize_values if half else dequantize_keys)(tensor, out)
 
 
 def locate_parts(layers: Sequence[bytes], kind: Kind, spec: LayerSpec, span: Span | None = None) -> CodedLayout:
@@ -241,16 +296,15 @@ def locate_parts(layers: Sequence[bytes], kind: Kind, spec: LayerSpec, span: Spa
     if total.min() < start or (total < sides.sum(1)).any():
         raise ValueError("quantized KV is cut off")
     sizes = np.stack([np.frombuffer(data, _SIZES, coded.groups, _HEADER.size) for data in layers])
-    lengths, strays = sizes["bytes"].astype(np.int64), sizes["strays"].astype(np.int64)  # [layers, groups, 2]
+    lengths, strays, per_byte = (sizes[name].astype(np.int64) for name in ("bytes", "strays", "per_byte"))
     stops = sides.sum(1)[:, None] + np.cumsum(lengths.reshape(len(layers), -1), axis=1)
     if (total != (stops[:, -1] if coded.groups else sides.sum(1))).any():
         raise ValueError("quantized KV is cut off, or longer than it says")
-    per_byte = sizes["per_byte"].astype(np.int64)
     if coded.groups and not 1 <= per_byte.min() <= per_byte.max() <= DENSEST:
         raise ValueError("quantized KV is damaged: there cannot be that many codes in a byte")
     if (strays > _numbers_of_groups(coded)).any():  # each takes memory
         raise ValueError("quantized KV is damaged: more strays than numbers")
-    counts = strays.sum(2) + np.array([coded.side_numbers(number) for number in range(coded.groups)], np.int64)
+    counts = strays.sum(2) + coded.side_numbers
     side_starts = np.concatenate([np.zeros((len(layers), 1), np.int64), np.cumsum(counts, axis=1)], axis=1)
     frames = np.stack([stops.reshape(lengths.shape) - lengths, lengths], axis=-1)
     return CodedLayout(coded, frames, per_byte, strays, sides, side_starts)
@@ -258,26 +312,8 @@ def locate_parts(layers: Sequence[bytes], kind: Kind, spec: LayerSpec, span: Spa
 
 def _numbers_of_groups(coded: Coded) -> NDArray[np.int64]:
     """How many keys and how many values each group has, `[groups, 2]`."""
-    tokens = np.array([len(coded.group(number)) for number in range(coded.groups)], np.int64)
-    return tokens[:, None] * coded.shape.kv_heads * np.array([coded.shape.key_dim, coded.shape.value_dim], np.int64)
-
-
-def _open(
-    places: CodedLayout, number: int, side: NDArray[np.int16], data: memoryview
-) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Keys and values of a group, whose side numbers come first in `side`."""
-    shape, tokens = places.coded.shape, len(places.coded.group(number))
-    heads, keys_count, values_count = shape.kv_heads, shape.kv_heads * shape.key_dim, shape.kv_heads * shape.value_dim
-    widths = [keys_count, keys_count, heads * tokens, values_count, 1, *places.strays[0, number].tolist()]
-    parts = np.split(side, np.cumsum(widths))
-    halves = []
-    for half, dim in enumerate((shape.key_dim, shape.value_dim)):
-        start, size = places.frames[0, number, half].tolist()
-        packed = Packed(int(places.per_byte[0, number, half]), bytes(data[start : start + size]), parts[5 + half])
-        codes = unpack(packed, heads * tokens * dim).reshape(heads, tokens, dim)
-        exponents, centres = parts[2 * half].reshape(heads, -1), parts[2 * half + 1].reshape(heads, dim)
-        halves.append(QuantizedTensor(codes, exponents, centres, int(parts[4][0]) if half else 0))
-    return halves[0], halves[1]
+    dims = np.array([coded.shape.key_dim, coded.shape.value_dim], np.int64)
+    return coded.tokens_of_groups[:, None] * coded.shape.kv_heads * dims
 
 
 def _shape_of(numbers: FloatKv) -> LayerShape:
@@ -296,5 +332,6 @@ def _planes(numbers: NDArray[np.int16]) -> bytes:
 
 
 def _unplane(data: bytes) -> NDArray[np.int16]:
-    planes = np.frombuffer(data, np.uint8).reshape(2, -1)
-    return np.ascontiguousarray(planes.T).view(_SIDE_TYPE).reshape(-1).astype(np.int16, copy=False)
+    low, high = np.frombuffer(data, np.uint8).reshape(2, -1).astype(np.uint16)
+    numbers: NDArray[np.int16] = (low | high << np.uint16(8)).view(np.int16)
+    return numbers

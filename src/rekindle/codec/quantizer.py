@@ -38,12 +38,12 @@ _LARGEST_CODE = 16000  # so that differences of codes stay in int16
 @dataclass(frozen=True)
 class QuantizedTensor:
     """Some tokens of keys or values as integers: `number = (centre + code) * step`, or for values
-    `centre * centre_step + code * step`."""
+    `centre * centre_step + code * step`. Several groups at once have one more axis, the first."""
 
-    codes: NDArray[np.int16]  # [heads, tokens, dim]
+    codes: NDArray[Any]  # [heads, tokens, dim]: int16, or restored as float32
     exponents: NDArray[np.int16]  # keys [heads, dim]; values [heads, tokens], doubled, odd where there is no centre
     centres: NDArray[np.int16]  # [heads, dim]
-    centre_exponent: int = 0  # of values; keys use the step of their channel
+    centre_exponent: int | NDArray[np.int16] = 0  # of values; keys use the step of their channel
 
 
 def quantize_keys(numbers: NDArray[np.float32], bits: float) -> QuantizedTensor:
@@ -58,12 +58,13 @@ def quantize_keys(numbers: NDArray[np.float32], bits: float) -> QuantizedTensor:
     return QuantizedTensor(codes, exponents[:, 0], centres[:, 0].astype(np.int16))
 
 
-def dequantize_keys(tensor: QuantizedTensor) -> NDArray[np.float32]:
-    """The keys [heads, tokens, dim] of quantized ones."""
-    numbers = tensor.codes.astype(np.float32)
-    numbers += tensor.centres[:, None]
-    numbers *= steps_of(tensor.exponents)[:, None]
-    return numbers
+def dequantize_keys(tensor: QuantizedTensor, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    """The keys [heads, tokens, dim] of quantized ones, in `out` if given. Codes that are floats are overwritten."""
+    numbers = tensor.codes.astype(np.float32, copy=False)
+    numbers += tensor.centres.astype(np.float32)[..., None, :]
+    restored = numbers if out is None else out
+    np.multiply(numbers, steps_of(tensor.exponents)[..., None, :], out=restored)
+    return restored
 
 
 def quantize_values(numbers: NDArray[np.float32], bits: float) -> QuantizedTensor:
@@ -83,16 +84,17 @@ def quantize_values(numbers: NDArray[np.float32], bits: float) -> QuantizedTenso
     return QuantizedTensor(codes, marked, centres[:, 0].astype(np.int16), int(centre_exponent))
 
 
-def dequantize_values(tensor: QuantizedTensor) -> NDArray[np.float32]:
-    """The values [heads, tokens, dim] of quantized ones."""
-    numbers = tensor.codes.astype(np.float32)
-    numbers *= steps_of(tensor.exponents >> 1)[:, :, None]
+def dequantize_values(tensor: QuantizedTensor, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    """The values [heads, tokens, dim] of quantized ones, in `out` if given. Codes that are floats are overwritten."""
+    numbers = tensor.codes.astype(np.float32, copy=False)
+    numbers *= steps_of(tensor.exponents >> 1)[..., None]
     centre = tensor.centres * steps_of(np.asarray(tensor.centre_exponent, np.int16))  # [heads, dim]
-    bare = (tensor.exponents & 1).astype(bool)
+    bare = np.nonzero(tensor.exponents & 1)
     kept = numbers[bare]  # few: set aside, which is cheaper than adding a centre of zero
-    numbers += centre[:, None]
-    numbers[bare] = kept
-    return numbers
+    restored = numbers if out is None else out
+    np.add(numbers, centre[..., None, :], out=restored)
+    restored[bare] = kept
+    return restored
 
 
 def zeros(shape: tuple[int, int, int], token_steps: bool) -> QuantizedTensor:
@@ -104,9 +106,16 @@ def zeros(shape: tuple[int, int, int], token_steps: bool) -> QuantizedTensor:
 
 def steps_of(exponents: NDArray[np.int16]) -> NDArray[np.float32]:
     """The square root of two to these powers, the same on every machine; powers that no step has are bounded."""
-    bounded = np.clip(exponents, _SMALLEST_EXPONENT, _LARGEST_EXPONENT).astype(np.int32)
-    steps: NDArray[np.float32] = np.ldexp(np.where(bounded & 1, np.float32(2**0.5), np.float32(1)), bounded >> 1)
+    return np.take(_STEPS, exponents.astype(np.intp) - _SMALLEST_EXPONENT, mode="clip")
+
+
+def _all_steps() -> NDArray[np.float32]:
+    powers = np.arange(_SMALLEST_EXPONENT, _LARGEST_EXPONENT + 1, dtype=np.int32)
+    steps: NDArray[np.float32] = np.ldexp(np.where(powers & 1, np.float32(2**0.5), np.float32(1)), powers >> 1)
     return steps
+
+
+_STEPS = _all_steps()
 
 
 def _check(numbers: NDArray[np.float32]) -> None:
@@ -157,13 +166,26 @@ def narrow(array: NDArray[np.float32], dtype: KvType) -> NDArray[Any]:
     """Finite float32 numbers as the nearest of that type, ties to even; beyond its largest they become the largest."""
     if dtype == "float32":
         return array
-    bounded = np.clip(array, -_LARGEST[dtype], _LARGEST[dtype])
+    out = np.empty(array.shape, carrier(dtype))
+    narrow_into(array.copy(), dtype, out)
+    return out
+
+
+def narrow_into(array: NDArray[np.float32], dtype: KvType, out: NDArray[Any]) -> None:
+    """The same, written to `out`. The array is overwritten."""
+    if dtype == "float32":
+        out[...] = array
+        return
+    np.clip(array, -_LARGEST[dtype], _LARGEST[dtype], out=array)
     if dtype == "float16":
-        return bounded.astype(np.float16)
-    bits = bounded.view(np.uint32)
-    half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    nearest: NDArray[np.uint16] = ((bits + half) >> np.uint32(16)).astype(np.uint16)
-    return nearest
+        np.copyto(out, array, casting="same_kind")
+        return
+    bits = array.view(np.uint32)
+    half = bits >> np.uint32(16)
+    half &= np.uint32(1)
+    half += np.uint32(0x7FFF)
+    bits += half
+    out[...] = bits >> np.uint32(16)
 
 
 MIN_BITS, MAX_BITS = 1.0, 8.0

@@ -112,7 +112,7 @@ _MISSES = {
 
 _UNCALIBRATED = "nobody calibrated the bits of this quantized KV (rekindle calibrate MODEL)"
 
-OriginMiss = Literal["nothing", "prompt", "level", "dtype", "quick", "late", "failed", "unable"]
+OriginMiss = Literal["nothing", "prompt", "level", "dtype", "quick", "slow", "late", "failed", "unable"]
 ORIGIN_MISSES: dict[OriginMiss, str] = {
     "nothing": "it has nothing for this model, signed by a key you named (`rekindle origin publish`).",
     "prompt": "it has contexts for this model, but none that begins like this prompt (`rekindle origin check`).",
@@ -120,6 +120,7 @@ ORIGIN_MISSES: dict[OriginMiss, str] = {
     "dtype": "it has this prompt unquantized for another dtype, device or engine only. What is published as "
     "`quantized` fits all of them, and reuse='quantized' allows it.",
     "quick": "computing the prompt takes less time than asking.",
+    "slow": "its link was so slow that little would come before all is computed; it is tried again after five minutes.",
     "late": "it had not answered when the prompt was computed.",
     "failed": "it failed, and is asked again half a minute later.",
     "unable": "the engine cannot mix KV from there with computing, or deterministic=True forbids it.",

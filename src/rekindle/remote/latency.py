@@ -55,6 +55,12 @@ class Bandwidth:
             with self._lock:
                 self._transfers.append(transfer)
 
+    @property
+    def measured_at(self) -> float:
+        """When the last transfer ended, on the monotonic clock; long ago if there was none."""
+        with self._lock:
+            return max((transfer.at for transfer in self._transfers), default=-math.inf)
+
     def bytes_per_second(self, underway: TransferSample | None = None) -> float | None:
         """Speed of the link while in use; None until something was measured.
 

@@ -61,6 +61,8 @@ PATIENCE, MAX_PATIENCE_SECONDS = 0.015, 0.2  # share of the compute time to wait
 MAX_AHEAD = 2  # queued prompts that are fetched ahead: they take memory
 FIND_SECONDS = 10.0  # timeout of a lookup
 BACKOFF_SECONDS = 30.0  # pause after a failure
+MIN_SHARE = 0.1  # of a prefix that a link must bring while the rest is computed: less does not pay for going in pieces
+SLOW_SECONDS = 300.0  # how long a link counts as slow after its last transfer
 
 PromptKey = tuple[KvSpace, tuple[int, ...], bool]  # of a prompt; whether it has passages
 RemoteFetch = RemotePrefixFetch | RemoteChunkFetch  # the prefix of a prompt, or its passages
@@ -96,6 +98,7 @@ class RemoteKv:
         self._ahead: dict[PromptKey, RemoteFetch] = {}
         self._closed = False
         self._backoff_until = 0.0
+        self._token_bytes: dict[tuple[str, ...], float] = {}  # of what came last, by the levels that were allowed
 
     def run(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult | None:
         """Prefill a prompt from the local cache, the origin and computing; None if the origin is not asked.
@@ -250,7 +253,18 @@ class RemoteKv:
             return "unable"
         if self._kv.costs.rates.compute_seconds(Span(plan.reused, plan.tokens)) < WORTH_SECONDS:
             return "quick"
+        if lookup.passages is None and self._is_slow(lookup, plan):
+            return "slow"
         return "failed" if time.monotonic() < self._backoff_until else None
+
+    def _is_slow(self, lookup: CacheLookup, plan: Plan) -> bool:
+        """Whether the link, as it was lately, would bring next to nothing while the prompt is computed."""
+        token_bytes, speed = self._token_bytes.get(allowed_levels(lookup)), self._bandwidth.bytes_per_second()
+        if token_bytes is None or speed is None or time.monotonic() > self._bandwidth.measured_at + SLOW_SECONDS:
+            return False
+        computing = self._kv.costs.rates.compute_seconds(Span(plan.reused, plan.tokens))
+        streaming = (plan.tokens - plan.reused) * token_bytes / speed
+        return computing / (computing + streaming) < MIN_SHARE  # both go on at once: this share is streamed
 
     def _report(self, context: Context, miss: OriginMiss | None) -> None:
         """Note why nothing came. Every reply says it; the log, for those who read no replies, at its lower level."""
@@ -287,6 +301,7 @@ class RemoteKv:
     ) -> PrefillResult | None:
         """Hybrid prefill of the rest; None if it has to be computed."""
         context, tokens = prefill.context, prefill.lookup.tokens
+        self._token_bytes[allowed_levels(prefill.lookup)] = float(offer.sizes.sum()) / offer.cells.tokens
         try:
             costs = self._costs(offer, len(tokens), rates)
             prefill_by = HybridPrefill if self._by_layer else WholeTokenPrefill

@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.codec import quantized
-from rekindle.codec.coder import SAME_LAYER, Coder, decode
+from rekindle.codec.coder import SAME_LAYER, Coder, decode_into
 from rekindle.codec.digest import Digester
 from rekindle.codec.extent import (
     Coding,
@@ -45,6 +46,7 @@ _HEADERS = 64  # remembered
 _READ_ON = 1.5
 _PIECE_BYTES = 2 << 20  # read and checked at once, while it is in the processor's cache
 _SPLIT_BYTES = 512 << 10  # from this size on, keys and values of a layer are read side by side
+_DECODING = 4  # times the work of reading as many bytes
 
 
 class Damaged(Exception):
@@ -297,7 +299,9 @@ class ExtentFiles:
         digests = bytearray()
         for layer, given in enumerate(layers):
             kv = LayerKv(np.ascontiguousarray(given.keys), np.ascontiguousarray(given.values))
-            base = None if base_kv_space is None else self._base_kv(plan, parts, layer, Span(0, plan.token_count))
+            base = None if base_kv_space is None else plan.empty(layer, plan.token_count)
+            if base is not None:
+                self._read_base(parts, layer, Span(0, plan.token_count), base)
             blobs.append(coder.encode(layer, kv, base, dtype))
             if coding.exact:
                 digests += digest_halves(self.digester, kv)
@@ -350,16 +354,21 @@ class ExtentFiles:
             raise Damaged(f"layer {layer}: it has another shape or type")
         data = self.read_code(extent, layer)
         wanted = Span(0, plan.token_count) if coding.exact else span
-        base = None if coding.base_kv_space is None else self._base_kv(plan, extent.bases, layer, wanted)
+        target = out if wanted == span and is_row_contiguous(out) else plan.empty(layer, len(wanted))
+        if coding.base_kv_space is not None:
+            self._read_base(extent.bases, layer, wanted, target)
         try:
             spec = plan.layout.layer_spec(layer, plan.token_count)
-            decoded = decode(data, spec, base, wanted)
+            work_bytes = _DECODING * (target.keys.nbytes + target.values.nbytes)
+            both = partial(self.in_parallel, size_bytes=work_bytes)
+            decode_into(data, spec, target, wanted, delta=coding.base_kv_space is not None, both=both)
         except ValueError as error:
             raise Damaged(f"layer {layer}: {error}") from error
-        if coding.exact and digest_halves(self.digester, decoded) != extent.header.half_digests(layer):
+        if coding.exact and digest_halves(self.digester, target) != extent.header.half_digests(layer):
             raise Damaged(f"layer {layer}: the digest of its decoded KV does not match")
-        used = _window(decoded, span.start - wanted.start, span.stop - wanted.start)
-        out.keys[...], out.values[...] = used.keys, used.values
+        if target is not out:
+            used = _window(target, span.start - wanted.start, span.stop - wanted.start)
+            out.keys[...], out.values[...] = used.keys, used.values
 
     def read_code(self, extent: OpenExtent, layer: int) -> bytes:
         """The coded bytes of a layer, checked. Raises `Damaged` or `OSError`."""
@@ -372,13 +381,11 @@ class ExtentFiles:
             raise Damaged(f"layer {layer}: the digest of its bytes does not match")
         return bytes(data)
 
-    def _base_kv(self, plan: ExtentPlan, parts: Sequence[OpenBase], layer: int, span: Span) -> LayerKv:
-        """The base KV of tokens `span` of a delta."""
-        kv = plan.empty(layer, len(span))
+    def _read_base(self, parts: Sequence[OpenBase], layer: int, span: Span, out: LayerKv) -> None:
+        """Fill `out` with the base KV of tokens `span` of a delta."""
         for base, part, own in _base_parts(parts, span):
             with _blaming(base):
-                self.read(base.extent, layer, own, _window(kv, part.start - span.start, part.stop - span.start))
-        return kv
+                self.read(base.extent, layer, own, _window(out, part.start - span.start, part.stop - span.start))
 
     def _digest(self, data: bytes | bytearray) -> bytes:
         state = self.digester.data()

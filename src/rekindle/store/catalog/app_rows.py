@@ -170,6 +170,18 @@ def kill(connection: sqlite3.Connection, row: AppRow, now: float) -> None:
     )
 
 
+def key_of(app_ref: AppRef) -> tuple[str, str, str]:
+    """What a row of the apps is found by: tenant, digest of the salt, name."""
+    return app_ref.tenant, salt_digest(app_ref.salt), app_ref.name
+
+
+def state_at(row: AppRow | None, asked: float | None) -> AppState:
+    """The state of an app that asked at that time, None for now: its row is updated later."""
+    if row is None or (row.state == "killed" and (asked is None or asked > row.since)):
+        return "background"
+    return row.state
+
+
 def salt_digest(salt: str) -> str:
     """The digest that replaces a salt: the salt itself is not stored."""
     return digest_of_fields("rekindle/app-salt/1", salt) if salt else ""
