@@ -70,6 +70,7 @@ class WriteJob:
         self.app_ref: AppRef | None = None  # the app it was computed for
         self.wanted = False  # asked for only to be kept, or somebody waits for it
         self.last = True  # whether no other job of the same request follows
+        self.is_text = True  # whether the tokens are those of a prompt, which others may quote
 
     def do(self, store: TieredStore) -> str:
         """Write what the store does not have yet."""
@@ -98,6 +99,8 @@ class WriteJob:
         present = None if self.guard is None else self.guard.present
         outcome = store.keep(self.kv_space, self.tokens, kv, app=self.app_ref, present=present).outcome
         self.kept = outcome in ("kept", "known") and gap.stop == len(self.tokens)
+        if outcome == "kept" and self.is_text:
+            store.text.record(self.kv_space, self.tokens)
         return outcome
 
     def detach(self) -> None:
