@@ -19,6 +19,7 @@ BENCHES = {
     "serve": "benchmarks.serve.bench",
     "knowledge": "benchmarks.knowledge",
     "chunks": "benchmarks.chunks.bench",
+    "anywhere": "benchmarks.chunks.anywhere",
     "adapters": "benchmarks.adapters.bench",
     "policies": "benchmarks.adapters.replay",
     "answers": "benchmarks.answers.bench",

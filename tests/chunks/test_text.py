@@ -108,7 +108,7 @@ def test_exact_requests_reuse_nothing_from_elsewhere_but_record_it(tmp_path: Pat
         outcome = prefill(session, asked(some(21, 10), FILE, QUESTION))
         assert reused(outcome) == [(21, 321)]
         assert_is_exact(prefill(session, asked(some(22, 11), FILE, QUESTION, reuse="exact")))
-        prompts = [outcome.tokens, tuple([*some(20, 9), *FILE, *QUESTION])]
+        prompts = [outcome.tokens, (*some(20, 9), *FILE, *QUESTION)]
         assert_store_is_exact(session, kv_space_of(session), prompts)
 
 
@@ -139,7 +139,7 @@ def test_the_kv_of_found_text_is_that_of_its_prompt_where_it_is_not_recomputed(t
 
 def test_documents_and_text_are_reused_in_one_prompt(session: Session) -> None:
     passage = "Boats leave Vesk on Tuesdays at six, bread is baked at four, and nobody has wound the harbour clock. "
-    notes = "The lamp on the pier went out in March; a ferry to Ormund costs eleven crowns, and the hall is dark at noon."
+    notes = "The lamp on the pier went out in March; a ferry to Ormund costs eleven crowns, and the hall is dark."
     session.chat("Who?", documents=[passage], max_tokens=1)
     session.chat(f"Notes: {notes} Thanks.", max_tokens=1)
     assert session.flush()
@@ -153,7 +153,7 @@ def test_documents_and_text_are_reused_in_one_prompt(session: Session) -> None:
 
 
 def test_a_document_pasted_in_an_earlier_chat_is_found_though_nobody_gave_it_as_a_document(session: Session) -> None:
-    passage = "Boats leave Vesk on Tuesdays at six, bread is baked at four, and nobody has wound the harbour clock since."
+    passage = "Boats leave Vesk on Tuesdays at six, bread is baked at four, and nobody has wound the clock since."
     session.chat(f"Context:\n{passage}\nWho leaves?", max_tokens=1)
     assert session.flush()
     reply = session.chat("Who?", documents=["Something new.", passage], max_tokens=1)

@@ -149,9 +149,7 @@ def match_chunks(
     return tuple(picked)
 
 
-def _match(
-    span: Span, digest: ChunkDigest, known: LoadableVariant | None, before: Sequence[ChunkDigest]
-) -> ChunkMatch:
+def _match(span: Span, digest: ChunkDigest, known: LoadableVariant | None, before: Sequence[ChunkDigest]) -> ChunkMatch:
     if known is None:
         return ChunkMatch(span, digest)
     variant = known.variant

@@ -66,4 +66,5 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """A bijection that spreads every bit over all others (splitmix64)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed: NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return mixed

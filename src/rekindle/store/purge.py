@@ -149,9 +149,9 @@ def purge(
 
     A block goes if it has a token of a run, wherever the run is, also if only its first eight tokens or more are there
     because the stored chain ends before the run does. Its descendants go with it, pinned or not, and all non-prefix KV,
-    which may have been computed after it. Variants go with their blocks, and all fingerprints of those KV spaces go. Earlier blocks stay, unless their file cannot
-    be read, or cannot be rewritten without space or the key: then the whole file goes. A run counts in KV spaces of its
-    tokenizer, and where the tokenizer was not recorded.
+    which may have been computed after it. Variants go with their blocks, and all fingerprints of those KV spaces go.
+    Earlier blocks stay, unless their file cannot be read, or cannot be rewritten without space or the key: then the
+    whole file goes. A run counts in KV spaces of its tokenizer, and where the tokenizer was not recorded.
 
     The catalog briefly takes twice its size. Raises `CacheUnusable` if it cannot be finished, with what to do; what was
     done stays done, and running it again does the rest.

@@ -161,9 +161,7 @@ class TextIndex:
         root, digest = kv_space.namespace.root, self._disk.kv_space_digest(kv_space)
         nodes = [root, *chain(root, data)]
         stops = dict(zip(reversed(prints.keys.tolist()), reversed((prints.ends + skip).tolist()), strict=True))
-        places = [
-            TextPlace(key, nodes[(stop - 1) // BLOCK_TOKENS], stop, moved, drift) for key, stop in stops.items()
-        ]
+        places = [TextPlace(key, nodes[(stop - 1) // BLOCK_TOKENS], stop, moved, drift) for key, stop in stops.items()]
 
         def write() -> None:
             with self._disk.database.scanning() as connection:

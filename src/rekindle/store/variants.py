@@ -85,7 +85,7 @@ class Variants:
         self._access_log = access_log
         self._lock = threading.Lock()
         self._broken: set[int] = set()  # damaged rows, until they are removed
-        self._looked_at = dict.fromkeys(variant_rows.LOST, 0)  # the last row of each table that was checked when tidying
+        self._looked_at = dict.fromkeys(variant_rows.LOST, 0)  # the last row checked of each table
 
     # -- reading: every failure is a miss --------------------------------------------------------------------------
 
