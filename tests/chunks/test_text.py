@@ -16,7 +16,9 @@ from rekindle.core.request import Request
 from rekindle.engine.fake import FakeEngine
 from rekindle.session.prompt import encode_prompt
 from tests.chunks.chunk_reuse import Outcome, assert_is_exact, assert_store_is_exact, cold, kv_space_of, prefill
+from tests.parity.engines import params
 from tests.parity.sessions import opened
+from tests.server.soak import tiny_embedder
 
 APPROXIMATE: dict[str, Any] = {"reuse": "approximate", "recompute_budget": 0.3}
 
@@ -164,6 +166,38 @@ def test_explain_says_where_a_text_was_found_and_how_much_of_it_is_recomputed(se
     prefill(session, asked(HEAD, FILE, some(50, 5)))
     explained = str(session.explain([*some(20, 9), *FILE, *QUESTION]))
     assert "[-] tokens 20 to 320: from another prompt, where it began at token 70" in explained
+
+
+@pytest.mark.parametrize("kind", params("hf", "llamacpp-f32"))
+def test_every_engine_that_can_recompute_tokens_reuses_text(kind: str, tmp_path: Path) -> None:
+    settings = {"reuse": "approximate", "recompute_budget": 0.3}
+    with opened(kind, tmp_path / "cache", **settings) as session:
+        session.generate([*HEAD, *FILE[:150], *some(50, 5)], max_tokens=1)
+        assert session.flush()
+        tokens = [*some(20, 9), *FILE[:150], *QUESTION]
+        reply = session.generate(tokens, max_tokens=2)
+        assert [(chunk.start, chunk.stop) for chunk in reply.reuse.chunks] == [(20, 170)]
+        assert reply.reuse.recomputed == 45
+        leads = session.engine.capabilities.recompute == "leading"
+        assert not leads or reply.reuse.chunks[0].recomputed_positions == tuple(range(20, 65))
+        assert session.generate(tokens, max_tokens=2, reuse="exact").reuse.level == "exact"
+
+
+def test_the_library_s_passages_are_found_in_templates_of_others(tmp_path: Path) -> None:
+    text = (
+        "The lighthouse of Ormund was built in 1871 by Edda Vint, whose daughter kept it until the war. Its lamp burns "
+        "for nine hours a night, and the keeper writes down every ship that passes the point."
+    )
+    settings = {"embedder": tiny_embedder(tmp_path / "embedder"), **APPROXIMATE}
+    with opened(FakeEngine(context_tokens=4000), tmp_path / "cache", **settings) as session:
+        session.ingest(documents=[{"text": text, "source": "lighthouse"}])
+        session.ask("Who built the lighthouse?", max_tokens=1)
+        assert session.flush()
+        reply = session.chat(f"<context>{text}</context> In one word: for how many hours does the lamp burn a night?")
+        assert reply.reuse.level == "approximate" and reply.reuse.from_chunks >= len(text) - 4
+        session.forget("lighthouse")
+        again = session.chat(f"<doc>{text}</doc> In one word: for how many hours does the lamp burn a night, and why?")
+        assert again.reuse.from_chunks == 0
 
 
 def test_a_prompt_that_nothing_is_found_in_is_planned_as_without_passages(session: Session) -> None:
