@@ -307,6 +307,11 @@ def _sparse(field: str, title: str) -> Panel:
     return panel
 
 
+def _anywhere(axes: Any, result: Result) -> None:
+    values = {f"{row['kind']}, {row['mode']}": row["kl"] for row in result["rows"]}
+    bars(axes, values, "{:.3f}", "KL from computing: text that is found, and documents")
+
+
 def _slower(axes: Any, result: Result) -> None:
     largest = max(row["tokens"] for row in result["rows"])
     rows = [row for row in result["rows"] if (row["request"], row["tokens"]) == ("later", largest)]
@@ -330,6 +335,7 @@ _PANELS: dict[str, list[Panel]] = {
         _chunks_part("rouge_l", "{:.2f}", "ROUGE-L to the full computation"),
         _chunks_endurance,
     ],
+    "anywhere": [_anywhere],
     "adapters": [_adapters_room, _adapters_time],
     "policies": [_policies],
     "answers": [_answers_time, _answers_guard, _answers_foreseen],

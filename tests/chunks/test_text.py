@@ -47,7 +47,7 @@ def session(tmp_path: Path) -> Any:
 
 def test_text_of_an_earlier_prompt_is_found_to_the_token_at_any_offset(session: Session) -> None:
     prefill(session, asked(HEAD, FILE, some(50, 5)))
-    for offset in (1, 33, 130):
+    for offset in (0, 1, 33, 130):
         outcome = prefill(session, asked(some(offset, 6 + offset), FILE, QUESTION))
         assert reused(outcome) == [(offset, offset + len(FILE))]
         assert outcome.reuse.level == "approximate" and outcome.reuse.chunks[0].found_at == len(HEAD)

@@ -40,7 +40,7 @@ class ChunksToKeep:
         reused_chunks = [chunk for chunk in context.chunk_reuse if chunk.source == "reused"]
         for number, (name, span) in enumerate(self._passages.prompt_layout.numbered, start=1):
             stale = sum(other.stop - other.start for other in reused_chunks if other.stop <= span.start)
-            variant = self._variant(number, span, stale / span.start)
+            variant = self._variant(number, span, stale / max(1, span.start))
             if variant is not None and span.stop <= first:
                 if name is not None:  # other text is found by its fingerprints
                     exact.append(variant)
@@ -170,8 +170,10 @@ def free_spans(passages: ChunkMatches | None, start: int, stop: int) -> list[Spa
     return [Span(a, b) for a, b in between if b - a >= SHARED_TOKENS]
 
 
-def add_text(passages: ChunkMatches | None, tokens: Sequence[int], texts: Sequence[FoundText]) -> ChunkMatches:
-    """The passages of a prompt with text that was found in it, and with the new text behind the first of it.
+def add_text(
+    passages: ChunkMatches | None, tokens: Sequence[int], texts: Sequence[FoundText], start: int
+) -> ChunkMatches:
+    """The passages of a prompt with text that was found in it behind `start`, and with the new text between them.
 
     A document without a variant gives its place and number to text that was found in it.
     """
@@ -190,8 +192,9 @@ def add_text(passages: ChunkMatches | None, tokens: Sequence[int], texts: Sequen
     spans = sorted(known, key=lambda span: span.start)
     stops = [*(span.start for span in spans[1:]), len(tokens) - QUESTION_TOKENS]
     for span, stop in zip(spans, stops, strict=True):  # new text: up to the next passage, or to the question
-        if stop - span.stop >= MIN_TEXT_TOKENS:
-            known[Span(span.stop, stop)] = numbers[Span(span.stop, stop)] = None
+        place = max(span.stop, start)
+        if stop - place >= MIN_TEXT_TOKENS:
+            known[Span(place, stop)] = numbers[Span(place, stop)] = None
     spans = sorted(known, key=lambda span: span.start)
     layout = PromptLayout(head, tuple(spans), tuple(numbers[span] for span in spans))
     found = ChunkMatches.of(layout, tokens)

@@ -64,7 +64,7 @@ class ChunkPrefill:
             passages = self.find(kv_space, tokens, passages)
         spans = free_spans(passages, start, len(tokens) - _NEVER_REUSED)
         texts = self.kv.ask_store(lambda: self._store.text.find(kv_space, tokens, spans)) if spans else []
-        return add_text(passages, tokens, texts) if texts else passages
+        return add_text(passages, tokens, texts, start) if texts else passages
 
     def find(self, kv_space: KvSpace, tokens: Sequence[int], passages: ChunkMatches) -> ChunkMatches:
         """Look the documents up in the store. Raises `NoAnswer`."""
