@@ -312,6 +312,11 @@ def _anywhere(axes: Any, result: Result) -> None:
     bars(axes, values, "{:.3f}", "KL from computing: text that is found, and documents")
 
 
+def _text(axes: Any, result: Result) -> None:
+    values = {name: result[f"{name}_ms"] for name in ("cut", "find", "miss")}
+    bars(axes, values, "{:.1f} ms", f"{result['tokens']:,} tokens among {result['places']:,} places")
+
+
 def _slower(axes: Any, result: Result) -> None:
     largest = max(row["tokens"] for row in result["rows"])
     rows = [row for row in result["rows"] if (row["request"], row["tokens"]) == ("later", largest)]
@@ -336,6 +341,7 @@ _PANELS: dict[str, list[Panel]] = {
         _chunks_endurance,
     ],
     "anywhere": [_anywhere],
+    "text": [_text],
     "adapters": [_adapters_room, _adapters_time],
     "policies": [_policies],
     "answers": [_answers_time, _answers_guard, _answers_foreseen],

@@ -40,6 +40,7 @@ MEASURED = {
     "prefix": "engine cache store codec session text core",
     "serve": "server engine cache store codec session text core",
     "chunks": "chunks engine cache store session core",
+    "text": "store core",
     "anywhere": "chunks engine cache store session core",
     "answers": "answers idle knowledge engine cache store session core",
     "adapters": "codec engine cache store apps.py session core",

@@ -5,7 +5,6 @@
 
 Each prompt is started in three ways, on the same store and the same tokens: computed; with what is found in it; and
 with its passages marked as documents. Nothing of it is kept. KL and top-1 are against computing, along its own answer.
-`index` is the index of text with a million places (`benchmarks.text_places`), which needs no model.
 """
 
 from __future__ import annotations
@@ -15,16 +14,12 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from benchmarks.base import Advance, BenchOptions, Report, TableRow, about, scratch
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, about
 from benchmarks.chunks.modes import require_chunk_reuse
 from benchmarks.models import load
 from benchmarks.quality import POSITIONS, compare
-from benchmarks.text_places import PLACES, measure_text
 from rekindle.core.chunk import MIN_CHUNK_TOKENS, PromptLayout
 from rekindle.core.keys import TOKEN_BYTES, token_bytes
 from rekindle.core.kv import Span
@@ -62,15 +57,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
                 trial.ask(_Asked.of(engine, later(prompt), prompt))
             report.fields["rows"] += [{"kind": kind, **row} for row in trial.rows()]
     engine.close()
-    advance("a million places")
-    with scratch() as folder:
-        count = PLACES // 100 if options.quick else PLACES
-        index = measure_text(Path(folder) / "cache", np.random.default_rng(options.seed), count)
-    report.fields["index"] = index
     report.rows = [_table_row(row) for row in report.fields["rows"]]
-    found = f"{index['find_ms']:.1f} ms, {index['miss_ms']:.1f} ms where nothing is found"
-    size = f"{index['bytes_a_place']:.0f} bytes a place, {index['memory_mb']:.0f} MB of memory"
-    report.rows.append(TableRow(f"{index['tokens']:,} tokens among {index['places']:,} places", found, size, ""))
     return report
 
 
