@@ -162,6 +162,17 @@ def test_a_document_pasted_in_an_earlier_chat_is_found_though_nobody_gave_it_as_
     assert [chunk.number for chunk in reply.reuse.chunks if chunk.source == "reused"] == [2]
 
 
+def test_a_document_of_which_little_is_found_is_computed_and_listed_as_a_document(session: Session) -> None:
+    text = "Boats leave Vesk on Tuesdays at six, bread is baked at four, and nobody has wound the harbour clock since. "
+    document = text + "".join(f"Item {number} of the list costs {number * 7} crowns. " for number in range(12))
+    session.chat(f"Context:\n{text}\nWho leaves?", max_tokens=1)
+    assert session.flush()
+    first = session.chat("Who?", documents=["Something new.", document], max_tokens=1)
+    assert first.reuse.from_chunks == 0 and session.flush()
+    again = session.chat("Who?", documents=["Another one.", document], max_tokens=1)
+    assert [chunk.number for chunk in again.reuse.chunks if chunk.source == "reused"] == [2]
+
+
 def test_explain_says_where_a_text_was_found_and_how_much_of_it_is_recomputed(session: Session) -> None:
     prefill(session, asked(HEAD, FILE, some(50, 5)))
     explained = str(session.explain([*some(20, 9), *FILE, *QUESTION]))

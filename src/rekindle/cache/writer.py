@@ -75,17 +75,21 @@ class WriteJob:
     def do(self, store: TieredStore) -> str:
         """Write what the store does not have yet."""
         try:
-            if self.guard is None:
-                return self._do(store)
-            if not self.guard.allows:
-                self.guard.note()
-            if not self.guard.allows:
-                self._drop()
-                return "barred"
-            return self._do(store)
+            outcome = self._do_guarded(store)
         finally:
             if self.then is not None:
                 self.then()
+        if outcome == "kept" and self.is_text:  # nobody waits for this
+            store.text.record(self.kv_space, self.tokens)
+        return outcome
+
+    def _do_guarded(self, store: TieredStore) -> str:
+        if self.guard is not None and not self.guard.allows:
+            self.guard.note()
+        if self.guard is not None and not self.guard.allows:
+            self._drop()
+            return "barred"
+        return self._do(store)
 
     def _do(self, store: TieredStore) -> str:
         gap = store.admit(self.kv_space, self.tokens, wanted=self.wanted, last=self.last)
@@ -99,8 +103,6 @@ class WriteJob:
         present = None if self.guard is None else self.guard.present
         outcome = store.keep(self.kv_space, self.tokens, kv, app=self.app_ref, present=present).outcome
         self.kept = outcome in ("kept", "known") and gap.stop == len(self.tokens)
-        if outcome == "kept" and self.is_text:
-            store.text.record(self.kv_space, self.tokens)
         return outcome
 
     def detach(self) -> None:

@@ -170,6 +170,20 @@ def free_spans(passages: ChunkMatches | None, start: int, stop: int) -> list[Spa
     return [Span(a, b) for a, b in between if b - a >= SHARED_TOKENS]
 
 
+def _common(one: Span, other: Span) -> int:
+    """Number of positions that two spans share."""
+    return max(0, min(one.stop, other.stop) - max(one.start, other.start))
+
+
+def useful_texts(passages: ChunkMatches | None, texts: Sequence[FoundText]) -> Sequence[FoundText]:
+    """The texts without those that are in a document and make up less than half of it: it is computed as a whole."""
+    for span in () if passages is None else passages.prompt_layout.chunks:
+        inside = [text for text in texts if _common(text.span, span)]
+        if 2 * sum(_common(text.span, span) for text in inside) < len(span):
+            texts = [text for text in texts if text not in inside]
+    return texts
+
+
 def add_text(
     passages: ChunkMatches | None, tokens: Sequence[int], texts: Sequence[FoundText], start: int
 ) -> ChunkMatches:
@@ -184,7 +198,7 @@ def add_text(
         head = min(head, passages.prompt_layout.head)
         stored = {chunk.span: chunk.known for chunk in passages.picked}
         for number, span in passages.prompt_layout.numbered:
-            inside = [text.span for text in texts if text.span.start < span.stop and text.span.stop > span.start]
+            inside = [text.span for text in texts if _common(text.span, span)]
             if inside:
                 numbers[inside[0]] = numbers[inside[0]] or number
             else:

@@ -14,7 +14,7 @@ from rekindle.cache.deadline import NoAnswer
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import Prefill, PrefillResult
 from rekindle.cache.stored_kv import StoredKv
-from rekindle.chunks.match import ChunksToKeep, add_text, calibration_of, free_spans, match_chunks
+from rekindle.chunks.match import ChunksToKeep, add_text, calibration_of, free_spans, match_chunks, useful_texts
 from rekindle.chunks.recompute import ChunkFeeds, SelectiveRecompute, has_new_text
 from rekindle.chunks.scores import ChunkScorer
 from rekindle.chunks.select import RecomputePolicy, recompute_policy_for
@@ -63,7 +63,8 @@ class ChunkPrefill:
         if passages is not None and start < passages.prompt_layout.question:
             passages = self.find(kv_space, tokens, passages)
         spans = free_spans(passages, start, len(tokens) - _NEVER_REUSED)
-        texts = self.kv.ask_store(lambda: self._store.text.find(kv_space, tokens, spans)) if spans else []
+        found = self.kv.ask_store(lambda: self._store.text.find(kv_space, tokens, spans)) if spans else []
+        texts = useful_texts(passages, found)
         return add_text(passages, tokens, texts, start) if texts else passages
 
     def find(self, kv_space: KvSpace, tokens: Sequence[int], passages: ChunkMatches) -> ChunkMatches:
