@@ -309,7 +309,7 @@ def _sparse(field: str, title: str) -> Panel:
 
 def _anywhere(axes: Any, result: Result) -> None:
     values = {f"{row['kind']}, {row['mode']}": row["kl"] for row in result["rows"]}
-    bars(axes, values, "{:.3f}", "KL from computing: text that is found, and documents")
+    bars(axes, values, "{:.3f}", "KL from computing")
 
 
 def _text(axes: Any, result: Result) -> None:

@@ -15,6 +15,7 @@ from rekindle.core.reply import Reply
 from rekindle.core.request import Request
 from rekindle.engine.fake import FakeEngine
 from rekindle.session.prompt import encode_prompt
+from rekindle.store.text_index import SINK_TOKENS
 from tests.chunks.chunk_reuse import Outcome, assert_is_exact, assert_store_is_exact, cold, kv_space_of, prefill
 from tests.parity.engines import params
 from tests.parity.sessions import opened
@@ -49,14 +50,21 @@ def test_text_of_an_earlier_prompt_is_found_to_the_token_at_any_offset(session: 
     prefill(session, asked(HEAD, FILE, some(50, 5)))
     for offset in (0, 1, 33, 130):
         outcome = prefill(session, asked(some(offset, 6 + offset), FILE, QUESTION))
-        assert reused(outcome) == [(offset, offset + len(FILE))]
-        assert outcome.reuse.level == "approximate" and outcome.reuse.chunks[0].found_at == len(HEAD)
-        assert outcome.reuse.recomputed == round(0.3 * len(FILE))
+        first = max(offset, SINK_TOKENS)
+        assert reused(outcome) == [(first, offset + len(FILE))]
+        assert outcome.reuse.level == "approximate" and outcome.reuse.chunks[0].found_at == len(HEAD) + first - offset
+        assert outcome.reuse.recomputed == round(0.3 * (len(FILE) - first + offset))
+
+
+def test_the_first_tokens_of_a_prompt_are_never_reused_elsewhere(session: Session) -> None:
+    prefill(session, asked(FILE, some(50, 5)))
+    outcome = prefill(session, asked(some(20, 9), FILE, QUESTION))
+    assert reused(outcome) == [(20 + SINK_TOKENS, 20 + len(FILE))]
 
 
 def test_the_exact_prefix_comes_first_and_only_what_is_behind_it_is_looked_for(session: Session) -> None:
     prefill(session, asked(HEAD, FILE, some(50, 5)))
-    prefill(session, asked(OTHER, some(100, 6)))
+    prefill(session, asked(HEAD[:9], OTHER, some(100, 6)))
     outcome = prefill(session, asked(HEAD, FILE, some(9, 7), OTHER, QUESTION))
     start = len(HEAD) + len(FILE) + 9
     assert outcome.reuse.loaded == start - 9

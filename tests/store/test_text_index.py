@@ -20,7 +20,7 @@ from rekindle.store.catalog import catalog
 from rekindle.store.folder import CATALOG
 from rekindle.store.purge import TokenRun
 from rekindle.store.settings import StoreSettings
-from rekindle.store.text_index import FoundText
+from rekindle.store.text_index import SINK_TOKENS, FoundText
 from rekindle.store.tiered import TieredStore
 from tests.kvs import KV_SPACE, SMALL, keep, make_kv
 from tests.store.scored import assert_gives, variant
@@ -101,6 +101,14 @@ def test_non_prefix_kv_is_found_with_the_position_it_was_computed_at(tmp_path: P
         assert found.span == Span(40, 290) and found.stored.nonprefix
         assert found.stored.variant.span == Span(127, 377) and found.stored.variant.drift == 0.25
         assert_gives(store, found.stored, make_kv(PROMPT, Span(127, 377)))
+
+
+def test_text_at_the_very_start_of_a_prompt_is_found_but_for_its_first_tokens(tmp_path: Path) -> None:
+    for count in (100, 400):
+        with TieredStore(tmp_path / str(count), ON_DISK) as store:
+            kept(store, [*TEXT[:count], *some(90, 3)])
+            (found,) = find(store, [*some(13, 4), *TEXT[:count], *some(200, 5)])
+            assert found.span == Span(13 + SINK_TOKENS, 13 + count) and store.counts.read_failures == 0
 
 
 def test_other_tenants_find_nothing(tmp_path: Path) -> None:

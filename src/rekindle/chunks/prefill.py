@@ -27,6 +27,7 @@ from rekindle.core.scope import AppRef
 from rekindle.engine.hooks import LOOK_LAYERS
 from rekindle.errors import InvalidSetting, KvLost
 from rekindle.settings import Settings
+from rekindle.store.text_index import SINK_TOKENS
 from rekindle.store.tiered import TieredStore
 from rekindle.store.variants import StoredVariant
 
@@ -62,7 +63,7 @@ class ChunkPrefill:
         None if it has no documents and no text is found. Raises `NoAnswer`."""
         if passages is not None and start < passages.prompt_layout.question:
             passages = self.find(kv_space, tokens, passages)
-        spans = free_spans(passages, start, len(tokens) - _NEVER_REUSED)
+        spans = free_spans(passages, max(start, SINK_TOKENS), len(tokens) - _NEVER_REUSED)
         found = self.kv.ask_store(lambda: self._store.text.find(kv_space, tokens, spans)) if spans else []
         texts = useful_texts(passages, found)
         return add_text(passages, tokens, texts, start) if texts else passages

@@ -30,6 +30,7 @@ from rekindle.store.failures import Failures
 from rekindle.store.feed import KvSources
 from rekindle.store.variants import StoredVariant, Variants, spaces_of
 
+SINK_TOKENS = 4  # the first tokens of a prompt, which all others attend to, whatever they are: never taken elsewhere
 MIN_TEXT_TOKENS = 64  # computing a shorter text is faster than moving its KV
 _ROWS_A_TRANSACTION = 128
 _ROW_BYTES = 128  # estimate, with the index
@@ -127,15 +128,16 @@ class TextIndex:
         self, kv_space: KvSpace, data: bytes, within: Span, end: int, listed: _Listed, place: TextPlace
     ) -> FoundText | None:
         """The stored text around a gram that ends at `end` in a prompt; None if it is short or was removed."""
-        view, apart = listed.view, listed.space.nonprefix
+        view = listed.view
         block, ahead = (place.stop - 1) // BLOCK_TOKENS, end - place.stop  # the prompt is `ahead` of the chain
         start = block * BLOCK_TOKENS
         last = view.beginning(place.parent, _part(data, Span(start + ahead, end)))
         if last is None or last.depth + last.place != block:
             return None
         stop = start + _equal_after(view, last, _part(data, Span(start + ahead, within.stop)))
-        floor = max(within.start - ahead, DIGEST_TOKENS if apart else 0)
-        start -= _equal_before(view, last, _part(data, Span(floor + ahead, start + ahead)))
+        floor = max(within.start - ahead, DIGEST_TOKENS if listed.space.nonprefix else SINK_TOKENS)
+        before = _part(data, Span(min(floor, start) + ahead, start + ahead))
+        start = max(floor, start - _equal_before(view, last, before))
         span, own = Span(start + ahead, stop + ahead), Span(start, stop)
         if len(span) < MIN_TEXT_TOKENS:
             return None
