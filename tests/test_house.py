@@ -56,7 +56,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
      "is killed; apps of a Linux desktop from systemd"),
     ("rekindle", 330, 0, "GPU: a question's look at passages as one recorded graph, probes and drift by kernels"),
     ("rekindle", 420, 1, "device_decoder: quantized KV and deltas decoded on a CUDA device while they are loaded"),
-    ("rekindle", 515, 4, "text of earlier prompts is found in any prompt (fingerprints, text_index, fingerprint_rows), "
+    ("rekindle", 495, 4, "text of earlier prompts is found in any prompt (fingerprints, text_index, fingerprint_rows), "
      "and in loops that others own (text_match)"),
     ("benchmarks", 200, 2, "anywhere: text that is found, beside documents; text: its index with a million places"),
     ("benchmarks", 165, 1, "policies: eviction replayed without a model, weights chosen on one half of the usages"),
