@@ -19,6 +19,8 @@ BENCHES = {
     "serve": "benchmarks.serve.bench",
     "knowledge": "benchmarks.knowledge",
     "chunks": "benchmarks.chunks.bench",
+    "anywhere": "benchmarks.chunks.anywhere",
+    "text": "benchmarks.text_places",
     "adapters": "benchmarks.adapters.bench",
     "policies": "benchmarks.adapters.replay",
     "answers": "benchmarks.answers.bench",
@@ -26,7 +28,7 @@ BENCHES = {
     "sparse": "benchmarks.sparse.bench",
     "slower": "benchmarks.never_slower",
 }
-_WITHOUT_ENGINE = {"store", "knowledge", "policies"}
+_WITHOUT_ENGINE = {"store", "text", "knowledge", "policies"}
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 

@@ -307,6 +307,16 @@ def _sparse(field: str, title: str) -> Panel:
     return panel
 
 
+def _anywhere(axes: Any, result: Result) -> None:
+    values = {f"{row['kind']}, {row['mode']}": row["kl"] for row in result["rows"]}
+    bars(axes, values, "{:.3f}", "KL from computing")
+
+
+def _text(axes: Any, result: Result) -> None:
+    values = {name: result[f"{name}_ms"] for name in ("cut", "find", "miss")}
+    bars(axes, values, "{:.1f} ms", f"{result['tokens']:,} tokens among {result['places']:,} places")
+
+
 def _slower(axes: Any, result: Result) -> None:
     largest = max(row["tokens"] for row in result["rows"])
     rows = [row for row in result["rows"] if (row["request"], row["tokens"]) == ("later", largest)]
@@ -330,6 +340,8 @@ _PANELS: dict[str, list[Panel]] = {
         _chunks_part("rouge_l", "{:.2f}", "ROUGE-L to the full computation"),
         _chunks_endurance,
     ],
+    "anywhere": [_anywhere],
+    "text": [_text],
     "adapters": [_adapters_room, _adapters_time],
     "policies": [_policies],
     "answers": [_answers_time, _answers_guard, _answers_foreseen],

@@ -58,6 +58,9 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 420, 1, "device_decoder: quantized KV and deltas decoded on a CUDA device while they are loaded"),
     ("rekindle", 320, 2, "idle work under the terms that applications ask with, in rounds while it pays; chats over "
      "the library give and keep answers; scripts without spaces in the word index"),
+    ("rekindle", 495, 4, "text of earlier prompts is found in any prompt (fingerprints, text_index, fingerprint_rows), "
+     "and in loops that others own (text_match)"),
+    ("benchmarks", 200, 2, "anywhere: text that is found, beside documents; text: its index with a million places"),
     ("benchmarks", 165, 1, "policies: eviction replayed without a model, weights chosen on one half of the usages"),
     ("rekindle", 165, 0, "coded KV restored where it goes, keys and values side by side; contexts leave the engine by "
      "the store's policy; slow links are left alone"),

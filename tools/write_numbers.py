@@ -40,6 +40,8 @@ MEASURED = {
     "prefix": "engine cache store codec session text core",
     "serve": "server engine cache store codec session text core",
     "chunks": "chunks engine cache store session core",
+    "text": "store core",
+    "anywhere": "chunks engine cache store session core",
     "answers": "answers idle knowledge engine cache store session core",
     "adapters": "codec engine cache store apps.py session core",
     "policies": "store core",
@@ -59,6 +61,8 @@ HEADLINES = {
     "serve": """* first token p50, *; 16 clients, cache on / off; 4 streams *; their texts equal""",
     "chunks": """full-cache; leading *; cache-craft, *; rekindle 30%; rekindle 50%; KL, *; ROUGE-L, *;
         * reused: first token; * warmed: first token; 300 questions *: speedup""",
+    "anywhere": """*, text""",
+    "text": """search *; size *""",
     "answers": """none; kv-only; percache; ours-verified; ours-direct; ours-verified below *; ours-direct below *;
         verified text *; idle work *, raised; near misses *; questions in other words *; labelled *""",
     "adapters": """S1, prefix:*; S1, ours:*; S1, exact:*; S1, mobilora:*; first token sooner *; bits *; most likely *;

@@ -28,6 +28,7 @@ from rekindle.chunks.prefill import ChunkPrefill
 from rekindle.chunks.recompute import Recomputed, SelectiveRecompute
 from rekindle.chunks.select import OURS, LeadingPolicy, Positions, RecomputePolicy, StaleTokens, recompute_policy_for
 from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkMatches, LoadableVariant
+from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
 from rekindle.errors import InvalidSetting
 from rekindle.session.session import Session
@@ -134,6 +135,13 @@ class PublishedChunks(ChunkPrefill):
         if engine.capabilities.recompute == "leading" and name != "full-cache":
             name = "leading"
         self.recompute_policy = policy_of(name, budget, calibration_of(engine, name))
+
+    def search(
+        self, kv_space: KvSpace, tokens: Sequence[int], passages: ChunkMatches | None, start: int
+    ) -> ChunkMatches | None:
+        """Documents only: what is published finds no other text."""
+        wanted = passages is not None and start < passages.prompt_layout.question
+        return self.find(kv_space, tokens, passages) if wanted and passages is not None else passages
 
     def match(
         self, passages: ChunkMatches, found: Mapping[ChunkDigest, Sequence[LoadableVariant]]

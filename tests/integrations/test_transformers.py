@@ -932,12 +932,40 @@ def test_an_origin_and_levels_are_refused_with_what_to_do(
 ) -> None:
     with pytest.raises(InvalidSetting, match=r"attach has no origin: .* Use a Session\(origin=\.\.\.\)"):
         attach(model, origin="http://127.0.0.1:9")  # type: ignore[call-arg]
-    for level in ("quantized", "approximate"):
-        with pytest.raises(InvalidSetting, match=f"leave reuse='{level}' out, or use a Session"):
-            attach(model, cache=tmp_path, reuse=level)  # type: ignore[arg-type]
+    with pytest.raises(InvalidSetting, match="leave reuse='quantized' out, or use a Session"):
+        attach(model, cache=tmp_path, reuse="quantized")
     monkeypatch.setenv("REKINDLE_ORIGIN", "http://127.0.0.1:9")
     with pytest.raises(InvalidSetting, match="Unset REKINDLE_ORIGIN"):
         attach(model, cache=tmp_path)
+
+
+# -- text of earlier prompts -----------------------------------------------------------------------------------------
+
+
+def test_text_of_an_earlier_prompt_is_reused_where_that_is_allowed_and_never_kept_as_exact(
+    tmp_path: Path, kept: Ledger
+) -> None:
+    model = tiny_model("llama")
+    text, head, question = ids_of(200, 7), ids_of(30, 8), ids_of(40, 9)
+    with attach(model, cache=tmp_path) as kv:
+        first = torch.cat([head, text, question], dim=1)
+        greedy(model, first, 2, past_key_values=kv.match(first))
+    ids = torch.cat([ids_of(13, 10), text, ids_of(40, 12)], dim=1)
+    with attach(model, cache=tmp_path) as kv:
+        assert kv.match(ids).reused_tokens == 0
+    with attach(model, cache=tmp_path, reuse="approximate") as kv:
+        cache = kv.match(ids)
+        assert cache.reuse is not None and cache.reuse.level == "approximate"
+        (chunk,) = cache.reuse.chunks
+        assert (chunk.start, chunk.stop, chunk.found_at) == (13, 213, 30) and chunk.recomputed > 0
+        assert cache.reused_tokens == ids.shape[1] - 1
+        reply = greedy(model, ids, 4, past_key_values=cache)
+        assert len(reply) == 4 and kv.flush()
+        longer = torch.cat([ids, torch.tensor([reply]), ids_of(20, 11)], dim=1)
+        assert kv.match(longer).reused_tokens >= 13  # what is exact, or what is marked
+    kept.check(model)
+    assert kept.covers(ids[0].tolist()) == 13
+    assert greedy(model, ids, 4) == greedy(model, ids, 4, past_key_values=DynamicCache())
 
 
 # -- the page about it ---------------------------------------------------------------------------------------------

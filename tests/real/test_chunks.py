@@ -128,3 +128,33 @@ def test_a_chat_continues_an_approximate_context_and_says_so(session: Session) -
     follow = prefill(session, Request.of([*first.prompt, *more], documents=list(first.quotes)))
     assert follow.plan.in_engine and follow.reuse.level == "approximate"
     assert follow.reuse.from_chunks == reply.reuse.from_chunks
+
+
+NOTES = (
+    "Minutes of the harbour board, 3 May. The crane will be painted in June, not in July, because the yard is "
+    "full then. Mrs Aalto asked for a bench near the post office; the board agreed to two, of oak, for ninety "
+    "crowns each. The pump at the fish hall has failed four times since winter. Jonas Pell offered to repair it "
+    "for a barrel of herring and was thanked. The fee for boats under twenty feet stays at one crown a night. A "
+    "letter from Ormund about the mail was read aloud and put aside until the ferryman is back. The next meeting "
+    "is on the first Monday of autumn, in the chapel."
+)
+
+
+def test_text_pasted_into_another_template_is_found_but_for_its_seams_and_the_answer_stays_close(
+    session: Session,
+) -> None:
+    def chat(text: str, **options: Any) -> Request:
+        return Request.of([{"role": "user", "content": text}], **options)
+
+    prefill(session, chat(f"Please remember these minutes.\n\n{NOTES}", reuse="exact"))
+    question = (
+        "</minutes>\nHow much does a boat of fifteen feet pay for one night in the harbour? Answer in a few words."
+    )
+    outcome = prefill(session, chat(f"<minutes>{NOTES}{question}"))
+    tokens = len(session.engine.tokenizer.encode(NOTES))
+    assert tokens - 4 <= outcome.reuse.from_chunks <= tokens and len(outcome.reuse.chunks) == 1
+    right, got = (
+        logits[-1] - np.logaddexp.reduce(logits[-1])
+        for logits in (compute(session.engine, outcome.tokens)[0], outcome.logits)
+    )
+    assert float((np.exp(right) * (right - got)).sum()) < 0.2

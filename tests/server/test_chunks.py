@@ -89,3 +89,28 @@ def test_tenants_of_a_server_do_not_reuse_chunks_of_each_other(tmp_path: Path) -
         theirs = ask(BOB, B, A)
         assert theirs["from_chunks"] == 0 and theirs["loaded"] == 0
         assert ask(ALICE, B, A)["from_chunks"] > 0
+
+
+NOTES = (
+    "The lamp in the hall burns for nine hours. Boats leave Vesk on Tuesdays at six. Bread is baked at four by Tomas "
+    "Ivarsen, and a ferry to Ormund costs eleven crowns. Nobody has wound the harbour clock since."
+)
+
+
+def test_text_of_an_earlier_chat_is_reused_in_chats_and_completions_that_name_no_documents(tmp_path: Path) -> None:
+    with opened(FakeEngine(), tmp_path / "cache", **APPROXIMATE) as session, serving(session) as served:
+        first = served.chat(f"Here are my notes. {NOTES} Thank you.")
+        assert first["rekindle"]["level"] == "exact"
+        assert session.flush()
+        asked = {"prompt": f"Read this:\n{NOTES}\nWhat does the ferry to Ormund cost, and who baked?", "max_tokens": 2}
+        told = [
+            served.chat(f"What of this is about boats, and what is not?\n\n{NOTES}\n\nAnswer with one short word."),
+            served.post("/v1/completions", **asked).json(),
+        ]
+        for reply in told:
+            (passage,) = reply["rekindle"]["chunk_reuse"]["passages"]
+            assert reply["rekindle"]["level"] == "approximate" and passage["source"] == "reused"
+            assert passage["number"] is None and passage["found_at"] > 0
+            assert passage["stop"] - passage["start"] >= len(NOTES) - 1
+        exact = served.post("/v1/completions", **asked, rekindle={"reuse": "exact"}).json()
+        assert exact["rekindle"]["level"] == "exact" and "chunk_reuse" not in exact["rekindle"]

@@ -185,6 +185,7 @@ class CheckpointKv(StoredKv):
         kv = _as_pages(space.layout, snapshot, count)
         (name,) = _names(context.tokens, [count])
         job = WriteJob(space, tuple(name.ids(len(kv.span))), lambda span: _part(kv, span))
+        job.is_text = False
         job.guard, job.app_ref, job.wanted = context.guard, context.app_ref, context.wanted
         job.detach()
         if self.writer.offer(job):

@@ -323,7 +323,7 @@ def _passage_lines(explanation: Explanation) -> list[str]:
             f"passages: recompute policy {explanation.recompute_policy}, budget {explanation.budget:.2f} ({advice}):"
         )
     for chunk in explanation.passages:
-        lines.append(f"  [{chunk.number or '-'}] {_PASSAGES[chunk.source]}{_scores(chunk)}")
+        lines.append(f"  [{chunk.number or '-'}] {_found(chunk)}{_scores(chunk)}")
     return lines
 
 
@@ -337,6 +337,12 @@ _PASSAGES = {
     "reused": "from another prompt",
     "computed": "new: computed, after reused passages",
 }
+
+
+def _found(chunk: ChunkReuse) -> str:
+    """Where a passage is, and where it was in the prompt that its KV comes from."""
+    there = "" if chunk.found_at is None else f", where it began at token {chunk.found_at:,}"
+    return f"tokens {chunk.start:,} to {chunk.stop:,}: {_PASSAGES[chunk.source]}{there}"
 
 
 def _scores(chunk: ChunkReuse) -> str:

@@ -38,6 +38,13 @@ class CacheLookup:
         return cut_passages(self.parked.chunk_reuse, plan.reused) if self.parked is not None and plan.in_engine else ()
 
     @property
+    def has_documents(self) -> bool:
+        """Whether passages may be reused that were given as documents, not only text that was found."""
+        return self.passages is not None and len(self.passages.prompt_layout.texts) < len(
+            self.passages.prompt_layout.chunks
+        )
+
+    @property
     def source(self) -> KvSpace:
         """The KV space of the stored prefix."""
         return self.matches.kv_space or self.kv_space

@@ -65,8 +65,10 @@ class ChunkStrategy(Protocol):
     def allowed(self, request: Request) -> bool:
         """Whether a request may reuse passages of other prompts."""
 
-    def find(self, kv_space: KvSpace, tokens: Sequence[int], passages: ChunkMatches) -> ChunkMatches:
-        """Look the passages up. Raises `NoAnswer`."""
+    def search(
+        self, kv_space: KvSpace, tokens: Sequence[int], passages: ChunkMatches | None, start: int
+    ) -> ChunkMatches | None:
+        """Look the passages up, and other text behind the first `start` tokens. Raises `NoAnswer`."""
 
     def plan(self, lookup: CacheLookup, exact: Plan) -> Plan:
         """A plan that reuses passages, if that is expected to be faster than the exact one."""
@@ -207,8 +209,8 @@ class PrefixCache:
         try:
             preferred = self.kv_spaces.exact(kv_space)
             found = self.kv.find(kv_space, tokens, in_engine, preferred, request.drafted_tokens)
-            if passages is not None and request.max_tokens and found.length < passages.prompt_layout.question:
-                passages = self.chunks.find(kv_space, tokens, passages)
+            if not exact and request.max_tokens:
+                passages = self.chunks.search(kv_space, tokens, passages, found.length)
         except NoAnswer as late:
             log.log(logging.DEBUG if self._warned else logging.WARNING, "The cache does not answer: %s.", late)
             self._warned = True

@@ -70,21 +70,26 @@ class WriteJob:
         self.app_ref: AppRef | None = None  # the app it was computed for
         self.wanted = False  # asked for only to be kept, or somebody waits for it
         self.last = True  # whether no other job of the same request follows
+        self.is_text = True  # whether the tokens are those of a prompt, which others may quote
 
     def do(self, store: TieredStore) -> str:
         """Write what the store does not have yet."""
         try:
-            if self.guard is None:
-                return self._do(store)
-            if not self.guard.allows:
-                self.guard.note()
-            if not self.guard.allows:
-                self._drop()
-                return "barred"
-            return self._do(store)
+            outcome = self._do_guarded(store)
         finally:
             if self.then is not None:
                 self.then()
+        if outcome == "kept" and self.is_text:  # nobody waits for this
+            store.text.record(self.kv_space, self.tokens)
+        return outcome
+
+    def _do_guarded(self, store: TieredStore) -> str:
+        if self.guard is not None and not self.guard.allows:
+            self.guard.note()
+        if self.guard is not None and not self.guard.allows:
+            self._drop()
+            return "barred"
+        return self._do(store)
 
     def _do(self, store: TieredStore) -> str:
         gap = store.admit(self.kv_space, self.tokens, wanted=self.wanted, last=self.last)

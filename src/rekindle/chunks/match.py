@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rekindle.cache.context import Context
 from rekindle.cache.writer import BackgroundJob, WriteGuard
 from rekindle.chunks.scores import ChunkScorer, context_impact, disorder, fix_overhead, overlap, preference, unscored
 from rekindle.chunks.select import OURS
 from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkMatches, LoadableVariant, PromptLayout, Variant
+from rekindle.core.fingerprints import SHARED_TOKENS
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Kv, Span
 from rekindle.core.plan import Plan
@@ -16,8 +18,10 @@ from rekindle.core.scope import AppRef
 from rekindle.engine.base import Engine
 from rekindle.json_file import JsonMemo
 from rekindle.machine import home_folder
+from rekindle.store.text_index import MIN_TEXT_TOKENS, FoundText
 from rekindle.store.tiered import TieredStore
 
+QUESTION_TOKENS = 128  # the last tokens of a prompt, which show what it attends to; before them, new text is a passage
 _MODELS = 64  # number of stored calibrations
 
 
@@ -34,11 +38,12 @@ class ChunksToKeep:
         exact, nonprefix = [], []
         first = context.exact_tokens
         reused_chunks = [chunk for chunk in context.chunk_reuse if chunk.source == "reused"]
-        for number, span in enumerate(self._passages.prompt_layout.chunks, start=1):
+        for number, (name, span) in enumerate(self._passages.prompt_layout.numbered, start=1):
             stale = sum(other.stop - other.start for other in reused_chunks if other.stop <= span.start)
-            variant = self._variant(number, span, stale / span.start)
+            variant = self._variant(number, span, stale / max(1, span.start))
             if variant is not None and span.stop <= first:
-                exact.append(variant)
+                if name is not None:  # other text is found by its fingerprints
+                    exact.append(variant)
             elif variant is not None and span.stop <= len(context.tokens):
                 nonprefix.append(variant)
         tokens = context.tokens[:first]
@@ -101,6 +106,8 @@ class WriteNonprefixKv:
         kept = store.variants.keep_nonprefix(
             self._kv_space, self._tokens, self._kv, self._variant, app=self._app_ref, present=present
         )
+        if kept.outcome == "kept":
+            store.text.record_nonprefix(self._kv_space, self._tokens, self._variant)
         return kept.outcome
 
     def detached_bytes(self) -> int:
@@ -138,15 +145,74 @@ def match_chunks(
     for number, span in enumerate(prompt_layout.chunks, start=1):
         digest, before = digests[number], digests[:number]
         known = min(found.get(digest, ()), key=lambda one: preference(one.variant, before), default=None)
-        if known is None:
-            picked.append(ChunkMatch(span, digest))
-            continue
-        variant = known.variant
-        scores = (
-            context_impact(variant.scores, len(span)),
-            overlap(variant, before),
-            disorder(variant, before),
-            fix_overhead(variant, before),
-        )
-        picked.append(ChunkMatch(span, digest, known, *scores))
+        picked.append(_match(span, digest, known, before))
     return tuple(picked)
+
+
+def _match(span: Span, digest: ChunkDigest, known: LoadableVariant | None, before: Sequence[ChunkDigest]) -> ChunkMatch:
+    if known is None:
+        return ChunkMatch(span, digest)
+    variant = known.variant
+    scores = (
+        context_impact(variant.scores, len(span)),
+        overlap(variant, before),
+        disorder(variant, before),
+        fix_overhead(variant, before),
+    )
+    return ChunkMatch(span, digest, known, *scores)
+
+
+def free_spans(passages: ChunkMatches | None, start: int, stop: int) -> list[Span]:
+    """The spans of a prompt between `start` and `stop` that no document with a variant covers, if they are long."""
+    known = [] if passages is None else [chunk.span for chunk in passages.picked if chunk.known is not None]
+    starts, stops = [start, *(span.stop for span in known)], [*(span.start for span in known), stop]
+    between = [(max(a, start), min(b, stop)) for a, b in zip(starts, stops, strict=True)]
+    return [Span(a, b) for a, b in between if b - a >= SHARED_TOKENS]
+
+
+def _common(one: Span, other: Span) -> int:
+    """Number of positions that two spans share."""
+    return max(0, min(one.stop, other.stop) - max(one.start, other.start))
+
+
+def useful_texts(passages: ChunkMatches | None, texts: Sequence[FoundText]) -> Sequence[FoundText]:
+    """The texts without those that are in a document and make up less than half of it: it is computed as a whole."""
+    for span in () if passages is None else passages.prompt_layout.chunks:
+        inside = [text for text in texts if _common(text.span, span)]
+        if 2 * sum(_common(text.span, span) for text in inside) < len(span):
+            texts = [text for text in texts if text not in inside]
+    return texts
+
+
+def add_text(
+    passages: ChunkMatches | None, tokens: Sequence[int], texts: Sequence[FoundText], start: int
+) -> ChunkMatches:
+    """The passages of a prompt with text that was found in it behind `start`, and with the new text between them.
+
+    A document without a variant gives its place and number to text that was found in it.
+    """
+    known: dict[Span, LoadableVariant | None] = {text.span: text.stored for text in texts}
+    numbers: dict[Span, int | None] = dict.fromkeys(known)
+    head = texts[0].span.start
+    if passages is not None:
+        head = min(head, passages.prompt_layout.head)
+        stored = {chunk.span: chunk.known for chunk in passages.picked}
+        for number, span in passages.prompt_layout.numbered:
+            inside = [text.span for text in texts if _common(text.span, span)]
+            if inside:
+                numbers[inside[0]] = numbers[inside[0]] or number
+            else:
+                known[span], numbers[span] = stored.get(span), number
+    spans = sorted(known, key=lambda span: span.start)
+    stops = [*(span.start for span in spans[1:]), len(tokens) - QUESTION_TOKENS]
+    for span, stop in zip(spans, stops, strict=True):  # new text: up to the next passage, or to the question
+        place = max(span.stop, start)
+        if stop - place >= MIN_TEXT_TOKENS:
+            known[Span(place, stop)] = numbers[Span(place, stop)] = None
+    spans = sorted(known, key=lambda span: span.start)
+    layout = PromptLayout(head, tuple(spans), tuple(numbers[span] for span in spans))
+    found = ChunkMatches.of(layout, tokens)
+    picked = [
+        _match(span, found.digests[place], known[span], found.digests[:place]) for place, span in enumerate(spans, 1)
+    ]
+    return replace(found, picked=tuple(picked))

@@ -14,7 +14,7 @@ from rekindle.cache.deadline import NoAnswer
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import Prefill, PrefillResult
 from rekindle.cache.stored_kv import StoredKv
-from rekindle.chunks.match import ChunksToKeep, calibration_of, match_chunks
+from rekindle.chunks.match import ChunksToKeep, add_text, calibration_of, free_spans, match_chunks, useful_texts
 from rekindle.chunks.recompute import ChunkFeeds, SelectiveRecompute, has_new_text
 from rekindle.chunks.scores import ChunkScorer
 from rekindle.chunks.select import RecomputePolicy, recompute_policy_for
@@ -27,11 +27,13 @@ from rekindle.core.scope import AppRef
 from rekindle.engine.hooks import LOOK_LAYERS
 from rekindle.errors import InvalidSetting, KvLost
 from rekindle.settings import Settings
+from rekindle.store.text_index import SINK_TOKENS
 from rekindle.store.tiered import TieredStore
 from rekindle.store.variants import StoredVariant
 
 log = logging.getLogger("rekindle.cache")
 
+_NEVER_REUSED = 32  # the last tokens of a prompt are computed: they ask
 _PASS_TOKENS = 4  # times `prefill_tokens`: the largest pass of a prompt with reused chunks
 
 
@@ -54,12 +56,25 @@ class ChunkPrefill:
         can = self.kv.engine.capabilities
         return level == "approximate" and can.recompute != "none" and can.spans and not self._settings.deterministic
 
+    def search(
+        self, kv_space: KvSpace, tokens: Sequence[int], passages: ChunkMatches | None, start: int
+    ) -> ChunkMatches | None:
+        """Look up the documents of a prompt, and other text behind its first `start` tokens, whose KV is found already;
+        None if it has no documents and no text is found. Raises `NoAnswer`."""
+        if passages is not None and start < passages.prompt_layout.question:
+            passages = self.find(kv_space, tokens, passages)
+        spans = free_spans(passages, max(start, SINK_TOKENS), len(tokens) - _NEVER_REUSED)
+        found = self.kv.ask_store(lambda: self._store.text.find(kv_space, tokens, spans)) if spans else []
+        texts = useful_texts(passages, found)
+        return add_text(passages, tokens, texts, start) if texts else passages
+
     def find(self, kv_space: KvSpace, tokens: Sequence[int], passages: ChunkMatches) -> ChunkMatches:
-        """Look the chunks up in the store. Raises `NoAnswer`."""
+        """Look the documents up in the store. Raises `NoAnswer`."""
         spans = zip(passages.digests[1:], passages.prompt_layout.chunks, strict=True)
         wanted = {digest: token_bytes(tokens[span.start : span.stop]) for digest, span in spans}
         found = self.kv.ask_store(lambda: self._store.variants.find(kv_space, wanted))
-        return replace(passages, picked=self.match(passages, found))
+        texts = {chunk.span: chunk for chunk in passages.picked if chunk.span in passages.prompt_layout.texts}
+        return replace(passages, picked=tuple(texts.get(one.span, one) for one in self.match(passages, found)))
 
     def match(
         self, passages: ChunkMatches, found: Mapping[ChunkDigest, Sequence[LoadableVariant]]
@@ -87,9 +102,9 @@ class ChunkPrefill:
         return result
 
     def scorer(self, passages: ChunkMatches, tokens: int) -> ChunkScorer | None:
-        """A scorer of chunks while they are computed; None if all are stored, or the engine has no probes."""
+        """A scorer of documents while they are computed; None if all are stored, or the engine has no probes."""
         engine = self.kv.engine
-        if _all_stored(passages) or not engine.capabilities.probes:
+        if _all_stored(passages, texts=False) or not engine.capabilities.probes:
             return None
         return ChunkScorer(passages.prompt_layout, tokens, len(engine.layout.layers))
 
@@ -172,10 +187,10 @@ class ChunkPrefill:
         return self.kv.store
 
 
-def _all_stored(passages: ChunkMatches) -> bool:
-    """Whether there is nothing more to store."""
-    stored = [chunk for chunk in passages.picked if isinstance(chunk.known, StoredVariant)]
-    return len(stored) == len(passages.prompt_layout.chunks)
+def _all_stored(passages: ChunkMatches, *, texts: bool = True) -> bool:
+    """Whether there is nothing more to store of the documents of a prompt, and of its other text."""
+    stored = {chunk.span for chunk in passages.picked if isinstance(chunk.known, StoredVariant)}
+    return all(span in stored for number, span in passages.prompt_layout.numbered if texts or number is not None)
 
 
 def plan_chunk_reuse(

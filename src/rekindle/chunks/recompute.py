@@ -16,6 +16,7 @@ from rekindle.cache.context import Context
 from rekindle.cache.deadline import Deadline, DeadlineCaller
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import Prefill, PrefillResult, TimedFeed
+from rekindle.chunks.match import QUESTION_TOKENS
 from rekindle.chunks.select import RecomputePolicy, StaleTokens
 from rekindle.core.chunk import MIN_CHUNK_TOKENS, ChunkMatch, PromptLayout
 from rekindle.core.kv import Kv, LayerKv, Span
@@ -26,7 +27,6 @@ from rekindle.errors import KvLost
 from rekindle.store.tiered import TieredStore
 from rekindle.store.variants import StoredVariant
 
-_GAZING_TOKENS = 128  # the last tokens of a question show what it attends to
 _LONG_HEAD_TOKENS = 128  # a shorter one is cheap to compute twice
 
 
@@ -133,7 +133,7 @@ class SelectiveRecompute:
         """Compute the new tokens over the stale KV, and collect what the question attends to."""
         seen: list[np.ndarray] = []
         last = len(self.work.tokens)
-        asking = Span(max(self.prompt_layout.question, last - _GAZING_TOKENS), last)
+        asking = Span(max(self.prompt_layout.question, last - QUESTION_TOKENS), last)
         gaze = AttentionMap(asking, seen.append, self._look_layers)
         self.work.step(replace(row, gaze=gaze), feeds)
         # A model with a single layer computes only keys and values in it: no attention is seen.

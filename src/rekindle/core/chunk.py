@@ -49,11 +49,16 @@ class PromptLayout:
 
     head: int
     chunks: tuple[Span, ...]
-    numbers: tuple[int, ...] = ()  # of each in the prompt; by default from 1
+    numbers: tuple[int | None, ...] = ()  # of each in the prompt, None for text that is no document; by default from 1
 
     @property
-    def numbered(self) -> list[tuple[int, Span]]:
+    def numbered(self) -> list[tuple[int | None, Span]]:
         return list(zip(self.numbers or range(1, len(self.chunks) + 1), self.chunks, strict=True))
+
+    @property
+    def texts(self) -> frozenset[Span]:
+        """Those that are no documents."""
+        return frozenset(span for number, span in self.numbered if number is None)
 
     @property
     def question(self) -> int:
@@ -84,6 +89,14 @@ class ChunkScores:
     received: NDArray[np.float16]
     intra: float
     earlier: tuple[EarlierChunk, ...]
+
+
+def unmeasured(tokens: int, before: int) -> ChunkScores:
+    """Scores of text whose attention nobody measured, `before` tokens into its prompt: half of it went to other text,
+    which is not before it now."""
+    halves = np.full(tokens, 0.5, dtype=np.float16)
+    earlier = (EarlierChunk(chunk_digest(b""), before, 0.5 * tokens),) if before else ()
+    return ChunkScores(halves, halves, 0.5 * tokens, earlier)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +191,7 @@ class ChunkMatches:
                 own = tuple(position for chunk in stood for position in chunk.recomputed_positions if position in span)
                 whole = replace(stood[0], number=number, start=span.start, stop=span.stop)
                 reports.append(replace(whole, recomputed=len(own), recomputed_positions=own))
-            else:
+            elif number is not None:
                 after = any(chunk.source == "reused" and chunk.start < span.start for chunk in (*reports, *before))
                 reports.append(ChunkReuse(number, span.start, span.stop, "computed" if after else "exact"))
         hidden = [rest for chunk in stale for rest in _uncovered(chunk, self.prompt_layout.chunks)]
@@ -208,12 +221,15 @@ def _uncovered(chunk: ChunkReuse, spans: Sequence[Span]) -> list[ChunkReuse]:
     return rests
 
 
-def _reused(number: int, chunk: ChunkMatch, recomputed: Sequence[int]) -> ChunkReuse:
+def _reused(number: int | None, chunk: ChunkMatch, recomputed: Sequence[int]) -> ChunkReuse:
     assert chunk.known is not None
     start, stop = bisect_left(recomputed, chunk.span.start), bisect_left(recomputed, chunk.span.stop)
     own = tuple(recomputed[start:stop])
-    scores = (chunk.impact, chunk.overlap, chunk.disorder, chunk.overhead, chunk.known.variant.drift)
-    return ChunkReuse(number, chunk.span.start, chunk.span.stop, "reused", len(own), own, *scores)
+    variant = chunk.known.variant
+    scores = (chunk.impact, chunk.overlap, chunk.disorder, chunk.overhead, variant.drift)
+    return ChunkReuse(
+        number, chunk.span.start, chunk.span.stop, "reused", len(own), own, *scores, found_at=variant.span.start
+    )
 
 
 DIGEST_TOKENS = 16 // TOKEN_BYTES

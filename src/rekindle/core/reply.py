@@ -74,7 +74,7 @@ class Timings:
 class ChunkReuse:
     """A passage of a prompt, tokens `[start, stop)`, and where its KV comes from.
 
-    number      its number in the prompt; None for what was reused as a passage and no longer is one
+    number      its number in the prompt; None for text that is no document, and for what no longer is a passage
     source      exact (computed in this very context, now or before), reused (computed in another prompt), computed
                 (again, because reused ones come before it)
     recomputed  number of its tokens that were recomputed; `recomputed_positions` says which
@@ -84,6 +84,7 @@ class ChunkReuse:
     overhead    the share that the published method would recompute (CFO)
     drift       share of what came before it that was not exact when its KV was computed
     streamed    whether it came from an origin for this prompt
+    found_at    the position that it had in the prompt its KV was computed in
     """
 
     number: int | None
@@ -98,6 +99,7 @@ class ChunkReuse:
     overhead: float | None = None
     drift: float | None = None
     streamed: bool = False
+    found_at: int | None = None
 
 
 _MISSES = {

@@ -48,12 +48,12 @@ class ModelFacts:
         config = model.config.get_text_config()
         self.family = str(config.model_type)
         measured = _recall(model)
-        self._fingerprint, self.layout = measured.fingerprint, measured.layout
+        self.fingerprint, self.layout = measured.fingerprint, measured.layout
         self.rope = Rope(getattr(model.get_decoder(), "rotary_emb", None), config)
 
     def identity(self, regime: str) -> Identity:
         """The model's identity under a RoPE regime."""
-        return Identity(**asdict(self._fingerprint), dtype=self.layout.dtype, rope=regime)
+        return Identity(**asdict(self.fingerprint), dtype=self.layout.dtype, rope=regime)
 
 
 def _recall(model: PreTrainedModel) -> _Measured:

@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Kv, LayerKv, Span
+from rekindle.core.reply import Reuse
 from rekindle.engine.hf.rope import Rope
 from rekindle.engine.hf.sequence import TORCH_TYPE, raw_view
 from rekindle.errors import InvalidPrompt, KvLost
@@ -100,6 +101,7 @@ class Track:
 
     prompt   what the cache was matched for
     offered  number of tokens that were queued for writing
+    exact    whether its KV is what computing gives: other KV is never kept, nor given to others
     thread   the thread that used it last
     """
 
@@ -107,6 +109,7 @@ class Track:
         self.terms = terms
         self.prompt = prompt
         self.offered = 0
+        self.exact = cache.reuse is None
         self.thread = threading.get_ident()
         self.lock = threading.RLock()
         self.ended: str | None = None
@@ -258,6 +261,7 @@ class MatchedCache(DynamicCache):  # type: ignore[misc]
             layer.keys, layer.values = keys, values
             self.layers.append(layer)
         self.reused_tokens = layers[0][0].shape[2] if layers else 0
+        self.reuse: Reuse | None = None  # what was reused, where it has text of other prompts
         self.track: Track | None = None
 
     def crop(self, *args: Any, **kwargs: Any) -> None:

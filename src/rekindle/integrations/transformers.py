@@ -32,6 +32,7 @@ from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.engine.hf.sequence import TORCH_TYPE, raw_view
 from rekindle.errors import Closed, InvalidPrompt, InvalidSetting, KvLost, RekindleError, nearest
 from rekindle.integrations.model_facts import ModelFacts
+from rekindle.integrations.text_match import MatchedText, TextMatcher
 from rekindle.integrations.tracked_cache import (
     OTHER_TOKENS,
     CacheSnapshot,
@@ -86,8 +87,8 @@ class Attached:
         self._settings = settings
         self._lock = threading.Lock()
         self._facts = ModelFacts(model)
-        if settings.reuse in ("quantized", "approximate"):
-            raise InvalidSetting(f"attach keeps KV as it is: leave reuse={settings.reuse!r} out, or use a Session.")
+        if settings.reuse == "quantized":
+            raise InvalidSetting("attach keeps KV as it is: leave reuse='quantized' out, or use a Session.")
         if settings.origin is not None:
             raise InvalidSetting(
                 "attach asks no origin. Unset REKINDLE_ORIGIN, or take origin out of rekindle.toml; a Session asks it."
@@ -95,6 +96,7 @@ class Attached:
         self._store = open_store(settings)
         self._writer = None if self._store is None else BackgroundWriter(self._store)
         self._patience = DeadlineCaller()
+        self._matcher: TextMatcher | None = None  # made for the first prompt, if text of others may be reused
         self._tracks: list[Track] = []  # of caches in use, or whose reply is not queued for writing yet
         self._logged: set[str] = set()
         self._closed = False
@@ -109,9 +111,11 @@ class Attached:
         """A cache for `model.generate(input_ids, past_key_values=...)`, or for a loop of your own.
 
         It holds the KV of the longest stored prefix of the prompt, at most all but its last token; its `reused_tokens`
-        says how much that is. Use it once, for this prompt; a loop of your own gives the model the tokens
-        after those. What the model computes is kept: the prompt after its first token, the reply when `match` or
-        `flush` is called next, or `close`.
+        says how much that is. With reuse="approximate", where text of earlier prompts is found in it, it holds the KV
+        of all but the last token, computed here as far as it is new; its `reuse` says what was reused.
+
+        Use it once, for this prompt; a loop of your own gives the model the tokens after those. What the model computes
+        is kept: the prompt after its first token, the reply when `match` or `flush` is called next, or `close`.
 
         `input_ids` has the shape [1, tokens] or is a list of token ids. Raises `InvalidPrompt` for anything else and
         `Closed` after `close`; never because of the cache.
@@ -123,7 +127,9 @@ class Attached:
         terms = self._terms(len(prompt))
         if terms is None or self._store is None:
             return MatchedCache()
-        cache = MatchedCache(self._recall(terms, prompt[:-1], recent))
+        text = self._match_text(self._store, prompt[:-1])
+        cache = MatchedCache(self._recall(terms, prompt[:-1], recent) if text is None else text.layers)
+        cache.reuse = None if text is None else text.reuse
         cache.track = Track(cache, prompt, terms)
         with self._lock:
             self._tracks.append(cache.track)
@@ -132,7 +138,8 @@ class Attached:
     def flush(self, timeout_seconds: float = 60.0) -> bool:
         """Keep everything computed so far; False if that takes longer."""
         self._offer_all()
-        return self._writer is None or self._writer.flush(timeout_seconds)
+        others = self._matcher is None or self._matcher.flush(timeout_seconds)
+        return others and (self._writer is None or self._writer.flush(timeout_seconds))
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Keep what was computed, within that time, and leave the model as it was. Idempotent."""
@@ -144,6 +151,8 @@ class Attached:
         self._offer_all()
         self._tracks.clear()
         self._patience.close()
+        if self._matcher is not None:
+            self._matcher.close(timeout_seconds)
         if self._writer is not None and self._store is not None and self._writer.close(timeout_seconds):
             self._store.close()
 
@@ -176,6 +185,18 @@ class Attached:
         terms = MatchTerms(self, KvSpace(namespace, facts.layout, model=name), facts.weights, facts.rope, regime)
         return terms if terms.cover(tokens) else None
 
+    def _match_text(self, store: TieredStore, tokens: tuple[int, ...]) -> MatchedText | None:
+        """The KV of a prompt with text of earlier ones; None if that is not allowed, or nothing is found."""
+        if self._settings.reuse != "approximate" or not tokens:
+            return None
+        with self._lock:
+            if self._matcher is not None and self._matcher.facts is not self._facts:
+                self._matcher.close(CLOSE_SECONDS)
+                self._matcher = None
+            if self._matcher is None:
+                self._matcher = TextMatcher(self._model, self._facts, self._settings, store)
+        return self._matcher.match(tokens)
+
     def _recall(self, terms: MatchTerms, tokens: tuple[int, ...], recent: Sequence[Track]) -> tuple[LayerTensors, ...]:
         """The KV of the longest stored prefix of `tokens`: from a cache just in use, else from the store."""
         store = self._store
@@ -190,7 +211,7 @@ class Attached:
         longest, recent_kv, wanted = match.length, None, token_bytes(tokens)
         for track in recent:
             with self._guarded(track):
-                usable = track.settled() and track.terms.equal(terms)
+                usable = track.exact and track.settled() and track.terms.equal(terms)
                 common = common_tokens(token_bytes(track.tokens() or ()), wanted) if usable else 0
                 if common and common >= longest:
                     longest, recent_kv = common, track.prefix(common)
@@ -274,7 +295,7 @@ class Attached:
 
     def _offer(self, track: Track) -> None:
         """Queue the KV of a settled cache for writing."""
-        if self._writer is None or track.length <= track.offered or not track.settled():
+        if self._writer is None or not track.exact or track.length <= track.offered or not track.settled():
             return
         tokens = track.tokens()
         if tokens is not None:

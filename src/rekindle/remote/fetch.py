@@ -379,8 +379,8 @@ def _joined(parts: Sequence[LayerKv]) -> LayerKv:
 def unknown_passages(
     prompt_layout: PromptLayout, tokens: Sequence[int], known: Iterable[Span], start: int
 ) -> Iterator[WantedPassage]:
-    """The passages from `start` on that are not known."""
+    """The documents from `start` on that are not known."""
     spans, head = frozenset(known), chunk_digest(tokens[: prompt_layout.head])
     for number, span in enumerate(prompt_layout.chunks, start=1):
-        if span.start >= start and span not in spans:
+        if span.start >= start and span not in spans and span not in prompt_layout.texts:
             yield WantedPassage(number, span, tuple(tokens[span.start : span.stop]), head)

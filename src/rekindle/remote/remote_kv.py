@@ -154,7 +154,7 @@ class RemoteKv:
 
     def find(self, lookup: CacheLookup, plan: Plan) -> OriginFinding:
         """What the origin has of a prompt, whether or not it would be asked. Raises `OriginFailed`."""
-        if lookup.passages is None:
+        if lookup.passages is None or not lookup.has_documents:
             found = self._find(lookup, Stop())
             if isinstance(found, str):
                 return OriginFinding(miss=found)
@@ -186,7 +186,7 @@ class RemoteKv:
         if not self._is_allowed(lookup, plan):
             return None
         try:
-            if lookup.passages is not None:
+            if lookup.passages is not None and lookup.has_documents:
                 return self._start_passages(lookup, lookup.passages)
             find, lowest = partial(self._find, lookup), 1 if self._by_layer else 0
             return RemotePrefixFetch(find, plan.reused, self._back_off, self._bandwidth, lowest)
@@ -243,13 +243,15 @@ class RemoteKv:
     def _is_wanted(self, lookup: CacheLookup, plan: Plan) -> bool:
         """Whether the user wants the origin to be asked, and enough is missing here."""
         local = self._local & {lookup.kv_space.namespace.tenant, "*"}
+        if plan.reuse_chunks is not None and not lookup.has_documents:
+            return False  # text of other prompts is here
         return not lookup.off and not local and plan.tokens - plan.reused > CHUNK_TOKENS
 
     def _obstacle(self, lookup: CacheLookup, plan: Plan) -> OriginMiss | None:
         """Why the origin cannot be asked for a prompt although it is wanted."""
         if not self._is_wanted(lookup, plan):
             return None
-        if not (self._can_fetch_prefix if lookup.passages is None else self._engine.capabilities.spans):
+        if not (self._can_fetch_prefix if not lookup.has_documents else self._engine.capabilities.spans):
             return "unable"
         if self._kv.costs.rates.compute_seconds(Span(plan.reused, plan.tokens)) < WORTH_SECONDS:
             return "quick"
@@ -364,7 +366,7 @@ def allowed_levels(lookup: CacheLookup) -> tuple[str, ...]:
 
 def _prompt_key(lookup: CacheLookup) -> PromptKey:
     """The same prompt is fetched differently when its passages may be reused."""
-    return lookup.kv_space, tuple(lookup.tokens), lookup.passages is not None
+    return lookup.kv_space, tuple(lookup.tokens), lookup.has_documents
 
 
 def _top_share(engine: Engine) -> float:

@@ -175,10 +175,15 @@ _REUSE = "Reuse level, instead of the server's setting: exact, quantized, approx
 _ANSWERS = "How stored answers are used: off, verified (drafts that the model checks), direct (given at once)."
 
 
-class ChatOptions(RequestBody):
-    """Fields of a chat that OpenAI does not have."""
+class CompletionOptions(RequestBody):
+    """Fields of a completion that OpenAI does not have."""
 
     reuse: ReuseLevel | None = Field(None, description=_REUSE)
+
+
+class ChatOptions(CompletionOptions):
+    """Fields of a chat that OpenAI does not have."""
+
     answers: AnswersWay | None = Field(None, description=_ANSWERS)
 
     documents: Annotated[Items[DocumentInput], Field(max_length=MAX_QUOTES)] | None = Field(
@@ -203,7 +208,18 @@ class Prediction(RequestBody):
     content: Text | Items[dict[str, Any]]
 
 
-class ChatRequest(SamplingBody):
+class OpenAiBody(SamplingBody):
+    """The body of one of OpenAI's endpoints, with fields of our own under `rekindle`."""
+
+    rekindle: CompletionOptions | None = None
+
+    def ignored(self) -> list[str]:
+        """The fields that were sent and are unknown here."""
+        own = [] if self.rekindle is None else [f"rekindle.{name}" for name in self.rekindle.ignored()]
+        return sorted([*super().ignored(), *own])
+
+
+class ChatRequest(OpenAiBody):
     """The body of /v1/chat/completions."""
 
     messages: Items[ChatMessage] = Field(min_length=1)
@@ -216,13 +232,8 @@ class ChatRequest(SamplingBody):
     prediction: Prediction | None = None
     rekindle: ChatOptions | None = None
 
-    def ignored(self) -> list[str]:
-        """The fields that were sent and are unknown here."""
-        own = [] if self.rekindle is None else [f"rekindle.{name}" for name in self.rekindle.ignored()]
-        return sorted([*super().ignored(), *own])
 
-
-class CompletionRequest(SamplingBody):
+class CompletionRequest(OpenAiBody):
     """The body of /v1/completions."""
 
     prompt: Text | Items[Text] | Items[Token] | Items[Items[Token]]

@@ -156,7 +156,7 @@ class Settings(_Loadable):
         "cache",
         "exact",
         "What may be reused: exact (same tokens, same bits), quantized (KV kept with fewer bits: nearly the same), "
-        "approximate (also passages computed in other prompts, partly recomputed), off (compute everything, keep "
+        "approximate (also text of other prompts, wherever it is, partly recomputed), off (compute everything, keep "
         "nothing). Every reply says what was really done.",
     )
     codec: Literal["auto", "raw", "q8", "q5", "q4", "q3"] = setting(

@@ -3,6 +3,7 @@
     chains     every block that has a token of a run goes, with its descendants      rows, a chunk at a time
     nonprefix  all non-prefix KV goes, and all opaque states: they do not record what they were computed after
     files      extents that lost blocks, now or earlier, are rewritten without them, or dropped if that fails
+    keys       seen keys and fingerprints of those KV spaces go: with a text one could test whether it was there
     history    requests that had a run, or quote a text, are removed
     catalog    rewritten, its log emptied: pages keep copies of removed rows
 
@@ -35,7 +36,7 @@ from rekindle.store.prefix_index import BlockRef
 from rekindle.store.purge_search import Chains, ExtentTokens, Segment, Snippets, TokenRun, TokenRuns
 
 _WAIT_SECONDS, _PAUSE_SECONDS = 30.0, 0.02  # for a keep that is under way
-_TABLES = ("requests", "identities", "apps", "app_uses", "seen_keys", "bytes_written")
+_TABLES = ("requests", "identities", "apps", "app_uses", "seen_keys", "fingerprints", "bytes_written")
 
 
 def clear(disk: DiskStore) -> int:
@@ -148,9 +149,9 @@ def purge(
 
     A block goes if it has a token of a run, wherever the run is, also if only its first eight tokens or more are there
     because the stored chain ends before the run does. Its descendants go with it, pinned or not, and all non-prefix KV,
-    which may have been computed after it. Variants go with their blocks. Earlier blocks stay, unless their file cannot
-    be read, or cannot be rewritten without space or the key: then the whole file goes. A run counts in KV spaces of its
-    tokenizer, and where the tokenizer was not recorded.
+    which may have been computed after it. Variants go with their blocks, and all fingerprints of those KV spaces go.
+    Earlier blocks stay, unless their file cannot be read, or cannot be rewritten without space or the key: then the
+    whole file goes. A run counts in KV spaces of its tokenizer, and where the tokenizer was not recorded.
 
     The catalog briefly takes twice its size. Raises `CacheUnusable` if it cannot be finished, with what to do; what was
     done stays done, and running it again does the rest.
@@ -219,7 +220,8 @@ class _Purge:
         with self._database.writing() as connection:
             catalog.pin(connection, (), pinned=True)
             # A key reveals nothing by itself, but with a text one can test whether it was asked.
-            connection.executemany("DELETE FROM seen_keys WHERE kv_space=?", [(kv_space,) for kv_space in kv_spaces])
+            for table in ("seen_keys", "fingerprints"):
+                connection.executemany(f"DELETE FROM {table} WHERE kv_space=?", [(kv_space,) for kv_space in kv_spaces])
         variant_rows.sweep(self._database)
         remove_traces(self._disk, lambda row: row.kv_space in kv_spaces)
         return Purged(self._blocks, len(self._names), self._bytes, requests)

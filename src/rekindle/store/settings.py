@@ -28,6 +28,7 @@ class StoreSettings:
     write_budget     bytes that may be written a day, to spare flash; unspent ones add up to three days; None: no limit
     max_variants     variants of chunks listed for one KV space; the least used go first
     max_a_chunk      the same for one chunk
+    max_fingerprints places of text listed for all KV spaces together; the oldest go first
     exact            how KV is coded where no bit may be lost; None: uncoded
     quantized        the same where the level `quantized` is allowed
     key              16 to 64 secret bytes: then all digests are keyed, and files that others wrote are never served
@@ -42,6 +43,7 @@ class StoreSettings:
     write_budget: str | int | None = None
     max_variants: int = 16_384
     max_a_chunk: int = 8
+    max_fingerprints: int = 1_000_000
     exact: Coder | None = EXACT
     quantized: Coder | None = None
     key: bytes | None = None
@@ -59,7 +61,7 @@ class StoreSettings:
             )
         if self.write_budget is not None and parse_limit(self.write_budget, "write_budget").size_bytes is None:
             raise InvalidSetting(f"write_budget={self.write_budget!r} is a share. Use a size (10GB).")
-        for name in ("max_variants", "max_a_chunk"):
+        for name in ("max_variants", "max_a_chunk", "max_fingerprints"):
             if getattr(self, name) < 1:
                 raise InvalidSetting(f"{name}={getattr(self, name)} is out of range: use 1 or more.")
         parse_limit(self.disk_limit, "disk_limit")

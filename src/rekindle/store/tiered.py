@@ -37,6 +37,7 @@ from rekindle.store.memory import HeldExtent, MemoryTier
 from rekindle.store.prefix_index import Match, Piece, continuation, following, search
 from rekindle.store.purge import clear, remove_traces
 from rekindle.store.settings import StoreSettings
+from rekindle.store.text_index import TextIndex
 from rekindle.store.variants import Variants
 
 __all__ = ["Counts", "Kept", "TieredStore"]
@@ -64,6 +65,7 @@ class TieredStore:
         self._access_log = AccessLog()
         self._sources = KvSources(self.disk, self.memory, self._failures)
         self.variants = Variants(self.disk, self.memory, self._failures, self._sources, self._access_log)
+        self.text = TextIndex(self.disk, self._failures, self._sources, self.variants)
         self._apps_to_flush = False  # since the last flush
         self.wake_seconds: float | None = None  # call `maintain` this often, even without requests
         self._tidy_at_start()

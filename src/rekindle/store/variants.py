@@ -47,8 +47,8 @@ _MAX_GAIN = 10.0
 class StoredVariant:
     """A variant that can be loaded, by what the catalog says.
 
-    `frequency` counts its uses; a use that needed little recompute counts more. `tier` is where its KV is, `size_bytes`
-    its size. The rest is for `load` and `record_use`.
+    `id` is the number of its row, 0 for text that has none. `frequency` counts its uses; a use that needed little
+    recompute counts more. `tier` is where its KV is, `size_bytes` its size. The rest is for `load` and `record_use`.
     """
 
     id: int
@@ -85,7 +85,7 @@ class Variants:
         self._access_log = access_log
         self._lock = threading.Lock()
         self._broken: set[int] = set()  # damaged rows, until they are removed
-        self._looked_at = 0  # the last row that was checked when tidying
+        self._looked_at = dict.fromkeys(variant_rows.LOST, 0)  # the last row checked of each table
 
     # -- reading: every failure is a miss --------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class Variants:
             found: dict[ChunkDigest, list[StoredVariant]] = {}
             fresh, size_bytes = self._disk.room.fresh(), kv_space.layout.token_bytes
             with self._disk.database.reading() as connection:
-                for space in self._spaces(connection, kv_space):
+                for space in spaces_of(self._disk, connection, kv_space):
                     view = ChunkView(connection, space.number, fresh, self._sources.bad)
                     for digest, tokens in chunks.items():
                         if stored := list(self._stored(view, space, digest, tokens, size_bytes)):
@@ -122,6 +122,36 @@ class Variants:
             self._sources.add(opened, own_kv_space, piece, partial(_is_in_place, stored=stored, below=below))
         return self._sources.feed(own_kv_space, opened[::-1])
 
+    def stored_at(
+        self,
+        view: ChunkView,
+        space: SpaceRow,
+        location: ChunkLocation,
+        variant: Variant,
+        tokens: bytes,
+        size_bytes: int,
+    ) -> StoredVariant | None:
+        """A variant of these tokens whose KV is at a location; None if part of it is missing."""
+        pieces = view.find_pieces(location, tokens)
+        if pieces is None or (space.nonprefix and len(pieces) > 1):
+            return None
+        if shift := variant.span.start - location.span.start:
+            pieces = tuple(_moved(piece, shift) for piece in pieces)
+        held = all(self._memory.holds(piece.name) for piece in pieces)
+        coded = not held and bool(delta_rows.codings(view.connection, [piece.extent for piece in pieces]))
+        return StoredVariant(
+            id=0,
+            variant=variant,
+            frequency=0.0,
+            tier="memory" if held else "coded" if coded else "disk",
+            size_bytes=size_bytes,
+            nonprefix=space.nonprefix,
+            kv_space=space.digest,
+            location=location,
+            tokens=tokens,
+            pieces=pieces,
+        )
+
     def record_use(self, stored: StoredVariant, cfo: float, saved_ms: float = 0.0) -> None:
         """Record a use of a variant, the share that was reused, and the time that saved. Written by `maintain`."""
         now, length = self._disk.clock(), len(stored.variant.span)
@@ -137,7 +167,7 @@ class Variants:
                 if kv_space is None:
                     where, values = "1", list[int]()
                 else:
-                    values = [space.number for space in self._spaces(connection, kv_space)]
+                    values = [space.number for space in spaces_of(self._disk, connection, kv_space)]
                     where = f"kv_space IN ({','.join('?' * len(values))})"
                 apart = variant_rows.nonprefix_kv_spaces(connection)
                 select = f"SELECT digest, kv_space FROM variants WHERE {where}"
@@ -221,25 +251,17 @@ class Variants:
             return self._failures.refused(refusal)
 
     def tidy(self) -> None:
-        """Remove damaged rows, and some of those whose blocks were removed. Raises as the catalog does."""
+        """Remove damaged rows, and some of those whose blocks were removed, fingerprints too. Raises as the catalog
+        does."""
         with self._lock:
             broken, self._broken = self._broken, set()
         if broken:
             with self._disk.database.writing() as connection:
                 variant_rows.drop(connection, broken)
-        self._looked_at = variant_rows.sweep(self._disk.database, self._looked_at, _ROWS_A_TIDYING)
+        for table, last in self._looked_at.items():
+            self._looked_at[table] = variant_rows.sweep_some(self._disk.database, table, last, _ROWS_A_TIDYING)
 
     # -- the rest --------------------------------------------------------------------------------------------------
-
-    def _spaces(self, connection: sqlite3.Connection, kv_space: KvSpace) -> list[SpaceRow]:
-        """The KV space and the one for its non-prefix KV, if they were used before."""
-        digests = [self._disk.kv_space_digest(one) for one in (kv_space, nonprefix(kv_space))]
-        numbers = [catalog.kv_space_id(connection, digest) for digest in digests]
-        return [
-            SpaceRow(number, digest, apart)
-            for number, digest, apart in zip(numbers, digests, (False, True), strict=True)
-            if number is not None
-        ]
 
     def _stored(
         self, view: ChunkView, space: SpaceRow, digest: ChunkDigest, tokens: bytes, size_bytes: int
@@ -251,25 +273,9 @@ class Variants:
                     if len(self._broken) < _MAX_BROKEN:
                         self._broken.add(id)
                 continue
-            pieces = view.find_pieces(row.location, tokens)
-            if pieces is None or (space.nonprefix and len(pieces) > 1):
-                continue
-            if shift := row.variant.span.start - row.location.span.start:
-                pieces = tuple(_moved(piece, shift) for piece in pieces)
-            held = all(self._memory.holds(piece.name) for piece in pieces)
-            coded = not held and bool(delta_rows.codings(view.connection, [piece.extent for piece in pieces]))
-            yield StoredVariant(
-                id=id,
-                variant=row.variant,
-                frequency=row.frequency,
-                tier="memory" if held else "coded" if coded else "disk",
-                size_bytes=len(row.variant.span) * size_bytes,
-                nonprefix=space.nonprefix,
-                kv_space=space.digest,
-                location=row.location,
-                tokens=tokens,
-                pieces=pieces,
-            )
+            stored = self.stored_at(view, space, row.location, row.variant, tokens, size_bytes * len(row.variant.span))
+            if stored is not None:
+                yield replace(stored, id=id, frequency=row.frequency)
 
     def _is_stored(self, kv_space: KvSpace, digest: ChunkDigest, tokens: bytes) -> bool:
         return any(one.nonprefix for one in self.find(kv_space, {digest: tokens}).get(digest, ()))
@@ -322,6 +328,17 @@ class Variants:
             if attempt == 1:
                 room.hold_limit(spare_bytes=size_bytes)
         return False
+
+
+def spaces_of(disk: DiskStore, connection: sqlite3.Connection, kv_space: KvSpace) -> list[SpaceRow]:
+    """The KV space and the one for its non-prefix KV, if they were used before."""
+    digests = [disk.kv_space_digest(one) for one in (kv_space, nonprefix(kv_space))]
+    numbers = [catalog.kv_space_id(connection, digest) for digest in digests]
+    return [
+        SpaceRow(number, digest, apart)
+        for number, digest, apart in zip(numbers, digests, (False, True), strict=True)
+        if number is not None
+    ]
 
 
 def _check(variant: Variant, tokens: bytes) -> None:

@@ -138,6 +138,8 @@ def completion_requests(body: CompletionRequest, tenant: str, token_limit: int) 
     options = _options(body, tenant, token_limit, None)
     if body.logprobs is not None:
         options["logprobs"] = body.logprobs
+    if body.rekindle is not None and body.rekindle.reuse is not None:
+        options.setdefault("reuse", body.rekindle.reuse)
     return [Request.of(prompt, **options) for prompt in prompts_of(body.prompt)]
 
 

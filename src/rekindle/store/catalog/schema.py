@@ -9,6 +9,8 @@ kv_spaces     what must be equal for KV to be interchangeable. Unreferenced ones
 identities    the fields of a KV space's identity, to say how two models differ.
 variants      one row per variant of a chunk: where in a chain its KV is (a view, no copy), and its attention scores.
               A row whose blocks were removed is useless, and is removed when it is met.
+fingerprints  where the grams of stored text lie (core/fingerprints), one place for each key of a KV space: the position
+              behind the gram in its chain, and by how much it was computed elsewhere. Bounded; the oldest go.
 requests      recent requests and their reuse, for `explain`: a bounded number, the oldest go.
 apps          one row per app that sent requests: its state, the process it is tied to, and a digest of its salt.
 app_uses      which app used an extent's blocks, up to which place. Bounded; removed with the extent.
@@ -164,6 +166,19 @@ MIGRATIONS: tuple[str, ...] = (
     """
     ALTER TABLE bytes_written ADD COLUMN spent INTEGER;
     ALTER TABLE bytes_written ADD COLUMN refused INTEGER NOT NULL DEFAULT 0;
+    """,
+    """
+    CREATE TABLE fingerprints (
+        id INTEGER PRIMARY KEY,
+        kv_space INTEGER NOT NULL,
+        key INTEGER NOT NULL,
+        parent BLOB NOT NULL,  -- the node above the block that has the last token of the gram
+        stop INTEGER NOT NULL,
+        moved INTEGER NOT NULL,  -- where it was computed, less where it is in its chain: 0, but for non-prefix KV
+        drift REAL NOT NULL,
+        seal BLOB NOT NULL  -- of all above
+    );
+    CREATE UNIQUE INDEX fingerprints_key ON fingerprints (key, kv_space);
     """,
 )
 

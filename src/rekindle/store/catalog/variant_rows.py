@@ -37,11 +37,13 @@ _HOLDING = (
     "WHERE e.state='live' AND (e.kept BETWEEN ? AND ? OR e.pinned) AND b.kv_space=? AND "
 )
 _BEGINNING = f"b.parent=? AND b.tokens>=? ORDER BY b.tokens LIMIT {_CANDIDATES}"
-# The first child that is not before the tail begins with it, if any does.
-_LOST = (
-    "(SELECT substr(b.tokens, 1, length(v.tail)) FROM blocks b WHERE b.parent=v.parent AND b.kv_space=v.kv_space "
-    "AND b.tokens>=v.tail ORDER BY b.tokens LIMIT 1) IS NOT v.tail"
-)
+# Whether the blocks of a row were removed, by table.
+LOST = {
+    # The first child that is not before the tail begins with it, if any does.
+    "variants": "(SELECT substr(b.tokens, 1, length(v.tail)) FROM blocks b WHERE b.parent=v.parent "
+    "AND b.kv_space=v.kv_space AND b.tokens>=v.tail ORDER BY b.tokens LIMIT 1) IS NOT v.tail",
+    "fingerprints": "NOT EXISTS (SELECT 1 FROM blocks b WHERE b.parent=v.parent AND b.kv_space=v.kv_space)",
+}
 
 _EARLIER = struct.Struct("<16sId")
 _HALF = np.dtype("<f2")
@@ -192,10 +194,16 @@ class ChunkView:
                 return BlockLocation(*holding)
         return None
 
-    def above(self, extent: int) -> NodeKey | None:
-        """The parent node of an extent's first block."""
-        row = self.connection.execute("SELECT parent FROM blocks WHERE extent=? AND place=0", (extent,)).fetchone()
+    def above(self, extent: int, place: int = 0) -> NodeKey | None:
+        """The parent node of a block, by default of an extent's first."""
+        select = "SELECT parent FROM blocks WHERE extent=? AND place=?"
+        row = self.connection.execute(select, (extent, place)).fetchone()
         return None if row is None else row[0]
+
+    def tokens(self, extent: int, first: int, stop: int) -> bytes:
+        """The tokens of an extent's blocks from place `first` up to `stop`, as many as there are."""
+        select = "SELECT tokens FROM blocks WHERE extent=? AND place>=? AND place<? ORDER BY place"
+        return b"".join([part for (part,) in self.connection.execute(select, (extent, first, stop))])
 
     def _holdings(self, where: str, *values: bytes) -> list[tuple[Any, ...]]:
         """Extent, name, place, depth and tokens of usable blocks."""
@@ -269,20 +277,26 @@ class VariantAccess:
         )
 
 
-def sweep(database: Database, after: int = 0, max_rows: int | None = None) -> int:
-    """Remove rows after number `after` whose blocks were removed; checks `max_rows`, returns the last, 0 at the end."""
+def sweep(database: Database) -> None:
+    """Remove all rows whose blocks were removed."""
+    for table in LOST:
+        sweep_some(database, table)
+
+
+def sweep_some(database: Database, table: str, after: int = 0, max_rows: int | None = None) -> int:
+    """The same, of a table from number `after` on; checks `max_rows`, returns the last, 0 at the end."""
     looked_at = 0
     while max_rows is None or looked_at < max_rows:
         with database.scanning() as connection:
             ids = connection.execute(
-                f"SELECT id, {_LOST} FROM variants v WHERE id>? ORDER BY id LIMIT {_ROWS_A_TRANSACTION}", (after,)
+                f"SELECT id, {LOST[table]} FROM {table} v WHERE id>? ORDER BY id LIMIT {_ROWS_A_TRANSACTION}", (after,)
             ).fetchall()
         if not ids:
             return 0
         lost = [(id,) for id, is_lost in ids if is_lost]
         if lost:
             with database.writing() as connection:
-                connection.executemany(f"DELETE FROM variants AS v WHERE id=? AND {_LOST}", lost)
+                connection.executemany(f"DELETE FROM {table} AS v WHERE id=? AND {LOST[table]}", lost)
         after = ids[-1][0]
         looked_at += len(ids)
     return after
