@@ -35,7 +35,7 @@ class PeftGenerate:
         started = time.perf_counter()
         self._model.set_adapter(adapter)
         tokens = torch.tensor([list(prompt)], device=self._model.device)
-        found = self._model.generate(
+        found = self._model.generate(  # type: ignore[no-untyped-call]
             input_ids=tokens,
             attention_mask=torch.ones_like(tokens),
             max_new_tokens=count,

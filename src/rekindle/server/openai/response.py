@@ -54,6 +54,8 @@ def rekindle_of(reuse: Reuse, ignored: Sequence[str] = ()) -> dict[str, Any]:
         "quantized": reuse.quantized,
         "calibrated_bits": reuse.calibrated_bits,
         "from_chunks": reuse.from_chunks,
+        "from_adapter": reuse.from_adapter,
+        "adapter_source": reuse.adapter_source,
         "recomputed": reuse.recomputed,
         "streamed": reuse.streamed,
         "computed": reuse.computed,
