@@ -242,6 +242,18 @@ def _adapters_shape(axes: Any, result: Result) -> None:
     bars(axes, values, "{:,.1f} ms", f"{result['shape']}, {result['tokens']:,} tokens of KV", ["computed"])
 
 
+def _warm_start(part: str, title: str) -> Panel:
+    def panel(axes: Any, result: Result) -> None:
+        own = [row for row in result["rows"] if row["half"] == "chosen"]
+        values = {}
+        for way in dict.fromkeys(row["way"] for row in own if row["budget"]):
+            points = [row for row in own if row["way"] == way or not row["budget"]]
+            values[way] = [row["budget"] for row in points], [row[part] for row in points]
+        lines(axes, values, "share that is computed", title)
+
+    return panel
+
+
 def _policies(axes: Any, result: Result) -> None:
     values = {row["policy"].replace(", ", "\n"): float(row["computed_tokens"]) for row in result["second_half"]}
     bars(axes, values, "{:,.0f}", "tokens to compute, second halves", [name for name in values if name != "lru"])
@@ -320,6 +332,7 @@ _PANELS: dict[str, list[Panel]] = {
         _engine_part("decode", "generate", "context_tokens", "decode, ms a token, by context"),
     ],
     "store": [_store_load, _store_lookup],
+    "warmstart": [_warm_start("kl", "KL, median of adapters"), _warm_start("ratio", "time / computing")],
     "serve": [
         _serve_part("ttft_p50", "first token, median seconds"),
         _serve_part("tokens_per_s", "tokens of replies a second"),

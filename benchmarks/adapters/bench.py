@@ -40,7 +40,7 @@ from rekindle.errors import InvalidSetting
 from rekindle.models.adapter_registry import RegisteredAdapter
 
 REQUESTS, QUICK_REQUESTS = 60, 6  # that are measured, in each scenario
-FILLING = 24  # at most so many come before them: the caches are as full as they get in use
+FILLING = 24  # come before them, or as many as are measured: the caches are as full as they get in use
 QUICK_SCENARIOS, QUICK_CONTEXTS = 1, 2
 ALL_MODES = ("S1", "S4")  # the scenarios in which every mode is measured: few adapters, and many
 _MAX_TEXTS = 64  # of each kind that are put into tokens

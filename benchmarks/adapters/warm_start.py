@@ -3,12 +3,12 @@ has computed.
 
 That KV stands in for the adapter's own, and a share of it is computed with the adapter. Ways to choose the share:
 
-leading         the first tokens
-first layers    all tokens, in the first layers only
-seen            the tokens that the question attends to, as `chunks/select` finds them
-..., drift      the others follow the mean change of those that are computed (`KvDrift`)
-deviation       of what the question attends to, what the adapter changes most in the first layers, which all tokens
-                pass
+leading            the first tokens
+first-layers       all tokens, in the first layers only
+seen               the tokens that the question attends to, as `chunks/select` finds them
+seen+drift         the same; the others follow the mean change of those that are computed (`KvDrift`)
+deviation+drift    of what the question attends to, what the adapter changes most in the first layers, which all
+                   tokens pass
 
 The first half of the texts compares the ways at every budget and chooses one; the second half shows that one. Quality
 is judged on the reply that the full computation gives, which the model is made to follow.
@@ -44,7 +44,7 @@ MAX_KL, MIN_TOP1 = 0.015, 0.95  # what quantized KV has to keep as well
 _DEVIATION_LAYERS = range(1, 3)
 _MAX_TEXTS = 64
 
-Half = Literal["chosen on", "shown on"]
+Half = Literal["chosen", "shown"]
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class WarmWay:
 
 WAYS = (
     WarmWay("leading"),
-    WarmWay("first layers", by_layer=True),
+    WarmWay("first-layers", by_layer=True),
     WarmWay("seen", looks=True),
-    WarmWay("seen, drift", looks=True, drift=1.0),
-    WarmWay("deviation, drift", looks=True, deviation=True, drift=1.0),
+    WarmWay("seen+drift", looks=True, drift=1.0),
+    WarmWay("deviation+drift", looks=True, deviation=True, drift=1.0),
 )
 
 
@@ -140,10 +140,10 @@ class _WarmBench:
         """Every way at every budget, over the model's KV."""
         base = self._kv(context, None)
         for name, prompt in self._prompts(context):
-            yield prompt.measure("chosen on", name, "the model", base, WAYS[0], 0.0)
+            yield prompt.measure("chosen", name, "model", base, WAYS[0], 0.0)
             for way in WAYS:
                 for budget in budgets:
-                    yield prompt.measure("chosen on", name, "the model", base, way, budget)
+                    yield prompt.measure("chosen", name, "model", base, way, budget)
             prompt.close()
 
     def showing(self, context: list[int], way: WarmWay, budgets: Sequence[float]) -> Iterable[WarmRun]:
@@ -151,17 +151,17 @@ class _WarmBench:
         base, names = self._kv(context, None), list(self._loras)
         for name, prompt in self._prompts(context):
             other = self._kv(context, self._loras[names[names.index(name) - 1]])
-            for source, kv in (("the model", base), ("another adapter", other)):
+            for source, kv in (("model", base), ("adapter", other)):
                 for budget in (0.0, *budgets):
-                    yield prompt.measure("shown on", name, source, kv, way, budget)
+                    yield prompt.measure("shown", name, source, kv, way, budget)
             prompt.close()
 
-    def _prompts(self, context: list[int]) -> Iterable[tuple[str, _WarmPrompt]]:
+    def _prompts(self, context: list[int]) -> Iterable[tuple[str, WarmPrompt]]:
         for name, lora in self._loras.items():
             self._advance(f"text {self._asked // len(self._loras) + 1}, {name}")
             question = self._instructions[self._asked // len(self._loras) % len(self._instructions)]
             self._asked += 1
-            yield name, _WarmPrompt(self._engine, lora, context, question)
+            yield name, WarmPrompt(self._engine, lora, context, question)
 
     def _kv(self, context: list[int], lora: Lora | None) -> Kv:
         sequence = _opened(self._engine, len(context), lora)
@@ -171,7 +171,7 @@ class _WarmBench:
         return kv
 
 
-class _WarmPrompt:
+class WarmPrompt:
     """A prompt under an adapter: its full computation, and what stands in for it."""
 
     def __init__(self, engine: Engine, lora: Lora, context: list[int], question: list[int]) -> None:
@@ -196,7 +196,7 @@ class _WarmPrompt:
         (first,) = self._engine.step([self._row(HeldKv(kv), way, budget)])
         seconds = time.perf_counter() - started
         near = nearness(self._exact, self._followed(first))
-        name = way.name if budget else "nothing recomputed"
+        name = way.name if budget else "none"
         return WarmRun(half, adapter, source, name, budget, near.mean_kl, near.top1, seconds, self.full_seconds)
 
     def _row(self, feed: HeldKv, way: WarmWay, budget: float) -> Row:
@@ -277,18 +277,18 @@ def add_rows(report: Report, runs: Sequence[WarmRun], way: WarmWay, adapters: Se
     for one in runs:
         groups.setdefault((one.half, one.source, one.way, one.budget), []).append(one)
     rows = [_row(*group, own) for group, own in groups.items()]
-    shown = [row for row in rows if row.half == "shown on" and row.budget]
+    shown = [row for row in rows if row.half == "shown" and row.budget]
     report.fields |= {
         "adapters": list(adapters),
         "context_tokens": CONTEXT_TOKENS,
-        "positions": REPLY_TOKENS * sum(one.half == "shown on" and not one.budget for one in runs) // 2,
+        "positions": REPLY_TOKENS * sum(one.half == "shown" and not one.budget for one in runs) // 2,
         "max_kl": MAX_KL,
         "min_top1": MIN_TOP1,
         "chosen": way.name,
         "rows": [asdict(row) for row in rows],
         "wins": sum(row.near and row.ratio < 1 for row in shown),
         "kl_by_adapter": {
-            f"{row.budget:.0%} from {row.source}": _kl_by_adapter(groups["shown on", row.source, row.way, row.budget])
+            f"{row.source} {row.budget:.0%}": _kl_by_adapter(groups["shown", row.source, row.way, row.budget])
             for row in shown
         },
     }
@@ -310,7 +310,7 @@ def _kl_by_adapter(runs: Sequence[WarmRun]) -> dict[str, float]:
 def _table_row(row: WarmRow) -> TableRow:
     share = f" {row.budget:.0%}" if row.budget else ""
     return TableRow(
-        f"{row.half}, {row.way}{share}, from {row.source}",
+        f"{row.half}: {row.way}{share}, from the {row.source}",
         f"KL {row.kl:.4f} (worst {row.worst_kl:.4f}), top-1 {row.top1:.3f}",
         "computing",
         f"{row.ratio:.2f}",

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rekindle.cache")
 
 CLOSE_SECONDS, REST_SECONDS = 10.0, 60.0
-_MIN_WARM_FACTOR = 2  # another adapter must know so much more than was warm-started before
+_MIN_WARM_FACTOR = 2  # another adapter must know more than this many times what was warm-started before
 
 
 class ChunkStrategy(Protocol):

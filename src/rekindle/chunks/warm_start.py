@@ -34,7 +34,7 @@ from rekindle.store.tiered import TieredStore
 
 log = logging.getLogger("rekindle.cache")
 
-WARM_BUDGET = 0.5  # see docs/concepts/apps.md for what it keeps
+WARM_BUDGET = 0.5  # docs/concepts/chunks.md has what it costs and keeps
 MIN_TOKENS = 64  # that the other adapter must know
 _MIN_FACTOR = 4  # times as many as the adapter itself knows, whose own are exact
 
@@ -49,8 +49,7 @@ class AdapterPolicy(RecomputePolicy):
 
     def choose(self, stale: StaleTokens, chunks: object) -> Positions:  # noqa: ARG002
         """The positions to recompute."""
-        assert stale.seen is not None
-        return choose_top(stale, clean(stale.seen), self.budget)
+        return stale.positions[:0] if stale.seen is None else choose_top(stale, clean(stale.seen), self.budget)
 
 
 @dataclass(frozen=True, eq=False)
