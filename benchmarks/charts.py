@@ -242,16 +242,17 @@ def _adapters_shape(axes: Any, result: Result) -> None:
     bars(axes, values, "{:,.1f} ms", f"{result['shape']}, {result['tokens']:,} tokens of KV", ["computed"])
 
 
-def _warm_start(part: str, title: str) -> Panel:
-    def panel(axes: Any, result: Result) -> None:
-        own = [row for row in result["rows"] if row["half"] == "chosen"]
-        values = {}
-        for way in dict.fromkeys(row["way"] for row in own if row["budget"]):
-            points = [row for row in own if row["way"] == way or not row["budget"]]
-            values[way] = [row["budget"] for row in points], [row[part] for row in points]
-        lines(axes, values, "share that is computed", title)
+def _warm_start_ways(axes: Any, result: Result) -> None:
+    own = [row for row in result["rows"] if row["half"] == "chosen"]
+    theirs = [row["way"] for row in own if row["way"] != result["chosen"]]
+    bars(axes, {row["way"]: row["kl"] for row in own}, "{:.4f}", "KL, median of adapters", theirs)
 
-    return panel
+
+def _warm_start_budgets(axes: Any, result: Result) -> None:
+    own = [row for row in result["rows"] if row["half"] == "shown" and row["source"] == "model"]
+    at = [row["budget"] for row in own]
+    values = {name: (at, [row[part] for row in own]) for name, part in (("KL", "kl"), ("time / computing", "ratio"))}
+    lines(axes, values, "share that is computed", result["chosen"])
 
 
 def _policies(axes: Any, result: Result) -> None:
@@ -332,7 +333,7 @@ _PANELS: dict[str, list[Panel]] = {
         _engine_part("decode", "generate", "context_tokens", "decode, ms a token, by context"),
     ],
     "store": [_store_load, _store_lookup],
-    "warmstart": [_warm_start("kl", "KL, median of adapters"), _warm_start("ratio", "time / computing")],
+    "warmstart": [_warm_start_ways, _warm_start_budgets],
     "serve": [
         _serve_part("ttft_p50", "first token, median seconds"),
         _serve_part("tokens_per_s", "tokens of replies a second"),

@@ -10,8 +10,8 @@ seen+drift         the same; the others follow the mean change of those that are
 deviation+drift    of what the question attends to, what the adapter changes most in the first layers, which all
                    tokens pass
 
-The first half of the texts compares the ways at every budget and chooses one; the second half shows that one. Quality
-is judged on the reply that the full computation gives, which the model is made to follow.
+The first half of the texts compares the ways at one budget and chooses one; the second half shows that one at several.
+Quality is judged on the reply that the full computation gives, which the model is made to follow.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from rekindle.session.calibrate.nearness import nearness
 
 CONTEXT_TOKENS, REPLY_TOKENS = 192, 16
 TEXTS, QUICK_TEXTS, QUICK_ADAPTERS = 2, 1, 2  # texts of each half
+CHOOSING_BUDGET = 0.3
 BUDGETS = (0.1, 0.2, 0.3, 0.5)
 MAX_KL, MIN_TOP1 = 0.015, 0.95  # what quantized KV has to keep as well
 _DEVIATION_LAYERS = range(1, 3)
@@ -110,11 +111,10 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     conversations, documents = (_encoded(engine, some, random) for some in (material.conversations, material.documents))
     count = options.rounds(TEXTS, QUICK_TEXTS)
     contexts = [list(one.tokens) for one in make_contexts(conversations, documents, CONTEXT_TOKENS, 2 * count, random)]
-    bench = _WarmBench(engine, {adapter.name: read_adapter(adapter.path, adapter.scale) for adapter in known}, advance)
-    budgets = BUDGETS[::2] if options.quick else BUDGETS
-    runs = [one for text in contexts[:count] for one in bench.choosing(text, budgets)]
-    way = _best(runs)
-    runs += [one for text in contexts[count:] for one in bench.showing(text, way, budgets)]
+    bench = WarmBench(engine, {adapter.name: read_adapter(adapter.path, adapter.scale) for adapter in known}, advance)
+    runs = [one for text in contexts[:count] for one in bench.choosing(text)]
+    way = best_way(runs)
+    runs += [one for text in contexts[count:] for one in bench.showing(text, way)]
     report = Report("warmstart", fields=about(engine, options))
     engine.close()
     add_rows(report, runs, way, [adapter.name for adapter in known])
@@ -126,7 +126,7 @@ def _encoded(engine: Engine, texts: Sequence[str], random: np.random.Generator) 
     return [engine.tokenizer.encode(f"{text}\n\n") for text in some]
 
 
-class _WarmBench:
+class WarmBench:
     """All adapters of one engine."""
 
     def __init__(self, engine: Engine, loras: dict[str, Lora], advance: Advance) -> None:
@@ -136,24 +136,24 @@ class _WarmBench:
         for lora in loras.values():
             engine.load_adapter(lora)
 
-    def choosing(self, context: list[int], budgets: Sequence[float]) -> Iterable[WarmRun]:
-        """Every way at every budget, over the model's KV."""
+    def choosing(self, context: list[int]) -> Iterable[WarmRun]:
+        """Every way at one budget, over the model's KV."""
         base = self._kv(context, None)
         for name, prompt in self._prompts(context):
             yield prompt.measure("chosen", name, "model", base, WAYS[0], 0.0)
             for way in WAYS:
-                for budget in budgets:
-                    yield prompt.measure("chosen", name, "model", base, way, budget)
+                yield prompt.measure("chosen", name, "model", base, way, CHOOSING_BUDGET)
             prompt.close()
 
-    def showing(self, context: list[int], way: WarmWay, budgets: Sequence[float]) -> Iterable[WarmRun]:
+    def showing(self, context: list[int], way: WarmWay) -> Iterable[WarmRun]:
         """One way over the model's KV, and over another adapter's."""
         base, names = self._kv(context, None), list(self._loras)
         for name, prompt in self._prompts(context):
             other = self._kv(context, self._loras[names[names.index(name) - 1]])
-            for source, kv in (("model", base), ("adapter", other)):
-                for budget in (0.0, *budgets):
-                    yield prompt.measure("shown", name, source, kv, way, budget)
+            for budget in (0.0, *BUDGETS):
+                yield prompt.measure("shown", name, "model", base, way, budget)
+            for budget in BUDGETS[2:]:
+                yield prompt.measure("shown", name, "adapter", other, way, budget)
             prompt.close()
 
     def _prompts(self, context: list[int]) -> Iterable[tuple[str, WarmPrompt]]:
@@ -266,9 +266,11 @@ def _top(weights: NDArray[np.float32], budget: float) -> Positions:
     return np.sort(np.argsort(-weights, kind="stable")[:count]).astype(np.int64)
 
 
-def _best(runs: Sequence[WarmRun]) -> WarmWay:
-    """The way whose KL, over all budgets, is least."""
-    return min(WAYS, key=lambda way: statistics.mean(run.kl for run in runs if run.way == way.name))
+def best_way(runs: Sequence[WarmRun]) -> WarmWay:
+    """The way whose KL, as the median of adapters, is least."""
+    return min(
+        WAYS, key=lambda way: statistics.median(kl_by_adapter([run for run in runs if run.way == way.name]).values())
+    )
 
 
 def add_rows(report: Report, runs: Sequence[WarmRun], way: WarmWay, adapters: Sequence[str]) -> None:
@@ -281,14 +283,14 @@ def add_rows(report: Report, runs: Sequence[WarmRun], way: WarmWay, adapters: Se
     report.fields |= {
         "adapters": list(adapters),
         "context_tokens": CONTEXT_TOKENS,
-        "positions": REPLY_TOKENS * sum(one.half == "shown" and not one.budget for one in runs) // 2,
+        "positions": REPLY_TOKENS * sum(one.half == "shown" and not one.budget for one in runs),
         "max_kl": MAX_KL,
         "min_top1": MIN_TOP1,
         "chosen": way.name,
         "rows": [asdict(row) for row in rows],
         "wins": sum(row.near and row.ratio < 1 for row in shown),
         "kl_by_adapter": {
-            f"{row.source} {row.budget:.0%}": _kl_by_adapter(groups["shown", row.source, row.way, row.budget])
+            f"{row.source} {row.budget:.0%}": kl_by_adapter(groups["shown", row.source, row.way, row.budget])
             for row in shown
         },
     }
@@ -296,13 +298,13 @@ def add_rows(report: Report, runs: Sequence[WarmRun], way: WarmWay, adapters: Se
 
 
 def _row(half: Half, source: str, way: str, budget: float, runs: Sequence[WarmRun]) -> WarmRow:
-    means = _kl_by_adapter(runs).values()
+    means = kl_by_adapter(runs).values()
     kl, top1 = statistics.median(means), statistics.mean(one.top1 for one in runs)
     ratio = sum(one.seconds for one in runs) / sum(one.full_seconds for one in runs)
     return WarmRow(half, source, way, budget, kl, max(means), top1, ratio, kl <= MAX_KL and top1 >= MIN_TOP1)
 
 
-def _kl_by_adapter(runs: Sequence[WarmRun]) -> dict[str, float]:
+def kl_by_adapter(runs: Sequence[WarmRun]) -> dict[str, float]:
     names = dict.fromkeys(one.adapter for one in runs)
     return {name: statistics.mean(one.kl for one in runs if one.adapter == name) for name in names}
 

@@ -52,6 +52,6 @@ def test_rows_are_medians_of_adapters_and_what_is_shown_is_judged(tmp_path: Path
     fields = report.fields
     row = next(row for row in fields["rows"] if row["half"] == "shown" and row["budget"] == 0.5)
     assert (row["kl"], row["worst_kl"], row["ratio"], row["near"]) == (0.01, 0.5, 0.5, True)
-    assert fields["wins"] == 2 and fields["positions"] == 3 * warm_start.REPLY_TOKENS
+    assert fields["wins"] == 2 and fields["positions"] == 6 * warm_start.REPLY_TOKENS
     assert fields["kl_by_adapter"]["adapter 50%"] == {"a": 0.001, "b": 0.01, "c": 0.5}
     charts.save_chart(report.as_json(), tmp_path / "chart.png")
