@@ -270,10 +270,13 @@ def _top(weights: NDArray[np.float32], budget: float) -> Positions:
 
 
 def best_way(runs: Sequence[WarmRun]) -> WarmWay:
-    """The way whose KL, as the median of adapters, is least."""
-    return min(
-        WAYS, key=lambda way: statistics.median(kl_by_adapter([run for run in runs if run.way == way.name]).values())
-    )
+    """The way whose KL (the median of adapters) times time is least."""
+
+    def loss(way: WarmWay) -> float:
+        row = _row("chosen", "model", way.name, CHOOSING_BUDGET, [run for run in runs if run.way == way.name])
+        return row.kl * row.ratio
+
+    return min(WAYS, key=loss)
 
 
 def add_rows(report: Report, runs: Sequence[WarmRun], way: WarmWay, adapters: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from rekindle.core.identity import Identity
 from rekindle.core.keys import TOKEN_BYTES, KvSpace, common_tokens, token_bytes
 from rekindle.core.kv import Span
 from rekindle.core.plan import Compute, FetchRemote, Plan, ReuseChunks
-from rekindle.core.reply import ChunkReuse, OriginFinding, Reuse, source_name
+from rekindle.core.reply import ChunkReuse, OriginFinding, Reuse
 from rekindle.core.request import Message
 from rekindle.core.size import count_of
 from rekindle.errors import CacheError
@@ -43,7 +43,7 @@ class PromptPart:
 
     start: int
     stop: int
-    source: str  # engine, memory, disk, reused, adapter, streamed, compute
+    source: str  # engine, memory, disk, reused, model, streamed, compute
     entry: str | None = None
 
 
@@ -91,7 +91,7 @@ class Explanation:
     recompute_policy: str | None = None  # if they are reused
     budget: float | None = None
     calibrated: bool | None = None
-    adapter_source: str | None = None  # the adapter whose KV it starts from, if it does; "model" without one
+    from_model: int = 0  # tokens whose KV the model computed without the adapter
     streamed: int = 0  # tokens that came from an origin
     timeline: tuple[TimelineEvent, ...] = ()  # when, and what was computed meanwhile
     origin: OriginFinding | None = None  # what it has, for a prompt that was not run; why nothing came from it
@@ -145,9 +145,9 @@ class Explanation:
             lines.append("  " + ", ".join(shown))
         lines.append(f"why: {self.reason.sentence}")
         lines += _passage_lines(self)
-        if self.adapter_source is not None:
-            whose, known = source_name(self.adapter_source), sum(p.stop for p in self.parts if p.source == "adapter")
-            lines.append(f"warm start: KV of {whose}, {self.recomputed:,} of {count_of(known, 'token')} recomputed")
+        if self.from_model:
+            known = count_of(self.from_model, "token")
+            lines.append(f"warm start: KV of the model without the adapter, {self.recomputed:,} of {known} recomputed")
         if self.origin is not None:
             lines.append(f"origin: {self.origin}")
         lines += timeline_lines(self.timeline)
@@ -214,7 +214,7 @@ class Explainer:
         return Explanation(
             model=prompt.model,
             tokens=len(prompt.tokens),
-            parts=_parts(plan, match, "reused" if reuse.adapter_source is None else "adapter"),
+            parts=_parts(plan, match, "model" if reuse.from_model else "reused"),
             reason=reason,
             difference=difference,
             change=change,
@@ -226,7 +226,7 @@ class Explainer:
             recompute_policy=reuse.recompute_policy,
             budget=reuse.budget,
             calibrated=reuse.calibrated,
-            adapter_source=reuse.adapter_source,
+            from_model=reuse.from_model,
             streamed=reuse.streamed,
             timeline=reuse.timeline,
             origin=origin,
@@ -335,7 +335,7 @@ def _passage_lines(explanation: Explanation) -> list[str]:
 _PLACES = {
     "compute": "computed",
     "reused": "from another prompt, partly recomputed",
-    "adapter": "from another adapter or none, partly recomputed",
+    "model": "from the model without the adapter, partly recomputed",
     "streamed": "streamed from the origin, partly computed meanwhile",
 }
 _PASSAGES = {

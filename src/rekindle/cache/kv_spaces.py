@@ -52,10 +52,6 @@ class KvSpaces:
             self._known[regime, scope, adapter, quantized] = known
         return known
 
-    def adapter_name(self, digest: str) -> str:
-        """The name of an adapter; its digest if it has none here."""
-        return next((adapter.name for adapter in self._adapters if adapter.digest == digest), digest)
-
     def exact(self, kv_space: KvSpace) -> KvSpace | None:
         """The exact counterpart of a quantized KV space; None for any other."""
         return replace(kv_space, codec=_EXACT) if is_quantized(kv_space.codec) else None

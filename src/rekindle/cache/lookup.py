@@ -32,7 +32,7 @@ class CacheLookup:
     passages: ChunkMatches | None = None  # if passages may come from other prompts
     app_ref: AppRef | None = None  # the app that asks
     wanted: bool = False  # asked for only to be kept
-    other_adapter: Matches | None = None  # what the model, or another adapter, knows of it, where that could help
+    model_kv: Matches | None = None  # of a prompt of an adapter: what the model knows of it, where that could help
 
     def passages_before(self, plan: Plan) -> tuple[ChunkReuse, ...]:
         """The passages in the part of the context that a plan continues."""
@@ -44,8 +44,8 @@ class CacheLookup:
         return self.matches.kv_space or self.kv_space
 
     def warm_starts(self, plan: Plan) -> bool:
-        """Whether a plan starts from the KV of the model, or of another adapter."""
-        return self.other_adapter is not None and plan.reuse_chunks is not None
+        """Whether a plan starts from the model's KV."""
+        return self.model_kv is not None and plan.reuse_chunks is not None
 
     @property
     def stored_tokens(self) -> int:
@@ -87,6 +87,6 @@ def refused_kinds(known: CacheLookup, plan: Plan, cut: PrefillSteps) -> set[str]
 
 
 def _refuses_chunks(known: CacheLookup, plan: Plan) -> bool:
-    if known.other_adapter is not None:
+    if known.model_kv is not None:
         return not known.warm_starts(plan)
     return known.passages is not None and known.passages.knows_more_than(plan.reused)

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rekindle.cache")
 
 CLOSE_SECONDS, REST_SECONDS = 10.0, 60.0
-_MIN_WARM_FACTOR = 2  # another adapter must know more than this many times what was warm-started before
+_MIN_WARM_FACTOR = 2  # the model must know more than this many times what was warm-started before
 
 
 class ChunkStrategy(Protocol):
@@ -76,13 +76,13 @@ class ChunkStrategy(Protocol):
 
 
 class WarmStartStrategy(Protocol):
-    """Starting an adapter's prompt from the KV of the model, or of another adapter (`chunks/warm_start`)."""
+    """Starting an adapter's prompt from the model's KV (`chunks/warm_start`)."""
 
     def fits(self, own: CacheLookup) -> bool:
-        """Whether a prompt may start from other KV."""
+        """Whether a prompt may start from the model's KV."""
 
     def find(self, own: CacheLookup) -> Matches | None:
-        """What the model, or another adapter, has of a prompt; None if too little. Raises `NoAnswer`."""
+        """What the model has of a prompt; None if too little. Raises `NoAnswer`."""
 
     def plan(self, lookup: CacheLookup, exact: Plan) -> Plan:
         """A plan that starts from it, if that is expected to be faster than the exact one."""
@@ -220,12 +220,12 @@ class PrefixCache:
         warm = self._look_in(warm_started(own.kv_space), request, own.tokens, own.guard, None)
         chosen = warm if warm.matches.length > own.matches.length else own
         try:
-            other = self._warm_start.find(own)
+            found = self._warm_start.find(own)
         except NoAnswer:
-            other = None
-        if other is not None and other.length > _MIN_WARM_FACTOR * warm.matches.length:
-            started = replace(warm, other_adapter=other)
-            chosen = started if self.plan(started).reuse_chunks else replace(own, other_adapter=other)
+            found = None
+        if found is not None and found.length > _MIN_WARM_FACTOR * warm.matches.length:
+            started = replace(warm, model_kv=found)
+            chosen = started if self.plan(started).reuse_chunks else replace(own, model_kv=found)
         self.park((own if chosen.kv_space == warm.kv_space else warm).parked)
         return chosen
 
@@ -265,7 +265,7 @@ class PrefixCache:
     def plan(self, lookup: CacheLookup) -> Plan:
         """What to load and what to compute."""
         exact = self.kv.plan(lookup)
-        if self._warm_start is not None and lookup.other_adapter is not None:
+        if self._warm_start is not None and lookup.model_kv is not None:
             return self._warm_start.plan(lookup, exact) if is_warm_started(lookup.kv_space.codec) else exact
         return exact if lookup.passages is None else self.chunks.plan(lookup, exact)
 
@@ -449,7 +449,7 @@ class PromptPrefill:
         lookup, result = self.lookup, self._result
         plan, lost = (self.plan, None) if result is None else (result.plan, result.lost)
         miss = self._cache.kv.miss(lookup, plan, lost)
-        return report_reuse(lookup, plan, result, miss, self._cache.bits_calibrated, self._cache.kv_spaces.adapter_name)
+        return report_reuse(lookup, plan, result, miss, self._cache.bits_calibrated)
 
     def run(self, capacity: int, cancelled: IsCancelled) -> Logits:
         """Load and compute the prompt, with room for `capacity` tokens; returns the logits after its last token.

@@ -18,7 +18,6 @@ def report_reuse(
     result: PrefillResult | None,
     miss: str | None,
     bits_calibrated: Callable[[KvSpace], bool],
-    adapter_name: Callable[[str], str] = str,
 ) -> Reuse:
     """What a plan reuses; with a result, what really was."""
     tiers = Counter({load.tier: 0 for load in plan.loads})
@@ -49,8 +48,7 @@ def report_reuse(
         quantized=quantized,
         calibrated_bits=calibrated_bits,
         from_chunks=from_chunks,
-        from_adapter=moved if warm_starts else 0,
-        adapter_source=_source(lookup, adapter_name) if warm_starts else None,
+        from_model=moved if warm_starts else 0,
         recomputed=recomputed,
         streamed=streamed,
         timeline=() if result is None or result.streamed is None else tuple(result.streamed.events),
@@ -64,13 +62,6 @@ def report_reuse(
         budget=None if reused is None else reused.budget,
         calibrated=None if reused is None else reused.calibrated,
     )
-
-
-def _source(lookup: CacheLookup, adapter_name: Callable[[str], str]) -> str:
-    """Which adapter's KV a warm start begins with."""
-    other = lookup.other_adapter
-    assert other is not None and other.kv_space is not None
-    return "model" if other.kv_space.adapter is None else adapter_name(other.kv_space.adapter)
 
 
 def _chunks(lookup: CacheLookup, plan: Plan) -> tuple[ChunkReuse, ...]:

@@ -1,4 +1,4 @@
-"""Warm start: an adapter's first request over a context that only the model, or another adapter, has computed.
+"""Warm start: an adapter's first request over a context that only the model has computed.
 
 the model's KV space         [context ....................][another question]    exact
 this adapter's               nothing yet, and nothing is written to it
@@ -35,7 +35,7 @@ from rekindle.store.tiered import TieredStore
 log = logging.getLogger("rekindle.cache")
 
 WARM_BUDGET = 0.5  # docs/concepts/chunks.md has what it costs and keeps
-MIN_TOKENS = 64  # that the other adapter must know
+MIN_TOKENS = 64  # that the model must know
 _MIN_FACTOR = 4  # times as many as the adapter itself knows, whose own are exact
 
 
@@ -53,8 +53,8 @@ class AdapterPolicy(RecomputePolicy):
 
 
 @dataclass(frozen=True, eq=False)
-class _OtherKv:
-    """What another adapter knows of a prompt, as KV to recompute in part."""
+class _ModelKv:
+    """What the model knows of a prompt, as KV to recompute in part."""
 
     variant: Variant
     tier: Tier
@@ -71,40 +71,32 @@ class WarmStart:
         self._policy = AdapterPolicy() if given is None else AdapterPolicy(given)
 
     def fits(self, own: CacheLookup) -> bool:
-        """Whether a prompt may start from other KV: one of an adapter, whose passages are not reused."""
+        """Whether a prompt may start from the model's KV: one of an adapter, whose passages are not reused."""
         can, space = self._kv.engine.capabilities, own.kv_space
         free = own.passages is None or not any(chunk.known for chunk in own.passages.picked)
         few = _MIN_FACTOR * own.matches.length < len(own.tokens)
         return free and few and space.adapter is not None and space.codec == "raw" and can.recompute == "scattered"
 
     def find(self, own: CacheLookup) -> Matches | None:
-        """What the model, or the other adapter that knows most, has of a prompt; None if it is too little.
-
-        Raises `NoAnswer`.
-        """
-        store, tokens, last = self._store, own.tokens, len(own.tokens) - 1
-
-        def look() -> list[Matches]:
-            spaces = store.siblings(own.kv_space, tokens)
-            return [replace(find_matches(store, space, tokens), kv_space=space) for space in spaces]
-
-        best = max(self._kv.ask_store(look), key=lambda found: found.length, default=None)
+        """What the model has of a prompt; None if it is too little. Raises `NoAnswer`."""
+        store, space = self._store, replace(own.kv_space, adapter=None)
+        found = self._kv.ask_store(lambda: find_matches(store, space, own.tokens))
         needed = max(MIN_TOKENS, _MIN_FACTOR * own.matches.length)
-        return None if best is None or min(best.length, last) < needed else best
+        return None if min(found.length, len(own.tokens) - 1) < needed else replace(found, kv_space=space)
 
     def plan(self, lookup: CacheLookup, exact: Plan) -> Plan:
-        """A plan that starts from the other KV, if that is expected to be faster than the exact one; else that one."""
+        """A plan that starts from the model's KV, if that is expected to be faster than `exact`; else that one."""
         layout, chunk = _as_chunk(lookup)
         token_limit = PASS_TOKENS * self._kv.engine.prefill_tokens
         return plan_chunk_reuse(exact, layout, [chunk], self._policy, self._kv.costs.rates, token_limit)
 
     def run(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult:
         """Run such a plan; what cannot be loaded is computed. Raises `Cancelled`, and what the engine raises."""
-        kv, other = self._kv, lookup.other_adapter
-        assert other is not None and other.match is not None and other.kv_space is not None
+        kv, found = self._kv, lookup.model_kv
+        assert found is not None and found.match is not None and found.kv_space is not None
         layout, chunk = _as_chunk(lookup)
         saved = kv.costs.rates.compute_seconds(Span(0, plan.tokens))
-        timeout, match, space = kv.load_timeout(saved), other.match.until(len(chunk.span)), other.kv_space
+        timeout, match, space = kv.load_timeout(saved), found.match.until(len(chunk.span)), found.kv_space
         recompute = SelectiveRecompute(work, layout, (chunk,), self._policy, kv.deadlines)
         started = time.perf_counter()
         try:
@@ -131,12 +123,12 @@ class WarmStart:
 
 
 def _as_chunk(lookup: CacheLookup) -> tuple[PromptLayout, ChunkMatch]:
-    """The tokens that the other adapter knows, as one passage at its own place, with the question behind it."""
-    other, last = lookup.other_adapter, len(lookup.tokens) - 1
-    assert other is not None
-    span = Span(0, min(other.length, last))
+    """The tokens that the model knows, as one passage at its own place, with the question behind it."""
+    found, last = lookup.model_kv, len(lookup.tokens) - 1
+    assert found is not None
+    span = Span(0, min(found.length, last))
     layout, digest = PromptLayout(0, (span,)), chunk_digest(lookup.tokens[: span.stop])
     variant = unscored(layout, 1, (chunk_digest(()), digest), 0.0)
-    tiers = {found.tier for found in other.stored}
+    tiers = {run.tier for run in found.stored}
     tier: Tier = tiers.pop() if len(tiers) == 1 else "coded" if "coded" in tiers else "disk"
-    return layout, ChunkMatch(span, digest, _OtherKv(variant, tier, other.load_bytes(span.stop)))
+    return layout, ChunkMatch(span, digest, _ModelKv(variant, tier, found.load_bytes(span.stop)))

@@ -82,12 +82,12 @@ _WARM_SUFFIX = "/warm"  # of a codec's name
 
 
 def warm_started(kv_space: KvSpace) -> KvSpace:
-    """The KV space beside `kv_space` for KV that began as another adapter's: exact lookups never find it."""
+    """The KV space beside an adapter's for KV that began as the model's: exact lookups never find it."""
     return replace(kv_space, codec=kv_space.codec + _WARM_SUFFIX)
 
 
 def is_warm_started(codec: str) -> bool:
-    """Whether a KV space of that codec holds KV that began as another adapter's."""
+    """Whether a KV space of that codec holds KV that began as the model's, without the adapter."""
     return codec.endswith(_WARM_SUFFIX)
 
 

@@ -147,16 +147,15 @@ class Reuse:
     """What was reused for a prompt, and why not more.
 
     level               what was done: exact, quantized (some KV was quantized), approximate (passages were reused, or
-                        KV that began as another adapter's), off
+                        KV that began as the model's without the adapter), off
     engine              tokens whose KV was still in the engine
     memory, disk        tokens whose KV was loaded from there
     quantized           number of those loaded or still in the engine that had been quantized
     calibrated_bits     whether the bits that this session quantizes KV with were calibrated for the model (for the KV
                         of an adapter: with adapters); None if nothing quantized here was reused
     from_chunks         tokens of passages whose KV was computed in other prompts
-    from_adapter        tokens whose KV the model, or another adapter, had computed
-    adapter_source      which: the name of the adapter, or its digest; "model"
-    recomputed          number of those from passages or another adapter that were recomputed
+    from_model          tokens of an adapter's prompt whose KV the model had computed, without the adapter
+    recomputed          number of those from passages or from the model that were recomputed
     streamed            tokens whose KV came from an origin; a token that came in some layers counts as its share
     timeline            what was computed and what arrived when, if something was streamed
     computed            tokens that were computed, including those
@@ -182,8 +181,7 @@ class Reuse:
     quantized: int = 0
     calibrated_bits: bool | None = None
     from_chunks: int = 0
-    from_adapter: int = 0
-    adapter_source: str | None = None
+    from_model: int = 0
     recomputed: int = 0
     streamed: int = 0
     timeline: tuple[TimelineEvent, ...] = ()
@@ -204,7 +202,7 @@ class Reuse:
             "from memory": self.memory,
             "from disk": self.disk,
             "from other prompts": self.from_chunks,
-            f"from {source_name(self.adapter_source)}": self.from_adapter,
+            "from the model without the adapter": self.from_model,
             "from the origin": self.streamed,
         }
         where = ", ".join(f"{count:,} {name}" for name, count in parts.items() if count)
@@ -223,12 +221,7 @@ class Reuse:
     @property
     def reused(self) -> int:
         """Tokens that were not computed."""
-        return self.loaded + self.from_chunks + self.from_adapter - self.recomputed + self.streamed
-
-
-def source_name(adapter_source: str | None) -> str:
-    """Whose KV a warm start began with, for people."""
-    return "the model without an adapter" if adapter_source in (None, "model") else f"the adapter {adapter_source}"
+        return self.loaded + self.from_chunks + self.from_model - self.recomputed + self.streamed
 
 
 @dataclass(frozen=True)
@@ -269,8 +262,7 @@ class Reply:
         usage, rate = self.usage, self.timings.tokens_per_second
         how = ["quantized"] if self.reuse.quantized else []
         how += [f"{self.reuse.from_chunks:,} from other prompts"] if self.reuse.from_chunks else []
-        if self.reuse.from_adapter:
-            how.append(f"{self.reuse.from_adapter:,} from {source_name(self.reuse.adapter_source)}")
+        how += [f"{self.reuse.from_model:,} from the model without the adapter"] if self.reuse.from_model else []
         how += [f"{self.reuse.streamed:,} streamed"] if self.reuse.streamed else []
         reused = f"{usage.cached_tokens:,} of {usage.prompt_tokens:,} tokens reused"
         out = f"{count_of(usage.completion_tokens, 'token')} out"

@@ -20,7 +20,7 @@ def open_cache(engine: Engine, settings: Settings, adapters: LoraManager) -> Pre
     store = open_store(settings, share=1.0 if can.crowded else 0.5, quantized=quantized_coder(engine, settings))
     kv = (StoredKv if can.spans else CheckpointKv)(engine, settings, store)
     chunks = ChunkPrefill(kv, settings)
-    warm_start = WarmStart(kv, settings)
+    warm_start = WarmStart(kv, settings) if settings.warm_start else None
     if settings.origin is None:
         return PrefixCache(kv, settings, adapters, chunks, warm_start=warm_start)
     from rekindle.remote.remote_kv import RemoteKv  # what checks signatures is not always installed

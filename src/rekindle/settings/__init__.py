@@ -156,9 +156,8 @@ class Settings(_Loadable):
         "cache",
         "exact",
         "What may be reused: exact (same tokens, same bits), quantized (KV kept with fewer bits: nearly the same), "
-        "approximate (also passages computed in other prompts, and for an adapter what the model or another adapter "
-        "computed, both partly recomputed), off (compute everything, keep nothing). Every reply says what was really "
-        "done.",
+        "approximate (also passages computed in other prompts, partly recomputed), off (compute everything, keep "
+        "nothing). Every reply says what was really done.",
     )
     codec: Literal["auto", "raw", "q8", "q5", "q4", "q3"] = setting(
         "cache",
@@ -184,8 +183,14 @@ class Settings(_Loadable):
     recompute_budget: float | None = setting(
         "chunks",
         None,
-        "The share of the passages' tokens, or of another adapter's, that is recomputed under approximate; none: what "
-        "was calibrated for passages, else a safe share.",
+        "The share of the passages' tokens that is recomputed under approximate, and of the model's with warm_start; "
+        "none: what was calibrated for passages, else a safe share.",
+    )
+    warm_start: bool = setting(
+        "chunks",
+        False,
+        "Under approximate: an adapter's first request over a context that the model has computed without it starts "
+        "from that KV, partly recomputed. For adapters that change the model little.",
     )
     library: str | None = setting(
         "library",

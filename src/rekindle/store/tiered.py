@@ -83,17 +83,6 @@ class TieredStore:
 
         return self._viewing(kv_space, look, Match(root, data, (), ()))
 
-    def siblings(self, kv_space: KvSpace, tokens: Sequence[int]) -> list[KvSpace]:
-        """The KV spaces of the base model and of other adapters that hold the first block of `tokens`."""
-        keys, digest = chain(kv_space.namespace.root, token_bytes(tokens)), self.disk.kv_space_digest(kv_space)
-
-        def look() -> list[KvSpace]:
-            with self.disk.database.reading() as connection:
-                arguments = connection, digest, kv_space.codec, kv_space.layout, keys[0]
-                return [replace(kv_space, adapter=adapter) for adapter in delta_rows.sibling_adapters(*arguments)]
-
-        return self._failures.reading(look, []) if keys else []
-
     def continuation(self, kv_space: KvSpace, match: Match) -> bytes | None:
         """The tokens of a stored continuation where `match` ends and its prompt differs; None if there is none."""
         return self._viewing(kv_space, lambda rows: continuation(rows, match), None)

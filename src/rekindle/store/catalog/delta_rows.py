@@ -94,15 +94,6 @@ def sibling_kv_spaces(
     return [(int(id), str(digest)) for id, digest in rows.fetchall()]
 
 
-def sibling_adapters(
-    connection: sqlite3.Connection, kv_space: str, codec: str, layout: KvLayout, key: NodeKey
-) -> list[str | None]:
-    """The adapters of those KV spaces, None for the base model."""
-    numbers = [number for number, _ in sibling_kv_spaces(connection, kv_space, codec, layout, key)]
-    select = "SELECT adapter FROM kv_spaces WHERE id=?"
-    return [connection.execute(select, (number,)).fetchone()[0] for number in numbers]
-
-
 def whole_run(
     connection: sqlite3.Connection, kv_space: int, keys: Sequence[NodeKey], fresh: Fresh
 ) -> BaseBlocks | None:
