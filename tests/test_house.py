@@ -56,7 +56,6 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
      "is killed; apps of a Linux desktop from systemd"),
     ("rekindle", 330, 0, "GPU: a question's look at passages as one recorded graph, probes and drift by kernels"),
     ("rekindle", 420, 1, "device_decoder: quantized KV and deltas decoded on a CUDA device while they are loaded"),
-    ("rekindle", 175, 1, "warm_start: an adapter's first request from the KV that the model computed without it"),
     ("benchmarks", 15, 1, "adapters: PEFT's own generate, a cache for each adapter, LFU; warm_start: ways and budgets"),
     ("benchmarks", 165, 1, "policies: eviction replayed without a model, weights chosen on one half of the usages"),
 )  # fmt: skip

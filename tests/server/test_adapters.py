@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rekindle.cache.cost import FREE, Costs
 from tests.lora import fake_pairs, save_lora
-from tests.server.conftest import Serve
 from tests.server.serving import ADMIN, ALICE, Served
 
 LONG = "The keeper of the lighthouse wrote down the wind every morning, and the boats that he counted at night. "
@@ -76,16 +73,3 @@ def test_only_operators_load_and_what_is_wrong_is_said(keyed: Served, folder: Pa
     assert own.status_code == 400 and own.json()["error"]["param"] == "lora_name"
     assert keyed.post("/v1/load_lora_adapter", ADMIN, **body).status_code == 200
     assert keyed.post("/v1/load_lora_adapter", ADMIN, **{**body, "lora_name": "a b"}).status_code == 400
-
-
-def test_a_chat_may_start_from_the_models_kv_and_says_so(serve: Serve, folder: Path) -> None:
-    served = serve(session={"warm_start": True})
-    assert load(served, "writer", folder) == 200
-    served.session.cache.kv.costs = Costs(replace(FREE, compute=(0.0, 1e-3, 0.0)))
-    ask(served, None)
-    served.session.flush()
-    body = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 2, "temperature": 0, "model": "writer"}
-    answer = served.post("/v1/chat/completions", **body, rekindle={"reuse": "approximate"})
-    reuse = answer.json()["rekindle"]
-    assert reuse["level"] == "approximate" and reuse["from_model"] > reuse["recomputed"] > 0
-    assert f"from_model={reuse['from_model']}" in answer.headers["x-rekindle-plan"]

@@ -43,7 +43,7 @@ class PromptPart:
 
     start: int
     stop: int
-    source: str  # engine, memory, disk, reused, model, streamed, compute
+    source: str  # engine, memory, disk, reused, streamed, compute
     entry: str | None = None
 
 
@@ -91,7 +91,6 @@ class Explanation:
     recompute_policy: str | None = None  # if they are reused
     budget: float | None = None
     calibrated: bool | None = None
-    from_model: int = 0  # tokens whose KV the model computed without the adapter
     streamed: int = 0  # tokens that came from an origin
     timeline: tuple[TimelineEvent, ...] = ()  # when, and what was computed meanwhile
     origin: OriginFinding | None = None  # what it has, for a prompt that was not run; why nothing came from it
@@ -145,9 +144,6 @@ class Explanation:
             lines.append("  " + ", ".join(shown))
         lines.append(f"why: {self.reason.sentence}")
         lines += _passage_lines(self)
-        if self.from_model:
-            known = count_of(self.from_model, "token")
-            lines.append(f"warm start: KV of the model without the adapter, {self.recomputed:,} of {known} recomputed")
         if self.origin is not None:
             lines.append(f"origin: {self.origin}")
         lines += timeline_lines(self.timeline)
@@ -214,7 +210,7 @@ class Explainer:
         return Explanation(
             model=prompt.model,
             tokens=len(prompt.tokens),
-            parts=_parts(plan, match, "model" if reuse.from_model else "reused"),
+            parts=_parts(plan, match),
             reason=reason,
             difference=difference,
             change=change,
@@ -226,7 +222,6 @@ class Explainer:
             recompute_policy=reuse.recompute_policy,
             budget=reuse.budget,
             calibrated=reuse.calibrated,
-            from_model=reuse.from_model,
             streamed=reuse.streamed,
             timeline=reuse.timeline,
             origin=origin,
@@ -297,12 +292,12 @@ class Explainer:
         )
 
 
-def _parts(plan: Plan, match: Match | None, reused: str) -> tuple[PromptPart, ...]:
-    """The steps of a plan, loads by the entry they come from; `reused`: what is recomputed in part."""
+def _parts(plan: Plan, match: Match | None) -> tuple[PromptPart, ...]:
+    """The steps of a plan, loads by the entry they come from."""
     parts: list[PromptPart] = []
     for step in plan.steps:
         if isinstance(step, ReuseChunks):
-            parts += [PromptPart(span.start, span.stop, reused) for span in step.spans]
+            parts += [PromptPart(span.start, span.stop, "reused") for span in step.spans]
             continue
         if isinstance(step, FetchRemote):
             parts.append(PromptPart(step.span.start, step.span.stop, "streamed"))
@@ -335,7 +330,6 @@ def _passage_lines(explanation: Explanation) -> list[str]:
 _PLACES = {
     "compute": "computed",
     "reused": "from another prompt, partly recomputed",
-    "model": "from the model without the adapter, partly recomputed",
     "streamed": "streamed from the origin, partly computed meanwhile",
 }
 _PASSAGES = {

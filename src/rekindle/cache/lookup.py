@@ -32,7 +32,6 @@ class CacheLookup:
     passages: ChunkMatches | None = None  # if passages may come from other prompts
     app_ref: AppRef | None = None  # the app that asks
     wanted: bool = False  # asked for only to be kept
-    model_kv: Matches | None = None  # of a prompt of an adapter: what the model knows of it, where that could help
 
     def passages_before(self, plan: Plan) -> tuple[ChunkReuse, ...]:
         """The passages in the part of the context that a plan continues."""
@@ -42,10 +41,6 @@ class CacheLookup:
     def source(self) -> KvSpace:
         """The KV space of the stored prefix."""
         return self.matches.kv_space or self.kv_space
-
-    def warm_starts(self, plan: Plan) -> bool:
-        """Whether a plan starts from the model's KV."""
-        return self.model_kv is not None and plan.reuse_chunks is not None
 
     @property
     def stored_tokens(self) -> int:
@@ -87,6 +82,4 @@ def refused_kinds(known: CacheLookup, plan: Plan, cut: PrefillSteps) -> set[str]
 
 
 def _refuses_chunks(known: CacheLookup, plan: Plan) -> bool:
-    if known.model_kv is not None:
-        return not known.warm_starts(plan)
     return known.passages is not None and known.passages.knows_more_than(plan.reused)

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rekindle.core.keys import KvSpace, cold_codec, is_warm_started
+from rekindle.core.keys import KvSpace
 from rekindle.core.request import Message
 from rekindle.core.size import count_of
 
@@ -134,8 +134,7 @@ def differences(
         "tenant": other["tenant"] != kv_space.namespace.tenant,
         "cache_salt": other["salt"] != kv_space.namespace.salt,
         "adapter": other["adapter"] != kv_space.adapter,
-        "level of reuse": is_warm_started(other["codec"]) != is_warm_started(kv_space.codec),
-        "prefill step size (deterministic)": cold_codec(other["codec"]) != cold_codec(kv_space.codec),
+        "prefill step size (deterministic)": other["codec"] != kv_space.codec,
     }
     named = {"weights": "model", "config": "model", "tokenizer": "tokenizer", "template": "template",
              "dtype": "number type", "rope": "RoPE scaling"}  # fmt: skip

@@ -35,7 +35,7 @@ from rekindle.cache.reuse_report import report_reuse
 from rekindle.cache.stored_kv import StoredKv
 from rekindle.cache.writer import BackgroundJob, BackgroundWriter, WriteGuard
 from rekindle.core.chunk import ChunkMatches, PromptLayout
-from rekindle.core.keys import KvSpace, is_warm_started, warm_started
+from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
 from rekindle.core.plan import Plan
 from rekindle.core.reply import OriginFinding, Reuse
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("rekindle.cache")
 
 CLOSE_SECONDS, REST_SECONDS = 10.0, 60.0
-_MIN_WARM_FACTOR = 2  # the model must know more than this many times what was warm-started before
 
 
 class ChunkStrategy(Protocol):
@@ -73,22 +72,6 @@ class ChunkStrategy(Protocol):
 
     def run(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult:
         """Run a plan of a prompt with passages."""
-
-
-class WarmStartStrategy(Protocol):
-    """Starting an adapter's prompt from the model's KV (`chunks/warm_start`)."""
-
-    def fits(self, own: CacheLookup) -> bool:
-        """Whether a prompt may start from the model's KV."""
-
-    def find(self, own: CacheLookup) -> Matches | None:
-        """What the model has of a prompt; None if too little. Raises `NoAnswer`."""
-
-    def plan(self, lookup: CacheLookup, exact: Plan) -> Plan:
-        """A plan that starts from it, if that is expected to be faster than the exact one."""
-
-    def run(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult:
-        """Run such a plan."""
 
 
 class Prefetch(Protocol):
@@ -124,11 +107,9 @@ class PrefixCache:
         adapters: LoraManager,
         chunks: ChunkStrategy,
         remote: RemoteStrategy | None = None,
-        warm_start: WarmStartStrategy | None = None,
     ) -> None:
         """Raises `InvalidSetting`."""
         self.kv, self.chunks, self.remote = kv, chunks, remote
-        self._warm_start = warm_start
         self._settings = settings
         self.kv_spaces = KvSpaces(kv.engine, settings, adapters, kv.steps.piece_tokens)
         memory = parse_limit(settings.memory_limit, "memory_limit").resolve(psutil.virtual_memory().total)
@@ -209,34 +190,6 @@ class PrefixCache:
     ) -> CacheLookup:
         """What is stored of a prompt. `park` its parked context afterwards, or go on from it."""
         kv_space = self.kv_spaces.of(request, len(tokens))
-        own = self._look_in(kv_space, request, tokens, guard, prompt_layout)
-        if self._warm_start is None or own.off or own.trouble or not request.max_tokens:
-            return own
-        return self._look_warm(own, request) if self.chunks.allowed(request) and self._warm_start.fits(own) else own
-
-    def _look_warm(self, own: CacheLookup, request: Request) -> CacheLookup:
-        """A prompt in the warm-started KV space of its adapter, if it was or can be started there; else as it is."""
-        assert self._warm_start is not None
-        warm = self._look_in(warm_started(own.kv_space), request, own.tokens, own.guard, None)
-        chosen = warm if warm.matches.length > own.matches.length else own
-        try:
-            found = self._warm_start.find(own)
-        except NoAnswer:
-            found = None
-        if found is not None and found.length > _MIN_WARM_FACTOR * warm.matches.length:
-            started = replace(warm, model_kv=found)
-            chosen = started if self.plan(started).reuse_chunks else replace(own, model_kv=found)
-        self.park((own if chosen.kv_space == warm.kv_space else warm).parked)
-        return chosen
-
-    def _look_in(
-        self,
-        kv_space: KvSpace,
-        request: Request,
-        tokens: Sequence[int],
-        guard: WriteGuard | None,
-        prompt_layout: PromptLayout | None,
-    ) -> CacheLookup:
         app_ref = request.app_ref(kv_space.namespace.scope)
         if self.store is None or request.reuse == "off":
             return CacheLookup(kv_space, tokens, Matches(len(tokens)), off=True, guard=guard, app_ref=app_ref)
@@ -265,8 +218,6 @@ class PrefixCache:
     def plan(self, lookup: CacheLookup) -> Plan:
         """What to load and what to compute."""
         exact = self.kv.plan(lookup)
-        if self._warm_start is not None and lookup.model_kv is not None:
-            return self._warm_start.plan(lookup, exact) if is_warm_started(lookup.kv_space.codec) else exact
         return exact if lookup.passages is None else self.chunks.plan(lookup, exact)
 
     def run(self, lookup: CacheLookup, plan: Plan, capacity: int, cancelled: IsCancelled) -> PrefillResult:
@@ -286,8 +237,6 @@ class PrefixCache:
             _begin(context, lookup)
             self.costs.refused(refused_kinds(lookup, plan, self.kv.steps))
             work = self.kv.work(context, lookup, cancelled, self._memory_gate.is_alone)
-            if self._warm_start is not None and lookup.warm_starts(plan):
-                return self._warm_start.run(work, context, lookup, plan)
             fetched = None if self.remote is None else self.remote.run(work, context, lookup, plan)
             return fetched or (self.kv if lookup.passages is None else self.chunks).run(work, context, lookup, plan)
         except BaseException:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import PrefillResult
-from rekindle.core.keys import KvSpace, is_warm_started
+from rekindle.core.keys import KvSpace
 from rekindle.core.plan import Plan
 from rekindle.core.reply import ChunkReuse, Reuse
 
@@ -27,9 +27,7 @@ def report_reuse(
     reused, stream = plan.reuse_chunks, plan.stream
     stayed, moved = _reused_before(chunks, plan), 0 if reused is None else sum(map(len, reused.spans))
     tiers["engine"] -= stayed  # still there from the last request
-    warm_starts = lookup.warm_starts(plan)
-    from_chunks = stayed + (0 if warm_starts else moved)
-    approximate = from_chunks > 0 or warm_starts or (plan.reused > 0 and is_warm_started(lookup.kv_space.codec))
+    from_chunks = stayed + moved
     quantized = lookup.quantized_tokens(plan) if result is None else min(result.context.quantized_tokens, plan.reused)
     is_quantized = quantized > 0
     calibrated_bits = bits_calibrated(lookup.kv_space) if is_quantized else None
@@ -40,7 +38,7 @@ def report_reuse(
     expected = 0 if reused is None else reused.expected_recomputed
     recomputed = expected if result is None else len(result.recomputed_positions)
     return Reuse(
-        level="off" if lookup.off else "approximate" if approximate else "quantized" if is_quantized else "exact",
+        level="off" if lookup.off else "approximate" if from_chunks else "quantized" if is_quantized else "exact",
         computed=len(lookup.tokens) - plan.reused - moved + recomputed - streamed,
         engine=tiers["engine"],
         memory=tiers["memory"],
@@ -48,7 +46,6 @@ def report_reuse(
         quantized=quantized,
         calibrated_bits=calibrated_bits,
         from_chunks=from_chunks,
-        from_model=moved if warm_starts else 0,
         recomputed=recomputed,
         streamed=streamed,
         timeline=() if result is None or result.streamed is None else tuple(result.streamed.events),

@@ -32,7 +32,7 @@ from rekindle.store.variants import StoredVariant
 
 log = logging.getLogger("rekindle.cache")
 
-PASS_TOKENS = 4  # times `prefill_tokens`: the largest pass of a prompt with reused chunks
+_PASS_TOKENS = 4  # times `prefill_tokens`: the largest pass of a prompt with reused chunks
 
 
 class ChunkPrefill:
@@ -71,7 +71,7 @@ class ChunkPrefill:
         """A plan that reuses chunks, if it is expected to be faster than the exact one; else the exact one."""
         passages, rates = lookup.passages, self.kv.costs.rates
         assert passages is not None
-        token_limit = PASS_TOKENS * self.kv.engine.prefill_tokens
+        token_limit = _PASS_TOKENS * self.kv.engine.prefill_tokens
         return plan_chunk_reuse(
             exact, passages.prompt_layout, passages.picked, self.recompute_policy, rates, token_limit
         )
@@ -120,7 +120,7 @@ class ChunkPrefill:
             instead = plan.without_chunk_reuse(kv.steps.spans(plan.reused, plan.tokens))
             return replace(kv.run(work, context, lookup, instead), lost=str(error))
         took, gaps = time.perf_counter() - started, [step.span for step in plan.computes]
-        parts = parts_seconds(
+        parts = _parts_seconds(
             plan.loads,
             recompute.chunks,
             gaps,
@@ -207,7 +207,7 @@ def plan_chunk_reuse(
     spans = tuple(chunk.span for chunk in usable)
     numbers = tuple(chunk.known.id for chunk in usable if chunk.known is not None)
     gaps = _gaps(start, spans, exact.tokens)
-    parts = parts_seconds(loads, usable, gaps, prompt_layout, recompute_policy, rates, exact.tokens)
+    parts = _parts_seconds(loads, usable, gaps, prompt_layout, recompute_policy, rates, exact.tokens)
     seconds = rates.chunk_seconds(parts)
     expected = recompute_policy.expected_recomputed(usable)
     assert exact.predicted_seconds is not None
@@ -256,7 +256,7 @@ class _PassWork:
         return _PassWork(self.tokens + other.tokens, self.pairs + other.pairs)
 
 
-def parts_seconds(
+def _parts_seconds(
     loads: Sequence[Load],
     chunks: Sequence[ChunkMatch],
     gaps: Sequence[Span],

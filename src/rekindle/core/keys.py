@@ -14,7 +14,7 @@ import json
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NewType, get_args
 
@@ -76,24 +76,6 @@ class KvSpace:
         adapter = "base" if self.adapter is None else f"adapter:{self.adapter}"
         root = self.namespace.root
         return digest_of_fields("rekindle/kv-space/1", root, adapter, self.codec, layout_text(self.layout))
-
-
-_WARM_SUFFIX = "/warm"  # of a codec's name
-
-
-def warm_started(kv_space: KvSpace) -> KvSpace:
-    """The KV space beside an adapter's for KV that began as the model's: exact lookups never find it."""
-    return replace(kv_space, codec=kv_space.codec + _WARM_SUFFIX)
-
-
-def is_warm_started(codec: str) -> bool:
-    """Whether a KV space of that codec holds KV that began as the model's, without the adapter."""
-    return codec.endswith(_WARM_SUFFIX)
-
-
-def cold_codec(codec: str) -> str:
-    """The codec of the KV space beside which a warm-started one is."""
-    return codec.removesuffix(_WARM_SUFFIX)
 
 
 def layout_text(layout: KvLayout) -> str:

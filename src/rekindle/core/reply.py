@@ -146,16 +146,15 @@ class OriginFinding:
 class Reuse:
     """What was reused for a prompt, and why not more.
 
-    level               what was done: exact, quantized (some KV was quantized), approximate (passages were reused, or
-                        KV that began as the model's without the adapter), off
+    level               what was done: exact, quantized (some KV was quantized), approximate (passages were reused),
+                        off
     engine              tokens whose KV was still in the engine
     memory, disk        tokens whose KV was loaded from there
     quantized           number of those loaded or still in the engine that had been quantized
     calibrated_bits     whether the bits that this session quantizes KV with were calibrated for the model (for the KV
                         of an adapter: with adapters); None if nothing quantized here was reused
     from_chunks         tokens of passages whose KV was computed in other prompts
-    from_model          tokens of an adapter's prompt whose KV the model had computed, without the adapter
-    recomputed          number of those from passages or from the model that were recomputed
+    recomputed          number of those that were recomputed
     streamed            tokens whose KV came from an origin; a token that came in some layers counts as its share
     timeline            what was computed and what arrived when, if something was streamed
     computed            tokens that were computed, including those
@@ -181,7 +180,6 @@ class Reuse:
     quantized: int = 0
     calibrated_bits: bool | None = None
     from_chunks: int = 0
-    from_model: int = 0
     recomputed: int = 0
     streamed: int = 0
     timeline: tuple[TimelineEvent, ...] = ()
@@ -202,7 +200,6 @@ class Reuse:
             "from memory": self.memory,
             "from disk": self.disk,
             "from other prompts": self.from_chunks,
-            "from the model without the adapter": self.from_model,
             "from the origin": self.streamed,
         }
         where = ", ".join(f"{count:,} {name}" for name, count in parts.items() if count)
@@ -221,7 +218,7 @@ class Reuse:
     @property
     def reused(self) -> int:
         """Tokens that were not computed."""
-        return self.loaded + self.from_chunks + self.from_model - self.recomputed + self.streamed
+        return self.loaded + self.from_chunks - self.recomputed + self.streamed
 
 
 @dataclass(frozen=True)
@@ -262,7 +259,6 @@ class Reply:
         usage, rate = self.usage, self.timings.tokens_per_second
         how = ["quantized"] if self.reuse.quantized else []
         how += [f"{self.reuse.from_chunks:,} from other prompts"] if self.reuse.from_chunks else []
-        how += [f"{self.reuse.from_model:,} from the model without the adapter"] if self.reuse.from_model else []
         how += [f"{self.reuse.streamed:,} streamed"] if self.reuse.streamed else []
         reused = f"{usage.cached_tokens:,} of {usage.prompt_tokens:,} tokens reused"
         out = f"{count_of(usage.completion_tokens, 'token')} out"

@@ -132,8 +132,6 @@ def plan_header(reuse: Reuse) -> dict[str, str]:
         parts["quantized"] = reuse.quantized
     if reuse.from_chunks:
         parts["from_chunks"] = reuse.from_chunks
-    if reuse.from_model:
-        parts["from_model"] = reuse.from_model
     if reuse.streamed:
         parts["streamed"] = reuse.streamed
     fields = {**parts, "computed": reuse.computed, "miss": reuse.miss or "none"}

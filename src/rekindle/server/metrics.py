@@ -68,8 +68,6 @@ class Metrics:
             self._prompt.labels(*whose, "streamed").inc(reuse.streamed)
         if reuse.from_chunks:
             self._prompt.labels(*whose, "chunks").inc(reuse.from_chunks - reuse.recomputed)
-        if reuse.from_model:
-            self._prompt.labels(*whose, "model").inc(reuse.from_model - reuse.recomputed)
         self._written.labels(*whose).inc(reply.usage.completion_tokens)
         start = "warm" if reuse.reused > reuse.computed else "cold"
         self._first.labels(*whose, start).observe(reply.timings.first_token_seconds)

@@ -8,7 +8,6 @@ from rekindle.cache.open_store import open_store
 from rekindle.cache.prefix_cache import PrefixCache
 from rekindle.cache.stored_kv import StoredKv
 from rekindle.chunks.prefill import ChunkPrefill
-from rekindle.chunks.warm_start import WarmStart
 from rekindle.engine.base import Engine
 from rekindle.engine.lora_manager import LoraManager
 from rekindle.settings import Settings
@@ -20,9 +19,8 @@ def open_cache(engine: Engine, settings: Settings, adapters: LoraManager) -> Pre
     store = open_store(settings, share=1.0 if can.crowded else 0.5, quantized=quantized_coder(engine, settings))
     kv = (StoredKv if can.spans else CheckpointKv)(engine, settings, store)
     chunks = ChunkPrefill(kv, settings)
-    warm_start = WarmStart(kv, settings) if settings.warm_start else None
     if settings.origin is None:
-        return PrefixCache(kv, settings, adapters, chunks, warm_start=warm_start)
+        return PrefixCache(kv, settings, adapters, chunks)
     from rekindle.remote.remote_kv import RemoteKv  # what checks signatures is not always installed
 
-    return PrefixCache(kv, settings, adapters, chunks, RemoteKv(chunks, settings), warm_start)
+    return PrefixCache(kv, settings, adapters, chunks, RemoteKv(chunks, settings))

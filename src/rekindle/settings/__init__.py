@@ -183,14 +183,8 @@ class Settings(_Loadable):
     recompute_budget: float | None = setting(
         "chunks",
         None,
-        "The share of the passages' tokens that is recomputed under approximate, and of the model's with warm_start; "
-        "none: what was calibrated for passages, else a safe share.",
-    )
-    warm_start: bool = setting(
-        "chunks",
-        False,
-        "Under approximate: an adapter's first request over a context that the model has computed without it starts "
-        "from that KV, partly recomputed. For adapters that change the model little.",
+        "The share of the passages' tokens that is recomputed under approximate; none: what was calibrated, else a "
+        "safe share.",
     )
     library: str | None = setting(
         "library",

@@ -47,7 +47,6 @@ class SettingsLike(CacheSettings, total=False):
     deterministic: bool | None
     keep_reply_tokens: bool | None
     recompute_budget: float | None
-    warm_start: bool | None
     library: str | os.PathLike[str] | None
     library_limit: str | int | None
     embedder: str | None

@@ -54,7 +54,6 @@ def rekindle_of(reuse: Reuse, ignored: Sequence[str] = ()) -> dict[str, Any]:
         "quantized": reuse.quantized,
         "calibrated_bits": reuse.calibrated_bits,
         "from_chunks": reuse.from_chunks,
-        "from_model": reuse.from_model,
         "recomputed": reuse.recomputed,
         "streamed": reuse.streamed,
         "computed": reuse.computed,
