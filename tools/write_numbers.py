@@ -65,7 +65,7 @@ HEADLINES = {
     "adapters": """S1, prefix:*; S1, ours:*; S1, exact:*; S1, mobilora:*; first token sooner *; bits *; most likely *;
         KL, median *; within *; differences, *""",
     "policies": """*, lru; *, utility; *, mobilora""",
-    "warmstart": """chosen: *; shown: * [235]0%, *""",
+    "warmstart": """shown: * [35]0%, *""",
     "stream": """ideal overlap *; fixed hybrid *; bidirectional / ours; sooner of *; our schedule *; error of *;
         origin: *; context tokens: 768; busy cores: 2""",
     "store": """keep 1,000 *; keep, *; fsyncs *; load*; look up *; reopen *; storm *""",
