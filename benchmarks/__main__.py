@@ -23,6 +23,7 @@ BENCHES = {
     "text": "benchmarks.text_places",
     "adapters": "benchmarks.adapters.bench",
     "policies": "benchmarks.adapters.replay",
+    "warmstart": "benchmarks.adapters.warm_start",
     "answers": "benchmarks.answers.bench",
     "stream": "benchmarks.stream.bench",
     "sparse": "benchmarks.sparse.bench",
@@ -43,7 +44,8 @@ def bench(
     shape: Annotated[str | None, typer.Option(help="Random weights of this shape: for time only.")] = None,
     data: Annotated[Path | None, typer.Option(help="A folder of .jsonl texts, or of a trace for serve.")] = None,
     adapters: Annotated[
-        Path | None, typer.Option(help="adapters: a folder of folders that PEFT saved; else those of the package.")
+        Path | None,
+        typer.Option(help="adapters, warmstart: a folder of folders that PEFT saved; else those of the package."),
     ] = None,
     pairs: Annotated[
         Path | None, typer.Option(help="answers: a .jsonl file of labelled pairs of questions (a, b, paraphrase).")
@@ -80,8 +82,8 @@ def bench(
         raise InvalidSetting(
             f"--calibrate is for the benches chunks and adapters, --quality for chunks: leave them out with {name}."
         )
-    if name != "adapters" and adapters is not None:
-        raise InvalidSetting(f"--adapters is for the bench adapters: leave it out with {name}.")
+    if name not in ("adapters", "warmstart") and adapters is not None:
+        raise InvalidSetting(f"--adapters is for the benches adapters and warmstart: leave it out with {name}.")
     if name != "answers" and pairs is not None:
         raise InvalidSetting(f"--pairs is for the bench answers: leave it out with {name}.")
     if name != "stream" and traces is not None:

@@ -242,6 +242,19 @@ def _adapters_shape(axes: Any, result: Result) -> None:
     bars(axes, values, "{:,.1f} ms", f"{result['shape']}, {result['tokens']:,} tokens of KV", ["computed"])
 
 
+def _warm_start_ways(axes: Any, result: Result) -> None:
+    own = [row for row in result["rows"] if row["half"] == "chosen"]
+    theirs = [row["way"] for row in own if row["way"] != result["chosen"]]
+    bars(axes, {row["way"]: row["kl"] for row in own}, "{:.4f}", "KL, median of adapters", theirs)
+
+
+def _warm_start_budgets(axes: Any, result: Result) -> None:
+    own = [row for row in result["rows"] if row["half"] == "shown" and row["source"] == "model"]
+    at = [row["budget"] for row in own]
+    values = {name: (at, [row[part] for row in own]) for name, part in (("KL", "kl"), ("time / computing", "ratio"))}
+    lines(axes, values, "share that is computed", result["chosen"])
+
+
 def _policies(axes: Any, result: Result) -> None:
     values = {row["policy"].replace(", ", "\n"): float(row["computed_tokens"]) for row in result["second_half"]}
     bars(axes, values, "{:,.0f}", "tokens to compute, second halves", [name for name in values if name != "lru"])
@@ -330,6 +343,7 @@ _PANELS: dict[str, list[Panel]] = {
         _engine_part("decode", "generate", "context_tokens", "decode, ms a token, by context"),
     ],
     "store": [_store_load, _store_lookup],
+    "warmstart": [_warm_start_ways, _warm_start_budgets],
     "serve": [
         _serve_part("ttft_p50", "first token, median seconds"),
         _serve_part("tokens_per_s", "tokens of replies a second"),

@@ -45,6 +45,7 @@ MEASURED = {
     "answers": "answers idle knowledge engine cache store session core",
     "adapters": "codec engine cache store apps.py session core",
     "policies": "store core",
+    "warmstart": "chunks engine core",
     "stream": "remote codec engine cache session core",
     "knowledge": "knowledge engine/embedding",
     "store": "store codec core",
@@ -68,6 +69,7 @@ HEADLINES = {
     "adapters": """S1, prefix:*; S1, ours:*; S1, exact:*; S1, mobilora:*; first token sooner *; bits *; most likely *;
         KL, median *; within *; differences, *""",
     "policies": """*, lru; *, utility; *, mobilora""",
+    "warmstart": """shown: * [35]0%, *""",
     "stream": """ideal overlap *; fixed hybrid *; bidirectional / ours; sooner of *; our schedule *; error of *;
         origin: *; context tokens: 768; busy cores: 2""",
     "store": """keep 1,000 *; keep, *; fsyncs *; load*; look up *; reopen *; storm *""",

@@ -1,7 +1,7 @@
 """`python -m benchmarks adapters`: several adapters that work on the same texts, within a limit.
 
-scenarios   apps ask as in a recorded usage, their adapters by a Pareto law: without reuse, with whole KV for each
-            adapter, with differences, with the policy that knows apps, with all of it (see `workload`)
+scenarios   apps ask as in a recorded usage, their adapters by a Pareto law: PEFT's own generate, a cache for each
+            adapter, whole KV with LRU and LFU, what MobiLoRA published, and ours (see `modes`, `workload`)
 deltas      what a difference takes, and how near the answers are to the exact ones (see `quality`)
 """
 
@@ -31,14 +31,16 @@ from benchmarks.adapters.workload import (
     make_workload,
 )
 from benchmarks.base import Advance, BenchOptions, Report, about, scratch
+from benchmarks.baselines.peft_generate import PeftGenerate
 from benchmarks.models import load
 from rekindle.engine.base import Engine
+from rekindle.engine.hf.engine import HfEngine
 from rekindle.engine.lora_files import read_adapter
 from rekindle.errors import InvalidSetting
 from rekindle.models.adapter_registry import RegisteredAdapter
 
-REQUESTS, QUICK_REQUESTS = 12, 6  # that are measured, in each scenario
-FILLING = 1.0  # as many come before them: the caches are as full as they get in use
+REQUESTS, QUICK_REQUESTS = 60, 6  # that are measured, in each scenario
+FILLING = 24  # come before them, or as many as are measured: the caches are as full as they get in use
 QUICK_SCENARIOS, QUICK_CONTEXTS = 1, 2
 ALL_MODES = ("S1", "S4")  # the scenarios in which every mode is measured: few adapters, and many
 _MAX_TEXTS = 64  # of each kind that are put into tokens
@@ -77,6 +79,7 @@ def _about(engine: Engine, options: BenchOptions, known: list[RegisteredAdapter]
         "contexts": QUICK_CONTEXTS if options.quick else CONTEXTS,
         "reply_tokens": REPLY_TOKENS,
         "data_reasons": list(material.reasons),
+        "calibrated_on_others": options.data is not None and options.adapters is not None,  # texts and adapters
     }
 
 
@@ -94,6 +97,7 @@ class _AdapterBench:
         if not engine.capabilities.adapters:
             raise InvalidSetting(f"{engine.name} takes no adapters with this engine.")
         self._engine, self._options, self._known, self._advance = engine, options, known, advance
+        self._peft = PeftGenerate(engine, known) if isinstance(engine, HfEngine) else None
         self._material = material
         random = np.random.default_rng(options.seed)
         self._conversations = self._encoded(material.conversations, random)
@@ -125,7 +129,7 @@ class _AdapterBench:
         own = [adapter for adapter in self._known if adapter.name in workload.adapters]
         with (
             scratch() as folder,
-            open_lanes(self._engine, modes, own, Path(folder), limit_bytes) as runs,
+            open_lanes(self._engine, self._peft, modes, own, Path(folder), limit_bytes) as runs,
             Watch() as watch,
         ):
             seconds = answer_all(runs, workload, watch, lambda part: self._advance(f"{workload.scenario.name}: {part}"))
@@ -140,4 +144,4 @@ class _AdapterBench:
         measured = self._options.rounds(REQUESTS, quick=QUICK_REQUESTS)
         names = [adapter.name for adapter in self._known]
         fewer = replace(scenario, adapters=min(scenario.adapters, len(names)))
-        return make_workload(fewer, names, contexts, instructions, usage, (int(measured * FILLING), measured), random)
+        return make_workload(fewer, names, contexts, instructions, usage, (min(measured, FILLING), measured), random)

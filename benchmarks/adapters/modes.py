@@ -17,12 +17,14 @@ from typing import Any
 
 from benchmarks.adapters.workload import AdapterRequest, AppWorkload, Kind
 from benchmarks.base import Advance
-from benchmarks.baselines import mobilora
+from benchmarks.baselines import mobilora, policies
+from benchmarks.baselines.peft_generate import PeftGenerate
 from rekindle.engine.base import Engine
 from rekindle.errors import CacheUnusable, RekindleError
 from rekindle.models.adapter_registry import RegisteredAdapter
 from rekindle.session.session import Session
 from rekindle.store.report import summary, used_bytes
+from rekindle.store.tiered import TieredStore
 
 REPLY_TOKENS = 2  # of every request: the first one is what counts
 _LOOK_SECONDS = 0.05
@@ -45,15 +47,25 @@ class CacheMode:
         return self.settings.get("reuse") != "off"
 
 
-PEFT, PREFIX, UTILITY, OURS = "peft", "prefix", "utility", "ours"
-EXACT, MOBILORA = "exact", "mobilora"
+PEFT, APART, PREFIX, LFU, MOBILORA = "peft", "apart", "prefix", "lfu", "mobilora"
+EXACT, OURS, NONE, UTILITY = "exact", "ours", "none", "utility"
+BASELINES = (PEFT, APART, PREFIX, LFU, MOBILORA)
 MODES = (
-    CacheMode(PEFT, "no reuse", {"reuse": "off"}),
+    CacheMode(PEFT, "PEFT's own generate", {"reuse": "off"}, exact=False),  # another engine: it may round differently
+    CacheMode(APART, "a cache for each adapter", {"reuse": "exact", "codec": "raw", "policy": "lru"}),
     CacheMode(PREFIX, "whole KV, lru", {"reuse": "exact", "codec": "raw", "policy": "lru"}),
-    CacheMode(UTILITY, "deltas, utility", {"reuse": "quantized", "codec": "auto", "policy": "utility"}, exact=False),
+    CacheMode(LFU, "whole KV, lfu", {"reuse": "exact", "codec": "raw", "policy": "lfu"}),
+    CacheMode(MOBILORA, "as published", {"reuse": "quantized"}, exact=False),
+    CacheMode(EXACT, "lossless deltas, lru", {"reuse": "exact", "codec": "auto", "policy": "lru"}),
     CacheMode(OURS, "deltas, lru", {"reuse": "quantized", "codec": "auto", "policy": "lru"}, exact=False),
-    CacheMode(EXACT, "lossless deltas, lru", {"reuse": "exact", "codec": "auto", "policy": "lru"}, everywhere=False),
-    CacheMode(MOBILORA, "as published", {"reuse": "quantized"}, False, False),
+    CacheMode(NONE, "our engine, no reuse", {"reuse": "off"}, everywhere=False),
+    CacheMode(
+        UTILITY,
+        "deltas, utility",
+        {"reuse": "quantized", "codec": "auto", "policy": "utility"},
+        False,
+        everywhere=False,
+    ),
 )
 _EVERYWHERE: Mapping[str, Any] = {
     "memory_limit": "0",
@@ -77,40 +89,52 @@ class AdapterReply:
 
 @dataclass
 class ModeRun:
-    """A mode with its session. `reason` says why it does not run."""
+    """A mode with its sessions by adapter: one for all of them, or one each. `reason` says why it does not run."""
 
     mode: CacheMode
     folder: Path
-    session: Session | None = None
+    sessions: dict[str, Session] = field(default_factory=dict)
+    peft: PeftGenerate | None = None
     reason: str | None = None
     filled: list[AdapterReply] = field(default_factory=list)
     answers: list[AdapterReply] = field(default_factory=list)
     peak_bytes: int = 0
-    accounted_bytes: int = 0  # the most that the store itself thought it takes, with what was reserved
+    accounted_bytes: int = 0  # the most that the stores themselves thought they take, with what was reserved
     states_lost: int = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be asked."""
+        return self.peft is not None or bool(self.sessions)
 
     def ask(self, ask: AdapterRequest, *, measured: bool) -> None:
         """Let an app's request be answered, then wait until everything is kept."""
-        session = self.session
-        assert session is not None
+        answer = self._ask_session(ask) if self.peft is None else _ask_peft(self.peft, ask)
+        (self.answers if measured else self.filled).append(answer)
+
+    def _ask_session(self, ask: AdapterRequest) -> AdapterReply:
+        session = self.sessions[ask.adapter]
         if self.mode.caches:
-            self._set_app_states(session, ask)
+            self._set_app_states(ask)
         options: dict[str, Any] = {"adapter": ask.adapter, "app": ask.app, "app_state": "foreground"}
         reply = session.generate(ask.prompt, max_tokens=REPLY_TOKENS, **options)
         session.flush(_FLUSH_SECONDS)
         self.look()
-        if session.cache.store is not None:
-            self.accounted_bytes = max(self.accounted_bytes, used_bytes(session.cache.store.disk))
+        self.accounted_bytes = max(self.accounted_bytes, sum(used_bytes(store.disk) for store in self._stores()))
         ttft, used = reply.timings.first_token_seconds, folder_bytes(self.folder)
-        answer = AdapterReply(ask.kind, ttft, len(ask.prompt), reply.reuse.reused, reply.tokens, used, reply.reuse.miss)
-        (self.answers if measured else self.filled).append(answer)
+        return AdapterReply(ask.kind, ttft, len(ask.prompt), reply.reuse.reused, reply.tokens, used, reply.reuse.miss)
 
-    def _set_app_states(self, session: Session, ask: AdapterRequest) -> None:
+    def _set_app_states(self, ask: AdapterRequest) -> None:
         for app, state in ask.changes:
-            try:
-                session.apps.set(app, state)
-            except CacheUnusable:  # there was no room to note it: as in use, it goes on without
-                self.states_lost += 1
+            for session in set(self.sessions.values()):
+                try:
+                    session.apps.set(app, state)
+                except CacheUnusable:  # there was no room to note it: as in use, it goes on without
+                    self.states_lost += 1
+
+    def _stores(self) -> list[TieredStore]:
+        found = [session.cache.store for session in set(self.sessions.values())]
+        return [store for store in found if store is not None]
 
     def look(self) -> None:
         """Look how much the folder takes now."""
@@ -118,45 +142,69 @@ class ModeRun:
 
     def kept(self) -> dict[str, Any]:
         """What it holds in the end, and what went or was not taken."""
-        store = None if self.session is None else self.session.cache.store
-        if store is None or self.session is None or self.session.cache.writer is None:
-            return {"bytes_per_token": None, "evicted_bytes": 0, "refused": 0, "states_lost": 0}
-        held = summary(store.disk)
+        held = [summary(store.disk) for store in self._stores()]
+        tokens = sum(one["tokens"] for one in held)
+        writers = [session.cache.writer for session in set(self.sessions.values())]
         return {
-            "bytes_per_token": held["bytes"] / held["tokens"] if held["tokens"] else None,
-            "evicted_bytes": sum(store.disk.room.evicted_bytes.values()),
-            "refused": self.session.cache.writer.outcomes["refused"],
+            "bytes_per_token": sum(one["bytes"] for one in held) / tokens if tokens else None,
+            "evicted_bytes": sum(sum(store.disk.room.evicted_bytes.values()) for store in self._stores()),
+            "refused": sum(writer.outcomes["refused"] for writer in writers if writer is not None),
             "states_lost": self.states_lost,
         }
+
+    def open(self, engine: Engine, adapters: Sequence[RegisteredAdapter], limit_bytes: int) -> None:
+        """Open its sessions, with the adapters loaded. Raises what sessions raise."""
+        apart = self.mode.name == APART
+        groups = [[adapter] for adapter in adapters] if apart else [list(adapters)]
+        for own in groups:
+            settings = {**_EVERYWHERE, **self.mode.settings, "disk_limit": limit_bytes // len(groups)}
+            folder = self.folder / own[0].name if apart else self.folder
+            session = (mobilora.opened if self.mode.name == MOBILORA else Session)(
+                engine, cache=str(folder), **settings
+            )
+            self.sessions |= {adapter.name: session for adapter in own}
+            for adapter in own:
+                session.adapters.load(adapter.name, adapter.path, adapter.scale)
+
+    def close(self) -> None:
+        """Close its sessions. Idempotent."""
+        for session in set(self.sessions.values()):
+            session.close()
+        self.sessions, self.peft = {}, None
+
+
+def _ask_peft(peft: PeftGenerate, ask: AdapterRequest) -> AdapterReply:
+    seconds, tokens = peft.generate(ask.adapter, ask.prompt, REPLY_TOKENS)
+    return AdapterReply(ask.kind, seconds, len(ask.prompt), 0, tokens, 0, "off")
 
 
 @contextmanager
 def open_lanes(
-    engine: Engine, modes: Sequence[CacheMode], adapters: Sequence[RegisteredAdapter], folder: Path, limit_bytes: int
+    engine: Engine,
+    peft: PeftGenerate | None,
+    modes: Sequence[CacheMode],
+    adapters: Sequence[RegisteredAdapter],
+    folder: Path,
+    limit_bytes: int,
 ) -> Iterator[list[ModeRun]]:
     """A run for each mode, with the adapters loaded. One that the engine or this version cannot do says why."""
+    policies.install()
     runs: list[ModeRun] = []
     try:
         for mode in modes:
             runs.append(run := ModeRun(mode, folder / mode.name))
+            if mode.name == PEFT:
+                run.peft, run.reason = peft, None if peft else "PEFT computes with transformers: --engine hf"
+                continue
             try:
-                settings = {**_EVERYWHERE, **mode.settings, "cache": str(run.folder), "disk_limit": limit_bytes}
-                run.session = (mobilora.opened if mode.name == MOBILORA else Session)(engine, **settings)
-                for adapter in adapters:
-                    run.session.adapters.load(adapter.name, adapter.path, adapter.scale)
+                run.open(engine, adapters, limit_bytes)
             except RekindleError as error:
                 run.reason = str(error)
-                _close(run)
+                run.close()
         yield runs
     finally:
         for run in runs:
-            _close(run)
-
-
-def _close(run: ModeRun) -> None:
-    if run.session is not None:
-        run.session.close()
-        run.session = None
+            run.close()
 
 
 class Watch:
@@ -198,7 +246,7 @@ def answer_all(runs: Sequence[ModeRun], workload: AppWorkload, watch: Watch, adv
     """
     started = time.perf_counter()
     asks, filling = workload.asks, workload.filling
-    ready = [run for run in runs if run.session is not None]
+    ready = [run for run in runs if run.ready]
     for number, ask in enumerate(asks):
         first = number % len(ready) if ready else 0
         for run in (*ready[first:], *ready[:first]):

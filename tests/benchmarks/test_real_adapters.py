@@ -14,7 +14,7 @@ from benchmarks.adapters import quality as adapter_quality
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
-MODES = {"peft", "prefix", "delta", "utility", "ours", "exact", "mobilora"}
+MODES = {"peft", "apart", "prefix", "lfu", "mobilora", "exact", "ours", "none", "utility"}
 ROW = {"scenario", "mode", "mean_ttft_s", "hit_share", "peak_bytes", "limit_bytes"}
 DELTA = {"delta_bits_lossless", "delta_bits", "top1", "kl", "plain_kl", "mobilora_bits", "mobilora_kl", "decode_mb_s"}
 
@@ -35,7 +35,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_bench_adapters_prints_its_fields(told: dict[str, Any]) -> None:
     assert all(set(row) >= ROW for row in told["rows"])
     assert {row["mode"] for row in told["rows"]} == MODES
-    assert set(told) >= DELTA | {"reduction_vs_best", "ablations", "within_limit", "texts_equal"}
+    assert set(told) >= DELTA | {"reduction_vs_best", "lossless_ratio", "ablations", "within_limit", "texts_equal"}
     assert told["exponent"] == 1.16 and told["limit_share"] == 0.4
     assert len(told["data_reasons"]) == 2  # neither texts nor usage were given
 
@@ -53,7 +53,7 @@ def test_every_mode_stays_within_the_limit_and_says_what_it_spared(told: dict[st
 def test_what_loses_nothing_answers_as_without_a_cache(told: dict[str, Any]) -> None:
     rows = {row["mode"]: row for row in told["rows"]}
     assert told["texts_equal"] is True
-    assert all(rows[name]["equal_share"] == 1.0 for name in ("peft", "prefix", "utility", "exact"))
+    assert all(rows[name]["equal_share"] == 1.0 for name in ("none", "apart", "prefix", "lfu", "exact"))
     assert rows["peft"]["hit_share"] == 0 == rows["peft"]["peak_bytes"]
 
 
