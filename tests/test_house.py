@@ -57,6 +57,9 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 330, 0, "GPU: a question's look at passages as one recorded graph, probes and drift by kernels"),
     ("rekindle", 420, 1, "device_decoder: quantized KV and deltas decoded on a CUDA device while they are loaded"),
     ("benchmarks", 165, 1, "policies: eviction replayed without a model, weights chosen on one half of the usages"),
+    ("rekindle", 290, 1, "remote/ladder: the level of each slice by bandwidth and a KL budget; their KL is measured "
+     "when they are published and paired; how fast an origin was is remembered"),
+    ("benchmarks", 200, 2, "stream: rivals named by the source (its greedy, CacheGen, KIVI), longer ones simulated"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
