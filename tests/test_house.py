@@ -66,6 +66,9 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 165, 0, "coded KV restored where it goes, keys and values side by side; contexts leave the engine by "
      "the store's policy; slow links are left alone"),
     ("benchmarks", 160, 1, "decoding against bare zstd; slower: deltas of adapters, remote KV, over a slow link too"),
+    ("rekindle", 290, 1, "remote/ladder: the level of each slice by bandwidth and a KL budget; their KL is measured "
+     "when they are published and paired; how fast an origin was is remembered"),
+    ("benchmarks", 200, 2, "stream: rivals named by the source (its greedy, CacheGen, KIVI), longer ones simulated"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

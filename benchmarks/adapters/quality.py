@@ -134,7 +134,7 @@ def _measure_text(
     prompt, forced = text[:PROMPT_TOKENS], text[PROMPT_TOKENS : PROMPT_TOKENS + FORCED_TOKENS]
     dtype = engine.layout.dtype
     advance(f"anchor {order[0]}")
-    with Trial(engine, prompt, forced, loras[order[0]]) as first:
+    with Trial(engine, prompt, forced, loras[order[0]].digest) as first:
         anchor = first.kv.layers
         whole = Coder(coder.whole)
         read = anchor if coder.whole is None else read_back(whole, anchor, None, dtype)
@@ -142,7 +142,7 @@ def _measure_text(
             found.whole.append(measure(first, whole, None))
     for name in order[1:]:
         advance(f"difference of {name}")
-        with Trial(engine, prompt, forced, loras[name]) as trial:
+        with Trial(engine, prompt, forced, loras[name].digest) as trial:
             found.add(name, trial, coder, read, anchor)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -9,12 +12,30 @@ import numpy as np
 
 from benchmarks.waiting.schedule import whole
 from benchmarks.waiting.timeline import LinkCosts, SearchTask
-from rekindle.core.cells import Progress, Schedule, steps
+from rekindle.core.cells import Cell, Progress, Schedule, steps
 from rekindle.core.kv import Span
 from rekindle.engine.base import Engine, Row
 from rekindle.remote.hybrid_prefill import ComputeStep, HybridPrefill
+from rekindle.remote.ladder import LevelLadder
 from rekindle.remote.schedule import StreamCosts
 from rekindle.remote.whole_token_prefill import WholeTokenPrefill
+
+
+@dataclass
+class DeadlineLadder(LevelLadder):
+    """CacheGen's: the best level with which all that is left comes by the deadline, else the smallest."""
+
+    deadline: float = math.inf  # of `clock`
+    clock: Callable[[], float] = time.monotonic
+
+    def adapt(self, left: Sequence[Cell], bytes_per_second: float | None, pace: float = 1.0) -> None:  # noqa: ARG002
+        """In the middle while nothing is known, as published."""
+        self.level = self.levels[len(self.levels) // 2]
+        if bytes_per_second is not None:
+            share, seconds = len(left) / len(list(self.cells)), self.deadline - self.clock()
+            sizes = [share * float(level.sizes.sum()) for level in self.levels]
+            fits = [level for level, size in zip(self.levels, sizes, strict=True) if size <= seconds * bytes_per_second]
+            self.level = (*fits, self.levels[-1])[0]
 
 
 class Steering(Protocol):

@@ -13,28 +13,34 @@ import functools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.base import Advance, BenchOptions, Report, about, scratch
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
 from benchmarks.stream import costs, schedules, sensitivity
 from benchmarks.stream.costs import LayerTimings
-from benchmarks.stream.modes import LEVEL, LEVELS, MODES, QUICK_MODES, StreamMode
+from benchmarks.stream.modes import LEVEL, LEVELS, MODES, QUICK_LEVELS, QUICK_MODES, SIMULATED_MODES, StreamMode
 from benchmarks.stream.passages import PASSAGES, Passages
 from benchmarks.stream.report import StreamResults, TraceCase, add_rows
+from benchmarks.stream.simulated import Simulation, summary, tiled
 from benchmarks.stream.site import ContextSetup, Site
 from benchmarks.stream.traces import MADE, Trace, made_trace, read_traces
 from benchmarks.stream.trouble import Trouble
-from rekindle.core.cells import CHUNK_TOKENS
+from rekindle.core.cells import CHUNK_TOKENS, CellGrid
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
+from rekindle.remote.ladder import PricedLevel
 
-RATIOS, QUICK_RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0), (1.0,)
-CONTEXT_TOKENS, QUICK_CONTEXT_TOKENS, CUDA_CONTEXT_TOKENS = 768, 640, 8192
+RATIOS, QUICK_RATIOS = (0.25, 1.0, 4.0), (1.0,)
+CONTEXT_TOKENS, QUICK_CONTEXT_TOKENS, CUDA_CONTEXT_TOKENS = 2048, 640, 8192
+SIMULATED_TOKENS, SIMULATED_RATIOS = (2048, 4096, 8192), (0.25, 0.5, 1.0, 2.0, 4.0)
 QUESTION_TOKENS, PASSAGE_TOKENS = 24, 200
-TRACES, QUICK_TRACES = 5, 2
+TRACES, QUICK_TRACES, SIMULATED_TRACES = 3, 2, 7
 QUICK_MADE = ("constant", "step down")
 MAX_TIMES = 4.5  # of computing: a baseline that would stream for longer is not waited for
 _LOCAL_ROUNDS = 2
@@ -76,7 +82,7 @@ class _StreamBench:
     def measure(self) -> StreamResults:
         """Costs first, then every trace at every ratio."""
         options, setting = self.options, self._setting()
-        levels = (LEVEL,) if options.quick else LEVELS
+        levels = QUICK_LEVELS if options.quick else LEVELS
         self.advance("compute and publish the context")
         with Site(setting, self.folder, levels) as site:
             context = setting.tokens[: setting.context_tokens]
@@ -87,13 +93,14 @@ class _StreamBench:
             size_bytes = float(site.sizes(LEVEL).sum())
             ratios = QUICK_RATIOS if options.quick else RATIOS
             cases = []
-            for begin in self._traces(max(ratios) * local_seconds):
+            for begin in self._traces(self.traces, max(ratios) * local_seconds):
                 for ratio in ratios:
                     scaled = begin(_together(local_seconds, ratio)).at_ratio(size_bytes, local_seconds, ratio)
                     cases.append(self._case(site, scaled, ratio, local_seconds))
-            bandwidths = [size_bytes / (ratio * local_seconds) for ratio in RATIOS]
+            simulated = [] if options.quick else self._simulate(site, measured)
+            bandwidths = [size_bytes / (ratio * local_seconds) for ratio in SIMULATED_RATIOS]
             scheduled = schedules.compare(site.costs(LEVEL), bandwidths, self.advance)
-            sizes = {level: int(site.sizes(level).sum()) for level in levels}
+            sizes, kls = {level: int(site.sizes(level).sum()) for level in levels}, site.kls()
             sensitive, trouble = self._more(site, setting, measured, local_seconds)
         passages = self._passages()
         return StreamResults(
@@ -103,6 +110,8 @@ class _StreamBench:
             sensitivity=sensitive,
             trouble=trouble,
             passages=passages,
+            simulated=simulated,
+            kls=kls,
             local_seconds=local_seconds,
             sizes=sizes,
             context_tokens=setting.context_tokens,
@@ -112,6 +121,27 @@ class _StreamBench:
             judged=options.shape is None,
             quick=options.quick,
         )
+
+    def _simulate(self, site: Site, measured: LayerTimings) -> list[dict[str, Any]]:
+        """One row for each length, trace and ratio."""
+        folder, seed, kls = self.options.traces, self.options.seed, site.kls()
+        traces = None if folder is None else read_traces(folder, SIMULATED_TRACES, seed)
+        rows = []
+        for tokens in SIMULATED_TOKENS:
+            cells = CellGrid(tokens, len(self.engine.layout.layers))
+            sizes = {level: tiled(site.sizes(level), cells.chunks) for level in kls}
+            levels = sorted((PricedLevel(name, kls[name], 0.0, sizes[name]) for name in kls), key=lambda one: one.kl)
+            costs = measured.costs(cells, sizes[LEVEL].astype(np.float64), QUESTION_TOKENS)
+            local = float(costs.depth_seconds[:, -1].sum())
+            for begin, ratio in product(self._traces(traces, max(SIMULATED_RATIOS) * local), SIMULATED_RATIOS):
+                together = _together(local, ratio)
+                trace = begin(together).at_ratio(float(sizes[LEVEL].sum()), local, ratio)
+                self.advance(f"{tokens} tokens over {trace.name}, streaming takes {ratio:g} of computing: simulated")
+                one = Simulation(cells, costs, levels, trace)
+                runs = {mode.name: one.run(mode) for mode in SIMULATED_MODES}
+                about = {"tokens": tokens, "trace": trace.name, "ratio": ratio, "change": trace.change(together)}
+                rows.append({**about, **summary(runs, one.ideal_seconds())})
+        return rows
 
     def _more(
         self, site: Site, setting: ContextSetup, measured: LayerTimings, local_seconds: float
@@ -151,13 +181,14 @@ class _StreamBench:
             seconds.append(site.run(StreamMode("local"), still, 1.0, 1.0).ttft_s)
         return statistics.median(seconds[1:])
 
-    def _traces(self, max_seconds: float) -> list[Callable[[float], Trace]]:
-        """What gives each trace, for something that shall come within some seconds, and within `max_seconds`."""
+    def _traces(self, traces: list[Trace] | None, max_seconds: float) -> list[Callable[[float], Trace]]:
+        """What gives each trace, or one made by code, for something that shall come within some seconds, and within
+        `max_seconds`."""
         options = self.options
-        if self.traces is None:
+        if traces is None:
             names = QUICK_MADE if options.quick else MADE
             return [functools.partial(made_trace, name, seed=options.seed) for name in names]
-        begun = [trace.beginning(max_seconds, options.seed + n) for n, trace in enumerate(self.traces)]
+        begun = [trace.beginning(max_seconds, options.seed + n) for n, trace in enumerate(traces)]
         return [functools.partial(_as_it_is, trace) for trace in begun]
 
     def _case(self, site: Site, trace: Trace, ratio: float, local_seconds: float) -> TraceCase:
@@ -177,7 +208,7 @@ class _StreamBench:
             for mode in (*able[start:], *able[:start]):
                 self.advance(f"{trace.name}, streaming takes {ratio:g} of computing: {mode.name}")
                 runs.append(site.run(mode, trace, local_seconds, window))
-        return TraceCase(trace, ratio, window, modes, tuple(runs), skipped)
+        return TraceCase(trace, ratio, window, modes, tuple(runs), skipped, site.kls())
 
 
 def _together(local_seconds: float, ratio: float) -> float:

@@ -5,11 +5,15 @@ who decides what is computed and what is streamed.
 
 local            everything is computed, chunk by chunk
 plain            everything is computed, in the pieces that the engine likes best, without the executor
-stream LEVEL     everything is streamed, at one level
+stream LEVEL     everything is streamed, at one level; q2 is what KIVI does: a step a channel of keys, a token of values
+cachegen         everything is streamed, at the best level with which the rest comes within the time of computing all
+                 (CacheGen's ladder, without its last resort, text)
+sparkv           the greedy schedule of the source by the mean bandwidth of the trace, changed while it runs
 fixed            whole chunks in front are computed: as many as the mean bandwidth of the trace suggests
 fixed-window     the same, from the mean of just the time in which the context comes, which nobody can know
 bidirectional    whole chunks, computed from the front and streamed from the back, until both meet
-ours             see `remote/schedule`
+ours LEVEL       see `remote/schedule`, at one level
+ours             the same, at the levels that `remote/ladder` chooses within the default KL budget
 """
 
 from __future__ import annotations
@@ -19,13 +23,19 @@ from typing import Literal
 
 from benchmarks.baselines.streaming import Steering, all_compute, all_stream, fixed
 from benchmarks.stream.traces import Trace
+from benchmarks.waiting.published import published
+from benchmarks.waiting.revise import revise
+from benchmarks.waiting.schedule import bidirectional
 from benchmarks.waiting.timeline import LinkCosts, order_of, start
 from rekindle.core.cells import Cell, Progress, Schedule, Split
 from rekindle.remote.latency import MIN_BANDWIDTH
+from rekindle.settings import Settings
 
-Kind = Literal["local", "plain", "stream", "fixed", "fixed-window", "bidirectional", "ours"]
-LEVEL = "q5"  # of all ways that both compute and stream, and of what a ratio means
-LEVELS = ("raw", "q8", LEVEL, "q4", "q3")
+Kind = Literal["local", "plain", "stream", "cachegen", "sparkv", "fixed", "fixed-window", "bidirectional", "ours"]
+LEVEL = "q5"  # of all rivals that both compute and stream, and of what a ratio means
+LEVELS = ("raw", "q8", LEVEL, "q4", "q3", "q2")
+QUICK_LEVELS = (LEVEL, "q3")
+KL_BUDGET = Settings().kl_budget
 
 
 @dataclass(frozen=True)
@@ -33,24 +43,29 @@ class StreamMode:
     """One way."""
 
     kind: Kind
-    level: str | None = None  # None: nothing is streamed
+    level: str | None = None  # None: nothing is streamed, or in several
 
     @property
     def name(self) -> str:
         """Its name in the report."""
-        return f"stream {self.level}" if self.kind == "stream" else self.kind
+        return f"{self.kind} {self.level}" if self.kind in ("stream", "ours") and self.level else self.kind
 
 
 MODES = (
     StreamMode("local"),
     StreamMode("plain"),
     *(StreamMode("stream", level) for level in LEVELS),
+    StreamMode("cachegen"),
+    StreamMode("sparkv", LEVEL),
     StreamMode("fixed", LEVEL),
     StreamMode("fixed-window", LEVEL),
     StreamMode("bidirectional", LEVEL),
     StreamMode("ours", LEVEL),
+    StreamMode("ours"),
 )
-QUICK_MODES = tuple(mode for mode in MODES if mode.kind != "fixed-window" and mode.level in (None, LEVEL))
+SIMULATED_MODES = tuple(mode for mode in MODES if mode.kind not in ("plain", "fixed-window"))
+_FULL_ONLY = ("cachegen", "sparkv", "fixed-window")
+QUICK_MODES = tuple(mode for mode in MODES if mode.kind not in _FULL_ONLY and mode.level in (None, LEVEL))
 
 
 class Given:
@@ -66,6 +81,18 @@ class Given:
     def revise(self, schedule: Schedule, progress: Progress, costs: LinkCosts) -> Schedule:
         """As it was."""
         return all_compute(costs, progress) if costs.bandwidth <= MIN_BANDWIDTH else schedule
+
+
+class Sparkv(Given):
+    """The schedule of the source, whose controller moves work between the lanes when one is about to run dry."""
+
+    def __init__(self, costs: LinkCosts) -> None:
+        """`costs` at the mean bandwidth."""
+        super().__init__(published(costs, bidirectional(costs).seconds))
+
+    def revise(self, schedule: Schedule, progress: Progress, costs: LinkCosts) -> Schedule:
+        """As the controller says."""
+        return revise(schedule, progress, costs)
 
 
 class Meeting(Given):
@@ -95,11 +122,13 @@ def steering_of(mode: StreamMode, costs: LinkCosts, trace: Trace, window_seconds
     """Who decides in this way, None: as sessions do; `window_seconds` is how long the context would take to come."""
     if mode.kind == "ours":
         return None
+    if mode.kind == "sparkv":
+        return Sparkv(costs.at(max(trace.mean_rate, MIN_BANDWIDTH)))
     if mode.kind == "bidirectional":
         return Meeting(costs)
     if mode.kind == "local":
         return Given(all_compute(costs))
-    if mode.kind == "stream":
+    if mode.kind in ("stream", "cachegen"):
         return Given(all_stream(costs))
     mean = trace.carried(0.0, window_seconds) / window_seconds if mode.kind == "fixed-window" else trace.mean_rate
     return Given(fixed(costs, max(mean, MIN_BANDWIDTH)))

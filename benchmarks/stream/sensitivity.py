@@ -40,16 +40,21 @@ def measure(
     for busy in range(_cores() + 1):
         advance(f"{busy} cores busy with something else")
         with _load(busy):
-            rows.append(_gain("busy cores", busy, lambda mode: site.together(mode, 1, link, local_seconds)))
+            rows.append(
+                _gain("busy cores", busy, lambda mode: site.together(mode, 1, link, local_seconds), local_seconds)
+            )
     for count in REQUESTS:
         advance(f"{count} at once")
         run = lambda mode, count=count: site.together(mode, count, link, local_seconds)  # noqa: E731
-        rows.append(_gain("requests", count, run))
+        rows.append(_gain("requests", count, run, count * local_seconds))
     return rows
 
 
-def _gain(what: str, value: int, run: Callable[[StreamMode], tuple[float, float]]) -> Fields:
-    """Means over those that ask at once."""
+def _gain(what: str, value: int, run: Callable[[StreamMode], tuple[float, float]], link_seconds: float) -> Fields:
+    """Means over those that ask at once; `link_seconds`: how long all of it takes to come.
+
+    `overlap` is the time of both lanes at full speed, with what else the machine does, as a share of ours.
+    """
     (local, _), (ours, share) = run(_LOCAL), run(_OURS)
     return {
         "what": what,
@@ -57,6 +62,7 @@ def _gain(what: str, value: int, run: Callable[[StreamMode], tuple[float, float]
         "local_s": local,
         "ours_s": ours,
         "gain": local / ours,
+        "overlap": 1 / (1 / local + 1 / link_seconds) / ours,
         "streamed_share": share,
     }
 
@@ -70,7 +76,7 @@ def _context(setting: ContextSetup, tokens: int, folder: Path, measured: LayerTi
         still = made_trace("constant", 1.0, 0)
         seconds, _ = site.together(_LOCAL, 1, still, 1.0)
         link = _link(site, seconds)
-        return _gain("context tokens", tokens, lambda mode: site.together(mode, 1, link, seconds))
+        return _gain("context tokens", tokens, lambda mode: site.together(mode, 1, link, seconds), seconds)
 
 
 def _link(site: Site, local_seconds: float) -> Trace:

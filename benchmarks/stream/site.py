@@ -6,24 +6,24 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.baselines.streaming import all_compute, steered
+from benchmarks.baselines.streaming import DeadlineLadder, all_compute, steered
 from benchmarks.quality import FORCED_TOKENS, divergence
 from benchmarks.stream.costs import LayerTimings
-from benchmarks.stream.modes import LEVEL, Given, StreamMode, steering_of
+from benchmarks.stream.modes import KL_BUDGET, LEVEL, Given, StreamMode, steering_of
 from benchmarks.stream.shaped_origin import ShapedOrigin
 from benchmarks.stream.traces import Trace
 from benchmarks.waiting.timeline import LinkCosts
-from rekindle.core.cells import Cell, CellGrid, TimelineEvent
+from rekindle.core.cells import Cell, CellGrid, RemoteReport, TimelineEvent
 from rekindle.core.kv import LayerKv
 from rekindle.engine.base import Engine, EngineSequence, Logits, Row
 from rekindle.errors import Cancelled
@@ -31,25 +31,30 @@ from rekindle.remote.client import Origin, PublishedPrefix
 from rekindle.remote.connection import OriginFailed, OriginLimits
 from rekindle.remote.fetch import RemotePrefixFetch
 from rekindle.remote.index import KvModel
+from rekindle.remote.ladder import LevelLadder, LevelLimit, PricedLevel
 from rekindle.remote.publish.publisher import Publisher, PublishSource
 from rekindle.remote.remote_kv import MAX_PATIENCE_SECONDS, PATIENCE
 from rekindle.remote.signing import SigningKey
 from rekindle.remote.slices import level_named
 from rekindle.remote.transfer_queue import OriginSlices, TransferQueue
 from rekindle.session.calibrate.nearness import log_softmax
+from rekindle.session.publish import level_kl
 
 # Nobody gives up because a trace is silent for a while: what is measured is who waits for what.
 _LIMITS = OriginLimits(silence_seconds=300.0, min_bytes_a_second=1.0)
 
 
+@dataclass(frozen=True)
 class _Nothing:
     """A carrier for who streams nothing."""
 
+    sizes: NDArray[np.int64]
+
+    def adapt(self, left: Sequence[Cell], bytes_per_second: float | None, pace: float) -> None:
+        """There is nothing to choose."""
+
     def carry(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, LayerKv]]:  # noqa: ARG002
         raise Cancelled("Nothing is streamed.")
-
-    def size_bytes(self, cell: Cell) -> int:  # noqa: ARG002
-        return 0
 
     def cancel(self) -> None:
         """There is nothing to end."""
@@ -70,6 +75,8 @@ class StreamRun:
     revisions: int = 0
     failed: str | None = None
     events: tuple[TimelineEvent, ...] = ()
+    slices: Mapping[str, int] = field(default_factory=dict)  # used, by level
+    expected_kl: float | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,10 @@ class Site:
         """[chunks, layers] the bytes of each slice."""
         return self._found.sizes(level).astype(np.float64)
 
+    def kls(self) -> dict[str, float]:
+        """The KL of each level, as it was published."""
+        return {level.name: level.kl or 0.0 for level in self._found.manifest.levels}
+
     def learn(self, measured: LayerTimings) -> None:
         """What computing costs here: schedules are made from it."""
         self._measured = measured
@@ -176,7 +187,8 @@ class Site:
             stack.callback(sequence.close)
             setting.compute(sequence, setting.context_tokens, self._setting.cells.chunk_tokens)
             context = setting.tokens[: setting.context_tokens]
-            source = PublishSource(self._model, context, sequence.export, "bench", self._engine.name)
+            measure = functools.partial(level_kl, self._engine, context, sequence.export, None)
+            source = PublishSource(self._model, context, sequence.export, "bench", self._engine.name, measure=measure)
             Publisher(folder, self._key).publish(source, [level_named(name, layout) for name in levels])
             rest = Row.following(sequence, setting.tokens[setting.context_tokens :])
             (logits,) = self._engine.step([replace(rest, replay=False, prefill=True)])
@@ -217,15 +229,15 @@ class Site:
         judged: bool = True,
     ) -> StreamRun:
         setting, costs = self._setting, self.costs(mode.level or LEVEL)
+        steering = steering_of(mode, costs, trace, window_seconds)
         with ExitStack() as stack:
             started, since = time.perf_counter(), time.monotonic()
             find = self._meanwhile if mode.kind == "ours" else self._first
             link, failed = find(mode, sequence, local_seconds, stack)
             find_s = time.perf_counter() - started
             stack.callback(link.close)
-            steering = steering_of(mode, costs, trace, window_seconds) if failed is None else Given(all_compute(costs))
             streaming = steered(self._engine)(self._engine, sequence, setting.tokens, setting.cells, link, costs)
-            streaming.steering = steering
+            streaming.steering = steering if failed is None else Given(all_compute(costs))
             streaming.since = since
             logits = streaming.run()
             seconds, carried = time.perf_counter() - started, self._remote.carried_bytes
@@ -235,34 +247,46 @@ class Site:
             mode,
             seconds,
             carried,
-            outcome.streamed_cells / (setting.cells.chunks * setting.cells.layers),
+            len(outcome.streamed_cells) / (setting.cells.chunks * setting.cells.layers),
             *(self._near(sequence, logits) if judged else (math.nan, math.nan)),
             sum(event.stop - event.start for event in asked),
             find_s,
             streaming.revisions,
             failed or outcome.failed,
             tuple(outcome.events),
+            *self._by_level(link, outcome),
         )
 
+    @staticmethod
+    def _by_level(link: TransferQueue, outcome: RemoteReport) -> tuple[dict[str, int], float | None]:
+        """What was used of each level, and its expected KL."""
+        source = link.source
+        if not isinstance(source, OriginSlices):
+            return {}, None
+        return source.ladder.slices(outcome.streamed_cells), source.ladder.kl(outcome.streamed_cells)
+
     def _first(
-        self, mode: StreamMode, _sequence: EngineSequence, _local_seconds: float, stack: ExitStack
+        self, mode: StreamMode, _sequence: EngineSequence, local_seconds: float, stack: ExitStack
     ) -> tuple[TransferQueue, str | None]:
         """What brings slices, and why it does not, once it was found."""
-        if mode.level is None:
-            return TransferQueue(_Nothing()), None
+        if mode.kind == "local":
+            return self._nothing(), None
         try:
-            return TransferQueue(self._offer(self._connected(stack), mode.level)), None
+            return TransferQueue(self._offer(self._connected(stack), mode, local_seconds)), None
         except OriginFailed as failed:
-            return TransferQueue(_Nothing()), str(failed)
+            return self._nothing(), str(failed)
+
+    def _nothing(self) -> TransferQueue:
+        return TransferQueue(_Nothing(self._found.sizes(LEVEL)))
 
     def _meanwhile(
         self, mode: StreamMode, sequence: EngineSequence, local_seconds: float, stack: ExitStack
     ) -> tuple[TransferQueue, str | None]:
         """The same while the first chunks are computed, as a session does it."""
         setting, origin, failed = self._setting, self._connected(stack), list[str]()
-        level = mode.level or LEVEL
         lowest = 1 if self._engine.capabilities.layer_feeds else 0
-        coming = RemotePrefixFetch(lambda _stop: self._offer(origin, level), 0, failed.append, lowest_layer=lowest)
+        offer = lambda _stop: self._offer(origin, mode, local_seconds)  # noqa: E731
+        coming = RemotePrefixFetch(offer, 0, failed.append, lowest_layer=lowest)
         stack.callback(coming.close)
         coming.wait_for_lookup(min(PATIENCE * local_seconds, MAX_PATIENCE_SECONDS))
         chunk, last = setting.cells.chunk_tokens, setting.cells.spans[-1].start
@@ -273,7 +297,7 @@ class Site:
             row = Row.following(sequence, setting.tokens[sequence.length : stop // chunk * chunk], logits="none")
             self._engine.step([replace(row, replay=False, prefill=True)])
         if coming.offer is None:
-            return TransferQueue(_Nothing()), failed[0] if failed else "The origin did not answer in time."
+            return self._nothing(), failed[0] if failed else "The origin did not answer in time."
         return coming, None
 
     def _connected(self, stack: ExitStack) -> Origin:
@@ -281,8 +305,18 @@ class Site:
         stack.callback(origin.close)
         return origin
 
-    def _offer(self, origin: Origin, level: str) -> OriginSlices:
-        return OriginSlices(origin, self._find(origin), level)
+    def _offer(self, origin: Origin, mode: StreamMode, local_seconds: float) -> OriginSlices:
+        found = self._find(origin)
+        levels = LevelLimit(KL_BUDGET if mode.kind == "ours" else math.inf).levels(found)
+        if mode.level is not None:
+            file = found.manifest.level(mode.level)
+            levels = (PricedLevel(mode.level, file.kl or 0.0, file.bits, found.sizes(mode.level)),)
+        if mode.kind == "cachegen":
+            deadline = time.monotonic() + local_seconds
+            return OriginSlices(
+                origin, found, DeadlineLadder(levels, found.cells, math.inf, local_seconds, deadline=deadline)
+            )
+        return OriginSlices(origin, found, LevelLadder(levels, found.cells, KL_BUDGET, local_seconds))
 
     def _near(self, sequence: EngineSequence, logits: Logits) -> tuple[float, float]:
         """KL and top-1 agreement with the full computation, along its own reply."""

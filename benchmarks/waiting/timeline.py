@@ -188,8 +188,16 @@ class SearchTask(RemainingWork):
         return Schedule(split, order, simulate(split, order, self.costs, self.progress).seconds)
 
 
-def simulate(split: Split, order: TransferOrder, costs: LinkCosts, progress: Progress | None = None) -> Timeline:
+def simulate(
+    split: Split,
+    order: TransferOrder,
+    costs: LinkCosts,
+    progress: Progress | None = None,
+    carried: Seconds | None = None,
+) -> Timeline:
     """What happens when, if the costs are right. Raises `ValueError` for an order that is not what is left to stream.
+
+    `carried` is when each of the order has come, if not at the bandwidth of the costs.
 
     A lane whose things begin no sooner than `free[i]` and take `work[i]`, in their order, is through with them at
     `max over k <= i of (free[k] + work[k] + ... + work[i])`: sums and running maxima, no loop.
@@ -202,7 +210,7 @@ def simulate(split: Split, order: TransferOrder, costs: LinkCosts, progress: Pro
         raise ValueError("the order is not what is left to stream")
 
     carry, decode = costs.link_seconds.ravel()[numbers], costs.decode_seconds.ravel()[numbers]
-    stop = task.progress.link_busy_seconds + np.cumsum(carry)
+    stop = task.progress.link_busy_seconds + np.cumsum(carry) if carried is None else carried
     ready = _through(stop, decode)
     link_start, link_stop, usable = (np.full(left.shape, np.nan) for _ in range(3))
     link_start.ravel()[numbers], link_stop.ravel()[numbers], usable.ravel()[numbers] = stop - carry, stop, ready

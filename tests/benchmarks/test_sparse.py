@@ -26,6 +26,7 @@ from benchmarks.sparse.attention import (
     estimate_mass,
     flex_blocks,
 )
+from benchmarks.waiting.published import published
 from benchmarks.waiting.schedule import lower_bound
 from benchmarks.waiting.timeline import SearchTask
 from rekindle.remote.schedule import meet_in_the_middle
@@ -115,14 +116,14 @@ def test_published_priorities_end_no_sooner_than_anything_can() -> None:
     for kind, seed in product(KINDS, range(3)):
         costs = some_costs(kind, seed, 7, 5)
         meeting, least = meet_in_the_middle(SearchTask.of(costs, None)).seconds, lower_bound(costs) * (1 - 1e-9)
-        assert meeting >= least and schedules.published(costs, meeting) >= least
+        assert meeting >= least and published(costs, meeting).seconds >= least
 
 
 def test_published_priorities_stream_everything_over_a_fast_link() -> None:
     costs = plain_costs(4, 3)
-    assert schedules.published(costs.at(1e9), 0.01) < 1.01 * costs.compute_seconds[0, 0]
+    assert published(costs.at(1e9), 0.01).seconds < 1.01 * costs.compute_seconds[0, 0]
     asking = replace(costs, question_seconds=np.ones(3))
-    assert schedules.published(asking.at(1e9), 3.0) == pytest.approx(3, rel=0.4)
+    assert published(asking.at(1e9), 3.0).seconds == pytest.approx(3, rel=0.4)
 
 
 def test_a_bench_of_a_tiny_model_says_what_was_kept_and_how_near_it_is(

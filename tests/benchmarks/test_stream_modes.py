@@ -53,7 +53,7 @@ def test_a_given_schedule_is_changed_by_a_dead_link_alone() -> None:
 
 def test_a_quick_run_has_every_kind_that_a_bar_is_about() -> None:
     names = {mode.name for mode in QUICK_MODES}
-    assert names == {"local", "plain", "stream q5", "fixed", "bidirectional", "ours"}
+    assert names == {"local", "plain", "stream q5", "fixed", "bidirectional", "ours q5", "ours"}
     assert names < {mode.name for mode in MODES}
 
 

@@ -22,9 +22,22 @@ from rekindle.remote.latency import LayerTiming
 
 SKIPPED = StreamMode("stream", "raw")
 TIMES = {
-    "local": 10.0, "plain": 9.0, "stream q8": 16.0, "stream q5": 10.0, "stream q4": 8.0, "stream q3": 4.0,
-    "fixed": 9.0, "fixed-window": 6.5, "bidirectional": 7.0, "ours": 6.0,
-}  # fmt: skip
+    "local": 10.0,
+    "plain": 9.0,
+    "stream q8": 16.0,
+    "stream q5": 10.0,
+    "stream q4": 8.0,
+    "stream q3": 4.0,
+    "stream q2": 3.0,
+    "cachegen": 8.0,
+    "sparkv": 9.0,
+    "fixed": 9.0,
+    "fixed-window": 6.5,
+    "bidirectional": 7.0,
+    "ours q5": 6.0,
+    "ours": 6.0,
+}
+KLS = {"raw": 0.0, "q8": 0.0, "q5": 0.001, "q4": 0.02, "q3": 0.04, "q2": 0.1}  # fmt: skip
 
 
 def case(name: str = "step down", ratio: float = 1.0, **other: float) -> TraceCase:
@@ -36,7 +49,8 @@ def case(name: str = "step down", ratio: float = 1.0, **other: float) -> TraceCa
         for mode in MODES
         if mode != SKIPPED
     ]
-    return TraceCase(made_trace(name, ratio * 5.0, 0), ratio, ratio * 10.0, MODES, runs, {SKIPPED: 65.0})
+    trace = made_trace(name, ratio * 10.0 / (1 + ratio), 0)
+    return TraceCase(trace, ratio, ratio * 10.0, MODES, runs, {SKIPPED: 65.0}, KLS)
 
 
 def costs(chunks: int = 6, layers: int = 8) -> LinkCosts:
@@ -49,14 +63,23 @@ def found(*cases: TraceCase, quick: bool = False) -> StreamResults:
     samples = tuple(LayerTiming(n, c, 1e-3 + 1e-5 * n + 1e-8 * n * c) for n in (16, 64, 128) for c in (0, 256, 512))
     measured = LayerTimings(samples, samples, best_model(samples), best_model(samples))
     schedules = compare(costs(), [1e5], lambda _: None)
-    return StreamResults(cases, measured, schedules, (), (), (), 10.0, {"q5": 100}, 640, 24, True, True, True, quick)
+    rows = [simulated(tokens, ratio) for tokens in (2048, 8192) for ratio in (1.0, 4.0)]
+    return StreamResults(
+        cases, measured, schedules, (), (), (), rows, KLS, 10.0, {"q5": 100}, 640, 24, True, True, True, quick
+    )
+
+
+def simulated(tokens: int, ratio: float) -> dict[str, float]:
+    rivals = ("fixed", "bidirectional", "sparkv", "cachegen", "q2", "one_level", "best_single")
+    about = {"tokens": tokens, "ratio": ratio, "change": 3.0, "ours_kl": 0.005, "overlap_efficiency": 0.9}
+    return {**about, **{f"vs_{name}": 1.5 for name in rivals}}
 
 
 def test_the_ideal_is_both_lanes_at_full_speed_until_the_question() -> None:
     # Nine and a half seconds each, the question in half a one: at best half of that, and the question.
     assert case().overlap_efficiency() == pytest.approx((0.5 + 4.75) / 6.0)
     assert case().overlap_efficiency("plain") == pytest.approx((0.5 + 1 / (1 / 8.5 + 1 / 9.5)) / 6.0)
-    assert case(ours=5.25).overlap_efficiency() == pytest.approx(1.0)
+    assert case(**{"ours q5": 5.25}).overlap_efficiency() == pytest.approx(1.0)
 
 
 def test_a_single_lane_counts_if_its_quality_is_not_below_ours() -> None:
@@ -79,7 +102,7 @@ def test_the_report_has_the_fields_and_keeps_what_changes_apart() -> None:
     assert len(rows) == 3 * len(MODES)
     assert rows["constant", "stream raw"]["ttft_s"] is None and "65.0 s" in rows["constant", "stream raw"]["reason"]
     assert rows["constant", "ours"]["ttft_s"] == 6.0 and rows["constant", "ours"]["kl"] == 0.01
-    assert len(report.rows) == 3 * len(MODES) + 11
+    assert len(report.rows) == 3 * len(MODES) + 11 + 4 + 2 * 3  # of rivals, and of two simulated lengths
 
 
 def test_what_was_not_measured_is_null_with_a_reason() -> None:

@@ -78,7 +78,7 @@ def test_what_is_not_calibrated_is_near_enough(tmp_path: Path) -> None:
         tokens = engine.tokenizer.encode(TEXT)
         prompt, forced = tokens[:-48], tokens[-48:]
         coder = default_coder(len(engine.layout.layers))
-        with Trial(engine, prompt, forced) as base, Trial(engine, prompt, forced, lora) as adapted:
+        with Trial(engine, prompt, forced) as base, Trial(engine, prompt, forced, lora.digest) as adapted:
             whole = measure(base, coder, None)
             delta = measure(adapted, coder, read_back(coder, base.kv.layers, None, "float32"))
     assert whole.bits < 6.5 and whole.near.mean_kl < 0.002 and whole.near.top1 > 0.9

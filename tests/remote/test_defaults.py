@@ -81,10 +81,10 @@ def test_check_says_a_line_each(pair: str, tiny_folder: Path) -> None:
     asked = command("rekindle origin check", tiny_folder, pair)
     lines = ok(*asked).splitlines()
     assert [line.split()[0] for line in lines] == ["origin", "key", "model", "levels", "contexts", "prompt"]
-    assert f"{pair} answers" in lines[0] and "matches" in lines[2] and "raw, quantized" in lines[3]
+    assert f"{pair} answers" in lines[0] and "matches" in lines[2] and "raw, quantized (KL 0." in lines[3]
     assert re.search(r"\b\d+ tokens, raw, [\d.]+ [kM]B", lines[-1])
     quantized = ok(*asked, "--reuse", "quantized").splitlines()[-1]
-    assert re.search(r"\b\d+ tokens, quantized, ", quantized)
+    assert re.search(r"\b\d+ tokens, q[34], ", quantized)
     assert "prompt: it has contexts for this model" in ok(*asked, "--system", "Be brief.").splitlines()[-1]
     *_, last = ok(*asked, "--origin-keys", SigningKey.new().public).splitlines()[:2]
     assert last.startswith("key ") and "which you did not name" in last
@@ -97,7 +97,9 @@ def test_check_says_why_nothing_is_there(pair: str, tiny_folder: Path, tmp_path:
     asked = command("rekindle origin check", tiny_folder, pair)
     other = ok(*asked, "--dtype", "bfloat16").splitlines()
     assert "another dtype, device or engine: only quantized KV fits" in other[2] and "dtype: it has" in other[-1]
-    assert "quantized" in ok(*asked, "--dtype", "bfloat16", "--reuse", "quantized").splitlines()[-1]
+    near = [*asked, "--dtype", "bfloat16", "--reuse", "quantized"]
+    assert re.search(r"tokens, q[34], ", ok(*near).splitlines()[-1])
+    assert "budget: it has this prompt only in levels" in ok(*near, "--kl-budget", "0").splitlines()[-1]
     ok("origin", "key", "--secret", "secret")
     assert "nothing is there for this model" in ok(*asked, "--origin-secret", "secret")
     gone = ok(*command("rekindle origin check", tiny_folder, "http://127.0.0.1:9")).splitlines()

@@ -25,6 +25,7 @@ from rekindle.engine.hf.device import choose_placement
 from rekindle.engine.hf.engine import HfEngine
 from rekindle.errors import Cancelled, KvLost, StepRefused
 from rekindle.remote.hybrid_prefill import HybridPrefill
+from rekindle.remote.latency import Bandwidth
 from rekindle.remote.schedule import StreamCosts
 from rekindle.remote.transfer_queue import TransferQueue
 from tests.engine.contract import Stored
@@ -46,6 +47,7 @@ class Carrier:
         self._kv, self._cells, self._waits, self._most, self._hang = kv, cells, itertools.cycle(waits), most, hang
         self._cancelled = threading.Event()
         self.hangs = threading.Event()
+        self.sizes = np.full((cells.chunks, cells.layers), SLICE_BYTES)
         self.brought: list[Cell] = []
 
     def carry(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, LayerKv]]:
@@ -63,9 +65,7 @@ class Carrier:
             self.brought.append(cell)
             yield cell, LayerKv(layer.keys[:, span.start : span.stop], layer.values[:, span.start : span.stop])
 
-    def size_bytes(self, cell: Cell) -> int:
-        assert cell.layer < self._cells.layers
-        return SLICE_BYTES
+    def adapt(self, left: Sequence[Cell], bytes_per_second: float | None, pace: float) -> None: ...
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -174,8 +174,8 @@ def test_a_fast_link_brings_nearly_all(prompt: Prompt) -> None:
     logits, kv, streaming = run(prompt, Carrier(prompt.kv, prompt.cells), after_link=True)
     assert_same(prompt, logits, kv)
     told = streaming.report
-    assert told.streamed_cells >= 0.5 * prompt.cells.chunks * prompt.layers and told.failed is None
-    assert told.streamed_cells + sum(told.computed) == prompt.cells.chunks * prompt.layers
+    assert len(told.streamed_cells) >= 0.5 * prompt.cells.chunks * prompt.layers and told.failed is None
+    assert len(told.streamed_cells) + sum(told.computed) == prompt.cells.chunks * prompt.layers
 
 
 def test_a_slow_link_is_not_waited_for(prompt: Prompt) -> None:
@@ -190,7 +190,7 @@ def test_an_origin_that_dies_or_hangs_costs_no_answer(prompt: Prompt, most: int,
     carrier = Carrier(prompt.kv, prompt.cells, most=most, hang=hang)
     logits, kv, streaming = run(prompt, carrier, after_link=True)
     assert_same(prompt, logits, kv)
-    assert streaming.report.streamed_cells <= most
+    assert len(streaming.report.streamed_cells) <= most
     assert hang or (streaming.report.failed is None) == (most >= prompt.cells.chunks * prompt.layers)
 
 
@@ -209,7 +209,7 @@ def test_any_split_gives_the_logits_of_computing_alone(splits: list[int], order:
     schedule = Schedule(Split(layers, tuple(computed)), order_of(layers, missing), 0.0)
     logits, kv, streaming = run(prompt, Carrier(prompt.kv, prompt.cells), steering=Given(schedule))
     assert_same(prompt, logits, kv)
-    assert streaming.report.computed == tuple(computed) and streaming.report.streamed_cells == len(missing)
+    assert streaming.report.computed == tuple(computed) and len(streaming.report.streamed_cells) == len(missing)
 
 
 @by_layer
@@ -233,7 +233,7 @@ def test_both_lanes_meet_whatever_the_link_does(waits: list[float], here: int) -
     assert_same(prompt, logits, kv)
     told = streaming.report
     assert told.computed[:here] == (prompt.layers,) * here
-    assert told.streamed_cells + sum(told.computed) == prompt.cells.chunks * prompt.layers
+    assert len(told.streamed_cells) + sum(told.computed) == prompt.cells.chunks * prompt.layers
     deep = [event.chunk for event in told.events if event.lane == "compute" and event.stop_layer > 1]
     assert len(set(deep)) == len(deep) and min(deep) >= here
 
@@ -247,7 +247,7 @@ def test_by_token_every_chunk_is_computed_once_or_comes_whole(waits: list[float]
     assert_same(prompt, logits, kv)
     told = streaming.report
     assert told.computed[:here] == (prompt.layers,) * here and set(told.computed) <= {0, prompt.layers}
-    assert told.streamed_cells + sum(told.computed) == prompt.cells.chunks * prompt.layers
+    assert len(told.streamed_cells) + sum(told.computed) == prompt.cells.chunks * prompt.layers
 
 
 @pytest.mark.parametrize("prompt", ["fake", "llamacpp"], indirect=True)
@@ -276,6 +276,24 @@ def test_by_token_a_step_is_given_up_once_all_has_arrived(prompt: Prompt) -> Non
         logits = streaming.run()
     assert steps == ["given up", "done"] and set(streaming.report.computed) == {0}
     assert_same(prompt, logits, sequence.export(Span(0, len(tokens))))
+    sequence.close()
+
+
+@pytest.mark.parametrize("prefill", [Steered, SteeredByToken])
+def test_the_first_step_is_short_because_the_machine_may_be_busy(prefill: type[Steered]) -> None:
+    prompt, lengths = _fake_prompt(), list[int]()
+    engine, tokens = prompt.engine, prompt.tokens
+    sequence = engine.open(len(tokens), engine.regime(len(tokens)))
+    link = TransferQueue(Carrier(prompt.kv, prompt.cells, most=0, hang=True), Bandwidth(1.0))
+
+    def step(rows: Any, cancelled: Any = None) -> list[Logits]:
+        lengths.extend(len(row.tokens) for row in rows)
+        return type(engine).step(engine, rows, cancelled)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "step", step)
+        prefill(engine, sequence, tokens, prompt.cells, link, prompt.costs(compute=1e-6)).run()
+    assert lengths[0] == CHUNK < lengths[1] and link.pace > 1  # it took longer than expected
     sequence.close()
 
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks.baselines.predictor import mean_error
 from rekindle.core.cells import CellGrid
+from rekindle.machine import home_folder
+from rekindle.remote import latency
 from rekindle.remote.latency import (
     MIN_BANDWIDTH,
     Bandwidth,
@@ -20,6 +22,8 @@ from rekindle.remote.latency import (
     Roofline,
     TransferSample,
     cell_seconds,
+    recall_bandwidth,
+    remember_bandwidth,
 )
 
 
@@ -38,6 +42,31 @@ def steady(count: int, start: float = 0.0) -> list[tuple[int, float, float]]:
 def test_a_link_that_was_never_used_is_unknown() -> None:
     assert Bandwidth().bytes_per_second() is None
     assert Bandwidth().bytes_per_second(TransferSample(0, 3.0, 3.0)) is None
+
+
+def test_what_was_remembered_counts_until_something_is_measured() -> None:
+    link = Bandwidth(500.0)
+    assert link.bytes_per_second() == 500.0 and link.measured is None
+    assert link.bytes_per_second(TransferSample(1000, 10.0, 10.0)) == 100.0  # it was faster then
+    link.add(TransferSample(1000, 0.5, 1.0))
+    assert link.bytes_per_second() == link.measured == 2000.0
+
+
+def test_newer_runs_count_more_and_a_month_later_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1e9]
+    monkeypatch.setattr(latency.time, "time", lambda: now[0])
+    assert recall_bandwidth("http://one") is None
+    remember_bandwidth("http://one", Bandwidth(5.0))  # nothing was measured
+    assert recall_bandwidth("http://one") is None
+    remember_bandwidth("http://one", measured(*steady(6)))
+    assert recall_bandwidth("http://one") == pytest.approx(2000.0) and recall_bandwidth("http://other") is None
+    now[0] += 2 * 24 * 3600
+    remember_bandwidth("http://one", measured((1000, 1.0, 1.0)))
+    assert recall_bandwidth("http://one") == pytest.approx(1000.0 * 2 ** (0.25 / 1.25))
+    now[0] += 31 * 24 * 3600
+    assert recall_bandwidth("http://one") is None
+    (home_folder() / "links.json").write_text('{"x": 1')
+    assert recall_bandwidth("http://one") is None
 
 
 def test_pauses_do_not_count() -> None:

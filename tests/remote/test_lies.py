@@ -20,6 +20,7 @@ from rekindle.core.cells import Cell
 from rekindle.errors import Cancelled, InvalidSetting
 from rekindle.remote.client import Origin, PublishedPrefix
 from rekindle.remote.connection import OriginFailed, OriginLimits, Stop
+from rekindle.remote.ladder import LevelLimit
 from rekindle.remote.manifest import SignedManifest
 from rekindle.remote.signing import SigningKey, TrustedKeys
 from tests.remote.conftest import Place
@@ -137,8 +138,8 @@ def test_other_models_adapters_and_layouts_find_nothing(origin: Origin) -> None:
 def test_another_dtype_device_or_engine_finds_quantized_levels_alone(origin: Origin) -> None:
     for model in (replace(MODEL, exact="cc" * 16), replace(MODEL, layout=replace(LAYOUT, dtype="float16"))):
         found = find(origin, model=model)
-        assert found is not None and found.levels == ("q4",) and found.choose(["raw"]) is None
-        assert found.why_none(["raw"]) == "dtype" and found.why_none(["q8"]) == "level"
+        assert found is not None and found.levels == ("q4",) and not LevelLimit().allows(found)
+        assert LevelLimit().why_none(found) == "dtype" and LevelLimit(0.01).why_none(found) == "budget"
 
 
 def test_a_plain_manifest_is_not_taken_from_who_has_a_secret_nor_the_other_way_round(tmp_path: Path) -> None:

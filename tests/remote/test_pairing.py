@@ -232,7 +232,7 @@ def test_a_pairing_that_is_damaged_or_was_not_near_counts_as_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("REKINDLE_HOME", str(tmp_path))
-    near = ModelPairing("ff" * 16, "other", "halves", 0.01, 0.9, 100, 3, 1.0)
+    near = ModelPairing("ff" * 16, "other", "halves", {"q5": 0.01}, 0.01, 0.9, 100, 3, 1.0)
     remember_pairing(MODEL, near)
     assert recall_pairing(MODEL) == near
     model = near.model(MODEL)

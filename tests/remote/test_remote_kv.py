@@ -22,7 +22,7 @@ from rekindle.core.request import Request
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import InvalidSetting
 from rekindle.remote import remote_kv as streams
-from rekindle.remote.latency import Bandwidth, TransferSample
+from rekindle.remote.latency import Bandwidth, TransferSample, recall_bandwidth
 from rekindle.remote.publish.publisher import Publisher
 from rekindle.remote.publish.serve import OriginServer, OriginSettings
 from rekindle.remote.signing import SigningKey, make_secret
@@ -101,6 +101,7 @@ def test_a_prompt_comes_partly_from_the_origin(either: Published, alone: Any, le
         last = Explanation.from_dict(noted.record)
         assert last.reused == reply.reuse.reused and last.timeline == reply.reuse.timeline
         assert "  link " in str(last) and "streamed from the origin" in str(last)
+        assert last.streamed_slices == reply.reuse.streamed_slices and "slices from the origin: " in str(last)
         session.flush()
         again = session.generate(PROMPT + "And then", max_tokens=8)  # from here now
         assert again.reuse.streamed == 0 and again.reuse.computed <= 1 and again.tokens == reply.tokens
@@ -386,3 +387,79 @@ def test_a_state_that_cannot_be_cut_is_neither_published_nor_streamed(published:
         own = {"origin": "http://127.0.0.1:9", "origin_keys": published.key.public}
         with Session(engine, cache=tmp_path / "cache", **own) as session:
             assert session.generate(PROMPT, max_tokens=2).reuse.origin_miss == "unable"
+
+
+# -- levels -----------------------------------------------------------------------------------------------------------
+
+
+def publish_levels(folder: Path, kls: dict[str, float]) -> Published:
+    """A prompt at levels whose KL is given."""
+    key = SigningKey.new()
+    with Session(FakeEngine(), cache="off") as session, computed(session, Request.of(PROMPT)) as source:
+        Publisher(folder, key).publish(replace(source, measure=lambda _: kls), levels_of(",".join(kls), session))
+    return Published(folder, key, None)
+
+
+@pytest.mark.usefixtures("origin_first")
+def test_publishing_measures_what_each_level_does_to_the_next_tokens(tmp_path: Path) -> None:
+    key = SigningKey.new()
+    with Session(FakeEngine(), cache="off") as session, computed(session, Request.of(PROMPT)) as source:
+        done = Publisher(tmp_path / "files", key).publish(source, levels_of("raw,q8,q2", session))
+    kls = {level.name: level.kl for level in done.levels}
+    assert kls["raw"] is None and kls["q8"] is not None and kls["q2"] is not None
+    assert 0 <= kls["q8"] < kls["q2"]
+
+
+@pytest.mark.usefixtures("origin_first")
+@pytest.mark.parametrize(
+    ("budget", "levels", "miss"), [(0.05, {"q3"}, None), (0.002, {"q8"}, None), (0.0001, set(), "budget")]
+)
+def test_what_comes_is_within_the_budget_and_the_reply_says_in_which_levels(
+    budget: float, levels: set[str], miss: str | None, tmp_path: Path
+) -> None:
+    place = publish_levels(tmp_path / "files", {"q8": 0.001, "q3": 0.05})
+    with serving(place.folder) as url:
+        own = {"reuse": "quantized", "kl_budget": budget}
+        with opened(place, url, tmp_path / "cache", **own) as session:
+            reuse = session.generate(PROMPT + "And then", max_tokens=2).reuse
+    assert reuse.origin_miss == miss and levels <= set(reuse.streamed_slices) <= {"q8", "q3"}
+    assert (reuse.streamed > 0) == bool(levels) and (reuse.streamed_kl or 0.0) <= budget
+    assert all(f"{count} {level}" in str(reuse) for level, count in reuse.streamed_slices.items())
+
+
+@pytest.mark.usefixtures("origin_first")
+@pytest.mark.parametrize(("level", "kept"), [("q8", True), ("q3", False)])
+def test_kv_of_fewer_bits_than_are_stored_here_is_used_and_continued_but_not_stored(
+    level: str, kept: bool, tmp_path: Path
+) -> None:
+    """Stored as what this session stores, it would pass for better than it is."""
+    place = publish_levels(tmp_path / "files", {level: 0.0})
+    own = {"reuse": "quantized", "cache_salt": "x"}
+    with serving(place.folder) as url:
+        with opened(place, url, tmp_path / "cache", **own) as session:
+            assert session.generate(PROMPT + "And then", max_tokens=2).reuse.streamed > 0
+            again = session.generate(PROMPT + "And then", max_tokens=2).reuse
+            assert again.streamed == 0 and again.engine > len(PROMPT) and again.quantized > 0
+            session.flush()
+        with opened(place, url, tmp_path / "cache", local_tenants="*", **own) as session:
+            later = session.generate(PROMPT + "And then", max_tokens=2).reuse
+    assert (later.disk > 128) == kept and later.streamed == 0
+
+
+@pytest.mark.usefixtures("origin_first")
+def test_the_bandwidth_is_remembered_between_runs(published: Published, tmp_path: Path) -> None:
+    with serving(published.folder) as url:
+        with opened(published, url, tmp_path / "cache") as session:
+            assert recall_bandwidth(url) is None
+            assert session.generate(PROMPT, max_tokens=2).reuse.streamed > 0
+        known = recall_bandwidth(url)
+        assert known is not None and recall_bandwidth(url + "/other") is None
+        with opened(published, url, tmp_path / "cache"):
+            pass  # nothing was measured
+        assert recall_bandwidth(url) == pytest.approx(known)
+
+
+@pytest.mark.parametrize("budget", [-0.1, float("nan"), float("inf")])
+def test_a_budget_that_makes_no_sense_is_refused(budget: float, published: Published, tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetting, match="kl_budget"):
+        opened(published, "http://127.0.0.1:1", tmp_path / "cache", kl_budget=budget)

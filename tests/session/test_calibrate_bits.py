@@ -86,7 +86,10 @@ def test_exact_kv_brought_back_changes_nothing_and_wrong_kv_does(engine: HfEngin
 
 def test_a_trial_says_what_the_model_says_in_one_go(engine: HfEngine, lora: Lora) -> None:
     prompt, forced = tokens(engine)
-    with Trial(engine, prompt, forced, lora) as trial, engine.open(216, engine.regime(216), lora.digest) as sequence:
+    with (
+        Trial(engine, prompt, forced, lora.digest) as trial,
+        engine.open(216, engine.regime(216), lora.digest) as sequence,
+    ):
         (logits,) = engine.step([Row.following(sequence, prompt + forced, logits="all")])
         np.testing.assert_allclose(trial.exact, logits[200:], atol=1e-4)
 
@@ -114,7 +117,7 @@ def test_a_plan_takes_what_was_asked_for_and_not_much_less(engine: HfEngine, lor
     coder = find_bits(engine, [TEXT], [lora], no_news, whole_bits=[5.0], delta_bits=[3.0]).coder
     encoded = engine.tokenizer.encode(TEXT)[: 256 + FORCED_TOKENS]
     prompt, forced = encoded[:-FORCED_TOKENS], encoded[-FORCED_TOKENS:]
-    with Trial(engine, prompt, forced) as base, Trial(engine, prompt, forced, lora) as trial:
+    with Trial(engine, prompt, forced) as base, Trial(engine, prompt, forced, lora.digest) as trial:
         whole = measure(base, coder, None)
         delta = measure(trial, coder, read_back(coder, base.kv.layers, None, "float32"))
     assert 4.5 < whole.bits <= 5.0

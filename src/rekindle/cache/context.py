@@ -53,6 +53,7 @@ class Context:
         self.checkpoint_tokens = 0  # number of first tokens of its last stored checkpoint
         self.quantized_tokens = 0  # number of its tokens whose KV was quantized
         self.hits = 0  # number of requests that continued it
+        self.coarse_from: int | None = None  # from there on some KV has fewer bits than this space stores
         self._keeps: list[WriteJob] = []
         self._stored_tokens = 0
 
@@ -77,6 +78,11 @@ class Context:
         """Number of its first tokens with exactly the KV that computing gives: those before any reused passage."""
         reused_chunks = [chunk.start for chunk in self.chunk_reuse if chunk.source == "reused"]
         return min([len(self.tokens), *reused_chunks])
+
+    @property
+    def storable_tokens(self) -> int:
+        """Number of its first tokens that may be written: none whose KV would pass for a better one."""
+        return self.exact_tokens if self.coarse_from is None else min(self.exact_tokens, self.coarse_from)
 
     def common(self, tokens: Sequence[int], *, exact: bool = True) -> int:
         """Number of first tokens in common with `tokens`; with `exact` only those whose KV is exact."""
@@ -111,6 +117,7 @@ class Context:
         self.tokens = self.tokens[:length]
         self.chunk_reuse = cut_passages(self.chunk_reuse, length)
         self.quantized_tokens = min(self.quantized_tokens, length)
+        self.coarse_from = None if length <= (self.coarse_from or 0) else self.coarse_from
         self.checkpoint_tokens = min(self.checkpoint_tokens, length)
 
     def land(self) -> None:

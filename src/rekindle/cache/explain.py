@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -92,6 +92,7 @@ class Explanation:
     budget: float | None = None
     calibrated: bool | None = None
     streamed: int = 0  # tokens that came from an origin
+    streamed_slices: Mapping[str, int] = field(default_factory=dict)  # of them, at each level
     timeline: tuple[TimelineEvent, ...] = ()  # when, and what was computed meanwhile
     origin: OriginFinding | None = None  # what it has, for a prompt that was not run; why nothing came from it
 
@@ -146,6 +147,10 @@ class Explanation:
         lines += _passage_lines(self)
         if self.origin is not None:
             lines.append(f"origin: {self.origin}")
+        if self.streamed_slices:
+            lines.append(
+                "slices from the origin: " + ", ".join(f"{n:,} {name}" for name, n in self.streamed_slices.items())
+            )
         lines += timeline_lines(self.timeline)
         if self.opaque is not None:
             lines.append(f"reuse is by checkpoint, at the end of a message: {self.opaque}")
@@ -223,6 +228,7 @@ class Explainer:
             budget=reuse.budget,
             calibrated=reuse.calibrated,
             streamed=reuse.streamed,
+            streamed_slices=reuse.streamed_slices,
             timeline=reuse.timeline,
             origin=origin,
         )

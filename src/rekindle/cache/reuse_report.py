@@ -35,6 +35,7 @@ def report_reuse(
     if stream is not None and stream.is_quantized:
         quantized = lookup.quantized_tokens(plan) + streamed
         is_quantized = quantized > 0 or stream.brings  # also what is less than a token's worth
+    came = None if result is None else result.streamed
     expected = 0 if reused is None else reused.expected_recomputed
     recomputed = expected if result is None else len(result.recomputed_positions)
     return Reuse(
@@ -48,7 +49,9 @@ def report_reuse(
         from_chunks=from_chunks,
         recomputed=recomputed,
         streamed=streamed,
-        timeline=() if result is None or result.streamed is None else tuple(result.streamed.events),
+        streamed_slices={} if came is None else came.slices,
+        streamed_kl=None if came is None else came.kl,
+        timeline=() if came is None else tuple(came.events),
         load_seconds=0.0 if result is None else result.load_seconds,
         predicted_seconds=plan.predicted_seconds,
         cold_seconds=plan.cold_seconds,

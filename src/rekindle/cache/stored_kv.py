@@ -151,7 +151,7 @@ class StoredKv:
     def write_early(self, context: Context) -> None:
         """Write a long new prompt while its reply is being decoded: nobody else should have to compute it again."""
         awaited = context.inflight is not None and context.inflight.waiting > 0
-        new = min(context.prompt_tokens, context.exact_tokens) - context.stored_tokens
+        new = min(context.prompt_tokens, context.storable_tokens) - context.stored_tokens
         if not context.passing and new >= (1 if awaited else EARLY_TOKENS):
             self.write(context, context.prompt_tokens)
         else:
@@ -159,7 +159,7 @@ class StoredKv:
 
     def write(self, context: Context, count: int) -> None:
         """Write the first `count` tokens of a context in the background."""
-        count = self.steps.reusable(min(count, context.exact_tokens))
+        count = self.steps.reusable(min(count, context.storable_tokens))
         if self.writer is None or count <= context.stored_tokens:
             context.land()
             return

@@ -62,7 +62,7 @@ def key(
 
 
 @origin.command()
-@takes(without={"reuse", "answers", "similarity_threshold", "recompute_budget"}, loading=loading_options)
+@takes(without={"reuse", "answers", "similarity_threshold", "recompute_budget", "kl_budget"}, loading=loading_options)
 def publish(
     model: Model,
     loading: dict[str, Any],
@@ -80,7 +80,7 @@ def publish(
     as_system: AsSystem = False,
     levels: Annotated[
         str, typer.Option(help="Quality levels to publish: quantized (as codec says), raw, q8, q5, q4, q3, q2.")
-    ] = "raw,quantized",
+    ] = "raw,quantized,q4,q3",
     secret: SecretFile = None,
     json: AsJson = False,
 ) -> None:
@@ -184,6 +184,8 @@ def pair(
         print_json(asdict(pairing))
         return
     typer.echo(f"{model} takes quantized KV of {pairing}. Use it with --reuse quantized.")
+    levels = ", ".join(f"{name} {kl:.4f}" for name, kl in pairing.levels.items())
+    typer.echo(f"KL by level: {levels}. Those within --kl-budget come, larger ones for a part of a prompt.")
 
 
 @origin.command("ls")
@@ -272,6 +274,7 @@ def _fields(published: PublishResult, layout: KvLayout) -> dict[str, Any]:
                 "bits": 8 * level.size_bytes / numbers,
                 "size_bytes": level.size_bytes,
                 "new": level.new,
+                "kl": level.kl,
             }
             for level in published.levels
         ],
@@ -281,7 +284,8 @@ def _fields(published: PublishResult, layout: KvLayout) -> dict[str, Any]:
 def _lines(published: PublishResult, layout: KvLayout) -> Iterator[str]:
     for level in _fields(published, layout)["levels"]:
         known = "" if level["new"] else ", already published"
-        yield f"{level['name']:9} {human_bytes(level['size_bytes'])}, {level['bits']:.2f} bits per number{known}"
+        kl = "" if level["kl"] is None else f", KL {level['kl']:.4f}"
+        yield f"{level['name']:9} {human_bytes(level['size_bytes'])}, {level['bits']:.2f} bits per number{kl}{known}"
 
 
 def _about(listed: PublishedContext, secret: Any) -> dict[str, Any]:

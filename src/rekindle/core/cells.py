@@ -10,7 +10,7 @@ layer 0   computed computed computed computed
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -45,6 +45,10 @@ class CellGrid:
     def chunks(self) -> int:
         """Number of chunks."""
         return -(-self.tokens // self.chunk_tokens)
+
+    def __iter__(self) -> Iterator[Cell]:
+        """All cells, chunk by chunk."""
+        return (Cell(chunk, layer) for chunk in range(self.chunks) for layer in range(self.layers))
 
     def span(self, chunk: int) -> Span:
         """The tokens of a chunk."""
@@ -134,7 +138,9 @@ class RemoteReport:
     """The outcome of streaming a prompt."""
 
     computed: tuple[int, ...] = ()  # layers of each chunk
-    streamed_cells: int = 0
+    streamed_cells: tuple[Cell, ...] = ()  # that were used
+    slices: Mapping[str, int] = field(default_factory=dict)  # how many of those came at each level
+    kl: float | None = None  # expected, of the levels that they came at
     failed: str | None = None  # why streaming was abandoned
     events: list[TimelineEvent] = field(default_factory=list)
 

@@ -58,18 +58,18 @@ class FetchRemote:
     """Chunks of a prompt that an origin has: some cells (chunk, layer) are fetched, the others computed.
 
     computed   number of layers that are computed here for each chunk, from the lowest on
-    level      the quality of the rest
+    levels     the qualities of the rest
     """
 
     span: Span
     layers: int
     computed: tuple[int, ...]
-    level: str
+    levels: tuple[str, ...]
 
     @property
     def is_quantized(self) -> bool:
-        """Whether what is fetched differs from what computing gives."""
-        return self.level != RAW
+        """Whether something of what is fetched differs from what computing gives."""
+        return any(level != RAW for level in self.levels)
 
     @property
     def brings(self) -> bool:

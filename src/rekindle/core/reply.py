@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rekindle.core.cells import TimelineEvent
@@ -114,11 +115,13 @@ _MISSES = {
 
 _UNCALIBRATED = "nobody calibrated the bits of this quantized KV (rekindle calibrate MODEL)"
 
-OriginMiss = Literal["nothing", "prompt", "level", "dtype", "quick", "slow", "late", "failed", "unable"]
+OriginMiss = Literal["nothing", "prompt", "level", "budget", "dtype", "quick", "slow", "late", "failed", "unable"]
 ORIGIN_MISSES: dict[OriginMiss, str] = {
     "nothing": "it has nothing for this model, signed by a key you named (`rekindle origin publish`).",
     "prompt": "it has contexts for this model, but none that begins like this prompt (`rekindle origin check`).",
     "level": "it has this prompt only in quantized levels, which reuse='quantized' allows.",
+    "budget": "it has this prompt only in levels whose KL is above kl_budget, or was not measured when they were "
+    "published (`rekindle origin check`).",
     "dtype": "it has this prompt unquantized for another dtype, device or engine only. What is published as "
     "`quantized` fits all of them, and reuse='quantized' allows it.",
     "quick": "computing the prompt takes less time than asking.",
@@ -159,6 +162,8 @@ class Reuse:
     from_chunks         tokens of passages whose KV was computed in other prompts
     recomputed          number of those that were recomputed
     streamed            tokens whose KV came from an origin; a token that came in some layers counts as its share
+    streamed_slices     number of slices (a chunk of 128 tokens in a layer) that came at each level
+    streamed_kl         the expected KL of what was streamed, in nats: of each level by the share that came at it
     timeline            what was computed and what arrived when, if something was streamed
     computed            tokens that were computed, including those
     chunks              the passages, if chunk reuse was allowed
@@ -185,6 +190,8 @@ class Reuse:
     from_chunks: int = 0
     recomputed: int = 0
     streamed: int = 0
+    streamed_slices: Mapping[str, int] = field(default_factory=dict)
+    streamed_kl: float | None = None
     timeline: tuple[TimelineEvent, ...] = ()
     load_seconds: float = 0.0
     predicted_seconds: float | None = None
@@ -203,7 +210,7 @@ class Reuse:
             "from memory": self.memory,
             "from disk": self.disk,
             "from other prompts": self.from_chunks,
-            "from the origin": self.streamed,
+            f"from the origin{self._levels}": self.streamed,
         }
         where = ", ".join(f"{count:,} {name}" for name, count in parts.items() if count)
         again = f", {self.recomputed:,} of them recomputed" if self.recomputed else ""
@@ -212,6 +219,12 @@ class Reuse:
         origin = "" if self.origin_miss is None else f"; origin: {OriginFinding(miss=self.origin_miss)}"
         bits = f"; {_UNCALIBRATED}" if self.calibrated_bits is False else ""
         return f"{reused}{f' ({where}{again})' if where else ''}; {rest}{origin}{bits}"
+
+    @property
+    def _levels(self) -> str:
+        """How much came at which level, for people."""
+        slices = " + ".join(f"{count:,} {level}" for level, count in self.streamed_slices.items())
+        return f" (slices: {slices}; expected KL {self.streamed_kl:.4f})" if slices else ""
 
     @property
     def loaded(self) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rekindle.cache.lookup import CacheLookup
-from rekindle.core.plan import Plan
+from rekindle.core.plan import RAW, Plan
 from rekindle.core.size import count_of
 from rekindle.remote.connection import OriginFailed
 from rekindle.remote.index import MAX_ENTRIES, IndexEntry, KvModel
+from rekindle.remote.ladder import LevelLimit
 from rekindle.remote.manifest import Manifest
 from rekindle.remote.pairing import ModelPairing
-from rekindle.remote.remote_kv import FIND_SECONDS, RemoteKv, allowed_levels
+from rekindle.remote.remote_kv import FIND_SECONDS, RemoteKv
 
 _READ = 8  # manifests: the newest
 
@@ -35,8 +36,7 @@ def check_origin(remote: RemoteKv, lookup: CacheLookup, plan: Plan | None) -> It
         found = [origin.manifest(entry, model, FIND_SECONDS) for entry in trusted[:_READ]]
         manifests = [manifest for manifest in found if manifest is not None]
         yield "model", _model(model, manifests, remote.pairing_of(lookup))
-        levels = dict.fromkeys(level.name for manifest in manifests for level in manifest.levels)
-        yield "levels", f"{', '.join(levels)}; your reuse setting allows {', '.join(allowed_levels(lookup))}"
+        yield "levels", _levels(manifests, remote.limit_of(lookup))
         yield "contexts", _contexts(manifests, len(trusted), full=len(listed) == MAX_ENTRIES)
         if plan is not None:
             yield "prompt", str(remote.find(lookup, plan))
@@ -61,6 +61,23 @@ def _model(model: KvModel, manifests: Sequence[Manifest], pairing: ModelPairing 
     if any(manifest.model == model for manifest in manifests):
         return "matches"
     return "the same weights, another dtype, device or engine: only quantized KV fits"
+
+
+def _levels(manifests: Sequence[Manifest], limit: LevelLimit) -> str:
+    """The levels of all contexts, with their KL: the worst, or what was measured here."""
+    kls: dict[str, list[float | None]] = {}
+    for manifest in manifests:
+        for level in manifest.levels:
+            kl = level.kl if limit.measured is None else limit.measured.get(level.name)
+            kls.setdefault(level.name, []).append(0.0 if level.name == RAW else kl)
+    about = [f"{name} ({_kl(found)})" if name != RAW else name for name, found in kls.items()]
+    allowed = "only raw: reuse" if limit.kl_budget is None else f"a KL of {limit.kl_budget:g} in all: reuse, kl_budget"
+    return f"{', '.join(about)}; your settings allow {allowed}"
+
+
+def _kl(found: Sequence[float | None]) -> str:
+    measured = [kl for kl in found if kl is not None]
+    return f"KL {max(measured):.4f}" if len(measured) == len(found) else "KL not measured: publish it again"
 
 
 def _contexts(manifests: Sequence[Manifest], count: int, *, full: bool) -> str:

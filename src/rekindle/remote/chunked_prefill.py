@@ -142,16 +142,23 @@ class PrefixPrefill(ChunkedPrefill):
         chunks = range(self.following // CHUNK_TOKENS, stop // CHUNK_TOKENS)
         self.go_on(stop, [(chunk, Span(chunk * CHUNK_TOKENS, (chunk + 1) * CHUNK_TOKENS)) for chunk in chunks])
 
-    def streamed(self, streaming: HybridPrefill, offer: OriginSlices, logits: Logits) -> PrefillResult:
-        """The result after hybrid prefill."""
-        cells, report, level = offer.cells, streaming.report, offer.level
+    def streamed(
+        self, streaming: HybridPrefill, offer: OriginSlices, logits: Logits, stored_bits: float
+    ) -> PrefillResult:
+        """The result after hybrid prefill. KV of fewer bits a number than `stored_bits` is not stored."""
+        cells, report, ladder = offer.cells, streaming.report, offer.ladder
         report.events[:0] = self.events
+        report.slices, report.kl = ladder.slices(report.streamed_cells), ladder.kl(report.streamed_cells)
         self.context.tokens = tuple(self.lookup.tokens)
-        if level != RAW and report.streamed_cells:
+        if any(level != RAW for level in report.slices):
             self.context.quantized_tokens = cells.tokens  # upper bound
+        coarse = [cell.chunk for cell in report.streamed_cells if ladder.taken[cell].bits < stored_bits]
+        if coarse:
+            starts = [cells.span(min(coarse)).start, self.context.coarse_from]
+            self.context.coarse_from = min(start for start in starts if start is not None)
         first = -(-self.loaded // CHUNK_TOKENS)
         span = Span(first * CHUNK_TOKENS, cells.tokens)
-        stream = FetchRemote(span, cells.layers, report.computed[first:], level)
+        stream = FetchRemote(span, cells.layers, report.computed[first:], tuple(report.slices))
         last = Compute(Span(span.stop, self.plan.tokens))
         result = self.make_result(logits, (*self.computed_before(span.start), stream, last))
         return replace(result, lost=result.lost or report.failed, streamed=report)

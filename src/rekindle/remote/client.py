@@ -13,14 +13,14 @@ from __future__ import annotations
 import hashlib
 import ssl
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.codec.cipher import Cipher, Secret
-from rekindle.core.cells import CHUNK_TOKENS, Cell
+from rekindle.core.cells import CHUNK_TOKENS, Cell, CellGrid
 from rekindle.core.chunk import ChunkDigest
 from rekindle.core.keys import TOKEN_BYTES, token_ids
 from rekindle.core.kv import LayerKv, Span
@@ -60,19 +60,16 @@ class PublishedPrefix:
         return self.span(self.chunks - 1).stop
 
     @property
+    def cells(self) -> CellGrid:
+        """Its chunks and layers."""
+        return CellGrid(self.tokens, len(self.manifest.model.layout.layers))
+
+    @property
     def levels(self) -> tuple[str, ...]:
         """Names of the levels that fit the prompt's model, best first: unquantized KV is that of one dtype, device and
         engine."""
         same = self.manifest.model == self.model
         return tuple(level.name for level in self.manifest.levels if same or level.name != RAW)
-
-    def choose(self, allowed: Sequence[str]) -> str | None:
-        """The first of these levels that is there; None if none is."""
-        return next((level for level in allowed if level in self.levels), None)
-
-    def why_none(self, allowed: Sequence[str]) -> OriginMiss:
-        """Why `choose` gave none: the level is there for another dtype, device or engine, or it is not there."""
-        return "dtype" if any(level.name in allowed for level in self.manifest.levels) else "level"
 
     @property
     def head(self) -> ChunkDigest | None:
@@ -91,6 +88,9 @@ class PublishedPrefix:
     def sizes(self, level: str) -> NDArray[np.int64]:
         """The bytes of each slice, `[chunks, layers]`. Raises `ValueError` for a level that is not there."""
         return self.manifest.level(level).sizes[: self.chunks]
+
+
+IsUsable = Callable[[PublishedPrefix], bool]  # whether it is there in a level that a request allows
 
 
 class Origin:
@@ -123,15 +123,15 @@ class Origin:
         self,
         tokens: Sequence[int],
         model: KvModel,
-        levels: Sequence[str] | None = None,
+        usable: IsUsable | None = None,
         *,
         timeout_seconds: float | None = None,
         stop: Stop | None = None,
     ) -> PublishedPrefix | None:
         """The longest published prefix of a prompt; None if there is none.
 
-        With `levels`, the longest at one of them; one at other levels only if there is no such. Raises `OriginFailed`,
-        also after `timeout_seconds`, and `Cancelled` when `stop` is set.
+        With `usable`, the longest that is; another only if there is no such. Raises `OriginFailed`, also after
+        `timeout_seconds`, and `Cancelled` when `stop` is set.
         """
         patience = self._patience(timeout_seconds, stop)
         chain = self._names.chain(model, tokens[: len(tokens) // CHUNK_TOKENS * CHUNK_TOKENS])
@@ -140,7 +140,7 @@ class Origin:
         for manifest in self._manifests(entries, model, patience):
             if shared := self._count_shared(manifest, tokens, chain):
                 found = PublishedPrefix(manifest, shared, model)
-                if levels is None or found.choose(levels) is not None:
+                if usable is None or usable(found):
                     return found
                 other = other or found
         return other
@@ -149,14 +149,14 @@ class Origin:
         self,
         tokens: Sequence[int],
         model: KvModel,
-        levels: Sequence[str],
+        usable: IsUsable,
         head: ChunkDigest,
         *,
         timeout_seconds: float | None = None,
         stop: Stop | None = None,
     ) -> PublishedPrefix | None:
-        """The context whose first passage has these tokens: rather at one of the levels, rather after the head of that
-        digest. None if there is none. Raises as `find`."""
+        """The context whose first passage has these tokens: rather a usable one, rather after the head of that digest.
+        None if there is none. Raises as `find`."""
         patience, name = self._patience(timeout_seconds, stop), self._names.passage(model, tokens)
         index = self._index(name, patience)
         entries = () if index is None else tuple(filter(self.trusts, index.entries))
@@ -165,10 +165,9 @@ class Origin:
             if manifest.passage is None or manifest.passage.name != name:
                 continue
             found = PublishedPrefix(manifest, manifest.cells.chunks, model)
-            usable = found.choose(levels) is not None
-            if usable and found.head == head:
+            if usable(found) and found.head == head:
                 return found
-            if other is None or (usable and other.choose(levels) is None):
+            if other is None or (usable(found) and not usable(other)):
                 other = found
         return other
 

@@ -29,6 +29,7 @@ from rekindle.errors import Cancelled
 from rekindle.remote.client import Origin, PublishedPrefix, SliceTransfer, decode_slice
 from rekindle.remote.connection import OriginFailed, Stop
 from rekindle.remote.index import KvModel
+from rekindle.remote.ladder import LevelLimit
 from rekindle.remote.latency import Bandwidth, TransferSample
 from rekindle.remote.transfer_queue import OriginSlices, TransferQueue
 
@@ -295,26 +296,26 @@ class RemoteChunkFetch:
 
 
 class OriginPassages:
-    """Passages of one model at an origin, at one of the `levels`, the first that is there."""
+    """Passages of one model at an origin, each at the smallest level that is allowed."""
 
     def __init__(
-        self, origin: Origin, model: KvModel, levels: Sequence[str], bandwidth: Bandwidth, timeout_seconds: float
+        self, origin: Origin, model: KvModel, limit: LevelLimit, bandwidth: Bandwidth, timeout_seconds: float
     ) -> None:
         """`bandwidth` is updated by every slice."""
-        self._origin, self._model, self._levels = origin, model, levels
+        self._origin, self._model, self._limit = origin, model, limit
         self._bandwidth, self._patience_seconds = bandwidth, timeout_seconds
         self._why: OriginMiss | None = None  # a passage is not there
 
     def find(self, passage: WantedPassage, stop: Stop) -> PassageOffer | OriginMiss:
         """An offer of a passage, or why there is none. Raises `OriginFailed`, and `Cancelled`."""
-        levels, patience = self._levels, self._patience_seconds
+        limit, patience = self._limit, self._patience_seconds
         found = self._origin.find_passage(
-            passage.tokens, self._model, levels, passage.head, timeout_seconds=patience, stop=stop
+            passage.tokens, self._model, limit.allows, passage.head, timeout_seconds=patience, stop=stop
         )
         if found is None or found.manifest.passage is None:
             return self._missing(stop)
-        if (level := found.choose(levels)) is None:
-            return found.why_none(levels)
+        if (level := limit.smallest(found)) is None:
+            return limit.why_none(found)
         published = found.manifest.passage
         variant = Variant(chunk_digest(passage.tokens), published.span, published.scores)
         return PassageOffer(self._origin, found, level, self._bandwidth, variant)

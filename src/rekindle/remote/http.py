@@ -240,10 +240,12 @@ class Exchange:
         """Turn every failure of the connection into `OriginFailed`, and close it."""
         try:
             yield
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, OriginFailed) as error:
             self.close()
-            if self._patience.stop.is_set:
+            if self._patience.stop.is_set:  # a body that was cut off here ends early, too
                 raise Cancelled("The transfer was stopped.") from error
+            if isinstance(error, OriginFailed):
+                raise
             reason = str(error) or type(error).__name__
             raise OriginFailed(f"The origin {self._client.host} does not answer as it should: {reason}.") from error
         except BaseException:

@@ -27,7 +27,8 @@ from rekindle.remote.transfer_queue import TransferQueue
 
 _TINY = 1e-9  # seconds
 _LOOK_SECONDS = 0.02  # how often a wait for the link recomputes the schedule
-FAR = 0.75  # share of the way to the expected meeting point that one step may cover
+_FAR = 0.75  # share of the way to the expected meeting point that one step may cover
+_FIRST_FAR = 0.25  # the same before a step was timed: the machine may be busier than it was
 _TELLING = 8  # minimum layers of a step for a timing
 _TRUST = 0.5  # weight of the newest step in `_pace`
 
@@ -81,6 +82,7 @@ class HybridPrefill:
         here = sequence.length // cells.chunk_tokens
         self._computed = [cells.layers] * here + [0] * (cells.chunks - here)
         self._pace = 1.0  # actual over expected time of steps
+        self._timed = False  # whether that was measured
         self.since = time.monotonic()  # start of the timeline
         self.alone: Callable[[], bool] = lambda: True  # else steps are short: other requests wait
         self.report = RemoteReport()
@@ -107,7 +109,9 @@ class HybridPrefill:
 
     def _now(self) -> StreamCosts:
         """Costs at the current speed of link and machine."""
-        costs, pace = self._costs, self._pace
+        costs, pace, source = self._costs, self._pace, self._link.source
+        if source is not None:  # other levels have other sizes
+            costs = replace(costs, size_bytes=source.sizes.astype(np.float64))
         speed = self._link.bytes_per_second()
         if speed is None:  # unknown: assume as fast as computing
             speed = float(costs.size_bytes.sum() / max(costs.depth_seconds[:, -1].sum() * pace, _TINY))
@@ -144,8 +148,13 @@ class HybridPrefill:
             return None
         far = sum(count == layers for count in split.computed[front:])
         untouched = (*(top == layers for top in tops[front:]), False).index(False)
-        count = min(int(FAR * far), untouched, self._max_chunks)
+        count = min(int(self._step_share * far), untouched, self._max_chunks)
         return ComputeStep(range(front, front + max(1, count)), depth, enough=True)
+
+    @property
+    def _step_share(self) -> float:
+        """Share of the way to the expected meeting point that the next step may cover."""
+        return _FAR if self._timed else _FIRST_FAR
 
     @property
     def _max_chunks(self) -> int:
@@ -182,7 +191,9 @@ class HybridPrefill:
             self._computed[chunk] = ended
         took, expected = time.monotonic() - begun, float(self._costs.depth_seconds[step.chunks, ended].sum())
         if expected > 0 and ended > 1:  # the lowest layer alone is mostly overhead
-            self._pace += _TRUST * (took / expected - self._pace)
+            first = not self._timed and self._engine.device == "cpu"  # elsewhere steps are asynchronous
+            self._pace += (1.0 if first else _TRUST) * (took / expected - self._pace)
+            self._timed, self._link.pace = True, self._pace
         if ended >= _TELLING:  # the last layer computes keys and values only
             self.samples.append(LayerTiming(stop - start, start, took / (ended - 1)))
         self._note(step.chunks, ended, begun)
@@ -251,7 +262,8 @@ class HybridPrefill:
 
     def _finish_report(self) -> None:
         self.report.computed = tuple(self._computed)
-        self.report.streamed_cells = sum(cell.layer >= self._computed[cell.chunk] for cell in self._link.arrived_cells)
+        arrived = self._link.arrived_cells
+        self.report.streamed_cells = tuple(cell for cell in arrived if cell.layer >= self._computed[cell.chunk])
         self.report.failed = self._link.failed
         for cell, start, stop in self._link.arrivals:
             times = (start - self.since, stop - self.since)

@@ -1,14 +1,16 @@
 """How fast the link is and how long a layer takes: the inputs of the schedule.
 
-`Bandwidth` is a window over the last transfers. `Roofline` predicts the seconds of a layer from three coefficients,
-none negative. `LayerCosts` collects timings while a session runs, fits a roofline when it ends, and stores it for this
-model on this machine.
+`Bandwidth` is a window over the last transfers; before the first of a run, what earlier runs measured counts.
+`Roofline` predicts the seconds of a layer from three coefficients, none negative. `LayerCosts` collects timings while a
+session runs, fits a roofline when it ends, and stores it for this model on this machine.
 """
 
 from __future__ import annotations
 
 import math
+import platform
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 
 from rekindle.cache.cost import machine_and_model
 from rekindle.core.cells import CellGrid
+from rekindle.core.identity import digest_of_fields
 from rekindle.engine.base import Engine
 from rekindle.json_file import JsonMemo
 from rekindle.machine import home_folder
@@ -45,7 +48,9 @@ class TransferSample:
 class Bandwidth:
     """A window over the last transfers. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, remembered: float | None = None) -> None:
+        """`remembered`: bytes a second in earlier runs, which count until something was measured."""
+        self._remembered = remembered
         self._transfers: deque[TransferSample] = deque(maxlen=_TRANSFERS)
         self._lock = threading.Lock()
 
@@ -61,8 +66,15 @@ class Bandwidth:
         with self._lock:
             return max((transfer.at for transfer in self._transfers), default=-math.inf)
 
+    @property
+    def measured(self) -> float | None:
+        """What this run measured, to be remembered."""
+        with self._lock:
+            window = list(self._transfers)
+        return _rate(_without_stall(window)) if window else None
+
     def bytes_per_second(self, underway: TransferSample | None = None) -> float | None:
-        """Speed of the link while in use; None until something was measured.
+        """Speed of the link while in use; None if nothing was ever measured.
 
         Pauses do not count, and parallel transfers count once. A single transfer far slower than the others is left out
         as a stall. `underway` is an unfinished transfer: it counts as soon as it is slower than the others, so the
@@ -70,7 +82,7 @@ class Bandwidth:
         """
         with self._lock:
             window = list(self._transfers)
-        rate = _rate(_without_stall(window)) if window else None
+        rate = self._remembered if (measured := self.measured) is None else measured
         if underway is not None and underway.seconds > 0:
             now = max(MIN_BANDWIDTH, underway.size_bytes / underway.seconds)
             typical = np.median([transfer.seconds for transfer in window]) if window else 0.0
@@ -104,6 +116,49 @@ def _without_stall(transfers: list[TransferSample]) -> list[TransferSample]:
     slowest = max(transfers, key=lambda transfer: transfer.seconds / (transfer.size_bytes + 1))
     others = [transfer for transfer in transfers if transfer is not slowest]
     return others if _rate([slowest]) * _STALLED < min(_rate([other]) for other in others) else transfers
+
+
+_MAX_LINKS, _MAX_RUNS = 64, 8  # remembered: links, and runs of each
+_DAY_SECONDS, _MAX_AGE_DAYS = 24 * 3600.0, 30.0
+_FADE_A_DAY = 0.5  # weight of a run, relative to one that is a day newer
+
+
+def recall_bandwidth(origin: str) -> float | None:
+    """Bytes a second from an origin in earlier runs on this machine, newer ones weighted more; None if nothing is
+    known, or nothing newer than a month."""
+    logs, weights = [], []
+    for rate, at in _runs(_links().recall(_link(origin))):
+        days = (time.time() - at) / _DAY_SECONDS
+        if 0 <= days <= _MAX_AGE_DAYS:
+            logs.append(math.log(rate))
+            weights.append(_FADE_A_DAY**days)
+    return math.exp(float(np.average(logs, weights=weights))) if logs else None
+
+
+def remember_bandwidth(origin: str, bandwidth: Bandwidth) -> None:
+    """Keep what this run measured, if anything."""
+    if (rate := bandwidth.measured) is not None:
+        runs = [*_runs(_links().recall(_link(origin))), (rate, time.time())]
+        _links().keep(_link(origin), runs[-_MAX_RUNS:])
+
+
+def _runs(remembered: object) -> list[tuple[float, float]]:
+    """Rate and time of each run; what is damaged is left out."""
+    found = []
+    for entry in remembered if isinstance(remembered, list) else []:
+        if isinstance(entry, list) and len(entry) == 2 and all(isinstance(n, int | float) for n in entry):
+            rate, at = map(float, entry)
+            if MIN_BANDWIDTH <= rate < 1e15 and 0 <= at < 1e15:
+                found.append((rate, at))
+    return found
+
+
+def _link(origin: str) -> str:
+    return digest_of_fields(platform.node(), origin)
+
+
+def _links() -> JsonMemo:
+    return JsonMemo(home_folder() / "links.json", _MAX_LINKS)
 
 
 @dataclass(frozen=True, slots=True)

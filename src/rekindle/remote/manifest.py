@@ -61,7 +61,11 @@ class TokenFile:
 
 @dataclass(frozen=True, eq=False)
 class LevelFile:
-    """The slices of one level. `bits`: per number, before compression; `salt` if encrypted."""
+    """The slices of one level. `bits`: per number, before compression; `salt` if encrypted.
+
+    `kl`: what the publisher measured on the beginning of the context, the mean KL in nats of the tokens that follow KV
+    of this level to those that follow exact KV; None if it did not.
+    """
 
     name: str
     bits: float
@@ -69,6 +73,7 @@ class LevelFile:
     sizes: NDArray[np.int64]  # [chunks, layers], bytes in the file
     digests: NDArray[np.uint8]  # [chunks, layers, 16], of the same bytes
     salt: bytes | None = None
+    kl: float | None = None
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -269,6 +274,9 @@ def _level(fields: Any, cells: CellGrid) -> LevelFile:
     bits = fields["bits"]
     if type(bits) is not float or not 0 <= bits <= 64:
         raise ValueError("the bits of a level are invalid")
+    kl = fields.get("kl")
+    if kl is not None and not (type(kl) is float and 0 <= kl < math.inf):
+        raise ValueError("the KL of a level is invalid")
     return LevelFile(
         text_of(fields["name"], NAME),
         bits,
@@ -276,11 +284,14 @@ def _level(fields: Any, cells: CellGrid) -> LevelFile:
         sizes.reshape(cells.chunks, cells.layers),
         digests.reshape(cells.chunks, cells.layers, SLICE_DIGEST_BYTES),
         salt_of(fields),
+        kl,
     )
 
 
 def _level_fields(level: LevelFile) -> dict[str, Any]:
+    measured = {} if level.kl is None else {"kl": level.kl}  # earlier manifests have none
     return {
+        **measured,
         "bits": level.bits,
         "digests": _base64(level.digests.tobytes()),
         "file": level.file,

@@ -9,6 +9,7 @@ in some models where transformers rotates halves.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import get_args
 
@@ -22,11 +23,15 @@ _REMEMBERED = 64
 
 @dataclass(frozen=True)
 class ModelPairing:
-    """A published model and what was measured: the mean KL of next tokens over `positions` of `contexts` contexts."""
+    """A published model and what was measured: the mean KL of next tokens over `positions` of `contexts` contexts.
+
+    `levels` has it for every quantized level that was published; `kl` and `top1` are those of the nearest.
+    """
 
     weights: str
     title: str
     key_order: KeyOrder
+    levels: Mapping[str, float]
     kl: float
     top1: float
     positions: int
@@ -59,7 +64,9 @@ def recall_pairing(own: KvModel) -> ModelPairing | None:
         pairing = ModelPairing(**_pairings().recall(own.weights))
     except TypeError:
         return None
-    numbers = (pairing.kl, pairing.top1, pairing.at)
+    if not isinstance(pairing.levels, dict):
+        return None
+    numbers = (pairing.kl, pairing.top1, pairing.at, *pairing.levels.values())
     fits = pairing.key_order in get_args(KeyOrder) and isinstance(pairing.weights, str)
     return pairing if fits and all(map(_is_number, numbers)) and pairing.is_near else None
 

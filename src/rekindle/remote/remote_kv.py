@@ -10,6 +10,7 @@ computed. After a failure the origin is not asked for a while. Nothing is asked 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rekindle.cache.coders import quantized_coder
 from rekindle.cache.context import Context
 from rekindle.cache.cost import Rates
 from rekindle.cache.lookup import CacheLookup
@@ -28,7 +30,7 @@ from rekindle.core.cells import CHUNK_TOKENS
 from rekindle.core.chunk import ChunkMatches
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
-from rekindle.core.plan import RAW, Plan
+from rekindle.core.plan import Plan
 from rekindle.core.reply import OriginFinding, OriginMiss
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting, KvLost, StepRefused
@@ -44,7 +46,8 @@ from rekindle.remote.fetch import (
 )
 from rekindle.remote.hybrid_prefill import HybridPrefill
 from rekindle.remote.index import KvModel
-from rekindle.remote.latency import Bandwidth, LayerCosts
+from rekindle.remote.ladder import LevelLadder, LevelLimit
+from rekindle.remote.latency import Bandwidth, LayerCosts, recall_bandwidth, remember_bandwidth
 from rekindle.remote.pairing import ModelPairing, recall_pairing
 from rekindle.remote.schedule import StreamCosts
 from rekindle.remote.signing import read_public, read_secret
@@ -55,7 +58,6 @@ from rekindle.settings import Settings
 
 log = logging.getLogger("rekindle.remote")
 
-LEVELS = ("quantized", "q5", "q8", "q4", RAW, "q3", "q2")  # allowed under quantized: the soonest that lose little first
 WORTH_SECONDS = 0.2  # prompts computed sooner than that are not fetched
 PATIENCE, MAX_PATIENCE_SECONDS = 0.015, 0.2  # share of the compute time to wait before computing starts
 MAX_AHEAD = 2  # queued prompts that are fetched ahead: they take memory
@@ -91,14 +93,20 @@ class RemoteKv:
         has = engine.capabilities
         self._can_fetch_prefix = has.spans and not settings.deterministic
         self._by_layer = has.layer_feeds
-        self._bandwidth = Bandwidth()
+        if not 0 <= settings.kl_budget < math.inf:
+            raise InvalidSetting(
+                f"kl_budget={settings.kl_budget} makes no sense. Use a number from 0 on, such as 0.01."
+            )
+        self._kl_budget = settings.kl_budget
+        self._stored_bits = _stored_bits(engine, settings)
+        self._bandwidth = Bandwidth(recall_bandwidth(settings.origin))
         self._top_share = _top_share(engine) if self._by_layer else 1.0
         self._layers = LayerCosts(engine)
         self._lock = threading.Lock()
         self._ahead: dict[PromptKey, RemoteFetch] = {}
         self._closed = False
         self._backoff_until = 0.0
-        self._token_bytes: dict[tuple[str, ...], float] = {}  # of what came last, by the levels that were allowed
+        self._token_bytes: dict[bool, float] = {}  # of what came last, by whether quantized KV was allowed
 
     def run(self, work: Prefill, context: Context, lookup: CacheLookup, plan: Plan) -> PrefillResult | None:
         """Prefill a prompt from the local cache, the origin and computing; None if the origin is not asked.
@@ -159,7 +167,7 @@ class RemoteKv:
             if isinstance(found, str):
                 return OriginFinding(miss=found)
             first = plan.reused // CHUNK_TOKENS
-            return OriginFinding(found.cells.tokens, found.level, int(found.sizes[first:].sum()))
+            return OriginFinding(found.cells.tokens, found.ladder.level.name, int(found.sizes[first:].sum()))
         wanted, source = self._wanted_passages(lookup, lookup.passages), self._passages(lookup)
         offers = [(passage, source.find(passage, Stop())) for passage in wanted]
         there = [(passage, offer) for passage, offer in offers if not isinstance(offer, str)]
@@ -200,8 +208,8 @@ class RemoteKv:
         return wanted if passages.picked and sum(len(passage.span) for passage in wanted) >= CHUNK_TOKENS else []
 
     def _passages(self, lookup: CacheLookup) -> OriginPassages:
-        levels = allowed_levels(lookup)
-        return OriginPassages(self.origin, self.model_of(lookup), levels, self._bandwidth, FIND_SECONDS)
+        limit = self.limit_of(lookup)
+        return OriginPassages(self.origin, self.model_of(lookup), limit, self._bandwidth, FIND_SECONDS)
 
     def _start_passages(self, lookup: CacheLookup, passages: ChunkMatches) -> RemoteChunkFetch | None:
         """Start to fetch passages missing here. Raises `RuntimeError` if no thread can be started."""
@@ -225,8 +233,10 @@ class RemoteKv:
         return self._stream(prefill, fetch, offer, rates) or prefill.end()
 
     def close(self) -> None:
-        """Close the connections, and store the layer costs. Idempotent."""
+        """Close the connections, and remember what layers cost and how fast the link was. Idempotent."""
         with self._lock:
+            if not self._closed:
+                remember_bandwidth(self.origin.url, self._bandwidth)
             self._closed = True
             waiting = list(self._ahead.items())
         for key, fetch in waiting:
@@ -261,7 +271,8 @@ class RemoteKv:
 
     def _is_slow(self, lookup: CacheLookup, plan: Plan) -> bool:
         """Whether the link, as it was lately, would bring next to nothing while the prompt is computed."""
-        token_bytes, speed = self._token_bytes.get(allowed_levels(lookup)), self._bandwidth.bytes_per_second()
+        token_bytes = self._token_bytes.get(is_quantized(lookup.kv_space.codec))
+        speed = self._bandwidth.bytes_per_second()
         if token_bytes is None or speed is None or time.monotonic() > self._bandwidth.measured_at + SLOW_SECONDS:
             return False
         computing = self._kv.costs.rates.compute_seconds(Span(plan.reused, plan.tokens))
@@ -275,14 +286,25 @@ class RemoteKv:
             log.info("Nothing came from the origin: %s", OriginFinding(miss=miss))
 
     def _find(self, lookup: CacheLookup, stop: Stop) -> OriginSlices | OriginMiss:
-        """What the origin has of a prompt at a level that may be used, or why nothing. Raises as `Origin.find`."""
+        """What the origin has of a prompt at levels that may be used, or why nothing. Raises as `Origin.find`."""
         tokens = lookup.tokens[: len(lookup.tokens) - 1]  # the last token is computed
-        model, levels = self.model_of(lookup), allowed_levels(lookup)
-        found = self.origin.find(tokens, model, levels, timeout_seconds=FIND_SECONDS, stop=stop)
+        model, limit = self.model_of(lookup), self.limit_of(lookup)
+        found = self.origin.find(tokens, model, limit.allows, timeout_seconds=FIND_SECONDS, stop=stop)
         if found is None:
             return self.origin.why_missing(model, FIND_SECONDS, stop)
-        level = found.choose(levels)
-        return found.why_none(levels) if level is None else OriginSlices(self.origin, found, level)
+        if not (levels := limit.levels(found)):
+            return limit.why_none(found)
+        compute_seconds = self._kv.costs.rates.compute_seconds(Span(0, found.tokens))
+        ladder = LevelLadder(levels, found.cells, limit.kl_budget or 0.0, compute_seconds)
+        ladder.adapt(list(found.cells), self._bandwidth.bytes_per_second())
+        return OriginSlices(self.origin, found, ladder)
+
+    def limit_of(self, lookup: CacheLookup) -> LevelLimit:
+        """The levels that a prompt allows."""
+        if not is_quantized(lookup.kv_space.codec):
+            return LevelLimit()
+        pairing = self.pairing_of(lookup)
+        return LevelLimit(self._kl_budget, None if pairing is None else pairing.levels)
 
     def model_of(self, lookup: CacheLookup) -> KvModel:
         """Whose KV a prompt may use: that of its own model, or quantized that of the model it was paired with."""
@@ -303,7 +325,7 @@ class RemoteKv:
     ) -> PrefillResult | None:
         """Hybrid prefill of the rest; None if it has to be computed."""
         context, tokens = prefill.context, prefill.lookup.tokens
-        self._token_bytes[allowed_levels(prefill.lookup)] = float(offer.sizes.sum()) / offer.cells.tokens
+        self._token_bytes[is_quantized(prefill.lookup.kv_space.codec)] = float(offer.sizes.sum()) / offer.cells.tokens
         try:
             costs = self._costs(offer, len(tokens), rates)
             prefill_by = HybridPrefill if self._by_layer else WholeTokenPrefill
@@ -323,7 +345,7 @@ class RemoteKv:
             self._back_off(link.failed)
         if self._by_layer and self._engine.device == "cpu":  # elsewhere steps are asynchronous
             self._layers.learn(streaming.samples)
-        return prefill.streamed(streaming, offer, logits)
+        return prefill.streamed(streaming, offer, logits, self._stored_bits)
 
     def _costs(self, offer: OriginSlices, tokens: int, rates: Rates) -> StreamCosts:
         """The estimated costs of every cell."""
@@ -359,11 +381,6 @@ class Prefetched:
         self._remote.drop(self._key, self._fetch)
 
 
-def allowed_levels(lookup: CacheLookup) -> tuple[str, ...]:
-    """The levels that a request may use, the soonest first."""
-    return LEVELS if is_quantized(lookup.kv_space.codec) else (RAW,)
-
-
 def _prompt_key(lookup: CacheLookup) -> PromptKey:
     """The same prompt is fetched differently when its passages may be reused."""
     return lookup.kv_space, tuple(lookup.tokens), lookup.has_documents
@@ -374,6 +391,12 @@ def _top_share(engine: Engine) -> float:
     layers = len(engine.layout.layers)
     made = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in engine.layout.layers) / layers
     return min(1.0, made * engine.attention / max(1, engine.parameters))  # an input is about as wide as the queries
+
+
+def _stored_bits(engine: Engine, settings: Settings) -> float:
+    """Bits a number of the quantized KV that a session stores; infinite if it stores it as it is."""
+    coder = quantized_coder(engine, settings)
+    return math.inf if coder is None or coder.whole is None else coder.whole.mean_bits
 
 
 def _read_token(path: str | None) -> str | None:

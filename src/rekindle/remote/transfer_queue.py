@@ -13,10 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rekindle.core.cells import Cell, CellGrid, TransferOrder
 from rekindle.core.kv import LayerKv
 from rekindle.errors import Cancelled, RekindleError
 from rekindle.remote.client import Origin, PublishedPrefix, SliceTransfer, decode_slice
+from rekindle.remote.ladder import LevelLadder
 from rekindle.remote.latency import MIN_BANDWIDTH, Bandwidth, TransferSample
 
 log = logging.getLogger(__name__)
@@ -41,11 +45,16 @@ def _in_blocks(cells: Sequence[Cell], count: float) -> tuple[Cell, ...]:
 class SliceSource(Protocol):
     """Fetches slices, one transfer at a time."""
 
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """[chunks, layers] bytes to transfer for each cell, as they would be requested now."""
+
+    def adapt(self, left: Sequence[Cell], bytes_per_second: float | None, pace: float) -> None:
+        """Called before each request: may choose other sizes. `left`: the cells that may still be requested; `pace`:
+        how many times longer computing takes than expected."""
+
     def carry(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, LayerKv]]:
         """The KV of these cells, in this order, as it arrives. Raises `RekindleError`."""
-
-    def size_bytes(self, cell: Cell) -> int:
-        """Bytes to transfer for a cell."""
 
     def cancel(self) -> None:
         """End a transfer, from any thread."""
@@ -66,6 +75,7 @@ class TransferQueue:
         self._closed = False
         self._arrivals: list[tuple[Cell, float, float]] = []
         self.failed: str | None = None
+        self.pace = 1.0  # actual over expected time of computing, for who knows
         self._thread = threading.Thread(target=self._run, name="rekindle-link", daemon=True)
         self._thread.start()
 
@@ -85,6 +95,11 @@ class TransferQueue:
         """Arrived cells, each with the start and end of its transfer (`time.monotonic`)."""
         with self._changed:
             return tuple(self._arrivals)
+
+    @property
+    def source(self) -> SliceSource | None:
+        """Where slices come from; None before that was found."""
+        return self._source
 
     @property
     def flying(self) -> tuple[Cell, ...]:
@@ -145,7 +160,7 @@ class TransferQueue:
 
     def _size_bytes(self, cell: Cell) -> int:
         assert self._source is not None  # nothing is requested before
-        return self._source.size_bytes(cell)
+        return int(self._source.sizes[cell])
 
     def _run(self) -> None:
         while (cells := self._next()) is not None:
@@ -168,6 +183,8 @@ class TransferQueue:
             if self._closed:
                 return None
             speed = self._bandwidth.bytes_per_second()
+            assert self._source is not None  # else nothing is wanted
+            self._source.adapt(self._wanted, speed, self.pace)
             taken: list[Cell] = []
             room = speed * AT_A_TIME_SECONDS if speed is not None else 0.0
             most = min(_MAX_CELLS, max(_FIRST_CELLS, len(self._wanted) // _PARTS))
@@ -204,12 +221,10 @@ class TransferQueue:
 
 
 class OriginSlices:
-    """Fetches the published prefix of a prompt at one level."""
+    """Fetches the published prefix of a prompt, at the levels that the ladder chooses."""
 
-    def __init__(self, origin: Origin, found: PublishedPrefix, level: str) -> None:
-        """Raises `ValueError` for an unknown level."""
-        self._origin, self._found, self.level = origin, found, level
-        self.sizes = found.sizes(level)  # [chunks, layers] bytes
+    def __init__(self, origin: Origin, found: PublishedPrefix, ladder: LevelLadder) -> None:
+        self._origin, self._found, self.ladder = origin, found, ladder
         self._lock = threading.Lock()
         self._coming: SliceTransfer | None = None
         self._cancelled = False
@@ -217,11 +232,12 @@ class OriginSlices:
     @property
     def cells(self) -> CellGrid:
         """The cells it can fetch."""
-        return CellGrid(self._found.tokens, len(self._found.manifest.model.layout.layers))
+        return self._found.cells
 
     def carry(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, LayerKv]]:
         """The KV of these cells as it arrives. Raises `OriginFailed`, and `Cancelled`."""
-        coming = self._origin.fetch(self._found, cells, self.level)
+        coming = self._origin.fetch(self._found, cells, self.ladder.level.name)
+        self.ladder.take(cells)
         with self._lock:
             if self._cancelled:
                 raise Cancelled("The transfer was cancelled.")
@@ -229,9 +245,14 @@ class OriginSlices:
         for piece in coming:
             yield piece.cell, decode_slice(self._found, *piece.cell, piece.data)
 
-    def size_bytes(self, cell: Cell) -> int:
-        """Bytes to transfer for a cell."""
-        return int(self.sizes[cell])
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """[chunks, layers] bytes of each slice at the current level."""
+        return self.ladder.level.sizes
+
+    def adapt(self, left: Sequence[Cell], bytes_per_second: float | None, pace: float) -> None:
+        """Choose the level of the next slices."""
+        self.ladder.adapt(left, bytes_per_second, pace)
 
     def cancel(self) -> None:
         """End the current transfer, and start no other."""

@@ -17,7 +17,7 @@ from rekindle.core.cells import Cell, Progress, Schedule, Split, TransferOrder
 from rekindle.core.kv import Span
 from rekindle.engine.base import Row
 from rekindle.errors import Cancelled
-from rekindle.remote.hybrid_prefill import FAR, ComputeStep, HybridPrefill
+from rekindle.remote.hybrid_prefill import ComputeStep, HybridPrefill
 from rekindle.remote.schedule import RemainingWork
 
 
@@ -48,7 +48,7 @@ class WholeTokenPrefill(HybridPrefill):
         if front is None or not schedule.order.numbers:
             return None
         far = sum(count == layers for count in computed[front:])
-        return ComputeStep(range(front, front + max(1, min(int(FAR * far), self._max_chunks))), layers)
+        return ComputeStep(range(front, front + max(1, min(int(self._step_share * far), self._max_chunks))), layers)
 
     def row(self, step: ComputeStep, span: Span) -> Row:
         """All layers, behind what has arrived before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,18 +12,22 @@ import numpy as np
 from rekindle.cache.coders import quantized_coder
 from rekindle.cache.context import Context
 from rekindle.chunks.scores import ChunkScorer, unscored
+from rekindle.core.cells import CHUNK_TOKENS
 from rekindle.core.chunk import PromptLayout, Variant, chunk_digest
-from rekindle.core.kv import Span
+from rekindle.core.kv import Kv, LayerKv, Span
 from rekindle.core.plan import RAW
 from rekindle.core.request import Request
 from rekindle.engine.base import Engine, HeldKv, Row
 from rekindle.errors import InvalidSetting
 from rekindle.remote.index import KvModel
 from rekindle.remote.publish.publisher import PublishSource
-from rekindle.remote.slices import Level, level_named
+from rekindle.remote.slices import Level, decode, encode, level_named
+from rekindle.session.calibrate.kv_trial import Trial
 from rekindle.session.library import asking, quote_of
 from rekindle.session.prompt import encode_prompt
 from rekindle.session.session import Session
+
+_MEASURED_TOKENS = 4 * CHUNK_TOKENS  # of a context, for the KL of its levels
 
 
 @contextmanager
@@ -51,7 +55,28 @@ def computed(session: Session, request: Request) -> Iterator[PublishSource]:
             if prompt.prompt_layout is not None:
                 passage = partial(_score, session.engine, context, tokens, prompt.prompt_layout)
             tenant, name = kv_space.namespace.tenant, session.engine.name
-            yield PublishSource(model, tokens, context.sequence.export, tenant, name, passage)
+            measure = partial(level_kl, session.engine, tokens, context.sequence.export, kv_space.adapter)
+            yield PublishSource(model, tokens, context.sequence.export, tenant, name, passage, measure)
+
+
+def level_kl(
+    engine: Engine,
+    tokens: Sequence[int],
+    export: Callable[[Span], Kv],
+    adapter: str | None,
+    levels: Sequence[Level],
+) -> dict[str, float]:
+    """The mean KL of what follows the beginning of a context in each level to what follows it in exact KV."""
+    known = min(_MEASURED_TOKENS, len(tokens)) * 3 // 4
+    kv, forced = export(Span(0, known)), tokens[known:_MEASURED_TOKENS]
+    with Trial(engine, tokens[:known], forced, adapter, kv) as trial:
+        return {level.name: trial.near(_read_back(level, kv)).mean_kl for level in levels}
+
+
+def _read_back(level: Level, kv: Kv) -> list[LayerKv]:
+    """KV as clients decode it."""
+    coded = (encode(level, kv.layout, number, layer) for number, layer in enumerate(kv.layers))
+    return [decode(data, kv.layout, number, len(kv.span)) for number, data in enumerate(coded)]
 
 
 def _score(engine: Engine, context: Context, tokens: Sequence[int], prompt_layout: PromptLayout) -> Variant:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import get_args
@@ -20,21 +21,19 @@ from rekindle.remote.index import KeyOrder, KvModel
 from rekindle.remote.latency import Bandwidth
 from rekindle.remote.manifest import Manifest
 from rekindle.remote.pairing import MAX_KL, ModelPairing, remember_pairing
-from rekindle.remote.remote_kv import LEVELS
 from rekindle.remote.slices import reorder_keys
 from rekindle.session.calibrate.kv_trial import Trial
 from rekindle.session.calibrate.nearness import Nearness
 
 _CONTEXTS, _TOKENS = 3, 4 * CHUNK_TOKENS  # measured: contexts, and tokens of each
-_QUANTIZED = tuple(level for level in LEVELS if level != RAW)
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """The beginning of a published context: its tokens, and its KV without that of the last quarter of them."""
+    """The beginning of a published context: its tokens, and at each level its KV without that of the last quarter."""
 
     tokens: tuple[int, ...]
-    layers: tuple[LayerKv, ...]
+    levels: Mapping[str, tuple[LayerKv, ...]]  # the best first
     head_dims: tuple[int, ...]
 
 
@@ -49,17 +48,17 @@ def pair(engine: Engine, origin: Origin, title: str | None = None) -> ModelPairi
     samples = list(islice(_samples(origin, replace(own, weights=published.model.weights), tokens), _CONTEXTS))
     if not samples:
         raise InvalidSetting(f"{published.title} is published in no quantized level. Use --levels raw,quantized there.")
-    measured = [_nearness(engine, sample) for sample in samples]
-    found = {order: [near[order] for near in measured] for order in measured[0]}
-    order = min(found, key=lambda one: _mean_kl(found[one]))
+    order, near = _measure(engine, samples)
+    best = min(near.values(), key=_mean_kl)
     pairing = ModelPairing(
         weights=published.model.weights,
         title=published.title,
         key_order=order,
-        kl=_mean_kl(found[order]),
-        top1=statistics.fmean(near.top1 for near in found[order]),
-        positions=sum(near.positions for near in found[order]),
-        contexts=len(samples),
+        levels={name: _mean_kl(some) for name, some in near.items()},
+        kl=_mean_kl(best),
+        top1=statistics.fmean(one.top1 for one in best),
+        positions=sum(one.positions for one in best),
+        contexts=len(best),
         at=time.time(),
     )
     if not pairing.is_near:
@@ -78,19 +77,34 @@ def _samples(origin: Origin, model: KvModel, max_tokens: int) -> Iterator[_Sampl
         if manifest is None:
             continue
         found = PublishedPrefix(manifest, manifest.cells.chunks, model)
-        if (level := found.choose(_QUANTIZED)) is not None:
+        if levels := [name for name in found.levels if name != RAW]:
             tokens = origin.tokens(found)[:max_tokens]
-            kv = SpanTransfer(origin, found, level, Span(0, len(tokens) * 3 // 4), Bandwidth()).fetch()
-            yield _Sample(tokens, kv.layers, tuple(map(found.head_dim, range(len(kv.layers)))))
+            span = Span(0, len(tokens) * 3 // 4)
+            kv = {name: SpanTransfer(origin, found, name, span, Bandwidth()).fetch().layers for name in levels}
+            yield _Sample(tokens, kv, tuple(map(found.head_dim, range(len(kv[levels[0]])))))
 
 
-def _nearness(engine: Engine, sample: _Sample) -> dict[KeyOrder, Nearness]:
-    """How near what the model says after published KV comes to what it says after its own, for each order of keys."""
-    known, layers = sample.layers[0].keys.shape[1], list(zip(sample.layers, sample.head_dims, strict=True))
-    with Trial(engine, sample.tokens[:known], sample.tokens[known:]) as trial:
-        return {
-            order: trial.near([reorder_keys(layer, order, dim) for layer, dim in layers])
-            for order in get_args(KeyOrder)
+def _measure(engine: Engine, samples: Sequence[_Sample]) -> tuple[KeyOrder, dict[str, list[Nearness]]]:
+    """The order of keys, and how near what the model says after published KV comes to what it says after its own: of
+    every level, for each sample that has it."""
+    with ExitStack() as opened:
+        trials = []
+        for sample in samples:
+            known = len(sample.tokens) * 3 // 4
+            trial = opened.enter_context(Trial(engine, sample.tokens[:known], sample.tokens[known:]))
+            trials.append((trial, sample))
+
+        def near(trial: Trial, sample: _Sample, level: str, order: KeyOrder) -> Nearness:
+            layers = zip(sample.levels[level], sample.head_dims, strict=True)
+            return trial.near([reorder_keys(layer, order, dim) for layer, dim in layers])
+
+        first = next(iter(samples[0].levels))
+        orders: tuple[KeyOrder, ...] = get_args(KeyOrder)
+        order = min(orders, key=lambda one: near(*trials[0], first, one).mean_kl)
+        names = dict.fromkeys(name for sample in samples for name in sample.levels)
+        return order, {
+            name: [near(trial, sample, name, order) for trial, sample in trials if name in sample.levels]
+            for name in names
         }
 
 

@@ -240,6 +240,13 @@ class Settings(_Loadable):
         "The file with the secret that published KV is encrypted with; the origin does not have it.",
         kind=a_path("a file"),
     )
+    kl_budget: float = setting(
+        "remote",
+        0.01,
+        "How far quantized KV from an origin may move what the model says: the mean KL of the next tokens, in nats, "
+        "expected of all that comes for a prompt. Of the levels that are published, the smallest within it are taken, "
+        "by the bandwidth of the moment.",
+    )
     local_tenants: str = setting(
         "remote",
         "",

@@ -57,6 +57,7 @@ class SettingsLike(CacheSettings, total=False):
     origin_keys: str | None
     origin_token: str | os.PathLike[str] | None
     origin_secret: str | os.PathLike[str] | None
+    kl_budget: float | None
     local_tenants: str | None
     parallel: int | None
     keep_alive: str | int | None

@@ -24,6 +24,7 @@ from rekindle.core.kv import Kv, Span
 from rekindle.errors import EntryNotFound, InvalidSetting
 from rekindle.remote.client import Origin
 from rekindle.remote.index import MAX_ENTRIES, SERVED, ContextNames, Index, IndexEntry, KvModel, listed_depths
+from rekindle.remote.ladder import LevelLimit
 from rekindle.remote.manifest import Manifest, SignedManifest, canonical
 from rekindle.remote.publish.folder import OriginFolder
 from rekindle.remote.publish.publisher import Publisher, PublishSource
@@ -309,14 +310,14 @@ def test_a_passage_is_found_by_its_own_tokens_and_no_more_once_it_is_removed(enc
     body, head = TOKENS[40:300], chunk_digest(TOKENS[:30])
     with OriginServer(tmp_path, OriginSettings(port=0)).running() as url:
         origin, stranger = Origin(url, [key.public], secret=secret), Origin(url, [SigningKey.new().public])
-        found = origin.find_passage(body, MODEL, ["raw"], head)
+        found = origin.find_passage(body, MODEL, LevelLimit().allows, head)
         assert found is not None and found.manifest.passage is not None and found.head == head
         assert found.manifest.passage.span == Span(40, 300) and found.levels == ("raw", "q4")
-        assert origin.find_passage(body[:-1], MODEL, ["raw"], head) is None
-        assert origin.find_passage(body, replace(MODEL, weights="cc" * 16), ["raw"], head) is None
-        assert stranger.find_passage(body, MODEL, ["raw"], head) is None
+        assert origin.find_passage(body[:-1], MODEL, LevelLimit().allows, head) is None
+        assert origin.find_passage(body, replace(MODEL, weights="cc" * 16), LevelLimit().allows, head) is None
+        assert stranger.find_passage(body, MODEL, LevelLimit().allows, head) is None
         OriginFolder(tmp_path).remove(context)
-        assert origin.find_passage(body, MODEL, ["raw"], head) is None
+        assert origin.find_passage(body, MODEL, LevelLimit().allows, head) is None
         origin.close()
         stranger.close()
     assert names_in(tmp_path) == set()

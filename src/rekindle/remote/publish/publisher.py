@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,6 +44,7 @@ class PublishSource:
     """A context to publish: `export` returns the KV of a span. `title`: the model's name, for display.
 
     `passage` scores its first passage, if it has one that others may reuse; it is called if that was not published.
+    `measure` gives the KL of each quantized level, for clients with a KL budget; it is called for those without.
     """
 
     model: KvModel
@@ -52,16 +53,18 @@ class PublishSource:
     tenant: str
     title: str = ""
     passage: Callable[[], Variant] | None = None
+    measure: Callable[[Sequence[Level]], Mapping[str, float]] | None = None
 
 
 @dataclass(frozen=True)
 class PublishedLevel:
-    """A level of a published context. `new`: it was written now."""
+    """A level of a published context. `new`: it was written now; `kl` as in `LevelFile`."""
 
     name: str
     bits: float
     size_bytes: int
     new: bool
+    kl: float | None = None
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,15 @@ class Publisher:
                 written = [self._open(parts, context, level, source.model) for level in missing]
                 if written:
                     _write_slices(source, written, progress)
+                kls = _measure(source, levels, known)
                 files = [part.close(source.model) for part in written]
-                manifest = self._settle(source, levels, chain, files)
+                manifest = self._settle(source, levels, chain, files, kls)
         except OSError as error:
             raise InvalidSetting(f"The origin in {self.folder.path} cannot be written: {error}.") from error
         new = {level.name for level in missing}
-        published = (PublishedLevel(one.name, one.bits, one.size_bytes, one.name in new) for one in manifest.levels)
+        published = (
+            PublishedLevel(one.name, one.bits, one.size_bytes, one.name in new, one.kl) for one in manifest.levels
+        )
         return PublishResult(context, manifest.tokens, tuple(published))
 
     def _check(self, source: PublishSource, levels: Sequence[Level]) -> None:
@@ -149,7 +155,12 @@ class Publisher:
         return _Writing(context, level, len(model.layout.layers), part, salt, cipher)
 
     def _settle(
-        self, source: PublishSource, requested: Sequence[Level], chain: Sequence[bytes], files: Sequence[_Written]
+        self,
+        source: PublishSource,
+        requested: Sequence[Level],
+        chain: Sequence[bytes],
+        files: Sequence[_Written],
+        kls: Mapping[str, float],
     ) -> Manifest:
         """Place all files and write manifest and index, the index last."""
         context = self._names.context(chain[-1], source.model.exact, self._key.name)
@@ -165,7 +176,8 @@ class Publisher:
             tokens = before.token_file if before is not None else self._write_tokens(context, source.tokens)
             if any(_has(before, level, source.model) is None for level in requested if level.name not in names):
                 raise InvalidSetting("The context was removed while it was being published. Publish it again.")
-            levels = sorted((*kept, *(one.level for one in files)), key=lambda level: (-level.bits, level.name))
+            every = [replace(one, kl=kls.get(one.name, one.kl)) for one in (*kept, *(one.level for one in files))]
+            levels = sorted(every, key=lambda level: (-level.bits, level.name))
             manifest = Manifest(
                 context=context,
                 model=source.model,
@@ -261,6 +273,13 @@ def _has(known: Manifest | None, level: Level, model: KvModel) -> LevelFile | No
     """The same level in the existing manifest, if any."""
     found = () if known is None else known.levels
     return next((one for one in found if (one.name, one.bits) == (level.name, level.bits(model.layout))), None)
+
+
+def _measure(source: PublishSource, levels: Sequence[Level], known: Manifest | None) -> Mapping[str, float]:
+    """The KL of the quantized levels that are new, or were published without."""
+    files = [(level, _has(known, level, source.model)) for level in levels if level.plan is not None]
+    new = [level for level, file in files if file is None or file.kl is None]
+    return source.measure(new) if source.measure is not None and new else {}
 
 
 def _write_slices(source: PublishSource, written: Sequence[_Writing], progress: OnProgress | None) -> None:

@@ -56,6 +56,8 @@ def rekindle_of(reuse: Reuse, ignored: Sequence[str] = ()) -> dict[str, Any]:
         "from_chunks": reuse.from_chunks,
         "recomputed": reuse.recomputed,
         "streamed": reuse.streamed,
+        "streamed_slices": dict(reuse.streamed_slices),
+        "streamed_kl": reuse.streamed_kl,
         "computed": reuse.computed,
         "miss": reuse.miss,
         "origin_miss": reuse.origin_miss,

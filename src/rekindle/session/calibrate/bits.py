@@ -109,7 +109,7 @@ def find_bits(
             for lora, base in zip(loras, cycle(some)):
                 own = base.trial.kv.layers
                 anchor = read_back(Coder(whole), own, None, engine.layout.dtype)
-                trial = opened.enter_context(Trial(engine, base.trial.prompt, base.trial.forced, lora))
+                trial = opened.enter_context(Trial(engine, base.trial.prompt, base.trial.forced, lora.digest))
                 parts.append(CodedPrompt(trial, anchor, own))
             return parts
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from rekindle.codec.coder import Coder, decode
 from rekindle.codec.quantizer import MAX_BITS, MIN_BITS
-from rekindle.core.adapter import Lora
 from rekindle.core.kv import Kv, KvLayout, KvType, LayerKv, Span
 from rekindle.engine.base import Engine, HeldKv, Logits, Row
 from rekindle.session.calibrate.nearness import Nearness, nearness
@@ -23,18 +22,27 @@ _SEARCHES = 9  # halvings of the range of bits: to a hundredth of a bit
 class Trial:
     """A prompt under an adapter, or none: its exact KV, and what the model says after KV that stands in for it."""
 
-    def __init__(self, engine: Engine, prompt: Sequence[int], forced: Sequence[int], lora: Lora | None = None) -> None:
-        """Computes the prompt. The adapter is loaded already."""
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Sequence[int],
+        forced: Sequence[int],
+        adapter: str | None = None,
+        kv: Kv | None = None,
+    ) -> None:
+        """Computes the prompt unless its exact `kv` is given. The adapter of that digest is loaded already."""
         capacity = len(prompt) + len(forced)
         self._engine = engine
-        digest = None if lora is None else lora.digest
-        self._sequence = engine.open(capacity, engine.regime(capacity), adapter=digest)
+        self._sequence = engine.open(capacity, engine.regime(capacity), adapter=adapter)
         self.prompt, self.forced = tuple(prompt), tuple(forced)
-        for start in range(0, len(prompt), engine.prefill_tokens):
-            part = list(prompt[start : start + engine.prefill_tokens])
-            engine.step([Row.following(self._sequence, part, logits="none")])
-        self.kv: Kv = self._sequence.export(Span(0, len(prompt)))
+        self.kv: Kv = self._computed() if kv is None else kv
         self.exact = self.after(self.kv.layers)
+
+    def _computed(self) -> Kv:
+        for start in range(0, len(self.prompt), self._engine.prefill_tokens):
+            part = list(self.prompt[start : start + self._engine.prefill_tokens])
+            self._engine.step([Row.following(self._sequence, part, logits="none")])
+        return self._sequence.export(Span(0, len(self.prompt)))
 
     @property
     def layout(self) -> KvLayout:
