@@ -532,7 +532,7 @@ def test_threads_that_share_prefixes_get_the_right_text_and_leak_nothing(
 
 FILLERS = {  # where the thread of a feed ends
     "hf": "rekindle.engine.hf.layer_loader.LayerLoader._fill_all",
-    "llamacpp": "rekindle.engine.llamacpp.state._ThreadedJob._do",
+    "llamacpp": "rekindle.engine.threaded_job.ThreadedJob._do",
 }
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rekindle.cli.options import AsJson, app, complete_model, print_json, print_table
 from rekindle.core.size import count_of, human_bytes
+
+if TYPE_CHECKING:
+    from rekindle.models.registry import PulledModel
 
 Names = Annotated[
     list[str],
@@ -20,21 +24,39 @@ Names = Annotated[
 ]
 
 
+class Format(str, Enum):
+    """Forms of a model that can be asked for."""
+
+    any = "any"
+    onnx = "onnx"
+    onnx_fp16 = "onnx-fp16"
+    onnx_int4 = "onnx-int4"
+
+
+Formats = Annotated[
+    Format,
+    typer.Option("--format", help="onnx, onnx-fp16, onnx-int4: as a graph for ONNX Runtime, from the hub or exported."),
+]
+
+
 @app.command()
-def pull(models: Names, json: AsJson = False) -> None:
+def pull(models: Names, format_: Formats = Format.any, json: AsJson = False) -> None:
     """Download models, verify their digests, and make them ready to run offline.
 
     An interrupted download continues where it stopped. Folders, .gguf files and Ollama's models are used in place.
     """
     from rekindle.cli.console import progress
-    from rekindle.engine.load import convert_gguf, missing_packages
+    from rekindle.engine.load import convert_gguf, export_graph, missing_packages
     from rekindle.models.pull import pull as get
+    from rekindle.models.sources import with_graph
 
     got = []
     for model in models:
         with progress(model) as report:
-            entry = get(model, report)
-            if entry.kind == "decoder" and not (entry.in_place and entry.files.gguf):  # llama.cpp takes that as it is
+            entry = get(model, report, form=format_.value)
+            if format_.value != "any":
+                export_graph(with_graph(entry.files, format_.value), format_.value, report)
+            elif entry.kind == "decoder" and not _is_taken_as_it_is(entry):
                 if not missing_packages("hf"):
                     convert_gguf(entry.files, report)
                 elif entry.files.gguf is None or missing_packages("llamacpp"):
@@ -45,6 +67,11 @@ def pull(models: Names, json: AsJson = False) -> None:
             typer.echo(f"{entry.name}: ready ({human_bytes(entry.size_bytes())}, {entry.kind}, from {entry.source})")
     if json:
         print_json(got)
+
+
+def _is_taken_as_it_is(entry: PulledModel) -> bool:
+    """Whether ONNX Runtime or llama.cpp takes the user's own file."""
+    return entry.files.onnx is not None or (entry.in_place and entry.files.gguf is not None)
 
 
 @app.command("list")
