@@ -48,7 +48,8 @@ def write_beside(folder: Path, context: int = 512) -> None:
     byte_backend().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}<|start|>assistant\n"
+        "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
     )
 
 

@@ -137,7 +137,7 @@ def test_errors_are_one_sentence_and_status_1(tiny_folder: Path, tmp_path: Path)
         ("run", str(tiny_folder), "hi", "-t", "-1"): "temperature=-1.0 is out of range",
         ("run", str(tiny_folder), "hi", "--raw", "--system", "x"): "--raw",
         ("run", str(tiny_folder), "hi", "--device", "tpu"): "device='tpu' is unknown",
-        ("run", str(tiny_folder), "hi", "--engine", "magic"): "engine is 'magic'. Use auto, hf or llamacpp",
+        ("run", str(tiny_folder), "hi", "--engine", "magic"): "engine is 'magic'. Use auto, hf, llamacpp or onnx",
         ("run", str(tiny_folder), "x" * 600): "The prompt has 618 tokens, the model's context holds 512. Shorten it.",
         (
             "run",

@@ -453,9 +453,7 @@ def test_with_spans_there_are_no_snapshots(engine: Engine) -> None:
 
 
 @of(*SCATTERED, *ONNX)
-def test_an_engine_that_feeds_rows_appends_nothing(
-    engine: Engine, reference: tuple[np.ndarray, Kv]
-) -> None:
+def test_an_engine_that_feeds_rows_appends_nothing(engine: Engine, reference: tuple[np.ndarray, Kv]) -> None:
     sequence = opened(engine)
     with pytest.raises(StepRefused):
         sequence.append(reference[1])

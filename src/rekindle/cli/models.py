@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,8 +9,10 @@ import typer
 
 from rekindle.cli.options import AsJson, app, complete_model, print_json, print_table
 from rekindle.core.size import count_of, human_bytes
+from rekindle.errors import InvalidSetting
 
 if TYPE_CHECKING:
+    from rekindle.models.onnx_folder import OnnxForm
     from rekindle.models.registry import PulledModel
 
 Names = Annotated[
@@ -24,23 +25,14 @@ Names = Annotated[
 ]
 
 
-class Format(str, Enum):
-    """Forms of a model that can be asked for."""
-
-    any = "any"
-    onnx = "onnx"
-    onnx_fp16 = "onnx-fp16"
-    onnx_int4 = "onnx-int4"
-
-
-Formats = Annotated[
-    Format,
+Format = Annotated[
+    str | None,
     typer.Option("--format", help="onnx, onnx-fp16, onnx-int4: as a graph for ONNX Runtime, from the hub or exported."),
 ]
 
 
 @app.command()
-def pull(models: Names, format_: Formats = Format.any, json: AsJson = False) -> None:
+def pull(models: Names, format_: Format = None, json: AsJson = False) -> None:
     """Download models, verify their digests, and make them ready to run offline.
 
     An interrupted download continues where it stopped. Folders, .gguf files and Ollama's models are used in place.
@@ -50,12 +42,13 @@ def pull(models: Names, format_: Formats = Format.any, json: AsJson = False) -> 
     from rekindle.models.pull import pull as get
     from rekindle.models.sources import with_graph
 
+    form = None if format_ is None else _parse_format(format_)
     got = []
     for model in models:
         with progress(model) as report:
-            entry = get(model, report, form=format_.value)
-            if format_.value != "any":
-                export_graph(with_graph(entry.files, format_.value), format_.value, report)
+            entry = get(model, report, form=form or "any")
+            if form is not None:
+                export_graph(with_graph(entry.files, form), form, report)
             elif entry.kind == "decoder" and not _is_taken_as_it_is(entry):
                 if not missing_packages("hf"):
                     convert_gguf(entry.files, report)
@@ -67,6 +60,15 @@ def pull(models: Names, format_: Formats = Format.any, json: AsJson = False) -> 
             typer.echo(f"{entry.name}: ready ({human_bytes(entry.size_bytes())}, {entry.kind}, from {entry.source})")
     if json:
         print_json(got)
+
+
+def _parse_format(text: str) -> OnnxForm:
+    from rekindle.models.onnx_folder import PRECISIONS
+
+    for form in PRECISIONS:
+        if form == text:
+            return form
+    raise InvalidSetting(f"--format {text} is unknown. Use {', '.join(PRECISIONS)}.")
 
 
 def _is_taken_as_it_is(entry: PulledModel) -> bool:

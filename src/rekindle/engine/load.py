@@ -55,7 +55,7 @@ class EngineOptions:
         """The part of the settings that is about the engine. Raises `InvalidSetting`."""
         names = {known.name for known in fields(LlamaOptions)} & {known.name for known in fields(Settings)}
         llama = LlamaOptions(context_tokens=settings.context, **{name: getattr(settings, name) for name in names})
-        onnx = OnnxOptions(settings.device, settings.context, settings.threads)
+        onnx = OnnxOptions(settings.device, settings.context, settings.threads, settings.batch_tokens)
         return cls(settings.engine, settings.device, settings.dtype, settings.context, llama, onnx)
 
 
@@ -178,7 +178,7 @@ def _refuse_llama_options(given: LlamaOptions, *taken: str) -> None:
 
 
 def _load_onnx(model: str, options: EngineOptions, progress: Progress | None) -> Engine:
-    _refuse_llama_options(options.llama, "threads")
+    _refuse_llama_options(options.llama, "threads", "batch_tokens")
     forms = [form for form, dtype in GRAPH_DTYPES.items() if options.dtype in ("auto", dtype)]
     if not forms:
         raise InvalidSetting(

@@ -200,8 +200,9 @@ def _pull_hub(model: HubModel, form: Form) -> PulledModel:
     """A graph if one is asked for and there is one; the Hugging Face form if the repository has it and no GGUF file is
     asked for; else one GGUF file."""
     if form in PRECISIONS or (model.wanted or "").endswith(".onnx"):
-        if (graph := _choose_graph(model, form)) is not None:
-            return _pull_graph(model.repository, graph)
+        names = hub.list_files(model.repository)
+        if (graph := _choose_graph(model, names, form)) is not None:
+            return _pull_graph(model.repository, names, graph)
         form = "any"
     with suppress(BrokenModel):  # parts are missing: the hub's client fetches the rest
         if (files := other_tool_files(model, form)) is not None:
@@ -220,9 +221,8 @@ def _pull_hub(model: HubModel, form: Form) -> PulledModel:
     return registry.add(model.repository, _kind_of(folder), f"hub {model.repository}", files)
 
 
-def _choose_graph(model: HubModel, form: Form) -> str | None:
+def _choose_graph(model: HubModel, names: Sequence[str], form: Form) -> str | None:
     """The graph of a repository that is meant, by its path; None if it has none."""
-    names = hub.list_files(model.repository)
     if model.wanted is not None and model.wanted.endswith(".onnx"):
         if model.wanted not in names:
             graphs = ", ".join(name for name in names if name.endswith(".onnx")) or "none"
@@ -235,10 +235,10 @@ def _choose_graph(model: HubModel, form: Form) -> str | None:
     return found[0] if found else None
 
 
-def _pull_graph(repository: str, graph: str) -> PulledModel:
+def _pull_graph(repository: str, names: Sequence[str], graph: str) -> PulledModel:
     """Fetch a graph, its external data, and the configuration and tokenizer beside it or above it."""
     beside = str(PurePosixPath(graph).parent)
-    wanted = [name for name in hub.list_files(repository) if _belongs_to(name, graph, beside)]
+    wanted = [name for name in names if _belongs_to(name, graph, beside)]
     folder = hub.fetch_files(repository, wanted)
     files = onnx_files(folder / graph, f"{repository}/{graph}")
     return registry.add(files.name, "decoder", f"hub {repository}", files)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -97,7 +98,7 @@ def remove(name: str) -> PulledModel:
     if entry.files.gguf is not None and entry.files.folder.parent == models_folder() / CONVERTED:
         shutil.rmtree(entry.files.folder, ignore_errors=True)  # the converted form is ours
     exported = exported_folder(entry.files, "onnx")
-    for folder in exported.parent.glob(f"{exported.name}*"):  # of every precision
+    for folder in exported.parent.glob(f"{glob.escape(exported.name)}*"):  # of every precision
         shutil.rmtree(folder, ignore_errors=True)
     if entry.in_place:
         (entry.home / _RECORD).unlink()

@@ -32,7 +32,6 @@ from rekindle.models.onnx_folder import read_onnx_model
 _REGIME = "plain"
 _PIECE_TOKENS = 512  # computed in one run: attention takes memory for each of them and all before
 _LOGITS_BYTES = 64 << 20  # of one run: graphs compute those of every token
-_FEWEST_TOKENS = 32
 _CHECK_TOKENS = 6
 _CHECK_TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1, "uint8": 2e-1}  # of the largest logit
 
@@ -61,7 +60,7 @@ class OnnxEngine:
         self.tokenizer = load_tokenizer(model.folder, model.stop_ids, model.vocabulary_size)
         self._runner: GraphRunner | None = GraphRunner(model, options)
         row = self._runner.logits_buffer((1, model.vocabulary_size))
-        self.prefill_tokens = max(_FEWEST_TOKENS, min(_PIECE_TOKENS, _LOGITS_BYTES // row.nbytes))
+        self.prefill_tokens = max(1, min(_PIECE_TOKENS, options.batch_tokens, _LOGITS_BYTES // row.nbytes))
         self._logits = self._runner.logits_buffer((self.prefill_tokens, model.vocabulary_size))
         self.device = self._runner.provider.removesuffix("ExecutionProvider").lower()
         self._pool = SlabPool(model.layout)
@@ -229,7 +228,7 @@ class OnnxEngine:
     def _check_itself(self) -> None:
         """Tokens in one run must get the logits that they get one after the other, behind KV that was fed. A graph for
         which that does not hold is refused."""
-        tokens = np.arange(3, 3 + _CHECK_TOKENS) * 37 % self._model.vocabulary_size
+        tokens = [place * 37 % self._model.vocabulary_size for place in range(3, 3 + _CHECK_TOKENS)]
         half = _CHECK_TOKENS // 2
         whole, cut = (self.open(min(_CHECK_TOKENS, self.context_tokens), _REGIME) for _ in range(2))
         try:

@@ -23,7 +23,7 @@ _TESTED = ("cpu",)
 _NOT_LOCAL = ("azure",)  # sends what it computes elsewhere
 _SILENT = 4
 _WATCHED_TOKENS = 16  # a run of more is watched, so that it can be stopped
-_INTEGERS = {6: np.dtype(np.int32), 7: np.dtype(np.int64)}
+_INTEGERS: dict[int, Any] = {6: np.int32, 7: np.int64}
 _LOGITS: dict[int, Any] = {FLOAT16: np.float16, BFLOAT16: np.uint16}
 
 Bound = Sequence[tuple[LayerKv, LayerKv]]  # past and present of each layer, `[batch, kv_heads, tokens, dim]`
