@@ -57,6 +57,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 330, 0, "GPU: a question's look at passages as one recorded graph, probes and drift by kernels"),
     ("rekindle", 420, 1, "device_decoder: quantized KV and deltas decoded on a CUDA device while they are loaded"),
     ("benchmarks", 165, 1, "policies: eviction replayed without a model, weights chosen on one half of the usages"),
+    ("rekindle", 1225, 11, "engine/onnx: ONNX Runtime as a third engine, 640 lines; models/onnx_graph and onnx_folder: "
+     "graphs and their files checked before they are loaded; formats, exporting, the hub"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

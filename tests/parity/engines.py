@@ -93,8 +93,8 @@ def _other(architecture: str) -> Callable[..., Engine]:
 
 def _onnx(**shape: str) -> Callable[..., Engine]:
     def make(seed: int = 0, context_tokens: int = 512, **options: Any) -> Engine:
-        from rekindle.engine.onnx.engine import OnnxEngine
-        from rekindle.engine.onnx.options import OnnxOptions
+        from rekindle.engine.onnx.onnx_engine import OnnxEngine
+        from rekindle.engine.onnx.onnx_options import OnnxOptions
         from rekindle.models.files import ModelFiles
 
         folder = onnx_folder(seed, context_tokens, **shape)

@@ -12,7 +12,7 @@ from typing import Literal
 from rekindle.core.size import human_bytes
 from rekindle.engine.base import Engine
 from rekindle.engine.llamacpp.options import LlamaOptions
-from rekindle.engine.onnx.options import GRAPH_DTYPES, OnnxOptions
+from rekindle.engine.onnx.onnx_options import GRAPH_DTYPES, OnnxOptions
 from rekindle.errors import EngineMissing, InvalidSetting, ModelError, UnsupportedModel
 from rekindle.models.download import Progress, require_space
 from rekindle.models.files import ModelFiles, digest_of_files
@@ -184,8 +184,8 @@ def _load_onnx(model: str, options: EngineOptions, progress: Progress | None) ->
         raise InvalidSetting(
             f"dtype={options.dtype!r} is unknown to ONNX Runtime. Use auto, {', '.join(GRAPH_DTYPES.values())}."
         )
-    from rekindle.engine.onnx.engine import OnnxEngine
     from rekindle.engine.onnx.graph_runner import choose_provider
+    from rekindle.engine.onnx.onnx_engine import OnnxEngine
 
     choose_provider(options.device)  # before anything is fetched
     files = next((files for form in forms if (files := obtain(model, progress, form=form)).onnx), None)

@@ -100,14 +100,18 @@ def graph_in(folder: Path) -> Path:
 
 def choose_graph(names: Iterable[str], form: OnnxForm) -> list[str]:
     """The graphs of a repository that have this precision, those for the CPU if there are any."""
-    marks = {"onnx-int4": r"int4|q4(?!f16)", "onnx-fp16": r"fp16|f16"}
     graphs = [name for name in names if re.fullmatch(r"(decoder_)?model(_\w+)?\.onnx", PurePosixPath(name).name)]
-    if form == "onnx":
-        found = [name for name in graphs if not re.search(r"int\d|q\d|fp16|f16|quantized|uint8|bnb", name)]
-    else:
-        found = [name for name in graphs if re.search(marks[form], name)]
-        found = [name for name in found if form == "onnx-fp16" or not re.search(r"q4f16", name)]
+    found = [name for name in graphs if _has_precision(name, form)]
     return [name for name in found if "cpu" in name] or found
+
+
+def _has_precision(name: str, form: OnnxForm) -> bool:
+    """By the words that publishers use in names of files and folders."""
+    if form == "onnx-int4":
+        return re.search(r"int4|q4(?!f16)", name) is not None
+    if re.search(r"int\d|q\d|quantized|bnb", name):
+        return False
+    return ("16" in name) == (form == "onnx-fp16")
 
 
 def read_onnx_model(path: Path) -> OnnxModel:

@@ -139,9 +139,7 @@ class Settings(_Loadable):
         "llamacpp: of layers with a sliding window, keep the KV of all tokens, which is then reused by the token; "
         "false: only that in the window, which takes less memory and is reused by checkpoint.",
     )
-    batch_tokens: int = setting(
-        "model", 2048, "llamacpp, onnx: maximum number of tokens in a batch."
-    )
+    batch_tokens: int = setting("model", 2048, "llamacpp, onnx: maximum number of tokens in a batch.")
     micro_batch_tokens: int = setting("model", 512, "llamacpp: maximum number of tokens computed at once.")
     adapter: str | None = setting(
         "model",

@@ -11,7 +11,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from rekindle.core.kv import LayerKv
-from rekindle.engine.onnx.options import OnnxOptions
+from rekindle.engine.onnx.onnx_options import OnnxOptions
 from rekindle.engine.threaded_job import ThreadedJob
 from rekindle.errors import BrokenModel, Cancelled, InvalidSetting, OutOfMemory, UnsupportedModel
 from rekindle.machine import usable_cores

@@ -16,11 +16,11 @@ from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import LayerKv, Span
 from rekindle.core.request import Sampling
 from rekindle.engine.base import Capabilities, HeldKv, Logits, Row
+from rekindle.engine.onnx.folder_tokenizer import load_tokenizer
 from rekindle.engine.onnx.graph_runner import GraphRunner, as_float32
 from rekindle.engine.onnx.kv_buffers import PackedKv, SlabKv, SlabPool
-from rekindle.engine.onnx.options import OnnxOptions
-from rekindle.engine.onnx.sequence import OnnxSequence
-from rekindle.engine.onnx.tokenizer import load_tokenizer
+from rekindle.engine.onnx.onnx_options import OnnxOptions
+from rekindle.engine.onnx.onnx_sequence import OnnxSequence
 from rekindle.engine.row_checks import CheckedRow, check_rows
 from rekindle.engine.sample import Sampler
 from rekindle.engine.threaded_job import ThreadedJob
@@ -63,6 +63,8 @@ class OnnxEngine:
         self.prefill_tokens = max(1, min(_PIECE_TOKENS, options.batch_tokens, _LOGITS_BYTES // row.nbytes))
         self._logits = self._runner.logits_buffer((self.prefill_tokens, model.vocabulary_size))
         self.device = self._runner.provider.removesuffix("ExecutionProvider").lower()
+        # On a CPU several rows of 16 bits take longer together than one by one.
+        self._together = model.shares and not (self.device == "cpu" and self.layout.dtype == "float16")
         self._pool = SlabPool(model.layout)
         self._lock = threading.Lock()
         self._weights: str | None = None
@@ -174,7 +176,7 @@ class OnnxEngine:
         cancelled: Callable[[], bool] | None,
     ) -> list[Logits]:
         found: dict[int, Logits] = {}
-        for group in _groups(rows, sequences):
+        for group in _groups(rows, sequences, together=self._together):
             if len(group) > 1:
                 found.update(zip(group, self._run_together(runner, rows, sequences, group, cancelled), strict=True))
             else:
@@ -269,13 +271,11 @@ def _feed(row: CheckedRow, sequence: OnnxSequence, cancelled: Callable[[], bool]
         raise Cancelled("The request was cancelled.")
 
 
-def _groups(rows: Sequence[CheckedRow], sequences: Sequence[OnnxSequence]) -> list[list[int]]:
+def _groups(rows: Sequence[CheckedRow], sequences: Sequence[OnnxSequence], *, together: bool) -> list[list[int]]:
     """Which rows share a run: single tokens of replies whose sequences are in adjacent slots."""
-    single = [
-        place
-        for place, (row, sequence) in enumerate(zip(rows, sequences, strict=True))
-        if len(row.tokens) == 1 and not row.row.prefill and isinstance(sequence.kv, SlabKv)
-    ]
+    if not together:
+        return [[place] for place in range(len(rows))]
+    single = [place for place, row in enumerate(rows) if len(row.tokens) == 1 and not row.row.prefill]
     single.sort(key=lambda place: (id(_slab_of(sequences[place]).slab), _slab_of(sequences[place]).place))
     ordered = enumerate(single)
     runs = groupby(ordered, lambda pair: _run_key(_slab_of(sequences[pair[1]]), pair[0]))
