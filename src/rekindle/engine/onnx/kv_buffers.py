@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rekindle.core.kv import KvLayout, LayerKv
 from rekindle.errors import OutOfMemory
 
-_SLOTS = 8
+MAX_SLOTS = 8  # of a slab
 _SLAB_SHARE = 8  # a slab of several slots takes at most this part of the memory
 _SMALLEST_TOKENS = 256
 
@@ -38,7 +38,7 @@ class Slab:
     def __init__(self, layout: KvLayout, capacity: int) -> None:
         share = int(psutil.virtual_memory().total) // _SLAB_SHARE
         self.capacity = capacity
-        self.slots = max(1, min(_SLOTS, share // (capacity * layout.token_bytes)))
+        self.slots = max(1, min(MAX_SLOTS, share // (capacity * layout.token_bytes)))
         self.free = list(range(self.slots))
         self.layers = _allocate(layout, capacity, self.slots)
 
@@ -84,6 +84,10 @@ class SlabKv:
     def layers(self) -> list[LayerKv]:
         """The buffers of each layer."""
         return self.slab.slot(self.place)
+
+    def is_before(self, other: SlabKv) -> bool:
+        """Whether the other one has the next slot of the same slab."""
+        return self.slab is other.slab and self.place + 1 == other.place
 
     def make_room(self, length: int, stop: int) -> None:
         """Let `layers` take positions from `length` to `stop`, which they always do."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,7 +17,7 @@ from rekindle.core.request import Sampling
 from rekindle.engine.base import Capabilities, HeldKv, Logits, Row
 from rekindle.engine.onnx.folder_tokenizer import load_tokenizer
 from rekindle.engine.onnx.graph_runner import GraphRunner, as_float32
-from rekindle.engine.onnx.kv_buffers import PackedKv, SlabKv, SlabPool
+from rekindle.engine.onnx.kv_buffers import MAX_SLOTS, PackedKv, SlabKv, SlabPool
 from rekindle.engine.onnx.onnx_options import OnnxOptions
 from rekindle.engine.onnx.onnx_sequence import OnnxSequence
 from rekindle.engine.row_checks import CheckedRow, check_rows
@@ -61,7 +60,7 @@ class OnnxEngine:
         self._runner: GraphRunner | None = GraphRunner(model, options)
         row = self._runner.logits_buffer((1, model.vocabulary_size))
         self.prefill_tokens = max(1, min(_PIECE_TOKENS, options.batch_tokens, _LOGITS_BYTES // row.nbytes))
-        self._logits = self._runner.logits_buffer((self.prefill_tokens, model.vocabulary_size))
+        self._logits = self._runner.logits_buffer((max(MAX_SLOTS, self.prefill_tokens), model.vocabulary_size))
         self.device = self._runner.provider.removesuffix("ExecutionProvider").lower()
         # On a CPU several rows of 16 bits take longer together than one by one.
         self._together = model.shares and not (self.device == "cpu" and self.layout.dtype == "float16")
@@ -222,9 +221,9 @@ class OnnxEngine:
             runner.run(tokens[None], [first + start], sequence.bound(len(tokens)), out, cancelled)
             sequence.advance(len(tokens))
             sequence.set_length(first + start + new)
-            wanted = out[0, :new][max(0, count - row.wanted - start) if not last_only else 0 :]
-            if start + new > count - row.wanted:
-                logits.append(as_float32(wanted))
+            unwanted = max(0, count - row.wanted - start)
+            if unwanted < new:
+                logits.append(as_float32(out[0, 0 if last_only else unwanted : new]))
         return np.concatenate(logits) if logits else np.zeros((0, self._model.vocabulary_size), np.float32)
 
     def _check_itself(self) -> None:
@@ -275,17 +274,18 @@ def _groups(rows: Sequence[CheckedRow], sequences: Sequence[OnnxSequence], *, to
     """Which rows share a run: single tokens of replies whose sequences are in adjacent slots."""
     if not together:
         return [[place] for place in range(len(rows))]
-    single = [place for place, row in enumerate(rows) if len(row.tokens) == 1 and not row.row.prefill]
-    single.sort(key=lambda place: (id(_slab_of(sequences[place]).slab), _slab_of(sequences[place]).place))
-    ordered = enumerate(single)
-    runs = groupby(ordered, lambda pair: _run_key(_slab_of(sequences[pair[1]]), pair[0]))
-    together = [[place for _, place in run] for _, run in runs]
-    return [*together, *([place] for place in range(len(rows)) if place not in single)]
-
-
-def _run_key(kv: SlabKv, order: int) -> tuple[int, int]:
-    """Equal for slots that follow each other."""
-    return id(kv.slab), kv.place - order
+    replies = {
+        place: _slab_of(sequences[place])
+        for place, row in enumerate(rows)
+        if len(row.tokens) == 1 and not row.row.prefill
+    }
+    groups: list[list[int]] = []
+    for place in sorted(replies, key=lambda place: (id(replies[place].slab), replies[place].place)):
+        if groups and replies[groups[-1][-1]].is_before(replies[place]):
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return [*groups, *([place] for place in range(len(rows)) if place not in replies)]
 
 
 def _slab_of(sequence: OnnxSequence) -> SlabKv:
