@@ -20,7 +20,7 @@ from rekindle.engine.onnx.graph_runner import GraphRunner, as_float32
 from rekindle.engine.onnx.kv_buffers import MAX_SLOTS, PackedKv, SlabKv, SlabPool
 from rekindle.engine.onnx.onnx_options import OnnxOptions
 from rekindle.engine.onnx.onnx_sequence import OnnxSequence
-from rekindle.engine.row_checks import CheckedRow, check_rows
+from rekindle.engine.row_checks import CheckedRow, check_next_tokens, check_rows
 from rekindle.engine.sample import Sampler
 from rekindle.engine.threaded_job import ThreadedJob
 from rekindle.errors import AdapterRefused, Cancelled, Closed, InvalidSetting, NotAModel, StepRefused, UnsupportedModel
@@ -155,16 +155,7 @@ class OnnxEngine:
         sequence = row.row.sequence
         if not isinstance(sequence, OnnxSequence) or sequence.owner is not self:
             raise StepRefused("A row holds a sequence of another engine.")
-        if row.row.selector or row.row.probe or row.row.gaze or row.row.spread or row.row.until is not None:
-            raise StepRefused("A graph can neither choose tokens between layers nor look inside. Use engine='hf'.")
-        first, count = int(row.positions[0]), len(row.positions)
-        if int(row.positions[-1]) - first + 1 != count or first < row.kept:
-            raise StepRefused(
-                f"A graph computes the tokens that come next, without a gap: not {count} from position {first} on, "
-                f"where {row.kept} are present."
-            )
-        if any(feed.span.start < row.kept or feed.span.stop > first for feed in row.row.feeds):
-            raise StepRefused(f"Feeds must lie between what is present ({row.kept}) and the row's first ({first}).")
+        check_next_tokens(row, "ONNX Runtime")
         return sequence
 
     def _compute(
