@@ -23,6 +23,7 @@ from rekindle.engine.base import HeldKv, Row
 from rekindle.engine.load import EngineOptions, choose_engine, load_engine
 from rekindle.engine.onnx import export as exporting
 from rekindle.engine.onnx.graph_runner import providers
+from rekindle.engine.onnx.onnx_options import OnnxOptions
 from rekindle.errors import AdapterRefused, Cancelled, EngineMissing, InvalidSetting, NotAModel
 from rekindle.settings import Settings
 from tests.engine.contract import Garbage
@@ -192,6 +193,17 @@ def test_kv_of_another_precision_is_never_served(tmp_path: Path) -> None:
         assert ask(session, PROMPT).reuse.reused == 0
     with opened("onnx", tmp_path / "cache") as session:
         assert ask(session, PROMPT).reuse.reused == N - 1
+
+
+def test_the_identity_is_that_of_what_was_loaded(tmp_path: Path) -> None:
+    """Also after the files of tokenizer and template are gone."""
+    folder = Path(shutil.copytree(onnx_folder(), tmp_path / "tiny"))
+    engine: Any = load_engine(str(folder), EngineOptions(onnx=OnnxOptions(threads=1)))
+    before = engine.identity("plain")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).unlink()
+    assert engine.identity("plain") == before
+    engine.close()
 
 
 def test_a_folder_is_used_in_place_and_without_torch(tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ class OnnxEngine:
         self.parameters = model.graph.parameters
         self.attention = model.query_heads * sum(shape.key_dim for shape in model.layout.layers)
         self.tokenizer = load_tokenizer(model.folder, model.stop_ids, model.vocabulary_size)
+        # As they are now: what is loaded stays the same if the files change.
+        self._tokenizer_digest, self._template_digest = tokenizer_digest(model.folder), template_digest(model.folder)
         self._runner: GraphRunner | None = GraphRunner(model, options)
         row = self._runner.logits_buffer((1, model.vocabulary_size))
         self.prefill_tokens = max(1, min(_PIECE_TOKENS, options.batch_tokens, _LOGITS_BYTES // row.nbytes))
@@ -89,8 +91,8 @@ class OnnxEngine:
         return Identity(
             weights=self._weights,
             config=digest_of_fields("rekindle/onnx/1"),
-            tokenizer=tokenizer_digest(self._model.folder),
-            template=template_digest(self._model.folder),
+            tokenizer=self._tokenizer_digest,
+            template=self._template_digest,
             dtype=self.layout.dtype,
             rope=regime,
         )
