@@ -184,6 +184,8 @@ def _load_onnx(model: str, options: EngineOptions, progress: Progress | None) ->
         raise InvalidSetting(
             f"dtype={options.dtype!r} is unknown to ONNX Runtime. Use auto, {', '.join(GRAPH_DTYPES.values())}."
         )
+    if options.dtype != "auto" and _is_graph(model):
+        raise InvalidSetting(f"dtype={options.dtype!r} is for models that are exported: a graph has its own numbers.")
     from rekindle.engine.onnx.graph_runner import choose_provider
     from rekindle.engine.onnx.onnx_engine import OnnxEngine
 

@@ -144,6 +144,14 @@ def test_the_last_place_of_the_context_can_be_computed(engine: Any) -> None:
     sequence.close()
 
 
+def test_a_short_context_can_be_chosen() -> None:
+    options = EngineOptions(onnx=OnnxOptions(threads=1, context_tokens=3))
+    small: Any = load_engine(str(onnx_folder()), options)
+    _, logits = computed(small, TOKENS[:3], capacity=3)
+    assert logits.shape == (3, small.tokenizer.vocabulary_size)
+    small.close()
+
+
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_the_size_of_a_batch_does_not_matter(size: int, engine: Any) -> None:
     small: Any = make("onnx", batch_tokens=size)
@@ -237,6 +245,7 @@ def test_a_graph_is_loaded_by_its_own_engine(tmp_path: Path) -> None:
     [
         ({"kv_type": "q8_0"}, "kv_type='q8_0' is for llama.cpp"),
         ({"dtype": "bfloat16"}, "Use auto, float32, float16, int4"),
+        ({"dtype": "int4"}, "a graph has its own numbers"),
         ({"device": "warp"}, "is not a provider of this ONNX Runtime. It has: cpu"),
         ({"context": 9999}, "out of range: this model takes 1 to 512"),
         ({"threads": 0}, "threads=0 makes no sense"),
