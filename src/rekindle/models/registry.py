@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ from rekindle.errors import ModelNotFound, NotAModel
 from rekindle.json_file import write_json
 from rekindle.machine import models_folder
 from rekindle.models.files import ModelFiles, file_version
+from rekindle.models.onnx_folder import PRECISIONS, OnnxForm
 
 _RECORD = "model.json"
 PULLED = "hf"  # the subfolder of a model's folder with the files that `pull` put there
@@ -97,9 +97,8 @@ def remove(name: str) -> PulledModel:
         raise ModelNotFound(f"No model {name!r} was pulled. Pulled: {known}.")
     if entry.files.gguf is not None and entry.files.folder.parent == models_folder() / CONVERTED:
         shutil.rmtree(entry.files.folder, ignore_errors=True)  # the converted form is ours
-    exported = exported_folder(entry.files, "onnx")
-    for folder in exported.parent.glob(f"{glob.escape(exported.name)}*"):  # of every precision
-        shutil.rmtree(folder, ignore_errors=True)
+    for form in PRECISIONS:
+        shutil.rmtree(exported_folder(entry.files, form), ignore_errors=True)
     if entry.in_place:
         (entry.home / _RECORD).unlink()
         with contextlib.suppress(OSError):  # the user's files are in it
@@ -109,11 +108,11 @@ def remove(name: str) -> PulledModel:
     return entry
 
 
-def exported_folder(files: ModelFiles, form: str) -> Path:
+def exported_folder(files: ModelFiles, form: OnnxForm) -> Path:
     """Where the ONNX form of a model goes that came in another one: beside our files of it, else by what the user's
     files are now."""
     folder = files.folder
-    if models_folder() not in folder.parents:
+    if folder.name != PULLED and folder.parent != models_folder() / CONVERTED:
         versions = [file_version(path) for path in sorted(folder.glob("*.safetensors"))]
         folder = models_folder() / CONVERTED / f"{folder.name}-{digest_of_fields(str(folder), *versions)[:12]}"
     return folder.with_name(f"{folder.name}-{form}")

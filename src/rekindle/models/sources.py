@@ -34,8 +34,8 @@ from rekindle.models.onnx_folder import (
     GRAPH,
     PRECISIONS,
     OnnxForm,
-    choose_graph,
     graph_in,
+    has_precision,
     is_onnx_folder,
     read_onnx_model,
 )
@@ -200,10 +200,14 @@ def find(spec: str, *, form: Form = "any") -> ModelFiles:
 def find_graph(spec: str, form: OnnxForm) -> ModelFiles:
     """The files of a model, with the graph of that precision if there is one: its own, one that was pulled from the hub
     beside the model, or one that was exported."""
-    for entry in registry.entries():
-        if entry.name.startswith(f"{spec}/") and entry.files.onnx and choose_graph([entry.name], form):
-            return entry.files
-    return with_graph(find(spec), form)
+    entry = pulled_graph(spec, form)
+    return with_graph(find(spec), form) if entry is None else entry.files
+
+
+def pulled_graph(spec: str, form: OnnxForm) -> PulledModel | None:
+    """The graph of a repository that was pulled in that precision."""
+    graphs = [entry for entry in registry.entries() if entry.files.onnx and entry.name.startswith(f"{spec}/")]
+    return next((entry for entry in graphs if has_precision(entry.name, form)), None)
 
 
 def with_graph(files: ModelFiles, form: OnnxForm) -> ModelFiles:
