@@ -69,6 +69,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 290, 1, "remote/ladder: the level of each slice by bandwidth and a KL budget; their KL is measured "
      "when they are published and paired; how fast an origin was is remembered"),
     ("benchmarks", 200, 2, "stream: rivals named by the source (its greedy, CacheGen, KIVI), longer ones simulated"),
+    ("rekindle", 1225, 11, "engine/onnx: ONNX Runtime as a third engine, 640 lines; models/onnx_graph and onnx_folder: "
+     "graphs and their files checked before they are loaded; formats, exporting, the hub"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

@@ -167,7 +167,7 @@ def test_a_value_is_read_as_the_type_of_its_setting(own_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "right"),
     [
-        ("engine", 1, "auto, hf or llamacpp"),
+        ("engine", 1, "auto, hf, llamacpp or onnx"),
         ("tenant", "", "a text"),
         ("context", 1.5, "a whole number, or none"),
         ("context", True, "a whole number, or none"),
@@ -285,7 +285,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_s
 PATHS = TEXT.map(lambda text: str(Path(Path.cwd().anchor, text.replace("/", "_"))))
 ANY = st.builds(
     Settings,
-    engine=st.sampled_from(["auto", "hf", "llamacpp"]),
+    engine=st.sampled_from(["auto", "hf", "llamacpp", "onnx"]),
     device=TEXT,
     dtype=TEXT,
     context=st.none() | st.integers(),

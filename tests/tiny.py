@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import tokenizers
 import torch
 import transformers
-from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rekindle.engine.hf.device import choose_placement
 from rekindle.engine.hf.engine import HfEngine
 from rekindle.text.tokenizer import HfTokenizer
+from tests.tiny_tokenizer import VOCABULARY, byte_backend
 
-VOCABULARY = 320  # 256 bytes, control tokens, room
 WINDOW = 16
 
 _SIZES: dict[str, Any] = {
@@ -76,16 +74,6 @@ def tiny_model(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel
                 parameter.normal_(0.0, 0.2)
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)
     return model.eval()
-
-
-def byte_backend() -> tokenizers.Tokenizer:
-    """A byte-level tokenizer: one token a byte, and a few control tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|end|>", "<|start|>", "<|stop|>"])
-    return backend
 
 
 def byte_tokenizer(vocabulary_size: int = VOCABULARY) -> HfTokenizer:

@@ -36,9 +36,9 @@ class Rivals(Protocol):
 
 def rivals_of(engine: Engine, folder: Path) -> Rivals:
     """Those that drive the same kind of model. They may write into `folder`."""
-    from rekindle.engine.llamacpp import is_llamacpp
+    from rekindle.engine.load import kind_of
 
-    if is_llamacpp(engine):
+    if kind_of(engine) == "llamacpp":
         from benchmarks.prefix.llama_rivals import LlamaRivals
 
         return LlamaRivals(engine, folder)

@@ -137,7 +137,7 @@ def test_errors_are_one_sentence_and_status_1(tiny_folder: Path, tmp_path: Path)
         ("run", str(tiny_folder), "hi", "-t", "-1"): "temperature=-1.0 is out of range",
         ("run", str(tiny_folder), "hi", "--raw", "--system", "x"): "--raw",
         ("run", str(tiny_folder), "hi", "--device", "tpu"): "device='tpu' is unknown",
-        ("run", str(tiny_folder), "hi", "--engine", "magic"): "engine is 'magic'. Use auto, hf or llamacpp",
+        ("run", str(tiny_folder), "hi", "--engine", "magic"): "engine is 'magic'. Use auto, hf, llamacpp or onnx",
         ("run", str(tiny_folder), "x" * 600): "The prompt has 618 tokens, the model's context holds 512. Shorten it.",
         (
             "run",
@@ -238,6 +238,11 @@ def test_doctor_tells_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "pip install 'rekindle[llamacpp]'" in facts["engines"]["llamacpp"]
     else:
         assert facts["engines"]["llamacpp"] == "ready" and "CPU" in facts["choices"]["llamacpp: built with"]
+    if importlib.util.find_spec("onnxruntime") is None:
+        assert "pip install 'rekindle[onnx]'" in facts["engines"]["onnx"]
+    else:
+        assert facts["engines"]["onnx"] == "ready"
+        assert "cpu (tested)" in facts["choices"]["onnx: execution providers"]
     assert " on " in facts["choices"]["hf: float32 weights"]
     assert "package: torch" in rekindle("doctor").stdout
 
@@ -246,7 +251,7 @@ def test_doctor_and_run_say_how_to_get_an_engine(tiny_folder: Path, tmp_path: Pa
     """An environment without engines: everything that does not need it works, the rest says what to install."""
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util, sys\n"
-        "hidden, real = ('torch', 'transformers', 'xllamacpp', 'llama_cpp'), importlib.util.find_spec\n"
+        "hidden, real = ('torch', 'transformers', 'xllamacpp', 'llama_cpp', 'onnxruntime'), importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *rest: None if name in hidden else real(name, *rest)\n"
         "sys.modules.update(dict.fromkeys(hidden))\n"  # importing one raises ModuleNotFoundError
     )

@@ -11,8 +11,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -26,6 +28,7 @@ from rekindle.engine.fake import FakeEngine
 from rekindle.errors import InvalidSetting
 from rekindle.server.auth import ApiKeys
 from rekindle.server.serve import servers_folder
+from tests.parity.engines import needs, onnx_folder
 from tests.server.serving import ALICE, BOB, Served, fake_session, serving
 
 PATIENCE_SECONDS = 120
@@ -234,6 +237,28 @@ def test_a_stream_is_cut_when_the_time_to_stop_is_over(tiny_folder: Path, tmp_pa
                 last = "cut"
         process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == 0 and (last == "cut" or last.startswith("data: "))
+
+
+@needs("onnx")
+def test_a_graph_is_served(tmp_path: Path) -> None:
+    """Several requests at a time, and none changes another's answer."""
+    with started(str(onnx_folder()), "--threads", "1", "--parallel", "3", "--cache", str(tmp_path / "cache")) as (
+        _,
+        url,
+    ):
+        about = {"role": "system", "content": "The keeper lights the lamp at dusk. " * 6}
+
+        def asked(question: str) -> Any:
+            body = {"messages": [about, {"role": "user", "content": question}], "temperature": 0}
+            body |= {"max_tokens": 6, "min_tokens": 6}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_SECONDS)
+            return answer.raise_for_status().json()
+
+        first = asked("Who?")
+        with ThreadPoolExecutor(3) as pool:
+            others = list(pool.map(asked, ("When?", "Why?", "Who?")))
+        assert others[2]["choices"][0]["message"] == first["choices"][0]["message"]
+        assert all(reply["usage"]["completion_tokens"] == 6 for reply in (first, *others))
 
 
 @pytest.mark.real

@@ -29,8 +29,10 @@ TOKENS = np.random.default_rng(5).integers(3, 250, COUNT).tolist()
 
 FAMILIES = ("llama", "gemma3_text", "gemma2")  # of transformers
 LLAMAS = ("llamacpp", "llamacpp-f32", "llamacpp-sliding", "llamacpp-opaque")  # of llama.cpp
+ONNX = ("onnx", "onnx-f16", "onnx-packed")  # of ONNX Runtime
 SCATTERED = ("fake", *FAMILIES)
-WITH_SPANS = (*SCATTERED, "llamacpp", "llamacpp-f32", "llamacpp-sliding")
+SPANS_BEHIND = ("llamacpp", "llamacpp-f32", "llamacpp-sliding", *ONNX)  # KV is fed behind what is present
+WITH_SPANS = (*SCATTERED, *SPANS_BEHIND)
 
 
 def kind_of(name: str) -> str:
@@ -44,10 +46,11 @@ def of(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("engine", marked, indirect=True, scope="module")
 
 
-every = of(*SCATTERED, *LLAMAS)
+every = of(*SCATTERED, *LLAMAS, *ONNX)
 with_spans = of(*WITH_SPANS)
 scattered = of(*SCATTERED)
 llamas = of(*LLAMAS)
+behind = of(*LLAMAS, *ONNX)  # rows are the tokens that come next
 
 
 @pytest.fixture(scope="module")
@@ -320,8 +323,8 @@ def test_feeds_that_break_the_contract_are_refused(engine: Engine, reference: tu
     sequence.close()
 
 
-@llamas
-def test_what_llama_cpp_cannot_do_is_refused_before_anything_is_computed(engine: Any) -> None:
+@behind
+def test_what_cannot_be_done_is_refused_before_anything_is_computed(engine: Any) -> None:
     """Scattered rows, rows over what is present, selectors, probes; and feeds, where its KV cannot be taken apart."""
     kv = computed(engine, TOKENS)[1] if has_spans(engine) else None
     layers = len(engine.layout.layers)
@@ -449,10 +452,8 @@ def test_with_spans_there_are_no_snapshots(engine: Engine) -> None:
     sequence.close()
 
 
-@scattered
-def test_an_engine_that_recomputes_scattered_rows_appends_nothing(
-    engine: Engine, reference: tuple[np.ndarray, Kv]
-) -> None:
+@of(*SCATTERED, *ONNX)
+def test_an_engine_that_feeds_rows_appends_nothing(engine: Engine, reference: tuple[np.ndarray, Kv]) -> None:
     sequence = opened(engine)
     with pytest.raises(StepRefused):
         sequence.append(reference[1])
@@ -500,7 +501,7 @@ def test_a_failing_feed_leaves_nothing_half_computed(engine: Engine, reference: 
     assert_same(engine, got, logits[-1:])
 
 
-@of("llamacpp", "llamacpp-f32", "llamacpp-sliding")
+@of(*SPANS_BEHIND)
 @pytest.mark.parametrize("kept", [0, 15])
 def test_a_failing_feed_leaves_every_sequence_as_it_was(engine: Engine, kept: int, logits: np.ndarray) -> None:
     """Where feeds lie behind what is present, and all of them come first: nothing is lost at all."""
@@ -521,7 +522,7 @@ def test_a_failing_feed_leaves_every_sequence_as_it_was(engine: Engine, kept: in
     beside.close()
 
 
-@llamas
+@behind
 @pytest.mark.parametrize("kept", [0, 15])
 def test_a_cancelled_step_leaves_nothing_half_computed(engine: Engine, kept: int, logits: np.ndarray) -> None:
     """What was present stays, where a part can be forgotten; else nothing does."""
@@ -538,7 +539,7 @@ def test_a_cancelled_step_leaves_nothing_half_computed(engine: Engine, kept: int
     beside.close()
 
 
-@llamas
+@behind
 def test_a_step_may_be_cancelled_while_it_computes(engine: Engine) -> None:
     """It ends at once, and those that come later are not affected."""
     long = np.random.default_rng(6).integers(3, 250, 500).tolist()
@@ -825,7 +826,7 @@ def test_moves_add_up(engine: Engine, reference: tuple[np.ndarray, Kv]) -> None:
         MovedFeed(MovedFeed(again, 2, 2), 4, 2)
 
 
-@of("llamacpp", "llamacpp-f32", "llamacpp-sliding")
+@of(*SPANS_BEHIND)
 def test_who_cannot_turn_the_keys_of_feeds_refuses_those_that_move(
     engine: Engine, reference: tuple[np.ndarray, Kv]
 ) -> None:

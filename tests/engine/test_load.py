@@ -34,7 +34,7 @@ from rekindle.models.files import ModelFiles
 from rekindle.settings import Settings
 from tests.models.ggufs import cached, folder_form, write_gguf
 
-HF, LLAMACPP = set(ENGINES["hf"]), set(ENGINES["llamacpp"])
+HF, LLAMACPP, ONNX = (set(packages) for packages in ENGINES.values())
 
 
 def have(*packages: str) -> Callable[[str], object]:
@@ -112,9 +112,9 @@ def test_an_unknown_engine_is_refused_with_those_that_are_known(wrong: str) -> N
         choose_engine("smollm2", wrong)
 
 
-@pytest.mark.parametrize("package", sorted(HF | LLAMACPP))
+@pytest.mark.parametrize("package", sorted(HF | LLAMACPP | ONNX))
 def test_an_engine_that_lacks_one_package_is_not_chosen(package: str, models: dict[str, str]) -> None:
-    installed = have(*(HF | LLAMACPP) - {package})
+    installed = have(*(HF | LLAMACPP | ONNX) - {package})
     lacking = {name for name, packages in ENGINES.items() if package in packages}
     chosen = choose_engine(models["a GGUF file"], "auto", installed)
     if lacking != set(ENGINES):
@@ -123,7 +123,10 @@ def test_an_engine_that_lacks_one_package_is_not_chosen(package: str, models: di
         assert missing_packages(name, installed) == ([package] if name in lacking else [])
 
 
-@pytest.mark.parametrize("name, title", [("hf", "The Hugging Face engine"), ("llamacpp", "The llama.cpp engine")])
+@pytest.mark.parametrize(
+    "name, title",
+    [("hf", "The Hugging Face engine"), ("llamacpp", "The llama.cpp engine"), ("onnx", "The ONNX Runtime engine")],
+)
 def test_what_is_missing_is_named_with_how_to_install_it(name: Any, title: str) -> None:
     with pytest.raises(EngineMissing) as raised:
         require_packages(name, NEITHER)
@@ -242,7 +245,7 @@ def test_a_folder_is_refused_by_llamacpp(what: str, models: dict[str, str], monk
         load_engine(models[what], EngineOptions(engine="llamacpp"))
 
 
-@pytest.mark.parametrize("engine", ["auto", "hf", "llamacpp"])
+@pytest.mark.parametrize("engine", ["auto", "hf", "llamacpp", "onnx"])
 @pytest.mark.parametrize("what", ["a file that is not there", "a folder that is not there", "a name nobody knows"])
 def test_a_model_that_is_not_there_is_a_sentence(
     what: str, engine: str, models: dict[str, str], monkeypatch: pytest.MonkeyPatch

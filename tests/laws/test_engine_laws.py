@@ -24,7 +24,8 @@ LENGTH = 2 * WINDOW + 7
 TOKENS = np.random.default_rng(11).integers(3, 250, LENGTH).tolist()
 
 # "sliding" is a model of transformers with sliding and full layers and two rotary embeddings.
-KIND = {"fake": "fake", "sliding": "hf", **{name: name for name in ("llamacpp", "llamacpp-f32", "llamacpp-sliding")}}
+BEHIND = ("llamacpp", "llamacpp-f32", "llamacpp-sliding", "onnx", "onnx-packed")
+KIND = {"fake": "fake", "sliding": "hf", **{name: name for name in BEHIND}}
 
 
 def each(*names: str) -> pytest.MarkDecorator:

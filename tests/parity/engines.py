@@ -9,6 +9,9 @@
     llamacpp-sliding  with layers that see a window reuse to the token     equal up to rounding
     llamacpp-hybrid   with layers without attention reuse by checkpoint    equal up to rounding
     llamacpp-opaque   its KV cannot be taken apart  reuse by checkpoint    equal up to rounding to 16 bits
+    onnx              a tiny llama in ONNX Runtime  reuse to the token     equal up to rounding
+    onnx-f16          with KV of 16 bits            reuse to the token     equal up to rounding to 16 bits
+    onnx-packed       with attention that copies KV reuse to the token     equal up to rounding
 
 This module, and those that import it, need no torch: each engine is imported when it is made.
 """
@@ -88,6 +91,27 @@ def _other(architecture: str) -> Callable[..., Engine]:
     return make
 
 
+def _onnx(**shape: str) -> Callable[..., Engine]:
+    def make(seed: int = 0, context_tokens: int = 512, **options: Any) -> Engine:
+        from rekindle.engine.onnx.onnx_engine import OnnxEngine
+        from rekindle.engine.onnx.onnx_options import OnnxOptions
+        from rekindle.models.files import ModelFiles
+
+        folder = onnx_folder(seed, context_tokens, **shape)
+        return OnnxEngine(ModelFiles("tiny", folder, onnx=folder / "model.onnx"), OnnxOptions(threads=1, **options))
+
+    return make
+
+
+@cache
+def onnx_folder(seed: int = 0, context_tokens: int = 512, **shape: str) -> Path:
+    """The tiny llama as a graph, written once."""
+    from tests.tiny_onnx import write_onnx
+
+    name = "-".join(("onnx", str(seed), str(context_tokens), *shape.values()))
+    return write_onnx(_folder() / name, seed=seed, context=context_tokens, **shape)
+
+
 def _opaque(**changes: Any) -> Engine:
     from rekindle.engine.llamacpp.state import UnknownLayout
 
@@ -115,7 +139,7 @@ def _folder() -> Path:
     return Path(folder.name)
 
 
-_HF, _LLAMACPP = ("torch", "transformers"), ("xllamacpp", "jinja2", "gguf")
+_HF, _LLAMACPP, _ONNX = ("torch", "transformers"), ("xllamacpp", "jinja2", "gguf"), ("onnxruntime", "jinja2", "onnx")
 # ARM adds products of half-precision numbers in half precision: how many there are in a step matters more.
 _F16 = 2e-3 if platform.machine() in ("x86_64", "AMD64") else 2e-2
 
@@ -129,8 +153,11 @@ KINDS = {
     "llamacpp-sliding": Kind(_other("gemma2"), _LLAMACPP, 1e-4),
     "llamacpp-hybrid": Kind(_other("lfm2"), _LLAMACPP, 1e-4, whole=True),
     "llamacpp-opaque": Kind(_opaque, _LLAMACPP, _F16, whole=True),
+    "onnx": Kind(_onnx(), _ONNX, 2e-5),
+    "onnx-f16": Kind(_onnx(dtype="float16"), _ONNX, 3e-2),
+    "onnx-packed": Kind(_onnx(attention="packed"), _ONNX, 2e-5),
 }
-PRINCIPAL = ("fake", "hf", "llamacpp", "llamacpp-hybrid", "llamacpp-opaque")
+PRINCIPAL = ("fake", "hf", "llamacpp", "llamacpp-hybrid", "llamacpp-opaque", "onnx")
 WITH_SPANS = tuple(name for name in PRINCIPAL if not KINDS[name].whole)
 LLAMAS = tuple(name for name in KINDS if name.startswith("llamacpp"))
 

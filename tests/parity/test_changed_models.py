@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from rekindle import Session
-from tests.parity.engines import each, gguf_file
+from tests.parity.engines import each, gguf_file, onnx_folder
 from tests.parity.sessions import PROMPT, ROOM, N, ask
 from tests.unmeasured_costs import UnmeasuredCosts
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("one_thread")]
 
-both = each("hf", "llamacpp")
-SETTINGS: dict[str, dict[str, Any]] = {"hf": {"dtype": "float32"}, "llamacpp": {"threads": 1}}
+both = each("hf", "llamacpp", "onnx")
+SETTINGS: dict[str, dict[str, Any]] = {"hf": {"dtype": "float32"}, "llamacpp": {"threads": 1}, "onnx": {"threads": 1}}
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def model(kind: str, request: pytest.FixtureRequest) -> Path:
     if kind == "hf":
         folder: Path = request.getfixturevalue("tiny_folder")
         return folder
-    return gguf_file()
+    return gguf_file() if kind == "llamacpp" else onnx_folder()
 
 
 @contextmanager
@@ -91,6 +91,15 @@ def flip_a_weight(path: Path) -> None:
     path.write_bytes(data)
 
 
+def change_an_epsilon(folder: Path) -> None:
+    import onnx
+
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    norm = next(node for node in model.graph.node if node.op_type == "SimplifiedLayerNormalization")
+    norm.attribute[0].f = 1e-3
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+
+
 def write_another_template(path: Path) -> None:
     from tests.tiny_gguf import CHAT_TEMPLATE, write_llama
 
@@ -115,6 +124,12 @@ CHANGES: dict[str, dict[str, Callable[[Path], None]]] = {
         "template": change_template,
         "tokenizer": change_tokenizer,
         "config": change_config,
+    },
+    "onnx": {
+        "weight": lambda folder: flip_a_weight(folder / "model.onnx.data"),
+        "template": change_template,
+        "tokenizer": change_tokenizer,
+        "config": change_an_epsilon,
     },
     "llamacpp": {
         "weight": flip_a_weight,
@@ -157,7 +172,7 @@ def test_an_unchanged_copy_in_another_folder_is_the_same_model(
         assert reply.tokens == ask(session, PROMPT, reuse="off").tokens
 
 
-@both
+@each("hf", "llamacpp")
 def test_other_numbers_have_other_kv(kind: str, model: Path, warmed: Path) -> None:
     others = [{"dtype": "bfloat16"}] if kind == "hf" else [{"kv_type": name} for name in ("f32", "bf16", "q8_0")]
     for other in others:

@@ -468,8 +468,9 @@ def test_a_prefill_that_is_cancelled_leaves_nothing_half_computed(
     if warm != "cold":
         with opened(kind, tmp_path / "cache") as session:
             session.warm([PROMPT])
-    # llama.cpp looks before each of its batches.
-    small = {"batch_tokens": 16, "sequences": 8} if kind.startswith("llamacpp") else {}
+    # llama.cpp and ONNX Runtime look before each of their batches.
+    small = {"batch_tokens": 16} if kind.startswith(("llamacpp", "onnx")) else {}
+    small |= {"sequences": 8} if kind.startswith("llamacpp") else {}
     with opened(partial(make, kind, **small), tmp_path / "cache") as session:
         if warm == "parked":
             ask(session, PROMPT, 0)
@@ -532,7 +533,7 @@ def test_threads_that_share_prefixes_get_the_right_text_and_leak_nothing(
 
 FILLERS = {  # where the thread of a feed ends
     "hf": "rekindle.engine.hf.layer_loader.LayerLoader._fill_all",
-    "llamacpp": "rekindle.engine.llamacpp.state._ThreadedJob._do",
+    "llamacpp": "rekindle.engine.threaded_job.ThreadedJob._do",
 }
 
 

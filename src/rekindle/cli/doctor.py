@@ -28,6 +28,8 @@ _PACKAGES = (
     "safetensors",
     "xllamacpp",
     "llama-cpp-python",
+    "onnxruntime",
+    "onnxruntime-genai",
     "tokenizers",
     "numpy",
 )
@@ -53,7 +55,9 @@ def doctor(json: AsJson = False) -> None:
     print_table(["what", "found"], rows)
     if not facts["engines_ready"]:
         typer.echo(
-            "\nNo engine is installed. Get one with: pip install 'rekindle[hf]' or 'rekindle[llamacpp]'", err=True
+            "\nNo engine is installed. Get one with: pip install 'rekindle[hf]', 'rekindle[llamacpp]' or "
+            "'rekindle[onnx]'",
+            err=True,
         )
         raise typer.Exit(1)
 
@@ -100,7 +104,7 @@ def _engines() -> tuple[dict[str, str], dict[str, str]]:
     for name in ENGINES:
         try:
             require_packages(name, have)
-            choices |= _hf_choices() if name == "hf" else _llamacpp_choices()
+            choices |= {"hf": _hf_choices, "llamacpp": _llamacpp_choices, "onnx": _onnx_choices}[name]()
             engines[name] = "ready"
         # RuntimeError: a shared library that does not load. InvalidSetting: llama_library names none.
         except (EngineMissing, InvalidSetting, OSError, RuntimeError) as trouble:
@@ -128,6 +132,18 @@ def _llamacpp_choices() -> dict[str, str]:
         "llamacpp: library": f"{llama.name} ({llama.path})",
         "llamacpp: built with": build(),
         "llamacpp: threads": str(usable_cores()),
+    }
+
+
+def _onnx_choices() -> dict[str, str]:
+    from rekindle.engine.onnx.export import missing_exporter
+    from rekindle.engine.onnx.graph_runner import providers
+
+    lacking = missing_exporter()
+    return {
+        "onnx: execution providers": ", ".join(f"{name} ({state})" for name, state in providers().items()),
+        "onnx: exporting": f"needs {', '.join(lacking)}" if lacking else "ready",
+        "onnx: threads": str(usable_cores()),
     }
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rekindle.cli.options import AsJson, app, complete_model, print_json, print_table
 from rekindle.core.size import count_of, human_bytes
+from rekindle.errors import InvalidSetting
+
+if TYPE_CHECKING:
+    from rekindle.models.onnx_folder import OnnxForm
+    from rekindle.models.registry import PulledModel
 
 Names = Annotated[
     list[str],
@@ -20,21 +25,31 @@ Names = Annotated[
 ]
 
 
+Format = Annotated[
+    str | None,
+    typer.Option("--format", help="onnx, onnx-fp16, onnx-int4: as a graph for ONNX Runtime, from the hub or exported."),
+]
+
+
 @app.command()
-def pull(models: Names, json: AsJson = False) -> None:
+def pull(models: Names, format_: Format = None, json: AsJson = False) -> None:
     """Download models, verify their digests, and make them ready to run offline.
 
     An interrupted download continues where it stopped. Folders, .gguf files and Ollama's models are used in place.
     """
     from rekindle.cli.console import progress
-    from rekindle.engine.load import convert_gguf, missing_packages
+    from rekindle.engine.load import convert_gguf, export_graph, missing_packages
     from rekindle.models.pull import pull as get
+    from rekindle.models.sources import with_graph
 
+    form = None if format_ is None else _parse_format(format_)
     got = []
     for model in models:
         with progress(model) as report:
-            entry = get(model, report)
-            if entry.kind == "decoder" and not (entry.in_place and entry.files.gguf):  # llama.cpp takes that as it is
+            entry = get(model, report, form=form or "any")
+            if form is not None:
+                export_graph(with_graph(entry.files, form), form, report)
+            elif entry.kind == "decoder" and not _is_taken_as_it_is(entry):
                 if not missing_packages("hf"):
                     convert_gguf(entry.files, report)
                 elif entry.files.gguf is None or missing_packages("llamacpp"):
@@ -45,6 +60,20 @@ def pull(models: Names, json: AsJson = False) -> None:
             typer.echo(f"{entry.name}: ready ({human_bytes(entry.size_bytes())}, {entry.kind}, from {entry.source})")
     if json:
         print_json(got)
+
+
+def _parse_format(text: str) -> OnnxForm:
+    from rekindle.models.onnx_folder import PRECISIONS
+
+    for form in PRECISIONS:
+        if form == text:
+            return form
+    raise InvalidSetting(f"--format {text} is unknown. Use {', '.join(PRECISIONS)}.")
+
+
+def _is_taken_as_it_is(entry: PulledModel) -> bool:
+    """Whether ONNX Runtime or llama.cpp takes the user's own file."""
+    return entry.files.onnx is not None or (entry.in_place and entry.files.gguf is not None)
 
 
 @app.command("list")

@@ -5,31 +5,36 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
 from rekindle.core.size import human_bytes
 from rekindle.engine.base import Engine
 from rekindle.engine.llamacpp.options import LlamaOptions
+from rekindle.engine.onnx.onnx_options import GRAPH_DTYPES, OnnxOptions
 from rekindle.errors import EngineMissing, InvalidSetting, ModelError, UnsupportedModel
 from rekindle.models.download import Progress, require_space
 from rekindle.models.files import ModelFiles, digest_of_files
 from rekindle.models.gguf import read_header
 from rekindle.models.hf_folder import check_folder
+from rekindle.models.onnx_folder import OnnxForm
+from rekindle.models.onnx_graph import read_graph
 from rekindle.models.pull import obtain
-from rekindle.models.sources import GgufModel, HubModel, OllamaModel, WheelModel, find, parse
+from rekindle.models.registry import lookup
+from rekindle.models.sources import GgufModel, HubModel, OllamaModel, OnnxSource, WheelModel, find, parse
 from rekindle.settings import Settings
 
 log = logging.getLogger("rekindle.engine")
 
-EngineName = Literal["hf", "llamacpp"]
+EngineName = Literal["hf", "llamacpp", "onnx"]
 ENGINES: dict[EngineName, tuple[str, ...]] = {  # with the packages that each needs
     "hf": ("torch", "transformers", "accelerate", "gguf", "safetensors"),
     "llamacpp": ("xllamacpp", "jinja2"),
+    "onnx": ("onnxruntime", "jinja2"),
 }
 _INSTEAD = {"xllamacpp": "llama_cpp"}  # brings the same library
-_TITLES = {"hf": "The Hugging Face engine", "llamacpp": "The llama.cpp engine"}
+_TITLES = {"hf": "The Hugging Face engine", "llamacpp": "The llama.cpp engine", "onnx": "The ONNX Runtime engine"}
 
 FindPackage = Callable[[str], object]
 
@@ -43,13 +48,15 @@ class EngineOptions:
     dtype: str = "auto"
     context_tokens: int | None = None
     llama: LlamaOptions = field(default_factory=LlamaOptions)
+    onnx: OnnxOptions = field(default_factory=OnnxOptions)
 
     @classmethod
     def of(cls, settings: Settings) -> EngineOptions:
         """The part of the settings that is about the engine. Raises `InvalidSetting`."""
         names = {known.name for known in fields(LlamaOptions)} & {known.name for known in fields(Settings)}
         llama = LlamaOptions(context_tokens=settings.context, **{name: getattr(settings, name) for name in names})
-        return cls(settings.engine, settings.device, settings.dtype, settings.context, llama)
+        onnx = OnnxOptions(settings.device, settings.context, settings.threads, settings.batch_tokens)
+        return cls(settings.engine, settings.device, settings.dtype, settings.context, llama, onnx)
 
 
 def load_engine(model: str, options: EngineOptions, progress: Progress | None = None) -> Engine:
@@ -59,6 +66,8 @@ def load_engine(model: str, options: EngineOptions, progress: Progress | None = 
     require_packages(name, have)  # before anything is fetched
     if name == "llamacpp":
         return _load_llamacpp(model, options, progress)
+    if name == "onnx":
+        return _load_onnx(model, options, progress)
     return _load_hf(model, options, progress)
 
 
@@ -69,8 +78,24 @@ def choose_engine(model: str, wanted: str, have: FindPackage = importlib.util.fi
             return known
     if wanted != "auto":
         raise InvalidSetting(f"engine={wanted!r} is unknown. Use auto, {', '.join(ENGINES)}.")
+    if _is_graph(model):
+        return "onnx"
     ordered: tuple[EngineName, EngineName] = ("llamacpp", "hf") if _is_gguf(model) else ("hf", "llamacpp")
     return next((name for name in ordered if not missing_packages(name, have)), ordered[0])
+
+
+def kind_of(engine: Engine) -> EngineName:
+    """Which engine this is, without importing any."""
+    package = type(engine).__module__.rpartition(".")[0].rpartition(".")[2]
+    return next((name for name in ENGINES if name == package), "hf")
+
+
+def _is_graph(model: str) -> bool:
+    """Whether a model is an ONNX graph and nothing else."""
+    entry = lookup(model)
+    source = parse(model)
+    named = isinstance(source, HubModel) and (source.wanted or "").endswith(".onnx")
+    return isinstance(source, OnnxSource) or named or (entry is not None and entry.files.onnx is not None)
 
 
 def _is_gguf(model: str) -> bool:
@@ -123,12 +148,7 @@ def convert_gguf(files: ModelFiles, progress: Progress | None = None) -> None:
 
 
 def _load_hf(model: str, options: EngineOptions, progress: Progress | None) -> Engine:
-    given = options.llama
-    plain = LlamaOptions(given.device, given.context_tokens, llama_library=given.llama_library)
-    for name in (known.name for known in fields(LlamaOptions)):
-        value = getattr(options.llama, name)
-        if value != getattr(plain, name):
-            raise InvalidSetting(f"{name}={value!r} is for llama.cpp. Leave it out, or use engine='llamacpp'.")
+    _refuse_llama_options(options.llama)
     files = obtain(model, progress)
     if options.engine == "auto" and files.gguf is not None and not files.converted and _is_gguf(model):
         size = human_bytes(4 * read_header(files.gguf).values)
@@ -146,6 +166,53 @@ def _load_hf(model: str, options: EngineOptions, progress: Progress | None) -> E
     engine = HfEngine.load(files, device=options.device, dtype=options.dtype, context_tokens=options.context_tokens)
     _report(progress, "load", 1, 1)
     return engine
+
+
+def _refuse_llama_options(given: LlamaOptions, *taken: str) -> None:
+    """Raise `InvalidSetting` for settings that only llama.cpp takes, but for those in `taken`."""
+    plain = LlamaOptions(given.device, given.context_tokens, llama_library=given.llama_library)
+    for name in (known.name for known in fields(LlamaOptions) if known.name not in taken):
+        value = getattr(given, name)
+        if value != getattr(plain, name):
+            raise InvalidSetting(f"{name}={value!r} is for llama.cpp. Leave it out, or use engine='llamacpp'.")
+
+
+def _load_onnx(model: str, options: EngineOptions, progress: Progress | None) -> Engine:
+    _refuse_llama_options(options.llama, "threads", "batch_tokens")
+    forms = [form for form, dtype in GRAPH_DTYPES.items() if options.dtype in ("auto", dtype)]
+    if not forms:
+        raise InvalidSetting(
+            f"dtype={options.dtype!r} is unknown to ONNX Runtime. Use auto, {', '.join(GRAPH_DTYPES.values())}."
+        )
+    if options.dtype != "auto" and _is_graph(model):
+        raise InvalidSetting(f"dtype={options.dtype!r} is for models that are exported: a graph has its own numbers.")
+    from rekindle.engine.onnx.graph_runner import choose_provider
+    from rekindle.engine.onnx.onnx_engine import OnnxEngine
+
+    choose_provider(options.device)  # before anything is fetched
+    files = next((files for form in forms if (files := obtain(model, progress, form=form)).onnx), None)
+    files = files or export_graph(obtain(model, progress, form=forms[0]), forms[0], progress)
+    assert files.onnx is not None
+    _digest(read_graph(files.onnx).weights, progress)
+    _report(progress, "load", 0, 1)
+    engine = OnnxEngine(files, options.onnx)
+    _report(progress, "load", 1, 1)
+    return engine
+
+
+def export_graph(files: ModelFiles, form: OnnxForm, progress: Progress | None = None) -> ModelFiles:
+    """The files with a graph of that precision, exported unless there is one. Raises `EngineMissing` without the
+    packages that exporting needs."""
+    if files.onnx is not None:
+        return files
+    from rekindle.engine.onnx.export import export, require_exporter
+
+    require_exporter(files.name, form)
+    convert_gguf(files, progress)
+    _report(progress, "export", 0, 1)
+    graph = export(files, form)
+    _report(progress, "export", 1, 1)
+    return replace(files, onnx=graph)
 
 
 def _load_llamacpp(model: str, options: EngineOptions, progress: Progress | None) -> Engine:

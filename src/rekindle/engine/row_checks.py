@@ -68,6 +68,21 @@ def check_rows(rows: Sequence[Row], *, layers: int, vocabulary_size: int, turns:
     return [_check_row(row, layers, vocabulary_size) for row in rows]
 
 
+def check_next_tokens(row: CheckedRow, engine: str) -> None:
+    """For engines that compute the tokens that come next and nothing else: raise `StepRefused` for any other row, and
+    for feeds that do not lie between these and what is present."""
+    if row.row.selector or row.row.probe or row.row.gaze or row.row.spread or row.row.until is not None:
+        raise StepRefused(f"{engine} can neither choose tokens between layers nor look inside. Use engine='hf'.")
+    first, count = int(row.positions[0]), len(row.positions)
+    if int(row.positions[-1]) - first + 1 != count or first < row.kept:
+        raise StepRefused(
+            f"{engine} computes the tokens that come next, without a gap: not {count} from position {first} on, where "
+            f"{row.kept} are present."
+        )
+    if any(feed.span.start < row.kept or feed.span.stop > first for feed in row.row.feeds):
+        raise StepRefused(f"Feeds must lie between what is present ({row.kept}) and the row's first ({first}).")
+
+
 def _check_row(row: Row, layers: int, vocabulary_size: int) -> CheckedRow:
     tokens = np.asarray(row.tokens, dtype=np.int64)
     positions = np.asarray(row.positions, dtype=np.int64)

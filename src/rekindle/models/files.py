@@ -27,12 +27,14 @@ class ModelFiles:
 
     `folder` holds the files in Hugging Face form (config, safetensors, tokenizer). A model that came as GGUF has
     `gguf`; its `folder` may not exist yet and is where an engine writes the converted form, once. Of a model split
-    into several GGUF files, `gguf` is the first.
+    into several GGUF files, `gguf` is the first. A model that came as an ONNX graph, or was exported to one, has
+    `onnx`.
     """
 
     name: str
     folder: Path
     gguf: Path | None = None
+    onnx: Path | None = None
 
     @property
     def converted(self) -> bool:

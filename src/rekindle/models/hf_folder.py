@@ -5,6 +5,7 @@ Safetensors files are read without torch: the header is checked against the file
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle.core.identity import digest_of_fields
 from rekindle.core.kv import Span
 from rekindle.errors import BrokenModel, ModelNotFound, NotAModel
 from rekindle.models.files import is_file
@@ -121,6 +123,8 @@ def _read_tensor(path: Path, name: str, place: TensorInfo) -> NDArray[np.float32
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_DIGESTED_FILES = (*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json")
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 GENERATING = (
     "CausalLM",
     "LMHeadModel",
@@ -191,3 +195,36 @@ def read_json(path: Path) -> Any:
     if len(data) > _LARGEST_JSON_BYTES:
         raise ValueError(f"it is larger than {_LARGEST_JSON_BYTES:,} bytes")
     return parse_untrusted_json(data, MAX_VALUES + len(data) // VALUE_BYTES)
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """The digest of a folder's tokenizer, without its chat template."""
+    fields: list[str | bytes] = ["rekindle/tokenizer/2"]
+    for name in _DIGESTED_FILES:
+        path = folder / name
+        fields += [name, path.read_bytes() if path.is_file() else b""]
+    config = read_tokenizer_config(folder)
+    config.pop("chat_template", None)
+    return digest_of_fields(*fields, json.dumps(config, sort_keys=True) if config else "")
+
+
+def template_digest(folder: Path) -> str:
+    """The digest of a folder's chat template."""
+    config = read_tokenizer_config(folder)
+    inline = json.dumps(config.get("chat_template"), sort_keys=True) if config else ""
+    files = [path.read_bytes() if (path := folder / name).is_file() else b"" for name in _TEMPLATE_FILES]
+    return digest_of_fields("rekindle/template/1", *files, inline)
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """The folder's `tokenizer_config.json`, in which older folders keep the chat template; empty without one."""
+    path = folder / "tokenizer_config.json"
+    try:
+        config = read_json(path)
+        if not isinstance(config, dict):
+            raise ValueError("it is no object")
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise BrokenModel(f"{path} is not JSON ({error}). Get it again.") from error
+    return config

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: names of its repositories and GGUF files, and downloads through its own client and cache.
+"""The Hugging Face hub: names of its repositories and their files, and downloads through its own client and cache.
 
 A repository has one GGUF file, or one split set, for each quantization:
 
@@ -28,7 +28,8 @@ from rekindle.errors import DownloadFailed, EngineMissing, ModelNotFound, NoSpac
 from rekindle.models.files import as_path, part_names
 
 HUB_NAME = re.compile(
-    r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<quant>[\w.-]+)|/(?P<file>[\w./ +-]+\.gguf))?",
+    r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
+    r"(?::(?P<quant>[\w.-]+)|/(?P<file>[\w./ +-]+\.(?:gguf|onnx)))?",
     re.IGNORECASE,
 )
 _DEFAULTS = ("Q4_K_M", "Q4_0")

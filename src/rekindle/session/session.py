@@ -37,8 +37,7 @@ from rekindle.core.size import parse_duration
 from rekindle.engine.base import Engine
 from rekindle.engine.batching import BatchingEngine
 from rekindle.engine.fairness import FairShare
-from rekindle.engine.llamacpp import is_llamacpp
-from rekindle.engine.load import EngineOptions, load_engine
+from rekindle.engine.load import EngineOptions, kind_of, load_engine
 from rekindle.engine.lora_manager import LoraManager
 from rekindle.engine.reloadable import ReloadableEngine
 from rekindle.errors import Closed, InvalidSetting
@@ -99,7 +98,7 @@ class Session:
         self._owns_engine = isinstance(model, (str, os.PathLike))
         self._resting: ReloadableEngine | None = None
         loaded = self._load(model, progress)
-        self.engine_kind = "llamacpp" if is_llamacpp(self._resting.inner if self._resting else loaded) else "hf"
+        self.engine_kind = kind_of(self._resting.inner if self._resting else loaded)
         self._engine: Engine | None = self._sharing(loaded)
         self._grammars: GrammarBackend | None = None
         self.adapters = LoraManager(self._engine, self.settings.adapter, self.settings.adapter_memory)

@@ -85,23 +85,32 @@ class _Loadable:
 class Settings(_Loadable):
     """What can be chosen about a session. Make one with `Settings.load`: the constructor takes its values unchecked."""
 
-    engine: Literal["auto", "hf", "llamacpp"] = setting(
+    engine: Literal["auto", "hf", "llamacpp", "onnx"] = setting(
         "model",
         "auto",
-        "The engine: hf (Hugging Face transformers), llamacpp (llama.cpp), auto (llamacpp for GGUF files and models of "
-        "Ollama, hf for the rest; the other one if that is not installed).",
+        "The engine: hf (Hugging Face transformers), llamacpp (llama.cpp), onnx (ONNX Runtime), auto (onnx for ONNX "
+        "graphs, llamacpp for GGUF files and models of Ollama, hf for the rest; the other one of these two if that is "
+        "not installed).",
     )
     device: str = setting(
-        "model", "auto", "Where the model runs: auto, cpu, cuda, cuda:1, mps; for llamacpp auto, cpu, gpu."
+        "model",
+        "auto",
+        "Where the model runs: auto, cpu, cuda, cuda:1, mps; for llamacpp auto, cpu, gpu; for onnx auto (CPU) or an "
+        "execution provider that `rekindle doctor` lists.",
     )
-    dtype: str = setting("model", "auto", "hf: the dtype of weights and KV: auto, float32, bfloat16, float16.")
+    dtype: str = setting(
+        "model",
+        "auto",
+        "hf: the dtype of weights and KV: auto, float32, bfloat16, float16; onnx: the precision of the graph: auto, "
+        "float32, float16, int4.",
+    )
     context: int | None = setting(
         "model",
         None,
         "Maximum number of tokens of context; none: all that the model has, with llamacpp up to 8192.",
         anywhere=True,
     )
-    threads: int | None = setting("model", None, "llamacpp: number of threads; none: one per core.")
+    threads: int | None = setting("model", None, "llamacpp, onnx: number of threads; none: one per core.")
     gpu_layers: int | None = setting(
         "model", None, "llamacpp: number of layers on the GPU; none: all, if there is one."
     )
@@ -130,7 +139,7 @@ class Settings(_Loadable):
         "llamacpp: of layers with a sliding window, keep the KV of all tokens, which is then reused by the token; "
         "false: only that in the window, which takes less memory and is reused by checkpoint.",
     )
-    batch_tokens: int = setting("model", 2048, "llamacpp: maximum number of tokens in a batch.")
+    batch_tokens: int = setting("model", 2048, "llamacpp, onnx: maximum number of tokens in a batch.")
     micro_batch_tokens: int = setting("model", 512, "llamacpp: maximum number of tokens computed at once.")
     adapter: str | None = setting(
         "model",

@@ -30,7 +30,7 @@ class CacheSettings(TypedDict, total=False):
 class SettingsLike(CacheSettings, total=False):
     """All settings of a session as keyword arguments; None counts as not given."""
 
-    engine: Literal["auto", "hf", "llamacpp"] | None
+    engine: Literal["auto", "hf", "llamacpp", "onnx"] | None
     device: str | None
     dtype: str | None
     context: int | None

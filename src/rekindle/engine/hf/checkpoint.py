@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from rekindle.errors import BrokenModel, InvalidPrompt, OutOfMemory, Unsupported
 from rekindle.models.download import no_space
 from rekindle.models.files import digest_of_files
 from rekindle.models.gguf import read_header
-from rekindle.models.hf_folder import GENERATING, TOKENIZER_FILES, check_folder, read_json
+from rekindle.models.hf_folder import GENERATING, check_folder, template_digest, tokenizer_digest
 from rekindle.text.chat_template import render_template, start_renderer
 from rekindle.text.tokenizer import HfTokenizer
 
@@ -48,13 +47,6 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-_TOKENIZER_FILES = (
-    *TOKENIZER_FILES,
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the field in messages
 
 
@@ -92,7 +84,7 @@ def load_checkpoint(folder: Path, device: str, dtype: str) -> Checkpoint:
     config_digest = digest_of_config(config.to_dict())
 
     def fingerprint() -> Fingerprint:
-        return Fingerprint(digest_of_files(weights), config_digest, _tokenizer_digest(folder), _template_digest(folder))
+        return Fingerprint(digest_of_files(weights), config_digest, tokenizer_digest(folder), template_digest(folder))
 
     return Checkpoint(model, tokenizer, placement, fingerprint)
 
@@ -192,36 +184,6 @@ def _stop_ids(tokenizer: Any, model: PreTrainedModel) -> list[int]:
     ids = list(named) if isinstance(named, (list, tuple)) else [named]
     ids.append(tokenizer.eos_token_id)
     return [int(i) for i in ids if i is not None]
-
-
-def _tokenizer_digest(folder: Path) -> str:
-    fields: list[str | bytes] = ["rekindle/tokenizer/2"]
-    for name in _TOKENIZER_FILES:
-        path = folder / name
-        fields += [name, path.read_bytes() if path.is_file() else b""]
-    config, _ = _tokenizer_config(folder)
-    return digest_of_fields(*fields, config)
-
-
-def _template_digest(folder: Path) -> str:
-    _, inline = _tokenizer_config(folder)
-    files = [path.read_bytes() if (path := folder / name).is_file() else b"" for name in _TEMPLATE_FILES]
-    return digest_of_fields("rekindle/template/1", *files, inline)
-
-
-def _tokenizer_config(folder: Path) -> tuple[str, str]:
-    """The tokenizer's config without its chat template, and the template, which older folders keep in there."""
-    path = folder / "tokenizer_config.json"
-    try:
-        config = read_json(path)
-        if not isinstance(config, dict):
-            raise ValueError("it is no object")
-    except FileNotFoundError:
-        return "", ""
-    except ValueError as error:
-        raise BrokenModel(f"{path} is not JSON ({error}). Get it again.") from error
-    template = config.pop("chat_template", None)
-    return json.dumps(config, sort_keys=True), json.dumps(template, sort_keys=True)
 
 
 # transformers reads the merges of a GGUF but not its pre-tokenizer. These values of `tokenizer.ggml.pre` mean that

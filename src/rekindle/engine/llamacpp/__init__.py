@@ -10,12 +10,3 @@ kv_buffer     the buffer that all sequences share
 sequence      one sequence, with KV by span, or by snapshot if the model has no plain KV
 engine        all of it as an `Engine`
 """
-
-from __future__ import annotations
-
-from rekindle.engine.base import Engine
-
-
-def is_llamacpp(engine: Engine) -> bool:
-    """Whether an engine is llama.cpp's, without loading the library."""
-    return type(engine).__module__ == f"{__name__}.engine"

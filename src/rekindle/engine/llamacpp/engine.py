@@ -26,7 +26,7 @@ from rekindle.engine.llamacpp.sample import ChainSampler
 from rekindle.engine.llamacpp.sequence import LlamaSequence, SequenceModel
 from rekindle.engine.llamacpp.state import HEAD_BYTES, Staging, StateLayout, UnknownLayout, read_layout
 from rekindle.engine.llamacpp.tokenizer import GgufTokenizer
-from rekindle.engine.row_checks import CheckedRow, check_rows
+from rekindle.engine.row_checks import CheckedRow, check_next_tokens, check_rows
 from rekindle.errors import Closed, NotAModel, StepRefused, UnsupportedModel
 from rekindle.models.files import ModelFiles, digest_of_files
 
@@ -242,18 +242,9 @@ class LlamaCppEngine:
             raise StepRefused("A row holds a sequence of another engine.")
         if sequence.adapter is not None and sequence.adapter not in self._adapters:
             raise StepRefused("The adapter of a sequence is not loaded. Load it before it is used.")
-        if row.row.selector or row.row.probe or row.row.gaze or row.row.spread or row.row.until is not None:
-            raise StepRefused("llama.cpp can neither choose tokens between layers nor look inside. Use engine='hf'.")
-        first, count = int(row.positions[0]), len(row.positions)
-        if int(row.positions[-1]) - first + 1 != count or first < row.kept:
-            raise StepRefused(
-                f"llama.cpp computes the tokens that come next, without a gap: not {count} from position {first} on, "
-                f"where {row.kept} are present."
-            )
+        check_next_tokens(row, "llama.cpp")
         if row.row.feeds and self._state is None:
             raise StepRefused("This model has no plain KV to feed. Restore a snapshot.")
-        if any(feed.span.start < row.kept or feed.span.stop > first for feed in row.row.feeds):
-            raise StepRefused(f"Feeds must lie between what is present ({row.kept}) and the row's first ({first}).")
         return sequence
 
     def _feed(self, row: CheckedRow, sequence: LlamaSequence, cancelled: Callable[[], bool] | None) -> None:

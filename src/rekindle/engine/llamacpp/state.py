@@ -19,7 +19,6 @@ checks at load that exporting and reloading KV makes no difference. Any other st
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 
 from rekindle.core.kv import Kv, KvLayout, KvType, LayerKv, LayerShape, Span
 from rekindle.engine.base import KvFeed
+from rekindle.engine.threaded_job import ThreadedJob
 from rekindle.errors import Cancelled
 
 Bytes = NDArray[np.uint8]
@@ -290,7 +290,6 @@ def _in(order: NDArray[Any] | None, array: NDArray[Any]) -> NDArray[Any]:
     return np.array(array if order is None else array[:, order], order="C")
 
 
-_LOOK_SECONDS = 0.005
 _KEPT_BYTES = 256 << 20
 _WARM_BYTES = 48 << 20
 _BESIDE_BYTES = 128 << 10  # of a layer's values: fewer are transposed before another thread would start
@@ -321,7 +320,7 @@ class Staging:
         state = self._state.take(self._layout.size_bytes(len(span)))
         self._layout.write(state, span)
         fill = self._fill_across if self._layout.transposed else self._fill
-        if not _ThreadedJob(lambda: fill(state, feeds, span)).done(cancelled):
+        if not ThreadedJob(lambda: fill(state, feeds, span)).done(cancelled):
             self._state, self._across = _ReusableBytes(), _ReusableBytes()  # the thread may still write to these
             raise Cancelled("The request was cancelled.")
         return state
@@ -368,30 +367,3 @@ class _ReusableBytes:
         if size_bytes > len(self._bytes):
             self._bytes = np.empty(size_bytes, np.uint8)
         return self._bytes[:size_bytes]
-
-
-class _ThreadedJob:
-    """A job in its own thread."""
-
-    def __init__(self, job: Callable[[], None]) -> None:
-        self._job = job
-        self._over = threading.Event()
-        self._error: BaseException | None = None
-        threading.Thread(target=self._do, name="rekindle-fill", daemon=True).start()
-
-    def done(self, cancelled: Callable[[], bool] | None) -> bool:
-        """Wait for it; False if cancelled. Raises what it raised."""
-        while not self._over.wait(None if cancelled is None else _LOOK_SECONDS):
-            if cancelled is not None and cancelled():
-                return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def _do(self) -> None:
-        try:
-            self._job()
-        except BaseException as error:  # noqa: BLE001  (raised again by `done`)
-            self._error = error
-        finally:
-            self._over.set()
