@@ -63,7 +63,7 @@ PATIENCE, MAX_PATIENCE_SECONDS = 0.015, 0.2  # share of the compute time to wait
 MAX_AHEAD = 2  # queued prompts that are fetched ahead: they take memory
 FIND_SECONDS = 10.0  # timeout of a lookup
 BACKOFF_SECONDS = 30.0  # pause after a failure
-MIN_SHARE = 0.1  # of a prefix that a link must bring while the rest is computed: less does not pay for going in pieces
+MIN_SHARE = 0.25  # of a prefix that a link must bring while the rest is computed: going in pieces costs up to that
 SLOW_SECONDS = 300.0  # how long a link counts as slow after its last transfer
 
 PromptKey = tuple[KvSpace, tuple[int, ...], bool]  # of a prompt; whether it has passages
