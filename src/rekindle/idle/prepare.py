@@ -127,7 +127,7 @@ class Preparer:
         return self._opened
 
     def answer_all(self, action: Action, entries: Iterable[BankEntry]) -> list[IdleAction]:
-        """Answer questions of the bank, each with its own top_k and retrieval."""
+        """Answer questions of the bank, each under its own terms."""
         done: list[IdleAction] = []
         for entry in entries:
             if not self._worker.may_continue():

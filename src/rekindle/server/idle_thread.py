@@ -19,7 +19,7 @@ from rekindle.session.session import Session
 
 log = logging.getLogger("rekindle.idle")
 
-_MAX_REMEMBERED = 32  # tenants and salts
+_MAX_REMEMBERED = 256  # tenants and salts
 _PAUSE_SECONDS = 60.0  # after everything was done, or load or battery forbade it
 
 
@@ -71,7 +71,7 @@ class IdleThread:
         self._thread.join()
 
     def _idle_of(self, owner: tuple[str, str], *, asked: bool = False) -> Idle:
-        """The idle work of a tenant and salt. What it found is forgotten first of those who asked longest ago."""
+        """The idle work of a tenant and salt; that of those who asked longest ago is forgotten first."""
         with self._changed:
             found = self._whose.get(owner) or Idle(self._session, self._options, *owner)
             others = {other: idle for other, idle in self._whose.items() if other != owner}
@@ -85,8 +85,9 @@ class IdleThread:
 
     def _work(self) -> None:
         while (stop := self._next()) is not None:
-            news = self._news
-            for owner in dict.fromkeys([*reversed(self._whose), *self._session.knowledge.owners()]):
+            with self._changed:
+                news, asked = self._news, list(reversed(self._whose))
+            for owner in dict.fromkeys([*asked, *self._session.knowledge.owners()]):
                 if not stop.is_set():
                     _work_for(self._idle_of(owner), stop)
             if not stop.is_set():
