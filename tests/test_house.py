@@ -61,7 +61,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 495, 4, "text of earlier prompts is found in any prompt (fingerprints, text_index, fingerprint_rows), "
      "and in loops that others own (text_match)"),
     ("benchmarks", 200, 2, "anywhere: text that is found, beside documents; text: its index with a million places"),
-    ("benchmarks", 145, 1, "adapters: PEFT's own generate, a cache for each adapter, LFU; warm_start: ways and budgets"),
+    ("benchmarks", 145, 1, "adapters: PEFT's own generate, a cache for each adapter, LFU; warm_start: its ways"),
     ("benchmarks", 165, 1, "policies: eviction replayed without a model, weights chosen on one half of the usages"),
     ("rekindle", 165, 0, "coded KV restored where it goes, keys and values side by side; contexts leave the engine by "
      "the store's policy; slow links are left alone"),

@@ -125,7 +125,7 @@ def test_a_plan_takes_what_was_asked_for_and_not_much_less(engine: HfEngine, lor
 
 
 def test_halves_that_an_adapter_leaves_alone_are_not_measured(engine: HfEngine, lora: Lora) -> None:
-    with Trial(engine, *tokens(engine)) as base, Trial(engine, *tokens(engine), lora) as trial:
+    with Trial(engine, *tokens(engine)) as base, Trial(engine, *tokens(engine), lora.digest) as trial:
         effects = part_effects(CodedPrompt(trial, base.kv.layers, base.kv.layers), DELTA_TRIED_BITS)
     assert np.isnan(effects[0]).all()
     assert (effects[1:] > 0).all()
@@ -146,7 +146,7 @@ def test_effects_of_several_prompts_count_alike_however_large_and_unknown_ones_a
 
 def test_every_way_of_coding_is_measured_on_the_same_prompt(engine: HfEngine, lora: Lora) -> None:
     coder = default_coder(LAYERS)
-    with Trial(engine, *tokens(engine)) as base, Trial(engine, *tokens(engine), lora) as trial:
+    with Trial(engine, *tokens(engine)) as base, Trial(engine, *tokens(engine), lora.digest) as trial:
         found = compare(trial, coder, base.kv.layers)
     assert list(found) == ["by_effect", "uniform", "plain", "exact", "mobilora"]
     assert (found["exact"].near.mean_kl, found["exact"].near.top1) == (0.0, 1.0)

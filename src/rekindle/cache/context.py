@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -30,7 +29,7 @@ class ChunkJobs(Protocol):
 @dataclass(frozen=True)
 class _ParkedKey:
     tokens: bytes
-    since: float  # on the monotonic clock
+    turn: int  # number of contexts parked before
 
 
 class Context:
@@ -157,22 +156,23 @@ def cut_passages(passages: Sequence[ChunkReuse], length: int) -> tuple[ChunkReus
 ContextOrder = Callable[[Sequence[ContextUse]], Sequence[int]]
 
 
-def _least_recent(contexts: Sequence[ContextUse]) -> Sequence[int]:
+def _oldest(contexts: Sequence[ContextUse]) -> Sequence[int]:
     return range(len(contexts))
 
 
 class ParkedContexts:
     """Contexts of finished requests, still in the engine: a request that continues one loads nothing.
 
-    Never more bytes than the limit. `order` says which leave first, by number; it is given the least recently used
-    first. Thread-safe.
+    Never more bytes than the limit. `order` says which leave first, by number; it is given the oldest first, and long
+    ones age slower than short ones: the title request of a chat does not evict the chat. Thread-safe.
     """
 
-    def __init__(self, limit_bytes: int, order: ContextOrder = _least_recent) -> None:
+    def __init__(self, limit_bytes: int, order: ContextOrder = _oldest) -> None:
         self._limit_bytes = limit_bytes
         self._order = order
         self._lock = threading.Lock()
         self._parked: dict[Context, _ParkedKey] = {}  # the least recently used first
+        self._turn = 0
 
     def take(
         self, kv_space: KvSpace, tokens: Sequence[int], *, whole: bool = False, exact: bool = True
@@ -205,15 +205,17 @@ class ParkedContexts:
             context.close()
             return
         with self._lock:
-            self._parked[context] = _ParkedKey(token_bytes(context.tokens), time.monotonic())
+            self._turn += 1
+            self._parked[context] = _ParkedKey(token_bytes(context.tokens), self._turn)
             if not self._is_full():
                 return
-            listed = list(self._parked.items())
-        now = time.monotonic()
-        uses = [
-            ContextUse(one.app_ref, len(one.tokens), one.size_bytes, one.hits, now - key.since) for one, key in listed
-        ]
-        ranked = [listed[number][0] for number in self._order(uses)]  # it asks the catalog: not under the lock
+            mean = sum(len(key.tokens) for key in self._parked.values()) / len(self._parked)
+            ages = {
+                one: (self._turn - key.turn + 1) * mean / max(1, len(key.tokens)) for one, key in self._parked.items()
+            }
+        listed = sorted(ages, key=lambda one: -ages[one])
+        uses = [ContextUse(one.app_ref, len(one.tokens), one.size_bytes, one.hits, ages[one]) for one in listed]
+        ranked = [listed[number] for number in self._order(uses)]  # it asks the catalog: not under the lock
         leaving: list[Context] = []
         with self._lock:
             for one in [*ranked, *self._parked]:  # then any that came meanwhile

@@ -198,13 +198,14 @@ class HeldRank:
 
 @dataclass(frozen=True)
 class ContextUse:
-    """A sequence that waits in an engine: the app that used it last, how often it was continued, how long it waits."""
+    """A sequence that waits in an engine: the app that used it last, how often it was continued, and its age: how many
+    others came since, counted slower for a long one."""
 
     app: AppRef | None
     tokens: int
     size_bytes: int
     hits: int
-    age_seconds: float
+    age: float
 
 
 class Eviction:
@@ -313,7 +314,7 @@ class Eviction:
         now, max_hits = self._clock(), max((context.hits for context in contexts), default=0)
         state = EvictionState(now, max_hits, bool(apps), users)
         tails = (
-            Tail(number, 1, 1, one.size_bytes, one.hits, now - one.age_seconds, one.tokens)
+            Tail(number, 1, 1, one.size_bytes, one.hits, now - one.age, one.tokens)
             for number, one in enumerate(contexts)
         )
         return [tail.extent for tail in rank(tails, self._policy, state, len(contexts))]
