@@ -44,8 +44,8 @@ _NO_DOUBT, _DOUBT = 0.999, 0.5  # how much less error another answer must have
 _SIZES_APART = 4.0  # the largest measurement must be this many times the smallest to tell a fixed cost from the rest
 
 # The prior: computing as on a fast machine (two cores reach 2.1e11 FLOP/s with float32, an H200 5.8e14 with bfloat16),
-# loads as on a slow one (46 MB take two cores 6 ms from memory and 24 ms from disk; 1 GB takes an H200 25 and 70 ms, and
-# 450 ms coded).
+# loads as on a slow one (46 MB take two cores 6 ms from memory and 24 ms from disk; 1 GB takes an H200 25 and 70 ms,
+# and 450 ms coded).
 _CORE_FLOP, _ACCELERATOR_FLOP = 1e11, {4: 5e13, 2: 5e14, 1: 5e14}  # a second; of an accelerator by bytes of a number
 _CPU_WEIGHT_BYTES, _ACCELERATOR_WEIGHT_BYTES = 2e10, 3e12  # a second
 _LOADS: dict[Tier, tuple[float, float]] = {"memory": (2e-3, 4e9), "disk": (5e-3, 1e9), "coded": (1e-2, 3e8)}
