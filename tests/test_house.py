@@ -75,9 +75,6 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
 
-# Names that more than one class has. Take one out when it is renamed; none may come in.
-USED_TWICE = frozenset({"RekindleRetriever"})
-
 # Modules of one name: a reader who looks for one must not find three. Roles are the exception.
 ROLES = frozenset({"__init__", "__main__", "base", "settings", "schema"})
 
@@ -173,8 +170,7 @@ def test_no_function_is_too_long(part: str) -> None:
 
 def test_a_class_name_means_one_thing() -> None:
     twice = {name for name, count in classes().items() if count > 1}
-    assert twice - USED_TWICE == set(), "another class has this name: find the word that says what it is"
-    assert USED_TWICE - twice == set(), "renamed: take it out of the list"
+    assert twice == set(), "another class has this name: find the word that says what it is"
 
 
 def test_no_module_name_is_used_more_than_twice() -> None:

@@ -2,7 +2,7 @@
 
     session = Session("smollm2")
     Settings.llm = RekindleLLM(session=session, max_tokens=128)
-    engine = RetrieverQueryEngine.from_args(RekindleRetriever(session, top_k=3))
+    engine = RetrieverQueryEngine.from_args(RekindleNodeRetriever(session, top_k=3))
     print(engine.query("What does the ferry cost?"))
 
 The caller closes the session.
@@ -40,7 +40,7 @@ try:
 except ImportError as error:
     raise ExtraMissing('The LlamaIndex adapter needs: pip install "rekindle[llamaindex]"') from error
 
-__all__ = ["RekindleLLM", "RekindleRetriever"]
+__all__ = ["RekindleLLM", "RekindleNodeRetriever"]
 
 # Metadata that a model is not shown: it means nothing to it, and would cost tokens.
 _HIDDEN = ["source", "document", "chunk"]
@@ -52,7 +52,7 @@ _ROLES = {
 _TEMPLATE_FIELDS = ("name", "tool_calls", "tool_call_id")  # of a message, besides its text
 
 
-class RekindleRetriever(BaseRetriever):
+class RekindleNodeRetriever(BaseRetriever):
     """Passages of a session's library, the best first, as nodes with scores.
 
     Their metadata has source, title, document (the name to `forget` it by) and chunk; a model is shown the title only.
