@@ -19,6 +19,7 @@ from rekindle.cli.options import (
     ModelOption,
     System,
     app,
+    command_group,
     daemon_options,
     loading_options,
     print_json,
@@ -35,8 +36,7 @@ from rekindle.settings import Settings
 if TYPE_CHECKING:
     from rekindle.store.disk import DiskStore
 
-cache = typer.Typer(help="List, check, prune, export the cache.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(cache, name="cache")
+cache = command_group("cache", "List, check, prune, export the cache.")
 
 Folder = Annotated[Path | None, typer.Option("--folder", "-C", help="The cache folder; default: the user's own.")]
 KeyFile = Annotated[Path | None, typer.Option(help="The key file of a cache with keyed digests.")]
