@@ -200,8 +200,8 @@ class _EngineMeasure:
         times = self._interleave(jobs, rounds=3)
         report.fields["import_seconds"] = max(0.0, times["import"].median - times["nothing"].median)
         report.fields["help_seconds"] = times["help"].median
-        report.rows.append(TableRow("import rekindle", f"{report.fields['import_seconds']:.3f} s", "", "", "< 0.2 s"))
-        report.rows.append(TableRow("rekindle --help", f"{report.fields['help_seconds']:.3f} s", "", "", "< 0.5 s"))
+        report.rows.append(TableRow("import rekindle", f"{report.fields['import_seconds']:.3f} s", bar="< 0.2 s"))
+        report.rows.append(TableRow("rekindle --help", f"{report.fields['help_seconds']:.3f} s", bar="< 0.5 s"))
 
     def _scattered(self, size: int, question: int) -> dict[str, Timing]:
         tokens = self._tokens[:size] + self._tokens[:question]

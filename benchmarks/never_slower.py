@@ -21,7 +21,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.adapters.data import read_adapters
-from benchmarks.base import Advance, BenchOptions, Report, TableRow, about, scratch
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, about, interval, scratch
 from benchmarks.data import texts
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
@@ -113,7 +113,7 @@ def _rows(jobs: Mapping[str, Job], size: int, options: BenchOptions) -> list[Slo
         ours = [seconds for seconds, _ in measured[1:]]
         ratios = np.array(ours) / np.array(computing)
         draws = np.random.default_rng(options.seed).integers(0, len(ratios), (_SAMPLES, len(ratios)))
-        low, high = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5]).tolist()
+        low, high = interval(np.median(ratios[draws], axis=1))
         loss_ms = 1e3 * statistics.median(a - b for a, b in zip(ours, computing, strict=True))
         mechanism, _, request = name.rpartition(", ")
         medians = statistics.median(ours), statistics.median(computing), float(np.median(ratios))

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.adapters import quality
 from benchmarks.adapters.data import Material, read_adapters, read_material
-from benchmarks.adapters.modes import MODES, REPLY_TOKENS, Watch, answer_all, open_lanes
+from benchmarks.adapters.modes import MODES, REPLY_TOKENS, Watch, answer_all, open_runs
 from benchmarks.adapters.report import ScenarioResult, add_rows
 from benchmarks.adapters.shape import run_shape
 from benchmarks.adapters.workload import (
@@ -129,7 +129,7 @@ class _AdapterBench:
         own = [adapter for adapter in self._known if adapter.name in workload.adapters]
         with (
             scratch() as folder,
-            open_lanes(self._engine, self._peft, modes, own, Path(folder), limit_bytes) as runs,
+            open_runs(self._engine, self._peft, modes, own, Path(folder), limit_bytes) as runs,
             Watch() as watch,
         ):
             seconds = answer_all(runs, workload, watch, lambda part: self._advance(f"{workload.scenario.name}: {part}"))

@@ -12,7 +12,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, Report, Timing, about, scratch
+from benchmarks.base import Advance, BenchOptions, Report, about, repeat, scratch
 from benchmarks.models import load
 from benchmarks.prefix.floor import Floor, Run, floor_engine
 from benchmarks.prefix.fresh import ASKED_TOKENS
@@ -185,12 +184,7 @@ class _PrefixMeasure:
         assert store is not None
         prompt = self.found.largest.prompts[0].next()
         kv_space = self._session.cache.kv_spaces.of(Request.of(prompt), len(prompt))
-        times = []
-        for _ in range(50):
-            started = time.perf_counter()
-            store.lookup(kv_space, prompt)
-            times.append(time.perf_counter() - started)
-        self.found.lookup = Timing(tuple(times))
+        self.found.lookup = repeat(functools.partial(store.lookup, kv_space, prompt), 50)
         matches = [store.lookup(kv_space, prompt.prefix) for prompt in self.found.largest.prompts]
         names = {piece.name for match in matches for piece in match.pieces}
         rows = [row for row in store.disk.entries() if row.name in names]

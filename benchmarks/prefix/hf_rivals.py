@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import time
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
+from benchmarks.base import seconds_of
 from benchmarks.prefix.floor import Floor, Run
 from rekindle.engine.base import Engine
 from rekindle.engine.hf.engine import HfEngine
@@ -34,9 +34,7 @@ class HfRivals:
             cache.update(keys[:, :, : floor.count].clone(), values[:, :, : floor.count].clone(), layer)
 
         def run(ending: list[int]) -> float:
-            started = time.perf_counter()
-            int(self._forward(ending, copy.deepcopy(cache)).argmax())
-            return time.perf_counter() - started
+            return seconds_of(lambda: int(self._forward(ending, copy.deepcopy(cache)).argmax()))
 
         return {"transformers_memory": run}
 

@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.base import seconds_of
 from benchmarks.prefix.floor import Floor, Run
 from rekindle.engine.base import Engine
 from rekindle.engine.llamacpp.c_api import Token, llama
@@ -194,9 +195,7 @@ class LlamaRivals:
 
         def in_memory(ending: list[int]) -> float:
             self._warm.clear(len(prefix))
-            started = time.perf_counter()
-            self._warm.compute(ending)
-            return time.perf_counter() - started
+            return seconds_of(lambda: self._warm.compute(ending))
 
         ram = {"ram_cache": lambda ending: self._ram.run(prefix + ending)} if self._ram else {}
         return {"llamacpp_memory": in_memory, **ram}
@@ -206,9 +205,7 @@ class LlamaRivals:
 
         def run(tokens: list[int]) -> float:
             self._cold.clear(0)
-            started = time.perf_counter()
-            self._cold.compute(tokens)
-            return time.perf_counter() - started
+            return seconds_of(lambda: self._cold.compute(tokens))
 
         return {"llamacpp_cold": run}
 
