@@ -244,7 +244,7 @@ class RemoteKv:
         self.origin.close()
         try:
             self._layers.close()
-        except Exception:  # not worth failing for
+        except (OSError, ValueError, ArithmeticError):  # of the file or the fit: not worth failing for
             log.exception("What layers cost could not be learned.")
 
     def _is_allowed(self, lookup: CacheLookup, plan: Plan) -> bool:
