@@ -8,11 +8,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from rekindle import __version__
 from rekindle.engine.base import Engine
 from rekindle.machine import describe_machine
 
+T = TypeVar("T")
 Advance = Callable[[str], None]  # called before each part of a bench, with what it is
 
 
@@ -145,6 +146,12 @@ def interleave(
             if turn > 0:
                 times[name].append(time.perf_counter() - start)
     return {name: Timing(tuple(seconds)) for name, seconds in times.items()}
+
+
+def rotated(items: Sequence[T], turn: int) -> list[T]:
+    """The items, another one first each turn: what comes after a long prefill finds a slower processor."""
+    start = turn % max(1, len(items))
+    return [*items[start:], *items[:start]]
 
 
 def interval(values: Any) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.adapters.workload import AdapterRequest, AppWorkload, Kind
-from benchmarks.base import Advance, folder_bytes
+from benchmarks.base import Advance, folder_bytes, rotated
 from benchmarks.baselines import mobilora, policies
 from benchmarks.baselines.peft_generate import PeftGenerate
 from rekindle.engine.base import Engine
@@ -247,8 +247,7 @@ def answer_all(runs: Sequence[ModeRun], workload: AppWorkload, watch: Watch, adv
     asks, filling = workload.asks, workload.filling
     ready = [run for run in runs if run.ready]
     for number, ask in enumerate(asks):
-        first = number % len(ready) if ready else 0
-        for run in (*ready[first:], *ready[:first]):
+        for run in rotated(ready, number):
             if number >= filling or run.mode.caches:
                 advance(f"request {number + 1} of {len(asks)}, {run.mode.name}")
                 with watch.over(run):

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, Report, about, repeat, scratch
+from benchmarks.base import Advance, BenchOptions, Report, about, repeat, rotated, scratch
 from benchmarks.models import load
 from benchmarks.prefix.floor import Floor, Run, floor_engine
 from benchmarks.prefix.fresh import ASKED_TOKENS
@@ -143,10 +143,7 @@ class _PrefixMeasure:
         }
         jobs |= {name: functools.partial(_ending, run, prompt) for name, run in theirs.items()}
         jobs |= {name: functools.partial(run, asked) for name, run in self._rivals.cold().items()}
-        # Another one first each time: what comes after a long prefill finds a slower processor.
-        names = list(jobs)
-        shift = self._turns % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in rotated(list(jobs), self._turns):
             found.add(name, jobs[name]())
         found.asked[-1].append(asked[-ENDING:])
         found.texts.setdefault("warm", []).append(list(self._ask(asked, max_tokens=ASKED_TOKENS).tokens))

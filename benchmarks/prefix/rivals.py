@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from benchmarks.prefix.floor import Floor, Run
 from rekindle.engine.base import Engine
 
 
-class Rivals(Protocol):
-    """The rivals of an engine."""
+class Rivals(ABC):
+    """The rivals of an engine. Those that only reuse a prefix in memory have the rest from here."""
 
-    titles: dict[str, str]  # name in fields -> name for people
+    titles: ClassVar[dict[str, str]]  # name in fields -> name for people
 
+    @abstractmethod
     def prepare(self, number: int, prefix: list[int], floor: Floor) -> dict[str, Run]:
         """How each of them answers prompts that begin with `prefix`, whose KV is in the floor's sequence."""
 
     def cold(self) -> dict[str, Run]:
         """How each of them answers a prompt that it never saw, given whole."""
+        return {}
 
-    def reply(self, tokens: list[int], count: int) -> list[int] | None:
+    def reply(self, tokens: list[int], count: int) -> list[int] | None:  # noqa: ARG002
         """What one of them answers, greedily; None if it is the same model in the same program as ours."""
+        return None
 
     def restart(self) -> dict[str, Any]:
         """What they need to go on in another process, where `restarted` takes it up."""
+        return {}
 
     def sizes(self) -> dict[str, float]:
         """Bytes a token that each of them has on disk."""
+        return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Free what they hold."""
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from benchmarks.base import Advance, BenchOptions, Report, about
+from benchmarks.base import Advance, BenchOptions, Report, about, rotated
 from benchmarks.data import texts
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
@@ -135,8 +135,7 @@ class _Prefill:
                 self._prefill(layers[0], way)
             for number, layer in enumerate(layers):
                 advance(f"{self._size} tokens, layer {number + 1} of {len(layers)}")
-                shift = number % len(self._ways)
-                for way in (*self._ways[shift:], *self._ways[:shift]):
+                for way in rotated(self._ways, number):
                     self._through(layer, number, way)
         finally:
             self._model.config._attn_implementation = before
