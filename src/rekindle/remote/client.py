@@ -372,7 +372,7 @@ class SliceTransfer:
             return None
         run = left.pop()
         path = context_path(self._context, self._file.file)
-        return run, self._http.request_range(path, run.span, Timeouts(self._http.limits, self._stop))
+        return run, Exchange(self._http, path, run.span, Timeouts(self._http.limits, self._stop))
 
     def _verify(self, cell: Cell, data: bytearray) -> bytes:
         where = f"chunk {cell.chunk}, layer {cell.layer}"

@@ -78,10 +78,6 @@ class HttpClient:
                 raise OriginFailed(f"The origin's {path} ends early.")
             return data
 
-    def request_range(self, path: str, span: Span, timeouts: Timeouts) -> Exchange:
-        """Send a request for bytes `span` of a file. Raises `OriginFailed`."""
-        return Exchange(self, path, span, timeouts)
-
     def acquire(self, timeouts: Timeouts) -> tuple[Connection, bool]:
         """A connection, and whether it is new."""
         with self._lock:
@@ -114,7 +110,7 @@ class Exchange:
     """A request that was sent, and its response. Close it."""
 
     def __init__(self, client: HttpClient, path: str, span: Span | None, timeouts: Timeouts) -> None:
-        """Sends the request. Raises `OriginFailed` and `Cancelled`, as all methods do."""
+        """Sends the request for a file, or for its bytes `span`. Raises `OriginFailed` and `Cancelled`, as all do."""
         self._client = client
         self._path = path
         self._span = span
