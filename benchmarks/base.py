@@ -155,7 +155,7 @@ def rotated(items: Sequence[T], turn: int) -> list[T]:
 
 
 def interval(values: Any) -> tuple[float, float]:
-    """In which 95 of 100 values lie: drawn again and again, where the mean or the median of a measurement lies."""
+    """The range of 95 % of the values, such as medians of a measurement that were resampled."""
     low, high = np.percentile(values, [2.5, 97.5]).tolist()
     return low, high
 
