@@ -198,7 +198,7 @@ class LayerLoader:
         for sequence, feed in feeds:
             self._feeds.setdefault(sequence, []).append(feed)
         self._coded = {  # those that are decoded on the device
-            id(feed): feed for _, feed in feeds if _decodes_on(device) and isinstance(feed, CodedFeed) and feed.coded
+            id(feed): feed for _, feed in feeds if decodes_on(device) and isinstance(feed, CodedFeed) and feed.coded
         }
         self._layers = layers
         self._device = device
@@ -461,7 +461,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _decodes_on(device: torch.device) -> bool:
+def decodes_on(device: torch.device) -> bool:
     """Whether a device restores quantized KV itself: on others the codec is as fast."""
     return device.type == "cuda"
 
