@@ -35,12 +35,7 @@ BARS = {
 }
 _HIT = 0.5  # of a prompt's tokens: then the request counts as a hit
 # Ours with one part changed.
-_ABLATIONS = {
-    "without_deltas": PREFIX,
-    "with_utility": UTILITY,
-    "without_loss": EXACT,
-    "as_published": MOBILORA,
-}
+_ABLATIONS = {"without_deltas": PREFIX, "with_utility": UTILITY, "without_loss": EXACT, "as_published": MOBILORA}
 
 
 @dataclass(frozen=True)

@@ -260,12 +260,7 @@ def measure_storage(engine: Engine, folder: Path, questions: Sequence[str]) -> l
     for share in SHARES:
         limit = int(whole * share)
         with Session(
-            engine,
-            cache=str(cache),
-            library=str(folder / "library"),
-            memory_limit="0",
-            disk_limit=limit,
-            answers="off",
+            engine, cache=str(cache), library=str(folder / "library"), memory_limit="0", disk_limit=limit, answers="off"
         ) as session:
             assert session.cache.store is not None
             session.cache.store.disk.room.prune(limit)

@@ -196,11 +196,7 @@ def _rows_of(size: int, found: SizeResults, all_found: PrefixResults, fields: di
 
     against = {
         "cold_vs_llamacpp": ("cold / llama.cpp alone", "cold", "llamacpp_cold"),
-        "memory_vs_best": (
-            "same process / best in memory",
-            "engine",
-            _best_in_memory(found),
-        ),
+        "memory_vs_best": ("same process / best in memory", "engine", _best_in_memory(found)),
         "disk_vs_slot": ("new process, disk / slot restored", "disk", "slot_restore"),
     }
     rivals = [rival for rival in all_found.titles if found.has(rival) and rival != "llamacpp_cold"]

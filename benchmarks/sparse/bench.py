@@ -31,10 +31,7 @@ from rekindle.errors import InvalidSetting
 # Tokens of a prompt, and how many prompts: a long one takes a CPU minutes each way.
 SIZES, QUICK_SIZES, CUDA_SIZES = {2048: 3, 4096: 2, 8064: 1}, {2048: 3}, {8192: 3, 32_768: 3}
 QUESTION = 64  # tokens behind the prompt: where quality is judged
-RULES = (
-    *(BlockRule(density=share) for share in (0.1, 0.2, 0.35, 0.5)),
-    BlockRule(mass=0.95),
-)
+RULES = (*(BlockRule(density=share) for share in (0.1, 0.2, 0.35, 0.5)), BlockRule(mass=0.95))
 QUICK_RULES = (BlockRule(density=0.35), BlockRule(mass=0.95))
 _INTERFACE = "rekindle_block_sparse"
 _CHARACTERS = 6  # of a token, at most

@@ -336,11 +336,7 @@ _PLACES = {
     "reused": "from another prompt, partly recomputed",
     "streamed": "streamed from the origin, partly computed meanwhile",
 }
-_PASSAGES = {
-    "exact": "exact",
-    "reused": "from another prompt",
-    "computed": "new: computed, after reused passages",
-}
+_PASSAGES = {"exact": "exact", "reused": "from another prompt", "computed": "new: computed, after reused passages"}
 
 
 def _found(chunk: ChunkReuse) -> str:

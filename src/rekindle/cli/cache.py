@@ -406,11 +406,7 @@ def warm(
     if not files and not knowledge:
         raise InvalidSetting("Name files with prompts, or say --knowledge.")
     named = [(str(path), prompt) for path in files or () for prompt in read_prompts(path, raw=raw, as_system=as_system)]
-    job = {
-        "kind": "warm",
-        "prompts": [prompt for _, prompt in named],
-        "passages": passages if knowledge else None,
-    }
+    job = {"kind": "warm", "prompts": [prompt for _, prompt in named], "passages": passages if knowledge else None}
     with open_runner(model, loading, daemon) as runner, counting("warm") as count:
         result = runner.run(job, lambda event: count(*event["warmed"]))
     done = result["prompts"]

@@ -25,13 +25,7 @@ from rekindle.session.reply_stream import AsyncReplyStream
 from rekindle.session.session import Session
 
 try:
-    from llama_index.core.base.llms.types import (
-        ChatMessage,
-        ChatResponse,
-        CompletionResponse,
-        LLMMetadata,
-        MessageRole,
-    )
+    from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, LLMMetadata, MessageRole
     from llama_index.core.bridge.pydantic import Field
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
     from llama_index.core.llms.custom import CustomLLM

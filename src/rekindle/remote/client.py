@@ -317,12 +317,7 @@ class SliceTransfer:
     """
 
     def __init__(
-        self,
-        http: HttpClient,
-        context: str,
-        file: LevelFile,
-        runs: Sequence[_RangeRequest],
-        cipher: Cipher | None,
+        self, http: HttpClient, context: str, file: LevelFile, runs: Sequence[_RangeRequest], cipher: Cipher | None
     ) -> None:
         self._http = http
         self._context = context

@@ -37,13 +37,7 @@ from rekindle.errors import InvalidSetting, KvLost, StepRefused
 from rekindle.remote.chunked_prefill import PrefixPrefill, keep_arrived, prefill_with_arrivals
 from rekindle.remote.client import Origin
 from rekindle.remote.connection import OriginFailed, Stop
-from rekindle.remote.fetch import (
-    OriginPassages,
-    RemoteChunkFetch,
-    RemotePrefixFetch,
-    WantedPassage,
-    unknown_passages,
-)
+from rekindle.remote.fetch import OriginPassages, RemoteChunkFetch, RemotePrefixFetch, WantedPassage, unknown_passages
 from rekindle.remote.hybrid_prefill import HybridPrefill
 from rekindle.remote.index import KvModel
 from rekindle.remote.ladder import LevelLadder, LevelLimit

@@ -420,13 +420,7 @@ class DiskSpace(Limits):
             if not self._make_room(used + need - limit + limit // 64, holder, "new", apart):
                 raise Refused("all space is taken by extents that are pinned or being written")
 
-    def _make_room(
-        self,
-        short: int,
-        holder: tuple[int, int] | None,
-        reason: str,
-        apart: Container[int] = (),
-    ) -> bool:
+    def _make_room(self, short: int, holder: tuple[int, int] | None, reason: str, apart: Container[int] = ()) -> bool:
         """Do the next thing that frees space, the cheapest first; whether there was one."""
         if self.sweep():
             return True
