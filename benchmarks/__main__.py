@@ -89,7 +89,8 @@ def bench(
         raise InvalidSetting(f"There is no bench {name!r}. Use {', '.join(BENCHES)}.")
     for option, benches in _OPTIONS_OF.items():
         if given[option] not in (None, False) and name not in benches:
-            raise InvalidSetting(f"--{option} is for bench {' and '.join(benches)}: leave it out with {name}.")
+            only = f"the bench{'es' * (len(benches) > 1)} {' and '.join(benches)}"
+            raise InvalidSetting(f"--{option} is for {only}: leave it out with {name}.")
     if name not in _WITHOUT_ENGINE:
         require_packages(choose_engine(model, engine))
     options = BenchOptions(**{option: given[option] for option in BenchOptions.__dataclass_fields__})
