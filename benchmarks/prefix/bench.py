@@ -24,13 +24,14 @@ from benchmarks.models import load
 from benchmarks.prefix.floor import Floor, Run, floor_engine
 from benchmarks.prefix.fresh import ASKED_TOKENS
 from benchmarks.prefix.report import DEVICE_SIZES, ENDING, SHARES, SIZES, PrefixResults, SizeResults, add_rows
-from benchmarks.prefix.rivals import rivals_of
+from benchmarks.prefix.rivals import Rivals
 from benchmarks.prompts import SharedPrefix, prompts
 from rekindle.cache.cost import AlwaysReuse
 from rekindle.cache.stored_kv import PIECE_TOKENS
 from rekindle.core.reply import Reply
 from rekindle.core.request import Request
 from rekindle.engine.base import Engine, EngineWrapper, Logits, Row
+from rekindle.engine.load import kind_of
 from rekindle.session.session import Session
 
 
@@ -75,7 +76,7 @@ class _PrefixMeasure:
         self._options, self._folder = options, folder
         self._rounds = options.rounds(3, quick=1)  # of each prompt
         self._floors = floor_engine(self._engine, options)
-        self._rivals = rivals_of(self._engine, theirs)
+        self._rivals = _rivals_of(self._engine, theirs)
         prompts = 2 if self._engine.device != "cpu" else 3 if options.quick else 5
         self.found = PrefixResults(prompts, self._rounds, random_weights=options.shape is not None)
         self.found.titles = dict(self._rivals.titles)
@@ -231,6 +232,17 @@ class _PrefixMeasure:
                 equal &= np.array_equal(seen[-1], seen[-2])
             self.found.bit_equal = equal and hits == min(3, len(self.found.largest.prompts))
             session.cache.close()
+
+
+def _rivals_of(engine: Engine, folder: Path) -> Rivals:
+    """Those that drive the same kind of model. They may write into `folder`."""
+    if kind_of(engine) == "llamacpp":
+        from benchmarks.prefix.llama_rivals import LlamaRivals
+
+        return LlamaRivals(engine, folder)
+    from benchmarks.prefix.hf_rivals import HfRivals
+
+    return HfRivals(engine)
 
 
 def _peak_device_bytes() -> int | None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 from benchmarks.prefix.floor import Floor, Run
-from rekindle.engine.base import Engine
 
 
 class Rivals(ABC):
@@ -29,7 +26,7 @@ class Rivals(ABC):
         return None
 
     def restart(self) -> dict[str, Any]:
-        """What they need to go on in another process, where `restarted` takes it up."""
+        """What they need to go on in another process, where `Restarted` takes it up."""
         return {}
 
     def sizes(self) -> dict[str, float]:
@@ -38,25 +35,3 @@ class Rivals(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Free what they hold."""
-
-
-def rivals_of(engine: Engine, folder: Path) -> Rivals:
-    """Those that drive the same kind of model. They may write into `folder`."""
-    from rekindle.engine.load import kind_of
-
-    if kind_of(engine) == "llamacpp":
-        from benchmarks.prefix.llama_rivals import LlamaRivals
-
-        return LlamaRivals(engine, folder)
-    from benchmarks.prefix.hf_rivals import HfRivals
-
-    return HfRivals(engine)
-
-
-def restarted(engine: Engine, task: dict[str, Any]) -> Callable[[int], dict[str, Run]]:
-    """The rivals in a fresh process: how they answer prompts of prefix number so and so."""
-    if not task:
-        return lambda _: {}
-    from benchmarks.prefix.llama_rivals import Restarted
-
-    return Restarted(engine, task).prepare
