@@ -114,9 +114,10 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     report.fields |= {"device": "cpu", "shape": "SmolLM2-135M, float32", "tokens": TOKENS, "rounds": options.rounds(15)}
     with scratch() as folder:
         measure = _StoreMeasure(Path(folder), options)
-        for name in ("put", "get", "decode", "evict", "rows", "storm", "wear"):
-            advance(name)
-            getattr(measure, name)(report)
+        parts = measure.put, measure.get, measure.decode, measure.evict, measure.rows, measure.storm, measure.wear
+        for part in parts:
+            advance(part.__name__)
+            part(report)
     return report
 
 
