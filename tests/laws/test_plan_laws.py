@@ -390,7 +390,7 @@ def test_the_prior_knows_where_loading_pays(
 
 def test_coded_kv_is_expected_later_where_the_processor_decodes_it() -> None:
     on_device, on_host = (prior_rates(engine_like(device)).load_seconds("coded", 10**9) for device in ("NVIDIA", "mps"))
-    assert on_device < on_host / 5
+    assert on_device < on_host / 4
 
 
 def test_a_larger_model_or_a_slower_device_is_expected_to_compute_longer() -> None:

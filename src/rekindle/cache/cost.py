@@ -45,11 +45,11 @@ _SIZES_APART = 4.0  # the largest measurement must be this many times the smalle
 
 # The prior: computing as on a fast machine (two cores reach 2.1e11 FLOP/s with float32, an H200 5.8e14 with bfloat16),
 # loads as on a slow one (46 MB take two cores 6 ms from memory and 24 ms from disk; 1 GB takes an H200 25 and 70 ms,
-# and 140 ms coded; 60 MB coded take it 75 ms).
+# and 450 ms coded).
 _CORE_FLOP, _ACCELERATOR_FLOP = 1e11, {4: 5e13, 2: 5e14, 1: 5e14}  # a second; of an accelerator by bytes of a number
 _CPU_WEIGHT_BYTES, _ACCELERATOR_WEIGHT_BYTES = 2e10, 3e12  # a second
 _LOADS: dict[Tier, tuple[float, float]] = {"memory": (2e-3, 4e9), "disk": (5e-3, 1e9), "coded": (1e-2, 3e8)}
-_DEVICE_LOADS: dict[Tier, tuple[float, float]] = {"memory": (5e-3, 2e10), "disk": (2e-2, 5e9), "coded": (6e-2, 6e9)}
+_DEVICE_LOADS: dict[Tier, tuple[float, float]] = {"memory": (5e-3, 2e10), "disk": (2e-2, 5e9), "coded": (6e-2, 1.5e9)}
 _CHUNKS, _ACCELERATOR_CHUNKS = (5e-3, 1.5), (2.5e-2, 1.5)
 _STEP_TIMES = 4.0  # longer a token than in a prefill: products of a few rows are slow
 _WIDTHS = {"compute": 3, "memory": 2, "disk": 2, "coded": 2, "chunks": 2, "step": 3}  # features of each kind

@@ -74,7 +74,7 @@ class Session:
             print(session.chat("What is a cache?"))
 
     model      a name (smollm2), a folder, a .gguf file, ORG/NAME on the hub, or an engine already loaded
-    settings   cache="...", reuse="exact", memory_limit="512MB", disk_limit="10%", deterministic=False, device="auto",
+    settings   cache="...", reuse="exact", memory_limit="5%", disk_limit="10%", deterministic=False, device="auto",
                ...: see `rekindle.settings`. What is not given comes from the environment and `rekindle.toml`.
     """
 

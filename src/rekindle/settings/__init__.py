@@ -177,7 +177,7 @@ class Settings(_Loadable):
     )
     memory_limit: str = setting(
         "cache",
-        "512MB",
+        "5%",
         "How much KV is held in memory: bytes, 512MB, or 10% of all memory.",
         kind=a_size("512MB, 10%"),
     )
