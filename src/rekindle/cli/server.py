@@ -36,8 +36,7 @@ def serve(
     serving: dict[str, Any],
     server: dict[str, Any],
     api_key: Annotated[
-        list[str] | None,
-        typer.Option(help="A key that clients must send, or NAME=KEY; each is a tenant. Repeatable."),
+        list[str] | None, typer.Option(help="A key that clients must send, or NAME=KEY; each is a tenant. Repeatable.")
     ] = None,
     admin_key: Annotated[list[str] | None, typer.Option(help="A key that may see and do everything.")] = None,
     adapter: Annotated[

@@ -226,10 +226,7 @@ class Settings(_Loadable):
         "differ that matters (see the guard).",
     )
     answers_limit: str = setting(
-        "answers",
-        "100MB",
-        "How much stored questions and answers take on disk: bytes, or 100MB.",
-        kind=a_size("100MB"),
+        "answers", "100MB", "How much stored questions and answers take on disk: bytes, or 100MB.", kind=a_size("100MB")
     )
     origin: str | None = setting(
         "remote",
