@@ -23,7 +23,7 @@ from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
 from rekindle.server.metrics import CONTENT_TYPE
 from rekindle.server.openai.request import prompt_request
-from rekindle.server.openai.response import rekindle_of
+from rekindle.server.reply_fields import rekindle_of
 from rekindle.server.schema import AppRequest, CheckRequest, PromptRequest
 from rekindle.store import history, report
 from rekindle.store.check import check as verify

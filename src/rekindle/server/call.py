@@ -14,12 +14,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from rekindle.core.reply import Reply, Reuse
+from rekindle.core.request import Request
 from rekindle.core.scope import Scope
 from rekindle.errors import ContextOverflow, nearest
 from rekindle.server.auth import Caller
 from rekindle.server.errors import ApiError
 from rekindle.server.event_stream import EventStream, until_disconnect
 from rekindle.server.job import ChoiceEvent, Finished, Planned
+from rekindle.server.protocol import OPENAI, WireProtocol
+from rekindle.server.reply_parts import ReplyPart, reply_parts
 from rekindle.server.schema import CacheBody, RequestBody
 from rekindle.server.service import Service
 
@@ -45,6 +48,7 @@ class Call:
     service: Service
     caller: Caller
     salt: str | None = None  # from the body or the query
+    protocol: WireProtocol = OPENAI
 
     @property
     def scope(self) -> Scope:
@@ -110,15 +114,21 @@ class Call:
             await events.aclose()
             raise
 
+    def parts(
+        self, events: AsyncGenerator[ChoiceEvent, None], request: Request, count: int = 1
+    ) -> AsyncGenerator[ReplyPart, None]:
+        """The parts of `count` replies to a request, as they come."""
+        return reply_parts(events, request, self.service.session.engine.tokenizer.template, count)
+
     def stream(
         self,
         items: AsyncGenerator[Mapping[str, Any], None],
         planned: Reuse,
         events: AsyncGenerator[ChoiceEvent, None],
     ) -> Response:
-        """Chunks made of events, as server-sent events."""
+        """Items made of events, as a stream of the protocol."""
         failed = functools.partial(self.service.metrics.failed, self.scope)
-        return EventStream(items, plan_header(planned), events, failed)
+        return EventStream(self.protocol, items, plan_header(planned), events, failed)
 
     async def collect(self, events: AsyncGenerator[ChoiceEvent, None], count: int) -> tuple[Reuse, list[Reply]]:
         """All replies, and the reuse of the first prompt."""

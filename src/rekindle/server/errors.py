@@ -1,13 +1,9 @@
-"""Errors as OpenAI's clients expect them."""
+"""Errors of the API: a status, a sentence, and what each exception becomes. Protocols write them."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
-from typing import Any
-
-from starlette.responses import Response
 
 from rekindle.errors import (
     AdapterNotFound,
@@ -53,25 +49,9 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     @property
-    def kind(self) -> str:
-        """OpenAI's type of this error."""
-        by_status = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-        if self.status == 429:
-            return "rate_limit_error"
-        return by_status.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-
-    @property
     def outcome(self) -> str:
         """The label in metrics: 4xx, 5xx."""
         return f"{self.status // 100}xx"
-
-    def as_dict(self) -> dict[str, Any]:
-        """The body, in OpenAI's format."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
-
-    def response(self) -> Response:
-        body = json.dumps(self.as_dict(), ensure_ascii=False).encode("utf-8", "replace")
-        return Response(body, self.status, self.headers, media_type="application/json")
 
 
 def api_error_of(error: Exception) -> ApiError:

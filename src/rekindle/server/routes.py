@@ -13,6 +13,7 @@ from rekindle.server.call import MAX_PAGE, PAGE
 from rekindle.server.openai.chat import answer_chat
 from rekindle.server.openai.completions import answer_completion
 from rekindle.server.openai.embeddings import answer_embeddings
+from rekindle.server.protocol import OPENAI, WireProtocol
 from rekindle.server.schema import (
     MAX_SALT,
     AppRequest,
@@ -46,6 +47,7 @@ class Endpoint:
     open: bool = False  # needs no key
     streams: bool = False
     media_type: str = "application/json"
+    protocol: WireProtocol = OPENAI
 
     @property
     def summary(self) -> str:
@@ -109,3 +111,10 @@ ENDPOINTS = (
     Endpoint("GET", f"{_OWN}/apps", admin.list_apps),
     Endpoint("PUT", f"{_OWN}/apps/{{id}}", admin.set_app, AppRequest),
 )
+
+_PREFIXES: tuple[tuple[str, WireProtocol], ...] = ()  # of the protocols that are not OpenAI's
+
+
+def protocol_of(path: str) -> WireProtocol:
+    """The protocol that a path belongs to, also if nothing is served there."""
+    return next((protocol for prefix, protocol in _PREFIXES if path.startswith(prefix)), OPENAI)
