@@ -71,6 +71,9 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("benchmarks", 200, 2, "stream: rivals named by the source (its greedy, CacheGen, KIVI), longer ones simulated"),
     ("rekindle", 1225, 11, "engine/onnx: ONNX Runtime as a third engine, 640 lines; models/onnx_graph and onnx_folder: "
      "graphs and their files checked before they are loaded; formats, exporting, the hub"),
+    ("rekindle", 1010, 13, "agents: one core under protocols (protocol, body, reply_fields, reply_parts), Anthropic's "
+     "messages, OpenAI's responses, canonical prompts, names of models, text/reasoning: thoughts and calls in four "
+     "styles"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

@@ -52,6 +52,11 @@ async def health(call: Call) -> Response:
     return JSONResponse({"status": "ok", "version": __version__, "uptime_seconds": time.time() - call.service.started})
 
 
+async def greet(_: Call) -> Response:
+    """What answers here. Needs no key: clients ask before they send anything."""
+    return JSONResponse({"name": "Rekindle", "version": __version__, "docs": "/docs"})
+
+
 async def metrics(call: Call) -> Response:
     """Prometheus metrics."""
     text = await asyncio.get_running_loop().run_in_executor(
@@ -143,7 +148,8 @@ async def check_cache(call: Call, body: CheckRequest) -> Response:
 def _prompt_request(call: Call, body: PromptRequest) -> Request:
     adapter = call.adapter_of(body.model)
     call.check_tokens(body.prompt)
-    return replace(prompt_request(body, call.caller.tenant), adapter=adapter)
+    request, _ = call.canonical(prompt_request(body, call.caller.tenant))
+    return replace(request, adapter=adapter)
 
 
 async def warm_prompt(call: Call, body: PromptRequest) -> Response:

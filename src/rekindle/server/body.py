@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 
 from rekindle.core.request import Options
 from rekindle.server.errors import ApiError
-from rekindle.server.schema import MAX_SALT, CacheBody, RequestBody
+from rekindle.server.schema import MAX_SALT, AgentBody, CacheBody, RequestBody
 
 _Body = TypeVar("_Body", bound=RequestBody)
+NO_IMAGE = "[An image was left out: this model reads text.]"
 
 
 def parse(kind: type[_Body], body: bytes) -> _Body:
@@ -58,3 +59,25 @@ def cache_options(body: CacheBody, tenant: str) -> Options:
     if body.app_id:  # session_id, user and so on are not apps: nothing says when they end
         options |= {"app": body.app_id, "app_state": body.app_state}
     return options
+
+
+def agent_options(body: AgentBody, tenant: str, wanted_tokens: int | None, token_limit: int) -> Options:
+    """The same with sampling, and a reply of the wanted length, if `token_limit` allows that."""
+    options = cache_options(body, tenant)
+    options["max_tokens"] = token_limit if wanted_tokens is None else min(wanted_tokens, token_limit)
+    options["temperature"] = 1.0 if body.temperature is None else float(body.temperature)
+    if body.top_p is not None:
+        options["top_p"] = body.top_p
+    if body.top_k:
+        options["top_k"] = body.top_k
+    if body.rekindle is not None and body.rekindle.reuse is not None:
+        options.setdefault("reuse", body.rekindle.reuse)
+    return options
+
+
+def text_field(item: Mapping[str, Any], name: str, place: str) -> str:
+    """A text in a part of a body that is validated by hand. Raises `ApiError` 400 that names it."""
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise ApiError(400, f"{place}.{name}: Input should be a valid string.", param=f"{place}.{name}")
+    return value

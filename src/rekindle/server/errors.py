@@ -40,13 +40,16 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        overflow: tuple[int, int] | None = None,
     ) -> None:
+        """`overflow`: the tokens of a prompt that does not fit, and those of the context."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
         self.param = param
         self.headers = dict(headers or {})
+        self.overflow = overflow
 
     @property
     def outcome(self) -> str:
@@ -59,7 +62,8 @@ def api_error_of(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextOverflow):
-        return ApiError(400, str(error), code="context_length_exceeded", param="messages")
+        numbers = (error.prompt_tokens, error.context_tokens)
+        return ApiError(400, str(error), code="context_length_exceeded", param="messages", overflow=numbers)
     if isinstance(error, (RequestError, InvalidSetting, AdapterRefused)):
         return ApiError(400, str(error))
     if isinstance(error, (EntryNotFound, ModelNotFound, AdapterNotFound)):

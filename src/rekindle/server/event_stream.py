@@ -86,7 +86,8 @@ class EventStream(Response):
         except Exception as error:  # noqa: BLE001  (the status is already sent, so it goes into the stream)
             problem = api_error_of(error)
             self._failed(problem.outcome)
-            await write(self._protocol.frame(self._protocol.error(problem)))
+            as_item = self._protocol.stream_error or self._protocol.error
+            await write(self._protocol.frame(as_item(problem)))
         await write(self._protocol.end)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -40,16 +40,18 @@ def typed_frame(item: Mapping[str, Any]) -> str:
 class WireProtocol:
     """How a protocol writes errors and streams.
 
-    error       the body of an error response, and of an error within a stream
-    frame       the text of one item of a stream
-    ping        sent while no item comes, to keep the connection open
-    end         the last text of a stream
-    media_type  of a stream
+    error         the body of an error response
+    stream_error  an error as an item of a stream; None: as in a response
+    frame         the text of one item of a stream
+    ping          sent while no item comes, to keep the connection open
+    end           the last text of a stream
+    media_type    of a stream
     """
 
     name: str
     error: Callable[[ApiError], dict[str, Any]]
     frame: Callable[[Mapping[str, Any]], str] = _data_frame
+    stream_error: Callable[[ApiError], dict[str, Any]] | None = None
     ping: str = ": waiting\n\n"
     end: str = ""
     media_type: str = "text/event-stream"

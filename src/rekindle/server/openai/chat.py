@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from rekindle.server.job import Finished
 from rekindle.server.openai.request import chat_request, last_user_text, request_of_choice
 from rekindle.server.openai.response import chat_logprobs, usage_of
 from rekindle.server.reply_fields import new_id, quoting_of, rekindle_of, timings_of
-from rekindle.server.reply_parts import ReplyPart
+from rekindle.server.reply_parts import ReplyPart, ThoughtDelta
 from rekindle.server.schema import ChatRequest
 from rekindle.server.stored_answers import answer_prepared
 from rekindle.session.ask import Prepared
@@ -27,7 +27,8 @@ from rekindle.text.tools.parse import CallDelta
 async def answer_chat(call: Call, body: ChatRequest) -> Response:
     """The reply to a chat, whole or as a stream."""
     adapter, started = call.adapter_of(body.model), time.perf_counter()
-    request = replace(chat_request(body, call.caller.tenant, call.service.token_limit()), adapter=adapter)
+    request, dropped = call.canonical(chat_request(body, call.caller.tenant, call.service.token_limit()))
+    request, ignored = replace(request, adapter=adapter), sorted([*call.ignored(body), *dropped])
     prepared = await _prepared(call, body, request)
     if prepared is not None:
         request = prepared.request
@@ -39,12 +40,12 @@ async def answer_chat(call: Call, body: ChatRequest) -> Response:
     head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": adapter or call.service.model}
     if body.stream:
         first, rest = await call.begin(events)
-        chunks = _ChatChunks(call, body, request, head, prepared)
+        chunks = _ChatChunks(body, request, head, ignored, prepared)
         return call.stream(chunks.write(call.parts(rest, request, body.n)), first, rest)
     planned, replies = await call.collect(events, len(requests))
     choices = [_choice(number, reply, body) for number, reply in enumerate(replies)]
     stats = {"usage": usage_of(replies), "timings": timings_of(replies[0])}
-    about = rekindle_of(replies[0].reuse, call.ignored(body))
+    about = rekindle_of(replies[0].reuse, ignored)
     about |= quoting_of(len(request.quotes), replies[0], prepared)
     return JSONResponse(
         {**head, "object": "chat.completion", "choices": choices, **stats, "rekindle": about},
@@ -65,6 +66,8 @@ async def _prepared(call: Call, body: ChatRequest, request: Request) -> Prepared
 
 def _choice(number: int, reply: Reply, body: ChatRequest) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    if reply.thinking:
+        message["reasoning_content"] = reply.thinking
     if reply.tool_calls:
         message["content"] = reply.text or None
         message["tool_calls"] = [one.as_openai() for one in reply.tool_calls]
@@ -81,16 +84,16 @@ class _ChatChunks:
 
     def __init__(
         self,
-        call: Call,
         body: ChatRequest,
         request: Request,
         head: Mapping[str, Any],
+        ignored: Sequence[str],
         prepared: Prepared | None = None,
     ) -> None:
         self._body = body
         self._document_count = len(request.quotes)
         self._prepared = prepared
-        self._ignored = call.ignored(body)
+        self._ignored = ignored
         self._head = {**head, "object": "chat.completion.chunk"}
 
     async def write(self, parts: AsyncGenerator[ReplyPart, None]) -> AsyncGenerator[Mapping[str, Any], None]:
@@ -105,6 +108,8 @@ class _ChatChunks:
                     yield self._last(item, item.part.reply)
                 elif isinstance(item.part, CallDelta):
                     yield self._chunk(item, {"tool_calls": [item.part.as_openai()]})
+                elif isinstance(item.part, ThoughtDelta):
+                    yield self._chunk(item, {"reasoning_content": item.part.text})
                 else:
                     yield self._chunk(item, {"content": item.part})
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
