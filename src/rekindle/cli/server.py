@@ -49,7 +49,7 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve a model with its cache to OpenAI clients. Ctrl-C or SIGTERM stops it and loses nothing."""
+    """Serve a model with its cache to clients of OpenAI and Anthropic. Ctrl-C or SIGTERM stops it and loses nothing."""
     from rekindle.cli.console import notes, progress
     from rekindle.daemon.private_socket import SUPPORTED
     from rekindle.daemon.spec import DaemonSpec

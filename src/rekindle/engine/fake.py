@@ -373,6 +373,10 @@ class ByteTokenizer:
     stop_ids = frozenset({END})
     vocabulary_size = VOCABULARY
     template = ""
+    begins_thought = False
+
+    def token_of(self, spelling: str) -> int | None:  # noqa: ARG002  (no text spells one)
+        return None
 
     def min_token_count(self, text: str) -> int:
         return len(text)
