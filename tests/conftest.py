@@ -174,6 +174,15 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of llama.cpp. For tests that start processes: one that imports torch takes eight seconds."""
+    pytest.importorskip("xllamacpp")
+    from tests.tiny_gguf import write_llama
+
+    return write_llama(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders count as full: what killed apps left goes by its age alone."""

@@ -95,6 +95,7 @@ def ask(served: Served, name: str) -> str:
     return text
 
 
+@pytest.mark.long  # on a tiny model: tests/server/test_adapters.py
 def test_a_hundred_adapters_on_one_server_take_the_memory_of_a_few_and_share_steps(many: list[Path]) -> None:
     names = [f"a{number}" for number in range(COUNT)]
     with Session("smollm2", **SETTINGS) as alone:
