@@ -270,7 +270,13 @@ def test_a_graph_is_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("engine", ["hf", pytest.param("llamacpp", marks=pytest.mark.llamacpp)])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("hf", marks=pytest.mark.long),  # as the server of the guide: tests/docs/test_server.py
+        pytest.param("llamacpp", marks=pytest.mark.llamacpp),
+    ],
+)
 def test_serve_ps_and_chat_with_the_real_model(engine: str, tmp_path: Path) -> None:
     pytest.importorskip("torch" if engine == "hf" else "xllamacpp")
     with started("smollm2", "--engine", engine, "--device", "cpu", "--cache", str(tmp_path / "cache")) as (
