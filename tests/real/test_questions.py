@@ -29,7 +29,7 @@ TEXT = (
 
 def test_a_small_model_guesses_questions_about_a_text_and_about_what_was_asked() -> None:
     with Session("smollm2", reuse="off") as session:
-        abstract = session.chat(summary_prompt([TEXT]), max_tokens=40, grammar=summary_grammar()).text
+        abstract = session.chat(summary_prompt([TEXT]), max_tokens=80, grammar=summary_grammar()).text
         assert len(abstract.split()) >= 5
         grammar = list_grammar(3, openings_about([abstract], 3))
         guessed = session.chat(prompt_from_abstracts([abstract], 3), max_tokens=100, grammar=grammar).text
