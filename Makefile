@@ -29,7 +29,7 @@ demo: $(DEMO)  ## what a prompt costs cold, warm and after a restart, on the emb
 	@$(BIN)/python -m tools.demo
 
 test: setup lint  ## lint, types, layers, tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive and not long"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:schemathesis -n 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive and not long"
 
 test-docs: setup  ## every command and all code of README and guide; `make test` runs some pages
 	@$(MAKE) --no-print-directory clients || echo "LangChain and LlamaIndex do not install here: their examples are not run"

@@ -16,6 +16,7 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -23,8 +24,9 @@ from rekindle.machine import home_folder
 from rekindle.store import disk_space
 from tests.home import fill_home, live_in
 
-settings.register_profile("shared machine", deadline=None)  # how long an example takes says nothing here
-settings.register_profile("quick", deadline=None, max_examples=25)
+# The same examples in every run: none passes or fails by luck. How long one takes says nothing on a shared machine.
+settings.register_profile("shared machine", deadline=None, derandomize=True)
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=25)
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>{% endfor %}"
@@ -32,20 +34,21 @@ CHAT_TEMPLATE = (
 )
 
 
-SAYS_THOROUGH = re.compile(r"^(pytestmark = \[?pytest\.mark\.thorough|THOROUGH = True)", re.MULTILINE)
+LEFT_OUT = ("thorough", "exhaustive", "long")  # files with these marks are not even imported by runs without them
 
 
 @cache
-def is_thorough(path: Path) -> bool:
-    """Whether a test file has the mark `thorough`, or a folder it lies in says so in its `__init__.py`.
+def has_mark(path: Path, mark: str) -> bool:
+    """Whether a test file has a mark, or a folder it lies in says so in its `__init__.py` (`THOROUGH = True`).
 
     Read from the text, because what is left out is not imported.
     """
     if path == Path(__file__).parent:
         return False
     file = path if path.suffix == ".py" else path / "__init__.py"
-    own = file.exists() and SAYS_THOROUGH.search(file.read_text("utf-8"))
-    return bool(own) or is_thorough(path.parent)
+    says = rf"^(pytestmark = .*\bpytest\.mark\.{mark}\b|{mark.upper()} = True)"
+    own = file.exists() and re.search(says, file.read_text("utf-8"), re.MULTILINE)
+    return bool(own) or has_mark(path.parent, mark)
 
 
 def is_quick(config: pytest.Config) -> bool:
@@ -53,7 +56,20 @@ def is_quick(config: pytest.Config) -> bool:
     return "not thorough" in config.option.markexpr
 
 
-HOME = pytest.StashKey[Path]()
+OWN_FOLDERS = pytest.StashKey[list[Path]]()
+MEMORY = Path("/dev/shm")
+ROOM_BYTES = 8 << 30  # several times what a run has at a time
+
+
+def folder_in_memory() -> Path | None:
+    """A folder for what tests write: on a disk they mostly wait until it says that their bytes are safe.
+
+    None where there is no such place or too little room in it, and where whoever runs them says `TMPDIR`.
+    """
+    if "TMPDIR" in os.environ or not os.access(MEMORY, os.W_OK):
+        return None
+    roomy = min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) > ROOM_BYTES
+    return Path(tempfile.mkdtemp(prefix="rekindle-tests-", dir=MEMORY)) if roomy else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,24 +79,28 @@ def pytest_configure(config: pytest.Config) -> None:
         llama.load(library)
     settings.load_profile("quick" if is_quick(config) else "shared machine")
     if not hasattr(config, "workerinput"):  # the workers of xdist inherit it
-        config.stash[HOME] = Path(tempfile.mkdtemp(prefix="rekindle-tests-"))
-        fill_home(config.stash[HOME], home_folder())
-        live_in(config.stash[HOME])
+        if (folder := folder_in_memory()) is not None:
+            os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+        home = Path(tempfile.mkdtemp(prefix="rekindle-tests-"))
+        config.stash[OWN_FOLDERS] = [home, *([folder] if folder else [])]
+        fill_home(home, home_folder())
+        live_in(home)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if HOME in config.stash:
-        shutil.rmtree(config.stash[HOME], ignore_errors=True)
+    for folder in config.stash.get(OWN_FOLDERS, []):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """What is left out need not be imported either: half of the time of `make quick`."""
-    return True if is_quick(config) and is_thorough(collection_path) else None
+    left_out = [mark for mark in LEFT_OUT if f"not {mark}" in config.option.markexpr]
+    return True if any(has_mark(collection_path, mark) for mark in left_out) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if is_thorough(item.path):
+        if has_mark(item.path, "thorough"):
             item.add_marker(pytest.mark.thorough)
     # The longest first: two workers that take a file each end at the same time.
     items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("real", "docs", "storm")))
@@ -172,6 +192,15 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of llama.cpp. For tests that start processes: one that imports torch takes eight seconds."""
+    pytest.importorskip("xllamacpp")
+    from tests.tiny_gguf import write_llama
+
+    return write_llama(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
 @pytest.fixture

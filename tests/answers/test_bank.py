@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.answers.ways import unguard
 from rekindle.answers.bank import DRAFT_SIMILARITY, AnswerBank, AnswerText, BankEntry, BankLookup, BankQuestion
 from rekindle.core.keys import token_bytes
 from rekindle.knowledge.library import Library
@@ -141,6 +140,8 @@ def test_the_threshold_decides_how_near_is_near_enough(
 
 
 def test_a_question_that_only_looks_alike_is_refused_with_a_reason(bank: AnswerBank, known: Library) -> None:
+    from benchmarks.answers.ways import unguard  # imports torch, which the other processes do not need
+
     known.put([cut("more", "The ferry to Vesk costs nine crowns.", seed=300)], "e")
     question = asked(known, "What does the ferry to Ormund cost?")
     bank.keep(question, text("Eleven crowns."))

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -84,10 +86,18 @@ def test_watch_marks_the_app_of_an_ended_process(folder: Path) -> None:
     assert listed(folder)[0]["state"] == "killed"
 
 
-def test_watch_stays_until_the_process_ends(folder: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"]) as process:
+def test_watch_stays_until_the_process_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        looks: list[float] = []
+
+        def end_it(seconds: float) -> None:
+            looks.append(seconds)
+            process.kill()
+            process.wait()
+
+        monkeypatch.setattr("rekindle.apps.time", SimpleNamespace(**{**vars(time), "sleep": end_it}))
         done = apps(folder, "watch", str(process.pid), "--app", "notes")
-    assert done.stdout.splitlines()[-1] == "notes is killed"
+    assert done.stdout.splitlines()[-1] == "notes is killed" and len(looks) == 1
     assert {row["name"]: row["state"] for row in listed(folder)}["notes"] == "killed"
 
 

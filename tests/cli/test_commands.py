@@ -166,8 +166,8 @@ def test_standard_input_that_is_no_text_is_named(tiny_folder: Path) -> None:
     assert done.returncode == 1 and b"not UTF-8 text: byte 0" in done.stderr
 
 
-def test_a_reader_that_goes_away_is_no_drama(tiny_folder: Path) -> None:
-    command = f"{sys.executable} -m rekindle run {tiny_folder} hello -n 200 --min-tokens 200 | head -c 5"
+def test_a_reader_that_goes_away_is_no_drama(tiny_gguf: Path) -> None:
+    command = f"{sys.executable} -m rekindle run {tiny_gguf} hello -n 200 --min-tokens 200 --threads 1 | head -c 5"
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
     assert len(done.stdout) <= 5 and b"Traceback" not in done.stderr
 

@@ -201,14 +201,20 @@ def test_a_port_that_is_taken_is_told(served: Served, tiny_folder: Path) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_ends_well_when_it_is_told_to(tiny_folder: Path, tmp_path: Path, number: int) -> None:
-    pytest.importorskip("torch")
+def test_a_server_ends_well_when_it_is_told_to(tiny_gguf: Path, tmp_path: Path, number: int) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"# whose they are\nalice={ALICE}\n\n", "utf-8")
     keys.chmod(0o600)
     cache = tmp_path / "cache"
     with started(
-        str(tiny_folder), "--cache", str(cache), "--api-key-file", str(keys), REKINDLE_API_KEYS=f"bob={BOB}"
+        str(tiny_gguf),
+        "--threads",
+        "1",
+        "--cache",
+        str(cache),
+        "--api-key-file",
+        str(keys),
+        REKINDLE_API_KEYS=f"bob={BOB}",
     ) as (process, url):
         for key in (ALICE, BOB):
             client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
@@ -219,13 +225,15 @@ def test_a_server_ends_well_when_it_is_told_to(tiny_folder: Path, tmp_path: Path
         assert told["url"] == url and told["model"] == "tiny"
         assert ended(process, number) == 0
     assert json.loads(rekindle("ps", "--json").stdout) == []
-    with Session(tiny_folder, cache=str(cache), tenant="alice") as session:
+    with Session(tiny_gguf, cache=str(cache), tenant="alice") as session:
         assert session.generate("The keeper of the lighthouse", max_tokens=1).reuse.disk > 0
 
 
-def test_a_stream_is_cut_when_the_time_to_stop_is_over(tiny_folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    with started(str(tiny_folder), "--cache", str(tmp_path / "cache"), "--stop-timeout", "1s") as (process, url):
+def test_a_stream_is_cut_when_the_time_to_stop_is_over(tiny_gguf: Path, tmp_path: Path) -> None:
+    with started(str(tiny_gguf), "--threads", "1", "--cache", str(tmp_path / "cache"), "--stop-timeout", "1s") as (
+        process,
+        url,
+    ):
         body = {"prompt": "The keeper", "stream": True, "max_tokens": 100000, "min_tokens": 200, "temperature": 0}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_SECONDS) as answer:
             lines = answer.iter_lines()
@@ -262,7 +270,13 @@ def test_a_graph_is_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("engine", ["hf", pytest.param("llamacpp", marks=pytest.mark.llamacpp)])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("hf", marks=pytest.mark.long),  # as the server of the guide: tests/docs/test_server.py
+        pytest.param("llamacpp", marks=pytest.mark.llamacpp),
+    ],
+)
 def test_serve_ps_and_chat_with_the_real_model(engine: str, tmp_path: Path) -> None:
     pytest.importorskip("torch" if engine == "hf" else "xllamacpp")
     with started("smollm2", "--engine", engine, "--device", "cpu", "--cache", str(tmp_path / "cache")) as (

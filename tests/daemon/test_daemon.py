@@ -26,13 +26,17 @@ from rekindle.errors import ContextOverflow, ModelNotFound, RekindleError
 from rekindle.machine import cache_folder, home_folder
 from rekindle.session.session import Session
 from rekindle.settings import Settings
+from tests.daemons import daemons
 from tests.knowledge.conftest import embedder_folder
 
 __all__ = ["embedder_folder"]  # a fixture
 pytestmark = pytest.mark.thorough
 
 SECONDS = 300.0  # the longest wait for anything
+LONG_TOKENS = 4000  # more than a socket takes while nobody reads: such a reply does not end before its client goes on
 HELLO = {"kind": "generate", "prompt": "Hello", "options": {"max_tokens": 4}}
+LONG = {"kind": "generate", "prompt": "Hello", "options": {"max_tokens": LONG_TOKENS, "min_tokens": LONG_TOKENS}}
+TOO_LONG = "x" * (LONG_TOKENS + 200)
 
 
 @pytest.fixture
@@ -41,6 +45,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="rk-"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     monkeypatch.setenv("REKINDLE_DAEMON", "yes")
+    monkeypatch.setattr(client, "_START_SECONDS", SECONDS)
+    monkeypatch.setattr(client, "_STATUS_SECONDS", SECONDS)
     yield folder
     for process in processes():
         process.kill()
@@ -49,24 +55,17 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def model(tiny_folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_folder, tmp_path / "tiny"))
+def model(tmp_path: Path) -> Path:
+    """A model of llama.cpp: its process starts in a second, and one that imports torch in eight."""
+    pytest.importorskip("xllamacpp")
+    from tests.tiny_gguf import write_llama
+
+    return write_llama(tmp_path / "tiny.gguf", context=LONG_TOKENS + 100)
 
 
 def processes() -> list[psutil.Process]:
     """The daemons that listen in this test's folder, or that are still ending."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if "rekindle.daemon" in process.cmdline() and is_ours(process):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def is_ours(process: psutil.Process) -> bool:
-    return process.environ().get("XDG_RUNTIME_DIR") == os.environ["XDG_RUNTIME_DIR"]
+    return daemons(Path(os.environ["XDG_RUNTIME_DIR"]))
 
 
 def eventually(holds: Callable[[], bool]) -> None:
@@ -89,7 +88,7 @@ def rekindle(*arguments: str, stdin: str | None = None) -> Result:
 
 
 def test_the_model_stays_loaded_and_every_command_says_the_same_as_without(
-    runtime: Path, model: Path, tmp_path: Path, embedder_folder: Path
+    runtime: Path, tiny_folder: Path, tmp_path: Path, embedder_folder: Path
 ) -> None:
     text = tmp_path / "prompt.txt"
     text.write_text("A prompt that is warmed and then explained. " * 3)
@@ -98,18 +97,18 @@ def test_the_model_stays_loaded_and_every_command_says_the_same_as_without(
     library = ["--library", str(tmp_path / "library"), "--embedder", str(embedder_folder)]
     assert rekindle("ingest", str(document), *library).exit_code == 0
     commands = [
-        ["run", str(model), "Hello", "-n", "4", "--json"],
-        ["ask", "When does the ferry leave?", "-m", str(model), "-n", "4", "--json", *library],
-        ["warm", str(text), "-m", str(model), "--json"],
-        ["explain", str(text), "-m", str(model), "--json"],
-        ["run", str(model), "x" * 600],
+        ["run", str(tiny_folder), "Hello", "-n", "4", "--json"],
+        ["ask", "When does the ferry leave?", "-m", str(tiny_folder), "-n", "4", "--json", *library],
+        ["warm", str(text), "-m", str(tiny_folder), "--json"],
+        ["explain", str(text), "-m", str(tiny_folder), "--json"],
+        ["run", str(tiny_folder), "x" * 600],
     ]
     seen = []
     for how in ("--no-daemon", "--daemon"):
         cache = ["--cache", str(tmp_path / how)]
         results = [rekindle(*command, how, *cache) for command in commands]
         assert [result.exception for result in results[:4]] == [None] * 4
-        chat = rekindle("chat", str(model), "-n", "4", "--json", how, *cache, stdin="Hi\nAnd then?\n")
+        chat = rekindle("chat", str(tiny_folder), "-n", "4", "--json", how, *cache, stdin="Hi\nAnd then?\n")
         reply, answer, warmed, explained = (json.loads(result.stdout) for result in results[:4])
         seen.append(
             [
@@ -181,15 +180,14 @@ def test_one_that_was_killed_is_replaced(runtime: Path, model: Path) -> None:
 def test_changed_weights_are_loaded_again(runtime: Path, model: Path) -> None:
     runner(model).run(HELLO, print)
     (old,) = pids()
-    config = model / "generation_config.json"
-    config.write_text(config.read_text() + "\n")
+    model.touch()
     assert runner(model).run(HELLO, print)["load_seconds"] is not None
     assert old not in pids()
 
 
 def test_another_model_takes_the_place_of_an_idle_one(runtime: Path, model: Path, tmp_path: Path) -> None:
     runner(model).run(HELLO, print)
-    other = Path(shutil.copytree(model, tmp_path / "other"))
+    other = Path(shutil.copy(model, tmp_path / "other.gguf"))
     runner(other).run(HELLO, print)
     eventually(lambda: [status["model"] for _, status in client.running()] == [str(other)])
 
@@ -199,7 +197,7 @@ def test_errors_are_those_of_the_session(runtime: Path, model: Path) -> None:
         runner("nosuch").run(HELLO, print)
     eventually(lambda: processes() == [])  # it has nothing to wait for
     with pytest.raises(ContextOverflow, match="The prompt has"):
-        runner(model).run({**HELLO, "prompt": "x" * 600}, print)
+        runner(model).run({**HELLO, "prompt": TOO_LONG}, print)
     runner(model).run(HELLO, print)
 
 
@@ -222,9 +220,8 @@ def test_a_command_that_is_interrupted_stops_its_reply(runtime: Path, model: Pat
     def interrupt(_event: object) -> None:
         raise _Interrupted
 
-    endless = {**HELLO, "options": {"max_tokens": 400, "min_tokens": 400}}
     with pytest.raises(_Interrupted):
-        runner(model).run(endless, interrupt)
+        runner(model).run(LONG, interrupt)
     eventually(lambda: [status["running"] for _, status in client.running()] == [0])
     assert runner(model).run(HELLO, print)["load_seconds"] is None
 
@@ -248,10 +245,12 @@ def test_one_that_dies_says_where_its_log_is(runtime: Path, model: Path) -> None
     (process,) = processes()
 
     def kill(_event: object) -> None:
-        process.send_signal(signal.SIGKILL)
+        if process.is_running():
+            process.send_signal(signal.SIGKILL)
+            process.wait(SECONDS)
 
     with pytest.raises(RekindleError, match=r"ended before it answered.*\.log"):
-        runner(model).run({**HELLO, "options": {"max_tokens": 400, "min_tokens": 400}}, kill)
+        runner(model).run(LONG, kill)
 
 
 def test_the_socket_depends_on_what_the_engine_is_loaded_with(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +285,7 @@ def test_a_server_with_the_model_loaded_takes_the_commands(runtime: Path, model:
             assert again["reply"]["reuse"]["engine"] > 0
             assert served["reply"]["tokens"] == list(session.generate("Hello", max_tokens=4).tokens)
             with pytest.raises(ContextOverflow):
-                runner(model, cache=str(tmp_path / "kv")).run({**HELLO, "prompt": "x" * 600}, print)
+                runner(model, cache=str(tmp_path / "kv")).run({**HELLO, "prompt": TOO_LONG}, print)
             other = runner(model, cache=str(tmp_path / "other")).run(HELLO, print)
             assert other["load_seconds"] is not None and len(processes()) == 1  # it has another cache
         assert list((runtime / "rekindle").glob("*.server")) == []

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
+from tests.daemons import daemons
 from tests.docs.pages import ROOT, commands
+
+REKINDLE = Path(sys.executable).parent / "rekindle"
+LICENCE_LINES = 40  # computing the whole text takes longer than all else on a page
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -25,19 +30,49 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("page", pages)
 
 
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The current folder of the commands: this repository, with the first lines of its licence."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for path in ROOT.iterdir():
+        if path.name != "LICENSE":
+            (folder / path.name).symlink_to(path)
+    lines = (ROOT / "LICENSE").read_text("utf-8").splitlines(keepends=True)
+    (folder / "LICENSE").write_text("".join(lines[:LICENCE_LINES]), "utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def background() -> Iterator[Path]:
+    """The folder in which the commands of a page find the model that the first one leaves loaded, as users do."""
+    folder = Path(tempfile.mkdtemp(prefix="rk-"))
+    yield folder
+    for process in daemons(folder):
+        process.kill()
+        process.wait(60)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def stays_loaded(own_home: None, background: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REKINDLE_DAEMON", "yes")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(background))
+
+
 @pytest.fixture(scope="module")
 def port() -> Iterator[str]:
     """Where the server of the guide listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number = str(free.getsockname()[1])
-    rekindle = Path(sys.executable).parent / "rekindle"
-    server = subprocess.Popen([rekindle, "serve", "smollm2", "--port", number], cwd=ROOT, stderr=subprocess.PIPE)
+    server = subprocess.Popen(
+        [REKINDLE, "serve", "smollm2", "--port", "0"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
     try:
-        assert server.stderr is not None and b"/v1" in server.stderr.readline()
-        with httpx.Client(transport=httpx.HTTPTransport(retries=10), timeout=120) as client:
-            client.get(f"http://127.0.0.1:{number}/health")  # it says where it is before it listens
-        yield number
+        assert server.stderr is not None
+        said = ""
+        while (found := re.search(r" at http://\S+?:(\d+)/v1", said)) is None:
+            line = server.stderr.readline()
+            assert line, f"it did not start: {said}"
+            said += line
+        yield found[1]
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0
     finally:

@@ -63,12 +63,20 @@ def commands(pages: Sequence[str]) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.docs
-def test_a_command_of_the_docs_works(where: str, command: str, prints: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.usefixtures("stays_loaded")
+def test_a_command_of_the_docs_works(
+    where: str, command: str, prints: str, checkout: Path, request: pytest.FixtureRequest
+) -> None:
     _skip_without_llamacpp(where)
     command = _at_port(request, command)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
+        ["bash", "-c", command],
+        cwd=checkout,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, f"{where}: {command}\n{done.stderr}"
     said = f"{done.stdout}\n{done.stderr}"
@@ -76,7 +84,7 @@ def test_a_command_of_the_docs_works(where: str, command: str, prints: str, requ
 
 
 @pytest.mark.docs
-def test_the_code_of_the_docs_works(page: str, request: pytest.FixtureRequest) -> None:
+def test_the_code_of_the_docs_works(page: str, checkout: Path, request: pytest.FixtureRequest) -> None:
     """Block after block, each with names of its own; in one process, because most of the time is for importing."""
     _skip_without_llamacpp(page)
     found = [(where, _at_port(request, code)) for where, code in blocks([page], "python")]
@@ -84,7 +92,7 @@ def test_the_code_of_the_docs_works(page: str, request: pytest.FixtureRequest) -
     for python, group in groupby(found, key=lambda block: _python_for(block[1])):
         todo = list(group)
         done = subprocess.run(
-            [python, "-c", _RUN], input=json.dumps(todo), cwd=ROOT, capture_output=True, text=True, check=False
+            [python, "-c", _RUN], input=json.dumps(todo), cwd=checkout, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"{page}\n{done.stdout}\n{done.stderr}"
         said.update(zip((where for where, _ in todo), done.stdout.split(_MARK)[1:], strict=True))

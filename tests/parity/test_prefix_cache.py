@@ -544,14 +544,14 @@ def test_a_thread_that_fills_may_end_late_and_nothing_is_lost(
     """On a busy machine the thread of a feed may still be alive when the step that it fed is through."""
     with opened(kind, tmp_path / "cache") as session:
         session.warm([PROMPT])
-    ended = []
+    ended, may_end = [], threading.Event()
     real = pytest.importorskip(FILLERS[kind].rsplit(".", 2)[0])
     owner = getattr(real, FILLERS[kind].split(".")[-2])
     fill = getattr(owner, FILLERS[kind].split(".")[-1])
 
     def ending_late(self: Any, *given: Any) -> None:
         fill(self, *given)
-        time.sleep(0.3)
+        may_end.wait(60)
         ended.append(self)
 
     monkeypatch.setattr(FILLERS[kind], ending_late)
@@ -559,6 +559,7 @@ def test_a_thread_that_fills_may_end_late_and_nothing_is_lost(
         reply = ask(session, PROMPT, 12)
         assert reply.reuse.disk == N - 1
         assert ended == [], "it is still there"
+        may_end.set()
         assert_right(kind, reply, PROMPT, 12)
         following = [*PROMPT, *reply.tokens[:5], 4]
         again = ask(session, following, 12)
@@ -590,10 +591,10 @@ def test_a_load_that_waited_for_the_engine_is_not_called_late(
     """Others compute first: that is no fault of the cache, and computing everything would only take longer."""
     with opened(kind, tmp_path / "cache") as session:
         session.warm([PROMPT])
-    monkeypatch.setattr("rekindle.cache.stored_kv.LOAD_SECONDS", 0.7)
+    monkeypatch.setattr("rekindle.cache.stored_kv.LOAD_SECONDS", 3.0)
     real = StoredFeed.fill
     monkeypatch.setattr(StoredFeed, "fill", lambda *args: (time.sleep(0.02), real(*args))[1])
-    with opened(kind, tmp_path / "cache") as session, busy(session.engine, 1.5):
+    with opened(kind, tmp_path / "cache") as session, busy(session.engine, 4.0):
         reply = ask(session, PROMPT)
         assert_right(kind, reply, PROMPT)
         assert reply.reuse.disk == reused(kind, PROMPT, PROMPT)

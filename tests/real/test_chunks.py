@@ -81,7 +81,8 @@ def test_exact_is_exact_between_approximate_prompts_and_nothing_stale_is_kept(se
 
 def test_selective_recompute_comes_closer_to_the_right_logits_than_reuse_alone(session: Session) -> None:
     chosen = session.cache.chunks.recompute_policy
-    distances = {}
+    distances: dict[float, float] = {}
+    right: dict[tuple[str, ...], np.ndarray] = {}
     try:
         for budget in (0.0, 0.3, 0.9):
             session.cache.chunks.recompute_policy = type(chosen)(**{**vars(chosen), "budget": budget})
@@ -94,8 +95,9 @@ def test_selective_recompute_comes_closer_to_the_right_logits_than_reuse_alone(s
                 session.cache.unpark()
                 done = prefill(session, about("Who lit the lamp, and for how long?", *names))
                 assert done.reuse.recomputed == round(budget * done.reuse.from_chunks) and done.reuse.from_chunks > 40
-                right = compute(session.engine, done.tokens)[0]
-                distances[budget] += divergence(right[-1], done.logits[-1])
+                if names not in right:
+                    right[names] = compute(session.engine, done.tokens)[0][-1]
+                distances[budget] += divergence(right[names], done.logits[-1])
     finally:
         session.cache.chunks.recompute_policy = chosen
     assert distances[0.9] < distances[0.0] and distances[0.3] < 2 * distances[0.0]

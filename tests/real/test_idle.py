@@ -25,19 +25,13 @@ DOCUMENTS = [
         "text": "The ferry from Vesk to Ormund leaves on Tuesdays and Fridays at nine. A ticket costs eleven crowns, "
         "and bicycles travel free. The captain is Josef Haller, who once sailed to Greenland.",
     },
-    {
-        "source": "bakery",
-        "title": "The bakery of Tomas Ivarsen",
-        "text": "Tomas Ivarsen bakes rye bread at four in the morning. His oven was built by his grandfather from "
-        "bricks of the old brewery. He sells two hundred loaves on market days.",
-    },
 ]
 
 
 def test_a_foreseen_question_is_checked_instead_of_written_and_says_the_same(tmp_path: Path) -> None:
     with Session("smollm2", cache=tmp_path / "cache", answers="verified") as session:
         session.ingest(documents=DOCUMENTS)
-        options = IdleOptions(stride=2, settle_seconds=0.0, max_tokens=24, budget=Budget(tflop=0.4))
+        options = IdleOptions(stride=2, settle_seconds=0.0, max_tokens=24, budget=Budget(tflop=0.3))
         idle = Idle(session, options)
         done = idle.run()
         assert {"abstract", "guess-abstract", "answer"} <= {did.action for did in done}

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from rekindle import Session
+from rekindle.engine.base import Row
 from tests.lora import fake_pairs, save_lora
-from tests.server.serving import ADMIN, ALICE, Served
+from tests.server.serving import ADMIN, ALICE, Served, eventually, serving
 
 LONG = "The keeper of the lighthouse wrote down the wind every morning, and the boats that he counted at night. "
 
@@ -73,3 +79,42 @@ def test_only_operators_load_and_what_is_wrong_is_said(keyed: Served, folder: Pa
     assert own.status_code == 400 and own.json()["error"]["param"] == "lora_name"
     assert keyed.post("/v1/load_lora_adapter", ADMIN, **body).status_code == 200
     assert keyed.post("/v1/load_lora_adapter", ADMIN, **{**body, "lora_name": "a b"}).status_code == 400
+
+
+def test_a_hundred_adapters_take_the_memory_of_a_few_and_share_steps(
+    tiny_folder: Path, tmp_path: Path, one_thread: None
+) -> None:
+    pytest.importorskip("torch")
+    drawn, settings = np.random.default_rng(0), {"engine": "hf", "device": "cpu", "dtype": "float32", "cache": "off"}
+    layers = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+    loras = {
+        f"a{number}": save_lora(
+            tmp_path / f"a{number}",
+            {layer: tuple(drawn.normal(0, 1, shape).astype("f4") for shape in ((2, 32), (32, 2))) for layer in layers},
+        )
+        for number in range(100)
+    }
+    with Session(tiny_folder, **settings) as alone:
+        for name, lora in loras.items():
+            alone.adapters.load(name, lora)
+        expected = {name: alone.chat(LONG, adapter=name, max_tokens=6).text for name in loras}
+        limit = 8 * next(iter(alone.adapters)).memory_bytes
+    assert len(set(expected.values())) > 90
+    with Session(tiny_folder, parallel=6, adapter_memory=limit, **settings) as session, serving(session) as served:
+        assert {load(served, name, lora) for name, lora in loras.items()} == {200}
+        engine: Any = session.engine.inner.inner  # type: ignore[attr-defined]
+        step, together, held = engine.step, set[int](), set[int]()
+
+        def watched(rows: Sequence[Row], cancelled: Any = None) -> Any:
+            if not together:  # held until others wait for the next step
+                eventually(lambda: served.service.line.running == 6)
+            together.add(len({row.sequence.adapter for row in rows}))  # type: ignore[attr-defined]
+            held.add(session.adapters.loaded_bytes)
+            return step(rows, cancelled)
+
+        engine.step = watched
+        with ThreadPoolExecutor(6) as threads:
+            told = dict(zip(loras, threads.map(lambda name: ask(served, name), loras), strict=True))
+        assert {name: one["choices"][0]["message"]["content"] for name, one in told.items()} == expected
+        assert max(together) > 1 and 0 < max(held) <= limit
+        assert limit < sum(adapter.memory_bytes for adapter in session.adapters) / 10

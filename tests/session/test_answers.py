@@ -410,9 +410,10 @@ def version_of(number: int, source: str = "page") -> SplitDocument:
     return SplitDocument(Document(source, source, (Section(text),)), [Passage(text)], [None], "as given")
 
 
-def test_after_a_change_no_answer_from_before_is_ever_given(embedder: str, tmp_path: Path) -> None:
-    """A thousand changes, each with a question at the same time, and now and then one right behind it."""
-    rounds, question = 1000, "Which version is the lighthouse page?"
+@pytest.mark.parametrize("rounds", [250, pytest.param(1000, marks=pytest.mark.long)])
+def test_after_a_change_no_answer_from_before_is_ever_given(embedder: str, tmp_path: Path, rounds: int) -> None:
+    """Many changes, each with a question at the same time, and now and then one right behind it."""
+    question = "Which version is the lighthouse page?"
     rng = random.Random(0)
     how: dict[str, Any] = {"top_k": 1, "retrieval": "bm25", "max_tokens": 9}
     settings: dict[str, Any] = {"cache": "off", "library": tmp_path / "library", "embedder": embedder}

@@ -86,27 +86,25 @@ def rekindle(programs: Path, cache: Path, *arguments: str) -> str:
     return said(programs / "rekindle", *arguments, REKINDLE_CACHE=str(cache), COLUMNS="200")
 
 
-@pytest.mark.parametrize("package", ["torch", "transformers", "accelerate", "safetensors", "gguf"])
-def test_it_really_is_without(environment: Path, package: str) -> None:
-    code = f"import importlib.util as u, rekindle; print(u.find_spec({package!r}) is None, rekindle.__file__)"
-    absent, where = said(environment / "python", "-c", code).split()
-    assert absent == "True" and Path(where).is_relative_to(environment.parent), "it is the installed one"
+def test_it_really_is_without(environment: Path) -> None:
+    code = (
+        "import importlib.util as u, rekindle; print(rekindle.__file__)\n"
+        "print(*(n for n in ('torch', 'transformers', 'accelerate', 'safetensors', 'gguf') if u.find_spec(n)))"
+    )
+    where, present = said(environment / "python", "-c", code).split("\n", 1)
+    assert not present.strip()
+    assert Path(where).is_relative_to(environment.parent), "it is the installed one"
 
 
 def test_a_prompt_is_answered_and_the_second_time_it_is_reused_from_disk(environment: Path, cache: Path) -> None:
-    first, second, third = (
+    first, second = (
         json.loads(rekindle(environment, cache, "run", "smollm2", *engine, PROMPT, "-n", "16", "--json"))
-        for engine in (("--engine", "llamacpp"), ("--engine", "llamacpp"), ())
+        for engine in (("--engine", "llamacpp"), ())
     )
     assert first["reuse"]["disk"] == 0 and first["text"]
-    tokens = first["usage"]["prompt_tokens"]
-    assert second["text"] == third["text"] == first["text"]
-    assert second["reuse"]["disk"] == third["reuse"]["disk"] == tokens - 1
+    assert second["text"] == first["text"]
+    assert second["reuse"]["disk"] == first["usage"]["prompt_tokens"] - 1
     assert rekindle(environment, cache, "run", "smollm2", PROMPT, "-n", "16").strip() == first["text"].strip()
-
-
-def test_the_last_request_is_explained(environment: Path, cache: Path) -> None:
-    rekindle(environment, cache, "run", "smollm2", PROMPT, "-n", "4")
     told = rekindle(environment, cache, "explain", "--last")
     found = re.search(r"smollm2: (\d+) of (\d+) tokens reused", told)
     assert found is not None and int(found[1]) == int(found[2]) - 1
