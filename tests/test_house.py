@@ -71,6 +71,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("benchmarks", 200, 2, "stream: rivals named by the source (its greedy, CacheGen, KIVI), longer ones simulated"),
     ("rekindle", 1225, 11, "engine/onnx: ONNX Runtime as a third engine, 640 lines; models/onnx_graph and onnx_folder: "
      "graphs and their files checked before they are loaded; formats, exporting, the hub"),
+    ("rekindle", 360, 5, "sentence vectors by ONNX Runtime: a graph made from the weights in memory, graphs that "
+     "others exported, numpy for the first vectors and without it; exported graphs in `list`"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
