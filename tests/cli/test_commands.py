@@ -232,7 +232,8 @@ def test_exported_graphs_are_listed_with_their_sizes_and_go_with_the_model(tiny_
     (graph / "model.onnx").write_bytes(bytes(3000))
     (listed,) = json.loads(rekindle("list", "--json").stdout)
     assert listed["graphs"] == {"onnx-int4": 3000} and listed["bytes"] == before + 3000
-    assert re.search(r"tiny,\s+onnx-int4\s+graph\s+3\.0\s+kB\s+exported", rekindle("list").stdout)
+    printed = rekindle("list").stdout
+    assert "onnx-int4" in printed and re.search(r"graph\s+3\.0\s+kB\s+exported", printed)
     rekindle("rm", "tiny")
     assert not graph.exists() and tiny_folder.is_dir()
 
