@@ -30,6 +30,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 1010, 13, "agents: one core under protocols (protocol, body, reply_fields, reply_parts), Anthropic's "
      "messages, OpenAI's responses, canonical prompts, names of models, text/reasoning: thoughts and calls in four "
      "styles"),
+    ("rekindle", 360, 5, "sentence vectors by ONNX Runtime: a graph made from the weights in memory, graphs that "
+     "others exported, numpy for the first vectors and without it; exported graphs in `list`"),
 )
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

@@ -17,6 +17,8 @@ from rekindle import Session, __version__
 from rekindle.cli.main import app
 from rekindle.json_file import JsonMemo
 from rekindle.machine import home_folder
+from rekindle.models import registry
+from rekindle.models.pull import pull
 from tests.knowledge.files import pdf
 
 SCRIPT = str(Path(sys.executable).with_name("rekindle"))
@@ -220,6 +222,20 @@ def test_models_are_pulled_listed_and_removed(tiny_folder: Path) -> None:
     assert json.loads(rekindle("list", "--json").stdout) == []
     (pulled,) = json.loads(rekindle("pull", str(tiny_folder), "--json").stdout)
     assert pulled["name"] == "tiny"
+
+
+def test_exported_graphs_are_listed_with_their_sizes_and_go_with_the_model(tiny_folder: Path) -> None:
+    entry = pull(str(tiny_folder))
+    before = entry.size_bytes()
+    graph = registry.exported_folder(entry.files, "onnx-int4")
+    graph.mkdir(parents=True)
+    (graph / "model.onnx").write_bytes(bytes(3000))
+    (listed,) = json.loads(rekindle("list", "--json").stdout)
+    assert listed["graphs"] == {"onnx-int4": 3000} and listed["bytes"] == before + 3000
+    printed = rekindle("list").stdout
+    assert "onnx-int4" in printed and re.search(r"graph\s+3\.0\s+kB\s+exported", printed)
+    rekindle("rm", "tiny")
+    assert not graph.exists() and tiny_folder.is_dir()
 
 
 def test_doctor_says_which_models_nobody_calibrated(tiny_folder: Path) -> None:

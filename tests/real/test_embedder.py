@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from rekindle.engine.embedding import embedder
 from rekindle.engine.embedding.embedder import Embedder
 from rekindle.models.files import ModelFiles
 from rekindle.models.pull import pull
@@ -49,6 +50,15 @@ def test_vectors_are_those_of_transformers_in_one_padded_batch(minilm: Embedder,
     found = minilm.embed(TEXTS)
     assert np.abs(found.vectors - expected).max() < 1e-5
     assert (found.tokens, found.truncated) == (int(mask.sum()), 1)
+
+
+def test_vectors_of_onnx_runtime_are_those_of_numpy(
+    minilm: Embedder, files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxruntime")
+    expected = minilm.embed(TEXTS).vectors
+    monkeypatch.setattr(embedder, "_NUMPY_TOKENS", 0)
+    assert np.abs(Embedder.load(files).embed(TEXTS).vectors - expected).max() < 1e-5
 
 
 def test_the_model_is_what_it_says(minilm: Embedder) -> None:

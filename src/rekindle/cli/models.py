@@ -47,7 +47,7 @@ def pull(models: Names, format_: Format = None, json: AsJson = False) -> None:
     for model in models:
         with progress(model) as report:
             entry = get(model, report, form=form or "any")
-            if form is not None:
+            if form is not None and entry.kind == "decoder":
                 export_graph(with_graph(entry.files, form), form, report)
             elif entry.kind == "decoder" and not _is_taken_as_it_is(entry):
                 if not missing_packages("hf"):
@@ -97,6 +97,7 @@ def list_models(json: AsJson = False) -> None:
                     "bytes": e.size_bytes(),
                     "folder": str(e.files.folder),
                     "gguf": None if e.files.gguf is None else str(e.files.gguf),
+                    "graphs": e.graph_bytes(),
                     "in_place": e.in_place,
                     "added": e.added,
                 }
@@ -110,6 +111,7 @@ def list_models(json: AsJson = False) -> None:
                     "bytes": other.size_bytes,
                     "folder": None,
                     "gguf": str(other.gguf),
+                    "graphs": {},
                     "in_place": True,
                     "added": None,
                 }
@@ -117,7 +119,12 @@ def list_models(json: AsJson = False) -> None:
             ]
         )
         return
-    rows = [[e.name, e.kind, human_bytes(e.size_bytes()), e.source, e.added[:10]] for e in pulled]
+    rows = []
+    for e in pulled:
+        rows.append([e.name, e.kind, human_bytes(e.size_bytes()), e.source, e.added[:10]])
+        rows += [
+            [f"{e.name}, {form}", "graph", human_bytes(size), "exported", "-"] for form, size in e.graph_bytes().items()
+        ]
     rows += [[o.name, o.kind, human_bytes(o.size_bytes), f"in place: {o.tool}", "-"] for o in others]
     rows += [[m.name, m.kind, "-", f"not pulled: {m.about}", "-"] for m in NAMED.values() if m.name not in known]
     print_table(["model", "kind", "size", "source", "added"], rows, empty="There is no model here.")
@@ -125,7 +132,7 @@ def list_models(json: AsJson = False) -> None:
 
 @app.command()
 def rm(models: Names) -> None:
-    """Remove pulled models. Files used in place, and the hub's own cache, stay."""
+    """Remove pulled models, and what was exported from them. Files used in place, and the hub's own cache, stay."""
     from rekindle.models.registry import remove
 
     for model in models:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from rekindle.errors import Cancelled
+
 _LOOK_SECONDS = 0.005
+
+
+def stop_if(cancelled: Callable[[], bool] | None) -> None:
+    """Raise `Cancelled` if it says so."""
+    if cancelled is not None and cancelled():
+        raise Cancelled("The request was cancelled.")
 
 
 class ThreadedJob:

@@ -27,7 +27,9 @@ from rekindle.models.files import ModelFiles, part_names
 from rekindle.models.gguf import read_header
 from rekindle.models.hf_folder import GENERATING, check_folder, read_config
 from rekindle.models.hub import choose_file, model_names, spec_for
+from rekindle.models.onnx_encoder import is_encoder
 from rekindle.models.onnx_folder import PRECISIONS, choose_graph
+from rekindle.models.onnx_graph import read_graph
 from rekindle.models.registry import PulledModel
 from rekindle.models.sources import (
     NAMED,
@@ -38,6 +40,7 @@ from rekindle.models.sources import (
     OllamaModel,
     OnnxSource,
     WheelModel,
+    encoder_files,
     files_of,
     find,
     folder_files,
@@ -76,8 +79,7 @@ def pull(spec: str, progress: Progress | None = None, *, form: Form = "any") -> 
             files = gguf_files(source.path)
             return registry.add(_free_name(files), "decoder", str(files.gguf), files)
         if isinstance(source, OnnxSource):
-            files = onnx_files(source.path)
-            return registry.add(_free_name(files), "decoder", str(files.onnx), files)
+            return _add_graph(source.path, None, str(source.path.absolute()))
         if isinstance(source, OllamaModel):
             files = ollama_files(source)
             return registry.add(files.name, "decoder", "Ollama", files)
@@ -243,15 +245,22 @@ def _pull_graph(repository: str, names: Sequence[str], graph: str) -> PulledMode
     beside = str(PurePosixPath(graph).parent)
     wanted = [name for name in names if _belongs_to(name, graph, beside)]
     folder = hub.fetch_files(repository, wanted)
-    files = onnx_files(folder / graph, f"{repository}/{graph}")
-    return registry.add(files.name, "decoder", f"hub {repository}", files)
+    return _add_graph(folder / graph, f"{repository}/{graph}", f"hub {repository}")
+
+
+def _add_graph(path: Path, name: str | None, source: str) -> PulledModel:
+    """Record a graph as what it is: a decoder, or an encoder."""
+    embeds = is_encoder(read_graph(path))
+    files = encoder_files(path, name) if embeds else onnx_files(path, name)
+    return registry.add(name or _free_name(files), "embedder" if embeds else "decoder", source, files)
 
 
 def _belongs_to(name: str, graph: str, beside: str) -> bool:
     if name.startswith(graph):  # model.onnx.data, model.onnx_data
         return True
     path = PurePosixPath(name)
-    return path.suffix in (".json", ".jinja") and str(path.parent) in (beside, str(PurePosixPath(beside).parent))
+    folder = path.parent.parent if path.parent.name.endswith("_Pooling") else path.parent
+    return path.suffix in (".json", ".jinja") and str(folder) in (beside, str(PurePosixPath(beside).parent))
 
 
 def _list(model: HubModel) -> list[str]:

@@ -16,7 +16,7 @@ from rekindle.errors import ModelNotFound, NotAModel
 from rekindle.json_file import write_json
 from rekindle.machine import models_folder
 from rekindle.models.files import ModelFiles, file_version
-from rekindle.models.onnx_folder import PRECISIONS, OnnxForm
+from rekindle.models.onnx_folder import GRAPH, PRECISIONS, OnnxForm
 
 _RECORD = "model.json"
 PULLED = "hf"  # the subfolder of a model's folder with the files that `pull` put there
@@ -45,9 +45,15 @@ class PulledModel:
 
     def size_bytes(self) -> int:
         """Bytes of all its files, also of those used in place."""
-        paths = [*self.files.parts, self.files.folder, self.home]
-        unique = {file.resolve() for path in paths for file in _files_in(path)}
-        return sum(file.stat().st_size for file in unique)
+        return _size_of(*self.files.parts, self.files.folder, self.home, *self._graphs().values())
+
+    def graph_bytes(self) -> dict[OnnxForm, int]:
+        """Bytes of the graphs that were exported from it."""
+        return {form: _size_of(folder) for form, folder in self._graphs().items()}
+
+    def _graphs(self) -> dict[OnnxForm, Path]:
+        folders = {form: exported_folder(self.files, form) for form in PRECISIONS}
+        return {form: folder for form, folder in folders.items() if (folder / GRAPH).is_file()}
 
 
 def folder_of(name: str) -> Path:
@@ -154,6 +160,12 @@ def _parse(record: Any) -> PulledModel:
     paths = (None if path is None else Path(path) for path in (gguf, onnx))
     files = ModelFiles(record["name"], Path(record["folder"]), *paths)
     return PulledModel(record["name"], record["kind"], record["source"], files, record["added"])
+
+
+def _size_of(*paths: Path) -> int:
+    """Bytes of all files in folders; a file in two of them counts once."""
+    unique = {file.resolve() for path in paths for file in _files_in(path)}
+    return sum(file.stat().st_size for file in unique)
 
 
 def _files_in(path: Path) -> list[Path]:

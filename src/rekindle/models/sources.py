@@ -23,13 +23,14 @@ from types import MappingProxyType
 from typing import Literal
 
 from rekindle.core.identity import digest_of_fields
-from rekindle.errors import BrokenModel, ModelNotFound, NotAModel
+from rekindle.errors import BrokenModel, ModelNotFound, NotAModel, UnsupportedModel
 from rekindle.machine import models_folder
 from rekindle.models import ollama, registry
 from rekindle.models.files import ModelFiles, is_file, is_folder, part_names
 from rekindle.models.gguf import check_parts, read_header
 from rekindle.models.hf_folder import WEIGHTS, check_folder
 from rekindle.models.hub import HUB_NAME, choose_file, spec_for
+from rekindle.models.onnx_encoder import is_encoder, read_encoder
 from rekindle.models.onnx_folder import (
     GRAPH,
     PRECISIONS,
@@ -39,6 +40,7 @@ from rekindle.models.onnx_folder import (
     is_onnx_folder,
     read_onnx_model,
 )
+from rekindle.models.onnx_graph import read_graph
 from rekindle.models.other_tools import find_models, folders_of
 from rekindle.models.registry import PulledModel
 
@@ -201,7 +203,7 @@ def find_graph(spec: str, form: OnnxForm) -> ModelFiles:
     """The files of a model, with the graph of that precision if there is one: its own, one that was pulled from the hub
     beside the model, or one that was exported."""
     entry = pulled_graph(spec, form)
-    return with_graph(find(spec), form) if entry is None else entry.files
+    return with_graph(find(spec), form) if entry is None else files_of(entry)
 
 
 def pulled_graph(spec: str, form: OnnxForm) -> PulledModel | None:
@@ -231,8 +233,20 @@ def folder_files(path: Path) -> ModelFiles:
 
 def onnx_files(path: Path, name: str | None = None) -> ModelFiles:
     """The files of a graph, after checking that they are complete and that it can be driven."""
-    read_onnx_model(path)
+    try:
+        read_onnx_model(path)
+    except UnsupportedModel as error:
+        if is_encoder(read_graph(path)):
+            message = f"{path} computes embeddings, it does not generate text. Use a decoder such as smollm2."
+            raise NotAModel(message) from error
+        raise
     folder = path.absolute().parent
+    return ModelFiles(name or folder.name, folder, onnx=path.absolute())
+
+
+def encoder_files(path: Path, name: str | None = None) -> ModelFiles:
+    """The files of a graph that computes embeddings, after the same checks."""
+    folder = read_encoder(path.absolute()).folder
     return ModelFiles(name or folder.name, folder, onnx=path.absolute())
 
 

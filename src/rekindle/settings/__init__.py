@@ -210,7 +210,9 @@ class Settings(_Loadable):
         kind=a_size("10GB, 10%"),
     )
     embedder: str = setting(
-        "library", "minilm", "The model that makes vectors of documents and questions: a name or a folder."
+        "library",
+        "minilm",
+        "The model that makes vectors of documents and questions: a name, a folder or an ONNX graph.",
     )
     answers: Literal["off", "verified", "direct"] = setting(
         "answers",

@@ -1,4 +1,4 @@
-"""Embeddings in numpy are those of the model's own code, whatever their family, batch or length."""
+"""Embeddings of ONNX Runtime and of numpy are those of the model's own code, whatever their family, batch or length."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,131 +15,81 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from tokenizers import models, normalizers, pre_tokenizers, processors
-from transformers import AutoConfig, AutoModel
+from tokenizers import models
 
 from rekindle.engine.embedding import bert, embedder
 from rekindle.engine.embedding.bert import ACTIVATIONS
-from rekindle.engine.embedding.embedder import Embedder
 from rekindle.errors import BrokenModel, Cancelled, InvalidPrompt, NotAModel, UnsupportedModel
-from rekindle.models.files import ModelFiles
+from tests.engine.embedding.tiny_encoders import TEXTS, Make, load, own, put, vocabulary, word_tokenizer
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("one_thread")]
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 120,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 40,
-    "pad_token_id": 1,
-    "attn_implementation": "eager",
-}
-TEXTS = ["", "a", "b c", "hello, world", "the quick brown fox", "x" * 31, "b c", "long " * 40, "日本", "zyx 987"]
-
-Make = Callable[..., Path]
-
-
-def vocabulary() -> dict[str, int]:
-    pieces = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz0123456789,.!?"]
-    pieces += [f"##{piece}" for piece in pieces[4:40]]
-    return {piece: index for index, piece in enumerate(pieces)}
-
-
-def word_tokenizer() -> tokenizers.Tokenizer:
-    """A WordPiece tokenizer of letters, which asks to cut and to pad as some published ones do."""
-    made = tokenizers.Tokenizer(models.WordPiece(vocab=vocabulary(), unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer(lowercase=False)
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    made.enable_truncation(5)
-    made.enable_padding(length=9, pad_id=1, pad_token="[PAD]")
-    return made
+EITHER = pytest.mark.parametrize("either", ["runtime", "numpy"], indirect=True)
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
-    """Writes a model folder with random weights, large enough that vectors differ clearly."""
-
-    def made(family: str = "bert", *, spread: float = 0.3, **changes: Any) -> Path:
-        torch.manual_seed(0)
-        model = AutoModel.from_config(AutoConfig.for_model(family, **{**SIZES, **changes}))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * spread)
-        folder = tmp_path / f"{family}-{len(list(tmp_path.iterdir()))}"
-        model.save_pretrained(folder)
-        word_tokenizer().save(str(folder / "tokenizer.json"))
-        return folder
-
-    return made
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to compute; numpy's is that of a machine without ONNX Runtime."""
+    if request.param == "runtime":
+        pytest.importorskip("onnxruntime", reason="numpy computes without ONNX Runtime")
+        monkeypatch.setattr(embedder, "_NUMPY_TOKENS", 0)
+    else:
+        monkeypatch.setattr(embedder, "runtime_installed", lambda: False)
+    return str(request.param)
 
 
-def load(folder: Path) -> Embedder:
-    return Embedder.load(ModelFiles("tiny", folder))
-
-
-def put(folder: Path, name: str, value: object) -> None:
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).write_text(json.dumps(value))
-
-
-def own(folder: Path, texts: list[str], most: int, pooling: str = "mean") -> NDArray[np.float32]:
-    """What transformers computes, text by text and so without padding."""
-    model = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    backend = word_tokenizer()
-    backend.no_padding()
-    backend.enable_truncation(most)
-    rows = []
-    for text in texts:
-        with torch.inference_mode():
-            states = model(torch.tensor([backend.encode(text).ids])).last_hidden_state[0]
-        rows.append(states.mean(0) if pooling == "mean" else states[0])
-    return torch.nn.functional.normalize(torch.stack(rows)).numpy()
-
-
+@EITHER
 @pytest.mark.parametrize("heads", [1, 2, 3, 12])
 @pytest.mark.parametrize("activation", ["gelu", "relu", "gelu_new", "gelu_pytorch_tanh"])
-def test_vectors_are_the_models_own(heads: int, activation: str, make: Make) -> None:
+def test_vectors_are_the_models_own(heads: int, activation: str, either: str, make: Make) -> None:
     folder = make(num_attention_heads=heads, hidden_act=activation)
     found = load(folder).embed(TEXTS).vectors
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, own(folder, TEXTS, 40), atol=1e-5)
 
 
+@EITHER
 @pytest.mark.parametrize("family", ["roberta", "xlm-roberta", "camembert"])
-def test_positions_begin_after_the_padding_token_where_the_family_has_it_so(family: str, make: Make) -> None:
+def test_positions_begin_after_the_padding_token_where_the_family_has_it_so(
+    family: str, either: str, make: Make
+) -> None:
     folder = make(family)
     made = load(folder)
     assert made.token_limit == 38
     np.testing.assert_allclose(made.embed(TEXTS).vectors, own(folder, TEXTS, 38), atol=1e-5)
 
 
+@EITHER
 @pytest.mark.parametrize(
-    "config", [{"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, {"pooling_mode": "cls"}]
+    ("config", "pooling"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode": "cls"}, "cls"),
+        ({"pooling_mode_max_tokens": True}, "max"),
+    ],
 )
-def test_the_folder_says_how_vectors_are_pooled(config: dict[str, object], make: Make) -> None:
+def test_the_folder_says_how_vectors_are_pooled(
+    config: dict[str, object], pooling: str, either: str, make: Make
+) -> None:
     folder = make()
     put(folder, "2_Pool/config.json", {"word_embedding_dimension": 24, **config})
     stages = [("Transformer", ""), ("Pooling", "2_Pool"), ("Normalize", "3_Normalize")]
     put(folder, "modules.json", [{"type": f"sentence_transformers.models.{t}", "path": p} for t, p in stages])
     found = load(folder).embed(TEXTS).vectors
-    np.testing.assert_allclose(found, own(folder, TEXTS, 40, "cls"), atol=1e-5)
+    np.testing.assert_allclose(found, own(folder, TEXTS, 40, pooling), atol=1e-5)
     assert np.abs(found - own(folder, TEXTS, 40)).max() > 0.1
 
 
-def test_scores_that_overflow_an_exponential_are_computed_all_the_same(make: Make) -> None:
+@EITHER
+def test_scores_that_overflow_an_exponential_are_computed_all_the_same(either: str, make: Make) -> None:
     folder = make(spread=4.0)
     found = load(folder).embed(TEXTS).vectors
     np.testing.assert_allclose(found, own(folder, TEXTS, 40), atol=1e-4)
 
 
 def test_a_long_text_is_attended_in_pieces_with_the_same_vector(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedder, "runtime_installed", lambda: False)
     folder = make()
     whole = load(folder).embed(TEXTS).vectors
     for name, value in (("_SCORE_VALUES", 4 * 40 * 7), ("_FEED_ROWS", 3)):
@@ -168,7 +117,8 @@ def test_weights_saved_with_a_head_and_older_names_are_the_same_model(make: Make
     np.testing.assert_array_equal(load(folder).embed(TEXTS).vectors, expected)
 
 
-def test_a_text_has_the_same_vector_in_any_company(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@EITHER
+def test_a_text_has_the_same_vector_in_any_company(either: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     made = load(make())
     together = made.embed(TEXTS)
     alone = [made.embed([text]) for text in TEXTS]
@@ -179,7 +129,8 @@ def test_a_text_has_the_same_vector_in_any_company(make: Make, monkeypatch: pyte
     np.testing.assert_allclose(made.embed(TEXTS[::-1]).vectors[::-1], together.vectors, atol=1e-5)
 
 
-def test_vectors_have_unit_length_and_empty_inputs_a_shape(make: Make) -> None:
+@EITHER
+def test_vectors_have_unit_length_and_empty_inputs_a_shape(either: str, make: Make) -> None:
     made = load(make())
     assert (made.name, made.dimensions, made.token_limit) == ("tiny", 24, 40)
     np.testing.assert_allclose(np.linalg.norm(made.embed(TEXTS).vectors, axis=1), 1, atol=1e-6)
@@ -188,7 +139,8 @@ def test_vectors_have_unit_length_and_empty_inputs_a_shape(make: Make) -> None:
     assert made.embed([""]).tokens == 2  # the tokens that begin and end it
 
 
-def test_texts_longer_than_the_model_reads_are_cut_and_counted(make: Make) -> None:
+@EITHER
+def test_texts_longer_than_the_model_reads_are_cut_and_counted(either: str, make: Make) -> None:
     folder = make()
     put(folder, "sentence_bert_config.json", {"max_seq_length": 12, "do_lower_case": False})
     made = load(folder)
@@ -209,7 +161,8 @@ def test_letters_are_made_small_where_the_folder_asks_for_it(make: Make) -> None
     assert lowered.digest != made.digest
 
 
-def test_the_tokens_of_a_text_have_its_vector_even_when_cut(make: Make) -> None:
+@EITHER
+def test_the_tokens_of_a_text_have_its_vector_even_when_cut(either: str, make: Make) -> None:
     made = load(make())
     backend = word_tokenizer()
     backend.no_truncation()
@@ -234,8 +187,9 @@ def test_what_is_not_text_is_refused(texts: Any, make: Make) -> None:
         load(make()).embed(texts)
 
 
+@EITHER
 @pytest.mark.parametrize("looks", [0, 1, 4, 9])
-def test_a_cancelled_call_ends_between_layers_and_leaves_the_embedder_sound(looks: int, make: Make) -> None:
+def test_a_cancelled_call_ends_and_leaves_the_embedder_sound(looks: int, either: str, make: Make) -> None:
     made = load(make())
     answers = iter([False] * looks + [True])
     with pytest.raises(Cancelled):
@@ -244,7 +198,27 @@ def test_a_cancelled_call_ends_between_layers_and_leaves_the_embedder_sound(look
     assert made.embed(TEXTS, cancelled=lambda: False).vectors.shape == (len(TEXTS), 24)
 
 
-def test_several_threads_share_an_embedder(make: Make) -> None:
+def test_the_first_texts_are_computed_by_numpy_and_many_by_onnx_runtime(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(embedder, "_NUMPY_TOKENS", 100)
+    opened = []
+    session = runtime.InferenceSession
+    monkeypatch.setattr(runtime, "InferenceSession", lambda *a, **b: opened.append(a) or session(*a, **b))
+    made, spoilt = load(make()), load(make())
+    first = made.embed(TEXTS[:3])
+    assert first.tokens < 100 and not opened
+    np.testing.assert_allclose(made.embed(TEXTS * 3).vectors[:3], first.vectors, atol=1e-6)
+    made.embed(TEXTS)
+    assert len(opened) == 1
+    monkeypatch.setattr(runtime, "InferenceSession", None)  # as good as one that cannot load it
+    np.testing.assert_allclose(spoilt.embed(TEXTS * 3).vectors[:3], first.vectors, atol=1e-6)
+    assert "numpy does, more slowly" in caplog.text
+
+
+@EITHER
+def test_several_threads_share_an_embedder(either: str, make: Make) -> None:
     made = load(make())
     expected = made.embed(TEXTS).vectors
     with ThreadPoolExecutor(4) as pool:
@@ -282,7 +256,7 @@ def test_another_family_is_refused_by_name(family: str, make: Make) -> None:
         ("config.json", {"hidden_act": "mish"}, "mish"),
         ("config.json", {"position_embedding_type": "relative_key"}, "relative_key"),
         ("config.json", {"is_decoder": True}, "is_decoder"),
-        ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "max_tokens"),
+        ("1_Pooling/config.json", {"pooling_mode_lasttoken": True}, "lasttoken"),
         ("1_Pooling/config.json", {"pooling_mode": ["mean", "cls"]}, r"mean \+ cls"),
         ("1_Pooling/config.json", {"pooling_mode_mean_tokens": False}, "nothing"),
     ],
@@ -330,6 +304,7 @@ def test_a_missing_tensor_and_a_missing_tokenizer_are_named(make: Make) -> None:
     save_file({n: t for n, t in weights.items() if "layer.2.output.dense.bias" not in n}, folder / "model.safetensors")
     with pytest.raises(BrokenModel, match=r"layer\.2\.output\.dense\.bias"):
         load(folder)
+    save_file(weights, folder / "model.safetensors")
     (folder / "tokenizer.json").rename(folder / "vocab.txt")
     with pytest.raises(UnsupportedModel, match="save_pretrained"):
         load(folder)

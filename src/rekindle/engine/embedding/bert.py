@@ -6,17 +6,18 @@ work) works on the whole row; only attention sees texts, those of equal length t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.errors import BrokenModel, UnsupportedModel
+from rekindle.engine.embedding.bert_weights import BertWeights, Dense, EncoderLayer, Floats, LayerNorm
+from rekindle.engine.embedding.encoder_settings import Pooling
+from rekindle.engine.threaded_job import stop_if
 
-Floats = NDArray[np.float32]
 Activation = Callable[[Floats], None]  # in place, over contiguous values
 
 _PIECE_VALUES = 1 << 16  # passed over many times: small enough for the CPU's cache
@@ -52,7 +53,7 @@ def gelu_tanh(values: Floats) -> None:
 
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {"gelu": gelu, "relu": relu, "gelu_new": gelu_tanh, "gelu_pytorch_tanh": gelu_tanh}
+    {"gelu": gelu, "relu": relu, "gelu_new": gelu_tanh, "gelu_pytorch_tanh": gelu_tanh}  # those of ACTIVATION_NAMES
 )
 
 
@@ -79,10 +80,6 @@ def _apply_gate(values: Floats, coefficients: tuple[float, ...]) -> None:
             piece /= total
 
 
-# Families of one layout, and whether their positions start after the padding token's id.
-FAMILIES: Mapping[str, bool] = MappingProxyType(
-    {"bert": False, "roberta": True, "xlm-roberta": True, "camembert": True}
-)
 _FEED_ROWS = 1024  # tokens whose inner states, the widest, are in memory at once
 _SCORE_VALUES = 1 << 18  # attention scores in memory at once
 _SAFE_SCORE = 60.0  # up to this, exponentials neither overflow nor vanish, and the maximum need not be subtracted
@@ -101,103 +98,83 @@ class EqualLengthTexts:
         return slice(self.start, self.start + self.texts * self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class _Dense:
-    weight: Floats  # [inputs, outputs]
-    bias: Floats  # [outputs]
-
-    def __call__(self, states: Floats, out: Floats | None = None) -> Floats:
-        result: Floats = np.matmul(states, self.weight, out=out)
-        result += self.bias
-        return result
+def _project(dense: Dense, states: Floats, out: Floats | None = None) -> Floats:
+    result: Floats = np.matmul(states, dense.weight, out=out)
+    result += dense.bias
+    return result
 
 
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    scale: Floats  # [hidden]
-    shift: Floats  # [hidden]
-    epsilon: float
-
-    def __call__(self, states: Floats) -> None:
-        """Normalise rows `[tokens, hidden]` in place."""
-        width = states.shape[1]
-        states -= (states @ np.full(width, 1 / width, np.float32))[:, None]  # a product is faster than a sum
-        spread = np.einsum("nd,nd->n", states, states) / np.float32(width)
-        states *= (1 / np.sqrt(spread + np.float32(self.epsilon)))[:, None]
-        states *= self.scale
-        states += self.shift
+def _normalise(norm: LayerNorm, states: Floats) -> None:
+    """Normalise rows `[tokens, hidden]` in place."""
+    width = states.shape[1]
+    states -= (states @ np.full(width, 1 / width, np.float32))[:, None]  # a product is faster than a sum
+    spread = np.einsum("nd,nd->n", states, states) / np.float32(width)
+    states *= (1 / np.sqrt(spread + np.float32(norm.epsilon)))[:, None]
+    states *= norm.scale
+    states += norm.shift
 
 
-@dataclass(frozen=True, slots=True)
-class _EncoderLayer:
-    queries_keys_values: _Dense  # queries are scaled already
-    mix: _Dense
-    mix_norm: _Norm
-    widen: _Dense
-    narrow: _Dense
-    feed_norm: _Norm
+class NumpyEncoder:
+    """An encoder in numpy. Immutable, so thread-safe."""
 
+    def __init__(self, weights: BertWeights) -> None:
+        self.dimensions = weights.dimensions
+        self.vocabulary_size = weights.vocabulary_size
+        self.token_limit = weights.token_limit
+        self._weights = weights
+        self._activate = ACTIVATIONS[weights.activation]
 
-class Bert:
-    """An encoder. Immutable, so thread-safe."""
+    def pooled(
+        self, prompts: Sequence[NDArray[np.int32]], pooling: Pooling, cancelled: Callable[[], bool] | None
+    ) -> Floats:
+        """The pooled states `[prompts, dimensions]` of prompts in order of length. Raises `Cancelled`, before any
+        layer."""
+        groups, start = [], 0
+        for tokens, same in groupby(prompts, key=len):
+            group = EqualLengthTexts(start, len(list(same)), tokens)
+            groups.append(group)
+            start = group.rows.stop
+        states = self._states(np.concatenate(prompts), groups, cancelled)  # [tokens, dimensions]
+        found = []
+        for group in groups:
+            texts = states[group.rows].reshape(group.texts, group.tokens, self.dimensions)
+            if pooling == "cls":
+                found.append(texts[:, 0])
+            else:
+                found.append(texts.mean(axis=1) if pooling == "mean" else texts.max(axis=1))
+        return np.concatenate(found)
 
-    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Floats]) -> None:
-        """`tensors` by the names of the model without its head.
-
-        Raises `UnsupportedModel`, and `BrokenModel` for missing tensors and wrong shapes.
-        """
-        shape = _BertConfig.of(config)
-        parts = _WeightReader(tensors, shape)
-        self.dimensions = shape.hidden
-        self._heads = shape.heads
-        self._activate = shape.activation
-        self._words = parts.take("embeddings.word_embeddings.weight", shape.vocabulary, shape.hidden)
-        places = parts.take("embeddings.position_embeddings.weight", shape.positions, shape.hidden)
-        kinds = parts.take("embeddings.token_type_embeddings.weight", shape.kinds, shape.hidden)
-        self._places = places[shape.first_position :] + kinds[0]  # all tokens are of the first kind
-        self._norm = parts.norm("embeddings.LayerNorm")
-        self._layers = [parts.layer(f"encoder.layer.{index}.") for index in range(shape.layers)]
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Token ids are below this."""
-        return len(self._words)
-
-    @property
-    def token_limit(self) -> int:
-        """The longest text, by the model's positions."""
-        return len(self._places)
-
-    def states(self, ids: NDArray[np.int64], groups: Sequence[EqualLengthTexts], look: Callable[[], None]) -> Floats:
-        """The last layer's states `[tokens, hidden]` of the texts whose ids `[tokens]` stand in these groups.
-
-        `look` is called before every layer; what it raises ends the work.
-        """
-        states: Floats = self._words[ids]  # [tokens, hidden]
+    def _states(
+        self, ids: NDArray[np.int32], groups: Sequence[EqualLengthTexts], cancelled: Callable[[], bool] | None
+    ) -> Floats:
+        """The last layer's states `[tokens, hidden]` of the texts whose ids `[tokens]` stand in these groups."""
+        weights = self._weights
+        states: Floats = weights.words[ids]  # [tokens, hidden]
         for group in groups:
             texts = states[group.rows].reshape(group.texts, group.tokens, -1)
-            texts += self._places[: group.tokens]
-        self._norm(states)
+            texts += weights.places[: group.tokens]
+        _normalise(weights.norm, states)
         parts = np.empty((len(ids), 3 * self.dimensions), np.float32)
         mixed, result = np.empty_like(states), np.empty_like(states)
-        for layer in self._layers:
-            look()
-            layer.queries_keys_values(states, parts)
+        for layer in weights.layers:
+            stop_if(cancelled)
+            _project(layer.queries_keys_values, states, parts)
             for group in groups:
                 self._attend(parts[group.rows], group, mixed[group.rows])
-            layer.mix(mixed, result)
+            _project(layer.mix, mixed, result)
             result += states
-            layer.mix_norm(result)
+            _normalise(layer.mix_norm, result)
             self._feed(layer, result)
             states, result = result, states
         return states
 
     def _attend(self, parts: Floats, group: EqualLengthTexts, out: Floats) -> None:
         """Attention inside each text of a group: `parts` `[tokens, 3 * hidden]`, `out` `[tokens, hidden]`."""
-        split = parts.reshape(group.texts, group.tokens, 3, self._heads, -1)
+        heads = self._weights.heads
+        split = parts.reshape(group.texts, group.tokens, 3, heads, -1)
         queries, keys, values = split.transpose(2, 0, 3, 1, 4)  # each [texts, heads, tokens, size]
-        target = out.reshape(group.texts, group.tokens, self._heads, -1).transpose(0, 2, 1, 3)
-        row = self._heads * group.tokens  # the scores of one query
+        target = out.reshape(group.texts, group.tokens, heads, -1).transpose(0, 2, 1, 3)
+        row = heads * group.tokens  # the scores of one query
         some = max(1, _SCORE_VALUES // row)
         texts = max(1, some // group.tokens)
         ones = np.ones(group.tokens, np.float32)
@@ -216,128 +193,11 @@ class Bert:
                 found = scores @ values[these]  # [texts, heads, some, size]
                 np.divide(found, sums[..., None], out=target[these, :, first : first + some])
 
-    def _feed(self, layer: _EncoderLayer, states: Floats) -> None:
+    def _feed(self, layer: EncoderLayer, states: Floats) -> None:
         """The second half of a layer, in place."""
         for start in range(0, len(states), _FEED_ROWS):
             some = states[start : start + _FEED_ROWS]
-            inner = layer.widen(some)  # [some tokens, intermediate]
+            inner = _project(layer.widen, some)  # [some tokens, intermediate]
             self._activate(inner)
-            some += layer.narrow(inner)
-            layer.feed_norm(some)
-
-
-@dataclass(frozen=True, slots=True)
-class _BertConfig:
-    """The checked fields of a config."""
-
-    hidden: int
-    inner: int
-    heads: int
-    layers: int
-    vocabulary: int
-    positions: int
-    kinds: int
-    first_position: int
-    epsilon: float
-    activation: Activation
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> _BertConfig:
-        family = str(config["model_type"])
-        if family not in FAMILIES:
-            raise UnsupportedModel(
-                f"Embeddings are computed with the families {', '.join(FAMILIES)}; this model is a {family}. "
-                "Use minilm, or another model of those."
-            )
-        _refuse(family, "activation", config.get("hidden_act", "gelu"), ACTIVATIONS)
-        _refuse(family, "position_embedding_type", config.get("position_embedding_type", "absolute"), ["absolute"])
-        _refuse(family, "is_decoder", config.get("is_decoder", False), [False])
-        numbers = {name: config.get(name, default) for name, default in _NUMBERS.items()}
-        wrong = [name for name, value in numbers.items() if not isinstance(value, int) or value < 0]
-        if wrong or not numbers["num_attention_heads"] or numbers["hidden_size"] % numbers["num_attention_heads"]:
-            said = ", ".join(f"{name} {numbers[name]!r}" for name in wrong or ("hidden_size", "num_attention_heads"))
-            raise BrokenModel(f"The model's config.json makes no sense ({said}). Get it again.")
-        return cls(
-            hidden=numbers["hidden_size"],
-            inner=numbers["intermediate_size"],
-            heads=numbers["num_attention_heads"],
-            layers=numbers["num_hidden_layers"],
-            vocabulary=numbers["vocab_size"],
-            positions=numbers["max_position_embeddings"],
-            kinds=numbers["type_vocab_size"],
-            first_position=numbers["pad_token_id"] + 1 if FAMILIES[family] else 0,
-            epsilon=float(config.get("layer_norm_eps", 1e-12)),
-            activation=ACTIVATIONS[config.get("hidden_act", "gelu")],
-        )
-
-
-# Fields of a config and their defaults in transformers.
-_NUMBERS = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_attention_heads": 12,
-    "num_hidden_layers": 12,
-    "vocab_size": 30522,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-    "pad_token_id": 0,
-}
-
-
-def _refuse(family: str, what: str, value: object, known: Iterable[object]) -> None:
-    if value not in known:
-        raise UnsupportedModel(
-            f"This {family} model has {what} {value!r}; embeddings are computed only with "
-            f"{', '.join(map(str, known))}. Use minilm, or another model of that kind."
-        )
-
-
-class _WeightReader:
-    """Reads layers from the tensors of a model."""
-
-    def __init__(self, tensors: Mapping[str, Floats], shape: _BertConfig) -> None:
-        prefix = next((n.partition("embeddings.")[0] for n in tensors if "embeddings.word_embeddings" in n), "")
-        self._tensors = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-        self._shape = shape
-
-    def take(self, name: str, *size: int) -> Floats:
-        """The tensor of that name and shape. Raises `BrokenModel`."""
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            raise BrokenModel(f"The model's weights lack {name}. Get the model again.")
-        if tensor.shape != size:
-            raise BrokenModel(
-                f"{name} has the shape {list(tensor.shape)}, by config.json {list(size)}. Get both again."
-            )
-        return tensor
-
-    def layer(self, name: str) -> _EncoderLayer:
-        """One layer, with its three projections merged into one."""
-        hidden, inner = self._shape.hidden, self._shape.inner
-        scale = np.float32((hidden // self._shape.heads) ** -0.5)
-        queries, keys, values = (
-            self._dense(f"{name}attention.self.{part}", hidden, hidden) for part in ("query", "key", "value")
-        )
-        joined = _Dense(
-            np.ascontiguousarray(np.concatenate([queries.weight * scale, keys.weight, values.weight], axis=1)),
-            np.concatenate([queries.bias * scale, keys.bias, values.bias]),
-        )
-        return _EncoderLayer(
-            joined,
-            self._dense(f"{name}attention.output.dense", hidden, hidden),
-            self.norm(f"{name}attention.output.LayerNorm"),
-            self._dense(f"{name}intermediate.dense", hidden, inner),
-            self._dense(f"{name}output.dense", inner, hidden),
-            self.norm(f"{name}output.LayerNorm"),
-        )
-
-    def norm(self, name: str) -> _Norm:
-        hidden = self._shape.hidden
-        # Files converted from TensorFlow call the two gamma and beta.
-        words = ("weight", "bias") if f"{name}.weight" in self._tensors else ("gamma", "beta")
-        scale, shift = (self.take(f"{name}.{word}", hidden) for word in words)
-        return _Norm(scale, shift, self._shape.epsilon)
-
-    def _dense(self, name: str, inputs: int, outputs: int) -> _Dense:
-        weight = self.take(f"{name}.weight", outputs, inputs)
-        return _Dense(np.ascontiguousarray(weight.T), self.take(f"{name}.bias", outputs))
+            some += _project(layer.narrow, inner)
+            _normalise(layer.feed_norm, some)

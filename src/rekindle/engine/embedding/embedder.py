@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Protocol
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
 from rekindle.core.identity import digest_of_config, digest_of_fields
-from rekindle.engine.embedding.bert import Bert, EqualLengthTexts
-from rekindle.errors import BrokenModel, Cancelled, InvalidPrompt, UnsupportedModel
+from rekindle.engine.embedding.bert import NumpyEncoder
+from rekindle.engine.embedding.bert_weights import BertWeights, read_bert
+from rekindle.engine.embedding.encoder_settings import EncoderSettings, Pooling, read_encoder_settings
+from rekindle.engine.threaded_job import stop_if
+from rekindle.errors import BrokenModel, EngineMissing, InvalidPrompt, ModelError, UnsupportedModel
 from rekindle.models.files import ModelFiles, digest_of_files
-from rekindle.models.hf_folder import check_folder, read_config, read_floats, read_json
+from rekindle.models.hf_folder import check_folder, read_config, read_floats
+from rekindle.models.onnx_encoder import read_encoder
 from rekindle.text.tokenizer import LARGE_CHARACTERS, encode_text, trim_heap
 
 _BATCH_TOKENS = 1024  # larger batches are not faster
+_NUMPY_TOKENS = 4096  # computed before ONNX Runtime is loaded: about as long as loading it takes longer
 _TEXTS_AT_ONCE = 256  # tokenized between two checks for cancellation
 
 Ids = NDArray[np.int32]
-CancelCheck = Callable[[], None]  # raises `Cancelled`
+log = logging.getLogger("rekindle.engine")
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,26 @@ class Embeddings:
     truncated: int  # number of texts longer than the model reads
 
 
+class Encoder(Protocol):
+    """What computes vectors. Thread-safe."""
+
+    @property
+    def dimensions(self) -> int: ...
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids are below this."""
+
+    @property
+    def token_limit(self) -> int:
+        """The longest text, by the model's positions."""
+
+    def pooled(
+        self, prompts: Sequence[Ids], pooling: Pooling, cancelled: Callable[[], bool] | None
+    ) -> NDArray[np.float32]:
+        """The pooled states `[prompts, dimensions]` of prompts in order of length. Raises `Cancelled`."""
+
+
 class Embedder:
     """A sentence encoder. Thread-safe.
 
@@ -44,37 +71,57 @@ class Embedder:
     """
 
     def __init__(
-        self, files: ModelFiles, bert: Bert, tokenizer: tokenizers.Tokenizer, settings: EncoderSettings
+        self,
+        name: str,
+        weights: Sequence[Path],
+        folder: Path,
+        encoder: Encoder,
+        settings: EncoderSettings,
     ) -> None:
-        """Takes over `tokenizer` and configures it to truncate and not to pad."""
-        self.name = files.name
-        self.dimensions = bert.dimensions
-        self.token_limit = min(bert.token_limit, settings.token_limit or bert.token_limit)
-        self._folder = files.folder
-        self._bert = bert
-        self._encoder_settings = settings
-        self._tokenizer = tokenizer
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        frame = tokenizer.encode("").ids  # the special tokens around every text
-        if not 0 < len(frame) < self.token_limit or max(frame) >= bert.vocabulary_size:
+        """`weights` are the files of the encoder, `folder` has its configuration and tokenizer."""
+        self.name = name
+        self.dimensions = encoder.dimensions
+        self.token_limit = min(encoder.token_limit, settings.token_limit or encoder.token_limit)
+        self._weights = weights
+        self._folder = folder
+        self._encoder = encoder
+        self._settings = settings
+        self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        frame = self._tokenizer.encode("").ids  # the special tokens around every text
+        if not 0 < len(frame) < self.token_limit or max(frame) >= encoder.vocabulary_size:
             raise BrokenModel(
-                f"The tokenizer.json in {files.folder} puts {len(frame)} tokens {frame} around a text; that does not "
+                f"The tokenizer.json in {folder} puts {len(frame)} tokens {frame} around a text; that does not "
                 f"fit the model, which reads {self.token_limit}. Get both again."
             )
         self._end = int(frame[-1])
-        tokenizer.enable_truncation(self.token_limit)
+        self._tokenizer.enable_truncation(self.token_limit)
 
     @classmethod
     def load(cls, files: ModelFiles) -> Embedder:
-        """The encoder in a folder in Hugging Face form.
+        """The encoder in a folder in Hugging Face form, or in an ONNX graph.
 
-        Raises `UnsupportedModel`, `ModelNotFound`, `NotAModel` or `BrokenModel`.
+        Raises `UnsupportedModel`, `ModelNotFound`, `NotAModel` or `BrokenModel`, and `EngineMissing` for a graph
+        without ONNX Runtime.
         """
+        if files.onnx is not None:
+            return cls._load_graph(files.name, files.onnx)
         weights = check_folder(files.folder)
-        config, settings = read_config(files.folder), read_encoder_settings(files.folder)
-        tokenizer = _read_tokenizer(files.folder / "tokenizer.json")
-        return cls(files, Bert(config, read_floats(weights)), tokenizer, settings)
+        settings = read_encoder_settings(files.folder)
+        bert = read_bert(read_config(files.folder), read_floats(weights))
+        encoder = BertEncoder(bert) if runtime_installed() else NumpyEncoder(bert)
+        return cls(files.name, weights, files.folder, encoder, settings)
+
+    @classmethod
+    def _load_graph(cls, name: str, path: Path) -> Embedder:
+        if not runtime_installed():
+            raise EngineMissing(f"{path} needs ONNX Runtime. Install it with: pip install 'rekindle[onnx]'")
+        from rekindle.engine.embedding.graph_encoder import GraphEncoder
+
+        about = read_encoder(path)
+        settings = read_encoder_settings(about.folder, pooled=about.spec.pooled)
+        return cls(name, about.graph.weights, about.folder, GraphEncoder.of_file(about), settings)
 
     @cached_property
     def digest(self) -> str:
@@ -82,11 +129,10 @@ class Embedder:
 
         Reads the files the first time, unless they were read before.
         """
-        files = [*check_folder(self._folder), self._folder / "tokenizer.json"]
-        settings = self._encoder_settings
+        settings = self._settings
         return digest_of_fields(
             "rekindle/embedder/1",
-            digest_of_files(files),
+            digest_of_files([*self._weights, self._folder / "tokenizer.json"]),
             digest_of_config(read_config(self._folder)),
             f"{settings.pooling} {self.token_limit} {settings.lower}",
         )
@@ -107,20 +153,19 @@ class Embedder:
         Raises `InvalidPrompt` for what is not text, and `Cancelled`.
         """
         _check_texts(texts)
-        look = _cancel_check(cancelled)
         prompts: list[Ids] = []
         truncated = 0
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
-            look()
+            stop_if(cancelled)
             some = texts[start : start + _TEXTS_AT_ONCE]
-            wanted = [text.lower() for text in some] if self._encoder_settings.lower else list(some)
+            wanted = [text.lower() for text in some] if self._settings.lower else list(some)
             for encoding in self._tokenizer.encode_batch_fast(wanted):
                 prompts.append(np.array(encoding.ids, np.int32))
                 truncated += bool(encoding.overflowing)
             if sum(map(len, some)) >= LARGE_CHARACTERS:
                 del encoding
                 trim_heap()
-        return self._embedded(prompts, truncated, look)
+        return self._embedded(prompts, truncated, cancelled)
 
     def embed_tokens(
         self, prompts: Sequence[Sequence[int]], *, cancelled: Callable[[], bool] | None = None
@@ -133,14 +178,14 @@ class Embedder:
         for index, prompt in enumerate(prompts):
             if not len(prompt):
                 raise InvalidPrompt(f"Input {index} has no tokens. Give at least one.")
-            if not 0 <= min(prompt) <= max(prompt) < self._bert.vocabulary_size:
+            if not 0 <= min(prompt) <= max(prompt) < self._encoder.vocabulary_size:
                 raise InvalidPrompt(
                     f"Input {index} has token ids that {self.name} does not know: they go from 0 to "
-                    f"{self._bert.vocabulary_size - 1:,}. Use its own tokenizer, or send text."
+                    f"{self._encoder.vocabulary_size - 1:,}. Use its own tokenizer, or send text."
                 )
             kept.append(np.array(self._cut(prompt), np.int32))
         truncated = sum(len(prompt) > self.token_limit for prompt in prompts)
-        return self._embedded(kept, truncated, _cancel_check(cancelled))
+        return self._embedded(kept, truncated, cancelled)
 
     def _cut(self, prompt: Sequence[int]) -> Sequence[int]:
         """Truncated as the tokenizer does it: the end token stays."""
@@ -148,27 +193,52 @@ class Embedder:
             return prompt[: self.token_limit]
         return [*prompt[: self.token_limit - 1], self._end]
 
-    def _embedded(self, prompts: Sequence[Ids], truncated: int, look: CancelCheck) -> Embeddings:
+    def _embedded(self, prompts: Sequence[Ids], truncated: int, cancelled: Callable[[], bool] | None) -> Embeddings:
         vectors = np.empty((len(prompts), self.dimensions), np.float32)
         for batch in _batches([len(prompt) for prompt in prompts]):
-            look()
-            vectors[batch] = self._compute([prompts[index] for index in batch], look)
+            stop_if(cancelled)
+            some = [prompts[index] for index in batch]
+            vectors[batch] = self._encoder.pooled(some, self._settings.pooling, cancelled)
         vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         return Embeddings(vectors, sum(len(prompt) for prompt in prompts), truncated)
 
-    def _compute(self, prompts: Sequence[Ids], look: CancelCheck) -> NDArray[np.float32]:
-        """The pooled states `[prompts, dimensions]` of prompts in order of length."""
-        groups, start = [], 0
-        for tokens, same in groupby(prompts, key=len):
-            group = EqualLengthTexts(start, len(list(same)), tokens)
-            groups.append(group)
-            start = group.rows.stop
-        states = self._bert.states(np.concatenate(prompts), groups, look)  # [tokens, dimensions]
-        pooled = []
-        for group in groups:
-            texts = states[group.rows].reshape(group.texts, group.tokens, self.dimensions)
-            pooled.append(texts.mean(axis=1) if self._encoder_settings.pooling == "mean" else texts[:, 0])
-        return np.concatenate(pooled)
+
+def runtime_installed() -> bool:
+    """Whether ONNX Runtime is here."""
+    return importlib.util.find_spec("onnxruntime") is not None
+
+
+class BertEncoder:
+    """A checkpoint. The first texts are computed by numpy, which has the first vector sooner; once there are many, by
+    ONNX Runtime, which has a vector sooner but takes a while to load. Thread-safe."""
+
+    def __init__(self, weights: BertWeights) -> None:
+        self.dimensions = weights.dimensions
+        self.vocabulary_size = weights.vocabulary_size
+        self.token_limit = weights.token_limit
+        self._weights: BertWeights | None = weights  # until ONNX Runtime has them
+        self._chosen: Encoder = NumpyEncoder(weights)
+        self._tokens_left = _NUMPY_TOKENS
+        self._lock = threading.Lock()
+
+    def pooled(
+        self, prompts: Sequence[Ids], pooling: Pooling, cancelled: Callable[[], bool] | None
+    ) -> NDArray[np.float32]:
+        """See `Encoder`."""
+        with self._lock:
+            self._tokens_left -= sum(map(len, prompts))
+            if self._tokens_left < 0 and self._weights is not None:
+                self._chosen, self._weights = self._load_graph(self._weights), None
+        return self._chosen.pooled(prompts, pooling, cancelled)
+
+    def _load_graph(self, weights: BertWeights) -> Encoder:
+        try:
+            from rekindle.engine.embedding.graph_encoder import GraphEncoder
+
+            return GraphEncoder.of_weights(weights)
+        except (ImportError, ModelError) as error:  # an installation that is broken, or too old
+            log.warning("ONNX Runtime cannot compute vectors (%s); numpy does, more slowly.", error)
+            return self._chosen
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
@@ -210,87 +280,3 @@ def _check_texts(texts: Sequence[str]) -> None:
                 f"Input {index} is not valid Unicode: a lone surrogate at character {error.start}. "
                 "Read the file as UTF-8, or pass errors='replace' when decoding."
             ) from None
-
-
-def _cancel_check(cancelled: Callable[[], bool] | None) -> CancelCheck:
-    def look() -> None:
-        if cancelled is not None and cancelled():
-            raise Cancelled("The request was cancelled.")
-
-    return look
-
-
-Pooling = Literal["mean", "cls"]
-
-_STAGES = ("Transformer", "Pooling", "Normalize")
-# mean_sqrt_len has the direction of the mean, and all vectors get unit length.
-_POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "mean_sqrt_len_tokens": "mean"}
-_FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}  # others have the names of their flags
-_FLAG = "pooling_mode_"
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderSettings:
-    """What a folder says about pooling, as sentence-transformers reads it: `modules.json` and the pooling's config.
-
-    `token_limit` is None if only the encoder limits it; `lower`: texts are lowercased.
-    """
-
-    pooling: Pooling = "mean"
-    token_limit: int | None = None
-    lower: bool = False
-
-
-def read_encoder_settings(folder: Path) -> EncoderSettings:
-    """Read the settings of a folder. Raises `UnsupportedModel` for an unknown stage or pooling, and `BrokenModel`."""
-    stages = _read_typed(folder / "modules.json", [])
-    pooling = "1_Pooling"
-    try:
-        for stage in stages:
-            kind = str(stage["type"]).rpartition(".")[2]
-            if kind not in _STAGES:
-                raise UnsupportedModel(
-                    f"{folder} passes its vectors through a stage {kind}, which is not computed here (only "
-                    f"{', '.join(_STAGES)}). Use minilm, or another model without it."
-                )
-            if kind == "Pooling":
-                pooling = str(stage["path"])
-    except (KeyError, TypeError) as error:
-        raise BrokenModel(f"{folder / 'modules.json'} is damaged ({error!r}). Get it again.") from error
-    about = _read_typed(folder / "sentence_bert_config.json", {})
-    limits = [about.get("max_seq_length"), _read_typed(folder / "tokenizer_config.json", {}).get("model_max_length")]
-    known = [int(limit) for limit in limits if isinstance(limit, (int, float)) and limit > 0]
-    return EncoderSettings(
-        pooling=_pooling_of(folder / pooling / "config.json"),
-        token_limit=min(known, default=None),
-        lower=bool(about.get("do_lower_case", False)),
-    )
-
-
-def _pooling_of(path: Path) -> Pooling:
-    config = _read_typed(path, {"pooling_mode": "mean"})
-    if "pooling_mode" in config:
-        named = config["pooling_mode"]
-        modes = [str(mode) for mode in (named if isinstance(named, list) else [named])]
-    else:
-        flags = [name for name, on in config.items() if name.startswith(_FLAG) and on]
-        modes = [_FLAGS.get(name, name.removeprefix(_FLAG)) for name in flags]
-    if len(modes) != 1 or modes[0] not in _POOLINGS:
-        raise UnsupportedModel(
-            f"{path} asks for the pooling {' + '.join(modes) or 'of nothing'}; known are mean and cls. "
-            "Use minilm, or another model with one of them."
-        )
-    return _POOLINGS[modes[0]]
-
-
-def _read_typed(path: Path, default: Any) -> Any:
-    """The JSON of a file, of the default's type; the default if there is no such file."""
-    try:
-        value = read_json(path)
-    except FileNotFoundError:
-        return default
-    except ValueError as error:
-        raise BrokenModel(f"{path} is not JSON ({error}). Get it again.") from error
-    if type(value) is not type(default):
-        raise BrokenModel(f"{path} should hold a JSON {type(default).__name__}. Get it again.")
-    return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -47,6 +47,47 @@ def choose_provider(device: str) -> str:
     )
 
 
+def open_session(
+    graph: str | bytes,
+    name: str,
+    threads: int,
+    *,
+    provider: str = f"CPU{_SUFFIX}",
+    arrays: Mapping[str, NDArray[Any]] | None = None,
+) -> Any:
+    """ONNX Runtime's session of a graph: the path of a file, or a message whose weights are these `arrays`.
+
+    Raises `BrokenModel`, `UnsupportedModel` and `OutOfMemory`, which call it `name`.
+    """
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = _SILENT
+    if arrays is not None:
+        values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in arrays.values()]
+        options.add_external_initializers(list(arrays), values)
+    used = list(dict.fromkeys((provider, f"CPU{_SUFFIX}")))
+    try:
+        return onnxruntime.InferenceSession(graph, options, providers=used)
+    except Exception as error:  # its errors have no root of their own
+        raise _load_error(name, error) from error
+
+
+def run_graph(run: Callable[[onnxruntime.RunOptions], None], tokens: int, cancelled: Callable[[], bool] | None) -> None:
+    """Run a graph over some tokens; one over many is watched, and stopped when it is cancelled. Raises `Cancelled`."""
+    options = onnxruntime.RunOptions()
+    options.log_severity_level = _SILENT
+    if cancelled is None or tokens <= _WATCHED_TOKENS:
+        run(options)
+        return
+    job = ThreadedJob(lambda: run(options))
+    if job.done(cancelled):
+        return
+    options.terminate = True
+    with suppress(Exception):  # its errors have no root of their own
+        job.done(None)  # stops after the operator that runs: its buffers are in use until then
+    raise Cancelled("The request was cancelled.")
+
+
 class GraphRunner:
     """A loaded graph. One run at a time."""
 
@@ -54,14 +95,8 @@ class GraphRunner:
         """Load it. Raises `BrokenModel`, `UnsupportedModel`, `OutOfMemory` and `InvalidSetting`."""
         self._model = model
         self.provider = choose_provider(options.device)
-        settings = onnxruntime.SessionOptions()
-        settings.intra_op_num_threads = options.threads or usable_cores()
-        settings.log_severity_level = _SILENT
-        used = list(dict.fromkeys((self.provider, f"CPU{_SUFFIX}")))
-        try:
-            self._session: Any = onnxruntime.InferenceSession(str(model.graph.path), settings, providers=used)
-        except Exception as error:  # its errors have no root of their own
-            raise _load_error(model, error) from error
+        path = str(model.graph.path)
+        self._session = open_session(path, path, options.threads or usable_cores(), provider=self.provider)
 
     def run(
         self,
@@ -89,21 +124,7 @@ class GraphRunner:
             _bind(binding.bind_input, layer.past_value, kind, past.values)
             _bind(binding.bind_output, layer.present_key, kind, present.keys)
             _bind(binding.bind_output, layer.present_value, kind, present.values)
-        self._run(binding, cancelled if tokens.size > _WATCHED_TOKENS else None)
-
-    def _run(self, binding: Any, cancelled: Callable[[], bool] | None) -> None:
-        options = onnxruntime.RunOptions()
-        options.log_severity_level = _SILENT
-        if cancelled is None:
-            self._session.run_with_iobinding(binding, options)
-            return
-        job = ThreadedJob(lambda: self._session.run_with_iobinding(binding, options))
-        if job.done(cancelled):
-            return
-        options.terminate = True
-        with suppress(RuntimeError):
-            job.done(None)  # stops after the operator that runs: its buffers are in use until then
-        raise Cancelled("The request was cancelled.")
+        run_graph(lambda how: self._session.run_with_iobinding(binding, how), tokens.size, cancelled)
 
     def logits_buffer(self, shape: tuple[int, ...]) -> NDArray[Any]:
         """A buffer for logits."""
@@ -127,8 +148,8 @@ def _bind(bind: Callable[..., None], name: str, kind: int, array: NDArray[Any]) 
     bind(name, "cpu", 0, kind, array.shape, array.ctypes.data)
 
 
-def _load_error(model: OnnxModel, error: Exception) -> Exception:
-    path, said = model.graph.path, str(error).splitlines()[0]
+def _load_error(path: str, error: Exception) -> Exception:
+    said = str(error).splitlines()[0]
     if isinstance(error, MemoryError) or "alloc" in said:
         return OutOfMemory(f"{path} does not fit into memory ({said}). Use a smaller model, or --format onnx-int4.")
     if "NOT_IMPLEMENTED" in said or "No Op registered" in said or "not a registered function/op" in said:

@@ -22,7 +22,7 @@ from rekindle.engine.onnx.onnx_options import OnnxOptions
 from rekindle.engine.onnx.onnx_sequence import OnnxSequence
 from rekindle.engine.row_checks import CheckedRow, check_next_tokens, check_rows
 from rekindle.engine.sample import Sampler
-from rekindle.engine.threaded_job import ThreadedJob
+from rekindle.engine.threaded_job import ThreadedJob, stop_if
 from rekindle.errors import AdapterRefused, Cancelled, Closed, InvalidSetting, NotAModel, StepRefused, UnsupportedModel
 from rekindle.models.files import ModelFiles, digest_of_files
 from rekindle.models.hf_folder import template_digest, tokenizer_digest
@@ -185,7 +185,7 @@ class OnnxEngine:
         cancelled: Callable[[], bool] | None,
     ) -> list[Logits]:
         """One token each of sequences in adjacent slots."""
-        _stop_if(cancelled)
+        stop_if(cancelled)
         first = _slab_of(sequences[group[0]])
         places = slice(first.place, first.place + len(group))
         kv = [LayerKv(keys[places], values[places]) for keys, values in first.slab.layers]
@@ -202,7 +202,7 @@ class OnnxEngine:
         size = 1 if last_only and row.wanted > 1 else self.prefill_tokens
         logits = []
         for start in range(0, count, size):
-            _stop_if(cancelled)
+            stop_if(cancelled)
             tokens = row.tokens[start : start + size]
             new = len(tokens)
             # Alone, a token is rounded otherwise than among others: a token of a prompt gets another one behind it.
@@ -286,11 +286,6 @@ def _groups(rows: Sequence[CheckedRow], sequences: Sequence[OnnxSequence], *, to
 def _slab_of(sequence: OnnxSequence) -> SlabKv:
     assert isinstance(sequence.kv, SlabKv)
     return sequence.kv
-
-
-def _stop_if(cancelled: Callable[[], bool] | None) -> None:
-    if cancelled is not None and cancelled():
-        raise Cancelled("The request was cancelled.")
 
 
 def _choose_context(wanted: int | None, longest: int) -> int:
