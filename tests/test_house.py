@@ -71,6 +71,11 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("benchmarks", 200, 2, "stream: rivals named by the source (its greedy, CacheGen, KIVI), longer ones simulated"),
     ("rekindle", 1225, 11, "engine/onnx: ONNX Runtime as a third engine, 640 lines; models/onnx_graph and onnx_folder: "
      "graphs and their files checked before they are loaded; formats, exporting, the hub"),
+    ("rekindle", 285, 4, "earlier answers by default, and for chats with documents; before the model is loaded "
+     "(without_model, model_memo), rows of the bank and given answers as modules that import little"),
+    ("rekindle", 210, 1, "idle/abstracts: all passages, merged up to the library; questions of capable models by the "
+     "format alone, judged by the model, in any language"),
+    ("rekindle", 225, 2, "answer_judge and its calibration: the model decides what the guard's rules doubt"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
