@@ -30,6 +30,14 @@ BENCHES = {
     "slower": "benchmarks.never_slower",
 }
 _WITHOUT_ENGINE = {"store", "text", "knowledge", "policies"}
+_OPTIONS_OF = {  # options that only some benches take
+    "calibrate": ("chunks", "adapters"),
+    "quality": ("chunks",),
+    "adapters": ("adapters", "warmstart"),
+    "pairs": ("answers",),
+    "traces": ("stream",),
+    "tokens": ("slower",),
+}
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -71,6 +79,7 @@ def bench(
     json: AsJson = False,
 ) -> None:
     """Run a bench: every baseline in the same process, interleaved, as medians and ratios."""
+    given = locals()
     from benchmarks.base import BenchOptions
     from benchmarks.charts import save_chart
     from rekindle.cli.console import notes
@@ -78,37 +87,13 @@ def bench(
 
     if name not in BENCHES:
         raise InvalidSetting(f"There is no bench {name!r}. Use {', '.join(BENCHES)}.")
-    if (calibrate and name not in ("chunks", "adapters")) or (quality is not None and name != "chunks"):
-        raise InvalidSetting(
-            f"--calibrate is for the benches chunks and adapters, --quality for chunks: leave them out with {name}."
-        )
-    if name not in ("adapters", "warmstart") and adapters is not None:
-        raise InvalidSetting(f"--adapters is for the benches adapters and warmstart: leave it out with {name}.")
-    if name != "answers" and pairs is not None:
-        raise InvalidSetting(f"--pairs is for the bench answers: leave it out with {name}.")
-    if name != "stream" and traces is not None:
-        raise InvalidSetting(f"--traces is for the bench stream: leave it out with {name}.")
-    if name != "slower" and tokens is not None:
-        raise InvalidSetting(f"--tokens is for the bench slower: leave it out with {name}.")
+    for option, benches in _OPTIONS_OF.items():
+        if given[option] not in (None, False) and name not in benches:
+            only = f"the bench{'es' * (len(benches) > 1)} {' and '.join(benches)}"
+            raise InvalidSetting(f"--{option} is for {only}: leave it out with {name}.")
     if name not in _WITHOUT_ENGINE:
         require_packages(choose_engine(model, engine))
-    options = BenchOptions(
-        model,
-        engine,
-        device,
-        dtype,
-        data,
-        shape,
-        limit,
-        seed,
-        quick,
-        calibrate,
-        quality,
-        adapters,
-        pairs,
-        traces,
-        tokens,
-    )
+    options = BenchOptions(**{option: given[option] for option in BenchOptions.__dataclass_fields__})
     with notes.status(f"bench {name}") as status:
         report = import_module(BENCHES[name]).run(options, lambda part: status.update(f"bench {name}: {part}"))
     if plot is not None:

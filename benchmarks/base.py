@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from rekindle import __version__
 from rekindle.engine.base import Engine
 from rekindle.machine import describe_machine
 
+T = TypeVar("T")
 Advance = Callable[[str], None]  # called before each part of a bench, with what it is
 
 
@@ -52,8 +55,8 @@ class TableRow:
 
     measure: str
     ours: str
-    baseline: str
-    ratio: str
+    baseline: str = ""
+    ratio: str = ""
     bar: str = ""
 
 
@@ -114,6 +117,18 @@ class Timing:
         return f"{self.median * 1e3:,.1f} ms ({min(self.seconds) * 1e3:,.1f}-{max(self.seconds) * 1e3:,.1f})"
 
 
+def seconds_of(job: Callable[[], object]) -> float:
+    """The seconds a job takes."""
+    start = time.perf_counter()
+    job()
+    return time.perf_counter() - start
+
+
+def repeat(job: Callable[[], object], rounds: int) -> Timing:
+    """Time one job again and again."""
+    return Timing(tuple(seconds_of(job) for _ in range(rounds)))
+
+
 def interleave(
     jobs: Mapping[str, Callable[[], object]], rounds: int, settle: Callable[[], object]
 ) -> dict[str, Timing]:
@@ -131,6 +146,18 @@ def interleave(
             if turn > 0:
                 times[name].append(time.perf_counter() - start)
     return {name: Timing(tuple(seconds)) for name, seconds in times.items()}
+
+
+def rotated(items: Sequence[T], turn: int) -> list[T]:
+    """The items, another one first each turn: what comes after a long prefill finds a slower processor."""
+    start = turn % max(1, len(items))
+    return [*items[start:], *items[:start]]
+
+
+def interval(values: Any) -> tuple[float, float]:
+    """The range of 95 % of the values, such as medians of a measurement that were resampled."""
+    low, high = np.percentile(values, [2.5, 97.5]).tolist()
+    return low, high
 
 
 def paired_ratio(ours: Timing, theirs: Timing) -> float:
@@ -152,10 +179,21 @@ def drop_pages(*paths: Path) -> bool:
     return True
 
 
-def versions(packages: Sequence[str] = ("torch", "transformers", "xllamacpp")) -> dict[str, str]:
+def folder_bytes(folder: Path) -> int:
+    """What the files of a folder take; they may come and go meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except OSError:
+            continue
+    return total
+
+
+def versions() -> dict[str, str]:
     """The versions that matter."""
     found = {"rekindle": __version__, "python": platform.python_version()}
-    for name in packages:
+    for name in ("torch", "transformers", "xllamacpp"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

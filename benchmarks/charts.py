@@ -360,9 +360,6 @@ _PANELS: dict[str, list[Panel]] = {
     "policies": [_policies],
     "answers": [_answers_time, _answers_guard, _answers_foreseen],
     "stream": [_stream_ratios, _stream_gain],
-    "sparse": [
-        _sparse("ratio", "prefill, dense = 1"),
-        _sparse("kl", "KL of the next tokens from dense"),
-    ],
+    "sparse": [_sparse("ratio", "prefill, dense = 1"), _sparse("kl", "KL of the next tokens from dense")],
     "slower": [_slower],
 }

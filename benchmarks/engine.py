@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.base import Advance, BenchOptions, Report, TableRow, Timing, interleave, paired_ratio
-from benchmarks.models import load
+from benchmarks.models import load, settle
 from benchmarks.prompts import tokens_for
 from rekindle.core.request import Request
 from rekindle.engine import base
@@ -200,8 +200,8 @@ class _EngineMeasure:
         times = self._interleave(jobs, rounds=3)
         report.fields["import_seconds"] = max(0.0, times["import"].median - times["nothing"].median)
         report.fields["help_seconds"] = times["help"].median
-        report.rows.append(TableRow("import rekindle", f"{report.fields['import_seconds']:.3f} s", "", "", "< 0.2 s"))
-        report.rows.append(TableRow("rekindle --help", f"{report.fields['help_seconds']:.3f} s", "", "", "< 0.5 s"))
+        report.rows.append(TableRow("import rekindle", f"{report.fields['import_seconds']:.3f} s", bar="< 0.2 s"))
+        report.rows.append(TableRow("rekindle --help", f"{report.fields['help_seconds']:.3f} s", bar="< 0.5 s"))
 
     def _scattered(self, size: int, question: int) -> dict[str, Timing]:
         tokens = self._tokens[:size] + self._tokens[:question]
@@ -240,7 +240,7 @@ class _EngineMeasure:
             return self.engine.model(ids, logits_to_keep=1).logits[0].float().cpu().numpy()
 
     def _generate(self, tokens: list[int]) -> tuple[list[int], list[float]]:
-        watch = _TokenClock(self._settle)
+        watch = _TokenClock(partial(settle, self.engine))
         with torch.inference_mode():
             ids = torch.tensor([tokens], device=self.engine.model.device)
             count = self._steps + 1
@@ -281,11 +281,7 @@ class _EngineMeasure:
         return self._interleave({"floor": read})["floor"]
 
     def _interleave(self, jobs: Mapping[str, Callable[[], object]], rounds: int | None = None) -> dict[str, Timing]:
-        return interleave(jobs, rounds or self.rounds, self._settle)
-
-    def _settle(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
+        return interleave(jobs, rounds or self.rounds, partial(settle, self.engine))
 
 
 class _TokenClock:

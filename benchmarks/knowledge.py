@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, Report, TableRow, Timing, scratch
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, Timing, scratch, seconds_of
 from benchmarks.personal import Person, PersonalSet, personal_sets
 from rekindle.core.document import Document, Passage, Section
 from rekindle.engine.embedding.embedder import Embedder
@@ -182,12 +182,11 @@ class _Large:
         """A question against 1,000 earlier ones, by meaning: what finds a stored answer."""
         matrix = self._moved(np.arange(1000) % len(self._stock.vectors))
         earlier = VectorSnapshot(np.arange(1000, dtype=np.int64), matrix)
-        seconds = []
-        for question in self._questions:
-            started = time.perf_counter()
+
+        def match(question: str) -> None:
             earlier.nearest(self._embedder.embed([question]).vectors[0], 1)
-            seconds.append(time.perf_counter() - started)
-        timing = Timing(tuple(seconds))
+
+        timing = Timing(tuple(seconds_of(partial(match, question)) for question in self._questions))
         report.fields["match_ms_1k"] = timing.median * 1e3
         published = PUBLISHED_SECONDS["match"]
         ratio = f"{published / timing.median:,.0f}x"
@@ -232,7 +231,7 @@ class _Large:
         retriever = Retriever(library, lambda: self._embedder)
         retriever.retrieve(self._questions[0], FIRST)  # reads the vectors, once in the life of a process
         found = [retriever.retrieve(question, FIRST) for question in self._questions]
-        words = [_seconds(partial(retriever.search_bm25, question, 100)) for question in self._questions]
+        words = [seconds_of(partial(retriever.search_bm25, question, 100)) for question in self._questions]
         timing = Timing(tuple(one.seconds for one in found))
         counts = library.counts()
         report.fields |= {
@@ -259,7 +258,7 @@ class _Large:
         """The nearest 100 by reading all vectors, and by a well-kept index (HNSW)."""
         queries = self._embedder.embed(self._questions).vectors
         exact = [snapshot.nearest(query, 100) for query in queries]
-        brute = Timing(tuple(_seconds(partial(snapshot.nearest, query, 100)) for query in queries))
+        brute = Timing(tuple(seconds_of(partial(snapshot.nearest, query, 100)) for query in queries))
         report.fields["nearest_ms_100k"] = brute.median * 1e3
         try:
             from usearch.index import Index
@@ -270,8 +269,8 @@ class _Large:
             report.fields |= {"index_ms_100k": None, "index_reason": "building it takes too long for a quick run"}
             return
         index = Index(ndim=snapshot.matrix.shape[1], metric="ip", dtype="f32")
-        built = _seconds(lambda: index.add(snapshot.ids, snapshot.matrix))
-        timing = Timing(tuple(_seconds(partial(index.search, query, 100)) for query in queries))
+        built = seconds_of(lambda: index.add(snapshot.ids, snapshot.matrix))
+        timing = Timing(tuple(seconds_of(partial(index.search, query, 100)) for query in queries))
         shared = [
             len({near.id for near in found} & set(map(int, index.search(query, 100).keys))) / len(found)
             for query, found in zip(queries, exact, strict=True)
@@ -327,9 +326,3 @@ def _total(report: Report) -> None:
         )
     result = [one["recall5"] for one in asked.values()]
     report.fields["fused_is_best"] = all(one["fused"] >= max(one["bm25"], one["embedding"]) for one in result)
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started

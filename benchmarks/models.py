@@ -8,6 +8,15 @@ from rekindle.engine.load import EngineOptions, load_engine
 from rekindle.errors import InvalidSetting
 
 
+def settle(engine: Engine) -> None:
+    """Wait until the device is idle."""
+    if engine.device != "cpu":
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
 def load(options: BenchOptions) -> Engine:
     """Load it. Raises as `load_engine` does, and `InvalidSetting` for a shape on another engine than hf."""
     if options.shape is not None:

@@ -21,7 +21,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.adapters.data import read_adapters
-from benchmarks.base import Advance, BenchOptions, Report, TableRow, about, scratch
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, about, interval, rotated, scratch
 from benchmarks.data import texts
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
@@ -102,10 +102,8 @@ def run(options: BenchOptions, advance: Advance) -> Report:
 def _rows(jobs: Mapping[str, Job], size: int, options: BenchOptions) -> list[SlowerRow]:
     """Every job against computing, after one turn that does not count."""
     done: dict[str, list[tuple[float, bool]]] = {name: [] for name in jobs}
-    names = list(jobs)
     for turn in range(options.rounds(15) + 1 if jobs else 0):
-        shift = turn % len(names)  # another one first each time: what comes after a long prefill finds a slower machine
-        for name in names[shift:] + names[:shift]:
+        for name in rotated(list(jobs), turn):
             done[name].append(jobs[name]())
     computing = [seconds for seconds, _ in done.pop(COMPUTING, [])[1:]]
     found = []
@@ -113,7 +111,7 @@ def _rows(jobs: Mapping[str, Job], size: int, options: BenchOptions) -> list[Slo
         ours = [seconds for seconds, _ in measured[1:]]
         ratios = np.array(ours) / np.array(computing)
         draws = np.random.default_rng(options.seed).integers(0, len(ratios), (_SAMPLES, len(ratios)))
-        low, high = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5]).tolist()
+        low, high = interval(np.median(ratios[draws], axis=1))
         loss_ms = 1e3 * statistics.median(a - b for a, b in zip(ours, computing, strict=True))
         mechanism, _, request = name.rpartition(", ")
         medians = statistics.median(ours), statistics.median(computing), float(np.median(ratios))

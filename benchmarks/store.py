@@ -10,12 +10,11 @@ import json
 import os
 import shutil
 import sqlite3
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,9 @@ from benchmarks.base import (
     drop_pages,
     interleave,
     paired_ratio,
+    repeat,
     scratch,
+    seconds_of,
 )
 from benchmarks.decoding import measure_decoding
 from benchmarks.storm import storm
@@ -113,15 +114,8 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     report.fields |= {"device": "cpu", "shape": "SmolLM2-135M, float32", "tokens": TOKENS, "rounds": options.rounds(15)}
     with scratch() as folder:
         measure = _StoreMeasure(Path(folder), options)
-        for part in (
-            measure.put,
-            measure.get,
-            measure.decode,
-            measure.evict,
-            measure.rows,
-            measure.storm,
-            measure.wear,
-        ):
+        parts = measure.put, measure.get, measure.decode, measure.evict, measure.rows, measure.storm, measure.wear
+        for part in parts:
             advance(part.__name__)
             part(report)
     return report
@@ -184,7 +178,7 @@ class _StoreMeasure:
         }
         _compare(report, "keep 1,000 tokens", times, "plain", "")
         _compare(report, "keep, against diskcache (no fsync)", times, "diskcache", "")
-        report.rows.append(TableRow("fsyncs a keep", f"{report.fields['fsyncs_per_keep']:g}", "", "", "1"))
+        report.rows.append(TableRow("fsyncs a keep", f"{report.fields['fsyncs_per_keep']:g}", bar="1"))
 
     def get(self, report: Report) -> None:
         """Load 1,000 tokens into buffers that are there: from warm pages, from dropped ones, from memory."""
@@ -253,10 +247,8 @@ class _StoreMeasure:
             count = 200
             for number in range(count):
                 keep(store, [number] * 64)
-            start = time.perf_counter()
-            store.disk.room.prune(0)
-            report.fields["evict_us"] = (time.perf_counter() - start) / count * 1e6
-        report.rows.append(TableRow("evict one of 200 entries", f"{report.fields['evict_us']:,.0f} us", "", ""))
+            report.fields["evict_us"] = seconds_of(lambda: store.disk.room.prune(0)) / count * 1e6
+        report.rows.append(TableRow("evict one of 200 entries", f"{report.fields['evict_us']:,.0f} us"))
 
     def rows(self, report: Report) -> None:
         """Look 8,000 tokens up among 1,000 and among 1,000,000 rows; reopen; evict; memory."""
@@ -266,8 +258,9 @@ class _StoreMeasure:
                 known = TieredStore(folder, StoreSettings(disk_limit="1TB", memory_limit=0))
                 unknown = [VOCABULARY] * PROMPT
                 half = [*prompt[: PROMPT // 2 + 5], *unknown[: PROMPT // 2]]
-                times = [_lookup_us(known, tokens) for tokens in (prompt, half, unknown)]
-                found = [known.lookup(KV_SPACE, tokens).length for tokens in (prompt, half, unknown)]
+                jobs = [partial(known.lookup, KV_SPACE, tokens) for tokens in (prompt, half, unknown)]
+                times = [repeat(job, 50).median * 1e6 for job in jobs]
+                found = [job().length for job in jobs]
                 known.close()
                 if found != [PROMPT, PROMPT // 2 + 5, 0]:
                     raise AssertionError(f"the lookup found {found}")
@@ -275,34 +268,30 @@ class _StoreMeasure:
                 report.fields[f"index_memory_mb_{name}"] = _index_memory(folder)
                 bar = "<= 2 ms" if name == "1m" else ""
                 shown = f"{max(times):,.0f} us"
-                report.rows.append(TableRow(f"look up 8,000 tokens, {count:,} rows (synthetic)", shown, "", "", bar))
+                report.rows.append(TableRow(f"look up 8,000 tokens, {count:,} rows (synthetic)", shown, bar=bar))
                 if name == "1m":
                     self._at_a_million(report, folder, prompt)
         memory = [report.fields[f"index_memory_mb_{name}"] for name in ROWS]
-        report.rows.append(
-            TableRow("memory of the index", f"{memory[1]:.1f} MB", f"{memory[0]:.1f} MB at 1,000 rows", "")
-        )
+        report.rows.append(TableRow("memory of the index", f"{memory[1]:.1f} MB", f"{memory[0]:.1f} MB at 1,000 rows"))
 
     def _at_a_million(self, report: Report, folder: Path, prompt: list[int]) -> None:
-        seconds = []
-        for _ in range(5):
-            start = time.perf_counter()
-            with TieredStore(folder, StoreSettings(disk_limit="1TB", memory_limit=0)) as store:
+        settings = StoreSettings(disk_limit="1TB", memory_limit=0)
+
+        def reopen() -> None:
+            with TieredStore(folder, settings) as store:
                 store.lookup(KV_SPACE, prompt)
-                seconds.append(time.perf_counter() - start)
-        report.fields["reopen_s_1m"] = statistics.median(seconds)
+
+        report.fields["reopen_s_1m"] = repeat(reopen, 5).median
         shown = f"{report.fields['reopen_s_1m']:.3f} s"
-        report.rows.append(TableRow("reopen and look up, 1,000,000 rows", shown, "", "", "<= 0.5 s"))
-        with TieredStore(folder, StoreSettings(disk_limit="1TB", memory_limit=0)) as store:
+        report.rows.append(TableRow("reopen and look up, 1,000,000 rows", shown, bar="<= 0.5 s"))
+        with TieredStore(folder, settings) as store:
             with store.disk.database.reading() as connection:
                 used = catalog.total_bytes(connection) + store.disk.database.size_bytes()
             before = len(store.disk.entries())
-            start = time.perf_counter()
-            store.disk.room.prune(used - 60 * 1000)
-            elapsed = time.perf_counter() - start
+            elapsed = seconds_of(lambda: store.disk.room.prune(used - 60 * 1000))
             report.fields["evict_us_1m"] = elapsed / max(1, before - len(store.disk.entries())) * 1e6
         shown = f"{report.fields['evict_us_1m']:,.0f} us"
-        report.rows.append(TableRow("evict 60 entries among 1,000,000 rows, each", shown, "", ""))
+        report.rows.append(TableRow("evict 60 entries among 1,000,000 rows, each", shown))
 
     def storm(self, report: Report) -> None:
         """Two processes write, evict and read one folder, with every byte verified, while a third watches its size."""
@@ -318,7 +307,7 @@ class _StoreMeasure:
             "storm_verified_tokens": sum(process["tokens"] for process in seen.processes),
         }
         shown = f"{share:.3f} of the limit, {seen.samples:,} samples"
-        report.rows.append(TableRow(f"storm of {seconds} s: most bytes seen", shown, "", "", "<= 1"))
+        report.rows.append(TableRow(f"storm of {seconds} s: most bytes seen", shown, bar="<= 1"))
 
     def wear(self, report: Report) -> None:
         """What agents and people make the disk write, simulated by the day."""
@@ -353,15 +342,6 @@ class _StoreMeasure:
         with store.load(KV_SPACE, store.lookup(KV_SPACE, tokens)) as feed:
             for layer in feed.layers:
                 feed.fill(layer, layers[layer])
-
-
-def _lookup_us(store: TieredStore, tokens: list[int]) -> float:
-    times = []
-    for _ in range(50):
-        start = time.perf_counter()
-        store.lookup(KV_SPACE, tokens)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
 
 
 def _index_memory(folder: Path) -> float:

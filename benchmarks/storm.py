@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.base import folder_bytes
 from benchmarks.synthetic import KV_SPACE, keep, load
 from rekindle.core.scope import APP_STATES, AppRef, Scope
 from rekindle.errors import KvLost
@@ -83,16 +84,15 @@ def _say(store: TieredStore, app: str, rng: random.Random) -> None:
         app_rows.set_state(connection, Scope("local"), app, rng.choice(APP_STATES), store.disk.clock(), allows)
 
 
-def storm(folder: Path, limit_bytes: int, seconds: float, processes: int = 2) -> Storm:
-    """Let processes fight over a folder, and look all the time at what it takes."""
+def storm(folder: Path, limit_bytes: int, seconds: float) -> Storm:
+    """Let two processes fight over a folder, and look all the time at what it takes."""
     command = [sys.executable, "-m", "benchmarks.storm", str(folder), str(limit_bytes)]
     running = [
-        subprocess.Popen([*command, str(seed), str(seconds)], stdout=subprocess.PIPE, text=True)
-        for seed in range(processes)
+        subprocess.Popen([*command, str(seed), str(seconds)], stdout=subprocess.PIPE, text=True) for seed in range(2)
     ]
     samples = peak = 0
     while any(process.poll() is None for process in running):
-        peak = max(peak, disk_bytes(folder))
+        peak = max(peak, folder_bytes(folder))
         samples += 1
         time.sleep(0.01)
     done = []
@@ -102,17 +102,6 @@ def storm(folder: Path, limit_bytes: int, seconds: float, processes: int = 2) ->
             raise AssertionError("a process of the storm saw something wrong")
         done.append(json.loads(out))
     return Storm(done, samples, peak, limit_bytes)
-
-
-def disk_bytes(folder: Path) -> int:
-    """What a folder takes, as its files say; they may come and go meanwhile."""
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:
-            continue
-    return total
 
 
 if __name__ == "__main__":

@@ -6,16 +6,14 @@ What it takes on disk, in memory, and in time. The places are synthetic, without
 from __future__ import annotations
 
 import sqlite3
-import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
-from benchmarks.base import Advance, BenchOptions, Report, TableRow, scratch
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, repeat, scratch
 from benchmarks.synthetic import KV_SPACE, keep
 from rekindle.core.fingerprints import Fingerprints
 from rekindle.core.keys import token_bytes
@@ -39,9 +37,9 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     name = f"{index['tokens']:,} tokens among {index['places']:,} places"
     size = f"{index['bytes_a_place']:.0f} bytes a place, {index['memory_mb']:.0f} MB of memory"
     rows = [
-        TableRow(f"search {name}", searched, "", "", ""),
-        TableRow(f"list {name}", f"{index['record_ms']:.0f} ms, in the background", "", "", ""),
-        TableRow("size of the index", size, "", "", ""),
+        TableRow(f"search {name}", searched, bar=""),
+        TableRow(f"list {name}", f"{index['record_ms']:.0f} ms, in the background", bar=""),
+        TableRow("size of the index", size, bar=""),
     ]
     return Report("text", rows, {"device": "cpu", **index})
 
@@ -73,9 +71,9 @@ def measure_text(folder: Path, random: Any, places: int = PLACES, prompt: int = 
             raise AssertionError(f"found {[one.span for one in found]}")
         unknown = some(prompt)
         times = {
-            "cut_ms": _milliseconds(lambda: Fingerprints.of(token_bytes(asked))),
-            "find_ms": _milliseconds(lambda: store.text.find(KV_SPACE, asked, [Span(0, prompt)])),
-            "miss_ms": _milliseconds(lambda: store.text.find(KV_SPACE, unknown, [Span(0, prompt)])),
+            "cut_ms": 1e3 * repeat(lambda: Fingerprints.of(token_bytes(asked)), _ROUNDS).median,
+            "find_ms": 1e3 * repeat(lambda: store.text.find(KV_SPACE, asked, [Span(0, prompt)]), _ROUNDS).median,
+            "miss_ms": 1e3 * repeat(lambda: store.text.find(KV_SPACE, unknown, [Span(0, prompt)]), _ROUNDS).median,
         }
         memory = max(0, process.memory_info().rss - memory)
         with store.disk.database.reading() as connection:
@@ -110,15 +108,6 @@ def _fill(folder: Path, places: int, random: Any) -> None:
     connection.execute("COMMIT")
     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     connection.close()
-
-
-def _milliseconds(work: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(_ROUNDS):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return 1e3 * statistics.median(seconds)
 
 
 def _catalog_bytes(folder: Path) -> int:

@@ -129,7 +129,7 @@ def measure_wear(folder: Path, report: Report) -> None:
         days = [wear.written[day] / 1e9 for day in range(DAYS)]
         report.fields |= {f"wear_{name}_gb_a_day": days, f"wear_{name}_refused": wear.refused}
         shown = f"{' + '.join(f'{gb:.0f}' for gb in days)} GB, {wear.refused:,} refused"
-        report.rows.append(TableRow(f"written on {DAYS} days: {what}", shown, "", "", "<= 160 + 40 + 40 GB"))
+        report.rows.append(TableRow(f"written on {DAYS} days: {what}", shown, bar="<= 160 + 40 + 40 GB"))
     for name, draw in (("trace", recorded), ("synthetic", synthetic)):
         always = simulate(folder / f"{name}-always", draw(), StoreSettings())
         second = simulate(folder / f"{name}-second", draw(), StoreSettings(admission="second-use"))

@@ -20,68 +20,39 @@ ROOT = Path(__file__).parents[1]
 PARTS = {"rekindle": ROOT / "src" / "rekindle", "benchmarks": ROOT / "benchmarks"}
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 
-# Code lines (no blanks, comments and docstrings) and modules. The targets, once both house issues are through: 31,000
+# Code lines (no blanks, comments and docstrings) and modules: what the tree has now. The targets of the house: 31,000
 # lines in 240 modules of rekindle, 9,000 lines of benchmarks. What makes the tree smaller lowers these.
-LIMITS = {"rekindle": (37_635, 285), "benchmarks": (8_900, 84)}
+LIMITS = {"rekindle": (44_024, 322), "benchmarks": (10_515, 98)}
 
-# What later changes may add to that: (part, code lines, modules, what was added and why).
+# What later changes may add to that: (part, code lines, modules, what was added and why). When a change makes the tree
+# smaller, it folds these into the limits.
 LEDGER: tuple[tuple[str, int, int, str], ...] = (
-    ("rekindle", 245, 1, "nothing is silent that disappoints: documents for --file, why an origin, an earlier answer, "
-     "the disk limit, ingest, idle or Ollama's models did not help; what attach measured is remembered"),
-    ("rekindle", 750, 9, "daemon/: a model stays loaded between commands, so the second starts in under a second"),
-    ("rekindle", 160, 0, "what people read: counts, tables that break no word, empty lists, files that are not there"),
-    ("rekindle", 360, 1, "engine/llamacpp/c_api: llama.cpp's functions and structs, declared and checked; no compiler"),
-    ("benchmarks", 20, 0, "functions of llama.cpp that only its rivals call, once llama-cpp-python's"),
-    ("rekindle", 145, 0, "the write budget: a default that adds up, second use when it is low, told in stats, metrics, "
-     "explain, warm and idle"),
-    ("benchmarks", 110, 1, "wear: what agents and people make the disk write, simulated"),
-    ("rekindle", 115, 0, "llama.cpp: hybrid models, of which a turn writes what is new and not the whole state"),
-    ("rekindle", 130, 0, "llama.cpp: sliding windows and rotated KV by the token in place of by checkpoint; threads "
-     "that sleep when the machine is shared"),
-    ("benchmarks", 5, 0, "bench prefix with llama.cpp's wheel alone"),
-    ("rekindle", 100, 0, "one cost model for prefixes, passages, remote KV and drafts: a prior before anything is "
-     "measured, a changed machine, tries that become rare"),
-    ("benchmarks", 180, 1, "never_slower: every mechanism against computing, with fresh costs and learned ones"),
-    ("rekindle", 60, 1, "llama.cpp takes KV from an origin: whole tokens"),
-    ("rekindle", 300, 0, "GPU: a pool of readers, short steps recorded once for every context, attention that cuts the "
-     "keys of a few queries into ranges"),
-    ("benchmarks", 45, 0, "bench stream with llama.cpp, bench prefix up to 32,768 tokens on a device"),
-    ("rekindle", 300, 1, "adapters loaded on demand within adapter_memory; calibrating with one's own adapters, and in "
-     "idle time; replies and doctor say what nobody calibrated"),
-    ("benchmarks", 545, 5, "sparse: block-sparse prefill against dense, and what schedules make of its costs"),
-    ("rekindle", 0, 1, "step_scheduler: what the next step computes, without threads; fewer lines than before"),
-    ("rekindle", 510, 3, "origins whose defaults meet: what is found and why not; quantized KV for all dtypes "
-     "and engines of the same files, other files by a measured pairing, passages behind any head with their scores"),
-    ("rekindle", 135, 0, "memory follows the policy of the disk, holds quantized KV as coded, and is freed when an app "
-     "is killed; apps of a Linux desktop from systemd"),
-    ("rekindle", 330, 0, "GPU: a question's look at passages as one recorded graph, probes and drift by kernels"),
-    ("rekindle", 420, 1, "device_decoder: quantized KV and deltas decoded on a CUDA device while they are loaded"),
-    ("rekindle", 320, 2, "idle work under the terms that applications ask with, in rounds while it pays; chats over "
-     "the library give and keep answers; scripts without spaces in the word index"),
-    ("rekindle", 495, 4, "text of earlier prompts is found in any prompt (fingerprints, text_index, fingerprint_rows), "
-     "and in loops that others own (text_match)"),
-    ("benchmarks", 200, 2, "anywhere: text that is found, beside documents; text: its index with a million places"),
-    ("benchmarks", 145, 1, "adapters: PEFT's own generate, a cache for each adapter, LFU; warm_start: its ways"),
-    ("benchmarks", 165, 1, "policies: eviction replayed without a model, weights chosen on one half of the usages"),
-    ("rekindle", 165, 0, "coded KV restored where it goes, keys and values side by side; contexts leave the engine by "
-     "the store's policy; slow links are left alone"),
-    ("benchmarks", 160, 1, "decoding against bare zstd; slower: deltas of adapters, remote KV, over a slow link too"),
-    ("rekindle", 290, 1, "remote/ladder: the level of each slice by bandwidth and a KL budget; their KL is measured "
-     "when they are published and paired; how fast an origin was is remembered"),
-    ("benchmarks", 200, 2, "stream: rivals named by the source (its greedy, CacheGen, KIVI), longer ones simulated"),
-    ("rekindle", 1225, 11, "engine/onnx: ONNX Runtime as a third engine, 640 lines; models/onnx_graph and onnx_folder: "
-     "graphs and their files checked before they are loaded; formats, exporting, the hub"),
-    ("rekindle", 285, 4, "earlier answers by default, and for chats with documents; before the model is loaded "
-     "(without_model, model_memo), rows of the bank and given answers as modules that import little"),
-    ("rekindle", 210, 1, "idle/abstracts: all passages, merged up to the library; questions of capable models by the "
-     "format alone, judged by the model, in any language"),
+    (
+        "rekindle",
+        1010,
+        13,
+        "agents: one core under protocols (protocol, body, reply_fields, reply_parts), Anthropic's "
+        "messages, OpenAI's responses, canonical prompts, names of models, text/reasoning: thoughts and calls in four "
+        "styles",
+    ),
+    (
+        "rekindle",
+        285,
+        4,
+        "earlier answers by default, and for chats with documents; before the model is loaded "
+        "(without_model, model_memo), rows of the bank and given answers as modules that import little",
+    ),
+    (
+        "rekindle",
+        210,
+        1,
+        "idle/abstracts: all passages, merged up to the library; questions of capable models by the "
+        "format alone, judged by the model, in any language",
+    ),
     ("rekindle", 225, 2, "answer_judge and its calibration: the model decides what the guard's rules doubt"),
-)  # fmt: skip
+)
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
-
-# Names that more than one class has. Take one out when it is renamed; none may come in.
-USED_TWICE = frozenset({"RekindleRetriever"})
 
 # Modules of one name: a reader who looks for one must not find three. Roles are the exception.
 ROLES = frozenset({"__init__", "__main__", "base", "settings", "schema"})
@@ -178,8 +149,7 @@ def test_no_function_is_too_long(part: str) -> None:
 
 def test_a_class_name_means_one_thing() -> None:
     twice = {name for name, count in classes().items() if count > 1}
-    assert twice - USED_TWICE == set(), "another class has this name: find the word that says what it is"
-    assert USED_TWICE - twice == set(), "renamed: take it out of the list"
+    assert twice == set(), "another class has this name: find the word that says what it is"
 
 
 def test_no_module_name_is_used_more_than_twice() -> None:

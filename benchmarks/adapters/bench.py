@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.adapters import quality
-from benchmarks.adapters.data import Material, read_adapters, read_material
-from benchmarks.adapters.modes import MODES, REPLY_TOKENS, Watch, answer_all, open_lanes
+from benchmarks.adapters.data import Material, encoded, read_adapters, read_material
+from benchmarks.adapters.modes import MODES, REPLY_TOKENS, Watch, answer_all, open_runs
 from benchmarks.adapters.report import ScenarioResult, add_rows
 from benchmarks.adapters.shape import run_shape
 from benchmarks.adapters.workload import (
@@ -43,7 +43,6 @@ REQUESTS, QUICK_REQUESTS = 60, 6  # that are measured, in each scenario
 FILLING = 24  # come before them, or as many as are measured: the caches are as full as they get in use
 QUICK_SCENARIOS, QUICK_CONTEXTS = 1, 2
 ALL_MODES = ("S1", "S4")  # the scenarios in which every mode is measured: few adapters, and many
-_MAX_TEXTS = 64  # of each kind that are put into tokens
 
 
 def run(options: BenchOptions, advance: Advance) -> Report:
@@ -100,12 +99,8 @@ class _AdapterBench:
         self._peft = PeftGenerate(engine, known) if isinstance(engine, HfEngine) else None
         self._material = material
         random = np.random.default_rng(options.seed)
-        self._conversations = self._encoded(material.conversations, random)
-        self._documents = self._encoded(material.documents, random)
-
-    def _encoded(self, texts: tuple[str, ...], random: np.random.Generator) -> list[list[int]]:
-        some = [texts[place] for place in random.permutation(len(texts))[:_MAX_TEXTS]]
-        return [self._engine.tokenizer.encode(f"{text}\n\n") for text in some]
+        self._conversations = encoded(engine, material.conversations, random)
+        self._documents = encoded(engine, material.documents, random)
 
     def deltas(self) -> dict[str, Any]:
         """What differences take, and what they do to answers."""
@@ -129,7 +124,7 @@ class _AdapterBench:
         own = [adapter for adapter in self._known if adapter.name in workload.adapters]
         with (
             scratch() as folder,
-            open_lanes(self._engine, self._peft, modes, own, Path(folder), limit_bytes) as runs,
+            open_runs(self._engine, self._peft, modes, own, Path(folder), limit_bytes) as runs,
             Watch() as watch,
         ):
             seconds = answer_all(runs, workload, watch, lambda part: self._advance(f"{workload.scenario.name}: {part}"))

@@ -19,6 +19,7 @@ from benchmarks.data import read_jsonl, texts
 from benchmarks.personal import personal_sets
 from rekindle.apps import state_of
 from rekindle.core.scope import AppState
+from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
 from rekindle.models.adapter_registry import RegisteredAdapter, check_name, entries
 from rekindle.session.calibrate.calibration import adapter_folders
@@ -26,6 +27,7 @@ from rekindle.session.calibrate.calibration import adapter_folders
 # Parts of names: screens of the system ask nothing, and what recorded a usage (loggers, surveys of Paco) is no use.
 _NO_APPS = ("launcher", "quickstep", "system", "settings", "installer", "setupwizard", "logger", "paco")
 _EVENTS: Mapping[str, AppState] = {"gone": "killed"}  # beside the names of systems
+_MAX_TEXTS = 64  # of each kind that are put into tokens
 _COLUMNS = {"timestamp", "app", "event"}
 _SAMPLE_APPS, _SAMPLE_EVENTS, _SAMPLE_ENDS = 12, 400, 0.2
 _TURNS_TOGETHER = 6  # of a conversation that is made of questions and answers
@@ -56,6 +58,12 @@ class Material:
     documents: tuple[str, ...]
     usages: tuple[AppUsage, ...]
     reasons: tuple[str, ...] = ()
+
+
+def encoded(engine: Engine, texts: Sequence[str], random: np.random.Generator) -> list[list[int]]:
+    """Some of the texts, drawn, as tokens."""
+    some = [texts[place] for place in random.permutation(len(texts))[:_MAX_TEXTS]]
+    return [engine.tokenizer.encode(f"{text}\n\n") for text in some]
 
 
 def read_adapters(folder: Path | None) -> list[RegisteredAdapter]:

@@ -6,7 +6,6 @@ engine: the folder is all there is, so what it takes is what a mode takes.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.adapters.workload import AdapterRequest, AppWorkload, Kind
-from benchmarks.base import Advance
+from benchmarks.base import Advance, folder_bytes, rotated
 from benchmarks.baselines import mobilora, policies
 from benchmarks.baselines.peft_generate import PeftGenerate
 from rekindle.engine.base import Engine
@@ -179,7 +178,7 @@ def _ask_peft(peft: PeftGenerate, ask: AdapterRequest) -> AdapterReply:
 
 
 @contextmanager
-def open_lanes(
+def open_runs(
     engine: Engine,
     peft: PeftGenerate | None,
     modes: Sequence[CacheMode],
@@ -211,22 +210,22 @@ class Watch:
     """A thread that measures the folder of one run while it answers."""
 
     def __init__(self) -> None:
-        self._lane: ModeRun | None = None
+        self._watched: ModeRun | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="rekindle-bench-watch", daemon=True)
 
     @contextmanager
     def over(self, run: ModeRun) -> Iterator[None]:
         """Look at this one inside the block."""
-        self._lane = run
+        self._watched = run
         try:
             yield
         finally:
-            self._lane = None
+            self._watched = None
 
     def _look(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
-            run = self._lane
+            run = self._watched
             if run is not None and run.mode.caches:
                 run.look()
 
@@ -248,22 +247,9 @@ def answer_all(runs: Sequence[ModeRun], workload: AppWorkload, watch: Watch, adv
     asks, filling = workload.asks, workload.filling
     ready = [run for run in runs if run.ready]
     for number, ask in enumerate(asks):
-        first = number % len(ready) if ready else 0
-        for run in (*ready[first:], *ready[:first]):
+        for run in rotated(ready, number):
             if number >= filling or run.mode.caches:
                 advance(f"request {number + 1} of {len(asks)}, {run.mode.name}")
                 with watch.over(run):
                     run.ask(ask, measured=number >= filling)
     return time.perf_counter() - started
-
-
-def folder_bytes(folder: Path) -> int:
-    """What all files of a folder take; what goes meanwhile is passed over."""
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += Path(place, name).stat().st_size
-            except OSError:
-                continue
-    return total

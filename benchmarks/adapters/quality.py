@@ -30,16 +30,7 @@ from rekindle.session.calibrate.prompts import read_texts
 
 PROMPT_TOKENS, FORCED_TOKENS = 256, 64
 POSITIONS, QUICK_POSITIONS = 512, 128
-FIELDS = (
-    "delta_bits_lossless",
-    "delta_bits",
-    "top1",
-    "kl",
-    "plain_kl",
-    "mobilora_bits",
-    "mobilora_kl",
-    "decode_mb_s",
-)
+FIELDS = ("delta_bits_lossless", "delta_bits", "top1", "kl", "plain_kl", "mobilora_bits", "mobilora_kl", "decode_mb_s")
 
 
 @dataclass

@@ -165,9 +165,8 @@ def replay(traces: Sequence[PolicyTrace], policies: Sequence[Policy], advance: A
 
 def fewer(found: Computed, policy: str, against: str) -> dict[str, float]:
     """The share of computed tokens that a policy saves: of all, with its standard error over traces, and by limit."""
-    ours, theirs = (
-        np.reshape(found[name], (-1, len(LIMIT_SHARES))).astype(float) for name in (policy, against)
-    )  # [traces, limits]
+    shape = -1, len(LIMIT_SHARES)  # [traces, limits]
+    ours, theirs = (np.reshape(found[name], shape).astype(float) for name in (policy, against))
     each = 1 - ours.sum(1) / theirs.sum(1)
     by_limit = 1 - ours.sum(0) / theirs.sum(0)
     return {

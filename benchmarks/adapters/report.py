@@ -35,12 +35,7 @@ BARS = {
 }
 _HIT = 0.5  # of a prompt's tokens: then the request counts as a hit
 # Ours with one part changed.
-_ABLATIONS = {
-    "without_deltas": PREFIX,
-    "with_utility": UTILITY,
-    "without_loss": EXACT,
-    "as_published": MOBILORA,
-}
+_ABLATIONS = {"without_deltas": PREFIX, "with_utility": UTILITY, "without_loss": EXACT, "as_published": MOBILORA}
 
 
 @dataclass(frozen=True)
@@ -244,21 +239,21 @@ def _last_rows(fields: Mapping[str, Any]) -> list[TableRow]:
         worse = f"{fields['plain_kl'] / fields['kl']:.1f}"
     return [
         TableRow(
-            "first token sooner than the best baseline", number("reduction_vs_best"), "", "", BARS["reduction_vs_best"]
+            "first token sooner than the best baseline", number("reduction_vs_best"), bar=BARS["reduction_vs_best"]
         ),
-        TableRow("lossless / best baseline, worst scenario", number("lossless_ratio"), "", "", BARS["lossless_ratio"]),
+        TableRow("lossless / best baseline, worst scenario", number("lossless_ratio"), bar=BARS["lossless_ratio"]),
         *(
-            TableRow(f"all, against {name.replace('_', ' ')}", "" if share is None else f"{share:+.1%}", "", "")
+            TableRow(f"all, against {name.replace('_', ' ')}", "" if share is None else f"{share:+.1%}")
             for name, share in fields["ablations"].items()
         ),
         TableRow(
-            "bits of a difference", number("delta_bits", 2), number("delta_bits_lossless", 2), "", BARS["delta_bits"]
+            "bits of a difference", number("delta_bits", 2), number("delta_bits_lossless", 2), bar=BARS["delta_bits"]
         ),
-        TableRow("most likely token the same", number("top1"), "", "", BARS["top1"]),
+        TableRow("most likely token the same", number("top1"), bar=BARS["top1"]),
         TableRow("KL, median of adapters", number("kl", 4), f"{number('plain_kl', 4)} (plain)", worse, BARS["kl"]),
         TableRow("KL, plain of the same size", number("plain_kl", 4), number("kl", 4), worse, BARS["plain_kl"]),
-        TableRow("as published: bits, KL", number("mobilora_bits", 2), number("mobilora_kl", 5), ""),
-        TableRow("read back", f"{number('decode_mb_s', 0)} MB/s", "", ""),
-        TableRow("within the limit", str(fields["within_limit"]), "", "", "True"),
-        TableRow("same texts where nothing is lost", str(fields["texts_equal"]), "", "", "True"),
+        TableRow("as published: bits, KL", number("mobilora_bits", 2), number("mobilora_kl", 5)),
+        TableRow("read back", f"{number('decode_mb_s', 0)} MB/s"),
+        TableRow("within the limit", str(fields["within_limit"]), bar="True"),
+        TableRow("same texts where nothing is lost", str(fields["texts_equal"]), bar="True"),
     ]

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.base import Advance, BenchOptions, Report, TableRow, interleave, paired_ratio
+from benchmarks.models import settle
 from benchmarks.shapes import build
 from rekindle.codec.coder import Coder, decode
 from rekindle.codec.quantizer import BitPlan, narrow, widen
@@ -147,7 +148,7 @@ class _ShapeBench:
         }
         for job in (*jobs.values(), *jobs.values()):  # the first ones set things up
             job()
-        times = interleave(jobs, rounds, self._settle)
+        times = interleave(jobs, rounds, functools.partial(settle, self._engine))
         return {
             **{f"{name}_s": timing.median for name, timing in times.items()},
             **{f"{name}_speedup": paired_ratio(times["compute"], times[name]) for name in jobs if name != "compute"},
@@ -247,12 +248,8 @@ class _ShapeBench:
         halves = ((sequence.keys(layer)[0], sequence.values(layer)[0]) for layer in layers)
         return [LayerTensors(keys[:, : self._count], values[:, : self._count]) for keys, values in halves]
 
-    def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
     def _now(self) -> float:
-        self._settle()
+        settle(self._engine)
         return time.perf_counter()
 
 

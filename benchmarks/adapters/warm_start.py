@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.adapters.data import read_adapters, read_material
+from benchmarks.adapters.data import encoded, read_adapters, read_material
 from benchmarks.adapters.workload import INSTRUCTIONS, make_contexts
 from benchmarks.base import Advance, BenchOptions, Report, TableRow, about
 from benchmarks.models import load
@@ -43,7 +43,6 @@ CHOOSING_BUDGET = 0.3
 BUDGETS = (0.1, 0.2, 0.3, 0.5)
 MAX_KL, MIN_TOP1 = 0.015, 0.95  # what quantized KV has to keep as well
 _DEVIATION_LAYERS = range(1, 3)
-_MAX_TEXTS = 64
 
 Half = Literal["chosen", "shown"]
 
@@ -109,7 +108,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
         engine.close()
         raise InvalidSetting("bench warmstart recomputes chosen tokens: it is for --engine hf.")
     random = np.random.default_rng(options.seed)
-    conversations, documents = (_encoded(engine, some, random) for some in (material.conversations, material.documents))
+    conversations, documents = (encoded(engine, some, random) for some in (material.conversations, material.documents))
     count = options.rounds(TEXTS, QUICK_TEXTS)
     contexts = [list(one.tokens) for one in make_contexts(conversations, documents, CONTEXT_TOKENS, 2 * count, random)]
     bench = WarmBench(engine, {adapter.name: read_adapter(adapter.path, adapter.scale) for adapter in known}, advance)
@@ -120,11 +119,6 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     engine.close()
     add_rows(report, runs, way, [adapter.name for adapter in known])
     return report
-
-
-def _encoded(engine: Engine, texts: Sequence[str], random: np.random.Generator) -> list[list[int]]:
-    some = [texts[place] for place in random.permutation(len(texts))[:_MAX_TEXTS]]
-    return [engine.tokenizer.encode(f"{text}\n\n") for text in some]
 
 
 class WarmBench:

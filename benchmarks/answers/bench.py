@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.answers import foresight, guard, schedule
 from benchmarks.answers.report import AnswerResults, UserResults, add_rows, measure_storage
 from benchmarks.answers.ways import DIRECT, NEW_TOKENS, TOP_K, VERIFIED, WAYS, Way, WayRun, people, stream
-from benchmarks.base import Advance, BenchOptions, Report, about, scratch
+from benchmarks.base import Advance, BenchOptions, Report, about, rotated, scratch
 from benchmarks.models import load
 from benchmarks.personal import Person, PersonalSet, personal_sets
 from rekindle.engine.base import Engine
@@ -104,7 +104,7 @@ class _Person:
         try:
             for number, question in enumerate(asked):
                 self._near.append(self._nearest(runs, question.text))
-                for run in self._turn(runs, number):
+                for run in rotated(runs, number):
                     self._advance(f"{self._name}: question {number + 1} of {len(asked)}, {run.way.name}")
                     run.ask(question.text)
                 if question.kind == "first" and number + 1 < len(asked):
@@ -193,9 +193,3 @@ class _Person:
         for run in runs:
             if run is not own and run.way.foresees:
                 run.learn(new)
-
-    @staticmethod
-    def _turn(runs: list[WayRun], number: int) -> list[WayRun]:
-        """The runs, another one first each time."""
-        start = number % len(runs)
-        return [*runs[start:], *runs[:start]]

@@ -17,13 +17,7 @@ from numpy.typing import NDArray
 
 from benchmarks.baselines import policies
 from rekindle.codec import coder
-from rekindle.codec.coder import (
-    SAME_LAYER,
-    Coder,
-    check_alike,
-    encode_exact,
-    same_bits,
-)
+from rekindle.codec.coder import SAME_LAYER, Coder, check_alike, encode_exact, same_bits
 from rekindle.codec.packing import Planes, PlanesSpec, fold, read_planes, unfold, write_planes
 from rekindle.codec.quantized import Kind, OpenLayer, open_layer
 from rekindle.codec.quantizer import MAX_BITS, BitPlan, narrow, widen

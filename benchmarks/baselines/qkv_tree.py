@@ -164,7 +164,6 @@ class QkvAnswer:
     load_seconds: float  # of finding and reading them
     first_token_seconds: float  # from the request to the first token, with loading
     seconds: float  # from the request to the last token
-    keep_seconds: float  # of keeping what was new, after the reply
 
 
 def answer(
@@ -198,7 +197,6 @@ def answer(
         load_seconds=loaded - started,
         first_token_seconds=first - started,
         seconds=ended - started,
-        keep_seconds=time.perf_counter() - ended,
     )
 
 

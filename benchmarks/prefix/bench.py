@@ -12,7 +12,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,18 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, Report, Timing, about, scratch
+from benchmarks.base import Advance, BenchOptions, Report, about, repeat, rotated, scratch
 from benchmarks.models import load
 from benchmarks.prefix.floor import Floor, Run, floor_engine
 from benchmarks.prefix.fresh import ASKED_TOKENS
 from benchmarks.prefix.report import DEVICE_SIZES, ENDING, SHARES, SIZES, PrefixResults, SizeResults, add_rows
-from benchmarks.prefix.rivals import rivals_of
+from benchmarks.prefix.rivals import Rivals
 from benchmarks.prompts import SharedPrefix, prompts
 from rekindle.cache.cost import AlwaysReuse
 from rekindle.cache.stored_kv import PIECE_TOKENS
 from rekindle.core.reply import Reply
 from rekindle.core.request import Request
 from rekindle.engine.base import Engine, EngineWrapper, Logits, Row
+from rekindle.engine.load import kind_of
 from rekindle.session.session import Session
 
 
@@ -76,7 +76,7 @@ class _PrefixMeasure:
         self._options, self._folder = options, folder
         self._rounds = options.rounds(3, quick=1)  # of each prompt
         self._floors = floor_engine(self._engine, options)
-        self._rivals = rivals_of(self._engine, theirs)
+        self._rivals = _rivals_of(self._engine, theirs)
         prompts = 2 if self._engine.device != "cpu" else 3 if options.quick else 5
         self.found = PrefixResults(prompts, self._rounds, random_weights=options.shape is not None)
         self.found.titles = dict(self._rivals.titles)
@@ -144,10 +144,7 @@ class _PrefixMeasure:
         }
         jobs |= {name: functools.partial(_ending, run, prompt) for name, run in theirs.items()}
         jobs |= {name: functools.partial(run, asked) for name, run in self._rivals.cold().items()}
-        # Another one first each time: what comes after a long prefill finds a slower processor.
-        names = list(jobs)
-        shift = self._turns % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in rotated(list(jobs), self._turns):
             found.add(name, jobs[name]())
         found.asked[-1].append(asked[-ENDING:])
         found.texts.setdefault("warm", []).append(list(self._ask(asked, max_tokens=ASKED_TOKENS).tokens))
@@ -185,12 +182,7 @@ class _PrefixMeasure:
         assert store is not None
         prompt = self.found.largest.prompts[0].next()
         kv_space = self._session.cache.kv_spaces.of(Request.of(prompt), len(prompt))
-        times = []
-        for _ in range(50):
-            started = time.perf_counter()
-            store.lookup(kv_space, prompt)
-            times.append(time.perf_counter() - started)
-        self.found.lookup = Timing(tuple(times))
+        self.found.lookup = repeat(functools.partial(store.lookup, kv_space, prompt), 50)
         matches = [store.lookup(kv_space, prompt.prefix) for prompt in self.found.largest.prompts]
         names = {piece.name for match in matches for piece in match.pieces}
         rows = [row for row in store.disk.entries() if row.name in names]
@@ -240,6 +232,17 @@ class _PrefixMeasure:
                 equal &= np.array_equal(seen[-1], seen[-2])
             self.found.bit_equal = equal and hits == min(3, len(self.found.largest.prompts))
             session.cache.close()
+
+
+def _rivals_of(engine: Engine, folder: Path) -> Rivals:
+    """Those that drive the same kind of model. They may write into `folder`."""
+    if kind_of(engine) == "llamacpp":
+        from benchmarks.prefix.llama_rivals import LlamaRivals
+
+        return LlamaRivals(engine, folder)
+    from benchmarks.prefix.hf_rivals import HfRivals
+
+    return HfRivals(engine)
 
 
 def _peak_device_bytes() -> int | None:

@@ -18,8 +18,7 @@ import numpy as np
 
 from benchmarks.base import BenchOptions, drop_pages
 from benchmarks.models import load
-from benchmarks.prefix.floor import Floor, floor_engine
-from benchmarks.prefix.rivals import restarted
+from benchmarks.prefix.floor import Floor, Run, floor_engine
 from rekindle.cache.cost import AlwaysReuse
 from rekindle.core.kv import LayerKv
 from rekindle.core.request import Request
@@ -66,11 +65,20 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     with Session(engine, cache=str(folder), memory_limit=0, disk_limit="90%") as session:
         session.cache.kv.costs = AlwaysReuse()
         numbers, floors = count(), floor_engine(engine, options)
-        rivals = restarted(engine, task["rivals"])
+        rivals = _restarted(engine, task["rivals"])
         for size, rounds in task["sizes"].items():
             prompts = [(prompt, rivals(next(numbers))) for prompt in rounds]
             found["sizes"][size] = _measure_size(session, floors, folder, prompts)
     return found
+
+
+def _restarted(engine: Engine, task: dict[str, Any]) -> Callable[[int], dict[str, Run]]:
+    """How the rivals that survive a restart answer prompts of a prefix, by its number."""
+    if not task:
+        return lambda _: {}
+    from benchmarks.prefix.llama_rivals import Restarted
+
+    return Restarted(engine, task).prepare
 
 
 def _measure_size(session: Session, floors: Engine, folder: Path, rounds: list[_Round]) -> dict[str, Any]:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import copy
-import time
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import DynamicCache
 
+from benchmarks.base import seconds_of
 from benchmarks.prefix.floor import Floor, Run
+from benchmarks.prefix.rivals import Rivals
 from rekindle.engine.base import Engine
 from rekindle.engine.hf.engine import HfEngine
 from rekindle.engine.hf.sequence import TorchSequence
 
 
-class HfRivals:
-    """A cache in memory, copied for each request. See `Rivals`."""
+class HfRivals(Rivals):
+    """A cache in memory, copied for each request."""
 
-    titles = {"transformers_memory": "transformers in memory"}  # noqa: RUF012  (a constant of the protocol)
+    titles: ClassVar = {"transformers_memory": "transformers in memory"}
 
     def __init__(self, engine: Engine) -> None:
         assert isinstance(engine, HfEngine)
@@ -34,30 +35,9 @@ class HfRivals:
             cache.update(keys[:, :, : floor.count].clone(), values[:, :, : floor.count].clone(), layer)
 
         def run(ending: list[int]) -> float:
-            started = time.perf_counter()
-            int(self._forward(ending, copy.deepcopy(cache)).argmax())
-            return time.perf_counter() - started
+            return seconds_of(lambda: int(self._forward(ending, copy.deepcopy(cache)).argmax()))
 
         return {"transformers_memory": run}
-
-    def cold(self) -> dict[str, Run]:
-        """Measured by `bench engine`."""
-        return {}
-
-    def reply(self, tokens: list[int], count: int) -> list[int] | None:  # noqa: ARG002
-        """The same model in the same program."""
-        return None
-
-    def restart(self) -> dict[str, Any]:
-        """Nothing of it survives."""
-        return {}
-
-    def sizes(self) -> dict[str, float]:
-        """Nothing is on disk."""
-        return {}
-
-    def close(self) -> None:
-        """Nothing to free."""
 
     def _forward(self, tokens: list[int], cache: DynamicCache) -> Any:
         model = self._engine.model

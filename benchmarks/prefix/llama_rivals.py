@@ -19,9 +19,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from benchmarks.base import folder_bytes, seconds_of
 from benchmarks.prefix.floor import Floor, Run
+from benchmarks.prefix.rivals import Rivals
 from rekindle.engine.base import Engine
 from rekindle.engine.llamacpp.c_api import Token, llama
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
@@ -161,10 +163,10 @@ class Bindings:
         self._llama.close()
 
 
-class LlamaRivals:
-    """See `Rivals`."""
+class LlamaRivals(Rivals):
+    """llama.cpp alone, and llama-cpp-python with its caches."""
 
-    titles = {  # noqa: RUF012  (a constant of the protocol)
+    titles: ClassVar = {
         "llamacpp_cold": "llama.cpp alone, cold",
         "llamacpp_memory": "llama.cpp alone, in memory",
         "ram_cache": "llama-cpp-python's RAM cache",
@@ -194,9 +196,7 @@ class LlamaRivals:
 
         def in_memory(ending: list[int]) -> float:
             self._warm.clear(len(prefix))
-            started = time.perf_counter()
-            self._warm.compute(ending)
-            return time.perf_counter() - started
+            return seconds_of(lambda: self._warm.compute(ending))
 
         ram = {"ram_cache": lambda ending: self._ram.run(prefix + ending)} if self._ram else {}
         return {"llamacpp_memory": in_memory, **ram}
@@ -206,9 +206,7 @@ class LlamaRivals:
 
         def run(tokens: list[int]) -> float:
             self._cold.clear(0)
-            started = time.perf_counter()
-            self._cold.compute(tokens)
-            return time.perf_counter() - started
+            return seconds_of(lambda: self._cold.compute(tokens))
 
         return {"llamacpp_cold": run}
 
@@ -230,8 +228,7 @@ class LlamaRivals:
         slots = sum(_slot(self._folder, number).stat().st_size for number in self._slots)
         sizes = {"slot_bytes_per_token": slots / tokens}
         if self._disk:
-            kept = sum(file.stat().st_size for file in (self._folder / "disk-cache").rglob("*") if file.is_file())
-            sizes["disk_cache_bytes_per_token"] = kept / tokens
+            sizes["disk_cache_bytes_per_token"] = folder_bytes(self._folder / "disk-cache") / tokens
         return sizes
 
     def close(self) -> None:

@@ -101,14 +101,14 @@ def add_rows(report: Report, found: PrefixResults) -> None:
 
 def _last_rows(report: Report, found: PrefixResults) -> list[TableRow]:
     rows = [
-        TableRow("partial matches keep", f"{report.fields['partial_recovery']:.3f}", "", "", BARS["partial_recovery"]),
-        TableRow("same greedy text", str(report.fields["greedy_equal"]), "", "", "1.0"),
+        TableRow("partial matches keep", f"{report.fields['partial_recovery']:.3f}", bar=BARS["partial_recovery"]),
+        TableRow("same greedy text", str(report.fields["greedy_equal"]), bar="1.0"),
     ]
     if "greedy_equal_rival" in report.fields:
-        rows.append(TableRow("same greedy text as the rival", str(report.fields["greedy_equal_rival"]), "", "", "1.0"))
+        rows.append(TableRow("same greedy text as the rival", str(report.fields["greedy_equal_rival"]), bar="1.0"))
     rows += [
-        TableRow("bit-equal with deterministic", str(found.bit_equal), "", "", "True"),
-        TableRow("lookup", f"{found.lookup.median * 1e6:.0f} us", "", "", ""),
+        TableRow("bit-equal with deterministic", str(found.bit_equal), bar="True"),
+        TableRow("lookup", f"{found.lookup.median * 1e6:.0f} us", bar=""),
     ]
     for name, size in found.sizes_on_disk.items():
         ratio = found.bytes_per_token / size
@@ -196,11 +196,7 @@ def _rows_of(size: int, found: SizeResults, all_found: PrefixResults, fields: di
 
     against = {
         "cold_vs_llamacpp": ("cold / llama.cpp alone", "cold", "llamacpp_cold"),
-        "memory_vs_best": (
-            "same process / best in memory",
-            "engine",
-            _best_in_memory(found),
-        ),
+        "memory_vs_best": ("same process / best in memory", "engine", _best_in_memory(found)),
         "disk_vs_slot": ("new process, disk / slot restored", "disk", "slot_restore"),
     }
     rivals = [rival for rival in all_found.titles if found.has(rival) and rival != "llamacpp_cold"]
@@ -230,7 +226,7 @@ def _rows_of(size: int, found: SizeResults, all_found: PrefixResults, fields: di
 def _speed_rows(name: str, fields: dict[str, Any]) -> list[TableRow]:
     size = f"{fields['kv_bytes'] / 1e6:,.0f} MB"
     speeds = {"from memory": fields["memory_gb_s"], "new process, from disk": fields["disk_gb_s"]}
-    return [TableRow(f"{name}, KV {where}", f"{speed:.1f} GB/s", size, "") for where, speed in speeds.items()]
+    return [TableRow(f"{name}, KV {where}", f"{speed:.1f} GB/s", size) for where, speed in speeds.items()]
 
 
 def _cold_pages(found: SizeResults) -> dict[str, Any]:

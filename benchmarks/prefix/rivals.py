@@ -2,55 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 from benchmarks.prefix.floor import Floor, Run
-from rekindle.engine.base import Engine
 
 
-class Rivals(Protocol):
-    """The rivals of an engine."""
+class Rivals(ABC):
+    """The rivals of an engine. Those that only reuse a prefix in memory have the rest from here."""
 
-    titles: dict[str, str]  # name in fields -> name for people
+    titles: ClassVar[dict[str, str]]  # name in fields -> name for people
 
+    @abstractmethod
     def prepare(self, number: int, prefix: list[int], floor: Floor) -> dict[str, Run]:
         """How each of them answers prompts that begin with `prefix`, whose KV is in the floor's sequence."""
 
     def cold(self) -> dict[str, Run]:
         """How each of them answers a prompt that it never saw, given whole."""
+        return {}
 
-    def reply(self, tokens: list[int], count: int) -> list[int] | None:
+    def reply(self, tokens: list[int], count: int) -> list[int] | None:  # noqa: ARG002
         """What one of them answers, greedily; None if it is the same model in the same program as ours."""
+        return None
 
     def restart(self) -> dict[str, Any]:
-        """What they need to go on in another process, where `restarted` takes it up."""
+        """What they need to go on in another process, where `Restarted` takes it up."""
+        return {}
 
     def sizes(self) -> dict[str, float]:
         """Bytes a token that each of them has on disk."""
+        return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Free what they hold."""
-
-
-def rivals_of(engine: Engine, folder: Path) -> Rivals:
-    """Those that drive the same kind of model. They may write into `folder`."""
-    from rekindle.engine.load import kind_of
-
-    if kind_of(engine) == "llamacpp":
-        from benchmarks.prefix.llama_rivals import LlamaRivals
-
-        return LlamaRivals(engine, folder)
-    from benchmarks.prefix.hf_rivals import HfRivals
-
-    return HfRivals(engine)
-
-
-def restarted(engine: Engine, task: dict[str, Any]) -> Callable[[int], dict[str, Run]]:
-    """The rivals in a fresh process: how they answer prompts of prefix number so and so."""
-    if not task:
-        return lambda _: {}
-    from benchmarks.prefix.llama_rivals import Restarted
-
-    return Restarted(engine, task).prepare

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, Report, about, scratch
+from benchmarks.base import Advance, BenchOptions, Report, about, rotated, scratch
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
 from benchmarks.serve.clients import ClientRequest, serve_all
@@ -92,8 +92,7 @@ class _ServeMeasure:
         for salt in (None, self._new_salt()):  # the first of its kind is always slower
             serve_all(self._url, [ClientRequest(prompt, _WARM_UP_TOKENS, salt) for prompt in first[:STREAMS]], STREAMS)
         for turn, workload in enumerate(workloads):
-            shift = turn % len(SETTINGS)
-            for setting in SETTINGS[shift:] + SETTINGS[:shift]:
+            for setting in rotated(SETTINGS, turn):
                 advance(f"{setting}, {len(workload.prompts)} requests, {turn + 1} of {len(workloads)}")
                 salt = self._new_salt() if setting.cache else None
                 asks = [ClientRequest(prompt, tokens, salt) for prompt in workload.prompts]

@@ -95,8 +95,8 @@ def add_rows(report: Report, found: ServeResults) -> None:
             f"{report.fields['batch_ratio_4']:.2f}",
             BARS["batch_ratio_4"],
         ),
-        TableRow("their texts equal", str(report.fields["equal_texts"]), "", "", "True"),
-        TableRow("requests that failed", str(len(errors)), "", "", BARS["errors"]),
+        TableRow("their texts equal", str(report.fields["equal_texts"]), bar="True"),
+        TableRow("requests that failed", str(len(errors)), bar=BARS["errors"]),
     ]
 
 

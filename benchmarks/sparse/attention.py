@@ -118,11 +118,7 @@ def flex_blocks(kept: torch.Tensor, causal: torch.Tensor) -> BlockMask:
     """Kept blocks as FlexAttention takes them: those on the diagonal are masked, the others whole."""
     diagonal, whole = (_block_lists(kept & (causal == where)) for where in (2, 1))
     return BlockMask.from_kv_blocks(
-        *diagonal,
-        *whole,
-        BLOCK_SIZE=(QUERIES, CUDA_KEYS),
-        mask_mod=_is_causal,
-        compute_q_blocks=False,
+        *diagonal, *whole, BLOCK_SIZE=(QUERIES, CUDA_KEYS), mask_mod=_is_causal, compute_q_blocks=False
     )
 
 

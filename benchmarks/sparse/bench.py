@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from benchmarks.base import Advance, BenchOptions, Report, about
+from benchmarks.base import Advance, BenchOptions, Report, about, rotated
 from benchmarks.data import texts
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
@@ -31,10 +31,7 @@ from rekindle.errors import InvalidSetting
 # Tokens of a prompt, and how many prompts: a long one takes a CPU minutes each way.
 SIZES, QUICK_SIZES, CUDA_SIZES = {2048: 3, 4096: 2, 8064: 1}, {2048: 3}, {8192: 3, 32_768: 3}
 QUESTION = 64  # tokens behind the prompt: where quality is judged
-RULES = (
-    *(BlockRule(density=share) for share in (0.1, 0.2, 0.35, 0.5)),
-    BlockRule(mass=0.95),
-)
+RULES = (*(BlockRule(density=share) for share in (0.1, 0.2, 0.35, 0.5)), BlockRule(mass=0.95))
 QUICK_RULES = (BlockRule(density=0.35), BlockRule(mass=0.95))
 _INTERFACE = "rekindle_block_sparse"
 _CHARACTERS = 6  # of a token, at most
@@ -135,8 +132,7 @@ class _Prefill:
                 self._prefill(layers[0], way)
             for number, layer in enumerate(layers):
                 advance(f"{self._size} tokens, layer {number + 1} of {len(layers)}")
-                shift = number % len(self._ways)
-                for way in (*self._ways[shift:], *self._ways[:shift]):
+                for way in rotated(self._ways, number):
                     self._through(layer, number, way)
         finally:
             self._model.config._attn_implementation = before

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.base import BenchOptions, Report, TableRow
+from benchmarks.base import BenchOptions, Report, TableRow, interval
 from benchmarks.sparse.attention import BlockRule
 
 MAX_KL, MIN_TOP1 = 0.015, 0.95  # the quality that quantized KV has to have as well
@@ -86,14 +86,14 @@ def _row(runs: Sequence[PromptRun], way: int, random: np.random.Generator) -> Sp
     ratios = [float(some[1].sum() / some[0].sum()) for some in _resampled(pairs, random)]
     attending = [sum(sum(one.attention_seconds) for one in some) for some in (dense, sparse)]
     shares = [[float(kept.sum()) / kept.shape[0] / run.blocks for kept in run.ways[way].kept] for run in runs]
-    ratio, interval = float(pairs[1].sum() / pairs[0].sum()), _interval(ratios)
+    ratio, certain = float(pairs[1].sum() / pairs[0].sum()), interval(ratios)
     kl = kl_interval = top1 = wins = None
     if dense[0].log_probabilities is not None:
         expected, found = (np.concatenate([one.log_probabilities for one in some]) for some in (dense, sparse))
         nats = (np.exp(expected) * (expected - found)).sum(-1)  # [positions]
         kl, top1 = float(nats.mean()), float((expected.argmax(-1) == found.argmax(-1)).mean())
-        kl_interval = _interval([float(some.mean()) for some in _resampled(nats, random)])
-        wins = interval[1] < 1 and kl <= MAX_KL and top1 >= MIN_TOP1
+        kl_interval = interval([float(some.mean()) for some in _resampled(nats, random)])
+        wins = certain[1] < 1 and kl <= MAX_KL and top1 >= MIN_TOP1
     return SparseRow(
         tokens=runs[0].tokens,
         rule=str(sparse[0].rule),
@@ -103,7 +103,7 @@ def _row(runs: Sequence[PromptRun], way: int, random: np.random.Generator) -> Sp
         dense_s=float(pairs[0].sum()) / len(runs),
         sparse_s=float(pairs[1].sum()) / len(runs),
         ratio=ratio,
-        interval=interval,
+        interval=certain,
         attention_ratio=attending[1] / attending[0],
         attention_share=attending[0] / float(pairs[0].sum()),
         kl=kl,
@@ -117,11 +117,6 @@ def _resampled(values: Any, random: np.random.Generator) -> list[Any]:
     """Drawn along the last axis, with repetition."""
     count = values.shape[-1]
     return [values[..., random.integers(0, count, count)] for _ in range(_SAMPLES)]
-
-
-def _interval(values: Sequence[float]) -> tuple[float, float]:
-    low, high = np.percentile(values, [2.5, 97.5]).tolist()
-    return low, high
 
 
 def _table_row(row: SparseRow) -> TableRow:

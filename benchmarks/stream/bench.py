@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Advance, BenchOptions, Report, about, scratch
+from benchmarks.base import Advance, BenchOptions, Report, about, rotated, scratch
 from benchmarks.models import load
 from benchmarks.prompts import tokens_for
 from benchmarks.stream import costs, schedules, sensitivity
@@ -204,8 +204,7 @@ class _StreamBench:
         able = [mode for mode in modes if mode not in skipped]
         runs = []
         for turn in range(self.options.rounds(1, 1)):
-            start = turn % len(able)
-            for mode in (*able[start:], *able[:start]):
+            for mode in rotated(able, turn):
                 self.advance(f"{trace.name}, streaming takes {ratio:g} of computing: {mode.name}")
                 runs.append(site.run(mode, trace, local_seconds, window))
         return TraceCase(trace, ratio, window, modes, tuple(runs), skipped, site.kls())

@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks.base import Advance
 from benchmarks.baselines.predictor import Chosen, best_model
+from benchmarks.models import settle
 from benchmarks.waiting.timeline import LinkCosts
 from rekindle.core.cells import CHUNK_TOKENS, CellGrid
 from rekindle.engine.base import Engine, EngineSequence, Row
@@ -102,19 +103,10 @@ def _step_seconds(engine: Engine, sequence: EngineSequence, tokens: Sequence[int
     context = sequence.length
     at = np.arange(context, context + len(tokens), dtype=np.int64)
     row = Row(sequence, tokens, at, logits="none", until=depth, replay=False, prefill=True)
-    _settle(engine)
+    settle(engine)
     started = time.perf_counter()
     engine.step([row])
-    _settle(engine)
+    settle(engine)
     seconds = time.perf_counter() - started
     sequence.truncate(context)
     return seconds
-
-
-def _settle(engine: Engine) -> None:
-    """Wait until the device is idle."""
-    if engine.device != "cpu":
-        import torch
-
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()

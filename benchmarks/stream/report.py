@@ -216,7 +216,7 @@ def _table(found: StreamResults, fields: Mapping[str, Any]) -> list[TableRow]:
             seconds, runs = case.ttft(mode.name), case.of(mode.name)
             title = f"{case.trace.name}, ratio {case.ratio:g}: {mode.name}"
             if seconds is None or local is None:
-                rows.append(TableRow(title, "not run", f"would stream for {case.skipped[mode]:.1f} s", ""))
+                rows.append(TableRow(title, "not run", f"would stream for {case.skipped[mode]:.1f} s"))
                 continue
             kl = f", KL {statistics.median(run.kl for run in runs):.4f}" if found.judged else ""
             share = statistics.median(run.streamed_share for run in runs)
@@ -225,25 +225,24 @@ def _table(found: StreamResults, fields: Mapping[str, Any]) -> list[TableRow]:
             rows.append(TableRow(title, row_text, f"{local:.2f} s (local)", f"{seconds / local:.2f}"))
     rows += [
         TableRow("ideal overlap / ours, ratios 0.5 to 2", _number(fields["overlap_efficiency"]),
-            f"worst {_number(fields['overlap_efficiency_worst'])}", "", f">= {BAR_OVERLAP:.2f}"),
+            f"worst {_number(fields['overlap_efficiency_worst'])}", bar=f">= {BAR_OVERLAP:.2f}"),
         TableRow("the same, if computing knew no chunks", _number(fields["overlap_efficiency_plain"]),
-            f"computing chunk by chunk takes {_number(fields['local_vs_plain'])} of that time", ""),
+            f"computing chunk by chunk takes {_number(fields['local_vs_plain'])} of that time"),
         TableRow("fixed hybrid / ours", _number(fields["vs_fixed"]),
-            f"{_number(fields['vs_fixed_window'])} if it knew the mean to come", ""),
-        TableRow(f"the same, bandwidth changes {CHANGING:g} times", _number(fields["vs_fixed_changing"]), "", "",
-            f">= {BAR_FIXED}"),
-        *(TableRow(f"{name} / ours", _number(fields[f"vs_{rival}"]), "", "") for rival, name in RIVALS.items()),
+            f"{_number(fields['vs_fixed_window'])} if it knew the mean to come"),
+        TableRow(f"the same, bandwidth changes {CHANGING:g} times", _number(fields["vs_fixed_changing"]),
+            bar=f">= {BAR_FIXED}"),
+        *(TableRow(f"{name} / ours", _number(fields[f"vs_{rival}"])) for rival, name in RIVALS.items()),
         TableRow("bidirectional / ours", _number(fields["vs_bidirectional"]),
-            f"worst {_number(fields['vs_bidirectional_worst'])}", "", f">= {BAR_BIDIRECTIONAL}"),
-        TableRow("the same, changing bandwidth", _number(fields["vs_bidirectional_changing"]), "", "",
-            f">= {BAR_CHANGING}"),
-        TableRow("sooner of computing and streaming / ours, worst", _number(fields["worst_vs_best_single"]), "", "",
-            f">= {BAR_SINGLE}"),
+            f"worst {_number(fields['vs_bidirectional_worst'])}", bar=f">= {BAR_BIDIRECTIONAL}"),
+        TableRow("the same, changing bandwidth", _number(fields["vs_bidirectional_changing"]),
+            bar=f">= {BAR_CHANGING}"),
+        TableRow("sooner of computing and streaming / ours, worst", _number(fields["worst_vs_best_single"]),
+            bar=f">= {BAR_SINGLE}"),
         TableRow(f"our schedule / the exact one ({fields['exact_cells']} cells), worst",
-        _number(fields["greedy_vs_exact"]),
-            "", "", f"<= {BAR_EXACT}"),
+        _number(fields["greedy_vs_exact"]), bar=f"<= {BAR_EXACT}"),
         TableRow(f"finding our schedule ({fields['schedule_cells']} cells)", f"{fields['schedule_ms']:.2f} ms",
-            f"exact, {fields['exact_cells']} cells: {_number(fields['exact_ms'], ' ms')}", ""),
+            f"exact, {fields['exact_cells']} cells: {_number(fields['exact_ms'], ' ms')}"),
         TableRow("error of the network for layers, held out", f"{fields['predictor_error']:.1%}",
             f"{fields['roofline_error']:.1%} (roofline)", f"used: {fields['predictor']}", f"<= {BAR_PREDICTOR:.0%}"),
         TableRow("the same, keys and values alone", f"{fields['top_predictor_error']:.1%}",
@@ -287,12 +286,12 @@ def _simulated_rows(simulated: Sequence[Mapping[str, Any]]) -> list[TableRow]:
         )
         title, worst = f"{tokens:,} tokens, simulated over {len(own)} cases", min(row["vs_best_single"] for row in own)
         rows += [
-            TableRow(f"{title}: ideal overlap / ours", _number(statistics.median(near)), f"worst {min(near):.3f}", "",
-                f">= {BAR_OVERLAP:.2f}"),
-            TableRow(f"{title}: fixed / ours, changing bandwidth", _number(_median(changing)), others, "",
-                f">= {BAR_FIXED}"),
+            TableRow(f"{title}: ideal overlap / ours", _number(statistics.median(near)), f"worst {min(near):.3f}",
+                bar=f">= {BAR_OVERLAP:.2f}"),
+            TableRow(f"{title}: fixed / ours, changing bandwidth", _number(_median(changing)), others,
+                bar=f">= {BAR_FIXED}"),
             TableRow(f"{title}: sooner single / ours, worst", _number(worst),
-                f"expected KL at most {max(row['ours_kl'] for row in own):.4f}", "", f">= {BAR_SINGLE}"),
+                f"expected KL at most {max(row['ours_kl'] for row in own):.4f}", bar=f">= {BAR_SINGLE}"),
         ]  # fmt: skip
     return rows
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.base import Advance
+from benchmarks.base import Advance, repeat
 from benchmarks.waiting.schedule import greedy
 from benchmarks.waiting.timeline import LinkCosts
 
@@ -55,12 +55,7 @@ def compare(costs: LinkCosts, bandwidths: Sequence[float], advance: Advance) -> 
 
 
 def _timed(costs: LinkCosts) -> float:
-    seconds = []
-    for _ in range(_ROUNDS):
-        started = time.perf_counter()
-        greedy(costs)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return repeat(lambda: greedy(costs), _ROUNDS).median
 
 
 def _case(costs: LinkCosts) -> dict[str, Any]:

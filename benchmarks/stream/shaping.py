@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from benchmarks.stream.traces import Trace
 
@@ -98,9 +97,7 @@ class ShapedProxy:
     def __enter__(self) -> ShapedProxy:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _thread(self, work: Callable[..., None], *sockets: socket.socket) -> threading.Thread:

@@ -87,7 +87,7 @@ class _Program:
         for seconds in (costs.link_seconds, costs.decode_seconds):
             if seconds.any():
                 self._places(seconds)
-        self._min_end(self._work_from(0, 0), 0.0)
+        self._min_end(*self._work_from(0, 0))
 
     @property
     def constraints(self) -> LinearConstraint:
@@ -138,7 +138,7 @@ class _Program:
                     self._add_needed(work, by, layer, seconds)
                 else:
                     sure += self._add_asked(work, layer, seconds)
-                self._min_end((work, sure), 0.0)
+                self._min_end(work, sure)
 
     def _add_needed(self, work: dict[int, float], by: int, layer: int, seconds: NDArray[np.float64]) -> None:
         """What steps up to this place need."""
@@ -162,6 +162,5 @@ class _Program:
                     work[need] = work.get(need, 0.0) + seconds[t, at]
         return sure
 
-    def _min_end(self, work: tuple[dict[int, float], float], least: float) -> None:
-        row, sure = work
-        self._at_least({**{column: -value for column, value in row.items()}, self._end: 1.0}, least + sure)
+    def _min_end(self, work: dict[int, float], sure: float) -> None:
+        self._at_least({**{column: -value for column, value in work.items()}, self._end: 1.0}, sure)

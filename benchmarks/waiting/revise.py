@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.waiting.timeline import LinkCosts, SearchTask, Timeline, mask_of, simulate
+from benchmarks.waiting.timeline import LinkCosts, SearchTask, Timeline, simulate
 from rekindle.core.cells import Progress, Schedule, TransferOrder
 from rekindle.remote.schedule import Depths
 
@@ -44,14 +44,6 @@ def revise(schedule: Schedule, progress: Progress, costs: LinkCosts, max_cells: 
         return kept
     revised = task.schedule(tries[int(np.argmin(seconds))])
     return revised if revised.seconds < kept.seconds * _WORTH else kept
-
-
-def speculate(schedule: Schedule, progress: Progress) -> TransferOrder:
-    """What the link may bring when it has nothing left to do: cells that would be computed, those that are computed
-    last first, and from the top, where each that comes makes a step shorter. `revise` sees what has come."""
-    brought, done = progress.brought(schedule.split.layers), np.asarray(progress.computed)[:, None]
-    able = mask_of(schedule.split) & ~brought & (np.arange(schedule.split.layers) >= done)
-    return TransferOrder(schedule.split.layers, tuple(np.flatnonzero(able)[::-1].tolist()))
 
 
 def _trimmed(task: SearchTask, depths: Depths) -> Depths:

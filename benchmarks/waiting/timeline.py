@@ -87,12 +87,6 @@ class Timeline:
     link_stop: Seconds
     ready: Seconds
 
-    @property
-    def waiting_seconds(self) -> float:
-        """How long the compute lane stands still before the question is through."""
-        work = np.nansum(self.compute_stop - self.compute_start)
-        return float(self.seconds - work)
-
 
 @dataclass(frozen=True, eq=False)
 class SearchTask(RemainingWork):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.adapters.modes import APART, EXACT, MODES, NONE, OURS, PEFT, AdapterReply, Watch, answer_all, open_lanes
+from benchmarks.adapters.modes import APART, EXACT, MODES, NONE, OURS, PEFT, AdapterReply, Watch, answer_all, open_runs
 from benchmarks.adapters.report import ModeResult, ScenarioResult
 from benchmarks.adapters.workload import AdapterRequest, AppWorkload, Scenario
 from benchmarks.baselines.peft_generate import PeftGenerate
@@ -32,7 +32,7 @@ def test_every_mode_answers_and_those_that_lose_nothing_as_peft_does(tmp_path: P
     asks = tuple(AdapterRequest("mail", name, "writing", PROMPT) for name in ("first", "second") * 2)
     workload = AppWorkload(SCENARIO, "made up", ("first", "second"), asks, filling=2)
     peft, folder = PeftGenerate(engine, adapters), tmp_path / "caches"
-    with open_lanes(engine, peft, MODES, adapters, folder, LIMIT) as runs, Watch() as watch:
+    with open_runs(engine, peft, MODES, adapters, folder, LIMIT) as runs, Watch() as watch:
         answer_all(runs, workload, watch, lambda _: None)
         served = {run.mode.name: run for run in runs}
         limits = {session.settings.disk_limit for session in served[APART].sessions.values()}

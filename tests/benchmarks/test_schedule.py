@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.baselines.streaming import all_compute, all_stream, fixed
-from benchmarks.waiting.revise import revise, speculate
+from benchmarks.waiting.revise import revise
 from benchmarks.waiting.schedule import bidirectional, greedy
 from benchmarks.waiting.timeline import mask_of, owners, simulate, start
 from rekindle.core.cells import Cell, Progress, Schedule, Split, TransferOrder
@@ -43,7 +43,6 @@ def test_the_question_goes_up_as_layers_arrive() -> None:
     assert rising.compute_start[1].tolist() == [1.0, 3.0, 5.0]
     falling = simulate(split_of(3, 0), order_of(3, (0, 2), (0, 1), (0, 0)), costs)
     assert falling.compute_start[1].tolist() == [3.0, 5.0, 7.0]
-    assert falling.waiting_seconds == 3.0
 
 
 def test_decoding_overlaps_with_the_next_slice() -> None:
@@ -191,17 +190,6 @@ def test_a_step_that_would_wait_for_a_slow_link_has_what_it_waits_for_computed()
     freed = revise(schedule, progress, costs.at(10.0))
     assert freed.split.computed[0] >= 3
     assert freed.seconds < simulate(schedule.split, schedule.order, costs.at(10.0), progress).seconds / 2
-
-
-def test_what_was_brought_on_speculation_makes_a_step_shorter() -> None:
-    costs = plain_costs(3, 4)
-    schedule = all_compute(costs)
-    ahead = speculate(schedule, Progress((4, 0, 0)))
-    assert list(ahead)[:5] == [Cell(2, 3), Cell(2, 2), Cell(2, 1), Cell(2, 0), Cell(1, 3)]
-    progress = Progress((4, 0, 0), arrived=frozenset(list(ahead)[:2]))
-    revised = revise(schedule, progress, costs.at(1e-3))
-    assert revised.split.computed == (4, 4, 2)
-    assert revised.seconds == pytest.approx(3.25 + 1.25)
 
 
 def test_what_flies_is_waited_for() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.baselines.streaming import all_compute, all_stream, fixed
-from benchmarks.waiting.revise import revise, speculate
+from benchmarks.waiting.revise import revise
 from benchmarks.waiting.schedule import bidirectional, greedy
 from benchmarks.waiting.timeline import LinkCosts, SearchTask, Timeline, mask_of, order_of, owners, simulate
 from rekindle.core.cells import Cell, Progress, Schedule, Split, TransferOrder
@@ -190,15 +190,3 @@ def test_a_run_whose_link_dies_after_any_step_costs_no_more_than_that_step_and_a
         progress, now = after_step(schedule, timeline, int(chunk))
         dead = revise(schedule, replace(progress, flying=(), link_busy_seconds=0.0), costs.at(1e-9 * costs.bandwidth))
         assert now + dead.seconds <= (now + all_compute(costs).seconds) * ROUNDING
-
-
-@given(st.data())
-def test_speculation_brings_only_what_would_be_computed(data: st.DataObject) -> None:
-    costs = data.draw(any_costs())
-    progress = data.draw(any_progress(costs))
-    schedule = greedy(costs, progress)
-    ahead = speculate(schedule, progress)
-    brought = progress.brought(costs.layers)
-    assert not set(ahead.numbers) & set(schedule.order.numbers)
-    assert all(cell.layer < schedule.split.computed[cell.chunk] and not brought[cell] for cell in ahead)
-    assert all(cell.layer >= progress.computed[cell.chunk] for cell in ahead)

@@ -129,6 +129,13 @@ def test_what_is_known_elsewhere_is_named_by_what_differs(folder: str, changed: 
         assert told.reason.kind == "elsewhere" and told.reason.differs_in == (word,) and told.reused == 0
 
 
+def test_quantized_kv_is_not_called_another_step_size(folder: str) -> None:
+    with Session(FakeEngine(), cache=folder, reuse="quantized", codec="q8") as session:
+        ask(session, RULES)
+    with Session(FakeEngine(), cache=folder) as session:
+        assert session.explain(RULES).reason.differs_in == ("reuse level (quantized)",)
+
+
 @pytest.mark.parametrize(
     ("changed", "word"),
     [

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rekindle import Session
 from rekindle.cache.prefix_cache import PromptPrefill
 from rekindle.core.request import Request
+from rekindle.engine.base import Logits, Row
 from rekindle.engine.fake import FakeEngine
+from tests.unmeasured_costs import UnmeasuredCosts
 
 RULES = "The rules of the house are long and many, and everybody has to know them by heart. " * 3
 
@@ -99,3 +103,31 @@ def test_a_peek_changes_nothing(session: Session) -> None:
             assert prefill.reuse.engine > 0
         assert parked(session) == 1
     assert_nothing_is_taken(session)
+
+
+class _NotedLoads(UnmeasuredCosts):
+    """Keeps the seconds of loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[float] = []
+
+    def loaded(self, tier: str, size_bytes: int, seconds: float) -> None:
+        self.loads.append(seconds)
+
+
+def test_a_load_takes_as_long_as_it_delays_the_step(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device the feed is filled long before its KV is where the step needs it."""
+    session.generate(RULES, max_tokens=1)
+    session.flush()
+    session.cache.unpark()
+    costs = session.cache.kv.costs = _NotedLoads()
+    step, delay = session.engine.step, 0.2
+
+    def slow(rows: Sequence[Row], *rest: Any) -> Sequence[Logits]:
+        time.sleep(delay if any(row.feeds for row in rows) else 0)
+        return step(rows, *rest)
+
+    monkeypatch.setattr(session.engine, "step", slow)
+    assert session.generate(RULES + "Why?", max_tokens=1).reuse.reused
+    assert costs.loads and costs.loads[0] >= 0.9 * delay

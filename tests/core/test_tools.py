@@ -48,7 +48,7 @@ def test_templates_do_not_see_strict() -> None:
         ({"type": "function"}, "'function'"),
         (form(""), "letters, digits"),
         (form("two words"), "letters, digits"),
-        (form("a" * 65), "letters, digits"),
+        (form("a" * 129), "letters, digits"),
         (form("line\n"), "letters, digits"),
         (form(5), "letters, digits"),
         (form(description=["a"]), "description"),

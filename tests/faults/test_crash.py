@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.storm import PROMPTS, disk_bytes, prompt, storm
+from benchmarks.base import folder_bytes
+from benchmarks.storm import PROMPTS, prompt, storm
 from rekindle.store.check import check
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
@@ -47,7 +48,7 @@ def test_after_kill_9_at_any_moment_the_store_is_sound_and_serves_what_was_compu
                 assert found.problems == (), f"seed {seed}, kill {kill}: {found.problems}"
                 for number in rng.sample(range(PROMPTS), 8):
                     served += load(store, prompt(number))
-            assert disk_bytes(folder) <= LIMIT_BYTES, f"seed {seed}, kill {kill}"
+            assert folder_bytes(folder) <= LIMIT_BYTES, f"seed {seed}, kill {kill}"
         nursery.stdin.close()
     assert served > 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.storm import disk_bytes
+from benchmarks.base import folder_bytes
 from rekindle.core.kv import Span
 from rekindle.store.catalog import catalog
 from rekindle.store.check import check
@@ -90,7 +90,7 @@ def test_one_sparse_file_that_cannot_be_read_does_not_stop_keeping(tmp_path: Pat
         files.bad = store.disk.entries()[0].name
         outcomes = {keep(store, prompt(number)).outcome for number in range(10, 60)}
         assert outcomes == {"kept"}
-        assert disk_bytes(tmp_path / "c") <= LIMIT
+        assert folder_bytes(tmp_path / "c") <= LIMIT
 
 
 def test_while_somebody_reads_for_long_the_limit_holds_and_afterwards_keeping_goes_on(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_while_somebody_reads_for_long_the_limit_holds_and_afterwards_keeping_go
             outcomes = set()
             for number in range(1, 120):
                 outcomes.add(keep(store, prompt(number)).outcome)
-                assert disk_bytes(tmp_path / "c") <= LIMIT
+                assert folder_bytes(tmp_path / "c") <= LIMIT
             assert outcomes <= {"kept", "failed", "refused"} and "failed" in outcomes
             assert load(store, prompt(1)) in (0, 640)
         store.disk.database._next_cut = 0.0  # a second later

@@ -21,7 +21,7 @@ from rekindle import Session
 from rekindle.answers.ask_terms import asking
 from rekindle.core.request import Request
 from rekindle.errors import InvalidPrompt, InvalidSetting, NothingKnown
-from rekindle.integrations.llamaindex import RekindleLLM, RekindleRetriever
+from rekindle.integrations.llamaindex import RekindleLLM, RekindleNodeRetriever
 from rekindle.session.prompt import encode_prompt
 from tests.integrations.frameworks import BOATS, CountingEngine, import_without, session_in, wait_in_search
 from tests.server.soak import tiny_embedder
@@ -48,8 +48,8 @@ def llm(session: Session) -> RekindleLLM:
 
 
 @pytest.fixture
-def retriever(session: Session) -> RekindleRetriever:
-    return RekindleRetriever(session, top_k=2, retrieval="bm25")
+def retriever(session: Session) -> RekindleNodeRetriever:
+    return RekindleNodeRetriever(session, top_k=2, retrieval="bm25")
 
 
 def told(response: ChatResponse | CompletionResponse) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def told(response: ChatResponse | CompletionResponse) -> dict[str, Any]:
     return found
 
 
-def test_the_retriever_finds_what_the_session_finds(session: Session, retriever: RekindleRetriever) -> None:
+def test_the_retriever_finds_what_the_session_finds(session: Session, retriever: RekindleNodeRetriever) -> None:
     found = retriever.retrieve(QUESTION)
     hits = session.knowledge.search(QUESTION, 2, "bm25").hits
     assert [(node.text, node.score) for node in found] == [(hit.chunk.passage.shown, hit.score) for hit in hits]
@@ -66,12 +66,12 @@ def test_the_retriever_finds_what_the_session_finds(session: Session, retriever:
         "source": "Boats", "title": "Boats", "document": hits[0].chunk.name, "chunk": hits[0].chunk.id,
     }  # fmt: skip
     with pytest.raises(InvalidSetting, match="top_k"):
-        RekindleRetriever(session, top_k=0)
+        RekindleNodeRetriever(session, top_k=0)
 
 
 def test_a_model_reads_the_same_text_of_a_passage_whatever_was_asked(session: Session) -> None:
     session.ingest(documents=[{"text": "It leaves at noon.", "title": "The ferry", "source": "noon"}])
-    retriever = RekindleRetriever(session, top_k=4, retrieval="bm25")
+    retriever = RekindleNodeRetriever(session, top_k=4, retrieval="bm25")
     for question in ("When does the ferry leave?", "noon"):
         shown = [node.get_content(metadata_mode=MetadataMode.LLM) for node in retriever.retrieve(question)]
         assert "title: The ferry\n\nIt leaves at noon." in shown
@@ -79,13 +79,13 @@ def test_a_model_reads_the_same_text_of_a_passage_whatever_was_asked(session: Se
 
 def test_another_tenant_has_another_library(session: Session) -> None:
     session.ingest(documents=["The ferry is free."], tenant="ann")
-    assert [n.text for n in RekindleRetriever(session, tenant="ann").retrieve(QUESTION)] == ["The ferry is free."]
+    assert [n.text for n in RekindleNodeRetriever(session, tenant="ann").retrieve(QUESTION)] == ["The ferry is free."]
     with pytest.raises(NothingKnown):
-        RekindleRetriever(session, tenant="bob").retrieve(QUESTION)
+        RekindleNodeRetriever(session, tenant="bob").retrieve(QUESTION)
 
 
 async def test_retrieving_leaves_the_event_loop_free(
-    session: Session, retriever: RekindleRetriever, monkeypatch: pytest.MonkeyPatch
+    session: Session, retriever: RekindleNodeRetriever, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = wait_in_search(session, monkeypatch)
     task = asyncio.create_task(retriever.aretrieve(QUESTION))
@@ -156,7 +156,7 @@ def test_what_is_no_text_is_refused(llm: RekindleLLM, message: ChatMessage) -> N
 
 
 def test_documents_are_quoted_as_ask_quotes_them(
-    session: Session, llm: RekindleLLM, retriever: RekindleRetriever
+    session: Session, llm: RekindleLLM, retriever: RekindleNodeRetriever
 ) -> None:
     answer = session.ask(QUESTION, top_k=2, retrieval="bm25", max_tokens=12)
     response = llm.chat(ASKING, documents=retriever.retrieve(QUESTION))
@@ -169,7 +169,7 @@ def test_documents_are_quoted_as_ask_quotes_them(
 
 
 def test_forgetting_a_document_removes_the_kv_of_its_quotes(
-    session: Session, llm: RekindleLLM, retriever: RekindleRetriever
+    session: Session, llm: RekindleLLM, retriever: RekindleNodeRetriever
 ) -> None:
     nodes: list[NodeWithScore] = retriever.retrieve(QUESTION)[:1]
     request = Request.of(asking(QUESTION), documents=[nodes[0].text])
@@ -199,7 +199,7 @@ async def test_a_cancelled_task_stops_the_model(session: Session, llm: RekindleL
 
 
 def test_a_query_engine_answers_from_the_library(
-    session: Session, llm: RekindleLLM, retriever: RekindleRetriever, monkeypatch: pytest.MonkeyPatch
+    session: Session, llm: RekindleLLM, retriever: RekindleNodeRetriever, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter = TokenCountingHandler(tokenizer=session.engine.tokenizer.encode)
     monkeypatch.setattr(Settings, "_llm", None)
@@ -227,6 +227,6 @@ def test_without_llamaindex_the_import_says_what_to_install() -> None:
 def test_a_real_model_answers_from_its_library(tmp_path: Path) -> None:
     with Session("smollm2", cache=tmp_path / "cache") as session:
         session.ingest(documents=[{"text": BOATS, "source": "boats"}])
-        llm, retriever = RekindleLLM(session=session, max_tokens=24), RekindleRetriever(session)
+        llm, retriever = RekindleLLM(session=session, max_tokens=24), RekindleNodeRetriever(session)
         answer = RetrieverQueryEngine.from_args(retriever, llm=llm).query(QUESTION)
         assert "eleven" in str(answer) and answer.source_nodes[0].text == BOATS

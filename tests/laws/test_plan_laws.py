@@ -365,7 +365,8 @@ def test_before_anything_was_measured_the_prior_holds() -> None:
 
 def engine_like(device: str, parameters: int = 135_000_000) -> Any:
     layout = KvLayout("float32" if device == "cpu" else "bfloat16", (LayerShape(3, 64, 64),) * 30)
-    return SimpleNamespace(device=device, layout=layout, parameters=parameters, attention=17_280)
+    can = SimpleNamespace(decodes=device.startswith("NVIDIA"))
+    return SimpleNamespace(device=device, layout=layout, parameters=parameters, attention=17_280, capabilities=can)
 
 
 @pytest.mark.parametrize(
@@ -385,6 +386,11 @@ def test_the_prior_knows_where_loading_pays(
     stored = Found(Span(0, tokens), tier, tokens * engine.layout.token_bytes)
     plan = make_plan(Matches(tokens + 20, 0, (stored,)), prior_rates(engine), PrefillSteps(8192))
     assert bool(plan.loads) is loads
+
+
+def test_coded_kv_is_expected_later_where_the_processor_decodes_it() -> None:
+    on_device, on_host = (prior_rates(engine_like(device)).load_seconds("coded", 10**9) for device in ("NVIDIA", "mps"))
+    assert on_device < on_host / 4
 
 
 def test_a_larger_model_or_a_slower_device_is_expected_to_compute_longer() -> None:

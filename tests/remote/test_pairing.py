@@ -22,7 +22,7 @@ from rekindle.errors import InvalidSetting
 from rekindle.remote import remote_kv as streams
 from rekindle.remote.client import Origin
 from rekindle.remote.index import KvModel
-from rekindle.remote.pairing import MAX_KL, ModelPairing, forget_pairing, recall_pairing, remember_pairing
+from rekindle.remote.pairing import MAX_KL, ModelPairing, recall_pairing, remember_pairing
 from rekindle.remote.publish.publisher import Publisher
 from rekindle.remote.publish.serve import OriginServer, OriginSettings
 from rekindle.remote.signing import SigningKey
@@ -161,8 +161,6 @@ def test_a_gguf_and_the_files_it_was_made_of_exchange_kv_once_they_are_paired(
         came = ask(reuse="quantized")
         assert came.streamed > 0 and came.level == "quantized"
         assert ask().origin_miss == "nothing"  # what is exact is never exchanged
-        forget_pairing(KvModel.of(here, 1))
-        assert ask(reuse="quantized").origin_miss == "nothing"
         origin.close()
 
 

@@ -72,15 +72,18 @@ def head(method: str, path: str, *lines: str, version: str = "1.1") -> bytes:
 
 
 def assert_refused(answer: Answer, *statuses: int) -> None:
-    """A 4xx in OpenAI's shape."""
+    """A 4xx in the shape of its protocol."""
     assert 400 <= answer.status < 500, (answer.status, answer.body[:500])
     assert not statuses or answer.status in statuses, (answer.status, answer.body[:500])
     assert_problem(answer)
 
 
 def assert_problem(answer: Answer) -> None:
-    """An error in OpenAI's shape, whatever its status."""
+    """An error in OpenAI's shape or Anthropic's, whatever its status."""
     assert answer.headers["content-type"].startswith("application/json"), answer.headers
     told = answer.json()
-    assert set(told) == {"error"} and set(told["error"]) == {"message", "type", "param", "code"}, told
+    if told.get("type") == "error":
+        assert set(told) == {"type", "error"} and set(told["error"]) == {"message", "type"}, told
+    else:
+        assert set(told) == {"error"} and set(told["error"]) == {"message", "type", "param", "code"}, told
     assert told["error"]["message"] and isinstance(told["error"]["type"], str), told

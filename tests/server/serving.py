@@ -164,6 +164,17 @@ def streamed(client: httpx.Client, path: str, **body: Any) -> list[dict[str, Any
         return list(events(answer))
 
 
+def typed_events(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
+    """The data of a stream's events, whose names are their types."""
+    with served.http() as client, client.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        frames = "".join(answer.iter_text()).removesuffix("\n\n").split("\n\n")
+    pairs = [frame.split("\n") for frame in frames]
+    found = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
+    assert [name for name, _ in pairs] == [f"event: {event['type']}" for event in found]
+    return found
+
+
 @contextmanager
 def connected(served: Served, path: str, **body: Any) -> Iterator[socket.socket]:
     """A client that sent a request and then does what the test does; it goes away at the end."""

@@ -127,6 +127,10 @@ PROBES: tuple[Probe, ...] = (
     probe("POST", f"{OWN}/explain", {"messages": MESSAGES}),
     probe("GET", f"{OWN}/explain/last"),
     probe("POST", COMPLETIONS, {"prompt": LAMP, **GREEDY}),
+    probe("POST", "/v1/responses", {"input": SAID, "max_output_tokens": 4, "temperature": 0}),
+    probe("POST", "/v1/messages", {"messages": SAID, "max_tokens": 4, "temperature": 0}),
+    probe("POST", "/v1/messages", {"messages": MESSAGES, "max_tokens": 4, "temperature": 0, "stream": True}),
+    probe("POST", "/v1/messages/count_tokens", {"messages": SAID}),
     probe("POST", "/v1/embeddings", {"input": [LAMP]}),
     probe("GET", "/v1/models"),
     probe("GET", "/v1/models/{name:path}", name="fake-0"),
@@ -134,6 +138,7 @@ PROBES: tuple[Probe, ...] = (
     probe("POST", "/v1/unload_lora_adapter", {"lora_name": "a"}),
     probe("POST", "/tokenize", {"messages": SAID}),
     probe("POST", "/detokenize", {"tokens": [65]}),
+    probe("GET", "/"),
     probe("GET", "/health"),
     probe("POST", f"{OWN}/ask", {"question": "Who lights the lamp?", **OPTIONS}),
     probe("POST", f"{OWN}/search", {"query": "Who lights the lamp?"}),
@@ -256,8 +261,10 @@ def test_a_name_of_another_is_as_unknown_as_any(start: Callable[..., Served]) ->
 
 
 _MOMENT = re.compile(r"(_ms|_seconds|_per_second)$")
-_MOMENTS = {"created", "at", "seen", "kept", "used", "made", "added", "ms", "timeline"}
-_RANDOM = re.compile(r"\b[0-9a-f]{16}\b|(?<=entry )[0-9a-f]{8}\b|(?<=cmpl-)\w+|(?<=answer-)\w+")
+_MOMENTS = {"created", "created_at", "at", "seen", "kept", "used", "made", "added", "ms", "timeline"}
+_RANDOM = re.compile(
+    r"\b[0-9a-f]{16}\b|(?<=entry )[0-9a-f]{8}\b|(?<=cmpl-)\w+|(?<=answer-)\w+|(?<=msg-)\w+|(?<=resp-)\w+"
+)
 _TIMED_LINE = re.compile(r"^  (first token|expected|without the cache).*\n", re.MULTILINE)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
-from benchmarks.storm import disk_bytes
+from benchmarks.base import folder_bytes
 from rekindle.codec.coder import Coder
 from rekindle.codec.quantizer import BitPlan
 from rekindle.core.keys import BLOCK_TOKENS, KvSpace, Namespace, token_bytes
@@ -464,7 +464,7 @@ def test_there_is_no_room_to_become_whole_so_it_goes_along_and_the_limit_holds(t
     with TieredStore(tmp_path / "c", replace(ROOMY, disk_limit=tight)) as store:
         store.disk.remove(rows_of(store, BASE))
         assert load(store, prompt(1, 3000), ONE) == 0
-        assert disk_bytes(tmp_path / "c") <= tight
+        assert folder_bytes(tmp_path / "c") <= tight
         assert problems(store) == ()
 
 
@@ -515,7 +515,7 @@ def test_what_fits_is_kept_as_a_difference_or_whole_but_never_refused(
                 assert load(store, prompt(number, 700), ONE) == 700
                 kept += 1
         assert kept and problems(store) == ()
-        assert disk_bytes(tmp_path / "c") <= TIGHT
+        assert folder_bytes(tmp_path / "c") <= TIGHT
 
 
 def test_limits_hold_at_every_moment(tmp_path: Path, clock: Clock) -> None:
@@ -525,7 +525,7 @@ def test_limits_hold_at_every_moment(tmp_path: Path, clock: Clock) -> None:
     class Measuring(Files):
         def write_some(self, handle: Handle, offset: int, data: memoryview) -> int:
             done = super().write_some(handle, offset, data)
-            sizes.append(disk_bytes(folder))
+            sizes.append(folder_bytes(folder))
             return done
 
     with TieredStore(folder, replace(ROOMY, disk_limit=TIGHT), Machine(files=Measuring(), clock=clock)) as store:
@@ -537,7 +537,7 @@ def test_limits_hold_at_every_moment(tmp_path: Path, clock: Clock) -> None:
                 store.disk.remove(rows_of(store, BASE)[:1])
             if number % 7 == 6:
                 store.maintain()
-            sizes.append(disk_bytes(folder))
+            sizes.append(folder_bytes(folder))
             codings |= {row.coding for row in store.disk.entries()}
         assert "exact" in codings
         assert problems(store) == ()
@@ -769,7 +769,7 @@ class AnchorMachine(RuleBasedStateMachine):
     @invariant()
     def every_promise_holds(self) -> None:
         if hasattr(self, "store"):
-            assert disk_bytes(self.folder) <= self.limit
+            assert folder_bytes(self.folder) <= self.limit
             assert problems(self.store) == ()
             assert all(len(stands_on(self.store, row)) == 0 for row in rows_of(self.store, BASE))
             assert self.store.counts.write_failures == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.storm import disk_bytes
+from benchmarks.base import folder_bytes
 from rekindle.apps import list_apps
 from rekindle.core.scope import AppRef, AppState
 from rekindle.store import disk_space
@@ -216,14 +216,14 @@ def test_limits_hold_at_every_moment_whoever_asks_and_dies(tmp_path: Path, clock
             app_ref = chance.choice(app_refs)
             tokens = prompt(chance.randrange(6), 192) + prompt(chance.randrange(10, 40), chance.choice([100, 500]))
             kept += keep(store, tokens, app=app_ref).outcome == "kept"
-            assert disk_bytes(tmp_path / "c") <= limit
+            assert folder_bytes(tmp_path / "c") <= limit
             store.record_request(KV_SPACE, tokens, app_ref)
             store.record_use(store.lookup(KV_SPACE, tokens), 3.0)
             if app_ref is not None:
                 say(store, app_ref, chance.choice(["foreground", "background", "killed"]))
             if step % 4 == 0:
                 store.maintain()
-            assert disk_bytes(tmp_path / "c") <= limit
+            assert folder_bytes(tmp_path / "c") <= limit
         assert check(store.disk).problems == ()
         assert kept > 10 and store.counts.write_failures == 0
 

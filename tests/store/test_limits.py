@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.storm import disk_bytes
+from benchmarks.base import folder_bytes
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
 from rekindle.core.scope import Scope
@@ -181,7 +181,7 @@ def test_whatever_is_pinned_others_find_room(tmp_path: Path, limit: int) -> None
         for number in range(20):
             assert keep(store, prompt(number), last).outcome == "kept"
             assert load(store, prompt(number), last) == 640
-        assert disk_bytes(tmp_path / "c") <= limit
+        assert folder_bytes(tmp_path / "c") <= limit
         assert check(store.disk).problems == ()
 
 
@@ -205,11 +205,11 @@ def test_a_limit_that_was_lowered_holds_after_the_next_tending(tmp_path: Path) -
         for number in range(200):
             keep(store, prompt(number))
     limit = LOG_BYTES + 3_000_000
-    assert disk_bytes(tmp_path / "c") > limit
+    assert folder_bytes(tmp_path / "c") > limit
     with TieredStore(tmp_path / "c", StoreSettings(disk_limit=limit, memory_limit=0)) as store:
         store.maintain()
         assert 0 < len(store.disk.entries()) < 200
-    assert disk_bytes(tmp_path / "c") <= limit
+    assert folder_bytes(tmp_path / "c") <= limit
 
 
 def test_a_share_of_the_disk_is_of_what_is_free_or_ours() -> None:

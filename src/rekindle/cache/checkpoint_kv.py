@@ -255,7 +255,7 @@ def _names(tokens: Sequence[int], lengths: Iterable[int]) -> Iterator[_Name]:
 
 
 @dataclass(frozen=True)
-class _CheckpointsUsed:
+class _CheckpointsUsed(BackgroundJob):
     """Notes which app used the checkpoints of a prompt and its reply."""
 
     kv_space: KvSpace
@@ -272,9 +272,6 @@ class _CheckpointsUsed:
                 self.app_ref, [piece for _, match in found if match is not None for piece in match.pieces]
             )
         return "noted"
-
-    def detached_bytes(self) -> int:
-        return 0
 
 
 def _kept(

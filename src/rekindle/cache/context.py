@@ -10,7 +10,6 @@ from typing import Protocol
 from rekindle.cache.inflight import InflightPrefill
 from rekindle.cache.writer import BackgroundJob, WriteGuard, WriteJob
 from rekindle.core.keys import KvSpace, common_tokens, token_bytes
-from rekindle.core.kv import Kv, Span
 from rekindle.core.reply import ChunkReuse, OriginMiss
 from rekindle.core.scope import AppRef
 from rekindle.engine.base import EngineSequence
@@ -91,7 +90,7 @@ class Context:
     def keep(self, count: int) -> WriteJob:
         """The job that writes its first `count` tokens."""
         known = self.stored_tokens  # before those that are done are forgotten
-        job = WriteJob(self.kv_space, self.tokens[:count], self._export, known=known)
+        job = WriteJob(self.kv_space, self.tokens[:count], self.sequence.export, known=known)
         job.guard, job.app_ref, job.last = self.guard, self.app_ref, self.ended
         job.wanted = self.wanted or (self.inflight is not None and self.inflight.waiting > 0)
         self._keeps = [*(other for other in self._keeps if not other.detached), job]
@@ -138,9 +137,6 @@ class Context:
                 job.detach()
         self._keeps = [job for job in self._keeps if len(job.tokens) <= length]
 
-    def _export(self, span: Span) -> Kv:
-        return self.sequence.export(span)
-
 
 def cut_passages(passages: Sequence[ChunkReuse], length: int) -> tuple[ChunkReuse, ...]:
     """The passages within the first `length` tokens of a context."""
@@ -156,10 +152,6 @@ def cut_passages(passages: Sequence[ChunkReuse], length: int) -> tuple[ChunkReus
 ContextOrder = Callable[[Sequence[ContextUse]], Sequence[int]]
 
 
-def _oldest(contexts: Sequence[ContextUse]) -> Sequence[int]:
-    return range(len(contexts))
-
-
 class ParkedContexts:
     """Contexts of finished requests, still in the engine: a request that continues one loads nothing.
 
@@ -167,7 +159,7 @@ class ParkedContexts:
     ones age slower than short ones: the title request of a chat does not evict the chat. Thread-safe.
     """
 
-    def __init__(self, limit_bytes: int, order: ContextOrder = _oldest) -> None:
+    def __init__(self, limit_bytes: int, order: ContextOrder = lambda contexts: range(len(contexts))) -> None:
         self._limit_bytes = limit_bytes
         self._order = order
         self._lock = threading.Lock()

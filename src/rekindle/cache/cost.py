@@ -44,15 +44,12 @@ _NO_DOUBT, _DOUBT = 0.999, 0.5  # how much less error another answer must have
 _SIZES_APART = 4.0  # the largest measurement must be this many times the smallest to tell a fixed cost from the rest
 
 # The prior: computing as on a fast machine (two cores reach 2.1e11 FLOP/s with float32, an H200 5.8e14 with bfloat16),
-# loads as on a slow one (46 MB take two cores 6 ms from memory and 24 ms from disk; 1 GB takes an H200 25 and 70 ms).
+# loads as on a slow one (46 MB take two cores 6 ms from memory and 24 ms from disk; 1 GB takes an H200 25 and 70 ms,
+# and 450 ms coded).
 _CORE_FLOP, _ACCELERATOR_FLOP = 1e11, {4: 5e13, 2: 5e14, 1: 5e14}  # a second; of an accelerator by bytes of a number
 _CPU_WEIGHT_BYTES, _ACCELERATOR_WEIGHT_BYTES = 2e10, 3e12  # a second
 _LOADS: dict[Tier, tuple[float, float]] = {"memory": (2e-3, 4e9), "disk": (5e-3, 1e9), "coded": (1e-2, 3e8)}
-_DEVICE_LOADS: dict[Tier, tuple[float, float]] = {
-    "memory": (5e-3, 2e10),
-    "disk": (2e-2, 5e9),
-    "coded": (3e-2, 3e8),
-}
+_DEVICE_LOADS: dict[Tier, tuple[float, float]] = {"memory": (5e-3, 2e10), "disk": (2e-2, 5e9), "coded": (6e-2, 1.5e9)}
 _CHUNKS, _ACCELERATOR_CHUNKS = (5e-3, 1.5), (2.5e-2, 1.5)
 _STEP_TIMES = 4.0  # longer a token than in a prefill: products of a few rows are slow
 _WIDTHS = {"compute": 3, "memory": 2, "disk": 2, "coded": 2, "chunks": 2, "step": 3}  # features of each kind
@@ -97,6 +94,8 @@ def prior_rates(engine: Engine) -> Rates:
     flop = _CORE_FLOP * usable_cores() if on_cpu else _ACCELERATOR_FLOP[number_bytes]
     weights = engine.parameters * number_bytes / (_CPU_WEIGHT_BYTES if on_cpu else _ACCELERATOR_WEIGHT_BYTES)
     loads = _LOADS if on_cpu else _DEVICE_LOADS
+    if not engine.capabilities.decodes:
+        loads = {**loads, "coded": _LOADS["coded"]}
     load = {tier: (fixed, 1 / speed) for tier, (fixed, speed) in loads.items()}
     compute = (weights, 2 * engine.parameters / flop, 4 * engine.attention / flop)
     step = (weights, *(_STEP_TIMES * rate for rate in compute[1:]))
@@ -214,17 +213,18 @@ class AlwaysReuse(Costs):
         """Ignored."""
 
 
-def fit(measurements: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+def fit(measurements: Sequence[tuple[float, ...]], fade: float = _FADE, doubt: float = _DOUBT) -> tuple[float, ...]:
     """The non-negative coefficients with the least relative error; none for no measurements.
 
-    A measurement is its features and the seconds. With three features at most, trying every subset of them is the
-    simplest way to the best answer without negative ones.
+    A measurement is its features and the seconds; each is worth `fade` of the next newer one. An answer without the
+    second feature must have `doubt` of the error of the others. With three features at most, trying every subset of
+    them is the simplest way to the best answer without negative ones.
     """
     if not measurements:
         return ()
     rows = np.array(measurements, dtype=np.float64)
     features, seconds = rows[:, :-1], rows[:, -1]
-    weights = np.sqrt(_FADE ** np.arange(len(rows))[::-1]) / seconds
+    weights = np.sqrt(fade ** np.arange(len(rows))[::-1]) / seconds
     scaled, target = features * weights[:, None], seconds * weights
     width = features.shape[1]
     best: tuple[float, tuple[float, ...]] | None = None
@@ -235,7 +235,7 @@ def fit(measurements: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
             found = np.linalg.lstsq(scaled[:, chosen], target, rcond=None)[0]
             error = float(np.square(scaled[:, chosen] @ found - target).sum())
             # More work takes longer: what says otherwise, on a noisy machine, must be much the better answer.
-            better = _NO_DOUBT if 1 in chosen else _DOUBT
+            better = _NO_DOUBT if 1 in chosen else doubt
             if (found >= 0).all() and (best is None or error < best[0] * better - 1e-12):
                 coefficients = np.zeros(width)
                 coefficients[list(chosen)] = found
@@ -277,16 +277,16 @@ def _sum(coefficients: Sequence[float], features: Sequence[float]) -> float:
     return sum(a * b for a, b in zip(coefficients, features, strict=True))
 
 
-def _sound(rows: Any, width: int) -> list[tuple[float, ...]]:
+def _sound(rows: object, width: int) -> list[tuple[float, ...]]:
     """The remembered measurements that make sense and are not too old."""
-    if not isinstance(rows, list):
-        return []
-    kept, now = [], time.time()
-    for row in rows:
-        numbers = isinstance(row, list) and all(isinstance(n, (int, float)) for n in row)
-        if numbers and len(row) == width + 2 and _is_sound(row) and 0 <= now - row[-1] <= _MAX_AGE_SECONDS:
-            kept.append(tuple(float(n) for n in row))
-    return kept
+    sound, now = filter(_is_sound, number_rows(rows, width + 2)), time.time()
+    return [tuple(map(float, row)) for row in sound if 0 <= now - row[-1] <= _MAX_AGE_SECONDS]
+
+
+def number_rows(remembered: object, width: int) -> list[tuple[float, ...]]:
+    """The rows of `width` numbers in something that was remembered; whatever else is in it is left out."""
+    rows = [tuple(row) for row in remembered if isinstance(row, list)] if isinstance(remembered, list) else []
+    return [row for row in rows if len(row) == width and all(isinstance(number, int | float) for number in row)]
 
 
 def _is_sound(row: Sequence[float]) -> bool:

@@ -40,7 +40,7 @@ class DeadlineCaller:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._hanging: _Question[object] | None = None
-        self._idle: list[_Line] = []
+        self._idle: list[_QuestionThread] = []
 
     def ask(self, question: Callable[[], T], timeout_seconds: float, cancelled: Callable[[], bool] | None = None) -> T:
         """The result. Raises `NoAnswer` if the call raised anything, `Late` if it took too long, and `Cancelled`."""
@@ -50,10 +50,10 @@ class DeadlineCaller:
                 raise Late("it has not answered the last question yet")
             self._hanging = None
             try:
-                line = self._idle.pop() if self._idle else self._new_line()
-            except RuntimeError as error:  # the system has no thread left
+                worker = self._idle.pop() if self._idle else _QuestionThread()
+            except RuntimeError as error:
                 raise NoAnswer(str(error)) from error
-        line.questions.put(asked)  # type: ignore[arg-type]
+        worker.questions.put(asked)  # type: ignore[arg-type]
         deadline = Deadline(timeout_seconds)
         while not asked.answered.wait(timeout_seconds if cancelled is None else _LOOK_SECONDS):
             unwanted = cancelled is not None and cancelled()
@@ -61,12 +61,12 @@ class DeadlineCaller:
                 continue
             with self._lock:
                 self._hanging = asked  # type: ignore[assignment]
-            line.questions.put(None)  # its thread ends with it
+            worker.questions.put(None)  # its thread ends with it
             if unwanted:
                 raise Cancelled("The request was cancelled.")
             raise Late(f"no answer within {timeout_seconds:.2f} s")
         with self._lock:
-            self._idle.append(line)
+            self._idle.append(worker)
         if isinstance(asked.error, Exception):
             raise NoAnswer(str(asked.error) or type(asked.error).__name__) from asked.error
         if asked.error is not None:
@@ -77,23 +77,19 @@ class DeadlineCaller:
         """End the threads that are not hanging."""
         with self._lock:
             idle, self._idle = self._idle, []
-        for line in idle:
-            line.questions.put(None)
-        for line in idle:
-            line.thread.join(_LAST_SECONDS)
-
-    def _new_line(self) -> _Line:
-        line = _Line()
-        line.thread.start()
-        return line
+        for worker in idle:
+            worker.questions.put(None)
+        for worker in idle:
+            worker.thread.join(_LAST_SECONDS)
 
 
-class _Line:
-    """A thread and its queue."""
+class _QuestionThread:
+    """A thread and its queue. Raises `RuntimeError` if the system has no thread left."""
 
     def __init__(self) -> None:
         self.questions: SimpleQueue[_Question[object] | None] = SimpleQueue()
         self.thread = threading.Thread(target=_answer, args=(self.questions,), name="rekindle-ask", daemon=True)
+        self.thread.start()
 
 
 def _answer(questions: SimpleQueue[_Question[object] | None]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import html
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from rekindle.cache.cost import Costs
-from rekindle.cache.miss_reason import Reason, Sight, common_content, content_of, differences, judge
+from rekindle.cache.miss_reason import MissEvidence, Reason, common_content, content_of, differences, reason_of
 from rekindle.cache.volatile_text import find_volatile
 from rekindle.core.cells import TimelineEvent
 from rekindle.core.identity import Identity
@@ -198,18 +198,18 @@ class Explainer:
         if self.opaque is not None:
             match = None  # its pages are no tokens
         goes_on = difference = change = None
-        sight = Sight(len(prompt.tokens), plan.reused, miss=reuse.miss)
+        evidence = MissEvidence(len(prompt.tokens), plan.reused, miss=reuse.miss)
         if self.store is not None:
             try:
                 goes_on = None if self.opaque is not None else self._goes_on(prompt, match, plan.reused)
                 difference = None if goes_on is None else self._difference(prompt.tokens, plan.reused, goes_on)
                 if difference is not None and plan.reused == 0 and difference.only_in is None:
                     goes_on = None  # they have nothing in common
-                sight = self._sight(prompt, sight, goes_on is not None)
+                evidence = self._evidence(prompt, evidence, goes_on is not None)
                 change = self._change(prompt)
             except (OSError, sqlite3.Error, CacheError, ValueError):
                 pass  # explain without the history
-        reason = judge(sight)
+        reason = reason_of(evidence)
         if goes_on is None or reason.kind not in ("differs", "gone", "elsewhere"):
             difference = None
         return Explanation(
@@ -243,7 +243,7 @@ class Explainer:
         found = self.store.continuation(prompt.kv_space, match)
         return None if found is None else np.frombuffer(found, "<u4").tolist()
 
-    def _sight(self, prompt: Prompt, sight: Sight, goes_on: bool) -> Sight:
+    def _evidence(self, prompt: Prompt, evidence: MissEvidence, goes_on: bool) -> MissEvidence:
         assert self.store is not None
         disk, own = self.store.disk, token_bytes(prompt.tokens[: history.MAX_TOKENS])
         here = history.recent(disk, prompt.kv_space)
@@ -254,15 +254,13 @@ class Explainer:
             there.append(
                 (common_content(past.asked.content, prompt.content), tuple(words), str(past.kv_space["model"]))
             )
-        return Sight(
-            tokens=sight.tokens,
-            reused=sight.reused,
+        return replace(
+            evidence,
             asked=0 if asked is None else common_tokens(asked.tokens, own),
             asked_age=0.0 if asked is None else disk.clock() - asked.at,
             content=max((common_content(past.content, prompt.content) for past in here), default=0),
             elsewhere=max(there, key=lambda found: found[0], default=(0, (), "")),
             goes_on=goes_on,
-            miss=sight.miss,
             ttl_seconds=self.store.settings.ttl_seconds,
             scarce=self.store.why_scarce() if self.everyone else None,  # others' writing is not theirs to see
         )
@@ -338,11 +336,7 @@ _PLACES = {
     "reused": "from another prompt, partly recomputed",
     "streamed": "streamed from the origin, partly computed meanwhile",
 }
-_PASSAGES = {
-    "exact": "exact",
-    "reused": "from another prompt",
-    "computed": "new: computed, after reused passages",
-}
+_PASSAGES = {"exact": "exact", "reused": "from another prompt", "computed": "new: computed, after reused passages"}
 
 
 def _found(chunk: ChunkReuse) -> str:

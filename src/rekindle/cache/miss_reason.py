@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rekindle.codec.coder import is_quantized
 from rekindle.core.keys import KvSpace
 from rekindle.core.request import Message
 from rekindle.core.size import count_of
@@ -40,7 +41,7 @@ class Reason:
 
 
 @dataclass(frozen=True)
-class Sight:
+class MissEvidence:
     """What decides the reason.
 
     reused      tokens of the prompt that are reused, of `tokens`
@@ -64,34 +65,35 @@ class Sight:
     scarce: str | None = None
 
 
-def judge(sight: Sight) -> Reason:
+def reason_of(evidence: MissEvidence) -> Reason:
     """The reason why not more was reused."""
-    left = sight.tokens - sight.reused
-    others, differences, model = sight.elsewhere
-    if sight.miss in _PLAIN:
-        return Reason(sight.miss, _PLAIN[sight.miss])
+    left = evidence.tokens - evidence.reused
+    others, differences, model = evidence.elsewhere
+    if evidence.miss in _PLAIN:
+        return Reason(evidence.miss, _PLAIN[evidence.miss])
     if left <= 1:
         return Reason("complete", "Everything but the last token is reused; the last one is always computed.")
-    if sight.asked > sight.reused + 1:
-        lost = sight.asked - sight.reused
-        if sight.ttl_seconds is not None and sight.asked_age > sight.ttl_seconds:
+    if evidence.asked > evidence.reused + 1:
+        lost = evidence.asked - evidence.reused
+        if evidence.ttl_seconds is not None and evidence.asked_age > evidence.ttl_seconds:
             return Reason(
                 "expired", f"{count_of(lost, 'more token', 'more tokens')} had been kept, but the ttl has expired."
             )
-        why = "evicted, removed, or never kept" if sight.scarce is None else f"perhaps not kept, because {sight.scarce}"
+        scarce = evidence.scarce
+        why = "evicted, removed, or never kept" if scarce is None else f"perhaps not kept, because {scarce}"
         return Reason("gone", f"An earlier prompt shares {count_of(lost, 'more token', 'more tokens')}, but that KV is "
                               f"not in the cache: {why}.")  # fmt: skip
-    if others > sight.content:
+    if others > evidence.content:
         named = " and ".join(differences) or "setting"
         what = f" ({model})" if model else ""
         sentence = f"This was asked with another {named}{what}; KV is not shared between them."
         return Reason("elsewhere", sentence, differences)
-    if sight.goes_on:
-        if not sight.reused:
+    if evidence.goes_on:
+        if not evidence.reused:
             return Reason("differs", "An earlier prompt looks like this one, but differs from the first token on.")
-        first = "token" if sight.reused == 1 else f"{sight.reused:,} tokens"
+        first = "token" if evidence.reused == 1 else f"{evidence.reused:,} tokens"
         return Reason("differs", f"An earlier prompt shares the first {first}, then differs.")
-    if sight.reused:
+    if evidence.reused:
         return Reason("ends", "Everything the cache has of this prompt is reused; the rest is new.")
     return Reason("new", "No earlier prompt begins like this one.")
 
@@ -130,11 +132,13 @@ def differences(
     kv_space: KvSpace, identity: Mapping[str, str], other: Mapping[str, Any], its: Mapping[str, str]
 ) -> list[str]:
     """In what another KV space differs from this one, in words for people."""
+    lossy = is_quantized(other["codec"]) != is_quantized(kv_space.codec)
+    codec = "reuse level (quantized)" if lossy else "prefill step size (deterministic)"
     words = {
         "tenant": other["tenant"] != kv_space.namespace.tenant,
         "cache_salt": other["salt"] != kv_space.namespace.salt,
         "adapter": other["adapter"] != kv_space.adapter,
-        "prefill step size (deterministic)": other["codec"] != kv_space.codec,
+        codec: other["codec"] != kv_space.codec,
     }
     named = {"weights": "model", "config": "model", "tokenizer": "tokenizer", "template": "template",
              "dtype": "number type", "rope": "RoPE scaling"}  # fmt: skip

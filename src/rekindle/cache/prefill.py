@@ -90,7 +90,7 @@ class TimedFeed:
             yield
         except KvLost:
             raise
-        except Exception as error:
+        except Exception as error:  # any failure: it is computed
             raise KvLost(f"KV from the cache could not be read ({error}); it is computed instead.") from error
         else:
             with self._lock:

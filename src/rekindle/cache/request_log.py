@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rekindle.cache.cost import Costs
 from rekindle.cache.explain import Explainer, Prompt
-from rekindle.cache.writer import WriteGuard
+from rekindle.cache.writer import BackgroundJob, WriteGuard
 from rekindle.core.keys import KvSpace
 from rekindle.core.kv import Span
 from rekindle.core.plan import Plan
@@ -18,7 +18,7 @@ from rekindle.store.tiered import TieredStore
 
 
 @dataclass(frozen=True)
-class Note:
+class Note(BackgroundJob):
     """Explains a request and stores the explanation."""
 
     explainer: Explainer
@@ -39,11 +39,8 @@ class Note:
         store.note(asked.kv_space, asked.identity, asked.tokens, asked.content, explanation.as_dict(), present=present)
         return "noted"
 
-    def detached_bytes(self) -> int:
-        return 0
 
-
-class Stayed:
+class Stayed(BackgroundJob):
     """Records the use of stored KV that was still in the engine: else it would look unused, and be evicted."""
 
     def __init__(self, kv_space: KvSpace, tokens: Sequence[int], costs: Costs) -> None:
@@ -56,12 +53,9 @@ class Stayed:
             store.record_use(match, self._saved_seconds * 1e3 * match.length / len(self._tokens))
         return "noted"
 
-    def detached_bytes(self) -> int:
-        return 0
-
 
 @dataclass(frozen=True)
-class WasAsked:
+class WasAsked(BackgroundJob):
     """Records which app used the stored KV of a prompt and its reply, however it came to the engine."""
 
     kv_space: KvSpace
@@ -72,6 +66,3 @@ class WasAsked:
         """Runs after the prompt is written: then all of it is found."""
         store.record_request(self.kv_space, self.tokens, self.app_ref)
         return "noted"
-
-    def detached_bytes(self) -> int:
-        return 0

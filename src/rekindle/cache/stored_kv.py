@@ -7,6 +7,7 @@ answer knows nothing.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -101,7 +102,9 @@ class StoredKv:
         try:
             feed = self.deadlines.ask(lambda: TimedFeed.open(store, lookup.source, used, timeout), timeout)
             try:
+                started = time.perf_counter()
                 result = self._run(work, context, lookup, plan, feed)
+                took = time.perf_counter() - started
             finally:
                 feed.close()
                 self.note_busy(feed)
@@ -112,7 +115,10 @@ class StoredKv:
         context.quantized_tokens = lookup.quantized_tokens(plan)
         tiers: set[Tier] = {load.tier for load in plan.loads}
         if len(tiers) == 1:
-            self.costs.loaded(tiers.pop(), lookup.matches.load_bytes(plan.reused), result.load_seconds)
+            # Copies to a device, and a step that waits for them, are not in the feed's own time.
+            delay = took - self.costs.rates.compute_seconds(Span(plan.reused, plan.tokens))
+            size_bytes = lookup.matches.load_bytes(plan.reused)
+            self.costs.loaded(tiers.pop(), size_bytes, max(result.load_seconds, delay))
         store.record_use(used, max(0.0, saved - result.load_seconds) * 1e3, lookup.app_ref)
         return result
 

@@ -32,6 +32,7 @@ class BackgroundJob(Protocol):
 
     def detached_bytes(self) -> int:
         """Bytes of memory that only this job holds."""
+        return 0
 
 
 class WriteGuard(Protocol):

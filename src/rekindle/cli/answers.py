@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rekindle.cli.knowledge import Yes, open_knowledge
-from rekindle.cli.options import AsJson, app, brief, library_options, print_json, print_table, takes
+from rekindle.cli.options import AsJson, brief, command_group, library_options, print_json, print_table, takes
 from rekindle.core.size import count_of, human_bytes
 from rekindle.errors import InvalidSetting
 from rekindle.text.visible import printable
@@ -19,12 +19,7 @@ from rekindle.text.visible import printable
 if TYPE_CHECKING:
     from rekindle.answers.bank import AnswerBank
 
-answers = typer.Typer(
-    help="Look at stored questions and answers (see the setting `answers`), and remove them.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-app.add_typer(answers, name="answers")
+answers = command_group("answers", "Look at stored questions and answers (see the setting `answers`), and remove them.")
 _SHOWN = 60
 
 

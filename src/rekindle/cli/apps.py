@@ -9,18 +9,13 @@ from typing import Annotated
 import typer
 
 from rekindle.cli.cache import Folder, KeyFile, is_unused, open_cache
-from rekindle.cli.options import AsJson, app, print_json, print_table
+from rekindle.cli.options import AsJson, command_group, print_json, print_table
 from rekindle.core.scope import Scope, scope_of
 from rekindle.core.size import human_bytes
 from rekindle.errors import InvalidSetting
 from rekindle.settings import Settings
 
-apps = typer.Typer(
-    help="List the apps that send requests, set their states, watch their processes.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-app.add_typer(apps, name="apps")
+apps = command_group("apps", "List the apps that send requests, set their states, watch their processes.")
 
 Tenant = Annotated[str | None, typer.Option(help="The tenant of the apps; default: that of the settings.")]
 Salt = Annotated[str | None, typer.Option(help="The salt of the apps; default: that of the settings.")]

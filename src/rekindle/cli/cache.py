@@ -19,6 +19,7 @@ from rekindle.cli.options import (
     ModelOption,
     System,
     app,
+    command_group,
     daemon_options,
     loading_options,
     print_json,
@@ -35,8 +36,7 @@ from rekindle.settings import Settings
 if TYPE_CHECKING:
     from rekindle.store.disk import DiskStore
 
-cache = typer.Typer(help="List, check, prune, export the cache.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(cache, name="cache")
+cache = command_group("cache", "List, check, prune, export the cache.")
 
 Folder = Annotated[Path | None, typer.Option("--folder", "-C", help="The cache folder; default: the user's own.")]
 KeyFile = Annotated[Path | None, typer.Option(help="The key file of a cache with keyed digests.")]
@@ -406,11 +406,7 @@ def warm(
     if not files and not knowledge:
         raise InvalidSetting("Name files with prompts, or say --knowledge.")
     named = [(str(path), prompt) for path in files or () for prompt in read_prompts(path, raw=raw, as_system=as_system)]
-    job = {
-        "kind": "warm",
-        "prompts": [prompt for _, prompt in named],
-        "passages": passages if knowledge else None,
-    }
+    job = {"kind": "warm", "prompts": [prompt for _, prompt in named], "passages": passages if knowledge else None}
     with open_runner(model, loading, daemon) as runner, counting("warm") as count:
         result = runner.run(job, lambda event: count(*event["warmed"]))
     done = result["prompts"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rekindle.cli.ask import Retrieval, TopK
-from rekindle.cli.options import AsJson, app, brief, library_options, print_json, print_table, takes
+from rekindle.cli.options import AsJson, app, brief, command_group, library_options, print_json, print_table, takes
 from rekindle.core.size import count_of, human_bytes, parse_duration
 from rekindle.errors import ExtraMissing, InvalidSetting
 from rekindle.settings import Settings
@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from rekindle.knowledge.library_file import LibraryCheck
     from rekindle.session.library import Knowledge
 
-knowledge = typer.Typer(
-    help="List and search the documents that were ingested.", no_args_is_help=True, rich_markup_mode=None
-)
-app.add_typer(knowledge, name="knowledge")
+knowledge = command_group("knowledge", "List and search the documents that were ingested.")
 
 Names = Annotated[list[str], typer.Argument(metavar="DOCUMENT...", help="Documents: by name, path or source.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.options import AsJson, app, complete_model, print_json, print_table
+from rekindle.cli.options import AsJson, app, command_group, complete_model, print_json, print_table
 from rekindle.core.size import count_of, human_bytes
 from rekindle.errors import InvalidSetting
 
@@ -134,8 +134,7 @@ def rm(models: Names) -> None:
         typer.echo(f"{model}: removed{kept}")
 
 
-adapters = typer.Typer(help="Register LoRA adapters by name, for --adapter NAME.", no_args_is_help=True)
-app.add_typer(adapters, name="adapters")
+adapters = command_group("adapters", "Register LoRA adapters by name, for --adapter NAME.")
 
 
 @adapters.command("ls")

@@ -98,17 +98,8 @@ def sampling_options(
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this text. Repeatable.")] = None,
 ) -> dict[str, Any]:
-    return {
-        "max_tokens": max_tokens,
-        "min_tokens": min_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-        "stop": stop or (),
-    }
+    given = locals()
+    return {**given, "stop": stop or ()}
 
 
 def takes(without: Container[str] = (), **groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -217,6 +208,13 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: it appears in half the time
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def command_group(name: str, help: str) -> typer.Typer:
+    """The commands `rekindle NAME ...`."""
+    group = typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None)
+    app.add_typer(group, name=name)
+    return group
 
 
 def _show_version(wanted: bool) -> None:

@@ -15,7 +15,7 @@ from rekindle.cli.options import (
     Model,
     ModelOption,
     System,
-    app,
+    command_group,
     loading_options,
     print_json,
     print_table,
@@ -32,12 +32,7 @@ if TYPE_CHECKING:
     from rekindle.remote.publish.folder import PublishedContext
     from rekindle.remote.publish.publisher import PublishResult
 
-origin = typer.Typer(
-    help="Publish KV for other machines: plain files, signed, encrypted if you want.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-app.add_typer(origin, name="origin")
+origin = command_group("origin", "Publish KV for other machines: plain files, signed, encrypted if you want.")
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the origin.")]
 SecretFile = Annotated[

@@ -36,8 +36,7 @@ def serve(
     serving: dict[str, Any],
     server: dict[str, Any],
     api_key: Annotated[
-        list[str] | None,
-        typer.Option(help="A key that clients must send, or NAME=KEY; each is a tenant. Repeatable."),
+        list[str] | None, typer.Option(help="A key that clients must send, or NAME=KEY; each is a tenant. Repeatable.")
     ] = None,
     admin_key: Annotated[list[str] | None, typer.Option(help="A key that may see and do everything.")] = None,
     adapter: Annotated[
@@ -50,7 +49,7 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve a model with its cache to OpenAI clients. Ctrl-C or SIGTERM stops it and loses nothing."""
+    """Serve a model with its cache to clients of OpenAI and Anthropic. Ctrl-C or SIGTERM stops it and loses nothing."""
     from rekindle.cli.console import notes, progress
     from rekindle.daemon.private_socket import SUPPORTED
     from rekindle.daemon.spec import DaemonSpec

@@ -28,8 +28,8 @@ def make_client(url: str, api_key: str | None, timeout: httpx.Timeout) -> httpx.
         headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
         timeout=timeout,
         event_hooks={"request": [refuse_plain_authorization]},
-        trust_env=at.scheme == "https"
-        or not is_loopback(at.host),  # else a proxy could see what must stay on this machine
+        # Else a proxy could see what must stay on this machine.
+        trust_env=at.scheme == "https" or not is_loopback(at.host),
     )
 
 

@@ -202,10 +202,7 @@ def decode_into(
     if delta and data[:4] == DELTA_MAGIC:
         number = np.dtype(f"u{carrier(spec.dtype).itemsize}")
         planes = open_planes(data, PlanesSpec(DELTA_MAGIC, number, spec.shape, spec.tokens), span)
-        both(
-            lambda: _add_exact(planes, 0, out.keys, spec.dtype),
-            lambda: _add_exact(planes, 1, out.values, spec.dtype),
-        )
+        both(lambda: _add_exact(planes, 0, out.keys, spec.dtype), lambda: _add_exact(planes, 1, out.values, spec.dtype))
         return
     layer = open_layer(data, "difference" if delta else "whole", spec, span)
     both(

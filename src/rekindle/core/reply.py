@@ -249,6 +249,8 @@ class Reply:
     reuse: Reuse
     logprobs: tuple[SampledToken, ...] = ()  # if asked for
     tool_calls: tuple[ToolCall, ...] = ()  # parsed from the text, if tools were given; `text` is the rest
+    thinking: str = ""  # what a model that thinks aloud wrote before the text
+    stopped_by: str | None = None  # the stop string that ended it
 
     def __str__(self) -> str:
         return self.text

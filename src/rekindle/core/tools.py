@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rekindle.errors import InvalidPrompt, nearest
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _FORM = '{"type": "function", "function": {"name": ...}}'
 
 
@@ -38,7 +38,7 @@ class Tool:
             raise InvalidPrompt(f"A tool needs an object 'function': {_FORM}.")
         name, description = function.get("name"), function.get("description")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise InvalidPrompt(f"{name!r} cannot name a tool: use 1 to 64 letters, digits, '_' and '-'.")
+            raise InvalidPrompt(f"{name!r} cannot name a tool: use 1 to 128 letters, digits, '_' and '-'.")
         if description is not None and not isinstance(description, str):
             raise InvalidPrompt(f"The description of the tool {name!r} is {type(description).__name__}. Give text.")
         strict = function.get("strict")

@@ -49,6 +49,7 @@ class Capabilities:
     probes        attention and deviation can be read
     adapters      LoRA adapters can be loaded, several at a time; rows of different ones share a step
     steady        a few tokens in one step get the logits that each would get alone, up to rounding
+    decodes       coded KV is decoded on the device that computes, which is not the CPU
     crowded       all sequences share one buffer: every open one makes every step slower
     """
 
@@ -56,6 +57,7 @@ class Capabilities:
     recompute: RecomputeSupport
     probes: bool
     steady: bool = True
+    decodes: bool = False
     crowded: bool = False
     opaque: str | None = None
     split: bool = False

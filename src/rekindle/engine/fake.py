@@ -374,6 +374,10 @@ class ByteTokenizer:
     vocabulary_size = VOCABULARY
     needs_model = False
     template = ""
+    begins_thought = False
+
+    def token_of(self, spelling: str) -> int | None:  # noqa: ARG002  (no text spells one)
+        return None
 
     def min_token_count(self, text: str) -> int:
         return len(text)

@@ -23,8 +23,7 @@ from rekindle.integrations.framework_passages import FrameworkPassage, id_of, me
 from rekindle.knowledge.retrieve import Retrieval
 from rekindle.session.reply_stream import AsyncReplyStream
 from rekindle.session.session import Session
-from rekindle.text.tools.parse import ParsedText, ToolParser
-from rekindle.text.tools.styles import detect_style
+from rekindle.text.reasoning import ParsedReply, ReplyParser
 
 try:
     from langchain_core.callbacks import (
@@ -219,6 +218,7 @@ class ChatRekindle(BaseChatModel):
         message = AIMessage(
             content=reply.text,
             tool_calls=[_called(call) for call in reply.tool_calls],
+            additional_kwargs=_thought(reply.thinking),
             usage_metadata=_usage(reply),
             response_metadata=_metadata(reply, self.session.engine.name, called=bool(reply.tool_calls)),
         )
@@ -229,23 +229,18 @@ class _MessageChunks:
     """A reply as LangChain's chunks: text as it comes, tool calls whole, metadata with the last one."""
 
     def __init__(self, session: Session, request: Request) -> None:
-        tokenizer, calls = session.engine.tokenizer, request.tools and request.tool_choice.mode != "none"
         self._model = session.engine.name
-        self._parser = ToolParser(detect_style(tokenizer.template), request.tools) if calls else None
+        self._parser = ReplyParser(request, session.engine.tokenizer)
 
     def of(self, piece: str) -> ChatGenerationChunk:
-        parsed = ParsedText(piece) if self._parser is None else self._parser.add(piece)
-        return ChatGenerationChunk(message=self._message(parsed))
+        return ChatGenerationChunk(message=self._message(self._parser.add(piece)))
 
     def last(self, reply: Reply) -> ChatGenerationChunk:
-        parsed = ParsedText() if self._parser is None else self._parser.finish()
-        called = self._parser is not None and self._parser.count > 0
-        message = self._message(
-            parsed, usage_metadata=_usage(reply), response_metadata=_metadata(reply, self._model, called=called)
-        )
+        metadata = _metadata(reply, self._model, called=bool(reply.tool_calls))
+        message = self._message(self._parser.finish(), usage_metadata=_usage(reply), response_metadata=metadata)
         return ChatGenerationChunk(message=message)
 
-    def _message(self, parsed: ParsedText, **fields: Any) -> AIMessageChunk:
+    def _message(self, parsed: ParsedReply, **fields: Any) -> AIMessageChunk:
         calls = [
             {
                 "type": "tool_call_chunk",
@@ -256,7 +251,13 @@ class _MessageChunks:
             }
             for delta in parsed.calls
         ]
-        return AIMessageChunk(content=parsed.content, tool_call_chunks=calls, **fields)
+        thought = _thought(parsed.thinking)
+        return AIMessageChunk(content=parsed.content, tool_call_chunks=calls, additional_kwargs=thought, **fields)
+
+
+def _thought(thinking: str) -> dict[str, Any]:
+    """Where LangChain's own models have it."""
+    return {"reasoning_content": thinking} if thinking else {}
 
 
 def _usage(reply: Reply) -> dict[str, Any]:

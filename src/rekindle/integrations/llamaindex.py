@@ -2,7 +2,7 @@
 
     session = Session("smollm2")
     Settings.llm = RekindleLLM(session=session, max_tokens=128)
-    engine = RetrieverQueryEngine.from_args(RekindleRetriever(session, top_k=3))
+    engine = RetrieverQueryEngine.from_args(RekindleNodeRetriever(session, top_k=3))
     print(engine.query("What does the ferry cost?"))
 
 The caller closes the session.
@@ -25,13 +25,7 @@ from rekindle.session.reply_stream import AsyncReplyStream
 from rekindle.session.session import Session
 
 try:
-    from llama_index.core.base.llms.types import (
-        ChatMessage,
-        ChatResponse,
-        CompletionResponse,
-        LLMMetadata,
-        MessageRole,
-    )
+    from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, LLMMetadata, MessageRole
     from llama_index.core.bridge.pydantic import Field
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
     from llama_index.core.llms.custom import CustomLLM
@@ -40,7 +34,7 @@ try:
 except ImportError as error:
     raise ExtraMissing('The LlamaIndex adapter needs: pip install "rekindle[llamaindex]"') from error
 
-__all__ = ["RekindleLLM", "RekindleRetriever"]
+__all__ = ["RekindleLLM", "RekindleNodeRetriever"]
 
 # Metadata that a model is not shown: it means nothing to it, and would cost tokens.
 _HIDDEN = ["source", "document", "chunk"]
@@ -52,7 +46,7 @@ _ROLES = {
 _TEMPLATE_FIELDS = ("name", "tool_calls", "tool_call_id")  # of a message, besides its text
 
 
-class RekindleRetriever(BaseRetriever):
+class RekindleNodeRetriever(BaseRetriever):
     """Passages of a session's library, the best first, as nodes with scores.
 
     Their metadata has source, title, document (the name to `forget` it by) and chunk; a model is shown the title only.

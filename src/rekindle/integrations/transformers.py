@@ -95,7 +95,7 @@ class Attached:
             )
         self._store = open_store(settings)
         self._writer = None if self._store is None else BackgroundWriter(self._store)
-        self._patience = DeadlineCaller()
+        self._deadline = DeadlineCaller()
         self._matcher: TextMatcher | None = None  # made for the first prompt, if text of others may be reused
         self._tracks: list[Track] = []  # of caches in use, or whose reply is not queued for writing yet
         self._logged: set[str] = set()
@@ -150,7 +150,7 @@ class Attached:
             hook.remove()
         self._offer_all()
         self._tracks.clear()
-        self._patience.close()
+        self._deadline.close()
         if self._matcher is not None:
             self._matcher.close(timeout_seconds)
         if self._writer is not None and self._store is not None and self._writer.close(timeout_seconds):
@@ -202,7 +202,7 @@ class Attached:
         store = self._store
         assert store is not None
         try:
-            match = self._patience.ask(lambda: store.lookup(terms.kv_space, tokens), LOAD_SECONDS)
+            match = self._deadline.ask(lambda: store.lookup(terms.kv_space, tokens), LOAD_SECONDS)
         except NoAnswer as late:
             self._log_once(f"The cache does not answer ({late}), so everything is computed.")
             return ()
@@ -220,7 +220,7 @@ class Attached:
         device = self._model.device
         seconds = LOAD_SECONDS + match.length * terms.kv_space.layout.token_bytes / _SLOWEST_BYTES
         try:
-            read = self._patience.ask(
+            read = self._deadline.ask(
                 lambda: _read(store, terms.kv_space, match, pinned=device.type == "cuda"), seconds
             )
             return tuple((k.to(device, non_blocking=True), v.to(device, non_blocking=True)) for k, v in read)

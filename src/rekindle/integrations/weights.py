@@ -15,9 +15,8 @@ _SAMPLES = 16  # numbers of each tensor that are compared
 _CHECK_TOKENS = 12
 _CHECK_TOLERANCE: dict[KvType, float] = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}  # of the largest logit
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_OBSERVERS = frozenset(
-    {"rekindle.integrations.transformers", "transformers.utils.output_capturing"}
-)  # modules whose hooks only observe
+# Modules whose hooks only observe.
+_OBSERVERS = frozenset({"rekindle.integrations.transformers", "transformers.utils.output_capturing"})
 
 
 class Weights:

@@ -236,8 +236,8 @@ class PassagePrefill(ChunkedPrefill):
 
         `spared`: share of a passage's compute time that an arrival saves."""
         while (spans := self.next_passages(arrivals.expected())) and arrivals.left():
-            stop, patience = spans[-1].stop, spared * self.seconds(spans[:1])
-            if _wait_for_arrivals(arrivals, patience, self.work.cancelled):
+            stop, wait_seconds = spans[-1].stop, spared * self.seconds(spans[:1])
+            if _wait_for_arrivals(arrivals, wait_seconds, self.work.cancelled):
                 break
             if stop == self._prompt_layout.question:  # nothing arrives in time: the rest is computed without an origin
                 break

@@ -133,11 +133,11 @@ class Origin:
         With `usable`, the longest that is; another only if there is no such. Raises `OriginFailed`, also after
         `timeout_seconds`, and `Cancelled` when `stop` is set.
         """
-        patience = self._patience(timeout_seconds, stop)
+        timeouts = self._timeouts(timeout_seconds, stop)
         chain = self._names.chain(model, tokens[: len(tokens) // CHUNK_TOKENS * CHUNK_TOKENS])
-        entries = self._candidates(chain, patience)
+        entries = self._candidates(chain, timeouts)
         other: PublishedPrefix | None = None
-        for manifest in self._manifests(entries, model, patience):
+        for manifest in self._manifests(entries, model, timeouts):
             if shared := self._count_shared(manifest, tokens, chain):
                 found = PublishedPrefix(manifest, shared, model)
                 if usable is None or usable(found):
@@ -157,11 +157,11 @@ class Origin:
     ) -> PublishedPrefix | None:
         """The context whose first passage has these tokens: rather a usable one, rather after the head of that digest.
         None if there is none. Raises as `find`."""
-        patience, name = self._patience(timeout_seconds, stop), self._names.passage(model, tokens)
-        index = self._index(name, patience)
+        timeouts, name = self._timeouts(timeout_seconds, stop), self._names.passage(model, tokens)
+        index = self._index(name, timeouts)
         entries = () if index is None else tuple(filter(self.trusts, index.entries))
         other: PublishedPrefix | None = None
-        for manifest in self._manifests(entries, model, patience):
+        for manifest in self._manifests(entries, model, timeouts):
             if manifest.passage is None or manifest.passage.name != name:
                 continue
             found = PublishedPrefix(manifest, manifest.cells.chunks, model)
@@ -173,8 +173,8 @@ class Origin:
 
     def models(self, timeout_seconds: float | None = None) -> list[Manifest]:
         """A manifest of each model at the origin that a key you named has signed. Raises `OriginFailed`."""
-        patience = self._patience(timeout_seconds, None)
-        index = self._index(b"", patience)
+        timeouts = self._timeouts(timeout_seconds, None)
+        index = self._index(b"", timeouts)
         entries = [] if index is None else [entry for entry in index.entries if self.trusts(entry)]
         found = [self.manifest(entry, timeout_seconds=timeout_seconds) for entry in entries]
         return [manifest for manifest in found if manifest is not None]
@@ -183,7 +183,7 @@ class Origin:
         self, model: KvModel, timeout_seconds: float | None = None, stop: Stop | None = None
     ) -> tuple[IndexEntry, ...]:
         """The newest contexts of a model, of all publishers. Raises `OriginFailed`, and `Cancelled`."""
-        index = self._index(self._names.root(model), self._patience(timeout_seconds, stop))
+        index = self._index(self._names.root(model), self._timeouts(timeout_seconds, stop))
         return () if index is None else index.entries
 
     def why_missing(self, model: KvModel, timeout_seconds: float, stop: Stop) -> OriginMiss:
@@ -198,8 +198,8 @@ class Origin:
         self, entry: IndexEntry, model: KvModel | None = None, timeout_seconds: float | None = None
     ) -> Manifest | None:
         """The verified manifest of a context, by default of any model; None if it is gone. Raises `OriginFailed`."""
-        patience = self._patience(timeout_seconds, None)
-        data = self._http.get(context_path(entry.context), self._limits.manifest_bytes, patience)
+        timeouts = self._timeouts(timeout_seconds, None)
+        data = self._http.get(context_path(entry.context), self._limits.manifest_bytes, timeouts)
         return None if data is None else self._read(data, entry.context, model)
 
     def fetch(self, found: PublishedPrefix, cells: Iterable[Cell], level: str) -> SliceTransfer:
@@ -235,11 +235,11 @@ class Origin:
         """Close the connections. Idempotent."""
         self._http.close()
 
-    def _candidates(self, chain: Sequence[bytes], patience: Timeouts) -> list[IndexEntry]:
+    def _candidates(self, chain: Sequence[bytes], timeouts: Timeouts) -> list[IndexEntry]:
         """Contexts that seem to share chunks with a prompt, the longest shared prefix first."""
         found: dict[str, IndexEntry] = {}
         for depth in listed_depths(len(chain)):
-            index = self._index(chain[depth - 1], patience)
+            index = self._index(chain[depth - 1], timeouts)
             if index is None:
                 break
             found |= {entry.context: entry for entry in index.entries if self.trusts(entry)}
@@ -248,11 +248,11 @@ class Origin:
         alike = [entry for entry in found.values() if entry.count_shared(chain)]
         return sorted(alike, key=lambda entry: -entry.count_shared(chain))
 
-    def _manifests(self, entries: Sequence[IndexEntry], model: KvModel, patience: Timeouts) -> Iterator[Manifest]:
+    def _manifests(self, entries: Sequence[IndexEntry], model: KvModel, timeouts: Timeouts) -> Iterator[Manifest]:
         """The manifests of the first contexts; if one was refused and none is left, raises that."""
         failed: OriginFailed | None = None
         for entry in entries[: self._limits.candidates]:
-            data = self._http.get(context_path(entry.context), self._limits.manifest_bytes, patience)
+            data = self._http.get(context_path(entry.context), self._limits.manifest_bytes, timeouts)
             if data is None:
                 continue
             try:
@@ -264,15 +264,15 @@ class Origin:
         if failed is not None:
             raise failed
 
-    def _index(self, chunk: bytes, patience: Timeouts) -> Index | None:
+    def _index(self, chunk: bytes, timeouts: Timeouts) -> Index | None:
         """The contexts listed under a chunk; None if there are none."""
-        data = self._http.get(index_path(self._names.lookup(chunk)), self._limits.index_bytes, patience)
+        data = self._http.get(index_path(self._names.lookup(chunk)), self._limits.index_bytes, timeouts)
         try:
             return None if data is None else Index.from_bytes(data)
         except ValueError as error:
             raise OriginFailed(f"The origin's index cannot be read: {error}.") from error
 
-    def _patience(self, timeout_seconds: float | None, stop: Stop | None) -> Timeouts:
+    def _timeouts(self, timeout_seconds: float | None, stop: Stop | None) -> Timeouts:
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         return Timeouts(self._limits, stop or Stop(), deadline)
 
@@ -317,12 +317,7 @@ class SliceTransfer:
     """
 
     def __init__(
-        self,
-        http: HttpClient,
-        context: str,
-        file: LevelFile,
-        runs: Sequence[_RangeRequest],
-        cipher: Cipher | None,
+        self, http: HttpClient, context: str, file: LevelFile, runs: Sequence[_RangeRequest], cipher: Cipher | None
     ) -> None:
         self._http = http
         self._context = context
@@ -372,7 +367,7 @@ class SliceTransfer:
             return None
         run = left.pop()
         path = context_path(self._context, self._file.file)
-        return run, self._http.request_range(path, run.span, Timeouts(self._http.limits, self._stop))
+        return run, Exchange(self._http, path, run.span, Timeouts(self._http.limits, self._stop))
 
     def _verify(self, cell: Cell, data: bytearray) -> bytes:
         where = f"chunk {cell.chunk}, layer {cell.layer}"

@@ -133,11 +133,11 @@ class Connection(http.client.HTTPConnection):
     """An HTTP connection with bounded waits."""
 
     def __init__(
-        self, host: str, port: int | None, tls: ssl.SSLContext | None, limits: OriginLimits, patience: Timeouts
+        self, host: str, port: int | None, tls: ssl.SSLContext | None, limits: OriginLimits, timeouts: Timeouts
     ) -> None:
         super().__init__(host, port or (80 if tls is None else 443))
         self.default_port = 80 if tls is None else 443
-        self.patience = patience
+        self.timeouts = timeouts
         self.connected: socket.socket | None = None
         self._limits = limits
         self._context = tls
@@ -149,7 +149,7 @@ class Connection(http.client.HTTPConnection):
 
     def connect(self) -> None:
         """Connect within the limits."""
-        deadline = time.monotonic() + self.patience.timeout(self._limits.connect_seconds)
+        deadline = time.monotonic() + self.timeouts.timeout(self._limits.connect_seconds)
         connected = socket.create_connection((self.host, self.port), max(0.001, deadline - time.monotonic()))
         try:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -157,7 +157,7 @@ class Connection(http.client.HTTPConnection):
                 connected = secured = self._context.wrap_socket(
                     connected, server_hostname=self.host, do_handshake_on_connect=False
                 )
-                self.patience.stop.attach(connected)
+                self.timeouts.stop.attach(connected)
                 secured.settimeout(max(0.001, deadline - time.monotonic()))
                 secured.do_handshake()
         except BaseException:
@@ -182,7 +182,7 @@ class _Bounded:
 
     def sendall(self, data: bytes) -> None:
         """Send a request."""
-        self._connected.settimeout(self._line.patience.timeout())
+        self._connected.settimeout(self._line.timeouts.timeout())
         self._connected.sendall(data)
 
     def makefile(self, _mode: str) -> io.BufferedReader:
@@ -205,14 +205,14 @@ class _Incoming(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        patience = self._line.patience
-        self._connected.settimeout(patience.timeout())
+        timeouts = self._line.timeouts
+        self._connected.settimeout(timeouts.timeout())
         started = time.perf_counter()
         try:
             count = self._connected.recv_into(buffer)
         except TimeoutError:
             raise OriginFailed("The origin is silent, or too slow.") from None
-        patience.took(time.perf_counter() - started, count)
+        timeouts.took(time.perf_counter() - started, count)
         return count
 
 

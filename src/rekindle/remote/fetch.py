@@ -253,7 +253,7 @@ class RemoteChunkFetch:
             self.close()
         except OriginFailed as error:
             self._give_up(str(error))
-        except Exception as error:
+        except Exception as error:  # any failure: they are computed
             log.exception("Passages from the origin could not be used.")
             self._give_up(f"{type(error).__name__}: {error}")
 
@@ -303,14 +303,14 @@ class OriginPassages:
     ) -> None:
         """`bandwidth` is updated by every slice."""
         self._origin, self._model, self._limit = origin, model, limit
-        self._bandwidth, self._patience_seconds = bandwidth, timeout_seconds
+        self._bandwidth, self._timeout_seconds = bandwidth, timeout_seconds
         self._why: OriginMiss | None = None  # a passage is not there
 
     def find(self, passage: WantedPassage, stop: Stop) -> PassageOffer | OriginMiss:
         """An offer of a passage, or why there is none. Raises `OriginFailed`, and `Cancelled`."""
-        limit, patience = self._limit, self._patience_seconds
+        limit, seconds = self._limit, self._timeout_seconds
         found = self._origin.find_passage(
-            passage.tokens, self._model, limit.allows, passage.head, timeout_seconds=patience, stop=stop
+            passage.tokens, self._model, limit.allows, passage.head, timeout_seconds=seconds, stop=stop
         )
         if found is None or found.manifest.passage is None:
             return self._missing(stop)
@@ -321,7 +321,7 @@ class OriginPassages:
         return PassageOffer(self._origin, found, level, self._bandwidth, variant)
 
     def _missing(self, stop: Stop) -> OriginMiss:
-        self._why = self._why or self._origin.why_missing(self._model, self._patience_seconds, stop)
+        self._why = self._why or self._origin.why_missing(self._model, self._timeout_seconds, stop)
         return self._why
 
 

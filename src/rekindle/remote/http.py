@@ -61,9 +61,9 @@ class HttpClient:
         self._lock = threading.Lock()
         self._closed = False
 
-    def get(self, path: str, max_bytes: int, patience: Timeouts) -> bytes | None:
+    def get(self, path: str, max_bytes: int, timeouts: Timeouts) -> bytes | None:
         """A whole file of at most `max_bytes`; None if there is none. Raises `OriginFailed`."""
-        with Exchange(self, path, None, patience) as exchange:
+        with Exchange(self, path, None, timeouts) as exchange:
             exchange.wait(2 * max_bytes)  # chunked encoding adds some
             if exchange.status == 404:
                 exchange.read(_HEAD_BYTES)  # so that the connection can be reused
@@ -78,51 +78,47 @@ class HttpClient:
                 raise OriginFailed(f"The origin's {path} ends early.")
             return data
 
-    def request_range(self, path: str, span: Span, patience: Timeouts) -> Exchange:
-        """Send a request for bytes `span` of a file. Raises `OriginFailed`."""
-        return Exchange(self, path, span, patience)
-
-    def acquire(self, patience: Timeouts) -> tuple[Connection, bool]:
+    def acquire(self, timeouts: Timeouts) -> tuple[Connection, bool]:
         """A connection, and whether it is new."""
         with self._lock:
-            line = self._idle.pop() if self._idle else None
-        if line is not None:
-            line.patience = patience
-            return line, False
-        line = Connection(self.host, self._port, self._tls, self.limits, patience)
-        line.connect()
-        return line, True
+            connection = self._idle.pop() if self._idle else None
+        if connection is not None:
+            connection.timeouts = timeouts
+            return connection, False
+        connection = Connection(self.host, self._port, self._tls, self.limits, timeouts)
+        connection.connect()
+        return connection, True
 
-    def release(self, line: Connection) -> None:
+    def release(self, connection: Connection) -> None:
         """Keep a connection whose response was read to the end."""
         with self._lock:
             if not self._closed:
-                self._idle.append(line)
+                self._idle.append(connection)
                 return
-        line.end()
+        connection.end()
 
     def close(self) -> None:
         """Close the idle connections. Idempotent."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-        for line in idle:
-            line.end()
+        for connection in idle:
+            connection.end()
 
 
 class Exchange:
     """A request that was sent, and its response. Close it."""
 
-    def __init__(self, client: HttpClient, path: str, span: Span | None, patience: Timeouts) -> None:
-        """Sends the request. Raises `OriginFailed` and `Cancelled`, as all methods do."""
+    def __init__(self, client: HttpClient, path: str, span: Span | None, timeouts: Timeouts) -> None:
+        """Sends the request for a file, or for its bytes `span`. Raises `OriginFailed` and `Cancelled`, as all do."""
         self._client = client
         self._path = path
         self._span = span
-        self._patience = patience
-        self._line: Connection | None = None
+        self._timeouts = timeouts
+        self._connection: Connection | None = None
         self._fresh = False
         self._response: http.client.HTTPResponse | None = None
-        patience.begin(_HEAD_BYTES)
+        timeouts.begin(_HEAD_BYTES)
         with self._failing():
             self._send()
 
@@ -146,15 +142,15 @@ class Exchange:
         """Wait for the headers; `max_bytes` may follow."""
         with self._failing():
             while self._response is None:
-                assert self._line is not None
+                assert self._connection is not None
                 try:
-                    self._response = self._line.getresponse()
+                    self._response = self._connection.getresponse()
                 except _GONE as error:
                     self._drop(error)
                     self._send()
         if self.response.headers.get("Content-Encoding", "identity") != "identity":
             raise OriginFailed("The origin sends something compressed that nobody asked for.")
-        self._patience.allow(max_bytes)
+        self._timeouts.allow(max_bytes)
 
     def wait_for_range(self, size_bytes: int) -> None:
         """Wait for the headers of a range response with exactly the requested bytes of a file of `size_bytes`."""
@@ -200,15 +196,15 @@ class Exchange:
 
     def close(self) -> None:
         """Keep the connection if the response was read to the end, else close it. Idempotent."""
-        line, self._line = self._line, None
-        if line is None:
+        connection, self._connection = self._connection, None
+        if connection is None:
             return
-        self._patience.stop.detach(line.connected)
-        whole = self._response is not None and self._response.isclosed() and not line.ended
-        if whole and not self._patience.stop.is_set:
-            self._client.release(line)
+        self._timeouts.stop.detach(connection.connected)
+        whole = self._response is not None and self._response.isclosed() and not connection.ended
+        if whole and not self._timeouts.stop.is_set:
+            self._client.release(connection)
         else:
-            line.end()
+            connection.end()
 
     def __enter__(self) -> Self:
         return self
@@ -220,17 +216,17 @@ class Exchange:
         headers = dict(self._client.headers)
         if self._span is not None:
             headers["Range"] = f"bytes={self._span.start}-{self._span.stop - 1}"
-        while self._line is None:
-            self._line, self._fresh = self._client.acquire(self._patience)
+        while self._connection is None:
+            self._connection, self._fresh = self._client.acquire(self._timeouts)
             try:
-                self._patience.stop.attach(self._line.connected)
-                self._line.request("GET", f"{self._client.prefix}/{self._path}", headers=headers)
+                self._timeouts.stop.attach(self._connection.connected)
+                self._connection.request("GET", f"{self._client.prefix}/{self._path}", headers=headers)
             except _GONE as error:
                 self._drop(error)
 
     def _drop(self, error: Exception) -> None:
         """Drop a connection that the origin closed. That is an error unless it was an idle one."""
-        waited = not self._fresh and self._patience.received == 0
+        waited = not self._fresh and self._timeouts.received == 0
         self.close()
         if not waited:
             raise error
@@ -242,7 +238,7 @@ class Exchange:
             yield
         except (OSError, http.client.HTTPException, ValueError, OriginFailed) as error:
             self.close()
-            if self._patience.stop.is_set:  # a body that was cut off here ends early, too
+            if self._timeouts.stop.is_set:  # a body that was cut off here ends early, too
                 raise Cancelled("The transfer was stopped.") from error
             if isinstance(error, OriginFailed):
                 raise

@@ -19,7 +19,7 @@ import numpy as np
 
 from rekindle.core.cells import Cell, CellGrid, Progress, RemoteReport, Schedule, TimelineEvent, steps
 from rekindle.core.kv import LayerKv, Span
-from rekindle.engine.base import Engine, EngineSequence, KvFeed, Logits, Row, StayingFeed
+from rekindle.engine.base import Engine, EngineSequence, KvFeed, Logits, Row, StayingFeed, Wanted
 from rekindle.errors import Cancelled
 from rekindle.remote.latency import MIN_BANDWIDTH, LayerTiming
 from rekindle.remote.schedule import RemainingWork, StreamCosts, meet_in_the_middle
@@ -204,16 +204,11 @@ class HybridPrefill:
 
     def row(self, step: ComputeStep, span: Span) -> Row:
         """The engine row of a step over these tokens."""
-        return Row(
-            self._sequence,
-            self._tokens[span.start : span.stop],
-            np.arange(span.start, span.stop, dtype=np.int64),
-            logits="none",
-            feeds=self._feeds(step.chunks[0], step.depth - 1),
-            until=step.depth,
-            replay=False,
-            prefill=True,
-        )
+        return replace(self._row(span, "none", self._feeds(step.chunks[0], step.depth - 1)), until=step.depth)
+
+    def _row(self, span: Span, logits: Wanted, feeds: tuple[KvFeed, ...]) -> Row:
+        tokens, positions = self._tokens[span.start : span.stop], np.arange(span.start, span.stop, dtype=np.int64)
+        return Row(self._sequence, tokens, positions, logits, feeds, replay=False, prefill=True)
 
     def _feeds(self, before: int, layers: int) -> tuple[KvFeed, ...]:
         """Feeds of the first layers of earlier chunks: computed and still in the buffers, or arrived."""
@@ -238,15 +233,7 @@ class HybridPrefill:
             self._check_cancelled()
             stop = min(len(self._tokens), at + most)
             last = stop == len(self._tokens)
-            row = Row(
-                self._sequence,
-                self._tokens[at:stop],
-                np.arange(at, stop, dtype=np.int64),
-                logits="last" if last else "none",
-                feeds=feeds,
-                replay=False,
-                prefill=True,
-            )
+            row = self._row(Span(at, stop), "last" if last else "none", feeds)
             start = time.monotonic()
             (logits,) = self._engine.step([row], self._cancelled)
             self._note(range(self._cells.chunks, self._cells.chunks + 1), self._cells.layers, start)

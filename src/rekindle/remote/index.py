@@ -98,9 +98,8 @@ class ContextNames:
         data, size = token_bytes(tokens), CHUNK_TOKENS * TOKEN_BYTES
         parent, chain = self.root(model), []
         for start in range(0, len(data), size):
-            parent = self._hash(
-                b"chunk", parent + data[start : start + size], CHAIN_BYTES
-            )  # the parent's size is fixed
+            # The parent's size is fixed: nothing else can be cut so.
+            parent = self._hash(b"chunk", parent + data[start : start + size], CHAIN_BYTES)
             chain.append(parent)
         return tuple(chain)
 

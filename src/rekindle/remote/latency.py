@@ -14,13 +14,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
-from itertools import combinations
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.cache.cost import machine_and_model
+from rekindle.cache.cost import fit, machine_and_model, number_rows
 from rekindle.core.cells import CellGrid
 from rekindle.core.identity import digest_of_fields
 from rekindle.engine.base import Engine
@@ -144,13 +143,8 @@ def remember_bandwidth(origin: str, bandwidth: Bandwidth) -> None:
 
 def _runs(remembered: object) -> list[tuple[float, float]]:
     """Rate and time of each run; what is damaged is left out."""
-    found = []
-    for entry in remembered if isinstance(remembered, list) else []:
-        if isinstance(entry, list) and len(entry) == 2 and all(isinstance(n, int | float) for n in entry):
-            rate, at = map(float, entry)
-            if MIN_BANDWIDTH <= rate < 1e15 and 0 <= at < 1e15:
-                found.append((rate, at))
-    return found
+    rows = number_rows(remembered, 2)
+    return [(float(rate), float(at)) for rate, at in rows if MIN_BANDWIDTH <= rate < 1e15 and 0 <= at < 1e15]
 
 
 def _link(origin: str) -> str:
@@ -194,11 +188,8 @@ class Roofline:
         """The non-negative coefficients with the least relative error. Raises `ValueError` without samples."""
         if not samples:
             raise ValueError("nothing to fit")
-        features = np.array([(1.0, s.tokens, _pairs(s.tokens, s.context)) for s in samples])
-        scaled = features / np.array([s.seconds for s in samples])[:, None]
-        scale = np.maximum(np.abs(scaled).max(axis=0), 1e-300)  # equal column scales, for numerical stability
-        found = _never_negative(scaled / scale, np.ones(len(samples))) / scale
-        return cls(*found.tolist())
+        rows = [(1.0, s.tokens, _pairs(s.tokens, s.context), s.seconds) for s in samples]
+        return cls(*fit(rows, fade=1.0, doubt=1.0))
 
     def predict(self, tokens: int, context: int) -> float:
         """The seconds of one layer."""
@@ -213,20 +204,6 @@ class Roofline:
             return None
         sound = all(0 <= c < math.inf for c in (fixed, per_token, per_pair))
         return cls(fixed, per_token, per_pair) if sound else None
-
-
-def _never_negative(matrix: Floats, target: Floats) -> Floats:
-    """Non-negative least squares by trying all subsets of the few columns."""
-    width = matrix.shape[1]
-    best, least = np.zeros(width), float(np.square(target).sum())
-    for count in range(1, width + 1):
-        for chosen in combinations(range(width), count):
-            found = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)[0]
-            error = float(np.square(matrix[:, chosen] @ found - target).sum())
-            if (found >= 0).all() and error < least * (1 - 1e-9):
-                best, least = np.zeros(width), error
-                best[list(chosen)] = found
-    return best
 
 
 def cell_seconds(model: LayerModel, cells: CellGrid) -> Floats:
@@ -275,13 +252,8 @@ class LayerCosts:
 
 
 def _samples(remembered: object) -> list[LayerTiming]:
-    found = []
-    for entry in remembered if isinstance(remembered, list) else []:
-        if isinstance(entry, list) and len(entry) == 3 and all(isinstance(n, int | float) for n in entry):
-            tokens, context, seconds = entry
-            if tokens > 0 and context >= 0 and seconds > 0:
-                found.append(LayerTiming(int(tokens), int(context), float(seconds)))
-    return found
+    rows = [row for row in number_rows(remembered, 3) if row[0] > 0 and row[1] >= 0 and row[2] > 0]
+    return [LayerTiming(int(tokens), int(context), float(seconds)) for tokens, context, seconds in rows]
 
 
 def _remembered() -> JsonMemo:

@@ -217,9 +217,7 @@ def _manifest(fields: Any) -> Manifest:
         _check_sizes(level, model, cells)
     about = fields["token_file"]
     token_file = TokenFile(
-        text_of(about["file"], FILE),
-        _whole(about["size_bytes"], 1, tokens * TOKEN_BYTES + TAG_BYTES),
-        salt_of(about),
+        text_of(about["file"], FILE), _whole(about["size_bytes"], 1, tokens * TOKEN_BYTES + TAG_BYTES), salt_of(about)
     )
     return Manifest(
         context=text_of(fields["context"], CONTEXT),

@@ -71,10 +71,6 @@ def recall_pairing(own: KvModel) -> ModelPairing | None:
     return pairing if fits and all(map(_is_number, numbers)) and pairing.is_near else None
 
 
-def forget_pairing(own: KvModel) -> None:
-    _pairings().forget(own.weights)
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 

@@ -37,13 +37,7 @@ from rekindle.errors import InvalidSetting, KvLost, StepRefused
 from rekindle.remote.chunked_prefill import PrefixPrefill, keep_arrived, prefill_with_arrivals
 from rekindle.remote.client import Origin
 from rekindle.remote.connection import OriginFailed, Stop
-from rekindle.remote.fetch import (
-    OriginPassages,
-    RemoteChunkFetch,
-    RemotePrefixFetch,
-    WantedPassage,
-    unknown_passages,
-)
+from rekindle.remote.fetch import OriginPassages, RemoteChunkFetch, RemotePrefixFetch, WantedPassage, unknown_passages
 from rekindle.remote.hybrid_prefill import HybridPrefill
 from rekindle.remote.index import KvModel
 from rekindle.remote.ladder import LevelLadder, LevelLimit
@@ -244,7 +238,7 @@ class RemoteKv:
         self.origin.close()
         try:
             self._layers.close()
-        except Exception:  # not worth failing for
+        except (OSError, ValueError, ArithmeticError):  # of the file or the fit: not worth failing for
             log.exception("What layers cost could not be learned.")
 
     def _is_allowed(self, lookup: CacheLookup, plan: Plan) -> bool:

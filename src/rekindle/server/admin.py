@@ -23,7 +23,7 @@ from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
 from rekindle.server.metrics import CONTENT_TYPE
 from rekindle.server.openai.request import prompt_request
-from rekindle.server.openai.response import rekindle_of
+from rekindle.server.reply_fields import rekindle_of
 from rekindle.server.schema import AppRequest, CheckRequest, PromptRequest
 from rekindle.store import history, report
 from rekindle.store.check import check as verify
@@ -50,6 +50,11 @@ async def _with_cache(call: Call, work: Callable[[], _T]) -> _T:
 async def health(call: Call) -> Response:
     """Whether the server answers. Needs no key, and reveals nothing else."""
     return JSONResponse({"status": "ok", "version": __version__, "uptime_seconds": time.time() - call.service.started})
+
+
+async def greet(_: Call) -> Response:
+    """What answers here. Needs no key: clients ask before they send anything."""
+    return JSONResponse({"name": "Rekindle", "version": __version__, "docs": "/docs"})
 
 
 async def metrics(call: Call) -> Response:
@@ -143,7 +148,8 @@ async def check_cache(call: Call, body: CheckRequest) -> Response:
 def _prompt_request(call: Call, body: PromptRequest) -> Request:
     adapter = call.adapter_of(body.model)
     call.check_tokens(body.prompt)
-    return replace(prompt_request(body, call.caller.tenant), adapter=adapter)
+    request, _ = call.canonical(prompt_request(body, call.caller.tenant))
+    return replace(request, adapter=adapter)
 
 
 async def warm_prompt(call: Call, body: PromptRequest) -> Response:

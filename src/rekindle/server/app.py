@@ -20,12 +20,12 @@ from starlette.routing import Route
 
 from rekindle.core.scope import Scope
 from rekindle.server.auth import NOBODY, Caller, OriginGuard
+from rekindle.server.body import parse, salt_of, salt_of_refused
 from rekindle.server.call import PLAN_HEADER, Call
 from rekindle.server.errors import ApiError, api_error_of
 from rekindle.server.event_stream import ClientGone
-from rekindle.server.openai.request import parse, salt_of, salt_of_refused
 from rekindle.server.openapi import docs_page, openapi_document
-from rekindle.server.routes import ENDPOINTS, Endpoint
+from rekindle.server.routes import ENDPOINTS, Endpoint, protocol_of
 from rekindle.server.service import Service
 
 _MAX_PARTS = 100_000  # lists, objects and fields of a body; they parse in a fraction of a second
@@ -47,8 +47,9 @@ def make_app(service: Service) -> Starlette:
     pages = {"/openapi.json": JSONResponse(description), "/docs": HTMLResponse(shown)}
     routes += [Route(path, _static(response)) for path, response in pages.items()]
 
-    def refused(problem: ApiError) -> None:
+    def refused(path: str, problem: ApiError) -> Response:
         service.metrics.failed(Scope(NOBODY), problem.outcome)
+        return protocol_of(path).error_response(problem)
 
     middleware = [Middleware(OriginGuard, settings=service.settings, refused=refused, pages=tuple(pages))]
     if service.settings.cors_origin:
@@ -87,7 +88,7 @@ def _route(path: str, service: Service) -> Route:
 
 def _handler(endpoint: Endpoint, service: Service) -> Callable[[HttpRequest], Awaitable[Response]]:
     async def handle(http: HttpRequest) -> Response:
-        call = Call(http, service, Caller(NOBODY))
+        call = Call(http, service, Caller(NOBODY), protocol=endpoint.protocol)
         try:
             call = replace(call, caller=_identify(http, service, endpoint))
             if endpoint.body is None:
@@ -107,7 +108,7 @@ def _handler(endpoint: Endpoint, service: Service) -> Callable[[HttpRequest], Aw
         except Exception as error:  # noqa: BLE001  (whatever it was, the client gets an error, and others are served)
             problem = api_error_of(error)
             service.metrics.failed(call.scope, problem.outcome)
-            return problem.response()
+            return endpoint.protocol.error_response(problem)
 
     return handle
 
@@ -120,7 +121,7 @@ def _static(response: Response) -> Callable[[HttpRequest], Awaitable[Response]]:
 
 
 def _identify(http: HttpRequest, service: Service, endpoint: Endpoint) -> Caller:
-    caller = service.keys.identify(http.headers.get("authorization"))
+    caller = service.keys.identify(http.headers.get("authorization"), http.headers.get("x-api-key"))
     if caller is None and endpoint.open:
         return Caller(NOBODY)
     if caller is None:
@@ -175,10 +176,11 @@ def _count(body: bytes) -> int:
     return body.count(b"[") + body.count(b"{") + body.count(b":") + body.count(b",") // 16
 
 
-async def _not_found(_: HttpRequest, error: HTTPException) -> Response:
+async def _not_found(http: HttpRequest, error: HTTPException) -> Response:
     advice = "GET /docs lists what there is."
-    return ApiError(error.status_code, f"{error.detail}. {advice}", headers=error.headers).response()
+    problem = ApiError(error.status_code, f"{error.detail}. {advice}", headers=error.headers)
+    return protocol_of(http.url.path).error_response(problem)
 
 
-async def _failed(_: HttpRequest, error: Exception) -> Response:
-    return api_error_of(error).response()
+async def _failed(http: HttpRequest, error: Exception) -> Response:
+    return protocol_of(http.url.path).error_response(api_error_of(error))

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rekindle.addresses import is_loopback
@@ -68,11 +69,11 @@ class ApiKeys:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def identify(self, authorization: str | None) -> Caller | None:
-        """The caller of an `Authorization` header; None if unknown. Constant time for wrong keys."""
+    def identify(self, authorization: str | None, api_key: str | None = None) -> Caller | None:
+        """The caller of an `Authorization` or an `x-api-key` header; None if unknown. Constant time for wrong keys."""
         if not self._keys:
             return self._anybody
-        scheme, _, key = (authorization or "").partition(" ")
+        scheme, _, key = (f"bearer {api_key}" if authorization is None else authorization).partition(" ")
         given = _digest(key.strip())
         found = None
         for known in self._keys:
@@ -149,10 +150,14 @@ def answered_hosts(settings: ServerSettings) -> frozenset[str] | None:
 
 
 class OriginGuard:
-    """Refuses requests before their bodies are read, calling `refused` for each. Links may lead to `pages`."""
+    """Refuses requests before their bodies are read: `refused` gives the response. Links may lead to `pages`."""
 
     def __init__(
-        self, app: ASGIApp, settings: ServerSettings, refused: Callable[[ApiError], None], pages: Collection[str]
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        refused: Callable[[str, ApiError], Response],
+        pages: Collection[str],
     ) -> None:
         self._app = app
         self._hosts = answered_hosts(settings)
@@ -166,8 +171,7 @@ class OriginGuard:
             try:
                 self._check(scope, Headers(scope=scope))
             except ApiError as problem:
-                self._refused(problem)
-                await problem.response()(scope, receive, send)
+                await self._refused(scope["path"], problem)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -14,12 +14,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from rekindle.core.reply import Reply, Reuse
+from rekindle.core.request import Request
 from rekindle.core.scope import Scope
-from rekindle.errors import ContextOverflow, nearest
+from rekindle.errors import ContextOverflow
 from rekindle.server.auth import Caller
+from rekindle.server.canonical import canonical_request
 from rekindle.server.errors import ApiError
 from rekindle.server.event_stream import EventStream, until_disconnect
 from rekindle.server.job import ChoiceEvent, Finished, Planned
+from rekindle.server.protocol import OPENAI, WireProtocol
+from rekindle.server.reply_parts import ReplyPart, reply_parts
 from rekindle.server.schema import CacheBody, RequestBody
 from rekindle.server.service import Service
 
@@ -45,6 +49,7 @@ class Call:
     service: Service
     caller: Caller
     salt: str | None = None  # from the body or the query
+    protocol: WireProtocol = OPENAI
 
     @property
     def scope(self) -> Scope:
@@ -58,13 +63,11 @@ class Call:
 
     def adapter_of(self, name: str | None) -> str:
         """The adapter that a model name stands for, "" for the base model. Raises `ApiError` 404 for unknown names."""
-        served, loaded = self.service.model, [adapter.name for adapter in self.service.session.adapters]
-        if not name or name == served:
-            return ""
-        if name not in loaded:
-            near = nearest(name, [served, *loaded])
-            raise ApiError(404, f"The model {name!r} is not served here.{near}", code="model_not_found")
-        return name
+        return self.service.names.adapter_of(name, [adapter.name for adapter in self.service.session.adapters])
+
+    def canonical(self, request: Request) -> tuple[Request, list[str]]:
+        """The request without what no model should read, and the names of that."""
+        return canonical_request(request, self.service.settings.canonical)
 
     def ignored(self, body: RequestBody) -> list[str]:
         """The request fields that were ignored, for everybody or for this caller."""
@@ -110,15 +113,21 @@ class Call:
             await events.aclose()
             raise
 
+    def parts(
+        self, events: AsyncGenerator[ChoiceEvent, None], request: Request, count: int = 1
+    ) -> AsyncGenerator[ReplyPart, None]:
+        """The parts of `count` replies to a request, as they come."""
+        return reply_parts(events, request, self.service.session.engine.tokenizer, count)
+
     def stream(
         self,
         items: AsyncGenerator[Mapping[str, Any], None],
         planned: Reuse,
         events: AsyncGenerator[ChoiceEvent, None],
     ) -> Response:
-        """Chunks made of events, as server-sent events."""
+        """Items made of events, as a stream of the protocol."""
         failed = functools.partial(self.service.metrics.failed, self.scope)
-        return EventStream(items, plan_header(planned), events, failed)
+        return EventStream(self.protocol, items, plan_header(planned), events, failed)
 
     async def collect(self, events: AsyncGenerator[ChoiceEvent, None], count: int) -> tuple[Reuse, list[Reply]]:
         """All replies, and the reuse of the first prompt."""

@@ -1,13 +1,9 @@
-"""Errors as OpenAI's clients expect them."""
+"""Errors of the API: a status, a sentence, and what each exception becomes. Protocols write them."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
-from typing import Any
-
-from starlette.responses import Response
 
 from rekindle.errors import (
     AdapterNotFound,
@@ -44,34 +40,21 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        overflow: tuple[int, int] | None = None,
     ) -> None:
+        """`overflow`: the tokens of a prompt that does not fit, and those of the context."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
         self.param = param
         self.headers = dict(headers or {})
-
-    @property
-    def kind(self) -> str:
-        """OpenAI's type of this error."""
-        by_status = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-        if self.status == 429:
-            return "rate_limit_error"
-        return by_status.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        self.overflow = overflow
 
     @property
     def outcome(self) -> str:
         """The label in metrics: 4xx, 5xx."""
         return f"{self.status // 100}xx"
-
-    def as_dict(self) -> dict[str, Any]:
-        """The body, in OpenAI's format."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
-
-    def response(self) -> Response:
-        body = json.dumps(self.as_dict(), ensure_ascii=False).encode("utf-8", "replace")
-        return Response(body, self.status, self.headers, media_type="application/json")
 
 
 def api_error_of(error: Exception) -> ApiError:
@@ -79,7 +62,8 @@ def api_error_of(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextOverflow):
-        return ApiError(400, str(error), code="context_length_exceeded", param="messages")
+        numbers = (error.prompt_tokens, error.context_tokens)
+        return ApiError(400, str(error), code="context_length_exceeded", param="messages", overflow=numbers)
     if isinstance(error, (RequestError, InvalidSetting, AdapterRefused)):
         return ApiError(400, str(error))
     if isinstance(error, (EntryNotFound, ModelNotFound, AdapterNotFound)):

@@ -1,9 +1,8 @@
-"""Server-sent events, and clients that disconnect."""
+"""Responses that are streams, and clients that disconnect."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rekindle.server.errors import api_error_of
+from rekindle.server.protocol import WireProtocol
 
 _Result = TypeVar("_Result")
 PING_SECONDS = 15.0
@@ -41,29 +41,25 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-def to_json(value: object) -> str:
-    """Compact JSON; invalid Unicode is replaced."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace").decode()
-
-
 class EventStream(Response):
-    """Server-sent events: each item as JSON, then `[DONE]`. An error on the way is sent as an event.
+    """A stream of items as a protocol writes them. An error on the way is an item too.
 
     `failed` is called if it does not end normally: disconnected, 4xx, 5xx. `source`, the generator behind the items, is
     closed in any case.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
+        protocol: WireProtocol,
         items: AsyncGenerator[Mapping[str, Any], None],
         headers: Mapping[str, str],
         source: AsyncGenerator[Any, None],
         failed: Callable[[str], None],
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+        unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers={**unbuffered, **headers}, media_type=protocol.media_type)
         del self.headers["content-length"]
+        self._protocol = protocol
         self._items = items
         self._source = source
         self._failed = failed
@@ -84,27 +80,28 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": text.encode("utf-8"), "more_body": True})
 
         try:
-            async with aclosing(_with_pings(self._items, write)) as items:
+            async with aclosing(_with_pings(self._items, write, self._protocol.ping)) as items:
                 async for item in items:
-                    await write(f"data: {to_json(item)}\n\n")
+                    await write(self._protocol.frame(item))
         except Exception as error:  # noqa: BLE001  (the status is already sent, so it goes into the stream)
             problem = api_error_of(error)
             self._failed(problem.outcome)
-            await write(f"data: {to_json(problem.as_dict())}\n\n")
-        await write("data: [DONE]\n\n")
+            as_item = self._protocol.stream_error or self._protocol.error
+            await write(self._protocol.frame(as_item(problem)))
+        await write(self._protocol.end)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _with_pings(
-    items: AsyncGenerator[Mapping[str, Any], None], write: Callable[[str], Awaitable[None]]
+    items: AsyncGenerator[Mapping[str, Any], None], write: Callable[[str], Awaitable[None]], ping: str
 ) -> AsyncGenerator[Mapping[str, Any], None]:
-    """The items; while none comes, comments keep the connection open."""
+    """The items; while none comes, pings keep the connection open."""
     following: asyncio.Future[Mapping[str, Any] | None] | None = None
     try:
         while True:
             following = asyncio.ensure_future(_next(items))
             while not (await asyncio.wait({following}, timeout=PING_SECONDS))[0]:
-                await write(": waiting\n\n")
+                await write(ping)
             if (item := following.result()) is None:
                 return
             yield item

@@ -21,14 +21,14 @@ from rekindle.knowledge.salvage import Loss
 from rekindle.server.call import Call, plan_header
 from rekindle.server.job import ChoiceEvent, Finished
 from rekindle.server.openai.request import ask_options, documents_of
-from rekindle.server.openai.response import (
+from rekindle.server.openai.response import usage_of
+from rekindle.server.reply_fields import (
     new_id,
     rekindle_of,
     retrieval_of,
     sources_of,
     stored_of,
     timings_of,
-    usage_of,
     warnings_of,
 )
 from rekindle.server.schema import AskRequest, DocumentsRequest, LibraryCheckRequest, SearchRequest

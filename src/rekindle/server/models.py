@@ -26,11 +26,10 @@ async def list_models(call: Call) -> Response:
 
 async def show_model(call: Call) -> Response:
     """One of the models that are served."""
-    wanted = call.http.path_params["name"]
-    for model in _models(call):
-        if model["id"] == wanted:
-            return JSONResponse(model)
-    raise ApiError(404, f"The model {wanted!r} is not served here.", code="model_not_found")
+    wanted, models = call.http.path_params["name"], {model["id"]: model for model in _models(call)}
+    if wanted not in models:  # an alias, or MODEL:ADAPTER
+        wanted = call.adapter_of(wanted) or call.service.model
+    return JSONResponse(models[wanted])
 
 
 def _models(call: Call) -> list[dict[str, Any]]:

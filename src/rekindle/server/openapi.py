@@ -88,6 +88,38 @@ RESPONSES: dict[str, Schema] = {
         model=_TEXT,
         usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
     ),
+    "answer_responses": _object(
+        id=_TEXT,
+        object=_TEXT,
+        created_at=_COUNT,
+        status=_TEXT,
+        model=_TEXT,
+        output=_list(_object(type=_TEXT, id=_TEXT, status=_TEXT)),
+        usage=_object(
+            input_tokens=_COUNT,
+            input_tokens_details=_object(cached_tokens=_COUNT),
+            output_tokens=_COUNT,
+            total_tokens=_COUNT,
+        ),
+        timings=_TIMINGS,
+        rekindle=_REUSED,
+    ),
+    "answer_messages": _object(
+        id=_TEXT,
+        type=_TEXT,
+        role=_TEXT,
+        model=_TEXT,
+        content=_list(_object(type=_TEXT)),
+        stop_reason=_TEXT,
+        usage=_object(
+            input_tokens=_COUNT,
+            cache_creation_input_tokens=_COUNT,
+            cache_read_input_tokens=_COUNT,
+            output_tokens=_COUNT,
+        ),
+        rekindle=_REUSED,
+    ),
+    "count_tokens": _object(input_tokens=_COUNT),
     "answer_question": _object(
         **_HEAD,
         question=_TEXT,
@@ -142,6 +174,7 @@ RESPONSES: dict[str, Schema] = {
         tokens=_list({"anyOf": [_COUNT, _object(id=_COUNT, piece=_TEXT)]}), count=_COUNT, max_model_len=_COUNT
     ),
     "detokenize": _object(content=_TEXT),
+    "greet": _object(name=_TEXT, version=_TEXT, docs=_TEXT),
     "health": _object(status=_TEXT, version=_TEXT, uptime_seconds=_NUMBER),
     "metrics": _TEXT,
     "show_server": _object(model=_TEXT, engine=_TEXT, device=_TEXT, context_tokens=_COUNT, loaded=_FLAG),
@@ -159,7 +192,7 @@ RESPONSES: dict[str, Schema] = {
 
 
 _REF = "#/components/schemas/{model}"
-_ERROR = {
+_OPENAI_ERROR: Schema = {
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -175,6 +208,10 @@ _ERROR = {
         }
     },
 }
+_ERRORS = {
+    "OpenAI": _OPENAI_ERROR,
+    "Anthropic": _object(type=_TEXT, error=_object(type=_TEXT, message=_TEXT)),
+}  # by protocol
 
 
 def openapi_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
@@ -187,10 +224,17 @@ def openapi_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Rekindle", "version": __version__, "description": "An OpenAI-compatible server."},
+        "info": {
+            "title": "Rekindle",
+            "version": __version__,
+            "description": "A server for clients of OpenAI and Anthropic.",
+        },
         "paths": paths,
         "components": {
-            "schemas": {**schemas.get("$defs", {}), "Error": _ERROR},
+            "schemas": {
+                **schemas.get("$defs", {}),
+                **{f"{name}Error": schema for name, schema in _ERRORS.items()},
+            },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -200,7 +244,8 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     content: dict[str, Any] = {endpoint.media_type: {"schema": RESPONSES[endpoint.answer.__name__]}}
     if endpoint.streams:  # of one event: this version of OpenAPI cannot describe a stream
         content["text/event-stream"] = {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}
-    error = {"content": {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}}
+    reference = {"$ref": _REF.format(model=f"{endpoint.protocol.name}Error")}
+    error = {"content": {"application/json": {"schema": reference}}}
     operation: dict[str, Any] = {
         "summary": endpoint.summary,
         "operationId": f"{endpoint.method.lower()}_{endpoint.answer.__name__}",

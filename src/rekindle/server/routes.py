@@ -9,10 +9,15 @@ from typing import Any
 from starlette.responses import Response
 
 from rekindle.server import admin, knowledge, models
+from rekindle.server.anthropic.messages import ANTHROPIC, answer_messages, count_tokens
+from rekindle.server.anthropic.schema import CountTokensRequest, MessagesRequest
 from rekindle.server.call import MAX_PAGE, PAGE
 from rekindle.server.openai.chat import answer_chat
 from rekindle.server.openai.completions import answer_completion
 from rekindle.server.openai.embeddings import answer_embeddings
+from rekindle.server.openai.responses import RESPONSES_API, answer_responses
+from rekindle.server.openai.responses_request import ResponsesRequest
+from rekindle.server.protocol import OPENAI, WireProtocol
 from rekindle.server.schema import (
     MAX_SALT,
     AppRequest,
@@ -46,6 +51,7 @@ class Endpoint:
     open: bool = False  # needs no key
     streams: bool = False
     media_type: str = "application/json"
+    protocol: WireProtocol = OPENAI
 
     @property
     def summary(self) -> str:
@@ -79,13 +85,17 @@ class Endpoint:
 ENDPOINTS = (
     Endpoint("POST", "/v1/chat/completions", answer_chat, ChatRequest, streams=True),
     Endpoint("POST", "/v1/completions", answer_completion, CompletionRequest, streams=True),
+    Endpoint("POST", "/v1/responses", answer_responses, ResponsesRequest, streams=True, protocol=RESPONSES_API),
     Endpoint("POST", "/v1/embeddings", answer_embeddings, EmbeddingsRequest),
+    Endpoint("POST", "/v1/messages", answer_messages, MessagesRequest, streams=True, protocol=ANTHROPIC),
+    Endpoint("POST", "/v1/messages/count_tokens", count_tokens, CountTokensRequest, protocol=ANTHROPIC),
     Endpoint("GET", "/v1/models", models.list_models),
     Endpoint("GET", "/v1/models/{name:path}", models.show_model),
     Endpoint("POST", "/v1/load_lora_adapter", models.load_adapter, LoadAdapterRequest),
     Endpoint("POST", "/v1/unload_lora_adapter", models.unload_adapter, UnloadAdapterRequest),
     Endpoint("POST", "/tokenize", models.tokenize, TokenizeRequest),
     Endpoint("POST", "/detokenize", models.detokenize, DetokenizeRequest),
+    Endpoint("GET", "/", admin.greet, open=True),
     Endpoint("GET", "/health", admin.health, open=True),
     Endpoint("GET", "/metrics", admin.metrics, media_type="text/plain"),
     Endpoint("POST", f"{_OWN}/ask", knowledge.answer_question, AskRequest, streams=True),
@@ -109,3 +119,10 @@ ENDPOINTS = (
     Endpoint("GET", f"{_OWN}/apps", admin.list_apps),
     Endpoint("PUT", f"{_OWN}/apps/{{id}}", admin.set_app, AppRequest),
 )
+
+_PREFIXES = (("/v1/messages", ANTHROPIC),)  # of the protocols that are not OpenAI's
+
+
+def protocol_of(path: str) -> WireProtocol:
+    """The protocol that a path belongs to, also if nothing is served there."""
+    return next((protocol for prefix, protocol in _PREFIXES if path.startswith(prefix)), OPENAI)

@@ -208,6 +208,17 @@ class Prediction(RequestBody):
     content: Text | Items[dict[str, Any]]
 
 
+class AgentBody(CacheBody):
+    """Fields that the bodies of agents' protocols share."""
+
+    model: Text | None = Field(None, description="One of /v1/models; default: the base model.")
+    temperature: Number | None = Field(None, ge=0, le=100, description="0 is greedy; default 1.")
+    top_p: Number | None = Field(None, gt=0, le=1)
+    top_k: StrictInt | None = Field(None, ge=0, description="0 means all.")
+    stream: StrictBool | None = False
+    rekindle: CompletionOptions | None = None
+
+
 class OpenAiBody(SamplingBody):
     """The body of one of OpenAI's endpoints, with fields of our own under `rekindle`."""
 

@@ -22,6 +22,7 @@ from rekindle.server.errors import ApiError
 from rekindle.server.idle_thread import IdleThread
 from rekindle.server.job import ChoiceEvent, Event, Finished, ReplyJob
 from rekindle.server.metrics import Metrics
+from rekindle.server.model_names import ModelNames
 from rekindle.server.schema import CacheBody
 from rekindle.session.session import Session
 from rekindle.settings import ServerSettings
@@ -54,6 +55,7 @@ class Service:
         self.side_threads = ThreadPoolExecutor(2, thread_name_prefix="rekindle-side")  # for work without a model
         self.ingesting = ThreadPoolExecutor(1, thread_name_prefix="rekindle-ingest")  # slow: it must not delay searches
         self.apps = ClientApps()
+        self.names = ModelNames(self.model, settings.alias)
         self.metrics = Metrics(session, self.line)
         if idle is None and settings.idle:
             idle = _idle_options(settings)

@@ -24,6 +24,7 @@ from rekindle.session.draft import Drafts
 from rekindle.session.prompt import PromptTokens
 from rekindle.text.constraint import Constraint
 from rekindle.text.detokenize import Detokenizer, StopChecker
+from rekindle.text.reasoning import reply_markers
 
 _CONTEXT_TOKENS = 8  # of a text that is continued, for the detokenizer
 # Two logits that are nearer to each other may change places, if tokens are computed together and not one by one.
@@ -50,7 +51,8 @@ class Generation:
         self._started = started
         self._sampler = engine.sampler(request.sampling, prompt.tokens)
         chat = isinstance(request.prompt, tuple) and isinstance(request.prompt[0], Message)
-        self._detokenizer = Detokenizer(engine.tokenizer, () if chat else prompt.tokens[-_CONTEXT_TOKENS:])
+        context = () if chat else prompt.tokens[-_CONTEXT_TOKENS:]
+        self._detokenizer = Detokenizer(engine.tokenizer, context, reply_markers(engine.tokenizer) if chat else None)
         self._watch = StopChecker(request.stop)
         self._limit = min(request.max_tokens, engine.context_tokens - len(prompt.tokens))
         self._tokens: list[int] = []
@@ -144,6 +146,7 @@ class Generation:
             ),
             reuse=reuse,
             logprobs=tuple(self._drawn),
+            stopped_by=self._watch.found,
         )
 
     def _allowed(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:

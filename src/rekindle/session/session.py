@@ -67,7 +67,7 @@ from rekindle.session.reply_stream import AsyncReplyStream, ReplyStream
 from rekindle.settings import Settings
 from rekindle.settings.keywords import SettingsLike
 from rekindle.text.constraint import Constraint, GrammarBackend
-from rekindle.text.tools.parse import parse_reply_calls
+from rekindle.text.reasoning import parse_reply
 from rekindle.text.tools.styles import call_grammar, detect_style
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Session:
             print(session.chat("What is a cache?"))
 
     model      a name (smollm2), a folder, a .gguf file, ORG/NAME on the hub, or an engine already loaded
-    settings   cache="...", reuse="exact", memory_limit="512MB", disk_limit="10%", deterministic=False, device="auto",
+    settings   cache="...", reuse="exact", memory_limit="5%", disk_limit="10%", deterministic=False, device="auto",
                ...: see `rekindle.settings`. What is not given comes from the environment and `rekindle.toml`.
     """
 
@@ -416,7 +416,7 @@ class Session:
                     yield text
                 yield from decode(engine, generation, prefill.context, cancelled)
         assert reuse is not None
-        reply = parse_reply_calls(generation.reply(reuse), request, engine.tokenizer.template)
+        reply = parse_reply(generation.reply(reuse), request, engine.tokenizer)
         if written is not None:
             written.note(engine, reply)
         return reply

@@ -177,7 +177,7 @@ class Settings(_Loadable):
     )
     memory_limit: str = setting(
         "cache",
-        "512MB",
+        "5%",
         "How much KV is held in memory: bytes, 512MB, or 10% of all memory.",
         kind=a_size("512MB, 10%"),
     )
@@ -227,10 +227,7 @@ class Settings(_Loadable):
         "differ that matters (see the guard).",
     )
     answers_limit: str = setting(
-        "answers",
-        "100MB",
-        "How much stored questions and answers take on disk: bytes, or 100MB.",
-        kind=a_size("100MB"),
+        "answers", "100MB", "How much stored questions and answers take on disk: bytes, or 100MB.", kind=a_size("100MB")
     )
     origin: str | None = setting(
         "remote",
@@ -345,6 +342,19 @@ class ServerSettings(_Loadable):
         (),
         "Origins whose web pages may send requests and read replies, with commas between, * for any. The flag may be "
         "given several times.",
+    )
+    alias: tuple[str, ...] = setting(
+        "server",
+        (),
+        "Further names of models, with commas between: 'claude-*=MODEL', or '*=MODEL' for all that nobody knows, where "
+        "MODEL is a name of /v1/models. The flag may be given several times.",
+    )
+    canonical: Literal["off", "default", "full"] = setting(
+        "server",
+        "default",
+        "Which parts of a prompt that change from request to request are dropped: default, those that no model should "
+        "read, as a client's version and session in a system message; full: tools and the keys of their schemas are "
+        "sorted too; off: nothing is dropped.",
     )
     queue: int = setting("server", 64, "Maximum number of waiting requests; more are refused with 429.")
     max_connections: int = setting(  # many systems allow a process 1024 files, and the cache needs some

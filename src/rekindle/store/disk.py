@@ -278,9 +278,8 @@ class DiskStore:
         removed = self.room.remove_strays()
         with self.database.writing() as connection:
             catalog.sweep_kv_spaces(connection)
-        longer = max(
-            0, self.database.size_bytes() - self.database.log_limit_bytes
-        )  # than the log's limit allows for anyway
+        # Longer than the log's limit allows for anyway.
+        longer = max(0, self.database.size_bytes() - self.database.log_limit_bytes)
         with self.database.scanning() as connection:
             has_room = self.room.allows(connection, longer)
         self.database.shrink(rewrite=has_room)

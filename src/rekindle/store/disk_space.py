@@ -24,7 +24,7 @@ from rekindle.errors import CacheUnusable
 from rekindle.store.catalog import catalog, delta_rows
 from rekindle.store.catalog.database import Database
 from rekindle.store.delta_base import DeltaBase, base_of_copy, encode, open_extent
-from rekindle.store.evict import Eviction, blocks_a_transaction
+from rekindle.store.evict import Eviction, blocks_a_transaction, is_believed
 from rekindle.store.extents import SUFFIX, Damaged, ExtentFiles, OpenExtent, WrittenExtent
 from rekindle.store.files import NO_LOCKS, Files, Handle
 from rekindle.store.folder import EXTENTS, WRITERS, CacheFolder, is_own_name
@@ -256,7 +256,7 @@ class DiskSpace(Limits):
 
     def expire(self) -> None:
         """Free KV older than allowed, unless the clock is in doubt: then it is only not served."""
-        believed = self.is_clock_believed()  # recorded also for a TTL that is set later
+        believed = is_believed(self._database, self._clock())  # recorded also for a TTL that is set later
         if self._settings.ttl_seconds is None or not believed:
             return
         fresh = self.fresh()
@@ -420,13 +420,7 @@ class DiskSpace(Limits):
             if not self._make_room(used + need - limit + limit // 64, holder, "new", apart):
                 raise Refused("all space is taken by extents that are pinned or being written")
 
-    def _make_room(
-        self,
-        short: int,
-        holder: tuple[int, int] | None,
-        reason: str,
-        apart: Container[int] = (),
-    ) -> bool:
+    def _make_room(self, short: int, holder: tuple[int, int] | None, reason: str, apart: Container[int] = ()) -> bool:
         """Do the next thing that frees space, the cheapest first; whether there was one."""
         if self.sweep():
             return True

@@ -216,13 +216,7 @@ class Eviction:
         self._policy = policy
         self._clock = clock
 
-    def free(
-        self,
-        short: int,
-        holder: tuple[int, int] | None,
-        whole: bool,
-        apart: Container[int] = (),
-    ) -> int:
+    def free(self, short: int, holder: tuple[int, int] | None, whole: bool, apart: Container[int] = ()) -> int:
         """Free rows of about `short` bytes, in one pass; returns about how many bytes were freed.
 
         Extents in `apart` stay.

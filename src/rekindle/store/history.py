@@ -20,6 +20,7 @@ from rekindle.store.disk import DiskStore
 
 MAX_TOKENS = 2048  # of a prompt are stored
 _MAX_ROWS = 256
+_MAX_READ = 64  # for one explanation
 _ROW_BYTES = 4096  # estimate beside tokens and record: pages that are not full
 
 
@@ -83,7 +84,7 @@ def note(
         )
 
 
-def recent(disk: DiskStore, kv_space: KvSpace, max_count: int = 64) -> list[PastRequest]:
+def recent(disk: DiskStore, kv_space: KvSpace, max_count: int = _MAX_READ) -> list[PastRequest]:
     """The last requests in a KV space, newest first."""
     with disk.database.reading() as connection:
         number = catalog.kv_space_id(connection, disk.kv_space_digest(kv_space))
@@ -94,9 +95,7 @@ def recent(disk: DiskStore, kv_space: KvSpace, max_count: int = 64) -> list[Past
     return [_asked(row) for row in rows]
 
 
-def on_other_kv_spaces(
-    disk: DiskStore, kv_space: KvSpace, max_count: int = 64, *, own: bool
-) -> list[OtherSpaceRequest]:
+def on_other_kv_spaces(disk: DiskStore, kv_space: KvSpace, *, own: bool) -> list[OtherSpaceRequest]:
     """The last requests in other KV spaces, newest first; `own`: only in those of the same tenant and salt."""
     columns = ("model", "identity", "tenant", "salt", "adapter", "codec")
     with disk.database.reading() as connection:
@@ -105,7 +104,7 @@ def on_other_kv_spaces(
             f"SELECT r.id, r.at, r.tokens, r.content, r.record, i.fields, {', '.join(f's.{c}' for c in columns)} "
             "FROM requests r JOIN kv_spaces s ON s.id=r.kv_space LEFT JOIN identities i ON i.digest=s.identity "
             "WHERE r.kv_space IS NOT ? AND (NOT ? OR (s.tenant=? AND s.salt=?)) ORDER BY r.id DESC LIMIT ?",
-            (number, own, kv_space.namespace.tenant, kv_space.namespace.salt, max_count),
+            (number, own, kv_space.namespace.tenant, kv_space.namespace.salt, _MAX_READ),
         ).fetchall()
     return [
         OtherSpaceRequest(

@@ -17,7 +17,7 @@ from rekindle.core.size import Limit, human_bytes, parse_limit
 from rekindle.errors import PinRefused
 from rekindle.store.catalog import catalog
 from rekindle.store.catalog.database import Database
-from rekindle.store.evict import BEHIND_SECONDS, is_believed
+from rekindle.store.evict import BEHIND_SECONDS
 from rekindle.store.files import Files
 from rekindle.store.settings import StoreSettings
 
@@ -104,10 +104,6 @@ class Limits:
         if ttl is None:
             return catalog.Fresh(float("-inf"), float("inf"))
         return catalog.Fresh(self._clock() - ttl, self._clock() + BEHIND_SECONDS)
-
-    def is_clock_believed(self) -> bool:
-        """Whether things may be deleted because they are old."""
-        return is_believed(self._database, self._clock())
 
     def limit_bytes(self, used_bytes: int) -> int:
         """What files and catalog may take together, as the disk is now."""

@@ -231,7 +231,8 @@ class Variants:
         def write() -> Kept:
             self._access_log.flush(self._disk.database)
             self._sources.settle()
-            if self._is_stored(kv_space, variant.digest, tokens):
+            found = self.find(kv_space, {variant.digest: tokens}).get(variant.digest, ())
+            if any(stored.nonprefix for stored in found):
                 return Kept("known")
             size_bytes = len(kv.span) * kv.layout.token_bytes
             if self._disk.admit(own_kv_space, keys, size_bytes) < len(keys):
@@ -276,9 +277,6 @@ class Variants:
             stored = self.stored_at(view, space, row.location, row.variant, tokens, size_bytes * len(row.variant.span))
             if stored is not None:
                 yield replace(stored, id=id, frequency=row.frequency)
-
-    def _is_stored(self, kv_space: KvSpace, digest: ChunkDigest, tokens: bytes) -> bool:
-        return any(one.nonprefix for one in self.find(kv_space, {digest: tokens}).get(digest, ()))
 
     def _listing(self, kv_space_digest: str, location: ChunkLocation, variant: Variant) -> Listing:
         try:

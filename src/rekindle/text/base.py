@@ -51,6 +51,13 @@ class Tokenizer(Protocol):
     def template(self) -> str:
         """The source of the model's chat template; empty if it has none, or none that can be read."""
 
+    @property
+    def begins_thought(self) -> bool:
+        """Whether the prompt of a chat ends inside a thought."""
+
+    def token_of(self, spelling: str) -> int | None:
+        """The control token of a spelling; None if it is several tokens."""
+
     def encode_chat(
         self,
         messages: Sequence[Message],

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -28,8 +28,14 @@ from rekindle.core.request import Message
 from rekindle.core.tools import Tool
 from rekindle.errors import InvalidPrompt, RekindleError
 from rekindle.text.base import QuotedChat, TokenLength, Written, check_length
+from rekindle.text.reasoning import detect_thoughts, thought_for_template
 from rekindle.text.sandbox import LimitExceeded, SandboxProcess
-from rekindle.text.tools.styles import TemplateTools, merge_system_message, tools_as_text
+from rekindle.text.tools.styles import (
+    TemplateTools,
+    late_instructions_as_user,
+    merge_system_message,
+    tools_as_text,
+)
 
 _MAX_QUOTES = 2048  # quotes whose tokens are cached
 _MAX_QUOTE_CHARACTERS = 8192  # of a cached quote
@@ -76,6 +82,20 @@ class ChatTokenizer(ABC):
     @abstractmethod
     def token_length(self) -> TokenLength | None:
         """How much text one token may cover; None if unknown."""
+
+    @cached_property
+    def begins_thought(self) -> bool:
+        style = detect_thoughts(self.template)
+        if style is None or self._render is None:
+            return False
+        try:
+            return self._render([{"role": "user", "content": "x"}]).rstrip().endswith(style.opens)
+        except InvalidPrompt:
+            return False
+
+    def token_of(self, spelling: str) -> int | None:
+        tokens = self._plain(spelling, begins=False)
+        return tokens[0] if len(tokens) == 1 else None
 
     def min_token_count(self, text: str) -> int:
         return 0 if self.token_length is None else self.token_length.min_token_count(text)
@@ -158,11 +178,16 @@ class ChatTokenizer(ABC):
             render = partial(self._render, tools=offered)
         elif not self._template_tools.takes_tools and (offered or any(m.get("tool_calls") for m in shown)):
             shown = self._accepted(tools_as_text(shown, offered))
+        if any(message["role"] == "system" for message in shown[1:]):
+            try:
+                return _Chat(render(shown), shown, hidden, render)
+            except InvalidPrompt:
+                shown = late_instructions_as_user(shown)
         return _Chat(render(shown), shown, hidden, render)
 
     def _shown(self, message: Message, hidden: _Hidden) -> dict[str, Any]:
         """A message as the template gets it. Arguments of a call are data, although the model wrote them."""
-        ready = self._template_tools.prepare(message.as_template_input())
+        ready = self._template_tools.prepare(thought_for_template(message.as_template_input(), self.template))
         calls = hidden.hide({key: ready.pop(key) for key in ("tool_calls",) if key in ready}, self._control)
         return {**hidden.hide(ready, self._forbidden(message)), **calls}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rekindle.text.base import Tokenizer
 
@@ -14,11 +14,15 @@ _CONTEXT_PIECES = 4  # decoded again with each new token, so that spaces and acc
 class Detokenizer:
     """The text of a growing list of tokens, in pieces that are final.
 
-    `context` are the tokens before it, so that a reply that continues a text begins with the right space.
+    `context` are the tokens before it, so that a reply that continues a text begins with the right space. `marks` are
+    control tokens that are shown, with their spellings.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, context: Sequence[int] = (), marks: Mapping[int, str] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._marks = marks or {}
         self._tokens = list(context)
         self._decoded = len(self._tokens)  # number of tokens whose text was given out
         # Decoding starts at the first of these: where a piece ended, never inside a character.
@@ -26,13 +30,21 @@ class Detokenizer:
 
     def add(self, token: int) -> str:
         """The text that became final with this token; an incomplete character is held back."""
+        if token in self._marks:
+            text = self.finish() + self._marks[token]
+            self._tokens.append(token)
+            self._note_edge()
+            return text
         self._tokens.append(token)
         before, text = self._decode(self._decoded), self._decode(len(self._tokens))
         if text.endswith(_REPLACEMENT) or len(text) <= len(before):
             return ""
+        self._note_edge()
+        return text[len(before) :]
+
+    def _note_edge(self) -> None:
         self._decoded = len(self._tokens)
         self._edges.append(self._decoded)
-        return text[len(before) :]
 
     def finish(self) -> str:
         """The text that was held back."""

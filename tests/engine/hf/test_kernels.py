@@ -8,7 +8,7 @@ import torch
 
 from rekindle.core.kv import Held, LayerKv, Span
 from rekindle.engine.base import MovedFeed, Row
-from rekindle.engine.hf import kernels
+from rekindle.engine.hf import kernels, kv_kernels
 from rekindle.engine.hf.attention import ScoreParams, attend, cut_tiles
 from rekindle.engine.hf.device import choose_placement, pinned_memory
 from rekindle.engine.hf.engine import HfEngine
@@ -67,7 +67,7 @@ def test_split_attention_and_writes_of_any_head_size(dim: int, heads: int, kv_he
     query = torch.randn(1, count, heads, dim, device=DEVICE, dtype=dtype).transpose(1, 2)
     places = torch.arange(before, before + count, device=DEVICE)
     kept = [half.clone() for half in (keys, values)]
-    kernels.write_rows(address_of(keys, values), places, *new)
+    kv_kernels.write_rows(address_of(keys, values), places, *new)
     for half, old, rows in zip((keys, values), kept, new, strict=True):
         old[:, :, before : before + count] = rows
         assert torch.equal(half, old)
@@ -133,7 +133,7 @@ def test_probes_read_the_same_by_kernel(
 def test_padding_is_not_written() -> None:
     keys, values = (torch.zeros(1, 2, 100, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     new = torch.arange(1, 6, device=DEVICE, dtype=torch.bfloat16)[None, None, :, None].expand(1, 2, 5, 64).contiguous()
-    kernels.write_rows(address_of(keys, values), torch.tensor([3, 40, 50, 50, 50], device=DEVICE), new, 2 * new)
+    kv_kernels.write_rows(address_of(keys, values), torch.tensor([3, 40, 50, 50, 50], device=DEVICE), new, 2 * new)
     for half, factor in ((keys, 1), (values, 2)):
         assert half[0, 0, :, 0].nonzero()[:, 0].tolist() == [3, 40, 50]
         assert half[0, 1, [3, 40, 50], 63].tolist() == [factor * number for number in (1, 2, 3)]

@@ -283,3 +283,18 @@ def test_both_engines_write_the_same_rounds() -> None:
     finally:
         theirs.close()
     assert tokens == HfEngine.load(find("smollm2"), device="cpu").tokenizer.encode_chat(REAL_ROUNDS, tools=[WEATHER])
+
+
+LATE = (  # as some models: instructions only at the start
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('Only first.') }}"
+    "{% endif %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
+)
+
+
+def test_late_instructions_stay_where_the_template_allows_them_and_else_become_the_users() -> None:
+    said = [("system", "A"), ("user", "B"), ("system", "C"), ("assistant", "D"), ("system", "E"), ("user", "F")]
+    merged = [("system", "A"), ("user", "B\n\nC"), ("assistant", "D"), ("user", "E\n\nF")]
+    for template, expected in ((PLAIN, said), (LATE, merged)):
+        tokenizer = tokenizer_of(template)
+        text = tokenizer.spell(tokenizer.encode_chat([Message(role, text) for role, text in said]))  # type: ignore[arg-type]
+        assert text.startswith("".join(f"<|start|>{role}\n{text}<|end|>" for role, text in expected))

@@ -61,7 +61,7 @@ def cut_tiles(
 ) -> tuple[Tile, ...]:
     """The tiles of a row with these positions, in a layer that attends to `window` positions back (None: all).
 
-    `by_position`: scattered queries may come as one tile (see `kernels.fits`).
+    `by_position`: scattered queries may come as one tile (see `kernels.supports`).
     """
     count, first, last = len(positions), int(positions[0]), int(positions[-1])
     if count == 1:

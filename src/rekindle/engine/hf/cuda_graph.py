@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rekindle.core.kv import KvLayout, Span
 from rekindle.engine.base import Row
-from rekindle.engine.hf import kernels
+from rekindle.engine.hf import kernels, kv_kernels
 from rekindle.engine.hf.attention import ScoreParams
 from rekindle.engine.hf.decoder import Decoder, StepPass
 from rekindle.engine.hf.lora import AdapterSpans, merge_adapter_spans
@@ -144,7 +144,7 @@ class StaticPass(StepPass):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _write(self, row: int, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
-        kernels.write_rows(self._kept(row, layer), places, key, value)
+        kv_kernels.write_rows(self._kept(row, layer), places, key, value)
 
     def _attend(self, row: int, layer: int, places: Tensor, query: Tensor, scores: ScoreParams) -> Tensor:
         return kernels.attend_split(query, self._kept(row, layer), places, scores.scaling, scores.window)[0]

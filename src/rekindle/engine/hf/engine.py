@@ -22,7 +22,7 @@ from rekindle.engine.hf.checkpoint import Fingerprint, fingerprint_of, load_chec
 from rekindle.engine.hf.cuda_graph import GraphRecorder, replayable
 from rekindle.engine.hf.decoder import TESTED_FAMILIES, Decoder, refusal
 from rekindle.engine.hf.device import Placement, stable_matmul
-from rekindle.engine.hf.layer_loader import LayerLoader, PinnedSlots
+from rekindle.engine.hf.layer_loader import LayerLoader, PinnedSlots, decodes_on
 from rekindle.engine.hf.row_batch import ForwardBatch, own_sequence
 from rekindle.engine.hf.sequence import BufferPool, TorchSequence
 from rekindle.engine.hooks import KvDrift, Probe
@@ -42,8 +42,6 @@ _CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e
 class HfEngine:
     """A loaded model. See `Engine` for the contract."""
 
-    capabilities = Capabilities(layer_feeds=True, recompute="scattered", probes=True, adapters=True)
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -56,6 +54,8 @@ class HfEngine:
     ) -> None:
         """Drive `model` as it is. `fingerprint` identifies its files; without it, its tensors are hashed."""
         self.name = name
+        decodes = decodes_on(placement.device)
+        self.capabilities = Capabilities(True, "scattered", probes=True, adapters=True, decodes=decodes)
         self.model = model
         self.tokenizer = tokenizer
         self.placement = placement

@@ -1,13 +1,10 @@
-"""Triton kernels for CUDA devices, where torch needs several passes or many launches.
+"""Triton kernels of attention and recompute for CUDA devices, where torch needs several passes or many launches.
 
 attend_scattered   attention of queries at any positions: masked by positions, without a mask of queries x keys
 attend_split       the same for a few queries over many keys: blocks share the keys of a query, too
 attention_received what some of those queries attend to
 attention_sent     what all queries of a row attend to, by segments of keys, and what each key receives
-write_rows         new keys and values to buffers whose address is read on the device
 move_rest          KV that is not recomputed follows the mean change of what is
-fetch              KV from many places in host memory to the buffers, in one launch
-rotate_keys        keys rotated in place, in one launch
 
 Triton comes with torch for CUDA. Without it, or without the compiler it needs, everything works as on other devices,
 only slower: see `are_available`.
@@ -20,9 +17,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 try:
@@ -31,19 +26,14 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-WORD_BYTES = 8  # what is fetched comes in whole words
-
 _DIMS = (64, 128, 256)
 _TYPES = (torch.float16, torch.bfloat16)
 _LOG2_E = 1.4426950408889634
 _QUERIES, _KEYS = 64, 64  # of a block: the fastest of 23 choices on an H200, for heads of 128 numbers
 _MAX_SPLITS = 32
 _SPLIT_BLOCKS = 256  # of `attend_split`: two for each processor of an H200
-_FETCHING = 64  # concurrent blocks: enough to fill the bus, few enough to leave room for others
-_FETCH_WORDS = 2048
-_ROTATE_TOKENS = 32
-_MOVE_TOKENS = 32
 _RECEIVED_BYTES = 512 << 20  # the largest table of what keys receive from each block of queries
+_MOVE_TOKENS = 32
 KEYS_READ = 64  # at a time, of `attention_received`
 
 _log = logging.getLogger(__name__)
@@ -113,7 +103,7 @@ class LayerAddress:
 
 
 def fits_split(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `attend_split` and `write_rows` can be used for heads of this size."""
+    """Whether `attend_split` and `kv_kernels.write_rows` can be used for heads of this size."""
     return dtype in _TYPES and 16 <= dim <= 256 and dim % 8 == 0 and are_available(device)
 
 
@@ -223,16 +213,6 @@ def attention_sent(
     return sent[..., :count].mean(dim=0), received
 
 
-def write_rows(kept: LayerAddress, slots: Tensor, key: Tensor, value: Tensor) -> None:
-    """Write keys and values `[1, kv_heads, tokens, dim]` to their sorted slots, wherever the buffers are. A slot that
-    repeats is padding: only the first counts."""
-    dim = key.shape[3]
-    _write_rows[key.shape[2], kept.kv_heads](
-        kept.table, slots, key, value, key.stride(1), key.stride(2), value.stride(1), value.stride(2),
-        kept.layer, kept.layers, dim=dim, padded=triton.next_power_of_2(dim), num_warps=1,
-    )  # fmt: skip
-
-
 @dataclass(frozen=True)
 class MovingSpans:
     """Spans of a context some of whose tokens are recomputed; on the device.
@@ -264,33 +244,9 @@ def move_rest(buffer: Tensor, rows: Tensor, spans: MovingSpans, gain: float) -> 
     )  # fmt: skip
 
 
-def fetch_blocks(words: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Blocks for `fetch` of pieces of `words` words per head, `[blocks, 2]`: the piece, and the first word."""
-    counts = -(-words // _FETCH_WORDS)
-    piece = np.repeat(np.arange(len(words)), counts)
-    place = np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.stack([piece, place * _FETCH_WORDS], axis=1)
-
-
-def fetch(pieces: Tensor, blocks: Tensor, heads: int, target_pitch: int) -> None:
-    """Copy words from pinned host memory to the device, on the current stream.
-
-    pieces   [n, 4] int64: address to copy from, bytes from head to head there, address to copy to, words a head
-    blocks   [m, 2] int64, from `fetch_blocks`
-    """
-    _fetch[(_FETCHING,)](pieces, blocks, blocks.shape[0] * heads, heads, target_pitch, words=_FETCH_WORDS, num_warps=8)
-
-
-def rotate_keys(keys: Tensor, slots: Tensor, cos: Tensor, sin: Tensor, first: slice, second: slice) -> None:
-    """Rotate the keys `[kv_heads, capacity, key_dim]` at `slots` in place: numbers `first` with numbers `second`.
-
-    cos, sin [slots, pairs] in float32.
-    """
-    count, pairs = cos.shape
-    _rotate_keys[triton.cdiv(count, _ROTATE_TOKENS), keys.shape[0]](
-        keys, slots, cos, sin, keys.stride(0), keys.stride(1), count, first.start or 0, second.start or 0,
-        pairs, step=first.step or 1, tokens=_ROTATE_TOKENS, most=triton.next_power_of_2(pairs),
-    )  # fmt: skip
+def compiled(kernel: Any, *changing: str) -> Any:
+    """A kernel, compiled at its first launch. `changing`: arguments whose values must not make another kernel."""
+    return kernel if triton is None else triton.jit(kernel, do_not_specialize=list(changing))
 
 
 def _attend_scattered_kernel(  # type: ignore[no-untyped-def]  # Triton
@@ -425,23 +381,6 @@ def _combine_parts_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + head * out_head + token * out_token + numbers, mixed.to(out.dtype.element_ty), mask=real)
 
 
-def _write_rows_kernel(  # type: ignore[no-untyped-def]
-    table, slots, key, value, key_head, key_token, value_head, value_token, layer, layers,
-    dim: tl.constexpr, padded: tl.constexpr,
-):  # fmt: skip
-    """One token of one head."""
-    token, head = tl.program_id(0), tl.program_id(1)
-    numbers = tl.arange(0, padded)
-    repeated = (token > 0) & (tl.load(slots + tl.maximum(token - 1, 0)) == tl.load(slots + token))
-    real = (numbers < dim) & (not repeated)
-    place = head * tl.load(table + 2 * layers) + tl.load(slots + token) * dim + numbers
-    kind = tl.pointer_type(key.dtype.element_ty)
-    row = tl.load(key + head * key_head + token * key_token + numbers, mask=real)
-    tl.store(tl.load(table + layer).to(kind) + place, row, mask=real)
-    row = tl.load(value + head * value_head + token * value_token + numbers, mask=real)
-    tl.store(tl.load(table + layers + layer).to(kind) + place, row, mask=real)
-
-
 def _attention_received_kernel(  # type: ignore[no-untyped-def]
     query, table, sums, positions, asked, seen, norms, query_head, query_token, count, heads, kv_heads, scaling, window,
     layer, layers, group: tl.constexpr, dim: tl.constexpr, padded: tl.constexpr, splits: tl.constexpr,
@@ -570,51 +509,11 @@ def _move_rest_kernel(  # type: ignore[no-untyped-def]
         tl.store(place, tl.load(place, mask=wanted) + mean, mask=wanted)
 
 
-def _fetch_kernel(  # type: ignore[no-untyped-def]
-    pieces, blocks, count, heads, target_pitch, words: tl.constexpr
-):
-    """Copies every n-th block."""
-    for index in range(tl.program_id(0), count, tl.num_programs(0)):
-        block, head = index // heads, index % heads
-        piece = pieces + tl.load(blocks + 2 * block) * 4
-        place = tl.load(blocks + 2 * block + 1) + tl.arange(0, words)
-        source = (tl.load(piece) + head * tl.load(piece + 1)).to(tl.pointer_type(tl.int64))
-        target = (tl.load(piece + 2) + head * target_pitch).to(tl.pointer_type(tl.int64))
-        inside = place < tl.load(piece + 3)
-        tl.store(target + place, tl.load(source + place, mask=inside), mask=inside)
-
-
-def _rotate_keys_kernel(  # type: ignore[no-untyped-def]
-    keys, slots, cos, sin, key_head, key_token, count, first, second, pairs,
-    step: tl.constexpr, tokens: tl.constexpr, most: tl.constexpr,
-):  # fmt: skip
-    """Some tokens of one head."""
-    rows = tl.program_id(0) * tokens + tl.arange(0, tokens)
-    numbers = tl.arange(0, most)
-    inside = (rows < count)[:, None] & (numbers < pairs)[None]
-    angles = rows[:, None] * pairs + numbers[None]
-    wide, high = tl.load(cos + angles, mask=inside), tl.load(sin + angles, mask=inside)
-    own = keys + tl.program_id(1) * key_head + tl.load(slots + rows, mask=rows < count, other=0)[:, None] * key_token
-    ones, others = own + first + numbers[None] * step, own + second + numbers[None] * step
-    x = tl.load(ones, mask=inside).to(tl.float32)
-    y = tl.load(others, mask=inside).to(tl.float32)
-    tl.store(ones, (x * wide - y * high).to(keys.dtype.element_ty), mask=inside)
-    tl.store(others, (y * wide + x * high).to(keys.dtype.element_ty), mask=inside)
-
-
-def _compiled(kernel: Any, *changing: str) -> Any:
-    """`changing`: arguments whose values must not make another kernel."""
-    return kernel if triton is None else triton.jit(kernel, do_not_specialize=list(changing))
-
-
-_attend_scattered = _compiled(_attend_scattered_kernel, "count", "window")
-_attend_part = _compiled(_attend_part_kernel, "layer", "layers", "count", "window")
-_combine_parts = _compiled(_combine_parts_kernel, "count")
-_attention_received = _compiled(_attention_received_kernel, "layer", "layers", "count", "window")
-_write_rows = _compiled(_write_rows_kernel, "layer", "layers")
-_move_rest = _compiled(_move_rest_kernel)
-_attention_sent = _compiled(
+_attend_scattered = compiled(_attend_scattered_kernel, "count", "window")
+_attend_part = compiled(_attend_part_kernel, "layer", "layers", "count", "window")
+_combine_parts = compiled(_combine_parts_kernel, "count")
+_attention_received = compiled(_attention_received_kernel, "layer", "layers", "count", "window")
+_move_rest = compiled(_move_rest_kernel)
+_attention_sent = compiled(
     _attention_sent_kernel, "first_head", "count", "key_count", "asked_first", "asked_stop", "window"
 )
-_fetch = _compiled(_fetch_kernel, "count")
-_rotate_keys = _compiled(_rotate_keys_kernel, "count")

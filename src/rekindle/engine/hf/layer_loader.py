@@ -34,7 +34,7 @@ from torch import Tensor
 
 from rekindle.core.kv import Held, LayerKv
 from rekindle.engine.base import CodedFeed, HeldFeed, KvFeed, MovedFeed
-from rekindle.engine.hf import kernels
+from rekindle.engine.hf import kernels, kv_kernels
 from rekindle.engine.hf.device import PinnedMemory, pinned_memory
 from rekindle.engine.hf.device_decoder import CodedStaging, SlotMemory, SoundCheck
 from rekindle.engine.hf.rope import RopeShift, RopeShifter
@@ -49,7 +49,7 @@ class DeviceFetch:
 
     buffers: Buffers
     held: Sequence[Held]
-    pieces: Tensor  # [layers, pieces, 4]: see `kernels.fetch`
+    pieces: Tensor  # [layers, pieces, 4]: see `kv_kernels.fetch`
     blocks: Tensor  # [blocks, 2], the same in all layers
 
     @classmethod
@@ -73,7 +73,7 @@ class DeviceFetch:
                 place += len(piece.span)
         alike = len({(half.shape, half.dtype) for half in (*buffers.keys, *buffers.values)}) == 1
         token_bytes = buffers.keys[0].stride(2) * buffers.keys[0].element_size()
-        if not found or not alike or token_bytes % kernels.WORD_BYTES:
+        if not found or not alike or token_bytes % kv_kernels.WORD_BYTES:
             return None
         sources = _Sources(memory)
         if not all(sources.readable(piece.layers[0]) for _, piece in found):
@@ -83,17 +83,17 @@ class DeviceFetch:
             table[:, :, index, 0] = sources.addresses(piece.layers) + piece.span.start * token_bytes
             table[:, :, index, 1] = piece.layers[0].keys.strides[0]
             table[:, :, index, 2] = place * token_bytes
-            table[:, :, index, 3] = len(piece.span) * token_bytes // kernels.WORD_BYTES
+            table[:, :, index, 3] = len(piece.span) * token_bytes // kv_kernels.WORD_BYTES
         targets = [[key.data_ptr(), value.data_ptr()] for key, value in zip(buffers.keys, buffers.values, strict=True)]
         table[..., 2] += np.array(targets)[:, :, None]
-        blocks = kernels.fetch_blocks(table[0, :, :, 3].reshape(-1))
+        blocks = kv_kernels.fetch_blocks(table[0, :, :, 3].reshape(-1))
         moved = (torch.from_numpy(numbers).to(device) for numbers in (table.reshape(layers, -1, 4), blocks))
         return cls(buffers, [piece for _, piece in found], *moved)
 
     def fetch(self, layer: int) -> Tensor:
         """Start to fetch a layer on the current stream; returns its keys `[kv_heads, capacity, key_dim]`."""
         keys = self.buffers.keys[layer][0]
-        kernels.fetch(self.pieces[layer], self.blocks, keys.shape[0], keys.stride(0) * keys.element_size())
+        kv_kernels.fetch(self.pieces[layer], self.blocks, keys.shape[0], keys.stride(0) * keys.element_size())
         return keys
 
 
@@ -198,7 +198,7 @@ class LayerLoader:
         for sequence, feed in feeds:
             self._feeds.setdefault(sequence, []).append(feed)
         self._coded = {  # those that are decoded on the device
-            id(feed): feed for _, feed in feeds if _decodes_on(device) and isinstance(feed, CodedFeed) and feed.coded
+            id(feed): feed for _, feed in feeds if decodes_on(device) and isinstance(feed, CodedFeed) and feed.coded
         }
         self._layers = layers
         self._device = device
@@ -461,7 +461,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _decodes_on(device: torch.device) -> bool:
+def decodes_on(device: torch.device) -> bool:
     """Whether a device restores quantized KV itself: on others the codec is as fast."""
     return device.type == "cuda"
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from rekindle.core.kv import Span
-from rekindle.engine.hf import kernels
+from rekindle.engine.hf import kernels, kv_kernels
 from rekindle.engine.hf.sequence import Slots
 
 PLAIN, SHORT, LONG = "plain", "short", "long"  # regimes
@@ -150,7 +150,7 @@ class RopeShift:
             if isinstance(slots, slice):
                 _turn(keys[:, slots], angles)
             elif kernels.are_available(keys.device):
-                kernels.rotate_keys(keys, slots, angles.cos, angles.sin, angles.pairing.first, angles.pairing.second)
+                kv_kernels.rotate_keys(keys, slots, angles.cos, angles.sin, angles.pairing.first, angles.pairing.second)
             else:
                 some = keys.index_select(1, slots)
                 _turn(some, angles)

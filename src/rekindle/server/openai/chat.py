@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from rekindle.core.reply import Reply, SampledToken, TextPiece
+from rekindle.core.reply import Reply
 from rekindle.core.request import Request
 from rekindle.server.call import Call, plan_header
-from rekindle.server.job import ChoiceEvent, Finished
+from rekindle.server.job import Finished
 from rekindle.server.openai.request import chat_request, last_user_text, request_of_choice
-from rekindle.server.openai.response import chat_logprobs, new_id, quoting_of, rekindle_of, timings_of, usage_of
+from rekindle.server.openai.response import chat_logprobs, usage_of
+from rekindle.server.reply_fields import new_id, quoting_of, rekindle_of, timings_of
+from rekindle.server.reply_parts import ReplyPart, ThoughtDelta
 from rekindle.server.schema import ChatRequest
 from rekindle.server.stored_answers import answer_prepared
 from rekindle.session.ask import Prepared
-from rekindle.text.tools.parse import ParsedText, ToolParser
-from rekindle.text.tools.styles import detect_style
+from rekindle.text.tools.parse import CallDelta
 
 
 async def answer_chat(call: Call, body: ChatRequest) -> Response:
     """The reply to a chat, whole or as a stream."""
     adapter, started = call.adapter_of(body.model), time.perf_counter()
-    request = replace(chat_request(body, call.caller.tenant, call.service.token_limit()), adapter=adapter)
+    request, dropped = call.canonical(chat_request(body, call.caller.tenant, call.service.token_limit()))
+    request, ignored = replace(request, adapter=adapter), sorted([*call.ignored(body), *dropped])
     prepared = await _prepared(call, body, request)
     if prepared is not None:
         request = prepared.request
@@ -37,12 +40,12 @@ async def answer_chat(call: Call, body: ChatRequest) -> Response:
     head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": adapter or call.service.model}
     if body.stream:
         first, rest = await call.begin(events)
-        chunks = _ChatChunks(call, body, request, head, prepared)
-        return call.stream(chunks.write(rest), first, rest)
+        chunks = _ChatChunks(body, request, head, ignored, prepared)
+        return call.stream(chunks.write(call.parts(rest, request, body.n)), first, rest)
     planned, replies = await call.collect(events, len(requests))
     choices = [_choice(number, reply, body) for number, reply in enumerate(replies)]
     stats = {"usage": usage_of(replies), "timings": timings_of(replies[0])}
-    about = rekindle_of(replies[0].reuse, call.ignored(body))
+    about = rekindle_of(replies[0].reuse, ignored)
     about |= quoting_of(len(request.quotes), replies[0], prepared)
     return JSONResponse(
         {**head, "object": "chat.completion", "choices": choices, **stats, "rekindle": about},
@@ -63,6 +66,8 @@ async def _prepared(call: Call, body: ChatRequest, request: Request) -> Prepared
 
 def _choice(number: int, reply: Reply, body: ChatRequest) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    if reply.thinking:
+        message["reasoning_content"] = reply.thinking
     if reply.tool_calls:
         message["content"] = reply.text or None
         message["tool_calls"] = [one.as_openai() for one in reply.tool_calls]
@@ -70,7 +75,7 @@ def _choice(number: int, reply: Reply, body: ChatRequest) -> dict[str, Any]:
         "index": number,
         "message": message,
         "logprobs": chat_logprobs(reply.logprobs) if body.logprobs else None,
-        "finish_reason": "tool_calls" if reply.tool_calls else reply.finish_reason,
+        "finish_reason": _finish_reason(reply),
     }
 
 
@@ -79,66 +84,46 @@ class _ChatChunks:
 
     def __init__(
         self,
-        call: Call,
         body: ChatRequest,
         request: Request,
         head: Mapping[str, Any],
+        ignored: Sequence[str],
         prepared: Prepared | None = None,
     ) -> None:
         self._body = body
         self._document_count = len(request.quotes)
         self._prepared = prepared
-        self._ignored = call.ignored(body)
+        self._ignored = ignored
         self._head = {**head, "object": "chat.completion.chunk"}
-        template = call.service.session.engine.tokenizer.template
-        calls = request.tools and request.tool_choice.mode != "none"
-        self._parsers = [ToolParser(detect_style(template), request.tools) if calls else None for _ in range(body.n)]
-        self._called = [False] * body.n
-        self._drawn: list[list[SampledToken]] = [[] for _ in range(body.n)]  # tokens not yet in any chunk
-        self._sent = [0] * body.n
 
-    async def write(self, events: AsyncGenerator[ChoiceEvent, None]) -> AsyncGenerator[Mapping[str, Any], None]:
+    async def write(self, parts: AsyncGenerator[ReplyPart, None]) -> AsyncGenerator[Mapping[str, Any], None]:
         """The chunks, one after the other."""
         replies: dict[int, Reply] = {}
         for number in range(self._body.n):
-            yield self._chunk(number, {"role": "assistant", "content": ""})
-        async for item in events:
-            if isinstance(item.event, TextPiece):
-                self._drawn[item.choice] += item.event.logprobs
-                for delta in self._deltas(item.choice, self._parsed(item.choice, item.event)):
-                    yield self._chunk(item.choice, delta)
-            elif isinstance(item.event, Finished):
-                parser = self._parsers[item.choice]
-                self._drawn[item.choice] = list(item.event.reply.logprobs[self._sent[item.choice] :])
-                for delta in self._deltas(item.choice, parser.finish()) if parser is not None else ():
-                    yield self._chunk(item.choice, delta)
-                replies[item.choice] = item.event.reply
-                yield self._last(item.choice, item.event.reply)
+            yield self._chunk(ReplyPart(number, ""), {"role": "assistant", "content": ""})
+        async with aclosing(parts):
+            async for item in parts:
+                if isinstance(item.part, Finished):
+                    replies[item.choice] = item.part.reply
+                    yield self._last(item, item.part.reply)
+                elif isinstance(item.part, CallDelta):
+                    yield self._chunk(item, {"tool_calls": [item.part.as_openai()]})
+                elif isinstance(item.part, ThoughtDelta):
+                    yield self._chunk(item, {"reasoning_content": item.part.text})
+                else:
+                    yield self._chunk(item, {"content": item.part})
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield {**self._head, "choices": [], "usage": usage_of([replies[number] for number in sorted(replies)])}
 
-    def _parsed(self, choice: int, piece: TextPiece) -> ParsedText:
-        parser = self._parsers[choice]
-        return ParsedText(str(piece)) if parser is None else parser.add(piece)
+    def _chunk(self, item: ReplyPart, delta: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
+        logprobs = chat_logprobs(item.drawn) if item.drawn else None
+        choice = {"index": item.choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head, "choices": [choice]}
 
-    def _deltas(self, choice: int, parsed: ParsedText) -> Sequence[dict[str, Any]]:
-        deltas: list[dict[str, Any]] = [{"content": parsed.content}] if parsed.content else []
-        deltas += [{"tool_calls": [one.as_openai()]} for one in parsed.calls]
-        self._called[choice] |= bool(parsed.calls)
-        return deltas
-
-    def _chunk(self, choice: int, delta: Mapping[str, Any]) -> dict[str, Any]:
-        choice_fields = {"index": choice, "delta": delta, "logprobs": self._logprobs(choice), "finish_reason": None}
-        return {**self._head, "choices": [choice_fields]}
-
-    def _logprobs(self, choice: int) -> dict[str, Any] | None:
-        """Logprobs of tokens not yet sent: text held back for a stop string or a tool call delays theirs too."""
-        drawn, self._drawn[choice] = self._drawn[choice], []
-        self._sent[choice] += len(drawn)
-        return chat_logprobs(drawn) if drawn else None
-
-    def _last(self, choice: int, reply: Reply) -> dict[str, Any]:
-        reason = "tool_calls" if self._called[choice] else reply.finish_reason
-        chunk = {"index": choice, "delta": {}, "logprobs": self._logprobs(choice), "finish_reason": reason}
+    def _last(self, item: ReplyPart, reply: Reply) -> dict[str, Any]:
         about = rekindle_of(reply.reuse, self._ignored) | quoting_of(self._document_count, reply, self._prepared)
-        return {**self._head, "choices": [chunk], "timings": timings_of(reply), "rekindle": about}
+        return {**self._chunk(item, {}, _finish_reason(reply)), "timings": timings_of(reply), "rekindle": about}
+
+
+def _finish_reason(reply: Reply) -> str:
+    return "tool_calls" if reply.tool_calls else reply.finish_reason

@@ -14,7 +14,8 @@ from rekindle.server.call import Call, plan_header
 from rekindle.server.errors import ApiError
 from rekindle.server.job import ChoiceEvent, Finished
 from rekindle.server.openai.request import completion_requests, prompts_of, request_of_choice
-from rekindle.server.openai.response import completion_logprobs, new_id, rekindle_of, timings_of, usage_of
+from rekindle.server.openai.response import completion_logprobs, usage_of
+from rekindle.server.reply_fields import new_id, rekindle_of, timings_of
 from rekindle.server.schema import MAX_CHOICES, CompletionRequest
 
 _MAX_REPLIES = 8 * MAX_CHOICES

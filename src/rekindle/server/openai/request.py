@@ -5,63 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
-
-from pydantic import ValidationError
-from pydantic_core import from_json
+from typing import Any, cast
 
 from rekindle.core.grammar import Grammar
 from rekindle.core.request import Message, Options, PromptLike, Request
+from rekindle.server.body import cache_options
 from rekindle.server.errors import ApiError
 from rekindle.server.schema import (
-    MAX_SALT,
     AskRequest,
-    CacheBody,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
     DocumentText,
     PromptRequest,
-    RequestBody,
     SamplingBody,
 )
 from rekindle.session.ask import AskOptions
 
-_Body = TypeVar("_Body", bound=RequestBody)
 _SEEDS = 2**64
-
-
-def parse(kind: type[_Body], body: bytes) -> _Body:
-    """Validate a body. Raises `ApiError` 400 that names the first wrong field.
-
-    The parser refuses surrogates, and nesting of more than 200 levels.
-    """
-    try:
-        return kind.model_validate_json(body or b"null")
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "json_invalid":
-            raise ApiError(400, f"The body is not JSON: {first['msg']}.") from None
-        raise ApiError(400, f"{where or 'The body'}: {first['msg']}.", param=where or None) from None
-
-
-def salt_of(body: RequestBody | None, query: Mapping[str, str]) -> str | None:
-    """The cache salt of a call: from its body if it has one, else from the query. Raises `ApiError` 400."""
-    salt = query.get("cache_salt") if body is None else getattr(body, "cache_salt", None)
-    if isinstance(salt, str) and len(salt) > MAX_SALT:
-        raise ApiError(400, f"cache_salt has up to {MAX_SALT:,} characters.", param="cache_salt")
-    return salt if isinstance(salt, str) else None
-
-
-def salt_of_refused(body: bytes) -> str | None:
-    """The cache salt of a refused body, so that metrics count it where it belongs."""
-    try:
-        parsed = from_json(body)
-    except ValueError:
-        return None
-    salt = parsed.get("cache_salt") if isinstance(parsed, dict) else None
-    return salt if isinstance(salt, str) else None
 
 
 def chat_request(body: ChatRequest, tenant: str, token_limit: int) -> Request:
@@ -148,7 +109,7 @@ def prompt_request(body: PromptRequest, tenant: str) -> Request:
     if (body.messages is None) == (body.prompt is None):
         raise ApiError(400, "Give either messages or a prompt.", param="messages")
     prompt: PromptLike = messages_of(body.messages) if body.messages is not None else body.prompt or ""
-    options: Options = {**_cache_options(body, tenant), "max_tokens": 0}
+    options: Options = {**cache_options(body, tenant), "max_tokens": 0}
     return Request.of(prompt, **options)
 
 
@@ -188,7 +149,7 @@ def _text_of(content: str | list[dict[str, Any]] | None) -> str | None:
 
 
 def _options(body: SamplingBody, tenant: str, token_limit: int, wanted_tokens: int | None) -> Options:
-    options = _cache_options(body, tenant)
+    options = cache_options(body, tenant)
     chosen = body.max_tokens if wanted_tokens is None else wanted_tokens
     options["max_tokens"] = token_limit if chosen is None else min(chosen, token_limit)
     options["temperature"] = 1.0 if body.temperature is None else float(body.temperature)
@@ -218,14 +179,3 @@ def _grammar(body: SamplingBody) -> Grammar | None:
     if form.json_schema is None:
         raise ApiError(400, "response_format json_schema needs a json_schema.", param="response_format.json_schema")
     return Grammar.json_schema(form.json_schema.body)
-
-
-def _cache_options(body: CacheBody, tenant: str) -> Options:
-    options: Options = {"tenant": tenant}
-    if body.cache_salt is not None:
-        options["cache_salt"] = body.cache_salt
-    if body.cache_prompt is False:
-        options["reuse"] = "off"
-    if body.app_id:  # session_id, user and so on are not apps: nothing says when they end
-        options |= {"app": body.app_id, "app_state": body.app_state}
-    return options

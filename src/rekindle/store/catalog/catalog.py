@@ -140,9 +140,8 @@ def add_kv_space(connection: sqlite3.Connection, digest: str, kv_space: KvSpace)
         (*fields, layout_text(kv_space.layout)),
     ).lastrowid
     assert added is not None
-    if (
-        added % _KV_SPACES_A_SWEEP == 0
-    ):  # a client that sends a new salt with each request must not make the catalog grow
+    # A client that sends a new salt with each request must not make the catalog grow.
+    if added % _KV_SPACES_A_SWEEP == 0:
         sweep_kv_spaces(connection, before=added)
     return added
 

@@ -16,13 +16,11 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from rekindle.core.reply import Reply
-from rekindle.core.request import Request
 from rekindle.core.tools import Tool, ToolCall
-from rekindle.text.tools.styles import ToolStyle, detect_style
+from rekindle.text.tools.styles import ToolStyle
 
 _IN_STRING = re.compile(r'(?:[^"\\]+|\\.)*', re.DOTALL)
 _OUTSIDE = re.compile(r"[\s\w:,+\-.]*")
@@ -294,16 +292,6 @@ def _leading(pattern: re.Pattern[str], text: str) -> int:
     return 0 if found is None else found.end()
 
 
-def parse_reply_calls(reply: Reply, request: Request, template: str) -> Reply:
-    """The reply with the calls in its text parsed, if the request allows any."""
-    if not request.tools or request.tool_choice.mode == "none":
-        return reply
-    parser = ToolParser(detect_style(template), request.tools)
-    first, rest = parser.add(reply.text), parser.finish()
-    calls = tuple(delta.call for delta in (*first.calls, *rest.calls))
-    return replace(reply, text=first.content + rest.content, tool_calls=calls)
-
-
 _FENCES = ("```json", "```tool_call", "```")
 _FIRST_KEYS = (
     "name", "arguments", "parameters", "type", "function", "id", "tool_name", "tool_call", "tool_calls",
@@ -313,6 +301,7 @@ _BEGINNING = re.compile(r'\[?\s*\{\s*"(?P<key>[^"\\]*)(?P<over>")?(?:\s*:\s*"(?P
 _BEFORE_KEY = re.compile(r"\[?\s*(?:\{\s*)?")
 _CALL_ID = re.compile(r"[A-Za-z0-9]{0,9}")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_QUOTE, _BARE_KEY = '<|"|>', re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:")
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 
 
@@ -370,6 +359,8 @@ class CallReader:
             outcome = "waiting"
         elif last == _FUNCTION and self._style.form == "xml":
             outcome = self._xml(text, at, final=final)
+        elif opened and self._style.form == "bare-keys":
+            outcome = self._bare_keys(text, at, final=final)
         elif opened or bare:
             outcome = self._body(text, at, opened=opened)
         if outcome == "waiting" and final:
@@ -469,6 +460,20 @@ class CallReader:
         schemas = self._tools[head].parameters.get("properties", {})
         written = (f"{_quoted(key)}: {_typed(value, schemas.get(key))}" for key, value in members.items())
         return ReadCalls((RawCall(head, "{" + ", ".join(written) + "}"),), stop, ())
+
+    def _bare_keys(self, text: str, at: int, *, final: bool) -> Outcome:
+        """`name{key:<|"|>value<|"|>,other:3}`, up to the closing marker."""
+        head, over, _ = text[at:].partition("{")
+        if head not in self._tools and (over or not _begins_any(head, self._tools)):
+            return "refused"
+        stop = text.find(self._style.closes[0], at)
+        if stop < 0 and not final:
+            return "waiting"
+        stop = len(text) if stop < 0 else stop
+        parts = text[at + len(head) : stop].strip().split(_QUOTE)
+        written = "".join(_quoted(p) if number % 2 else _BARE_KEY.sub(r'\1"\2":', p) for number, p in enumerate(parts))
+        arguments = parse_arguments(written)
+        return "refused" if arguments is None else ReadCalls((RawCall(head, arguments),), stop, ())
 
     def _end(self, text: str, at: int) -> int | Literal["waiting", "refused"]:
         if self._scanner is None or self._scanner[0] != at:

@@ -17,7 +17,10 @@ from rekindle.core.grammar import Grammar
 from rekindle.core.tools import Tool, ToolCall, ToolChoice
 from rekindle.errors import InvalidPrompt
 
-StyleName = Literal["hermes", "qwen-xml", "llama", "mistral", "functionary", "deepseek", "bar", "command", "generic"]
+StyleName = Literal[
+    "hermes", "qwen-xml", "llama", "mistral", "functionary", "deepseek", "bar", "command", "harmony", "gemma",
+    "generic",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,8 @@ class ToolStyle:
     closes      markers after a call
     joints      markers between the name of a call and its arguments
     form        object: `{"name": ..., "arguments": {...}}`, alone or in a list. named: also `name{...}`.
-                xml: also `name>` and a `<parameter=...>` for each argument
+                xml: also `name>` and a `<parameter=...>` for each argument.
+                bare-keys: `name{...}` with keys without quotes
     arguments   the key of the arguments in a forced call
     anywhere    calls without a marker may begin anywhere in a reply: the marker is a control token, which the text of
                 a reply does not show
@@ -39,7 +43,7 @@ class ToolStyle:
     opens: tuple[str, ...] = ()
     closes: tuple[str, ...] = ()
     joints: tuple[str, ...] = ()
-    form: Literal["object", "named", "xml"] = "object"
+    form: Literal["object", "named", "xml", "bare-keys"] = "object"
     arguments: Literal["arguments", "parameters"] = "arguments"
     anywhere: bool = False
     call_ids: bool = False
@@ -61,6 +65,24 @@ DEEPSEEK = ToolStyle(
 )
 BAR = ToolStyle("bar", ("<|tool_call|>",), ("<|/tool_call|>",))
 COMMAND = ToolStyle("command", ("<|START_ACTION|>",), ("<|END_ACTION|>",), arguments="parameters")
+_RECIPIENT = " to=functions."
+HARMONY = ToolStyle(
+    "harmony",
+    tuple(
+        f"{turn}{channel}{_RECIPIENT}"
+        for turn, channel in (
+            ("<|start|>assistant", "<|channel|>commentary"),
+            ("<|start|>assistant", "<|channel|>analysis"),
+            ("<|start|>assistant", ""),
+            ("", "<|channel|>commentary"),
+            ("", "<|channel|>analysis"),
+        )
+    ),
+    ("<|end|>",),
+    ("<|channel|>commentary", "<|channel|>analysis", "<|constrain|>", "json", "<|message|>"),
+    form="named",
+)
+GEMMA = ToolStyle("gemma", ("<|tool_call>call:",), ("<tool_call|>",), form="bare-keys")
 GENERIC = ToolStyle("generic", ("<tool_call>",), ("</tool_call>",), form="named")
 
 _LLAMA_SHAPE = re.compile(r'"name":[^\n]{0,60}?"parameters":')
@@ -79,6 +101,8 @@ def detect_style(template: str) -> ToolStyle:
         ("<｜tool▁call▁begin｜>", DEEPSEEK),
         ("<|tool_call|>", BAR),
         ("<|START_ACTION|>", COMMAND),
+        ("<|channel|>", HARMONY),
+        ("<|tool_call>", GEMMA),
     ):
         if mark in template:
             return style
@@ -190,6 +214,21 @@ def merge_system_message(messages: Sequence[TemplateMessage]) -> list[TemplateMe
     if instructions["role"] != "system" or not rest or rest[0]["role"] != "user":
         return list(messages)
     return [{**rest[0], "content": f"{instructions['content']}\n\n{rest[0]['content']}"}, *rest[1:]]
+
+
+def late_instructions_as_user(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    """The chat for a template that wants a system message only at the start: later ones are text of the user.
+
+    Messages of the user that follow each other become one, because such templates want roles to alternate.
+    """
+    chat = list(messages[:1])
+    for message in messages[1:]:
+        late = {"role": "user", "content": message["content"]} if message["role"] == "system" else message
+        if late["role"] == "user" == chat[-1]["role"]:
+            chat[-1] = {**chat[-1], "content": f"{chat[-1]['content']}\n\n{late['content']}"}
+        else:
+            chat.append(late)
+    return chat
 
 
 def _add_instructions(chat: list[TemplateMessage], tools: Sequence[TemplateMessage]) -> list[TemplateMessage]:

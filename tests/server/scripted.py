@@ -1,0 +1,66 @@
+"""A model whose replies are written beforehand, with a context long enough for agents; computing costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.core.kv import Span
+from rekindle.core.request import Sampling
+from rekindle.engine.base import Logits, TokenSampler
+from rekindle.engine.fake import END, VOCABULARY, FakeEngine, FakeSequence
+from rekindle.engine.row_checks import CheckedRow
+
+
+class ScriptedEngine(FakeEngine):
+    """Says the next of `replies` to each prompt, and the last one again once there are no more.
+
+    What `answers` gives for the text of a prompt goes first.
+    """
+
+    prefill_tokens = 4096
+
+    def __init__(
+        self,
+        replies: Sequence[str],
+        answers: Callable[[str], str | None] = lambda _: None,
+        *,
+        seed: int = 0,
+        context_tokens: int = 200_000,
+    ) -> None:
+        super().__init__(seed=seed, context_tokens=context_tokens)
+        self.replies = list(replies)
+        self.answers = answers
+        self.prompts: list[str] = []
+        self.computed = 0  # tokens
+
+    def sampler(self, sampling: Sampling, context: Sequence[int]) -> TokenSampler:  # type: ignore[override]
+        self.prompts.append(self.tokenizer.decode(context))
+        reply = self.answers(self.prompts[-1])
+        if reply is None:
+            reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        return _Reciting([*reply.encode("utf-8"), END])
+
+    def _run(self, row: CheckedRow, cancelled: Callable[[], bool] | None) -> Logits:
+        sequence = row.row.sequence
+        assert isinstance(sequence, FakeSequence)
+        self.computed += len(row.tokens)
+        for layer in range(len(self.layout.layers)):
+            for feed in row.row.feeds:
+                if layer in feed.layers:
+                    feed.fill(layer, sequence.buffer(layer, feed.span))
+            own = sequence.buffer(layer, Span(0, sequence.capacity))
+            own.keys[:, row.positions] = own.values[:, row.positions] = np.float32(row.tokens)[:, None] + layer
+        return np.zeros((0 if row.row.logits == "none" else 1, VOCABULARY), dtype=np.float32)
+
+
+class _Reciting:
+    """Draws the tokens of a text."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._left = list(tokens)
+
+    def draw(self, logits: NDArray[np.float32]) -> int:
+        return self._left.pop(0)

@@ -1,0 +1,74 @@
+"""A stream of each protocol, byte for byte but for ids, times and what Rekindle adds: a thought, text, a tool call.
+
+What a change does to them shows in golden/; written again with `python -m tests.server.test_golden_streams`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.scripted import ScriptedEngine
+from tests.server.serving import Served, fake_session, serving
+
+REPLY = '<think>Hm.</think>Yes.<tool_call>{"name": "look", "arguments": {"at": "ö"}}</tool_call>'
+SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}}
+FUNCTION = {"name": "look", "parameters": SCHEMA}
+USER = [{"role": "user", "content": "Look."}]
+STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": USER, "tools": [{"type": "function", "function": FUNCTION}],
+         "stream_options": {"include_usage": True}},
+    ),
+    "responses": ("/v1/responses", {"input": USER, "tools": [{"type": "function", **FUNCTION}]}),
+    "messages": (
+        "/v1/messages", {"messages": USER, "max_tokens": 200, "tools": [{"name": "look", "input_schema": SCHEMA}]},
+    ),
+}  # fmt: skip
+GOLDEN = Path(__file__).parent / "golden"
+_IDS = re.compile(r'"(id|item_id|call_id)":"[^"]*"')
+_TIMES = re.compile(r'"(created|created_at)":\d+')
+
+
+def read_stream(served: Served, name: str) -> str:
+    """The text of a stream, without what differs each time and without what no protocol has."""
+    path, body = STREAMS[name]
+    with served.http() as client, client.stream("POST", path, json={**body, "stream": True}) as answer:
+        text = "".join(answer.iter_text())
+    lines = [_without_ours(line) if line.startswith("data: {") else line for line in text.split("\n")]
+    return _TIMES.sub(r'"\1":0', _IDS.sub(r'"\1":"*"', "\n".join(lines)))
+
+
+def _without_ours(line: str) -> str:
+    item = json.loads(line.removeprefix("data: "))
+    for part in (item, item.get("response", {})):
+        part.pop("rekindle", None)
+        part.pop("timings", None)
+    return f"data: {json.dumps(item, ensure_ascii=False, separators=(',', ':'))}"
+
+
+def scripted_engine() -> ScriptedEngine:
+    engine = ScriptedEngine([REPLY])
+    engine.tokenizer.template = "<think>"
+    return engine
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_is_what_it_was(tmp_path: Path, name: str) -> None:
+    with serving(fake_session(tmp_path, scripted_engine())) as served:
+        assert read_stream(served, name) == (GOLDEN / f"{name}.txt").read_text("utf-8")
+
+
+if __name__ == "__main__":
+    for each in STREAMS:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            serving(fake_session(folder, scripted_engine())) as server,
+        ):
+            (GOLDEN / f"{each}.txt").write_text(read_stream(server, each), "utf-8")

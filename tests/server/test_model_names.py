@@ -1,0 +1,54 @@
+"""Names of models: the model, its adapters, MODEL:ADAPTER, and aliases."""
+
+from __future__ import annotations
+
+import pytest
+
+from rekindle.errors import InvalidSetting
+from rekindle.server.errors import ApiError
+from rekindle.server.model_names import ModelNames
+from tests.server.conftest import Serve
+
+ALIASES = ["claude-*-haiku=small:writer", "claude-*=small", "gpt-5=writer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [(None, ""), ("", ""), ("small", ""), ("writer", "writer"), ("small:writer", "writer"), ("claude-4-opus", ""),
+     ("claude-4-haiku", "writer"), ("gpt-5", "writer")],
+)  # fmt: skip
+def test_what_names_stand_for(name: str | None, adapter: str) -> None:
+    assert ModelNames("small", ALIASES).adapter_of(name, ["writer"]) == adapter
+
+
+@pytest.mark.parametrize("name", ["gpt-5-mini", "small:poet", "other:writer", "CLAUDE-4"])
+def test_unknown_names_are_refused_unless_there_is_a_default(name: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        ModelNames("small", ALIASES).adapter_of(name, ["writer"])
+    assert refused.value.status == 404 and name in refused.value.message
+    assert ModelNames("small", [*ALIASES, "*=writer"]).adapter_of(name, ["writer"]) == "writer"
+
+
+def test_a_name_of_its_own_comes_before_an_alias() -> None:
+    assert ModelNames("small", ["*=writer"]).adapter_of("small", ["writer"]) == ""
+
+
+def test_an_alias_of_what_is_not_loaded_is_refused() -> None:
+    with pytest.raises(ApiError):
+        ModelNames("small", ["gpt=writer"]).adapter_of("gpt", [])
+
+
+@pytest.mark.parametrize("alias", ["claude", "=small", "claude=", ""])
+def test_an_alias_names_both(alias: str) -> None:
+    with pytest.raises(InvalidSetting, match="PATTERN=MODEL"):
+        ModelNames("small", [alias])
+
+
+def test_aliases_work_in_every_protocol(serve: Serve) -> None:
+    served = serve(alias=("claude-*=fake-0",))
+    chat = {"messages": [{"role": "user", "content": "Go."}], "max_tokens": 1}
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        answer = served.post(path, model="claude-opus", **chat)
+        assert answer.status_code == 200 and answer.json()["model"] == "fake-0"
+    assert served.get("/v1/models/claude-opus").json()["id"] == "fake-0"
+    assert served.get("/v1/models/gpt").status_code == 404
