@@ -32,6 +32,12 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
      "styles"),
     ("rekindle", 360, 5, "sentence vectors by ONNX Runtime: a graph made from the weights in memory, graphs that "
      "others exported, numpy for the first vectors and without it; exported graphs in `list`"),
+    ("rekindle", 335, 4, "earlier answers by default, and for chats with documents; before the model is loaded "
+     "(without_model, model_memo), rows of the bank and given answers as modules that import little"),
+    ("rekindle", 210, 1, "idle/abstracts: all passages, merged up to the library; questions of capable models by the "
+     "format alone, judged by the model, in any language"),
+    ("rekindle", 225, 2, "answer_judge and its calibration: the model decides what the guard"s rules doubt"),
+    ("benchmarks", 2, 0, "rows of the bank of answers are imported from their own module"),
 )
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

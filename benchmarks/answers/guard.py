@@ -14,7 +14,8 @@ import numpy as np
 from benchmarks.answers.ways import PUBLISHED_SIMILARITY, TOP_K, unguard
 from benchmarks.base import Advance
 from benchmarks.personal import Person, PersonalSet
-from rekindle.answers.bank import AnswerBank, AnswerText, BankQuestion
+from rekindle.answers.bank import AnswerBank, BankQuestion
+from rekindle.answers.bank_rows import AnswerText
 from rekindle.answers.guard import disagreement
 from rekindle.engine.embedding.embedder import Embedder
 from rekindle.errors import InvalidSetting

@@ -24,7 +24,8 @@ from benchmarks.baselines.qkv_engine import QkvReuse
 from benchmarks.baselines.qkv_tree import QkvTree
 from benchmarks.baselines.qkv_tree import answer as answer_by_qkv
 from benchmarks.personal import Person, PersonalSet
-from rekindle.answers.bank import AnswerBank, BankEntry
+from rekindle.answers.bank import AnswerBank
+from rekindle.answers.bank_rows import BankEntry
 from rekindle.core.reply import Reply, Reuse, StoredAnswer, Timings, Usage
 from rekindle.engine.base import Engine
 from rekindle.engine.hf.engine import HfEngine

@@ -20,11 +20,11 @@ from typing import Any
 from benchmarks.base import Advance, BenchOptions, mean
 from benchmarks.personal import Person, PersonalSet
 from benchmarks.quality import POSITIONS, compare
+from rekindle.answers.ask_terms import asking
 from rekindle.core.document import Quote
 from rekindle.core.request import Request, ReuseLevel
 from rekindle.engine.base import Engine
 from rekindle.session.calibrate.budget import StartedPrompt, start_prompt
-from rekindle.session.library import asking
 from rekindle.session.prompt import PromptTokens, encode_prompt
 from rekindle.session.session import Session
 
@@ -70,7 +70,7 @@ class Streams:
         self._engine, self._options = engine, options
         self._sessions = {
             name: Session(
-                engine, cache=str(folder / name), library=str(folder / "library"), reuse=level, disk_limit="90%"
+                engine, cache=folder / name, library=folder / "library", reuse=level, disk_limit="90%", answers="off"
             )
             for name, level in _LEVELS.items()
         }

@@ -23,6 +23,7 @@ from benchmarks.base import Advance
 from benchmarks.quality import ANSWER_TOKENS, Quality, judge
 from benchmarks.stream.shaped_origin import ShapedOrigin
 from benchmarks.stream.traces import made_trace
+from rekindle.answers.ask_terms import asking
 from rekindle.core.plan import RAW
 from rekindle.core.request import Request
 from rekindle.engine.base import Engine
@@ -32,7 +33,6 @@ from rekindle.remote.remote_kv import RemoteKv
 from rekindle.remote.signing import SigningKey
 from rekindle.remote.slices import level_named
 from rekindle.session.calibrate.budget import StartedPrompt, start_prompt
-from rekindle.session.library import asking
 from rekindle.session.prompt import PromptTokens, encode_prompt
 from rekindle.session.publish import computed
 from rekindle.session.session import Session

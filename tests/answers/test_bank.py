@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rekindle.answers.bank import DRAFT_SIMILARITY, AnswerBank, AnswerText, BankEntry, BankLookup, BankQuestion
+from benchmarks.answers.ways import unguard
+from rekindle.answers.bank import DRAFT_SIMILARITY, AnswerBank, BankLookup, BankQuestion
+from rekindle.answers.bank_rows import AnswerText, BankEntry
 from rekindle.core.keys import token_bytes
 from rekindle.knowledge.library import Library
 from rekindle.knowledge.retrieve import Floats, Retrieval, Retriever, VectorIndex, to_stored

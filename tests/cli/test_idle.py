@@ -72,7 +72,7 @@ def test_a_budget_and_what_is_in_the_way_are_heeded(settings: list[str]) -> None
             "documents came less than 3600 s ago. Wait, or use --settle",
         ),
         (["--seconds", "0s"], "the budget is spent."),
-        (["--disk-limit", "150kB"], "the cache has no room left for more. Set a larger disk_limit"),
+        (["--disk-limit", "150kB", "--answers", "off"], "the cache has no room left for more. Set a larger disk_limit"),
     ],
     ids=["prepared", "too new", "budget", "room"],
 )

@@ -17,7 +17,7 @@ from rekindle.core.request import Sampling
 from rekindle.engine.base import TokenSampler
 from rekindle.engine.embedding.embedder import Embedder, Embeddings
 from rekindle.engine.fake import FakeEngine
-from rekindle.idle import idle
+from rekindle.idle import abstracts, idle, prepare
 from rekindle.idle.generated_questions import prompt_from_abstracts, prompt_from_history, summary_prompt
 from rekindle.models.pull import pull
 from tests.session.asking import Terse
@@ -84,7 +84,8 @@ class Words(Embedder):
 def free_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engine say what it is told to, whatever a real model is held to."""
     monkeypatch.setattr(idle, "list_grammar", lambda *_: None)
-    monkeypatch.setattr(idle, "summary_grammar", lambda: None)
+    monkeypatch.setattr(abstracts, "summary_grammar", lambda: None)
+    monkeypatch.setattr(prepare, "yes_no_grammar", lambda: None)
 
 
 def session(folder: Path, embedder: str, engine: FakeEngine | None = None, **settings: Any) -> Session:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.idle.prepare import choose_strategy, first_passages, passages_to_read, spread
+from rekindle.idle.prepare import choose_strategy, first_passages, passages_to_read
 from rekindle.idle.sources import rotate
 from rekindle.idle.worker import Budget, IdleConditions, Spent, blocked_by, is_left
 
@@ -47,20 +47,6 @@ def test_nothing_is_done_while_others_work() -> None:
     assert "60%" in str(blocked_by(IdleConditions(max_load=0.5), 0.6, None))
     assert blocked_by(IdleConditions(max_load=0.5), 0.49, None) is None
     assert blocked_by(IdleConditions(max_load=0.5), None, None) is None  # nobody knows
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 400))
-def test_chosen_parts_fit_and_are_spread(lengths: list[int], max_count: int) -> None:
-    chosen = spread(lengths, max_count)
-    assert chosen == sorted(set(chosen)) and chosen[0] == 0
-    assert len(chosen) == 1 or sum(lengths[at] for at in chosen) <= max_count
-    if sum(lengths) <= max_count:
-        assert chosen == list(range(len(lengths)))
-
-
-def test_parts_are_taken_from_all_over_a_text() -> None:
-    assert spread([10] * 10, 50) == [0, 2, 4, 6, 8]
-    assert spread([], 50) == []
 
 
 @given(st.sets(st.integers(0, 100)), st.integers(0, 100), st.integers(1, 7))

@@ -27,10 +27,10 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 
 from rekindle import Session
+from rekindle.answers.ask_terms import asking
 from rekindle.core.request import Request
 from rekindle.errors import InvalidPrompt, InvalidSetting, NothingKnown
 from rekindle.integrations.langchain import ChatRekindle, RekindleRetriever
-from rekindle.session.library import asking
 from rekindle.session.prompt import encode_prompt
 from tests.integrations.frameworks import BOATS, CountingEngine, import_without, session_in, wait_in_search
 from tests.server.soak import tiny_embedder

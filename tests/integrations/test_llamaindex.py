@@ -18,10 +18,10 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
 from rekindle import Session
+from rekindle.answers.ask_terms import asking
 from rekindle.core.request import Request
 from rekindle.errors import InvalidPrompt, InvalidSetting, NothingKnown
 from rekindle.integrations.llamaindex import RekindleLLM, RekindleNodeRetriever
-from rekindle.session.library import asking
 from rekindle.session.prompt import encode_prompt
 from tests.integrations.frameworks import BOATS, CountingEngine, import_without, session_in, wait_in_search
 from tests.server.soak import tiny_embedder

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")  # makes the tiny embedder
 
-from rekindle.answers.bank import BankEntry
+from rekindle.answers.bank_rows import BankEntry
 from rekindle.cache.coders import recall_coder
 from rekindle.core.request import Request
 from rekindle.idle.idle import Idle, IdleOptions

@@ -462,6 +462,22 @@ def test_chats_over_the_library_give_and_keep_answers_as_questions_do(serve: Ser
     assert text == first["choices"][0]["message"]["content"]
 
 
+def test_a_chat_about_its_own_documents_gives_the_stored_answer(serve: Serve, embedder: str) -> None:
+    served = serve(Terse(), {"embedder": embedder, "answers": "direct"})
+
+    def chat(salt: str = "") -> dict[str, Any]:
+        body = {"max_tokens": 8, "min_tokens": 4, "temperature": 0, "rekindle": {"documents": [LAMP]}}
+        told = served.chat("When is the lamp lit?", **body, **({"cache_salt": salt} if salt else {}))
+        assert served.session.flush()
+        return told
+
+    first, second = chat(), chat()
+    assert first["rekindle"]["stored"] is None and second["rekindle"]["stored"]["way"] == "direct"
+    assert second["choices"] == first["choices"] and second["usage"]["completion_tokens"] == 0
+    assert second["rekindle"]["documents"] == {"quoted": 1, "left_out": 0} == first["rekindle"]["documents"]
+    assert chat("another")["rekindle"]["stored"] is None
+
+
 # -- damage and the limit
 
 

@@ -129,6 +129,33 @@ def test_a_checked_answer_is_the_models_own_and_is_told_so(session: Session) -> 
     assert other.text == ask(session, "Which ferry goes to Ormund, and for how many crowns?", answers="off").text
 
 
+def test_greedy_questions_are_checked_by_default_and_others_are_not_kept(open_session: Callable[..., Session]) -> None:
+    with open_session(answers="auto") as session:
+        session.ingest(documents=documents(LAMPS, BOATS, BREAD))
+        ask(session, temperature=0.8, seed=1)
+        session.chat(FERRY, max_tokens=4)
+        assert session.flush() and session.answers.bank().counts()["questions"] == 0
+        alone = ask(session, answers="off")
+        first, second = ask(session), ask(session)
+        assert first.text == second.text == alone.text and first.tokens == alone.tokens
+        assert way(first) is None and way(second) == "verified" and second.usage.drafted_tokens > 6
+        assert session.chat(FERRY, max_tokens=4).usage.drafted_tokens == 0
+    with open_session(answers="auto", deterministic=True) as session:  # which uses no drafts
+        ask(session, "Who is the baker?")
+        assert session.answers.bank().counts()["questions"] == 1
+
+
+def test_the_first_documents_say_what_is_kept(open_session: Callable[..., Session]) -> None:
+    with open_session(answers="auto") as session:
+        assert session.ingest(documents=documents(LAMPS)).begun == 1
+        assert session.ingest(documents=documents(BOATS)).begun == 0
+        kept = session.knowledge.what_is_kept("here")
+        assert kept is not None and all(part in kept for part in ("in here", "100MB", "answers=off", "answers rm"))
+    for chosen in ("off", "verified", "direct"):
+        with open_session(answers=chosen) as session:  # somebody who chose knows
+            assert session.knowledge.what_is_kept("here") is None
+
+
 def test_an_answer_that_is_not_given_says_why(open_session: Callable[..., Session]) -> None:
     with open_session(similarity_threshold=0.0) as session:
         session.ingest(documents=documents(LAMPS, BOATS, BREAD))
@@ -516,6 +543,56 @@ def test_a_changed_document_leaves_no_byte_of_its_answers(open_session: Callable
     assert traces(tmp_path / "cache", forms) == {}
 
 
+# -- chats with documents of their own
+
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": FERRY}]
+GIVEN: dict[str, Any] = {"documents": [BOATS, BREAD], "max_tokens": 16, "min_tokens": 12}
+
+
+def chat(session: Session, **options: Any) -> Any:
+    reply = session.chat(CHAT, **{**GIVEN, **options})
+    assert session.flush()
+    return reply
+
+
+def test_a_chat_with_documents_gives_and_keeps_answers_without_a_library(open_session: Callable[..., Session]) -> None:
+    with open_session() as session:
+        first, second = chat(session), chat(session)
+        assert way(first) is None and way(second) == "direct" and second.text == first.text
+        assert [source.text for source in second.sources] == [BOATS, BREAD] and second.reuse.computed == 0
+        assert chat(session, answers="off").text == first.text
+        verified = chat(session, answers="verified")
+        assert way(verified) == "verified" and verified.text == first.text
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"documents": [BOATS]}, {"documents": [BREAD, BOATS]}, {"tenant": "b"}, {"cache_salt": "x"}, {"top_p": 0.5}],
+)
+def test_other_documents_tenants_and_terms_are_another_question(
+    open_session: Callable[..., Session], other: dict[str, Any]
+) -> None:
+    with open_session() as session:
+        chat(session)
+        assert way(chat(session)) == "direct" and way(chat(session, **other)) != "direct"
+
+
+def test_the_library_has_no_part_in_answers_about_documents_of_a_chat(session: Session) -> None:
+    first = chat(session)
+    session.ingest(documents=documents("Another note about ferries."))  # changes every retrieval
+    again = chat(session)
+    assert way(again) == "direct" and again.text == first.text
+    retrieve = session.answers.retrieving(None, None)
+    assert session.answers.bank().mark_stale(retrieve) == 0
+    assert way(ask(session)) != "direct"
+
+
+def test_a_chat_with_documents_keeps_nothing_unless_somebody_chose(open_session: Callable[..., Session]) -> None:
+    with open_session(answers="auto") as session:
+        assert not isinstance(chat(session), Answer) and not session.knowledge.holds()
+
+
 # -- the command
 
 
@@ -544,7 +621,8 @@ def test_the_command_tells_where_an_answer_came_from(tmp_path: Path, tiny_folder
         assert result.exit_code == 0, (result.exception, result.output)
         return result
 
-    letter = json.loads(told("--json").stdout)["text"][-1]  # an answer that the limit cut off is not given
+    # An answer that the limit cut off is not given.
+    letter = json.loads(told("--json", "--answers", "off").stdout)["text"][-1]
     off, first, second = (
         json.loads(told("--json", "--stop", letter, "--answers", how).stdout) for how in ("off", "direct", "direct")
     )

@@ -19,12 +19,19 @@ from rekindle.errors import AdapterRefused, InvalidSetting
 from rekindle.models import adapter_registry
 from rekindle.session.calibrate.budget import BUDGETS, EVERYTHING
 from rekindle.session.calibrate.calibration import calibrated_parts, read_adapters
+from rekindle.session.calibrate.judge import read_pairs
 from rekindle.session.calibrate.nearness import rouge_l
 from rekindle.session.calibrate.prompts import read_questions, read_texts
 from tests.lora import fake_pairs, save_lora
 from tests.tiny import tiny_engine
 
 pytestmark = pytest.mark.thorough
+
+
+@pytest.fixture(autouse=True)
+def few_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the labelled questions: all of them take minutes with an engine in Python."""
+    monkeypatch.setattr("rekindle.session.calibrate.calibration.read_pairs", lambda: read_pairs()[:1])
 
 
 @pytest.fixture
@@ -105,7 +112,8 @@ def test_settings_of_the_user_do_not_stand_in_the_way(data: Path, monkeypatch: p
     assert found.budget is not None and found.budget.tried[0].computed_share < 1
 
 
-def test_an_engine_that_can_do_neither_says_so(data: Path) -> None:
+def test_an_engine_that_can_do_neither_says_so(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rekindle.session.calibrate.calibration.read_pairs", list)
     engine = FakeEngine()
     engine.capabilities = replace(engine.capabilities, recompute="none", opaque="its state is a whole")
     with pytest.raises(InvalidSetting, match="cannot reuse passages.*its state is a whole"):

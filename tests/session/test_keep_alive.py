@@ -286,7 +286,7 @@ def test_an_engine_is_loaded_once_however_many_ask_at_once() -> None:
         engine.rest()
         engine.rest()
         before = len(loaded)
-        threads = [threading.Thread(target=lambda: engine.tokenizer.encode("x")) for _ in range(8)]
+        threads = [threading.Thread(target=lambda: engine.regime(5)) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -309,9 +309,10 @@ def test_what_is_known_of_an_engine_does_not_wake_it() -> None:
     engine = ReloadableEngine(Counting)
     regime = engine.regime(5)
     identity = engine.identity(regime)
+    assert engine.tokenizer.encode("x")
     engine.rest()
     assert (engine.name, engine.device, engine.context_tokens, engine.prefill_tokens) and engine.layout
-    assert engine.capabilities.spans and engine.identity(regime) == identity
+    assert engine.capabilities.spans and engine.identity(regime) == identity and engine.tokenizer.encode("x")
     assert engine.resting
     engine.close()
 

@@ -15,19 +15,18 @@ import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from rekindle.answers.ask_terms import AskTerms
-from rekindle.answers.guard import disagreement, same_evidence
-from rekindle.core.keys import token_bytes, token_ids
-from rekindle.core.reply import FinishReason, QuestionOrigin
+from rekindle.answers.bank_rows import SELECT, AnswerText, BankEntry, entry_of
+from rekindle.answers.guard import disagreement, is_doubt, same_evidence
+from rekindle.core.keys import token_bytes
+from rekindle.core.reply import QuestionOrigin
 from rekindle.knowledge.library import Library
 from rekindle.knowledge.retrieve import Floats, Retrieval, VectorIndex, to_stored
-from rekindle.knowledge.rows import bump_answers, embedder_of
+from rekindle.knowledge.rows import bump_answers, claim_embedder, embedder_of
 
-State = Literal["open", "fresh", "stale"]
 DRAFT_SIMILARITY = 0.6  # (cosine) from here on, the other question's answer may well begin like this one's
 _NEAREST, _MAX_DRAFTS = 32, 3
 _OTHER_PASSAGES = "other passages answer it"
@@ -44,6 +43,7 @@ class BankQuestion:
 
     vector      of its text
     terms       a digest of what else the answer depends on: the model, its instructions, how tokens are drawn
+    top_k       number of passages to retrieve; 0: its documents came with it, and `terms` has their digest
     evidence    the passages that were retrieved for it, the best first
     documents   those they stand in, and those that the question itself was made from
     generation  of the library, from before they were retrieved
@@ -62,37 +62,6 @@ class BankQuestion:
 
 
 @dataclass(frozen=True)
-class AnswerText:
-    """An answer: its text and tokens, how it ended, and how long writing it took."""
-
-    text: str
-    tokens: tuple[int, ...]
-    tokenizer: str
-    finish: FinishReason
-    seconds: float
-
-
-@dataclass(frozen=True)
-class BankEntry:
-    """A question in the bank. `answer` is None while there is none."""
-
-    id: int
-    question: str
-    terms: str
-    origin: QuestionOrigin
-    top_k: int
-    retrieval: Retrieval
-    evidence: tuple[int, ...]
-    generation: int
-    state: State
-    answer: AnswerText | None
-    made: float
-    asked: float | None
-    uses: int
-    saved: float
-
-
-@dataclass(frozen=True)
 class SimilarQuestion:
     """A question in the bank, and its cosine similarity to the one that is asked."""
 
@@ -106,11 +75,13 @@ class BankLookup:
 
     direct    the question whose answer may be given at once
     refused   why the most similar one's answer may not, if it is similar enough
+    doubted   the most similar one whose answer may be given if a model says that the questions are the same
     drafts    answers to similar questions, the most similar first
     """
 
     direct: SimilarQuestion | None = None
     refused: str | None = None
+    doubted: SimilarQuestion | None = None
     drafts: tuple[SimilarQuestion, ...] = ()
 
 
@@ -139,16 +110,18 @@ class AnswerBank:
         """Look a question up. Only with a `threshold` (cosine) is an answer to give at once looked for."""
         near = self.nearest(question.vector, _NEAREST)
         drafts = tuple(one for one in near if one.entry.answer is not None and one.similarity >= DRAFT_SIMILARITY)
-        refused = None
+        refused, doubted = None, None
         for one in near if threshold is not None else ():
             assert threshold is not None
             if not one.similarity >= threshold and one.entry.question != question.text:
                 continue
             reason = self._refusal(question, one.entry, retrieve)
             if reason is None:
-                return BankLookup(one, None, drafts[:_MAX_DRAFTS])
+                return BankLookup(one, drafts=drafts[:_MAX_DRAFTS])
             refused = refused or f"{reason} ({one.entry.question!r})"
-        return BankLookup(None, refused, drafts[:_MAX_DRAFTS])
+            if doubted is None and self._is_doubted(question, one.entry, retrieve):
+                doubted = one
+        return BankLookup(None, refused, doubted, drafts[:_MAX_DRAFTS])
 
     def nearest(self, vector: Floats, max_count: int) -> list[SimilarQuestion]:
         """The most similar questions, the most similar first."""
@@ -158,17 +131,33 @@ class AnswerBank:
 
     def _refusal(self, question: BankQuestion, entry: BankEntry, retrieve: Retrieve) -> str | None:
         """Why the answer of an entry must not be given for a question; None if it may."""
+        unfit = self._unfit(question, entry)
+        if unfit is not None:
+            return unfit
+        reason = self.difference(question, entry)
+        # Looking whether it is current may take a search: not for a question that asks something else.
+        if reason in (None, _OTHER_PASSAGES) and not self.is_current(entry, retrieve):
+            return "its passages have changed"
+        return reason
+
+    def _unfit(self, question: BankQuestion, entry: BankEntry) -> str | None:
+        """Why the answer of an entry may not be given for any question under these terms."""
         if entry.answer is None or entry.state != "fresh":
             return "it has no answer that is up to date"
         if not self.is_complete(entry.answer):
             return "its answer was cut off by a token limit"
         if entry.terms != question.terms:
             return "it was answered by another model or in another way"
-        reason = self.difference(question, entry)
-        # Looking whether it is current may take a search: not for a question that asks something else.
-        if reason in (None, _OTHER_PASSAGES) and not self.is_current(entry, retrieve):
-            return "its passages have changed"
-        return reason
+        return None
+
+    def _is_doubted(self, question: BankQuestion, entry: BankEntry, retrieve: Retrieve) -> bool:
+        """Whether nothing but words that rules do not know speaks against the answer of an entry."""
+        return (
+            self._unfit(question, entry) is None
+            and is_doubt(question.text, entry.question)
+            and same_evidence(question.evidence, entry.evidence)
+            and self.is_current(entry, retrieve)
+        )
 
     def difference(self, question: BankQuestion, entry: BankEntry) -> str | None:
         """Why two questions that are near each other are not the same; None if they are."""
@@ -182,9 +171,12 @@ class AnswerBank:
         return answer.finish == "stop"
 
     def is_current(self, entry: BankEntry, retrieve: Retrieve) -> bool:
-        """Whether the evidence of an answer is unchanged; the finding is recorded in the background."""
+        """Whether the evidence of an answer is unchanged; the finding is recorded in the background.
+
+        Of a question with documents of its own, they are a part of its terms.
+        """
         generation = self.library.generation
-        if entry.generation == generation:
+        if entry.generation == generation or entry.top_k == 0:
             return True
         same = tuple(retrieve(entry.question, entry.top_k, entry.retrieval)) == entry.evidence
         self._soon(lambda: self._note(entry, generation, same=same))
@@ -206,6 +198,8 @@ class AnswerBank:
             return None
         now = self._clock()
         with self.library.writing() as connection:
+            if embedder_of(connection) is None:  # a library without documents
+                claim_embedder(connection, self._embedder)
             if embedder_of(connection) != self._embedder or not _present(connection, question.evidence):
                 return None
             if not self.library.limit.allows(connection, _ROW_BYTES + (len(answer.text) if answer else 0)):
@@ -229,8 +223,8 @@ class AnswerBank:
         if ids is not None:
             where = f"id IN ({','.join(str(int(id)) for id in ids)})"
         with self.library.reading() as connection:
-            rows = connection.execute(f"{_SELECT} WHERE {where} LIMIT ?", (max_count,)).fetchall()
-        return [entry for entry in map(_entry, rows) if entry is not None]
+            rows = connection.execute(f"{SELECT} WHERE {where} LIMIT ?", (max_count,)).fetchall()
+        return [entry for entry in map(entry_of, rows) if entry is not None]
 
     def history(self, max_count: int) -> list[BankEntry]:
         """The questions users asked last, the oldest first."""
@@ -239,7 +233,7 @@ class AnswerBank:
     def mark_stale(self, retrieve: Retrieve, max_count: int = 1000) -> int:
         """Check answers from before documents changed again, mark those that are stale, and return their number."""
         generation, stale = self.library.generation, 0
-        for entry in self.entries(where=f"state='fresh' AND generation!={generation}", max_count=max_count):
+        for entry in self.entries(where=f"state='fresh' AND top_k>0 AND generation!={generation}", max_count=max_count):
             same = tuple(retrieve(entry.question, entry.top_k, entry.retrieval)) == entry.evidence
             self._note(entry, generation, same=same)
             stale += not same
@@ -295,30 +289,6 @@ class AnswerBank:
 
 # Eviction order, the least valuable first: seconds saved per use, times use rate, per byte. Stale answers save nothing.
 _WORTH = "(state='fresh') * (seconds + 0.001) * (uses + 0.5) / (max(1.0, :now - used) * size), used"
-_COLUMNS = (
-    "id, question, terms, origin, top_k, retrieval, evidence, generation, state, text, tokens, tokenizer, finish, "
-    "seconds, made, asked, uses, saved"
-)
-_TEXTS = frozenset({"question", "terms", "origin", "retrieval", "state", "text", "tokenizer", "finish"})
-# Texts are read as bytes: otherwise SQLite would refuse all rows because of one damaged text.
-_READ = ", ".join(f"CAST({name} AS BLOB)" if name in _TEXTS else name for name in _COLUMNS.split(", "))
-_SELECT = f"SELECT {_READ} FROM answers"
-
-
-def _entry(row: Sequence[object]) -> BankEntry | None:
-    """A row as an entry; None if it is damaged."""
-    fields = dict(zip(_COLUMNS.split(", "), row, strict=True))
-    names = ("text", "tokens", "tokenizer", "finish", "seconds")
-    try:
-        fields |= {
-            name: value.decode() for name, value in fields.items() if name in _TEXTS and isinstance(value, bytes)
-        }
-        text, tokens, *others = (fields.pop(name) for name in names)
-        answer = None if text is None else AnswerText(str(text), token_ids(tokens), *others)  # type: ignore[arg-type]
-        evidence = tuple(np.frombuffer(fields.pop("evidence"), "<i8").tolist())  # type: ignore[call-overload]
-    except (ValueError, TypeError):
-        return None
-    return BankEntry(**fields, evidence=evidence, answer=answer)  # type: ignore[arg-type]
 
 
 def _present(connection: sqlite3.Connection, chunks: Sequence[int]) -> bool:

@@ -44,6 +44,21 @@ def disagreement(asked: str, stored: str) -> str | None:
     return next((reason for check in _CHECKS if (reason := check(one, other)) is not None), None)
 
 
+def is_doubt(asked: str, stored: str) -> bool:
+    """Whether only words are missing that may have a counterpart: then a model may decide.
+
+    Other numbers, dates, names, opposites or directions are no doubt. In other languages only numbers are known.
+    """
+    one, other = parse_question(asked), parse_question(stored)
+    checks = _CERTAIN if _language(one, other) is None else (_figures, _dates)
+    return all(check(one, other) is None for check in checks)
+
+
+def is_english(text: str) -> bool:
+    """Whether a question has a function word that hardly any other language has."""
+    return not _ENGLISH.isdisjoint(parse_question(text).plain)
+
+
 def same_evidence(asked: Sequence[int], stored: Sequence[int]) -> bool:
     """Whether two retrievals (passage ids, the best first) found the same evidence: two of five are enough.
 
@@ -152,6 +167,9 @@ _CHECKS: tuple[_Check, ...] = (
     _language, _negation, _figures, _dates, _units, _opposites, _kind, _names, _directions, _people, _order, _words,
     _often, _time, _advice, _shown, _empty,
 )  # fmt: skip
+
+
+_CERTAIN: tuple[_Check, ...] = (_negation, _figures, _dates, _units, _opposites, _names, _directions, _people)
 
 
 def _differ(what: str, words: set[str] | frozenset[str]) -> str | None:

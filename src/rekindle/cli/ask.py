@@ -43,14 +43,18 @@ def ask(
     json: AsJson = False,
 ) -> None:
     """Answer a question from the documents that were ingested, with numbered sources."""
-    from rekindle.cli.runner import ReplyPrinter, open_runner
+    from rekindle.cli.runner import ReplyPrinter, open_runner, stored_answer
 
     sampling["top_k"] = top_k  # of passages
     options = {**sampling, "retrieval": retrieval}
     printer = ReplyPrinter(STARTED, silent=json)
-    with open_runner(model, loading, daemon) as runner:
-        job = {"kind": "ask", "question": question, "options": options, "spelled": verbose}
-        result = runner.run(job, printer.take)
+    result = stored_answer(question, model, loading, options)
+    if result is not None:
+        printer.take({"text": result["answer"]["text"]})
+    else:
+        with open_runner(model, loading, daemon) as runner:
+            job = {"kind": "ask", "question": question, "options": options, "spelled": verbose}
+            result = runner.run(job, printer.take)
     answer = result["answer"]
     if json:
         print_json({"model": result["model"], **answer})

@@ -88,6 +88,8 @@ def idle(
         if session.settings.answers == "off":
             notes.print("answers is off: passages are prefilled, but no questions are predicted")
         own = Idle(session, options, report=None if json else _print_action)
+        if own.needs_templates and session.settings.answers != "off":
+            notes.print(f"{session.engine.name} is tiny: English templates lead the questions that it predicts")
         calibration = IdleCalibration(session, options)
         done, found = own.run(stop), calibration.run(stop)
         while watch and not stop.wait(pause):

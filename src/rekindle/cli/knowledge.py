@@ -60,6 +60,8 @@ def ingest(
                 _show(done)
             for line in _notes(done):
                 typer.echo(f"note: {line}", err=True)
+            if done.begun and (kept := libraries.what_is_kept(str(libraries.library().path))):
+                typer.echo(f"note: {kept}", err=True)
             return done
 
         if watch:

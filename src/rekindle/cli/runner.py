@@ -12,9 +12,10 @@ import typer
 from rekindle.cli.console import notes, progress
 from rekindle.core.reply import OriginFinding
 from rekindle.core.size import human_duration, keep_alive_seconds
-from rekindle.daemon.client import DaemonClient
+from rekindle.daemon.client import DaemonClient, is_running
 from rekindle.daemon.private_socket import SUPPORTED
 from rekindle.daemon.spec import DaemonSpec
+from rekindle.errors import RekindleError
 from rekindle.settings import CommandSettings, Settings
 
 if TYPE_CHECKING:
@@ -31,6 +32,25 @@ def open_runner(model: str, loading: dict[str, Any], daemon: dict[str, Any]) -> 
     settings = Settings.load(loading)
     with progress(model) as report, ExitStack() as opened:
         yield _in_daemon(model, settings, daemon, report) or _InProcess(model, loading, report, opened)
+
+
+def stored_answer(question: str, model: str, loading: dict[str, Any], options: dict[str, Any]) -> dict[str, Any] | None:
+    """The result of an `ask` job, if answers=direct gives a stored answer without a model. None: run the job."""
+    from rekindle.session.without_model import ModelFreeAsk, in_other_words, in_same_words
+
+    settings = Settings.load(loading)
+    asked = ModelFreeAsk.of(question, model, settings, options)
+    if asked is None:
+        return None
+    try:  # where a model is loaded, so is the embedder
+        loaded = SUPPORTED and is_running(DaemonSpec.of(model, settings))
+        answer = in_same_words(asked) or (None if loaded else in_other_words(asked))
+    except (RekindleError, OSError):  # the job says what is wrong
+        return None
+    if answer is None:
+        return None
+    fields = {"answer": answer.as_dict(), "summary": answer.summary(), "reuse": str(answer.reuse), "spelled": []}
+    return {"model": asked.model.name, **fields}
 
 
 def _in_daemon(model: str, settings: Settings, daemon: dict[str, Any], report: Progress) -> JobRunner | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from rekindle.core.cells import TimelineEvent
@@ -359,12 +359,19 @@ class Answer(Reply):
     stored: StoredAnswer | None = None
     refused: str | None = None
 
+    @classmethod
+    def of(cls, reply: Reply, before_seconds: float, **own: Any) -> Answer:
+        """A reply as an answer; `before_seconds` went by before the model was asked, `own` are the fields above."""
+        parts = {part.name: getattr(reply, part.name) for part in fields(Reply)}
+        waited = reply.timings.first_token_seconds + before_seconds
+        return cls(**{**parts, "timings": replace(reply.timings, first_token_seconds=waited)}, **own)
+
     def as_dict(self) -> dict[str, Any]:
         """The answer as plain values, for JSON."""
         own = ("question", "retrieval", "retrieve_seconds", "left_out", "refused")
-        fields = {name: getattr(self, name) for name in own}
-        fields["stored"] = None if self.stored is None else asdict(self.stored)
-        return {**Reply.as_dict(self), **fields, "sources": [asdict(source) for source in self.sources]}
+        values = {name: getattr(self, name) for name in own}
+        values["stored"] = None if self.stored is None else asdict(self.stored)
+        return {**Reply.as_dict(self), **values, "sources": [asdict(source) for source in self.sources]}
 
     def summary(self) -> str:
         """One line for people: sizes, times, and how many passages."""

@@ -14,7 +14,7 @@ from rekindle.daemon.private_socket import JobConnection
 from rekindle.daemon.spec import DaemonSpec
 from rekindle.errors import RekindleError
 from rekindle.models.files import file_version
-from rekindle.models.sources import find
+from rekindle.models.sources import model_version
 from rekindle.session.reply_stream import ReplyStream
 from rekindle.session.session import Session
 
@@ -117,13 +117,3 @@ class _ClientWatch:
         self._gone = True
         if (stream := self._stream) is not None:
             stream.cancel()
-
-
-def model_version(model: str) -> str | None:
-    """Changes whenever a file of the model does; None if it is not here."""
-    try:
-        files = find(model)
-        paths = files.parts or sorted(path for path in files.folder.iterdir() if path.is_file())
-        return "\n".join(map(file_version, paths))
-    except (RekindleError, OSError):
-        return None

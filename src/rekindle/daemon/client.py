@@ -134,6 +134,15 @@ def ask(path: Path, request: dict[str, Any]) -> dict[str, Any] | None:
     return None if answer is None else answer.get("result")
 
 
+def is_running(spec: DaemonSpec) -> bool:
+    """Whether a daemon or a server with this model answers commands now."""
+    for path in (spec.server_socket_path, spec.socket_path):
+        if (connection := connect(path)) is not None:
+            connection.close()
+            return True
+    return False
+
+
 def running() -> list[tuple[Path, dict[str, Any]]]:
     """This user's daemons: socket and status."""
     asked = [(path, ask(path, {"kind": "status"})) for path in sockets()]

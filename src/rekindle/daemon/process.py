@@ -15,13 +15,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from rekindle.daemon.answering import REQUEST_SECONDS, Listener, answer_job, model_version
+from rekindle.daemon.answering import REQUEST_SECONDS, Listener, answer_job
 from rekindle.daemon.private_socket import JobConnection
 from rekindle.daemon.spec import DaemonSpec
 from rekindle.engine.base import Engine
 from rekindle.engine.load import EngineOptions, load_engine
 from rekindle.models import adapter_registry
 from rekindle.models.files import file_version
+from rekindle.models.sources import model_version
 from rekindle.session.keep_alive import KeepAlive
 from rekindle.session.session import Session
 from rekindle.settings import SETTINGS, Settings

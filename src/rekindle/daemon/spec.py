@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,10 +13,8 @@ from rekindle import __version__
 from rekindle.daemon.private_socket import private_folder
 from rekindle.machine import data_folder, home_folder
 from rekindle.models import adapter_registry
+from rekindle.session.model_memo import engine_variables
 from rekindle.settings import ENGINE_SETTINGS, SETTINGS, Settings
-
-# Variables that change what an engine loads or how it computes.
-_VARIABLES = ("CUDA_", "GGML_", "HF_", "HIP_", "MKL_", "OLLAMA_", "OMP_", "PYTHONPATH", "PYTORCH_", "TORCH_")
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class DaemonSpec:
             "version": __version__,
             "python": sys.executable,
             "folders": [str(home_folder().absolute()), str(data_folder().absolute())],
-            "variables": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
+            "variables": engine_variables(),
             "model": self.model,
             "engine": {name: self.settings[name] for name in ENGINE_SETTINGS},
         }

@@ -372,6 +372,7 @@ class ByteTokenizer:
 
     stop_ids = frozenset({END})
     vocabulary_size = VOCABULARY
+    needs_model = False
     template = ""
     begins_thought = False
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from rekindle.core.identity import Identity
 from rekindle.engine.base import Engine, EngineWrapper
 from rekindle.errors import Closed
+from rekindle.text.base import Tokenizer
 
 
 class ReloadableEngine(EngineWrapper):
@@ -22,6 +23,7 @@ class ReloadableEngine(EngineWrapper):
         self._lock = threading.Lock()
         self._closed = False
         self._identities: dict[str, Identity] = {}
+        self._tokenizer: Tokenizer | None = None
 
     @property
     def resting(self) -> bool:
@@ -44,6 +46,16 @@ class ReloadableEngine(EngineWrapper):
             engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Stays while the model rests, unless it is a part of the model."""
+        if self._tokenizer is not None and not self._closed:
+            return self._tokenizer
+        found = super().tokenizer
+        if not found.needs_model:
+            self._tokenizer = found
+        return found
 
     def identity(self, regime: str) -> Identity:
         if regime not in self._identities:

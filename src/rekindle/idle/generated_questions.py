@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rekindle.answers.guard import is_english
 from rekindle.core.grammar import Grammar
 from rekindle.core.request import Message
 from rekindle.idle.english import EMPTY
 from rekindle.knowledge.retrieve import Floats
+from rekindle.knowledge.segment import character_pairs
 
 Origin = Literal["abstract", "history", "passage"]
 
@@ -25,6 +27,9 @@ _FEWEST_WORDS, _MAX_WORDS = 3, 30
 _MAX_CHARACTERS = 240
 _FOUND = 0.6  # share of a question's words that must occur in its passages
 _FAR = 0.25  # cosine below which a passage is unrelated to a question
+_MARKS = "?？؟"  # that end a question
+_FEWEST_LETTERS = 5  # of a question in a script without spaces
+_MIN_PAIRS, _MIN_SHARED = 0.15, 0.5  # of pairs of letters, and of words, that must occur in passages of other languages
 _MAX_READ = 20_000  # characters of a reply; a longer one is no list of questions
 
 _ASKING = frozenset(  # words of questions that answering texts do not contain
@@ -75,34 +80,69 @@ class PredictedQuestion:
 def summary_prompt(passages: Sequence[str], max_words: int = 40) -> tuple[Message, ...]:
     """The chat that asks for an abstract of passages."""
     text = "\n\n".join(passage.strip() for passage in passages)
-    wanted = f"Tell me in at most {max_words} words what happened in it: who took part, and what it was about."
+    about = "who took part, and what it was about. Use its language."
+    wanted = f"Tell me in at most {max_words} words what happened in it: {about}"
     return (Message("user", f"Here is a text.\n\n{text}\n\n{wanted}"),)
 
 
+def merging_prompt(abstracts: Sequence[str], max_words: int = 40) -> tuple[Message, ...]:
+    """The chat that asks for one abstract in place of several."""
+    wanted = f"Tell me in at most {max_words} words what all of this is about, in the language of the notes."
+    return (Message("user", f"Here are notes.\n\n{_listed(abstracts)}\n\n{wanted}"),)
+
+
+def prompt_for_questions(general: Sequence[str], details: Sequence[str], count: int) -> tuple[Message, ...]:
+    """The chat that asks a capable model for `count` questions: about whole documents, and about their parts."""
+    kinds = []
+    if general:
+        kinds.append("some general ones (what it is about, who took part, what was decided)")
+    if details:
+        kinds.append("detailed ones (who, when, where, why, how many)")
+    wanted = (
+        f"Write {count} questions that I may ask about my documents: {' and '.join(kinds)}. Use the names and topics "
+        "of the notes, and their language. One question a line, numbered: 1. ...?"
+    )
+    return (Message("user", f"Here are notes about my documents.\n\n{_listed((*general, *details))}\n\n{wanted}"),)
+
+
+def judging_message(question: str) -> str:
+    """What a model is asked about a predicted question, behind the passages that were found for it."""
+    return f"{question}\n\nDo the passages answer this question? Say only yes or no."
+
+
+def yes_no_grammar() -> Grammar:
+    return Grammar.regex("(yes|no)")
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return "\n".join(f"- {' '.join(text.split())}" for text in texts)
+
+
 def prompt_from_abstracts(abstracts: Sequence[str], count: int) -> tuple[Message, ...]:
-    """The chat that asks for `count` questions about abstracts."""
-    notes = "\n".join(f"- {' '.join(abstract.split())}" for abstract in abstracts)
+    """The chat that asks a tiny model for `count` questions about abstracts."""
     wanted = f"Write {count} short questions about this. Use the names of these people and topics."
-    return (Message("user", f"{notes}\n\n{wanted}"),)
+    return (Message("user", f"{_listed(abstracts)}\n\n{wanted}"),)
 
 
 def prompt_from_history(questions: Sequence[str], count: int) -> tuple[Message, ...]:
     """The chat that asks for `count` questions that may follow earlier ones."""
-    asked = "\n".join(f"- {' '.join(question.split())}" for question in questions)
     wanted = f"Write {count} other questions that I could ask next, about the same people and things, in the same way."
-    return (Message("user", f"I asked these questions about my documents:\n{asked}\n\n{wanted}"),)
+    return (Message("user", f"I asked these questions about my documents:\n{_listed(questions)}\n\n{wanted}"),)
 
 
 def summary_grammar() -> Grammar:
     """Constrains an abstract to plain sentences on one line: small models otherwise continue the dialogue they read."""
-    return Grammar.regex(r"[A-Z][^\n:?!]{40,240}\.")
+    return Grammar.regex(r"[^\s:?!a-z\"'*#(-][^\n:?!]{20,240}[.。।]")
 
 
-def list_grammar(count: int, openings: Sequence[str] = OPENINGS) -> Grammar:
-    """Constrains a reply to a numbered list of `count` questions that begin with these words in turn.
+def list_grammar(count: int, openings: Sequence[str] = ()) -> Grammar:
+    """Constrains a reply to a numbered list of `count` questions, and nothing else: `1. ...?`.
 
-    Small models otherwise repeat one question, or answer it.
+    With `openings` they begin with these words in turn: tiny models otherwise repeat one question, or answer it.
     """
+    if not openings:
+        lines = (rf"{number}\. [^\n{_MARKS}]{{4,160}}[{_MARKS}]" for number in range(1, count + 1))
+        return Grammar.regex(r"\n".join(lines))
     words = [re.escape(" ".join(openings[number % len(openings)].split())) for number in range(count)]
     return Grammar.regex(
         r"\n".join(rf"{number}\. {word} [^\n?;]{{8,100}}[.?]" for number, word in enumerate(words, start=1))
@@ -155,7 +195,7 @@ def parse_questions(text: str, max_count: int) -> list[str]:
     Small models write untidy lists: numbers, bullets, quotes and labels are removed, and so are answers, headings,
     overlong lines, and a truncated last line.
     """
-    text = text[:_MAX_READ].replace("\r", "\n").replace("？", "?")
+    text = text[:_MAX_READ].replace("\r", "\n").replace("？", "?").replace("؟", "?")
     whole = text.rstrip().endswith(("?", ".", "!", '"', "”", "*", ")"))
     pieces = [piece for line in text.splitlines() for piece in _pieces(line)]
     found: dict[str, str] = {}
@@ -184,7 +224,7 @@ def _question(piece: str) -> str | None:
         text = bare
     if not _ASKS.match(text) and (said := _SAID_FIRST.match(text)):
         text = text[said.end() :]
-    if len(text) > _MAX_CHARACTERS or not _FEWEST_WORDS <= len(text.split()) <= _MAX_WORDS:
+    if not _has_length(text):
         return None
     if not text.endswith("?"):
         text = text.rstrip(" .!,:;…-")
@@ -192,7 +232,15 @@ def _question(piece: str) -> str | None:
             return None
         text += "?"
     text = re.sub(r"\s*\?+$", "?", text)
-    return text[0].upper() + text[1:] if text[0].isalpha() and "?" not in text[:-1] else None
+    return text[0].upper() + text[1:] if (text[0].isalpha() or text[0] == "¿") and "?" not in text[:-1] else None
+
+
+def _has_length(text: str) -> bool:
+    """Whether a text has the length of a question. Some languages say all of it in two words, or without spaces."""
+    words = len(text.split())
+    fewest = _FEWEST_WORDS if text.isascii() else 2
+    enough = len(text) >= _FEWEST_LETTERS if character_pairs(text) else words >= fewest
+    return enough and len(text) <= _MAX_CHARACTERS and words <= _MAX_WORDS
 
 
 def _same(question: str) -> str:
@@ -236,12 +284,14 @@ def _nearest(vector: Floats, others: Floats) -> float:
 def is_answerable(question: str, passages: Sequence[tuple[str, float]]) -> bool:
     """Whether the passages retrieved for a question, as (text, cosine), are likely to answer it.
 
-    They must contain most of its content words and all its names. Nobody asks questions with a blank, or about "the
-    user" or "this text".
+    They must contain most of its content words and all its names; in other languages than English, half of its longer
+    words, or some of its pairs of letters. Nobody asks questions with a blank, or about "the user" or "this text".
     """
     if not passages or _PLACEHOLDER.search(question):
         return False
     text = " ".join(passage for passage, _ in passages).casefold()
+    if not is_english(question):
+        return _shares_words(question.casefold(), text)
     stems = {_stem(word) for word in _WORD.findall(text)}
     spoken = [word for word in _WORD.findall(question)[1:] if word.casefold() not in EMPTY]
     words = [word for word in spoken if word.casefold() not in _ASKING] or spoken
@@ -253,6 +303,15 @@ def is_answerable(question: str, passages: Sequence[tuple[str, float]]) -> bool:
     found = sum(_stem(word.casefold()) in stems for word in words)
     nearest = max(cosine for _, cosine in passages)
     return found >= _FOUND * len(words) and (nearest >= _FAR or found == len(words) > 1)
+
+
+def _shares_words(question: str, text: str) -> bool:
+    """Whether a text speaks of what a question in any language asks, by the beginnings of words."""
+    if pairs := set(character_pairs(question)):
+        return len(pairs & set(character_pairs(text))) >= _MIN_PAIRS * len(pairs)
+    known = {word[:5] for word in _WORD.findall(text)}
+    words = [word[:5] for word in _WORD.findall(question) if len(word) > 3]
+    return bool(words) and sum(word in known for word in words) >= _MIN_SHARED * len(words)
 
 
 def _stem(word: str) -> str:

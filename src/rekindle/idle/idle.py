@@ -2,9 +2,9 @@
 
 refresh    answers whose documents changed
 settle     own answers for questions that were given another question's answer
-abstracts  summaries of new documents
+abstracts  summaries of new documents and of the library
 predict    questions that may be asked, generated from abstracts and earlier questions, or extracted from documents;
-           each is prefilled, and answered where that helps
+           each that can be answered is prefilled, and answered where that helps
 convert    answers for questions that were only prefilled; KV that was evicted is computed again
 warm       KV of prompt beginnings: the instructions, and each passage as the first one
 
@@ -18,12 +18,13 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from rekindle.answers.ask_terms import AskTerms
+from rekindle.answers.ask_terms import AskTerms, asking
 from rekindle.core.grammar import Grammar
 from rekindle.core.reply import Reply
 from rekindle.core.request import DEFAULT_MAX_TOKENS, Message, Request, Sampling
 from rekindle.core.size import count_of
 from rekindle.errors import InvalidSetting
+from rekindle.idle.abstracts import AbstractWriter
 from rekindle.idle.generated_questions import (
     Origin,
     PredictedQuestion,
@@ -32,22 +33,20 @@ from rekindle.idle.generated_questions import (
     openings_of,
     parse_questions,
     pick_novel,
+    prompt_for_questions,
     prompt_from_abstracts,
     prompt_from_history,
-    summary_grammar,
-    summary_prompt,
 )
 from rekindle.idle.log import IdleAction, prediction_yield
-from rekindle.idle.prepare import Preparer, Rule, Strategy, choose_strategy, first_passages, spread
-from rekindle.idle.sources import LibraryState
+from rekindle.idle.prepare import Preparer, Rule, Strategy, choose_strategy, first_passages
+from rekindle.idle.sources import AbstractBatch, LibraryState
 from rekindle.idle.worker import Budget, IdleConditions, IdleWorker, Spent, WorkResult, is_left
 from rekindle.knowledge.retrieve import Retrieval
-from rekindle.session.library import asking, quote_of
+from rekindle.session.library import quote_of
 from rekindle.session.session import Session
 
-_ABSTRACT_TOKENS, _QUESTION_TOKENS = 96, 48
-_READ_TOKENS = 1500  # of a document, for its abstract
-_SPARE_TOKENS = 128  # for the prompt around it
+_QUESTION_TOKENS = 48
+_TINY_PARAMETERS = 500_000_000  # of a model that needs templates
 _AGAIN_TEMPERATURE = 0.8  # for abstracts that were used before
 _MAX_RESTORED = 64  # questions whose KV is checked per run
 _FLUSH_SECONDS = 60.0
@@ -128,6 +127,7 @@ class Idle:
         self._preparer = Preparer(
             session, self._worker, self.options.expected_terms, tenant, cache_salt, self.options.rule
         )
+        self._preparer.judges = not self.needs_templates
 
     @property
     def spent(self) -> Spent:
@@ -207,19 +207,31 @@ class Idle:
         return seconds < self.options.seconds_per_hit * (hits + 1)
 
     def predict(self) -> list[IdleAction]:
-        """Predict `stride` questions from each source."""
+        """Predict `stride` questions from each source; from passages, by templates, where the model brings none."""
         ways = {
             "abstract": self.predict_from_abstracts,
             "history": self.predict_from_history,
             "passage": self.predict_from_passages,
         }
-        return [action for source in self.options.sources for action in ways[source](self.options.stride)]
+        done: list[IdleAction] = []
+        for source in self.options.sources:
+            found = any(action.action in ("prefill", "answer") for action in done)
+            if source == "passage" and found and not self.needs_templates:
+                continue  # templates are for models that find no questions
+            done += ways[source](self.options.stride)
+        return done
+
+    @property
+    def needs_templates(self) -> bool:
+        """Whether the model is too small to ask by itself: then templates, which are English, lead its questions."""
+        return self._session.engine.parameters < _TINY_PARAMETERS
 
     @property
     def strategy(self) -> Strategy | None:
         """What a predicted question gets now; None: nothing, because no question may be kept or it would not help."""
-        own = self._session.settings
-        chosen = choose_strategy(own.answers, own.similarity_threshold, self.options.cutoff, self.options.rule)
+        own, expected = self._session.settings, self.options.expected_terms.request("?")
+        way = self._session.answers.way(expected)
+        chosen = choose_strategy(way, own.similarity_threshold, self.options.cutoff, self.options.rule)
         return None if chosen == "prefill" and self._session.cache.store is None else chosen
 
     def refresh(self) -> list[IdleAction]:
@@ -240,39 +252,42 @@ class Idle:
 
     def abstracts(self, max_count: int | None = None) -> list[IdleAction]:
         """Summarize documents that have no abstract yet, once no more are being added."""
-        done: list[IdleAction] = []
         if self.strategy is None:
-            return done
-        encode, context = self._session.engine.tokenizer.encode, self._session.engine.context_tokens
-        for document in self._preparer.sources.without_abstract(self.options.settle_seconds)[:max_count]:
-            if not self._worker.may_continue():
-                break
-            chunks = self._preparer.bank.library.chunks_of(document)
-            if not chunks:
-                continue
-            texts = [chunk.passage.shown for chunk in chunks]
-            room = max(1, min(_READ_TOKENS, context - _ABSTRACT_TOKENS - _SPARE_TOKENS))
-            parts = [texts[at] for at in spread([len(encode(text)) for text in texts], room)]
-            result = self._write(summary_prompt(parts), _ABSTRACT_TOKENS, summary_grammar())
-            if result.reply is not None and result.reply.text.strip():
-                self._preparer.sources.put_abstract(document, " ".join(result.reply.text.split()))
-            done.append(self._preparer.record("abstract", chunks[0].title, result))
+            return []
+        writer = AbstractWriter(self._session, self._preparer, self._worker.may_continue, self._write)
+        done = writer.documents(self.options.settle_seconds, max_count)
+        if max_count is None and not self.needs_templates and not self._preparer.sources.without_abstract(0.0):
+            done += writer.library()
         return done
 
     def predict_from_abstracts(self, max_count: int) -> list[IdleAction]:
         """Generate questions from the abstracts whose turn it is, and prepare those that are new."""
+        done: list[IdleAction] = []
         if self.strategy is None or not self._worker.may_continue():
+            return done
+        sources = self._preparer.sources
+        chosen = sources.next_abstracts(max_count)
+        if self.needs_templates:
+            grammar = list_grammar(max_count, openings_about(chosen.texts, max_count))
+            return self._guess_from(chosen, prompt_from_abstracts(chosen.texts, max_count), grammar, max_count)
+        library = sources.next_library_abstract()
+        for batch in (library, chosen):
+            if batch is not None and self._worker.may_continue():
+                prompt = prompt_for_questions(batch.about, batch.texts, max_count)
+                done += self._guess_from(batch, prompt, list_grammar(max_count), max_count)
+                if batch is library and done and done[0].finished:
+                    sources.mark_library_used(batch)
+        return done
+
+    def _guess_from(
+        self, batch: AbstractBatch, prompt: tuple[Message, ...], grammar: Grammar | None, max_count: int
+    ) -> list[IdleAction]:
+        if not batch.documents:
             return []
-        chosen = self._preparer.sources.next_abstracts(max_count)
-        if not chosen.documents:
-            return []
-        seed = chosen.trips or None  # greedy the first time, then sampled
-        grammar = list_grammar(max_count, openings_about(chosen.texts, max_count))
-        result = self._write(
-            prompt_from_abstracts(chosen.texts, max_count), max_count * _QUESTION_TOKENS, grammar, seed
-        )
-        action = self._preparer.record("guess-abstract", f"{len(chosen.documents)} abstracts", result)
-        return [action, *self._prepare_guessed(result.reply, max_count, "abstract", chosen.documents)]
+        seed = batch.trips or None  # greedy the first time, then sampled
+        result = self._write(prompt, max_count * _QUESTION_TOKENS, grammar, seed)
+        action = self._preparer.record("guess-abstract", count_of(len(batch.about + batch.texts), "abstract"), result)
+        return [action, *self._prepare_guessed(result.reply, max_count, "abstract", batch.documents)]
 
     def predict_from_history(self, max_count: int) -> list[IdleAction]:
         """Generate questions from users' latest ones, if they asked anything since this was done last."""
@@ -282,7 +297,8 @@ class Idle:
         asked = self._preparer.sources.asked()
         if asked is None:
             return []
-        grammar = list_grammar(max_count, openings_of(asked.questions, max_count))
+        openings = openings_of(asked.questions, max_count) if self.needs_templates else ()
+        grammar = list_grammar(max_count, openings)
         result = self._write(prompt_from_history(asked.questions, max_count), max_count * _QUESTION_TOKENS, grammar)
         if result.reply is not None:
             self._preparer.sources.mark_used(asked)

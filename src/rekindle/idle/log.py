@@ -10,8 +10,8 @@ from rekindle.engine.base import Engine
 from rekindle.knowledge.library import Library
 
 Action = Literal[
-    "refresh", "true-answer", "abstract", "guess-abstract", "guess-history", "prefill", "answer", "decode", "restore",
-    "warm",
+    "refresh", "true-answer", "abstract", "merge", "guess-abstract", "guess-history", "judge", "prefill", "answer",
+    "decode", "restore", "warm",
 ]  # fmt: skip
 _MAX_ROWS = 10_000
 
@@ -22,8 +22,10 @@ class IdleAction:
 
     refresh        a question was answered again because its documents changed
     true-answer    a question that had been given another one's answer got its own
-    abstract       a document was summarized
+    abstract       a document or a part of it was summarized
+    merge          several abstracts became one
     guess-abstract, guess-history   questions were generated
+    judge          the model decided whether passages answer a predicted question
     prefill        a predicted question was prefilled
     answer         a predicted question was answered
     decode         a question that had only been prefilled was answered
@@ -87,7 +89,8 @@ def prediction_yield(library: Library) -> tuple[int, float]:
         (hits,) = connection.execute("SELECT coalesce(sum(uses), 0) FROM answers WHERE origin != 'user'").fetchone()
         (seconds,) = connection.execute(
             "SELECT coalesce(sum(seconds), 0) FROM work "
-            "WHERE action IN ('abstract', 'guess-abstract', 'guess-history', 'prefill', 'answer', 'decode')"
+            "WHERE action IN ('abstract', 'merge', 'guess-abstract', 'guess-history', 'judge', 'prefill', 'answer', "
+            "'decode')"
         ).fetchone()
     return int(hits), float(seconds)
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from rekindle.answers.ask_terms import AskTerms
-from rekindle.answers.bank import AnswerBank, AnswerText, BankEntry, BankQuestion
+from rekindle.answers.bank import AnswerBank, BankQuestion
+from rekindle.answers.bank_rows import AnswerText, BankEntry
 from rekindle.core.keys import BLOCK_TOKENS
 from rekindle.core.reply import QuestionOrigin
-from rekindle.core.request import AnswersWay, Request
+from rekindle.core.request import AnswersWay, Request, Sampling
 from rekindle.errors import KnowledgeUnusable, ModelError, NothingKnown, RequestError
-from rekindle.idle.generated_questions import SAME_QUESTION, PredictedQuestion, is_answerable
+from rekindle.idle.generated_questions import (
+    SAME_QUESTION,
+    PredictedQuestion,
+    is_answerable,
+    judging_message,
+    yes_no_grammar,
+)
 from rekindle.idle.log import Action, IdleAction
 from rekindle.idle.sources import QuestionSources
 from rekindle.idle.worker import IdleWorker, WorkResult
@@ -25,6 +31,7 @@ from rekindle.session.session import Session
 Strategy = Literal["prefill", "answer"]
 Rule = Literal["rekindle", "percache"]
 _READ_PASSAGES = 2
+_JUDGE_TOKENS = 4  # for yes or no
 
 
 def choose_strategy(answers: AnswersWay, threshold: float, cutoff: float, rule: Rule = "rekindle") -> Strategy | None:
@@ -52,20 +59,6 @@ def passages_to_read(asked: bool, rule: Rule = "rekindle") -> int | None:
     asked before, so prefilling more for a question that nobody asked is wasted. As published (percache), all are.
     """
     return None if asked or rule == "percache" else _READ_PASSAGES
-
-
-def spread(lengths: Sequence[int], max_count: int) -> list[int]:
-    """Indices of parts, evenly spread, that together are not longer than `max_count`; at least one."""
-    total = sum(lengths)
-    if total <= max_count or not lengths:
-        return list(range(len(lengths)))
-    count = max(1, int(len(lengths) * max_count / total))
-    places = sorted({math.floor(number * len(lengths) / count) for number in range(count)})
-    chosen: list[int] = []
-    for place in places:
-        if not chosen or sum(lengths[at] for at in chosen) + lengths[place] <= max_count:
-            chosen.append(place)
-    return chosen
 
 
 def first_passages(used: Sequence[int], predicted: Sequence[int], all_of_them: Iterable[int]) -> list[int]:
@@ -108,6 +101,7 @@ class Preparer:
         self._expected = expected
         self._rule = rule
         self._tenant, self._salt = tenant, salt
+        self.judges = False  # whether the model decides if passages answer a predicted question
         self._foreign: set[int] = set()  # questions under terms of another model or unknown ones: not ours to answer
         self._tried: tuple[int, set[tuple[str, str]]] = (0, set())  # a generation of the library; questions and terms
         self._opened: tuple[AnswerBank, QuestionSources] | None = None
@@ -174,7 +168,7 @@ class Preparer:
         """Prefill or answer the first of some questions that is new and can be answered, for each of the terms."""
         done: list[IdleAction] = []
         for terms in self.terms():
-            found = self._first_useful(questions, terms) if not done or self._worker.may_continue() else None
+            found = self._first_useful(questions, terms, done) if not done or self._worker.may_continue() else None
             if found is None:
                 continue
             prepared, question = found
@@ -187,15 +181,36 @@ class Preparer:
         return done
 
     def _first_useful(
-        self, questions: Iterable[PredictedQuestion], terms: AskTerms
+        self, questions: Iterable[PredictedQuestion], terms: AskTerms, done: list[IdleAction]
     ) -> tuple[Prepared, PredictedQuestion] | None:
         for question in questions:
             if self._was_tried(question.text, terms):
                 continue
             prepared = self._prepare(question.text, terms)
-            if prepared is not None and self._is_new(prepared) and self._is_answerable(prepared):
+            if prepared is None or not self._is_new(prepared) or not self._is_answerable(prepared):
+                continue
+            if not self.judges or self._judge(prepared, terms, done):
                 return prepared, question
         return None
+
+    def _judge(self, prepared: Prepared, terms: AskTerms, done: list[IdleAction]) -> bool:
+        """Whether the model says that the passages answer a question. It reads them as it will to answer it."""
+        request = replace(
+            prepared.request,
+            prompt=terms.messages(judging_message(prepared.question)),
+            max_tokens=_JUDGE_TOKENS,
+            min_tokens=0,
+            sampling=Sampling(),
+            stop=(),
+            grammar=yes_no_grammar(),
+            answers="off",
+            drafts=(),
+        )
+        result = self._worker.compute(request)
+        done.append(self.record("judge", prepared.question, result))
+        if result.reply is None:  # its turn comes again
+            self._tried[1].discard((prepared.question, terms.fingerprint))
+        return result.reply is not None and result.reply.text == "yes"
 
     def _was_tried(self, text: str, terms: AskTerms) -> bool:
         """Whether a question was tried before with the same documents and terms; it counts as tried from now on."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from rekindle.answers.bank import AnswerBank
+from rekindle.core.identity import digest_of_fields
 from rekindle.idle.extracted_questions import extract_questions, topic_words
 from rekindle.idle.generated_questions import PredictedQuestion
 from rekindle.knowledge.library import Library
@@ -21,6 +22,7 @@ from rekindle.knowledge.retrieve import STORED_DTYPE, Floats
 _MAX_ASKED = 10  # earlier questions per prompt
 _MAX_VISITED = 200  # documents per run
 _QUESTIONS = 8  # per document
+_LIBRARY = "library"  # the row of the abstract of all documents
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,16 @@ class LibraryState:
 
 @dataclass(frozen=True)
 class AbstractBatch:
-    """Abstracts to predict from, and how many times all documents have had their turn."""
+    """Abstracts of parts of documents to predict from, and how many times all of them have had their turn.
+
+    documents   all that the abstracts may quote
+    about       abstracts of documents that have several parts, or of all documents
+    """
 
     documents: tuple[int, ...]
     texts: tuple[str, ...]
     trips: int
+    about: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,14 +100,80 @@ class QuestionSources:
                 (text, time.time(), document),
             )
 
-    def next_abstracts(self, max_count: int) -> AbstractBatch:
+    def document_abstracts(self) -> dict[int, str]:
+        """The abstracts of documents, in order of their ids."""
         with self._library.reading() as connection:
-            texts = dict(connection.execute("SELECT document, text FROM abstracts").fetchall())
+            return dict(connection.execute("SELECT document, text FROM abstracts ORDER BY document").fetchall())
+
+    def parts_of(self, document: int) -> dict[int, str]:
+        """The abstracts of a document's parts, by place."""
+        with self._library.reading() as connection:
+            rows = connection.execute("SELECT place, text FROM part_abstracts WHERE document=?", (document,))
+            return dict(rows.fetchall())
+
+    def put_part(self, document: int, place: int, text: str) -> None:
+        """Store the abstract of a part, if the document still exists."""
+        with self._library.writing() as connection:
+            connection.execute(
+                "INSERT OR REPLACE INTO part_abstracts (document, place, text) SELECT id, ?, ? FROM documents "
+                "WHERE id=?",
+                (place, text, document),
+            )
+
+    def merged(self, texts: Sequence[str]) -> str | None:
+        """What was merged of these abstracts."""
+        return self._merged(digest_of_fields(*texts))
+
+    def put_merged(self, texts: Sequence[str], text: str, documents: Sequence[int]) -> None:
+        """Store what was merged of abstracts of these documents, if all of them still exist."""
+        self._put_merged({digest_of_fields(*texts): text}, documents)
+
+    def put_library_abstract(self, text: str, documents: Sequence[int], used: Iterable[Sequence[str]]) -> None:
+        """Store it, if all its documents still exist; of what was merged, only what it `used` stays."""
+        if self._merged(_LIBRARY) == text:
+            return
+        self._put_merged({_LIBRARY: text}, documents)
+        kept = {_LIBRARY, *(digest_of_fields(*texts) for texts in used)}
+        with self._library.writing() as connection:
+            marks = ",".join("?" * len(kept))
+            connection.execute(f"DELETE FROM merged_abstracts WHERE inputs NOT IN ({marks})", list(kept))
+
+    def _merged(self, inputs: str) -> str | None:
+        with self._library.reading() as connection:
+            row = connection.execute("SELECT text FROM merged_abstracts WHERE inputs=?", (inputs,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def _put_merged(self, texts: Mapping[str, str], documents: Sequence[int]) -> None:
+        ids = ",".join(str(int(id)) for id in documents)
+        with self._library.writing() as connection:
+            (present,) = connection.execute(f"SELECT count(*) FROM documents WHERE id IN ({ids})").fetchone()
+            if present == len(documents):
+                connection.executemany("INSERT OR REPLACE INTO merged_abstracts VALUES (?,?)", list(texts.items()))
+
+    def next_abstracts(self, max_count: int) -> AbstractBatch:
+        """The parts whose turn it is, and the abstracts of their documents."""
+        with self._library.reading() as connection:
+            rows = connection.execute("SELECT id, document, text FROM part_abstracts").fetchall()
+        parts = {id: (document, text) for id, document, text in rows}
         last, trips = self._place("abstracts")
-        chosen = rotate(texts, last)[:max_count]
+        chosen = rotate(parts, last)[:max_count]
         if chosen:
-            self._note("abstracts", chosen[-1], trips + (chosen[-1] == max(texts) or chosen[-1] <= last))
-        return AbstractBatch(tuple(chosen), tuple(texts[id] for id in chosen), trips)
+            self._note("abstracts", chosen[-1], trips + (chosen[-1] == max(parts) or chosen[-1] <= last))
+        documents, texts = tuple(dict.fromkeys(parts[id][0] for id in chosen)), tuple(parts[id][1] for id in chosen)
+        whole = self.document_abstracts()
+        about = [whole[document] for document in documents if document in whole and whole[document] not in texts]
+        return AbstractBatch(documents, texts, trips, tuple(about))
+
+    def next_library_abstract(self) -> AbstractBatch | None:
+        """The abstract of all documents, once after each change; it may quote any of them."""
+        text = self._merged(_LIBRARY)
+        if text is None or self._library.about("foreseen-library") == digest_of_fields(text):
+            return None
+        return AbstractBatch(tuple(self.document_abstracts()), (), 0, (text,))
+
+    def mark_library_used(self, batch: AbstractBatch) -> None:
+        """Record that questions were predicted from the abstract of all documents."""
+        self._set("foreseen-library", digest_of_fields(*batch.about))
 
     def asked(self) -> RecentQuestions | None:
         """Users' latest questions; None if these were used before."""

@@ -63,6 +63,7 @@ class IngestResult:
     problems: list[ReadProblem] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # files in folders whose kind is not read
     seconds: float = 0.0
+    begun: int = 0  # 1 if these are the first documents of the library
 
     @property
     def is_foreign(self) -> bool:

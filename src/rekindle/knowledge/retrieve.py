@@ -20,16 +20,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.engine.embedding.embedder import Embedder
 from rekindle.errors import InvalidPrompt, InvalidSetting, NothingKnown, nearest
 from rekindle.knowledge.library import Chunk, Library
 from rekindle.knowledge.salvage import Loss
 from rekindle.knowledge.segment import STOPWORDS, character_pairs
+
+if TYPE_CHECKING:  # a stored answer in the same words is given without an embedder
+    from rekindle.engine.embedding.embedder import Embedder
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]

@@ -150,7 +150,9 @@ def _remove_answers(connection: sqlite3.Connection, document: int) -> None:
 
 def _delete_document(connection: sqlite3.Connection, document: int) -> int:
     """Delete a document with its passages and words, and return the number of passages."""
-    connection.execute("DELETE FROM abstracts WHERE document=?", (document,))
+    for table in ("abstracts", "part_abstracts"):
+        connection.execute(f"DELETE FROM {table} WHERE document=?", (document,))
+    connection.execute("DELETE FROM merged_abstracts")  # any of them may quote it
     rows = connection.execute(
         "SELECT c.id, s.title, s.body, c.heading FROM chunks c JOIN searched s ON s.id=c.id WHERE c.document=?",
         (document,),

@@ -12,7 +12,8 @@ tokens     the token ids of a passage, recorded before any KV of it is kept: its
 leaving    removed passages, until no KV of them is left
 answers    questions, asked or predicted, with their answers if there are any: see `answers/bank`
 grounds    the documents that a question or its answer may quote: it goes when one of them is forgotten
-abstracts  a document's summary in a sentence or two
+abstracts  a document's summary in a sentence or two; `part_abstracts` those of its parts, `merged_abstracts` what was
+           merged of several, by a digest of them ('library': of all)
 work       idle work: what was done, and what it cost
 terms      how applications ask: the system prompt and options of users' questions, see `answers/ask_terms`
 """
@@ -130,5 +131,16 @@ MIGRATIONS: tuple[str, ...] = (
         used REAL NOT NULL
     ) WITHOUT ROWID;
     CREATE VIRTUAL TABLE pairs USING fts5(body, content='');
+    """,
+    """
+    DELETE FROM abstracts;  -- those of before read parts of a document only
+    CREATE TABLE part_abstracts (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        document INTEGER NOT NULL,
+        place INTEGER NOT NULL,
+        text TEXT NOT NULL,
+        UNIQUE (document, place)
+    );
+    CREATE TABLE merged_abstracts (inputs TEXT PRIMARY KEY, text TEXT NOT NULL) WITHOUT ROWID;
     """,
 )

@@ -21,8 +21,6 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
-import httpx
-
 from rekindle.addresses import refuse_plain_http
 from rekindle.errors import DownloadFailed, EngineMissing, ModelNotFound, NoSpace, NotAModel
 from rekindle.models.files import as_path, part_names
@@ -149,6 +147,8 @@ def _refuse_plain_token() -> None:
 @contextmanager
 def _client_errors(repository: str) -> Iterator[None]:
     """Turn the client's errors into ours."""
+    import httpx  # takes a tenth of a second, which commands that fetch nothing do not wait for
+
     try:
         from huggingface_hub import errors as hub
     except ImportError as error:

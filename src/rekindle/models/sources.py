@@ -23,10 +23,10 @@ from types import MappingProxyType
 from typing import Literal
 
 from rekindle.core.identity import digest_of_fields
-from rekindle.errors import BrokenModel, ModelNotFound, NotAModel, UnsupportedModel
+from rekindle.errors import BrokenModel, ModelError, ModelNotFound, NotAModel, UnsupportedModel
 from rekindle.machine import models_folder
 from rekindle.models import ollama, registry
-from rekindle.models.files import ModelFiles, is_file, is_folder, part_names
+from rekindle.models.files import ModelFiles, file_version, is_file, is_folder, part_names
 from rekindle.models.gguf import check_parts, read_header
 from rekindle.models.hf_folder import WEIGHTS, check_folder
 from rekindle.models.hub import HUB_NAME, choose_file, spec_for
@@ -197,6 +197,16 @@ def find(spec: str, *, form: Form = "any") -> ModelFiles:
             "ORG/NAME-GGUF:Q4_K_M), make one with llama.cpp's convert_hf_to_gguf.py, or use engine='hf'."
         )
     raise ModelNotFound(_say_missing(spec, source))
+
+
+def model_version(model: str) -> str | None:
+    """Changes whenever a file of the model does; None if it is not here."""
+    try:
+        files = find(model)
+        paths = files.parts or sorted(path for path in files.folder.iterdir() if path.is_file())
+        return "\n".join(map(file_version, paths))
+    except (ModelError, OSError):
+        return None
 
 
 def find_graph(spec: str, form: OnnxForm) -> ModelFiles:

@@ -120,6 +120,8 @@ async def add_documents(call: Call, body: DocumentsRequest) -> Response:
     problems = [asdict(problem) for problem in done.problems]
     fields = {"data": [_entry(entry) for entry in entries], **counts, "problems": problems}
     about = {"ignored": body.ignored(), **await call.in_thread(lambda: warnings_of(library.losses()))}
+    if done.begun and (kept := call.service.session.knowledge.what_is_kept("your library")):
+        about["note"] = kept
     return JSONResponse({**fields, "ms": round(done.seconds * 1e3, 3), "rekindle": about})
 
 

@@ -94,7 +94,8 @@ def stored_of(prepared: Prepared, reply: Reply) -> dict[str, Any]:
 
 def quoting_of(documents: int, reply: Reply, prepared: Prepared | None = None) -> dict[str, Any]:
     """Which documents of a chat were quoted, and which stored answer took part."""
-    if prepared is not None:
+    if prepared is not None and not prepared.has_own_documents:
         return {"sources": sources_of(prepared), "retrieval": retrieval_of(prepared), **stored_of(prepared, reply)}
     quoted = reply.usage.quoted_passages
-    return {"documents": {"quoted": quoted, "left_out": documents - quoted}} if documents else {}
+    about = {"documents": {"quoted": quoted, "left_out": documents - quoted}} if documents else {}
+    return about if prepared is None else {**about, **stored_of(prepared, reply)}

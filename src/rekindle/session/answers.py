@@ -16,17 +16,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rekindle.answers.ask_terms import AskTerms
-from rekindle.answers.bank import AnswerBank, AnswerText, BankLookup, BankQuestion, SimilarQuestion
-from rekindle.core.identity import Identity, digest_of_fields
+from rekindle.answers.bank import AnswerBank, BankLookup, BankQuestion, SimilarQuestion
+from rekindle.answers.bank_rows import AnswerText
+from rekindle.answers.given import given_stored
 from rekindle.core.reply import QuestionOrigin, Reply, StoredAnswer
 from rekindle.core.request import MAX_DRAFTS, AnswersWay, Request, ReuseLevel
 from rekindle.core.size import parse_limit
-from rekindle.engine.base import Engine
-from rekindle.engine.lora_manager import LoraManager
 from rekindle.errors import InvalidSetting, RekindleError
 from rekindle.knowledge.retrieve import Retrieval, RetrievalResult
 from rekindle.session.draft import MIN_RUN
 from rekindle.session.library import Knowledge
+from rekindle.session.model_memo import AnsweringModel, ModelMemo
 from rekindle.settings import Settings
 
 log = logging.getLogger("rekindle.answers")
@@ -59,27 +59,34 @@ class Consulted:
         near = self.used(reply)
         if near is None or near.entry.answer is None:
             return None
-        saved = near.entry.answer.seconds if self.direct is not None else None
-        way = "direct" if self.direct is not None else "verified"
-        entry = near.entry
-        return StoredAnswer(way, entry.question, entry.origin, entry.made, near.similarity, saved)  # type: ignore[arg-type]
+        given = given_stored(near.entry, near.similarity)
+        return given if self.direct is not None else replace(given, way="verified", saved_seconds=None)
 
 
 class Answers:
     """The banks of a session. Used from several threads."""
 
     def __init__(
-        self, settings: Settings, knowledge: Knowledge, adapters: LoraManager, engine: Callable[[], Engine]
+        self,
+        settings: Settings,
+        knowledge: Knowledge,
+        adapter_digest: Callable[[str | None], str | None],
+        model: Callable[[], AnsweringModel],
+        memo: ModelMemo | None = None,
     ) -> None:
-        """Raises `InvalidSetting`: later, what is wrong with a bank would only mean that there is none."""
+        """`model` is called once, when a question comes; `memo` notes the model for runs that begin without it.
+
+        Raises `InvalidSetting`: later, what is wrong with a bank would only mean that there is none.
+        """
         threshold = settings.similarity_threshold
         if not 0.0 <= threshold <= 1.0:
             raise InvalidSetting(f"similarity_threshold={threshold} makes no sense. Use a number from 0 to 1.")
         self._limit = parse_limit(settings.answers_limit, "answers_limit")
         self._settings = settings
         self._knowledge = knowledge
-        self._adapters = adapters
-        self._engine = engine
+        self._adapter_digest = adapter_digest
+        self._find_model = model
+        self._memo = memo
         self._lock = threading.Lock()
         self._banks: dict[str, AnswerBank] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="rekindle-answers")
@@ -101,8 +108,19 @@ class Answers:
         return bank
 
     def way(self, request: Request) -> AnswersWay:
-        """How earlier answers may take part in a request."""
-        return request.answers or self._settings.answers
+        """How earlier answers may take part in a question about documents.
+
+        Unless somebody chose, drafts are checked where they change nothing: not where tokens are drawn at random.
+        """
+        chosen = request.answers or self._settings.answers
+        if chosen != "auto":
+            return chosen
+        return "verified" if request.sampling.greedy and not self._settings.deterministic else "off"
+
+    def chat_way(self, request: Request) -> AnswersWay:
+        """The same for a prompt that asks nothing about the library: off unless somebody chose."""
+        chosen = request.answers or self._settings.answers
+        return "off" if chosen == "auto" else chosen
 
     def heeds(self, request: Request) -> bool:
         """Whether earlier answers may take part in a request: they are texts, and say nothing else."""
@@ -123,7 +141,7 @@ class Answers:
         """
         try:
             question = self._question(text, request, terms, retrieved, generation)
-            bank, tokenizer = self.bank(request.tenant, request.cache_salt), self._identity.tokenizer
+            bank, tokenizer = self.bank(request.tenant, request.cache_salt), self._model.tokenizer
             found = self._look(bank, question, request)
         except (RekindleError, OSError, ValueError) as error:
             log.warning("Earlier answers cannot be used: %s", error)
@@ -132,6 +150,12 @@ class Answers:
         if direct is None and self.way(request) == "direct":
             found = replace(found, refused=found.refused or self._why_not(found))
         return Consulted(bank, question, found, tokenizer, request.reuse or self._settings.reuse, direct)
+
+    def give(self, consulted: Consulted, near: SimilarQuestion, request: Request) -> Consulted:
+        """The same with the answer of a question that a model takes for the same, if the request allows its length."""
+        direct = _fitting(near.entry.answer, request)
+        found = replace(consulted.found, direct=near, refused=None)
+        return consulted if direct is None else replace(consulted, found=found, direct=direct)
 
     def _why_not(self, found: BankLookup) -> str:
         """Why no answer is given at once although none is refused."""
@@ -183,6 +207,8 @@ class Answers:
             answer = AnswerText(reply.text, reply.tokens, consulted.tokenizer, reply.finish_reason, seconds)
 
         def work() -> None:
+            if self._memo is not None:
+                self._memo.keep(self._model)
             consulted.bank.keep(consulted.question, answer, origin)
             if near is not None and near.entry.answer is not None:
                 consulted.bank.record_use(near.entry.id, max(0.0, near.entry.answer.seconds - seconds))
@@ -221,15 +247,13 @@ class Answers:
                 self._writing.add(self._writer.submit(safely))
 
     @cached_property  # so that a model that rests is not loaded for it
-    def _identity(self) -> Identity:
-        engine = self._engine()
-        return engine.identity(engine.regime(1))
+    def _model(self) -> AnsweringModel:
+        return self._find_model()
 
     def digest(self, request: Request, terms: AskTerms) -> str:
         """A digest of what an answer depends on beside the question and its passages."""
         level = request.reuse or self._settings.reuse
-        adapter = self._adapters.digest(request.adapter) or ""
-        return digest_of_fields("rekindle/answer/2", self._identity.digest, adapter, level, terms.fingerprint)
+        return terms.digest(self._model.identity, self._adapter_digest(request.adapter) or "", level)
 
 
 def _common(near: SimilarQuestion, reply: Reply) -> int:

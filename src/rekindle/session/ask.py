@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
+from rekindle.answers.ask_terms import AskTerms
+from rekindle.answers.given import given_reply, given_sources
 from rekindle.cache.prefill import IsCancelled
 from rekindle.core.keys import token_bytes
-from rekindle.core.reply import Answer, AnswerSource, Reply, Reuse, TextPiece, Timings, Usage
+from rekindle.core.reply import Answer, AnswerSource, Reply, TextPiece
 from rekindle.core.request import MessageLike, ReplyOptions, Request
 from rekindle.engine.fairness import CURRENT, IDLE
 from rekindle.knowledge.library import Library
 from rekindle.knowledge.retrieve import Retrieval, RetrievalResult
-from rekindle.session.answers import Consulted
+from rekindle.session.answers import Answers, Consulted
+from rekindle.session.library import Knowledge, quote_of
 from rekindle.session.prompt import PromptTokens
 from rekindle.session.reply_stream import ReplyStream
 from rekindle.session.reply_stream import Run as Running
@@ -50,22 +53,22 @@ class Prepared:
     consulted: Consulted | None = None  # earlier answers, if they may be used
 
     @property
+    def has_own_documents(self) -> bool:
+        """Whether its documents came with the request, and not from the library."""
+        return any(quote.chunk is None for quote in self.request.quotes)
+
+    @property
     def given(self) -> Reply | None:
         """The stored answer, if it is given without the model: `usage` and `reuse` say that nothing was computed."""
-        text = None if self.consulted is None else self.consulted.direct
-        if text is None:
+        if self.consulted is None or self.consulted.direct is None:
             return None
-        usage = Usage(0, 0, quoted_passages=len(self.sources))  # nothing was read or written
-        assert self.consulted is not None
-        reuse = Reuse(self.consulted.level, computed=0)
-        return Reply(text.text, text.tokens, text.finish, usage, Timings(0.0, 0.0, None), reuse)
+        return given_reply(self.consulted.direct, len(self.sources), self.consulted.level)
 
     def answer(self, reply: Reply, seconds: float) -> Answer:
         """The reply with its sources; `seconds` went by before the model was asked."""
-        parts = {part.name: getattr(reply, part.name) for part in fields(Reply)}
-        timings = replace(reply.timings, first_token_seconds=reply.timings.first_token_seconds + seconds)
-        return Answer(
-            **{**parts, "timings": timings},
+        return Answer.of(
+            reply,
+            seconds,
             question=self.question,
             sources=self.sources,
             retrieval=self.retrieved.retrieval,
@@ -104,16 +107,48 @@ def sources_of(retrieved: RetrievalResult, prompt: PromptTokens) -> tuple[Answer
     )
 
 
-def sources_then(consulted: Consulted) -> tuple[AnswerSource, ...]:
-    """The passages that a stored answer came from, numbered as there. All of them still exist, else it is not given."""
-    near = consulted.found.direct
-    assert near is not None
-    chunks = consulted.bank.library.chunks(near.entry.evidence)
-    kept = [chunks[id] for id in near.entry.evidence if id in chunks]
-    return tuple(
-        AnswerSource(number, chunk.name, chunk.source, chunk.title, chunk.passage.shown, near.similarity)
-        for number, chunk in enumerate(kept, start=1)
-    )
+def find_stored(
+    knowledge: Knowledge, answers: Answers, question: str, request: Request, top_k: int, retrieval: Retrieval
+) -> Prepared:
+    """Find the passages for a question, and the stored answer that may be given. No model is needed for that.
+
+    Earlier answers take part if the question is the last message of the request.
+    """
+    request = replace(request, answers=answers.way(request))
+    whose = (request.tenant, request.cache_salt)
+    generation = knowledge.generation(*whose)
+    retrieved = knowledge.search(question, top_k, retrieval, tenant=whose[0], cache_salt=whose[1])
+    request = replace(request, quotes=tuple(quote_of(hit.chunk) for hit in retrieved.hits))
+    terms = AskTerms.of(request, question, top_k, retrieval)
+    if terms is None or not answers.heeds(request):
+        return Prepared(question, request, retrieved, ())
+    consulted = answers.consult(question, request, terms, retrieved, generation)
+    return given_by(Prepared(question, request, retrieved, ()), consulted)
+
+
+def find_given(answers: Answers, question: str, request: Request) -> Prepared:
+    """The same for a chat whose documents came with it: they are a part of its terms, and nothing is retrieved."""
+    request = replace(request, answers=answers.chat_way(request))
+    prepared = Prepared(question, request, RetrievalResult((), "fused", 0.0, 0.0), ())
+    terms = AskTerms.of(request, question, 0, "fused")
+    if terms is None or not answers.heeds(request):
+        return prepared
+    return given_by(prepared, answers.consult(question, request, terms, prepared.retrieved, 0))
+
+
+def given_by(prepared: Prepared, consulted: Consulted | None) -> Prepared:
+    """What the bank said of a question, with the sources of the answer that it gives, if it does."""
+    near = None if consulted is None or consulted.direct is None else consulted.found.direct
+    if consulted is None or near is None:
+        return replace(prepared, consulted=consulted)
+    if prepared.has_own_documents:
+        sources = tuple(
+            AnswerSource(number, "", quote.title, quote.title, quote.text, near.similarity)
+            for number, quote in enumerate(prepared.request.quotes, start=1)
+        )
+    else:
+        sources = given_sources(consulted.bank.library, near.entry, near.similarity)
+    return replace(prepared, sources=sources, consulted=consulted)
 
 
 class Evidence:

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from rekindle.answers.ask_terms import asking
 from rekindle.cache.coders import quantized_coder
 from rekindle.cache.context import Context
 from rekindle.chunks.scores import ChunkScorer, unscored
@@ -23,7 +24,7 @@ from rekindle.remote.index import KvModel
 from rekindle.remote.publish.publisher import PublishSource
 from rekindle.remote.slices import Level, decode, encode, level_named
 from rekindle.session.calibrate.kv_trial import Trial
-from rekindle.session.library import asking, quote_of
+from rekindle.session.library import quote_of
 from rekindle.session.prompt import encode_prompt
 from rekindle.session.session import Session
 

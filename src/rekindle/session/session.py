@@ -25,13 +25,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rekindle.answers.ask_terms import AskTerms
+from rekindle.answers.ask_terms import asking
 from rekindle.apps import Apps
 from rekindle.cache.explain import Explanation, Prompt
 from rekindle.cache.lookup import CacheLookup
 from rekindle.cache.prefill import IsCancelled
 from rekindle.core.reply import Answer, Reply, Reuse, TextPiece
-from rekindle.core.request import MessageLike, Options, PromptLike, Request, as_messages, as_prompts
+from rekindle.core.request import Message, MessageLike, Options, PromptLike, Request, as_messages, as_prompts
 from rekindle.core.scope import scope_of
 from rekindle.core.size import parse_duration
 from rekindle.engine.base import Engine
@@ -44,12 +44,23 @@ from rekindle.errors import Closed, InvalidSetting
 from rekindle.knowledge.ingest import IngestResult
 from rekindle.knowledge.retrieve import Retrieval
 from rekindle.models.download import Progress
+from rekindle.session.answer_judge import AnswerJudge, recall_skill
 from rekindle.session.answers import Answers
-from rekindle.session.ask import AnswerStream, AskOptions, Evidence, Prepared, sources_of, sources_then
+from rekindle.session.ask import (
+    AnswerStream,
+    AskOptions,
+    Evidence,
+    Prepared,
+    find_given,
+    find_stored,
+    given_by,
+    sources_of,
+)
 from rekindle.session.draft import drafts_for
 from rekindle.session.generate import Generation, decode
 from rekindle.session.keep_alive import KeepAlive
-from rekindle.session.library import Forgotten, Knowledge, asking, purging, quote_of
+from rekindle.session.library import Forgotten, Knowledge, purging, quote_of
+from rekindle.session.model_memo import AnsweringModel, ModelMemo
 from rekindle.session.open_cache import open_cache
 from rekindle.session.prompt import EncodedPrompts, PromptTokens, WrittenReplies, encode_prompt
 from rekindle.session.reply_stream import AsyncReplyStream, ReplyStream
@@ -97,6 +108,7 @@ class Session:
         stays_seconds = None if stays is None else parse_duration(stays)
         self._owns_engine = isinstance(model, (str, os.PathLike))
         self._resting: ReloadableEngine | None = None
+        memo = ModelMemo(os.fspath(model), self.settings) if isinstance(model, (str, os.PathLike)) else None
         loaded = self._load(model, progress)
         self.engine_kind = kind_of(self._resting.inner if self._resting else loaded)
         self._engine: Engine | None = self._sharing(loaded)
@@ -109,7 +121,7 @@ class Session:
         self.knowledge = Knowledge(
             self.settings, purging(self.settings) if self.cache.store is None else self.cache.purge
         )
-        self.answers = Answers(self.settings, self.knowledge, self.adapters, lambda: self.engine)
+        self.answers = Answers(self.settings, self.knowledge, self.adapters.digest, self._answering, memo)
         self._alive = KeepAlive(stays_seconds, self._rest)
         # A program that ends without closing its sessions still keeps what they computed.
         self._finalizer = weakref.finalize(self, self.cache.close)
@@ -133,6 +145,12 @@ class Session:
         if parallel is None:
             return engine
         return BatchingEngine(engine, self.shares, together=not self.settings.deterministic and parallel > 1)
+
+    def _answering(self) -> AnsweringModel:
+        """What the answers of this model depend on."""
+        engine = self.engine
+        identity = engine.identity(engine.regime(1))
+        return AnsweringModel(engine.name, identity.digest, identity.tokenizer, self.knowledge.embedder().digest)
 
     def _rest(self) -> None:
         """Let the model go until the next request; what it computed is kept first."""
@@ -190,7 +208,14 @@ class Session:
 
     def stream(self, prompt: PromptLike, **options: Unpack[Options]) -> ReplyStream:
         """The same, piece by piece: text and token ids are continued, messages are answered."""
-        return self.answer(Request.of(prompt, **options))
+        started, request = time.perf_counter(), Request.of(prompt, **options)
+        prepared = self.prepare_given(request)
+        return self.answer(request) if prepared is None else self._stream_prepared(prepared, started)
+
+    def _stream_prepared(self, prepared: Prepared, started: float) -> AnswerStream:
+        return AnswerStream(
+            prepared, lambda stop: self._answer(prepared.request, stop, None), started, self.answers.keep
+        )
 
     def answer(
         self,
@@ -218,10 +243,7 @@ class Session:
     def ask_stream(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
         """The same, piece by piece; its `sources` are there before the first."""
         started = time.perf_counter()
-        prepared = self.prepare(question, **options)
-        return AnswerStream(
-            prepared, lambda stop: self._answer(prepared.request, stop, None), started, self.answers.keep
-        )
+        return self._stream_prepared(self.prepare(question, **options), started)
 
     def prepare(self, question: str, **options: Unpack[AskOptions]) -> Prepared:
         """Find the passages for a question, and the request that asks it: for `answer`."""
@@ -237,21 +259,41 @@ class Session:
         self, question: str, request: Request, top_k: int = 5, retrieval: Retrieval = "fused"
     ) -> Prepared:
         """The same for a chat that was built before. Earlier answers take part if the question is its last message."""
-        whose = (request.tenant, request.cache_salt)
-        generation = self.knowledge.generation(*whose)
-        retrieved = self.knowledge.search(question, top_k, retrieval, tenant=whose[0], cache_salt=whose[1])
-        request = replace(request, quotes=tuple(quote_of(hit.chunk) for hit in retrieved.hits))
-        terms = AskTerms.of(request, question, top_k, retrieval)
-        consulted = None
-        if terms is not None and self.answers.heeds(request):
-            consulted = self.answers.consult(question, request, terms, retrieved, generation)
-            if consulted is not None and consulted.direct is not None:  # a model that rests goes on resting
-                return Prepared(question, request, retrieved, sources_then(consulted), consulted=consulted)
-            request = self.answers.drafting(request, consulted)
+        prepared = find_stored(self.knowledge, self.answers, question, request, top_k, retrieval)
+        prepared = self._judged(prepared)
+        if prepared.given is not None:  # a model that rests goes on resting
+            return prepared
+        request = self.answers.drafting(prepared.request, prepared.consulted)
         with self._alive.use():
             prompt = encode_prompt(self.engine, request)
         self._keep_encoded(request, prompt)
-        return Prepared(question, request, retrieved, sources_of(retrieved, prompt), len(prompt.tokens), consulted)
+        sources = sources_of(prepared.retrieved, prompt)
+        return replace(prepared, request=request, sources=sources, prompt_tokens=len(prompt.tokens))
+
+    def prepare_given(self, request: Request) -> Prepared | None:
+        """The same for a chat with documents of its own; None if earlier answers may have no part in it."""
+        last = request.prompt[-1] if request.quotes else None
+        if not isinstance(last, Message) or self.answers.chat_way(request) == "off":
+            return None
+        prepared = self._judged(find_given(self.answers, last.content, request))
+        if prepared.given is not None:
+            return prepared
+        return replace(prepared, request=self.answers.drafting(prepared.request, prepared.consulted))
+
+    def _judged(self, prepared: Prepared) -> Prepared:
+        """The same with the stored answer that rules doubt, if the model decides that it answers the question."""
+        consulted = prepared.consulted
+        doubted = None if consulted is None else consulted.found.doubted
+        if consulted is None or doubted is None:
+            return prepared
+        with self._alive.use():
+            judge = AnswerJudge(recall_skill(self.engine), lambda request: self.answer(request).reply)
+        if (why_not := judge.why_not()) is not None:
+            found = replace(consulted.found, refused=f"{consulted.found.refused}; {why_not}")
+            return replace(prepared, consulted=replace(consulted, found=found))
+        if not judge.agrees(prepared.request, prepared.question, doubted.entry.question):
+            return prepared
+        return given_by(prepared, self.answers.give(consulted, doubted, prepared.request))
 
     def ingest(self, paths: str | Path | Sequence[str | Path] = (), **choices: Any) -> IngestResult:
         """Put files, folders, patterns or given documents into the library. See `Knowledge.ingest`."""
@@ -335,7 +377,7 @@ class Session:
         self, request: Request, cancelled: IsCancelled, planned: OnPlanned | None
     ) -> Generator[TextPiece, None, Reply]:
         with self._alive.use(), self.adapters.use(request.adapter, cancelled) as adapter, ExitStack() as opened:
-            settled = replace(request, adapter=adapter, answers=request.answers or self.settings.answers)
+            settled = replace(request, adapter=adapter, answers=self.answers.chat_way(request))
             encoded = self._encoded.take(request)
             return (yield from self._reply(settled, encoded, cancelled, planned, opened))
 

@@ -214,12 +214,13 @@ class Settings(_Loadable):
         "minilm",
         "The model that makes vectors of documents and questions: a name, a folder or an ONNX graph.",
     )
-    answers: Literal["off", "verified", "direct"] = setting(
+    answers: Literal["auto", "off", "verified", "direct"] = setting(
         "answers",
-        "off",
+        "auto",
         "Whether earlier answers help with new ones: off, verified (as drafts that the model checks: the text is what "
         "it would have written anyway), direct (the stored answer to nearly the same question is given at once; the "
-        "reply says so). Questions and answers are then kept with the documents.",
+        "reply says so). auto: verified for greedy questions about documents, else off. Questions and answers are "
+        "kept with the documents, unless it is off.",
     )
     similarity_threshold: float = setting(
         "answers",

@@ -50,7 +50,7 @@ class SettingsLike(CacheSettings, total=False):
     library: str | os.PathLike[str] | None
     library_limit: str | int | None
     embedder: str | None
-    answers: Literal["off", "verified", "direct"] | None
+    answers: Literal["auto", "off", "verified", "direct"] | None
     similarity_threshold: float | None
     answers_limit: str | int | None
     origin: str | None

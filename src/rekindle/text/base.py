@@ -33,6 +33,10 @@ class Tokenizer(Protocol):
     def vocabulary_size(self) -> int:
         """Token ids are below this."""
 
+    @property
+    def needs_model(self) -> bool:
+        """Whether it ends with the model it came with."""
+
     def min_token_count(self, text: str) -> int:
         """A lower bound on the number of tokens of a text, in no time; 0 where none is known."""
 

@@ -54,6 +54,8 @@ class Render(Protocol):
 class ChatTokenizer(ABC):
     """What the tokenizers of all libraries share. See `Tokenizer` for the contract."""
 
+    needs_model = False
+
     def __init__(
         self, *, render: Render | None, special: Iterable[str], control: Iterable[str], template: str = ""
     ) -> None:

@@ -27,6 +27,8 @@ _SEAM = "\x01"  # a character that no token joins with others
 class GgufTokenizer(ChatTokenizer):
     """See `Tokenizer` for the contract. Raises `Closed` once its model was closed."""
 
+    needs_model = True
+
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         vocab = self._vocab = model.vocab

@@ -54,11 +54,11 @@ async def answer_chat(call: Call, body: ChatRequest) -> Response:
 
 
 async def _prepared(call: Call, body: ChatRequest, request: Request) -> Prepared | None:
-    """Passages of the library for a chat; None if it does not ask for any."""
-    wanted = body.rekindle.knowledge if body.rekindle is not None else None
+    """Passages of the library for a chat, or earlier answers about its own documents; None if it wants neither."""
+    wanted, session = body.rekindle.knowledge if body.rekindle is not None else None, call.service.session
     if wanted is None:
-        return None
-    question, session = last_user_text(body), call.service.session
+        return await call.in_thread(lambda: session.prepare_given(request)) if body.n == 1 and request.quotes else None
+    question = last_user_text(body)
     if body.n > 1 and session.answers.way(request) == "direct":  # the same reply several times is no choice
         request = replace(request, answers="verified")
     return await call.in_thread(lambda: session.prepare_request(question, request, wanted.top_k, wanted.retrieval))

@@ -2,6 +2,7 @@
 
 budget  the share of reused passages' tokens that is recomputed under `approximate`    session/calibrate/budget
 bits    how many bits the KV of each layer gets under `quantized`                      session/calibrate/bits
+judge   whether the model may decide that two questions are the same (answers=direct)  session/calibrate/judge
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from rekindle.chunks.match import calibration_of, remember_budgets
 from rekindle.chunks.select import OURS
 from rekindle.codec.quantizer import BitPlan
 from rekindle.core.adapter import Lora
+from rekindle.core.size import count_of
 from rekindle.engine.base import Engine
 from rekindle.engine.load import EngineOptions, load_engine
 from rekindle.engine.lora_files import read_adapter
@@ -25,8 +27,10 @@ from rekindle.errors import InvalidSetting
 from rekindle.json_file import JsonMemo
 from rekindle.machine import home_folder
 from rekindle.models.adapter_registry import RegisteredAdapter, lookup, parse
+from rekindle.session.answer_judge import JudgeSkill, recall_skill
 from rekindle.session.calibrate.bits import Advance, FoundBits, codes_kv, find_bits
 from rekindle.session.calibrate.budget import FoundBudget, find_budget
+from rekindle.session.calibrate.judge import find_skill, read_pairs
 from rekindle.session.calibrate.prompts import read_questions, read_texts
 from rekindle.session.session import Session
 from rekindle.settings import Settings
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
 
 PROMPTS = 24  # at most; twelve come with the package
 _MODELS = 256  # whose parts are remembered
-Part = Literal["budget", "bits"]
+Part = Literal["budget", "bits", "judge"]
 AdaptersLike = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 
 
@@ -50,6 +54,7 @@ class Calibration:
     bits: FoundBits | None
     notes: tuple[str, ...]
     seconds: float
+    judge: JudgeSkill | None = None
 
     @property
     def summary(self) -> str:
@@ -61,6 +66,9 @@ class Calibration:
             kept = [self.bits.kept("whole"), self.bits.kept("difference")]
             sizes = [f"{one.bits:.1f} bits a number" for one in kept if one is not None]
             parts.append(f"keep KV with {', differences of adapters with '.join(sizes)} (reuse=quantized)")
+        if self.judge is not None:
+            way = "are not asked" if self.judge.threshold is None else "decide"
+            parts.append(f"{way} whether questions that rules doubt are the same (answers=direct)")
         return f"From now on sessions of {self.model} {' and '.join(parts)}."
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,6 +83,7 @@ class Calibration:
             "model": self.model,
             "budget": None if self.budget is None else asdict(self.budget),
             "bits": bits,
+            "judge": None if self.judge is None else asdict(self.judge),
             "notes": list(self.notes),
             "summary": self.summary,
             "seconds": round(self.seconds, 1),
@@ -158,7 +167,7 @@ def measure(
     *,
     quality: float = 0.9,
     prompts: int = PROMPTS,
-    parts: Collection[Part] = ("budget", "bits"),
+    parts: Collection[Part] = ("budget", "bits", "judge"),
 ) -> Calibration:
     """Measure these parts of a loaded model, and keep what was found. Raises as `calibrate` does.
 
@@ -172,9 +181,23 @@ def measure(
         engine.check_adapter(lora)  # before minutes of work
     budget = _measure_budget(engine, quality, data, prompts, advance, notes) if "budget" in parts else None
     bits = _measure_bits(engine, loras, data, advance, notes) if "bits" in parts else None
-    if budget is None and bits is None:
+    judge = _measure_judge(engine, advance, notes) if "judge" in parts else None
+    if budget is None and bits is None and (judge is None or (judge.threshold is None and len(parts) > 1)):
         raise InvalidSetting(" ".join(notes))
-    return Calibration(engine.name, budget, bits, tuple(notes), time.perf_counter() - started)
+    return Calibration(engine.name, budget, bits, tuple(notes), time.perf_counter() - started, judge)
+
+
+def _measure_judge(engine: Engine, advance: Advance, notes: list[str]) -> JudgeSkill | None:
+    advance("questions that are the same")
+    skill = find_skill(engine, read_pairs())
+    if skill is None:
+        notes.append(f"The pairs of questions do not fit the {engine.context_tokens} tokens of {engine.name}.")
+    elif skill.threshold is None:
+        notes.append(
+            f"{engine.name} cannot tell questions apart (precision {skill.precision:.2f}, recall {skill.recall:.2f} of "
+            f"{count_of(skill.pairs, 'pair')}): under answers=direct it is not asked."
+        )
+    return skill
 
 
 def _measure_budget(
@@ -231,6 +254,8 @@ def missing_parts(session: Session) -> list[Part]:
     if settings.reuse == "quantized" and settings.codec == "auto" and codes_kv(engine):
         wanted = [False, True] if any(session.adapters) else [False]
         missing += [] if all(bits_calibrated(engine, settings, deltas=deltas) for deltas in wanted) else ["bits"]
+    if settings.answers == "direct" and recall_skill(engine) is None:
+        missing.append("judge")
     return missing
 
 

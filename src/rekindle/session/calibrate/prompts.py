@@ -15,11 +15,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from rekindle.answers.ask_terms import asking
 from rekindle.core.document import Quote
 from rekindle.core.request import Request
 from rekindle.engine.base import Engine
 from rekindle.errors import InvalidSetting
-from rekindle.session.library import asking
 from rekindle.session.prompt import PromptTokens, encode_prompt
 
 PASSAGES = 5  # of a prompt
