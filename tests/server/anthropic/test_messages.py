@@ -117,7 +117,7 @@ def test_a_whole_conversation_as_the_model_reads_it(scripted: Served) -> None:
     assert prompt.index("How is the wind?") < prompt.index("Mind the time.") < prompt.index("I look.")
     assert "web_search" not in prompt
     assert reply["rekindle"]["ignored"] == [
-        "context_management", "messages.2.content.0 (redacted_thinking)", "messages.3.content.1.content.1 (image)",
+        "context_management", "messages.2.content.1 (redacted_thinking)", "messages.3.content.1.content.1 (image)",
         "output_config", "thinking", "tools.web_search (web_search_20250305)",
     ]  # fmt: skip
 
