@@ -36,9 +36,9 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
      "(without_model, model_memo), rows of the bank and given answers as modules that import little"),
     ("rekindle", 210, 1, "idle/abstracts: all passages, merged up to the library; questions of capable models by the "
      "format alone, judged by the model, in any language"),
-    ("rekindle", 225, 2, "answer_judge and its calibration: the model decides what the guard"s rules doubt"),
+    ("rekindle", 225, 2, "answer_judge and its calibration: the model decides what the guard's rules doubt"),
     ("benchmarks", 2, 0, "rows of the bank of answers are imported from their own module"),
-)
+)  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.answers.ways import unguard
 from rekindle.answers.bank import DRAFT_SIMILARITY, AnswerBank, BankLookup, BankQuestion
 from rekindle.answers.bank_rows import AnswerText, BankEntry
 from rekindle.core.keys import token_bytes
