@@ -30,6 +30,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 1010, 13, "agents: one core under protocols (protocol, body, reply_fields, reply_parts), Anthropic's "
      "messages, OpenAI's responses, canonical prompts, names of models, text/reasoning: thoughts and calls in four "
      "styles"),
+    ("rekindle", 60, 0, "reused passages: each recomputed as much as it depends on what has changed, and says why"),
+    ("benchmarks", 35, 0, "chunks: CacheBlend's selection, three readings of Cache-Craft, paired intervals"),
 )
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
