@@ -38,6 +38,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
      "format alone, judged by the model, in any language"),
     ("rekindle", 225, 2, "answer_judge and its calibration: the model decides what the guard's rules doubt"),
     ("benchmarks", 2, 0, "rows of the bank of answers are imported from their own module"),
+    ("rekindle", 60, 0, "reused passages: each recomputed as much as it depends on what has changed, and says why"),
+    ("benchmarks", 35, 0, "chunks: CacheBlend's selection, three readings of Cache-Craft, paired intervals"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

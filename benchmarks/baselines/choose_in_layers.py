@@ -54,9 +54,9 @@ class ChooseByDeviation:
 class ChooseByFocus:
     """Tokens of chunks that the question turns out not to look at stop being computed (Cache-Craft, Algorithm 1)."""
 
-    def __init__(self, chosen: Positions, chunks: Sequence[Span], question: Span) -> None:
+    def __init__(self, chosen: Positions, chunks: Sequence[Span], question: Span, *, at_gap: bool = False) -> None:
         self._chunks = chunks
-        self._focus = Focus(len(chunks))
+        self._focus = Focus(len(chunks), at_gap=at_gap)
         self._focused: frozenset[int] | None = None
         self._left = chosen  # of the chunks' tokens
         self.cells = 0  # tokens of chunks computed, over all layers

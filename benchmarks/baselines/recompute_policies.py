@@ -3,7 +3,9 @@
 leading      the first tokens of each chunk
 random, h2o  drawn, or those that got the most attention; the same share of each chunk
 cache-craft  as published: of each chunk as many as its overhead says, those that looked outside most; computing ends
-             early in chunks that the question does not look at
+             early in chunks that the question does not look at. `-gap`: its cut read at the gap, not one chunk before;
+             `-all`: computing never ends early
+cacheblend   all tokens in the first layers, then those whose KV deviates most there
 full-cache   nothing is recomputed
 set-cache    the same, for the longest known beginning whose chunks are all there
 a*b          a product of signals: see `selectors`
@@ -11,7 +13,6 @@ a*b          a product of signals: see `selectors`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +35,8 @@ from rekindle.errors import InvalidSetting
 from rekindle.session.session import Session
 from rekindle.settings import Settings
 
-RECOMPUTE_POLICIES = (OURS, "leading", "random", "h2o", "cache-craft", "full-cache", "set-cache")
+CRAFTS = ("cache-craft", "cache-craft-gap", "cache-craft-all")
+RECOMPUTE_POLICIES = (OURS, "leading", "random", "h2o", *CRAFTS, "cacheblend", "full-cache", "set-cache")
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,14 @@ class CraftPolicy(LeadingPolicy):
 
     name: str = "cache-craft"
 
-    def pays(self, chunk: ChunkMatch) -> bool:
-        """Whether its overhead is less than the whole."""
-        return self.budget * (chunk.overhead or 0.0) < 1.0
+    @property
+    def focuses(self) -> bool:
+        """Whether computing ends early in chunks that the question does not look at."""
+        return self.name != "cache-craft-all"
 
-    def expected_recomputed(self, chunks: Sequence[ChunkMatch]) -> int:
-        """How many, if the question turns out to look at all chunks."""
-        shares = [min(1.0, self.budget * (chunk.overhead or 0.0)) for chunk in chunks]
-        return sum(math.ceil(share * len(chunk.span)) for share, chunk in zip(shares, chunks, strict=True))
+    def shares(self, chunks: Sequence[ChunkMatch]) -> list[float]:
+        """Their overheads, if the question turns out to look at all chunks."""
+        return [min(1.0, self.budget * (chunk.overhead or 0.0)) for chunk in chunks]
 
     def choose(self, stale: StaleTokens, chunks: Sequence[ChunkMatch]) -> Positions:
         """Of each chunk as many as its overhead says."""
@@ -108,14 +110,16 @@ def policy_of(name: str, budget: float | None = None, calibrated: float | None =
         return recompute_policy_for("scattered", budget, calibrated)
     if name in ("full-cache", "set-cache"):
         return RecomputePolicy(0.0, name=name, spread=0.0)
-    if name == "cache-craft":
+    if name in CRAFTS:
         if budget is not None and not budget >= 0.0:
             raise InvalidSetting(f"recompute_budget={budget} is out of range: use an alpha of 0 or more.")
-        return CraftPolicy(next((one for one in (budget, calibrated) if one is not None), 1.0))
+        return CraftPolicy(next((one for one in (budget, calibrated) if one is not None), 1.0), name=name)
     share = recompute_policy_for("scattered", budget, calibrated).budget
     plain = {"leading": LeadingPolicy, "random": RandomPolicy, "h2o": HeavyHitterPolicy}
     if name in plain:
         return plain[name](share)
+    if name == "cacheblend":
+        return SignalPolicy(share, name=name, signals=("deviation",))
     signals = tuple(part.strip() for part in name.split("*"))
     if not set(signals) <= set(selectors.SIGNALS):
         raise InvalidSetting(
@@ -172,10 +176,11 @@ class PublishedRecompute(SelectiveRecompute):
             row = self._row(context, np.union1d(others, stale.positions), feeds)
             logits = self.work.step(replace(row, selector=deviating, probe=deviating.probe), timed)
             return Recomputed(logits, deviating.chosen, deviating.cells)
-        if isinstance(recompute_policy, CraftPolicy) and len(self.chunks) > 2:
+        if isinstance(recompute_policy, CraftPolicy) and recompute_policy.focuses and len(self.chunks) > 2:
             recomputed = recompute_policy.choose(stale, self.chunks)
             question = Span(self.prompt_layout.question, len(self.work.tokens))
-            focusing = ChooseByFocus(recomputed, [chunk.span for chunk in self.chunks], question)
+            spans, at_gap = [chunk.span for chunk in self.chunks], recompute_policy.name == "cache-craft-gap"
+            focusing = ChooseByFocus(recomputed, spans, question, at_gap=at_gap)
             row = self._row(context, np.union1d(others, recomputed), feeds)
             if len(recomputed):
                 logits = self.work.step(replace(row, selector=focusing, probe=focusing.probe), timed)

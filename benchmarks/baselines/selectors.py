@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.chunks import select
-from rekindle.chunks.select import Positions, StaleTokens, best_of_each, clean, shares_of
+from rekindle.chunks.select import Positions, StaleTokens, best_of_each, checked_share, clean, counts_of
 from rekindle.errors import InvalidSetting, nearest
 
 _NOISE = 1e-9  # of floating point, before rounding up
@@ -62,17 +62,17 @@ def score(stale: StaleTokens, names: Collection[str]) -> NDArray[np.float64]:
 
 def choose_by(stale: StaleTokens, names: Collection[str], budget: float) -> Positions:
     """The tokens with the largest product of signals, of all chunks; of equals the first."""
-    return select.choose_top(stale, score(stale, names), budget)
+    return select.choose_top(stale, score(stale, names), round(checked_share(budget) * len(stale)))
 
 
 def choose_random(stale: StaleTokens, budget: float, seed: int) -> Positions:
     """Tokens drawn within each chunk, the same share of each, `round(budget * n)` in all. Same seed: same tokens."""
-    return best_of_each(stale, np.random.default_rng(seed).random(len(stale)), shares_of(stale, budget))
+    return best_of_each(stale, np.random.default_rng(seed).random(len(stale)), counts_of(stale, budget))
 
 
 def choose_heavy(stale: StaleTokens, budget: float) -> Positions:
     """The tokens of each chunk with the most attention (H2O), the same share of each, `round(budget * n)` in all."""
-    return best_of_each(stale, clean(stale.received), shares_of(stale, budget))
+    return best_of_each(stale, clean(stale.received), counts_of(stale, budget))
 
 
 def choose_published(stale: StaleTokens, overheads: Mapping[int, float]) -> Positions:

@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.base import Advance, BenchOptions, mean
 from benchmarks.baselines.cache_craft import preload_layers
+from benchmarks.baselines.recompute_policies import CRAFTS
 from benchmarks.chunks.modes import (
     CRAFT,
     NONE,
@@ -67,15 +68,17 @@ def measure(
         return _ContextMeasure(trials, drawn.calibration, drawn.test, advance).fields()
 
 
-def tune_alpha(trials: ModeTrials, prompts: Sequence[PassagePrompt], target: float, tries: int) -> float:
-    """The alpha with which Cache-Craft computes a share of `target` of the passages, on these prompts."""
+def tune_alpha(
+    trials: ModeTrials, prompts: Sequence[PassagePrompt], target: float, tries: int, name: str = CRAFT
+) -> float:
+    """The alpha with which a way of Cache-Craft computes a share of `target` of the passages, on these prompts."""
     encoded = [(prompt, prompt.encode(trials.engine)) for prompt in prompts]
     low, high, alpha = (0.0, 0.0), None, _FIRST_ALPHA
     tried: dict[float, float] = {}
     for _ in range(tries):
         shares = []
         for prompt, tokens in encoded:
-            some = trials.start(ChunkMode(CRAFT, budget=alpha), prompt, tokens)
+            some = trials.start(ChunkMode(name, budget=alpha), prompt, tokens)
             shares.append(some.computed_share)
             trials.end(some)
         share = tried[alpha] = statistics.fmean(shares)
@@ -116,10 +119,11 @@ class _ContextMeasure:
     def fields(self) -> dict[str, Any]:
         """Measure."""
         leads = self._engine.capabilities.recompute == "leading"
-        self._advance("tune cache-craft")
-        tries = 4 if self._options.quick else 7
-        alpha = 0.0 if leads else tune_alpha(self._trials, self._calibration, SHARE, tries)
-        modes = modes_of(self._engine, alpha, quick=self._options.quick)
+        tries, alphas = 4 if self._options.quick else 7, {}
+        for name in () if leads else CRAFTS[: 1 if self._options.quick else None]:
+            self._advance(f"tune {name}")
+            alphas[name] = tune_alpha(self._trials, self._calibration, SHARE, tries, name)
+        modes = modes_of(self._engine, alphas, quick=self._options.quick)
         self._warm_up(modes)
         before = self._trials.counts()
         probes = self._probe_cost()
@@ -128,14 +132,14 @@ class _ContextMeasure:
             self._ask(prompt, modes[number % len(modes) :] + modes[: number % len(modes)])
         if self._trials.counts() != before:
             raise RuntimeError("a test prompt was kept")
-        rows = [self._row(mode) for mode in modes]
+        rows = [self._row(mode) | self._against_ours(mode) for mode in modes]
         result: dict[str, Any] = {
             "prompts": len(self._test),
             "prompt_tokens": statistics.fmean(self._tokens),
             "calibration_prompts": len(self._calibration),
             "positions": POSITIONS * len(self._test) if self._judges else None,
             "answer_tokens": ANSWER_TOKENS,
-            "cachecraft_alpha_tuned": None if leads else alpha,
+            "cachecraft_alpha_tuned": alphas.get(CRAFT),
             "probe_cost": probes,
             "rows": rows + [_missing(name, why) for name, why in impossible(self._engine).items()],
         }
@@ -210,6 +214,19 @@ class _ContextMeasure:
             "fallbacks": sum(one.fallback for one in seen),
         }
 
+    def _against_ours(self, mode: ChunkMode) -> dict[str, Any]:
+        """Ours at the share that rivals get less this mode, prompt by prompt."""
+        pairs = [
+            (own.quality, other.quality)
+            for own, other in zip(self._seen.get(ChunkMode(OURS, budget=SHARE), []), self._seen[mode], strict=False)
+            if own.quality is not None and other.quality is not None
+        ]
+        differences = {
+            "ours_kl_diff": [own.kl - other.kl for own, other in pairs],
+            "ours_top1_diff": [own.top1 - other.top1 for own, other in pairs],
+        }
+        return {name: bootstrap(some, self._options.seed) if some else None for name, some in differences.items()}
+
     def _sooner(self, mode: ChunkMode, than: ChunkMode) -> float:
         pairs = zip(self._seen[than], self._seen[mode], strict=True)
         return statistics.median(theirs.seconds / own.seconds for theirs, own in pairs)
@@ -273,5 +290,14 @@ def _seen(some: StartedPrompt, seconds: float, quality: Quality | None) -> Seen:
 def _missing(name: str, why: str) -> dict[str, Any]:
     """The row of a mode that an engine cannot do."""
     empty = ("budget", "recomputed", "computed_share", "rouge_l", "kl", "kl_median", "top1", "f1", "ttft_s")
-    more = ("ttft_spread_s", "ttft_vs_none", "ttft_vs_prefix", "load_s", "computed_tokens", "fallbacks")
+    more = (
+        "ours_kl_diff",
+        "ours_top1_diff",
+        "ttft_spread_s",
+        "ttft_vs_none",
+        "ttft_vs_prefix",
+        "load_s",
+        "computed_tokens",
+        "fallbacks",
+    )
     return {"mode": name, **dict.fromkeys((*empty, *more)), "reason": why}

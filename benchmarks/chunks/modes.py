@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from benchmarks.base import Advance, BenchOptions
 from benchmarks.baselines import recompute_policies
+from benchmarks.baselines.recompute_policies import CRAFTS
 from rekindle.cache.prefix_cache import ChunkStrategy
 from rekindle.chunks.select import OURS
 from rekindle.core.request import ReuseLevel
@@ -22,9 +23,9 @@ from rekindle.session.session import Session
 SHARE = 0.30  # of the passages' tokens, which rivals and signals get
 BUDGETS = (0.1, 0.2, SHARE, 0.5)
 QUICK_BUDGETS = (SHARE,)
-SIGNALS = ("outside", "seen", "deviation", "received", "lead", "deviation*seen")
-RIVALS = ("random", "h2o", "leading")
-CRAFT = "cache-craft"
+SIGNALS = ("outside", "seen", "received", "lead", "deviation*seen")
+RIVALS = ("random", "h2o", "leading", "cacheblend")
+CRAFT, *OTHER_CRAFTS = CRAFTS
 CRAFT_ALPHAS, QUICK_CRAFT_ALPHAS = (0.7, 1.0, 1.3), (0.6, 1.0)  # times the one that was tuned
 _SEEN_ALONE = "this engine recomputes leading tokens only"
 
@@ -53,17 +54,20 @@ class ChunkMode:
 NONE, PREFIX = ChunkMode("none", "off"), ChunkMode("prefix", "exact")
 
 
-def modes_of(engine: Engine, alpha: float, *, quick: bool) -> list[ChunkMode]:
-    """Those that an engine can do.
+def modes_of(engine: Engine, alphas: Mapping[str, float], *, quick: bool) -> list[ChunkMode]:
+    """Those that an engine can do; `alphas` are those that were tuned for the ways of Cache-Craft.
 
-    Cache-Craft comes with alphas around the one that was tuned: other prompts make it compute another share, and ours
-    is compared with the one that computes as much.
+    As published it comes with alphas around the tuned one: other prompts make it compute another share, and ours is
+    compared with the one that computes as much.
     """
     if engine.capabilities.recompute == "leading":
         return [NONE, PREFIX, ChunkMode("full-cache"), ChunkMode("leading", budget=SHARE)]
     rivals = [ChunkMode(name, budget=SHARE) for name in RIVALS]
     ours = [ChunkMode(OURS, budget=budget) for budget in (QUICK_BUDGETS if quick else BUDGETS)]
-    crafts = [ChunkMode(CRAFT, budget=alpha * times) for times in (QUICK_CRAFT_ALPHAS if quick else CRAFT_ALPHAS)]
+    times = QUICK_CRAFT_ALPHAS if quick else CRAFT_ALPHAS
+    crafts = [
+        ChunkMode(name, budget=alpha * n) for name, alpha in alphas.items() for n in (times if name == CRAFT else [1])
+    ]
     alone = [ChunkMode(name, budget=SHARE) for name in SIGNALS]
     if quick:
         rivals, alone = rivals[:2], []
@@ -74,7 +78,7 @@ def impossible(engine: Engine) -> dict[str, str]:
     """The modes that an engine cannot do, with the reason."""
     if engine.capabilities.recompute != "leading":
         return {}
-    return dict.fromkeys(("set-cache", "random", "h2o", CRAFT, OURS), _SEEN_ALONE)
+    return dict.fromkeys(("set-cache", "random", "h2o", "cacheblend", *CRAFTS, OURS), _SEEN_ALONE)
 
 
 class ModeTrials(PassageTrials):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.base import Report, TableRow
+from benchmarks.baselines.recompute_policies import CRAFTS
 from benchmarks.chunks.modes import CRAFT, SIGNALS
 
 
@@ -33,6 +34,8 @@ def _mode(row: Mapping[str, Any]) -> TableRow:
     if row["kl"] is not None:
         rouge = "-" if row["rouge_l"] is None else f"{row['rouge_l']:.3f}"
         quality = f"ROUGE-L {rouge}, KL {row['kl']:.4f}, top-1 {row['top1']:.3f}"
+        if (less := row["ours_kl_diff"]) is not None:
+            quality += f"; ours - it: KL {less['mean']:+.4f} ({less['low']:+.4f} to {less['high']:+.4f})"
     times = f"{row['ttft_s']:.2f} s, {row['ttft_vs_none']:.2f}x none, {row['ttft_vs_prefix']:.2f}x prefix"
     return TableRow(_label(row), quality, shares, times)
 
@@ -41,7 +44,7 @@ def _label(row: Mapping[str, Any]) -> str:
     name, budget = row["mode"], row["budget"]
     if budget is None:
         return str(name)
-    if name == CRAFT:
+    if name in CRAFTS:
         return f"{name}, alpha {budget:.2f}"
     return f"{name} alone {budget:.0%}" if name in SIGNALS and "*" not in name else f"{name} {budget:.0%}"
 

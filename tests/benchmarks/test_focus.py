@@ -116,3 +116,10 @@ def test_it_settles_exactly_when_the_last_sets_of_the_window_are_one(layers: lis
         if expected is None and number >= window and len(set(sets[-window:])) == 1:
             expected = sets[-1]
         assert focus.add(layer) == expected
+
+
+def test_read_at_the_gap_the_cut_focuses_one_chunk_more() -> None:
+    masses = np.array([0.9, 10.0, 1.0, 0.8, 9.9])
+    assert cut(masses, at_gap=True) == {1, 2, 4} and cut(masses) == {1, 4}
+    early, late = Focus(5, window=1), Focus(5, window=1, at_gap=True)
+    assert late.add(masses) == (early.add(masses) or set()) | {2}

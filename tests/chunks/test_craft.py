@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.chunks.scores import (
+    context_change,
     context_impact,
     disorder,
     fix_overhead,
@@ -167,6 +169,30 @@ def test_the_same_prefix_costs_nothing(stored: Variant, alpha: float, longer: bo
 @given(some_variants(), st.lists(digests, max_size=6), st.floats(0.0, 5.0))
 def test_the_overhead_is_at_most_alpha(stored: Variant, before: list[ChunkDigest], alpha: float) -> None:
     assert 0.0 <= fix_overhead(stored, before, alpha) <= alpha
+
+
+# How much of the context has changed
+
+
+def test_the_change_of_a_context_is_what_is_not_kept() -> None:
+    stored = variant(D, [HEAD, A, B], [6.0, 3.0, 1.0])
+    # A got 3 of 4 parts of its attention to passages, and is 10 of the 40 tokens of passages before it now.
+    assert context_change(stored, [HEAD, A, C], [5, 10, 30]) == pytest.approx(1 - 0.75 * 0.25)
+    # Both are there, and one of three pairs is turned.
+    assert context_change(stored, [HEAD, B, A], [5, 10, 10]) == pytest.approx(1 / 3)
+    assert context_change(stored, [HEAD], [5]) == 1.0  # it depended on passages that are not there
+    assert context_change(variant(D, [HEAD]), [HEAD, A], [5, 10]) == 1.0  # and here it will
+    assert context_change(stored, [OTHER_HEAD, A, B], [5, 10, 10]) == 1.0
+    assert context_change(variant(D, [HEAD, A]), [HEAD, A, A], [5, 10, 10]) == 0.5  # once more
+
+
+@given(some_variants(), st.lists(digests, max_size=6), st.floats(0.0, 1.0))
+def test_the_change_of_a_context_is_a_share_and_none_after_the_same(
+    stored: Variant, before: list[ChunkDigest], drift: float
+) -> None:
+    stored = replace(stored, drift=drift)
+    assert context_change(stored, stored.before, [10] * len(stored.before)) == drift
+    assert drift - 1e-9 <= context_change(stored, before, [10] * len(before)) <= 1.0
 
 
 def best(variants: list[Variant], before: list[ChunkDigest]) -> Variant:

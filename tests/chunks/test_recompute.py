@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.baselines import recompute_policies
-from benchmarks.baselines.recompute_policies import RECOMPUTE_POLICIES
+from benchmarks.baselines.recompute_policies import CRAFTS, RECOMPUTE_POLICIES
 from rekindle import Session
 from rekindle.cache.cost import FREE, Costs
 from rekindle.core.chunk import chunk_digest
@@ -109,6 +109,19 @@ def test_a_budget_of_all_tokens_plans_no_chunk_reuse(tmp_path: Path) -> None:
         assert_is_exact(prefill(session, asked([B, A])))
 
 
+def test_a_passage_of_which_all_would_be_recomputed_is_computed_and_explain_says_why(tmp_path: Path) -> None:
+    with reusing(tmp_path / "cache", recompute_budget=0.99) as session:
+        warmed(session, [A, B, C])
+        explained = str(session.explain_request(asked([D, B, A])))
+        done = prefill(session, asked([D, B, A]))
+        assert done.known.passages is not None
+        known = [chunk for chunk in done.known.passages.picked if chunk.known is not None]
+        most, least = sorted(known, key=lambda chunk: -chunk.dependence)
+        shares = {chunk.start: (chunk.source == "reused", chunk.share) for chunk in done.reuse.chunks}
+        assert shares[most.span.start] == (False, 1.0) and shares[least.span.start] == (True, pytest.approx(0.99))
+        assert "all of it depends on text that has changed" in explained and "about 99% to recompute" in explained
+
+
 def test_nothing_is_scored_where_every_passage_is_stored(tmp_path: Path) -> None:
     """Reading attention costs time: only for passages that are new, even where nothing is reused."""
 
@@ -183,7 +196,7 @@ def test_every_recompute_policy_chooses_within_its_budget(tmp_path: Path, recomp
         assert done.reuse.recompute_policy == recompute_policy and done.reuse.from_chunks > 0
         if recompute_policy in ("full-cache", "set-cache"):
             assert done.reuse.recomputed == 0
-        elif recompute_policy == "cache-craft":
+        elif recompute_policy in CRAFTS:
             assert 0 < done.reuse.recomputed < done.reuse.from_chunks
         else:
             assert done.reuse.recomputed == round(0.5 * done.reuse.from_chunks)

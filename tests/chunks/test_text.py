@@ -184,7 +184,8 @@ def test_a_document_of_which_little_is_found_is_computed_and_listed_as_a_documen
 def test_explain_says_where_a_text_was_found_and_how_much_of_it_is_recomputed(session: Session) -> None:
     prefill(session, asked(HEAD, FILE, some(50, 5)))
     explained = str(session.explain([*some(20, 9), *FILE, *QUESTION]))
-    assert "[-] tokens 20 to 320: from another prompt, where it began at token 70" in explained
+    assert "[-] tokens 20 to 320: from another prompt, where it began at token 70, about 30% to recompute" in explained
+    assert "100% of what its KV depends on has changed" in explained
 
 
 @pytest.mark.parametrize("kind", params("hf", "llamacpp-f32"))

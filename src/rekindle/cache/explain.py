@@ -346,19 +346,22 @@ def _found(chunk: ChunkReuse) -> str:
 
 
 def _scores(chunk: ChunkReuse) -> str:
-    if chunk.source != "reused" or chunk.impact is None:
-        return ""
-    came = ", fetched from the origin" if chunk.streamed else ""
-    recomputed = (
-        f"{came}, {chunk.recomputed} of {chunk.stop - chunk.start} tokens recomputed"
-        if chunk.recomputed_positions
-        else came
-    )
+    if chunk.source != "reused":
+        return "" if chunk.share is None else "; known, but all of it depends on text that has changed"
+    how = ", fetched from the origin" if chunk.streamed else ""
+    if chunk.recomputed_positions:
+        how += f", {chunk.recomputed} of {chunk.stop - chunk.start} tokens recomputed"
+    elif chunk.share is not None:
+        how += f", about {chunk.share:.0%} to recompute"
+    if chunk.impact is None or chunk.change is None:
+        return how
+    if not chunk.change:
+        return f"{how}; after the same text as when its KV was computed"
     here, order = 1.0 if chunk.overlap is None else chunk.overlap, chunk.disorder or 0.0
+    ordered = f", {order:.0%} of that in another order" if order else ""
     return (
-        f"{recomputed}; context impact {chunk.impact:.2f}, {here:.0%} of the context it attended to is before it now"
-        + (f", {order:.0%} of that in another order" if order else "")
-        + (f", overhead {chunk.overhead:.2f}" if chunk.overhead is not None else "")
+        f"{how}; {chunk.change:.0%} of what its KV depends on has changed: context impact {chunk.impact:.2f}, "
+        f"{here:.0%} of the context it attended to is before it now{ordered}"
     )
 
 

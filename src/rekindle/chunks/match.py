@@ -7,7 +7,16 @@ from dataclasses import replace
 
 from rekindle.cache.context import Context
 from rekindle.cache.writer import BackgroundJob, WriteGuard
-from rekindle.chunks.scores import ChunkScorer, context_impact, disorder, fix_overhead, overlap, preference, unscored
+from rekindle.chunks.scores import (
+    ChunkScorer,
+    context_change,
+    context_impact,
+    disorder,
+    fix_overhead,
+    overlap,
+    preference,
+    unscored,
+)
 from rekindle.chunks.select import OURS
 from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkMatches, LoadableVariant, PromptLayout, Variant
 from rekindle.core.fingerprints import SHARED_TOKENS
@@ -142,24 +151,29 @@ def match_chunks(
 ) -> tuple[ChunkMatch, ...]:
     """The chunks of a prompt in order, each with the variant that fits best; `digests` has the head's first."""
     picked = []
-    for number, span in enumerate(prompt_layout.chunks, start=1):
+    for number in range(1, len(digests)):
         digest, before = digests[number], digests[:number]
         known = min(found.get(digest, ()), key=lambda one: preference(one.variant, before), default=None)
-        picked.append(_match(span, digest, known, before))
+        picked.append(_match(prompt_layout, digests, number, known))
     return tuple(picked)
 
 
-def _match(span: Span, digest: ChunkDigest, known: LoadableVariant | None, before: Sequence[ChunkDigest]) -> ChunkMatch:
+def _match(
+    prompt_layout: PromptLayout, digests: Sequence[ChunkDigest], number: int, known: LoadableVariant | None
+) -> ChunkMatch:
+    """Chunk `number` (the head is 0), with its variant if one is stored."""
+    span, before = prompt_layout.chunks[number - 1], digests[:number]
     if known is None:
-        return ChunkMatch(span, digest)
+        return ChunkMatch(span, digests[number])
     variant = known.variant
     scores = (
         context_impact(variant.scores, len(span)),
         overlap(variant, before),
         disorder(variant, before),
         fix_overhead(variant, before),
+        context_change(variant, before, [prompt_layout.head, *map(len, prompt_layout.chunks[: number - 1])]),
     )
-    return ChunkMatch(span, digest, known, *scores)
+    return ChunkMatch(span, digests[number], known, *scores)
 
 
 def free_spans(passages: ChunkMatches | None, start: int, stop: int) -> list[Span]:
@@ -212,7 +226,5 @@ def add_text(
     spans = sorted(known, key=lambda span: span.start)
     layout = PromptLayout(head, tuple(spans), tuple(numbers[span] for span in spans))
     found = ChunkMatches.of(layout, tokens)
-    picked = [
-        _match(span, found.digests[place], known[span], found.digests[:place]) for place, span in enumerate(spans, 1)
-    ]
+    picked = [_match(layout, found.digests, number, known[span]) for number, span in enumerate(spans, 1)]
     return replace(found, picked=tuple(picked))

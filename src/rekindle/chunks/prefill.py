@@ -21,7 +21,7 @@ from rekindle.chunks.select import RecomputePolicy, recompute_policy_for
 from rekindle.core.chunk import ChunkDigest, ChunkMatch, ChunkMatches, LoadableVariant, PromptLayout
 from rekindle.core.keys import KvSpace, token_bytes
 from rekindle.core.kv import Span
-from rekindle.core.plan import Compute, Load, Plan, ReuseChunks, Step
+from rekindle.core.plan import Compute, Load, Plan, ReuseChunks, Step, tokens_of
 from rekindle.core.request import Request
 from rekindle.core.scope import AppRef
 from rekindle.engine.hooks import LOOK_LAYERS
@@ -206,11 +206,8 @@ def plan_chunk_reuse(
     A chunk with only an exact beginning is reused as a whole. No pass may have more than `token_limit`.
     """
     start = exact.reused
-    usable = [
-        chunk
-        for chunk in chunks
-        if chunk.known is not None and chunk.span.stop > start and recompute_policy.pays(chunk)
-    ]
+    known = [chunk for chunk in chunks if chunk.known is not None and chunk.span.stop > start]
+    usable = [chunk for chunk, share in zip(known, recompute_policy.shares(known), strict=True) if share < 1.0]
     if not usable:
         return exact
     start = min(start, usable[0].span.start)
@@ -224,14 +221,14 @@ def plan_chunk_reuse(
     gaps = _gaps(start, spans, exact.tokens)
     parts = _parts_seconds(loads, usable, gaps, prompt_layout, recompute_policy, rates, exact.tokens)
     seconds = rates.chunk_seconds(parts)
-    expected = recompute_policy.expected_recomputed(usable)
+    shares = tuple(recompute_policy.shares(usable))
     assert exact.predicted_seconds is not None
-    if sum(map(len, gaps)) + expected > token_limit or seconds >= exact.predicted_seconds:
+    if sum(map(len, gaps)) + tokens_of(shares, spans) > token_limit or seconds >= exact.predicted_seconds:
         return exact
     steps: tuple[Step, ...] = (
         *loads,
         ReuseChunks(
-            spans, numbers, recompute_policy.name, recompute_policy.budget, recompute_policy.calibrated, expected
+            spans, numbers, recompute_policy.name, recompute_policy.budget, recompute_policy.calibrated, shares
         ),
         *map(Compute, gaps),
     )
@@ -287,7 +284,7 @@ def _parts_seconds(
     passes = [fresh + recomputed]
     if has_new_text(gaps, prompt_layout):  # which is computed first
         passes = [fresh, recomputed + again]
-    elif recompute_policy.looks:  # a first pass of the question through some layers
+    elif recompute_policy.looks and recomputed.tokens:  # a first pass of the question through some layers
         passes = [fresh.times(LOOK_LAYERS[1]), fresh + recomputed]
     costs = [rates.work_seconds(work.tokens, work.pairs) for work in passes]
     picked = [chunk.known for chunk in chunks if chunk.known is not None]

@@ -123,7 +123,7 @@ class SelectiveRecompute:
             again = fresh[(fresh >= self.prompt_layout.question) | self._between(fresh)]
             row = replace(self._row(context, fresh, moved, "none"), probe=self.work.probe)
             return self._compute(context, again, self._look(row, stale, feeds.all))
-        if self.recompute_policy.looks:
+        if self.recompute_policy.looks and self.recompute_policy.expected_recomputed(self.chunks):
             row = replace(self._row(context, fresh, moved, "none"), until=self._look_layers.stop)
             stale = self._look(row, stale, feeds.all)
             moved = tuple(StayingFeed(feed.span, feed.layers) for feed in moved)
@@ -164,11 +164,12 @@ class SelectiveRecompute:
     def _stale(self) -> StaleTokens:
         spans = [chunk.span for chunk in self.chunks]
         scores = [chunk.known.variant.scores for chunk in self.chunks if chunk.known is not None]
+        drifts = [chunk.change * some.outside for chunk, some in zip(self.chunks, scores, strict=True)]
         return StaleTokens(
             positions=np.concatenate([np.arange(span.start, span.stop) for span in spans]),
             chunk=np.concatenate([np.full(len(span), number) for number, span in enumerate(spans)]),
             place=np.concatenate([np.arange(len(span)) for span in spans]),
-            outside=np.concatenate([some.outside for some in scores]).astype(np.float32),
+            outside=np.concatenate(drifts).astype(np.float32),
             received=np.concatenate([some.received for some in scores]).astype(np.float32),
         )
 

@@ -131,6 +131,28 @@ def fix_overhead(variant: Variant, before: Sequence[ChunkDigest], alpha: float =
     return alpha * context_impact(variant.scores, len(variant.span)) * (1.0 - kept)
 
 
+def context_change(variant: Variant, before: Sequence[ChunkDigest], tokens: Sequence[int]) -> float:
+    """How much of what a variant was computed after is not before it now, or other than it was, in [0, 1].
+
+    `tokens` has the length of each chunk in `before`. 0: its KV is what a full prefill gives, but for what stands
+    between passages. Otherwise 1 less the product of what is kept: the share of its attention to earlier passages that
+    went to passages in `before`, the share of pairs in the same order, the share of passages before it now that it was
+    computed after, and the share of exact KV before it.
+    """
+    if tuple(before) == variant.before:
+        return variant.drift
+    if tuple(before[:1]) != variant.before[:1]:  # another head
+        return 1.0
+    earlier, known = variant.scores.earlier[1:], set(variant.before[1:])
+    attended = math.fsum(_mass(chunk.mass) for chunk in earlier)
+    present = math.fsum(_mass(chunk.mass) for chunk in earlier if chunk.digest in before)
+    sizes = dict(zip(before[1:], tokens[1:], strict=True))  # one that is repeated counts once
+    familiar = sum(count for digest, count in sizes.items() if digest in known)
+    kept = present / attended if attended > 0.0 else 1.0
+    kept *= (1.0 - disorder(variant, before)) * familiar / max(1, sum(tokens[1:]))
+    return 1.0 - kept * (1.0 - variant.drift)
+
+
 def preference(variant: Variant, before: Sequence[ChunkDigest]) -> tuple[float, float]:
     """Sort key of variants, the best is smallest: overhead after `before`, then drift."""
     return fix_overhead(variant, before), variant.drift

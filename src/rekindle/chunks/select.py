@@ -1,13 +1,15 @@
-"""Which tokens of reused chunks to recompute: those the question attends to, whose KV depends much on other chunks,
-with a preference for the first tokens of each chunk.
+"""Which tokens of reused chunks to recompute: those the question attends to, whose KV depends much on what has changed
+before their chunk, with a preference for the first tokens of each chunk.
 
-One pass of the question over the stale KV shows what it attends to. The budget is spent over the whole prompt, or
-within each chunk where an engine can only recompute its beginning. All functions return sorted positions.
+The budget is a share of the tokens of chunks whose context has changed: a chunk after the same chunks as before needs
+nothing, and one that depends on changed text so much more than others that all of it would be recomputed is computed
+with the new text. One pass of the question over the stale KV shows what it attends to. The budget is spent over the
+whole prompt, or within each chunk where an engine can only recompute its beginning. All functions return sorted
+positions.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.core.chunk import ChunkMatch
+from rekindle.core.plan import tokens_of
 from rekindle.errors import InvalidSetting
 
 Positions = NDArray[np.int64]
@@ -32,9 +35,9 @@ class StaleTokens:
     """The tokens of a prompt whose KV is from another prompt, in order of position.
 
     positions  [n] in the prompt
-    chunk      [n] number of their chunk
+    chunk      [n] number of their chunk, from 0
     place      [n] their place in the chunk
-    outside    [n] share of their attention that left the chunk when the KV was computed
+    outside    [n] share of their attention that left the chunk when the KV was computed, times the change since then
     received   [n] attention that they received then
     seen       [n] attention of the question to them now; None until measured
     """
@@ -74,12 +77,11 @@ def importance(stale: StaleTokens) -> NDArray[np.float64]:
     return clean(clean(stale.outside) * clean(stale.seen) * lead_weight(stale))
 
 
-def choose_top(stale: StaleTokens, products: NDArray[np.float64], budget: float) -> Positions:
-    """The `round(budget * n)` tokens of all chunks with the largest products `[n]`; the first of equals.
+def choose_top(stale: StaleTokens, products: NDArray[np.float64], count: int) -> Positions:
+    """The `count` tokens of all chunks with the largest products `[n]`; the first of equals.
 
-    A larger budget chooses the same tokens and more.
+    A larger count chooses the same tokens and more.
     """
-    count = count_of(budget, len(stale))
     if count == 0:
         return stale.positions[:0]
     # Sorting all would take five times as long as finding the threshold.
@@ -91,27 +93,27 @@ def choose_top(stale: StaleTokens, products: NDArray[np.float64], budget: float)
     return found
 
 
-def choose_leading(stale: StaleTokens, budget: float) -> Positions:
-    """The first tokens of each chunk, the same share of each, `round(budget * n)` in total."""
-    return best_of_each(stale, -stale.place.astype(np.float64), shares_of(stale, budget))
+def choose_leading(stale: StaleTokens, shares: float | Sequence[float]) -> Positions:
+    """The first tokens of each chunk; `shares` as for `counts_of`."""
+    return best_of_each(stale, -stale.place.astype(np.float64), counts_of(stale, shares))
 
 
-def count_of(budget: float, tokens: int) -> int:
-    """Number of tokens in a budget. Raises `InvalidSetting` for a budget outside [0, 1]."""
-    if not 0.0 <= budget <= 1.0:
-        raise InvalidSetting(f"A budget of {budget} is out of range: give a share of the tokens, from 0 to 1.")
-    return round(budget * tokens)
-
-
-def shares_of(stale: StaleTokens, budget: float) -> NDArray[np.int64]:
-    """Number of tokens of each chunk `[chunks]`, rounded by largest remainder so that the total fits the budget."""
-    total = count_of(budget, len(stale))
+def counts_of(stale: StaleTokens, shares: float | Sequence[float]) -> NDArray[np.int64]:
+    """Number of tokens of each chunk `[chunks]`, from its share or that of all, rounded by largest remainder so that
+    the total is that of the shares. Raises `InvalidSetting` for a share outside [0, 1]."""
     sizes = np.unique(stale.chunk, return_counts=True)[1]
-    exact = sizes * budget
+    exact = sizes * np.array([checked_share(share) for share in np.broadcast_to(shares, sizes.shape).tolist()])
     counts: NDArray[np.int64] = np.floor(exact).astype(np.int64)
-    missing = total - int(counts.sum())
+    missing = round(round(float(exact.sum()), 6)) - int(counts.sum())
     counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
     return counts
+
+
+def checked_share(budget: float) -> float:
+    """The budget. Raises `InvalidSetting` for one outside [0, 1]."""
+    if not 0.0 <= budget <= 1.0:
+        raise InvalidSetting(f"A budget of {budget} is out of range: give a share of the tokens, from 0 to 1.")
+    return budget
 
 
 def best_of_each(stale: StaleTokens, key: NDArray[np.float64], counts: NDArray[np.int64]) -> Positions:
@@ -131,7 +133,7 @@ def clean(values: NDArray[np.floating]) -> NDArray[np.float64]:
 class RecomputePolicy:
     """Which tokens of reused chunks are recomputed.
 
-    budget      share of their tokens that is recomputed
+    budget      share that is recomputed of the tokens of chunks whose context has changed
     calibrated  whether the budget was measured for this model
     spread      how much the other tokens of a chunk follow the mean change of the recomputed ones
     """
@@ -146,17 +148,35 @@ class RecomputePolicy:
         """Whether it needs the attention of the question."""
         return self.budget > 0
 
-    def pays(self, chunk: ChunkMatch) -> bool:  # noqa: ARG002
-        """Whether some of the chunk would be reused."""
-        return self.budget < 1.0
+    def shares(self, chunks: Sequence[ChunkMatch]) -> list[float]:
+        """The expected share of each chunk's tokens to recompute, by its dependence on what has changed; 1: all."""
+        if self.budget >= 1.0:
+            return [1.0] * len(chunks)
+        sizes = np.array([len(chunk.span) for chunk in chunks])
+        changes, needs = np.array([(chunk.change, chunk.dependence) for chunk in chunks]).reshape(-1, 2).T
+        needs = needs if needs.any() else changes
+        shares, growing = np.zeros(len(chunks)), needs > 0.0
+        left = self.budget * sizes[changes > 0.0].sum()
+        while growing.any():  # what a chunk does not need because it has all goes to the others
+            shares[growing] = np.minimum(1.0, needs[growing] * left / (needs[growing] @ sizes[growing]))
+            full = growing & (shares >= 1.0)
+            if not full.any():
+                break
+            left -= sizes[full].sum()
+            growing &= ~full
+        return [float(share) for share in shares]
 
     def expected_recomputed(self, chunks: Sequence[ChunkMatch]) -> int:
         """Expected number of recomputed tokens."""
-        return math.ceil(self.budget * sum(len(chunk.span) for chunk in chunks))
+        return tokens_of(self.shares(chunks), [chunk.span for chunk in chunks])
 
-    def choose(self, stale: StaleTokens, chunks: Sequence[ChunkMatch]) -> Positions:  # noqa: ARG002
+    def choose(self, stale: StaleTokens, chunks: Sequence[ChunkMatch]) -> Positions:
         """The positions to recompute."""
-        return choose_top(stale, importance(stale), self.budget) if self.looks else stale.positions[:0]
+        count = self.expected_recomputed(chunks)
+        if not count:
+            return stale.positions[:0]
+        changed = np.array([chunk.change > 0.0 for chunk in chunks])[stale.chunk]  # [n]
+        return choose_top(stale, np.where(changed, importance(stale), -1.0), count)
 
 
 @dataclass(frozen=True)
@@ -170,9 +190,9 @@ class LeadingPolicy(RecomputePolicy):
     def looks(self) -> bool:
         return False
 
-    def choose(self, stale: StaleTokens, chunks: Sequence[ChunkMatch]) -> Positions:  # noqa: ARG002
-        """The same share of each chunk."""
-        return choose_leading(stale, self.budget)
+    def choose(self, stale: StaleTokens, chunks: Sequence[ChunkMatch]) -> Positions:
+        """Of each chunk its share."""
+        return choose_leading(stale, self.shares(chunks))
 
 
 def recompute_policy_for(

@@ -115,7 +115,7 @@ _RECOMPUTED, _STALE = "bold yellow", "dim"
 
 
 def _scores(chunk: dict[str, Any]) -> str:
-    names = ("impact", "overlap", "disorder", "overhead")
+    names = ("impact", "overlap", "disorder", "change", "share")
     known = [f"{name} {chunk[name]:.2f}" for name in names if chunk[name] is not None]
     tokens = chunk["stop"] - chunk["start"]
     again = f": {chunk['recomputed']} of {tokens} tokens recomputed" if chunk["source"] == "reused" else ""

@@ -19,7 +19,7 @@ import hashlib
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NewType, Protocol
+from typing import Any, Literal, NewType, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,6 +148,13 @@ class ChunkMatch:
     overlap: float | None = None  # beta
     disorder: float | None = None  # gamma
     overhead: float | None = None  # CFO with alpha 1
+    change: float = 1.0  # of its context since its KV was computed; 0: nothing is recomputed
+
+    @property
+    def dependence(self) -> float:
+        """The share of its tokens' attention that went to what has changed."""
+        outside = 1.0 if self.known is None else float(self.known.variant.scores.outside.mean(dtype=float))
+        return self.change * (outside if outside <= 1.0 else 1.0)  # also for what is no number
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,21 +188,30 @@ class ChunkMatches:
         Tokens may have been in other passages then: what was reused stays so.
         """
         reused_chunks = {chunk.span: chunk for chunk in self.reused_in(plan)}
+        shares = self._shares(plan)
         stale = [chunk for chunk in before if chunk.source == "reused"]
         reports: list[ChunkReuse] = []
         for number, span in self.prompt_layout.numbered:
             stood = [chunk for chunk in stale if _share(chunk, span)]
             if span in reused_chunks:
-                reports.append(_reused(number, reused_chunks[span], recomputed))
+                reports.append(replace(_reused(number, reused_chunks[span], recomputed), share=shares[span]))
             elif stood:
                 own = tuple(position for chunk in stood for position in chunk.recomputed_positions if position in span)
                 whole = replace(stood[0], number=number, start=span.start, stop=span.stop)
                 reports.append(replace(whole, recomputed=len(own), recomputed_positions=own))
             elif number is not None:
                 after = any(chunk.source == "reused" and chunk.start < span.start for chunk in (*reports, *before))
-                reports.append(ChunkReuse(number, span.start, span.stop, "computed" if after else "exact"))
+                source: Literal["computed", "exact"] = "computed" if after else "exact"
+                reports.append(ChunkReuse(number, span.start, span.stop, source, share=shares.get(span)))
         hidden = [rest for chunk in stale for rest in _uncovered(chunk, self.prompt_layout.chunks)]
         return tuple(sorted((*reports, *hidden), key=lambda chunk: chunk.start))
+
+    def _shares(self, plan: Plan) -> dict[Span, float]:
+        """The share that a plan recomputes of each chunk it reuses; 1 for known ones that it computes instead."""
+        if plan.reuse_chunks is None:
+            return {}
+        known = [chunk.span for chunk in self.picked if chunk.known is not None and chunk.span.stop > plan.reused]
+        return dict.fromkeys(known, 1.0) | dict(zip(plan.reuse_chunks.spans, plan.reuse_chunks.shares, strict=True))
 
 
 def _share(chunk: ChunkReuse, span: Span) -> bool:
@@ -226,7 +242,7 @@ def _reused(number: int | None, chunk: ChunkMatch, recomputed: Sequence[int]) ->
     start, stop = bisect_left(recomputed, chunk.span.start), bisect_left(recomputed, chunk.span.stop)
     own = tuple(recomputed[start:stop])
     variant = chunk.known.variant
-    scores = (chunk.impact, chunk.overlap, chunk.disorder, chunk.overhead, variant.drift)
+    scores = (chunk.impact, chunk.overlap, chunk.disorder, chunk.overhead, variant.drift, chunk.change)
     return ChunkReuse(
         number, chunk.span.start, chunk.span.stop, "reused", len(own), own, *scores, found_at=variant.span.start
     )

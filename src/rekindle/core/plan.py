@@ -42,7 +42,7 @@ class ReuseChunks:
     recompute_policy     how the tokens to recompute are chosen
     budget               how many: a share of the chunks' tokens, as the recompute policy interprets it
     calibrated           whether the budget was measured for this model
-    expected_recomputed  number of tokens
+    shares               the expected share of each chunk's tokens that is recomputed
     """
 
     spans: tuple[Span, ...]
@@ -50,7 +50,17 @@ class ReuseChunks:
     recompute_policy: str
     budget: float
     calibrated: bool = False
-    expected_recomputed: int = 0
+    shares: tuple[float, ...] = ()
+
+    @property
+    def expected_recomputed(self) -> int:
+        """Number of tokens."""
+        return tokens_of(self.shares, self.spans)
+
+
+def tokens_of(shares: Sequence[float], spans: Sequence[Span]) -> int:
+    """Number of tokens in these shares of spans."""
+    return round(round(sum(share * len(span) for share, span in zip(shares, spans, strict=True)), 6))
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,8 @@ class ChunkReuse:
     disorder    how much of that is in another order now (gamma)
     overhead    the share that the published method would recompute (CFO)
     drift       share of what came before it that was not exact when its KV was computed
+    change      how much of what its KV depends on has changed since; 0: nothing of it is recomputed
+    share       the share of its tokens to recompute that follows from that; 1: it is computed as a whole
     streamed    whether it came from an origin for this prompt
     found_at    the position that it had in the prompt its KV was computed in
     """
@@ -99,6 +101,8 @@ class ChunkReuse:
     disorder: float | None = None
     overhead: float | None = None
     drift: float | None = None
+    change: float | None = None
+    share: float | None = None
     streamed: bool = False
     found_at: int | None = None
 

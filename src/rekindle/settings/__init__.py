@@ -192,8 +192,8 @@ class Settings(_Loadable):
     recompute_budget: float | None = setting(
         "chunks",
         None,
-        "The share of the passages' tokens that is recomputed under approximate; none: what was calibrated, else a "
-        "safe share.",
+        "The share that is recomputed under approximate of the tokens of passages whose context has changed; none: "
+        "what was calibrated, else a safe share.",
     )
     library: str | None = setting(
         "library",
