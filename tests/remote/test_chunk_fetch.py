@@ -234,6 +234,7 @@ def test_a_passage_that_is_there_in_other_levels_says_so(key: SigningKey, tmp_pa
     with serving(tmp_path / "files") as url:
         with opened(url, key, tmp_path / "exact") as session:
             assert ask(session).reuse.origin_miss == "level"
+        with opened(url, key, tmp_path / "longer") as session:  # one that does not know the texts from its own prompts
             assert ask(session, [text + " And more." for text in PASSAGES]).reuse.origin_miss == "prompt"
         with opened(url, key, tmp_path / "coded", codec="q8") as session:
             reply = ask(session)
