@@ -27,7 +27,7 @@ from rekindle.models.onnx_encoder import read_encoder
 from rekindle.text.tokenizer import LARGE_CHARACTERS, encode_text, trim_heap
 
 _BATCH_TOKENS = 1024  # larger batches are not faster
-_NUMPY_TOKENS = 4096  # computed before ONNX Runtime is loaded: about as long as loading it takes longer
+_NUMPY_TOKENS = 4096  # computed before ONNX Runtime is loaded: for fewer, loading takes longer than it saves
 _TEXTS_AT_ONCE = 256  # tokenized between two checks for cancellation
 
 Ids = NDArray[np.int32]
