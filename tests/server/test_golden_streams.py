@@ -52,9 +52,10 @@ def _without_ours(line: str) -> str:
     if not brace:
         return line
     item = json.loads(brace + rest)
-    for part in (item, item.get("response", {})):
-        part.pop("rekindle", None)
-        part.pop("timings", None)
+    for part in (item, item.get("response")):
+        if isinstance(part, dict):  # the text of Ollama's generate has this name, too
+            part.pop("rekindle", None)
+            part.pop("timings", None)
     return f"{before}{json.dumps(item, ensure_ascii=False, separators=(',', ':'))}"
 
 

@@ -182,6 +182,8 @@ class Request:
             raise InvalidSetting(f"reuse={self.reuse!r} is unknown. Use 'exact', 'quantized', 'approximate' or 'off'.")
         if self.answers is not None and self.answers not in get_args(AnswersWay):
             raise InvalidSetting(f"answers={self.answers!r} is unknown. Use 'verified', 'direct' or 'off'.")
+        if self.think not in (None, True, False, "low", "medium", "high"):
+            raise InvalidSetting(f"think={self.think!r} is unknown. Use True, False, 'low', 'medium' or 'high'.")
         if len(self.drafts) > MAX_DRAFTS:
             raise InvalidPrompt(f"There are {len(self.drafts):,} drafts. Give up to {MAX_DRAFTS}.")
         self.app_ref(Scope(""))
