@@ -132,7 +132,7 @@ RESPONSES: dict[str, Schema] = {
     "show_tag": _object(template=_TEXT, details=_object(), model_info=_object(), capabilities=_list(_TEXT)),
     "show_version": _object(version=_TEXT),
     "pull_model": _object(status=_TEXT),
-    "delete_model": {},
+    "delete_model": _object(),
     "answer_question": _object(
         **_HEAD,
         question=_TEXT,
@@ -257,9 +257,9 @@ def openapi_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
     content: dict[str, Any] = {endpoint.media_type: {"schema": RESPONSES[endpoint.answer.__name__]}}
     if endpoint.streams:  # of one event: this version of OpenAPI cannot describe a stream
-        content[endpoint.protocol.media_type] = {
-            "schema": {"type": "object", "properties": {"data": {"type": "string"}}}
-        }
+        event = {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}
+        media = endpoint.protocol.media_type
+        content[media] = event if media == "text/event-stream" else {}
     reference = {"$ref": _REF.format(model=f"{endpoint.protocol.name}Error")}
     error = {"content": {"application/json": {"schema": reference}}}
     operation: dict[str, Any] = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -36,20 +38,31 @@ async def pull_model(call: Call, body: PullRequest) -> Response:
 
 
 async def _progress(spec: str, last: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
-    """What is done, as it is done. A client that leaves does not stop a download: the next one finds it."""
-    loop, stages = asyncio.get_running_loop(), asyncio.Queue[Mapping[str, Any] | None]()
+    """What is done, as it is done. A client that leaves does not stop a download, a server that stops does."""
+    loop, stages = asyncio.get_running_loop(), asyncio.Queue[Mapping[str, Any] | Exception]()
 
     def report(stage: str, done: int, total: int) -> None:
         line = {"status": stage, "digest": digest_of_fields(spec, stage), "completed": done, "total": total}
         loop.call_soon_threadsafe(stages.put_nowait, line)
 
+    def work() -> None:
+        outcome: Mapping[str, Any] | Exception = last
+        try:
+            pull(spec, report)
+        except Exception as error:  # noqa: BLE001  (raised again by the reader)
+            outcome = error
+        with suppress(RuntimeError):  # the server stopped
+            loop.call_soon_threadsafe(stages.put_nowait, outcome)
+
     yield {"status": "pulling manifest"}
-    working = loop.run_in_executor(None, pull, spec, report)
-    working.add_done_callback(lambda _: stages.put_nowait(None))
-    while (line := await stages.get()) is not None:
+    threading.Thread(target=work, name="rekindle-pull", daemon=True).start()
+    line: Mapping[str, Any] | None = None
+    while line is not last:
+        item = await stages.get()
+        if isinstance(item, Exception):
+            raise item
+        line = item
         yield line
-    working.result()
-    yield last
 
 
 async def delete_model(call: Call, body: ModelBody) -> Response:
@@ -59,7 +72,7 @@ async def delete_model(call: Call, body: ModelBody) -> Response:
     if spec == call.service.model:
         raise ApiError(409, f"{spec!r} is served here. Stop the server first, then: rekindle rm {spec}.")
     await call.in_thread(lambda: registry.remove(spec))
-    return Response()
+    return JSONResponse({})
 
 
 def _spec(body: ModelBody) -> str:
