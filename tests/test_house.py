@@ -74,7 +74,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 1010, 13, "agents: one core under protocols (protocol, body, reply_fields, reply_parts), Anthropic's "
      "messages, OpenAI's responses, canonical prompts, names of models, text/reasoning: thoughts and calls in four "
      "styles"),
-    ("rekindle", 575, 9, "server/ollama: Ollama's API over the same core; embed_texts: vectors for both protocols; "
+    ("rekindle", 580, 9, "server/ollama: Ollama's API over the same core; embed_texts: vectors for both protocols; "
      "whether a model thinks first"),
 )  # fmt: skip
 
