@@ -181,11 +181,12 @@ class ChatTokenizer(ABC):
         hidden = _Hidden()
         shown = [self._shown(message, hidden) for message in messages]
         offered = [hidden.hide(tool.as_template_input(), self._control) for tool in tools]
-        render: Callable[[list[dict[str, Any]]], str] = partial(self._render, **_if_asked(think))
+        options = _if_asked(think)
         if self._template_tools.takes_tools and offered:
-            render = partial(render, tools=offered)
+            options["tools"] = offered
         elif not self._template_tools.takes_tools and (offered or any(m.get("tool_calls") for m in shown)):
             shown = self._accepted(tools_as_text(shown, offered))
+        render = partial(self._render, **options)
         if any(message["role"] == "system" for message in shown[1:]):
             try:
                 return _Chat(render(shown), shown, hidden, render)

@@ -81,8 +81,8 @@ def _options(body: OllamaBody, tenant: str, token_limit: int) -> Options:
     options["max_tokens"] = token_limit if wanted is None or wanted < 0 else min(wanted, token_limit)
     options["think"] = body.think
     if body.format:
-        is_schema = isinstance(body.format, dict)
-        options["grammar"] = Grammar.json_schema(body.format) if is_schema else Grammar.json_object()
+        schema = {"type": "object"} if isinstance(body.format, str) else body.format
+        options["grammar"] = Grammar.json_schema(schema)
     own = body.rekindle
     if own is not None and own.reuse is not None:
         options.setdefault("reuse", own.reuse)
