@@ -186,7 +186,7 @@ class ChatTokenizer(ABC):
             options["tools"] = offered
         elif not self._template_tools.takes_tools and (offered or any(m.get("tool_calls") for m in shown)):
             shown = self._accepted(tools_as_text(shown, offered))
-        render = partial(self._render, **options)
+        render: Callable[..., str] = partial(self._render, **options)
         if any(message["role"] == "system" for message in shown[1:]):
             try:
                 return _Chat(render(shown), shown, hidden, render)

@@ -107,7 +107,7 @@ def load_tokenizer(folder: Path, model: PreTrainedModel) -> HfTokenizer:
             template = str(loaded.get_chat_template(tools=tools))
         except ValueError as error:
             raise InvalidPrompt(f"The model's chat template cannot be chosen: {error}") from error
-        known = {"messages": [_with_reasoning(m) for m in messages], "tools": tools, "documents": None}
+        known: dict[str, Any] = {"messages": [_with_reasoning(m) for m in messages], "tools": tools, "documents": None}
         known |= think_variables(think)
         return render_template(template, {**loaded.special_tokens_map, **known})
 

@@ -39,6 +39,11 @@ class OllamaBody(CacheBody):
     rekindle: ChatOptions | None = None
 
     @property
+    def sampling(self) -> ModelOptions:
+        """The options; without any, all defaults."""
+        return self.options or ModelOptions.model_validate({})
+
+    @property
     def streamed(self) -> bool:
         """Whether the reply comes in lines; null is the default."""
         return self.stream is not False

@@ -56,7 +56,7 @@ def check_refused(body: GenerateRequest | OllamaMessage, place: str = "") -> Non
 
 def ignored_options(body: OllamaBody, context: int) -> list[str]:
     """The names of options that have no effect here."""
-    options = body.options or ModelOptions()
+    options = body.sampling
     names = options.ignored()
     if options.num_ctx not in (None, context):
         names.append("num_ctx")
@@ -75,7 +75,7 @@ def _message(message: OllamaMessage, place: str) -> dict[str, Any]:
 
 
 def _options(body: OllamaBody, tenant: str, token_limit: int) -> Options:
-    given = body.options or ModelOptions()
+    given = body.sampling
     options = cache_options(body, tenant) | _sampling(given)
     wanted = given.num_predict
     options["max_tokens"] = token_limit if wanted is None or wanted < 0 else min(wanted, token_limit)
