@@ -93,7 +93,8 @@ class ThoughtParser:
         return self._advance(final=True)
 
     def _advance(self, *, final: bool) -> tuple[str, str]:
-        thought, said = [], []
+        thought: list[str] = []
+        said: list[str] = []
         while True:
             piece, found = self._next(final=final)
             (thought if self._thinking else said).append(piece)

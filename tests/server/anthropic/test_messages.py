@@ -11,7 +11,7 @@ import pytest
 from rekindle.server import event_stream
 from tests.server.conftest import Serve
 from tests.server.scripted import ScriptedEngine
-from tests.server.serving import ALICE, Asking, Served, typed_events
+from tests.server.serving import ALICE, Served, typed_events
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 USER = {"role": "user", "content": "How is the wind?"}
@@ -117,7 +117,7 @@ def test_a_whole_conversation_as_the_model_reads_it(scripted: Served) -> None:
     assert prompt.index("How is the wind?") < prompt.index("Mind the time.") < prompt.index("I look.")
     assert "web_search" not in prompt
     assert reply["rekindle"]["ignored"] == [
-        "context_management", "messages.2.content.0 (redacted_thinking)", "messages.3.content.1.content.1 (image)",
+        "context_management", "messages.2.content.1 (redacted_thinking)", "messages.3.content.1.content.1 (image)",
         "output_config", "thinking", "tools.web_search (web_search_20250305)",
     ]  # fmt: skip
 
@@ -213,16 +213,16 @@ def test_other_errors_have_the_same_shape(served: Served) -> None:
     assert all(answer.json()["type"] == "error" and answer.json()["error"]["message"] for answer in answers)
 
 
-def test_an_error_within_a_stream_is_an_event(serve: Serve) -> None:
-    served = serve()
+def test_an_error_within_a_stream_is_an_event(served: Served) -> None:
     served.engine.go.clear()
-    served.engine.permits.release()
-    asking = Asking(lambda: stream_of(served, metadata={"user_id": "somebody"}))
-    assert served.engine.entered.wait(60)
-    with served.http() as client:
-        while not client.put("/v1/rekindle/apps/somebody", json={"state": "killed"}).json()["stopped_requests"]:
-            pass
-    last = asking.result()[-1]
+    body = {**BODY, "metadata": {"user_id": "somebody"}, "stream": True}
+    with served.http() as client, client.stream("POST", PATH, json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        with served.http() as other:
+            stopped = other.put("/v1/rekindle/apps/somebody", json={"state": "killed"}).json()
+        assert stopped["stopped_requests"] == 1
+        last = json.loads([line for line in lines if line.startswith("data: ")][-1].removeprefix("data: "))
     assert last["type"] == "error" and last["error"]["type"] == "overloaded_error"
 
 

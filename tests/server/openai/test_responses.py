@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.conftest import Serve
 from tests.server.scripted import ScriptedEngine
-from tests.server.serving import Asking, Served, typed_events
+from tests.server.serving import Served, typed_events
 
 PATH = "/v1/responses"
 WEATHER = {
@@ -159,14 +159,14 @@ def test_a_refusal_of_an_earlier_response_says_what_to_do(served: Served) -> Non
         served.openai().responses.create(**BODY, previous_response_id="resp_1")
 
 
-def test_an_error_within_a_stream_is_an_event(serve: Serve) -> None:
-    served = serve()
+def test_an_error_within_a_stream_is_an_event(served: Served) -> None:
     served.engine.go.clear()
-    asking = Asking(lambda: stream_of(served, app_id="somebody"))
-    assert served.engine.entered.wait(60)
-    served.engine.permits.release()
-    with served.http() as client:
-        while not client.put("/v1/rekindle/apps/somebody", json={"state": "killed"}).json()["stopped_requests"]:
-            pass
-    last = asking.result()[-1]
+    body = {**BODY, "app_id": "somebody", "stream": True}
+    with served.http() as client, client.stream("POST", PATH, json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        with served.http() as other:
+            stopped = other.put("/v1/rekindle/apps/somebody", json={"state": "killed"}).json()
+        assert stopped["stopped_requests"] == 1
+        last = json.loads([line for line in lines if line.startswith("data: ")][-1].removeprefix("data: "))
     assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "server_error"

@@ -132,7 +132,7 @@ class _BlockEvents:
 
     def add(self, part: ThoughtDelta | str | CallDelta) -> list[dict[str, Any]]:
         if isinstance(part, ThoughtDelta):
-            block = {"type": "thinking", "thinking": "", "signature": ""}
+            block: dict[str, Any] = {"type": "thinking", "thinking": "", "signature": ""}
             opened = [] if self._open == "thinking" else self._begin(block)
             return [*opened, self._delta({"type": "thinking_delta", "thinking": part.text})]
         if isinstance(part, str):

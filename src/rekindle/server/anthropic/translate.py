@@ -93,24 +93,22 @@ def _add_message(chat: TranslatedChat, message: TurnMessage, place: str) -> None
 
 def _add_user(chat: TranslatedChat, blocks: Sequence[Block], place: str) -> None:
     """The results of tools, each a message of its own, and the text around them."""
-    said: list[Block] = []
+    texts: list[str] = []
 
     def end_text() -> None:
-        if said:
-            chat.messages.append({"role": "user", "content": _text_of(said, place, chat)})
-            said.clear()
+        if texts:
+            chat.messages.append({"role": "user", "content": "\n\n".join(texts)})
+            texts.clear()
 
     for number, block in enumerate(blocks):
-        if block.get("type") != "tool_result":
-            said.append(block)
-            continue
-        end_text()
         where = f"{place}.content.{number}"
-        result = block.get("content") or ""
-        content = _text_of(result, where, chat, images=True)
-        chat.messages.append(
-            {"role": "tool", "content": content, "tool_call_id": text_field(block, "tool_use_id", where)}
-        )
+        if block.get("type") == "tool_result":
+            end_text()
+            content = _text_of(block.get("content") or "", where, chat, images=True)
+            call_id = text_field(block, "tool_use_id", where)
+            chat.messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
+        else:
+            texts += _block_texts(block, where, chat)
     end_text()
 
 
@@ -125,8 +123,8 @@ def _assistant(blocks: Sequence[Block], place: str, chat: TranslatedChat) -> dic
             function = {"name": text_field(block, "name", where), "arguments": arguments}
             calls.append({"id": text_field(block, "id", where), "type": "function", "function": function})
         else:
-            texts.append(block)
-    message: dict[str, Any] = {"role": "assistant", "content": _text_of(texts, place, chat)}
+            texts += _block_texts(block, where, chat)
+    message: dict[str, Any] = {"role": "assistant", "content": "\n\n".join(texts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:
@@ -134,25 +132,24 @@ def _assistant(blocks: Sequence[Block], place: str, chat: TranslatedChat) -> dic
     return message
 
 
-def _text_of(content: str | Sequence[Block] | object, place: str, chat: TranslatedChat, *, images: bool = False) -> str:
+def _text_of(content: object, place: str, chat: TranslatedChat, *, images: bool = False) -> str:
     """The text of blocks, a paragraph each. `images` may be there, and are left out."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
         raise ApiError(400, f"{place}: content is a text or a list of blocks.")
-    texts = []
-    for number, block in enumerate(content):
-        kind, where = block.get("type"), f"{place}.content.{number}"
-        source = block.get("source")
-        if kind == "text":
-            texts.append(text_field(block, "text", where))
-        elif kind == "document" and isinstance(source, Mapping) and source.get("type") == "text":
-            texts.append(text_field(source, "data", f"{where}.source"))
-        elif kind in _FOREIGN:
-            chat.ignored.append(f"{where} ({kind})")
-        elif kind == "image" and images:  # refused, the conversation could not go on
-            chat.ignored.append(f"{where} (image)")
-            texts.append(NO_IMAGE)
-        else:
-            raise ApiError(400, f"{where}: a block of type {json.dumps(kind)[:50]} is not supported here.")
-    return "\n\n".join(texts)
+    blocks = ((f"{place}.content.{number}", block) for number, block in enumerate(content))
+    return "\n\n".join(text for where, block in blocks for text in _block_texts(block, where, chat, images=images))
+
+
+def _block_texts(block: Block, where: str, chat: TranslatedChat, *, images: bool = False) -> list[str]:
+    """The text of a block; none if it is left out."""
+    kind, source = block.get("type"), block.get("source")
+    if kind == "text":
+        return [text_field(block, "text", where)]
+    if kind == "document" and isinstance(source, Mapping) and source.get("type") == "text":
+        return [text_field(source, "data", f"{where}.source")]
+    if kind in _FOREIGN or (kind == "image" and images):  # refused, the conversation could not go on
+        chat.ignored.append(f"{where} ({kind})")
+        return [NO_IMAGE] if kind == "image" else []
+    raise ApiError(400, f"{where}: a block of type {json.dumps(kind)[:50]} is not supported here.")

@@ -35,7 +35,7 @@ class OutputFormat(RequestBody):
 class OutputText(RequestBody):
     """How the text shall be."""
 
-    format: OutputFormat = Field(default_factory=OutputFormat)
+    format: OutputFormat | None = None
 
 
 class ResponsesRequest(AgentBody):
@@ -85,8 +85,9 @@ def translate_input(body: ResponsesRequest) -> TranslatedInput:
 def responses_request(body: ResponsesRequest, chat: TranslatedInput, tenant: str, token_limit: int) -> Request:
     """The session's request of a body and its chat. Raises `RequestError` and `ApiError`."""
     options = agent_options(body, tenant, body.max_output_tokens, token_limit)
-    if body.text is not None and body.text.format.type != "text":
-        options["grammar"] = _grammar(body.text.format)
+    form = None if body.text is None else body.text.format
+    if form is not None and form.type != "text":
+        options["grammar"] = _grammar(form)
     if chat.tools:
         options["tools"] = chat.tools
         options["parallel_tool_calls"] = body.parallel_tool_calls is not False
