@@ -64,12 +64,16 @@ ROOM_BYTES = 8 << 30  # several times what a run has at a time
 def folder_in_memory() -> Path | None:
     """A folder for what tests write: on a disk they mostly wait until it says that their bytes are safe.
 
-    None where there is no such place or too little room in it, and where whoever runs them says `TMPDIR`.
+    None where there is no such place or too little room in it, and where `TMPDIR` is set.
     """
     if "TMPDIR" in os.environ or not os.access(MEMORY, os.W_OK):
         return None
     roomy = min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) > ROOM_BYTES
-    return Path(tempfile.mkdtemp(prefix="rekindle-tests-", dir=MEMORY)) if roomy else None
+    if not roomy:
+        return None
+    folder = Path(tempfile.mkdtemp(prefix="rekindle-tests-", dir=MEMORY))
+    folder.chmod(0o711)  # some tests read as another user
+    return folder
 
 
 def pytest_configure(config: pytest.Config) -> None:

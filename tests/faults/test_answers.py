@@ -171,7 +171,7 @@ def test_another_embedder_neither_breaks_the_bank_nor_is_broken_by_it(
     import torch
     from transformers import AutoConfig, AutoModel
 
-    from tests.engine.embedding.test_embedder import SIZES, word_tokenizer
+    from tests.engine.embedding.tiny_encoders import SIZES, word_tokenizer
 
     torch.manual_seed(1)
     wider = {**SIZES, "hidden_size": 2 * SIZES["hidden_size"]}

@@ -79,9 +79,12 @@ def assert_refused(answer: Answer, *statuses: int) -> None:
 
 
 def assert_problem(answer: Answer) -> None:
-    """An error in OpenAI's shape or Anthropic's, whatever its status."""
+    """An error in the shape of OpenAI, Anthropic or Ollama, whatever its status."""
     assert answer.headers["content-type"].startswith("application/json"), answer.headers
     told = answer.json()
+    if isinstance(told.get("error"), str):
+        assert set(told) == {"error"} and told["error"], told
+        return
     if told.get("type") == "error":
         assert set(told) == {"type", "error"} and set(told["error"]) == {"message", "type"}, told
     else:

@@ -35,7 +35,7 @@ def tiny_embedder(folder: Path) -> str:
     import torch
     from transformers import AutoConfig, AutoModel
 
-    from tests.engine.embedding.test_embedder import SIZES, word_tokenizer
+    from tests.engine.embedding.tiny_encoders import SIZES, word_tokenizer
 
     torch.manual_seed(0)
     AutoModel.from_config(AutoConfig.for_model("bert", **SIZES)).save_pretrained(folder)

@@ -30,10 +30,12 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "messages": (
         "/v1/messages", {"messages": USER, "max_tokens": 200, "tools": [{"name": "look", "input_schema": SCHEMA}]},
     ),
+    "ollama_chat": ("/api/chat", {"messages": USER, "tools": [{"type": "function", "function": FUNCTION}]}),
+    "ollama_generate": ("/api/generate", {"prompt": "Look."}),
 }  # fmt: skip
 GOLDEN = Path(__file__).parent / "golden"
 _IDS = re.compile(r'"(id|item_id|call_id)":"[^"]*"')
-_TIMES = re.compile(r'"(created|created_at)":\d+')
+_TIMES = re.compile(r'"(created|created_at|\w+_duration)":(\d+|"[^"]*")')
 
 
 def read_stream(served: Served, name: str) -> str:
@@ -41,16 +43,20 @@ def read_stream(served: Served, name: str) -> str:
     path, body = STREAMS[name]
     with served.http() as client, client.stream("POST", path, json={**body, "stream": True}) as answer:
         text = "".join(answer.iter_text())
-    lines = [_without_ours(line) if line.startswith("data: {") else line for line in text.split("\n")]
+    lines = [_without_ours(line) for line in text.split("\n")]
     return _TIMES.sub(r'"\1":0', _IDS.sub(r'"\1":"*"', "\n".join(lines)))
 
 
 def _without_ours(line: str) -> str:
-    item = json.loads(line.removeprefix("data: "))
-    for part in (item, item.get("response", {})):
-        part.pop("rekindle", None)
-        part.pop("timings", None)
-    return f"data: {json.dumps(item, ensure_ascii=False, separators=(',', ':'))}"
+    before, brace, rest = line.partition("{")
+    if not brace:
+        return line
+    item = json.loads(brace + rest)
+    for part in (item, item.get("response")):
+        if isinstance(part, dict):  # the text of Ollama's generate has this name, too
+            part.pop("rekindle", None)
+            part.pop("timings", None)
+    return f"{before}{json.dumps(item, ensure_ascii=False, separators=(',', ':'))}"
 
 
 def scripted_engine() -> ScriptedEngine:

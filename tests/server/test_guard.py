@@ -7,8 +7,9 @@ import pytest
 
 from rekindle.core.scope import Scope
 from rekindle.errors import InvalidSetting
-from rekindle.server.anthropic.messages import ANTHROPIC
 from rekindle.server.auth import ApiKeys, answered_hosts, check_settings
+from rekindle.server.ollama.wire import OLLAMA
+from rekindle.server.protocol import OPENAI
 from rekindle.server.routes import ENDPOINTS, Endpoint
 from rekindle.settings import ServerSettings
 from tests.server.conftest import Serve
@@ -135,8 +136,10 @@ def test_no_endpoint_does_anything_for_a_page_of_another_origin(serve: Serve, he
     for endpoint in ENDPOINTS:
         (answer,) = raw(served.url, _asked(endpoint, *sent))
         assert answer.status == 403, endpoint
-        assert endpoint.protocol is ANTHROPIC or answer.json()["error"]["code"] == "foreign_origin", endpoint
-        assert ("--cors-origin" in answer.json()["error"]["message"]) == (headers != ["Origin: null"])
+        error = answer.json()["error"]
+        assert endpoint.protocol is not OPENAI or error["code"] == "foreign_origin", endpoint
+        message = error if endpoint.protocol is OLLAMA else error["message"]
+        assert ("--cors-origin" in message) == (headers != ["Origin: null"])
     assert served.engine.steps == 0 and served.service.apps.merge_catalog(Scope("local"), []) == []
     assert not served.session.knowledge.holds("local", None)
 

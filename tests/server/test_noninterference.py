@@ -38,6 +38,7 @@ MESSAGES = [{"role": "user", "content": f"{LAMP} Who lights it?"}]
 SAID = [*MESSAGES, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "Are you sure of that?"}]
 GREEDY = {"temperature": 0, "max_tokens": 4}
 OPTIONS = {**GREEDY, "app_id": "mail"}
+OLLAMA_OPTIONS = {"temperature": 0, "num_predict": 4}
 
 
 class TwoSpellings(ByteTokenizer):
@@ -132,6 +133,17 @@ PROBES: tuple[Probe, ...] = (
     probe("POST", "/v1/messages", {"messages": MESSAGES, "max_tokens": 4, "temperature": 0, "stream": True}),
     probe("POST", "/v1/messages/count_tokens", {"messages": SAID}),
     probe("POST", "/v1/embeddings", {"input": [LAMP]}),
+    probe("POST", "/api/chat", {"messages": SAID, "options": OLLAMA_OPTIONS}),
+    probe("POST", "/api/chat", {"messages": MESSAGES, "options": OLLAMA_OPTIONS, "stream": False}),
+    probe("POST", "/api/generate", {"prompt": LAMP, "options": OLLAMA_OPTIONS}),
+    probe("POST", "/api/embed", {"input": [LAMP]}),
+    probe("POST", "/api/embeddings", {"prompt": LAMP}),
+    probe("GET", "/api/tags"),
+    probe("POST", "/api/show", {"model": "fake-0"}),
+    probe("GET", "/api/ps"),
+    probe("GET", "/api/version"),
+    probe("POST", "/api/pull", {"model": "no-such-model"}),
+    probe("DELETE", "/api/delete", {"model": "no-such-model"}),
     probe("GET", "/v1/models"),
     probe("GET", "/v1/models/{name:path}", name="fake-0"),
     probe("POST", "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"}),
@@ -260,8 +272,8 @@ def test_a_name_of_another_is_as_unknown_as_any(start: Callable[..., Served]) ->
     assert [owner.ask("GET", f"{OWN}/{what}", None) for what in ("entries", "documents", "apps")] == before
 
 
-_MOMENT = re.compile(r"(_ms|_seconds|_per_second)$")
-_MOMENTS = {"created", "created_at", "at", "seen", "kept", "used", "made", "added", "ms", "timeline"}
+_MOMENT = re.compile(r"(_ms|_seconds|_per_second|_duration)$")
+_MOMENTS = {"created", "created_at", "modified_at", "at", "seen", "kept", "used", "made", "added", "ms", "timeline"}
 _RANDOM = re.compile(
     r"\b[0-9a-f]{16}\b|(?<=entry )[0-9a-f]{8}\b|(?<=cmpl-)\w+|(?<=answer-)\w+|(?<=msg-)\w+|(?<=resp-)\w+"
 )
@@ -270,9 +282,9 @@ _TIMED_LINE = re.compile(r"^  (first token|expected|without the cache).*\n", re.
 
 def _parsed(text: str) -> Any:
     """JSON, the events of a stream, or the lines of metrics that count something."""
-    if text.startswith("{"):
-        return json.loads(text)
     lines = text.splitlines()
+    if text.startswith("{"):
+        return [json.loads(line) for line in lines]
     if any(line.startswith("data: ") for line in lines):
         return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     return [line for line in lines if not re.search(r"^#|_bucket|_sum|saved_seconds", line)]

@@ -8,11 +8,18 @@ from typing import Any
 import pytest
 import tokenizers
 
-from rekindle.core.request import Request
+from rekindle.core.request import Message, Request, Think
 from rekindle.engine.fake import ByteTokenizer
 from rekindle.text.chat_template import make_renderer
 from rekindle.text.detokenize import Detokenizer
-from rekindle.text.reasoning import ParsedReply, ReplyParser, detect_thoughts, reply_markers, thought_for_template
+from rekindle.text.reasoning import (
+    ParsedReply,
+    ReplyParser,
+    detect_thoughts,
+    has_think_switch,
+    reply_markers,
+    thought_for_template,
+)
 from rekindle.text.tokenizer import HfTokenizer
 from tests.tiny import byte_backend
 
@@ -34,7 +41,10 @@ class Templated(ByteTokenizer):
 
     def __init__(self, template: str, begins_thought: bool = False) -> None:
         self.template = template
-        self.begins_thought = begins_thought
+        self._begins_thought = begins_thought
+
+    def begins_thought(self, think: Think | None = None) -> bool:
+        return self._begins_thought
 
 
 def parsed(template: str, reply: str, size: int, *, begun: bool = False, **options: Any) -> tuple[str, str, list[Any]]:
@@ -99,7 +109,22 @@ def test_plain_prompts_are_continued_as_they_are() -> None:
 )
 def test_a_prompt_that_ends_inside_a_thought_is_noticed(ending: str, begins: bool) -> None:
     template = f"{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}{{# </think> #}}{{{{ '{ending}' }}}}"
-    assert real(template).begins_thought is begins
+    assert real(template).begins_thought() is begins
+
+
+SWITCHED = """{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}
+{%- if enable_thinking is defined and not enable_thinking %}<think></think>
+{%- else %}<think>{{ reasoning_effort }}{% endif %}"""
+
+
+def test_whether_to_think_is_passed_to_a_template_that_reads_it() -> None:
+    tokenizer, chat = real(SWITCHED), [Message("user", "x")]
+    assert has_think_switch(SWITCHED) and not has_think_switch("{{ message.thinking }}")
+    assert tokenizer.begins_thought() and tokenizer.begins_thought(True) and not tokenizer.begins_thought(False)
+    written = {think: tokenizer.decode(tokenizer.encode_chat(chat, think=think)) for think in (None, False, "low")}
+    assert written == {None: "x<think>", False: "x<think></think>", "low": "x<think>low"}
+    quoting = tokenizer.encode_quoting(chat, ["q"], think=False)
+    assert tokenizer.decode(quoting.after) == "x<think></think>"
 
 
 def real(template: str, *special: str) -> HfTokenizer:

@@ -22,6 +22,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 Overflow = Literal["refuse", "drop-oldest"]
 ReuseLevel = Literal["exact", "quantized", "approximate", "off"]
 AnswersWay = Literal["off", "verified", "direct"]
+Think = Literal["low", "medium", "high"] | bool
 
 DEFAULT_MAX_TOKENS = 512
 MAX_LOGPROBS = 20
@@ -107,6 +108,7 @@ class ReplyOptions(TypedDict, total=False):
     tools: Sequence[Tool | Mapping[str, Any]]
     tool_choice: ToolChoice | str | Mapping[str, Any]
     parallel_tool_calls: bool
+    think: Think | None
     documents: Sequence[str | Mapping[str, Any] | Quote]
     drafts: Sequence[str | Sequence[int]]
     answers: AnswersWay | None
@@ -129,8 +131,9 @@ class Request:
     """One generation: a prompt (text, token ids or messages) and how to continue it.
 
     The reply has at least `min_tokens` and at most `max_tokens`. With `logprobs` it has the log probability of each of
-    its tokens and of that many alternatives. `grammar` constrains it; `tools` are what it may call. `quotes` are
-    passages placed before the first user message, as many as fit. `drafts` are likely replies, the most likely first:
+    its tokens and of that many alternatives. `grammar` constrains it; `tools` are what it may call. `think` says
+    whether the model thinks aloud first, and how much, if its template has a switch for that. `quotes` are passages
+    placed before the first user message, as many as fit. `drafts` are likely replies, the most likely first:
     the model verifies them, which is faster than generating and does not change the text. `answers` says whether
     earlier replies are used as drafts. `adapter` names a LoRA, "" none. It, `answers`, `reuse`, `tenant` and
     `cache_salt` default to the session's. `app` is the name of the app that asks, `app_state` is "foreground" or
@@ -148,6 +151,7 @@ class Request:
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
+    think: Think | None = None
     quotes: tuple[Quote, ...] = ()
     drafts: tuple[str | tuple[int, ...], ...] = ()
     answers: AnswersWay | None = None
@@ -178,6 +182,8 @@ class Request:
             raise InvalidSetting(f"reuse={self.reuse!r} is unknown. Use 'exact', 'quantized', 'approximate' or 'off'.")
         if self.answers is not None and self.answers not in get_args(AnswersWay):
             raise InvalidSetting(f"answers={self.answers!r} is unknown. Use 'verified', 'direct' or 'off'.")
+        if self.think not in (None, True, False, "low", "medium", "high"):
+            raise InvalidSetting(f"think={self.think!r} is unknown. Use True, False, 'low', 'medium' or 'high'.")
         if len(self.drafts) > MAX_DRAFTS:
             raise InvalidPrompt(f"There are {len(self.drafts):,} drafts. Give up to {MAX_DRAFTS}.")
         self.app_ref(Scope(""))

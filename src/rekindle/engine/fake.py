@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rekindle.core.adapter import AdapterFit, Lora
 from rekindle.core.identity import Identity, digest_of_fields
 from rekindle.core.kv import Kv, KvLayout, LayerKv, LayerShape, Span
-from rekindle.core.request import Message, Sampling
+from rekindle.core.request import Message, Sampling, Think
 from rekindle.core.tools import Tool
 from rekindle.engine.base import Capabilities, KvFeed, Logits, MovedFeed, Row, SpansOnly
 from rekindle.engine.hooks import AttentionMap, KvDrift, Positions, Reading
@@ -374,7 +374,9 @@ class ByteTokenizer:
     vocabulary_size = VOCABULARY
     needs_model = False
     template = ""
-    begins_thought = False
+
+    def begins_thought(self, think: Think | None = None) -> bool:  # noqa: ARG002
+        return False
 
     def token_of(self, spelling: str) -> int | None:  # noqa: ARG002  (no text spells one)
         return None
@@ -392,6 +394,7 @@ class ByteTokenizer:
         written: Written | None = None,  # noqa: ARG002
         *,
         tools: Sequence[Tool] = (),
+        think: Think | None = None,  # noqa: ARG002
         token_limit: int | None = None,
     ) -> list[int]:
         """Each message between a start and an end token, then the start of the reply. Tools are written as text."""
@@ -408,12 +411,13 @@ class ByteTokenizer:
         quotes: Sequence[str],
         *,
         tools: Sequence[Tool] = (),
+        think: Think | None = None,
         token_limit: int | None = None,
     ) -> QuotedChat:
         place = next((at for at, message in enumerate(messages) if message.role == "user"), None)
         if place is None:
             raise InvalidPrompt("There is no user message that passages could be quoted for. Add one.")
-        whole = self.encode_chat(messages, tools=tools, token_limit=token_limit)
+        whole = self.encode_chat(messages, tools=tools, think=think, token_limit=token_limit)
         rest = self.encode_chat(messages[place:], tools=())
         at = len(whole) - len(rest) + 1 + len(self.encode("user\n"))
         return QuotedChat(whole[:at], [self.encode(text[:token_limit]) for text in quotes], whole[at:])

@@ -72,6 +72,9 @@ _RETRIEVED = _object(method=_TEXT, ms=_NUMBER, left_out=_COUNT)
 _LOST = _object(at=_NUMBER, documents=_COUNT, passages=_COUNT, names=_list(_TEXT))
 _EXPLAINED = _object(model=_TEXT, tokens=_COUNT, parts=_list(_object()), reason=_object(kind=_TEXT), text=_TEXT)
 
+_OLLAMA_END = {"model": _TEXT, "created_at": _TEXT, "done": _FLAG, "done_reason": _TEXT, "rekindle": _object()}
+_OLLAMA_MODEL = {"name": _TEXT, "model": _TEXT, "digest": _TEXT, "size": _COUNT, "details": _object()}
+
 # By the name of the endpoint function.
 RESPONSES: dict[str, Schema] = {
     "answer_chat": _object(
@@ -120,6 +123,16 @@ RESPONSES: dict[str, Schema] = {
         rekindle=_REUSED,
     ),
     "count_tokens": _object(input_tokens=_COUNT),
+    "answer_ollama_chat": _object(message=_object(role=_TEXT, content=_TEXT), **_OLLAMA_END),
+    "answer_generate": _object(response=_TEXT, **_OLLAMA_END),
+    "answer_embed": _object(model=_TEXT, embeddings=_list(_list(_NUMBER)), prompt_eval_count=_COUNT),
+    "answer_old_embeddings": _object(embedding=_list(_NUMBER)),
+    "list_tags": _object(models=_list(_object(**_OLLAMA_MODEL, modified_at=_TEXT))),
+    "list_running": _object(models=_list(_object(**_OLLAMA_MODEL, expires_at=_TEXT, context_length=_COUNT))),
+    "show_tag": _object(template=_TEXT, details=_object(), model_info=_object(), capabilities=_list(_TEXT)),
+    "show_version": _object(version=_TEXT),
+    "pull_model": _object(status=_TEXT),
+    "delete_model": _object(),
     "answer_question": _object(
         **_HEAD,
         question=_TEXT,
@@ -211,6 +224,7 @@ _OPENAI_ERROR: Schema = {
 _ERRORS = {
     "OpenAI": _OPENAI_ERROR,
     "Anthropic": _object(type=_TEXT, error=_object(type=_TEXT, message=_TEXT)),
+    "Ollama": _object(error=_TEXT),
 }  # by protocol
 
 
@@ -227,7 +241,7 @@ def openapi_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         "info": {
             "title": "Rekindle",
             "version": __version__,
-            "description": "A server for clients of OpenAI and Anthropic.",
+            "description": "A server for clients of OpenAI, Anthropic and Ollama.",
         },
         "paths": paths,
         "components": {
@@ -243,7 +257,9 @@ def openapi_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
     content: dict[str, Any] = {endpoint.media_type: {"schema": RESPONSES[endpoint.answer.__name__]}}
     if endpoint.streams:  # of one event: this version of OpenAPI cannot describe a stream
-        content["text/event-stream"] = {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}
+        event = {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}
+        media = endpoint.protocol.media_type
+        content[media] = event if media == "text/event-stream" else {}
     reference = {"$ref": _REF.format(model=f"{endpoint.protocol.name}Error")}
     error = {"content": {"application/json": {"schema": reference}}}
     operation: dict[str, Any] = {

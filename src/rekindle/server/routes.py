@@ -12,6 +12,16 @@ from rekindle.server import admin, knowledge, models
 from rekindle.server.anthropic.messages import ANTHROPIC, answer_messages, count_tokens
 from rekindle.server.anthropic.schema import CountTokensRequest, MessagesRequest
 from rekindle.server.call import MAX_PAGE, PAGE
+from rekindle.server.ollama import model_files, model_info, replies, vectors
+from rekindle.server.ollama.schema import (
+    EmbedRequest,
+    GenerateRequest,
+    ModelBody,
+    OldEmbeddingsRequest,
+    OllamaChatRequest,
+    PullRequest,
+)
+from rekindle.server.ollama.wire import OLLAMA
 from rekindle.server.openai.chat import answer_chat
 from rekindle.server.openai.completions import answer_completion
 from rekindle.server.openai.embeddings import answer_embeddings
@@ -89,6 +99,16 @@ ENDPOINTS = (
     Endpoint("POST", "/v1/embeddings", answer_embeddings, EmbeddingsRequest),
     Endpoint("POST", "/v1/messages", answer_messages, MessagesRequest, streams=True, protocol=ANTHROPIC),
     Endpoint("POST", "/v1/messages/count_tokens", count_tokens, CountTokensRequest, protocol=ANTHROPIC),
+    Endpoint("POST", "/api/chat", replies.answer_ollama_chat, OllamaChatRequest, streams=True, protocol=OLLAMA),
+    Endpoint("POST", "/api/generate", replies.answer_generate, GenerateRequest, streams=True, protocol=OLLAMA),
+    Endpoint("POST", "/api/embed", vectors.answer_embed, EmbedRequest, protocol=OLLAMA),
+    Endpoint("POST", "/api/embeddings", vectors.answer_old_embeddings, OldEmbeddingsRequest, protocol=OLLAMA),
+    Endpoint("GET", "/api/tags", model_info.list_tags, protocol=OLLAMA),
+    Endpoint("POST", "/api/show", model_info.show_tag, ModelBody, protocol=OLLAMA),
+    Endpoint("GET", "/api/ps", model_info.list_running, protocol=OLLAMA),
+    Endpoint("GET", "/api/version", model_info.show_version, protocol=OLLAMA),
+    Endpoint("POST", "/api/pull", model_files.pull_model, PullRequest, streams=True, protocol=OLLAMA),
+    Endpoint("DELETE", "/api/delete", model_files.delete_model, ModelBody, protocol=OLLAMA),
     Endpoint("GET", "/v1/models", models.list_models),
     Endpoint("GET", "/v1/models/{name:path}", models.show_model),
     Endpoint("POST", "/v1/load_lora_adapter", models.load_adapter, LoadAdapterRequest),
@@ -120,7 +140,7 @@ ENDPOINTS = (
     Endpoint("PUT", f"{_OWN}/apps/{{id}}", admin.set_app, AppRequest),
 )
 
-_PREFIXES = (("/v1/messages", ANTHROPIC),)  # of the protocols that are not OpenAI's
+_PREFIXES = (("/v1/messages", ANTHROPIC), ("/api/", OLLAMA))  # of the protocols that are not OpenAI's
 
 
 def protocol_of(path: str) -> WireProtocol:

@@ -124,7 +124,7 @@ class Answers:
 
     def heeds(self, request: Request) -> bool:
         """Whether earlier answers may take part in a request: they are texts, and say nothing else."""
-        plain = request.grammar is None and not request.tools and request.logprobs is None
+        plain = request.grammar is None and not request.tools and request.logprobs is None and request.think is None
         return self.way(request) != "off" and plain and request.max_tokens > 0
 
     def consult(

@@ -77,7 +77,9 @@ def _encode_chat(engine: Engine, messages: list[Message], request: Request, writ
     while True:
         droppable = request.overflow == "drop-oldest" and _oldest_droppable(messages) is not None
         try:
-            tokens = engine.tokenizer.encode_chat(messages, written, tools=request.tools, token_limit=room)
+            tokens = engine.tokenizer.encode_chat(
+                messages, written, tools=request.tools, think=request.think, token_limit=room
+            )
             if len(tokens) <= room or not droppable:
                 return PromptTokens(tuple(tokens), dropped)
         except ContextOverflow:
@@ -95,7 +97,9 @@ def _encode_quoting(engine: Engine, messages: list[Message], request: Request) -
         droppable = request.overflow == "drop-oldest" and _oldest_droppable(messages) is not None
         try:
             most = engine.context_tokens
-            parts = engine.tokenizer.encode_quoting(messages, texts, tools=request.tools, token_limit=most)
+            parts = engine.tokenizer.encode_quoting(
+                messages, texts, tools=request.tools, think=request.think, token_limit=most
+            )
             room = most - reply - len(parts.before) - len(parts.after)
             if room > 0 or not droppable:
                 break

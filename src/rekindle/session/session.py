@@ -179,6 +179,11 @@ class Session:
         return self._resting is not None and self._resting.resting
 
     @property
+    def rests_in(self) -> float | None:
+        """Seconds until the model is freed; None while it is used, or if it stays for ever."""
+        return self._alive.seconds_left
+
+    @property
     def engine(self) -> Engine:
         """The engine underneath. Raises `Closed` after `close`."""
         if self._engine is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rekindle.core.request import Message
+from rekindle.core.request import Message, Think
 from rekindle.core.tools import Tool
 from rekindle.errors import ContextOverflow
 
@@ -51,8 +51,7 @@ class Tokenizer(Protocol):
     def template(self) -> str:
         """The source of the model's chat template; empty if it has none, or none that can be read."""
 
-    @property
-    def begins_thought(self) -> bool:
+    def begins_thought(self, think: Think | None = None) -> bool:
         """Whether the prompt of a chat ends inside a thought."""
 
     def token_of(self, spelling: str) -> int | None:
@@ -64,11 +63,13 @@ class Tokenizer(Protocol):
         written: Written | None = None,
         *,
         tools: Sequence[Tool] = (),
+        think: Think | None = None,
         token_limit: int | None = None,
     ) -> list[int]:
         """Tokens of the model's own chat template, up to where the reply begins.
 
         A template that takes `tools` writes them itself; otherwise tools, calls and results are written as text.
+        `think` is passed to a template that reads it.
 
         `written` maps replies to the tokens the model generated for them. These replace the tokens of an assistant
         message of exactly that text, if the rest of the chat is tokenized the same with and without it.
@@ -83,6 +84,7 @@ class Tokenizer(Protocol):
         quotes: Sequence[str],
         *,
         tools: Sequence[Tool] = (),
+        think: Think | None = None,
         token_limit: int | None = None,
     ) -> QuotedChat:
         """Tokens of a chat with quotes placed before the first user message's text.

@@ -20,15 +20,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
 
-from rekindle.core.request import Message
+from rekindle.core.request import Message, Think
 from rekindle.core.tools import Tool
 from rekindle.errors import InvalidPrompt, RekindleError
 from rekindle.text.base import QuotedChat, TokenLength, Written, check_length
-from rekindle.text.reasoning import detect_thoughts, thought_for_template
+from rekindle.text.reasoning import detect_thoughts, think_variables, thought_for_template
 from rekindle.text.sandbox import LimitExceeded, SandboxProcess
 from rekindle.text.tools.styles import (
     TemplateTools,
@@ -44,10 +44,12 @@ _MAX_QUOTE_CHARACTERS = 8192  # of a cached quote
 class Render(Protocol):
     """Renders the model's template."""
 
-    def __call__(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+    def __call__(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, think: Think | None = None
+    ) -> str:
         """The template's text, up to where the reply begins. Raises `InvalidPrompt` if it refuses the messages.
 
-        `tools` are passed only to a template that takes them, and only if there are any.
+        `tools` are passed only to a template that takes them, and only if there are any; `think` only if it was asked.
         """
 
 
@@ -68,6 +70,7 @@ class ChatTokenizer(ABC):
         self._render = render
         self._special, self._control = match_any(special), match_any(control)
         self._nonce = secrets.token_hex(8)
+        self._begins_thought: dict[Think | None, bool] = {}
         self._quotes: dict[str, Sequence[int]] = {}  # tokens of recent quotes: the same passages recur
 
     @abstractmethod
@@ -83,13 +86,18 @@ class ChatTokenizer(ABC):
     def token_length(self) -> TokenLength | None:
         """How much text one token may cover; None if unknown."""
 
-    @cached_property
-    def begins_thought(self) -> bool:
+    def begins_thought(self, think: Think | None = None) -> bool:
+        if think not in self._begins_thought:
+            self._begins_thought[think] = self._ends_in_thought(think)
+        return self._begins_thought[think]
+
+    def _ends_in_thought(self, think: Think | None) -> bool:
         style = detect_thoughts(self.template)
         if style is None or self._render is None:
             return False
         try:
-            return self._render([{"role": "user", "content": "x"}]).rstrip().endswith(style.opens)
+            chat = [{"role": "user", "content": "x"}]
+            return self._render(chat, **_if_asked(think)).rstrip().endswith(style.opens)
         except InvalidPrompt:
             return False
 
@@ -106,9 +114,10 @@ class ChatTokenizer(ABC):
         written: Written | None = None,
         *,
         tools: Sequence[Tool] = (),
+        think: Think | None = None,
         token_limit: int | None = None,
     ) -> list[int]:
-        chat = self._rendered(messages, tools)
+        chat = self._rendered(messages, tools, think)
         check_length(chat.revealed, token_limit, self.min_token_count)
         if chat.hidden.spellings:
             return self._mixed(chat.text, chat.hidden.reveal)
@@ -123,6 +132,7 @@ class ChatTokenizer(ABC):
         quotes: Sequence[str],
         *,
         tools: Sequence[Tool] = (),
+        think: Think | None = None,
         token_limit: int | None = None,
     ) -> QuotedChat:
         place = next((at for at, message in enumerate(messages) if message.role == "user"), None)
@@ -131,7 +141,7 @@ class ChatTokenizer(ABC):
         mark = f"\ue004{self._nonce}:quotes\ue005"
         marked = [*messages]
         marked[place] = replace(messages[place], content=mark + messages[place].content)
-        chat = self._rendered(marked, tools)
+        chat = self._rendered(marked, tools, think)
         check_length(chat.revealed.replace(mark, ""), token_limit, self.min_token_count)
         parts = chat.text.split(mark)
         if len(parts) != 2:
@@ -167,17 +177,18 @@ class ChatTokenizer(ABC):
                 self._quotes[text] = known
         return known
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> _Chat:
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool], think: Think | None) -> _Chat:
         if self._render is None:
             raise InvalidPrompt("This model has no chat template. Use generate() with a plain prompt.")
         hidden = _Hidden()
         shown = [self._shown(message, hidden) for message in messages]
         offered = [hidden.hide(tool.as_template_input(), self._control) for tool in tools]
-        render: Callable[[list[dict[str, Any]]], str] = self._render
+        options = _if_asked(think)
         if self._template_tools.takes_tools and offered:
-            render = partial(self._render, tools=offered)
+            options["tools"] = offered
         elif not self._template_tools.takes_tools and (offered or any(m.get("tool_calls") for m in shown)):
             shown = self._accepted(tools_as_text(shown, offered))
+        render: Callable[..., str] = partial(self._render, **options)
         if any(message["role"] == "system" for message in shown[1:]):
             try:
                 return _Chat(render(shown), shown, hidden, render)
@@ -224,6 +235,10 @@ class ChatTokenizer(ABC):
     def _forbidden(self, message: Message) -> re.Pattern[str]:
         """The spellings that must stay text in a message."""
         return self._special if message.role == "assistant" else self._control
+
+
+def _if_asked(think: Think | None) -> dict[str, Any]:
+    return {} if think is None else {"think": think}
 
 
 def is_marker(content: str, template: str) -> bool:
@@ -308,8 +323,10 @@ def make_renderer(template: str, bos: str, eos: str) -> Render:
     """A function that renders messages with a template, up to where the reply begins."""
     start_renderer()
 
-    def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
-        offered = {"tools": tools} if tools else {}
+    def render(
+        messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, think: Think | None = None
+    ) -> str:
+        offered = {**think_variables(think), **({"tools": tools} if tools else {})}
         return render_template(template, {"messages": messages, **offered, "bos_token": bos, "eos_token": eos})
 
     return render

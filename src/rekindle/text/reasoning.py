@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 
 from rekindle.core.reply import Reply
-from rekindle.core.request import Message, Request
+from rekindle.core.request import Message, Request, Think
 from rekindle.text.base import Tokenizer
 from rekindle.text.tools.parse import CallDelta, ParsedText, ToolParser
 from rekindle.text.tools.styles import detect_style
@@ -156,7 +156,9 @@ class ReplyParser:
         chat = isinstance(request.prompt, tuple) and isinstance(request.prompt[0], Message)
         style = detect_thoughts(tokenizer.template) if chat else None
         free = request.grammar is None and not request.tool_choice.forces  # else the first token is no thought
-        self._thoughts = None if style is None else ThoughtParser(style, begun=free and tokenizer.begins_thought)
+        self._thoughts = (
+            None if style is None else ThoughtParser(style, begun=free and tokenizer.begins_thought(request.think))
+        )
         calls = request.tools and request.tool_choice.mode != "none"
         self._calls = ToolParser(detect_style(tokenizer.template), request.tools) if calls else None
 
@@ -202,3 +204,19 @@ def thought_for_template(message: dict[str, object], template: str) -> dict[str,
     if "thinking" in names and message.get("tool_calls") and message.get("content"):
         names.remove("thinking")
     return {**message, **dict.fromkeys(names, thought)}
+
+
+_SWITCH = re.compile(r"(?<![.'\"\w])(enable_thinking|thinking|reasoning_effort)\b")
+
+
+def has_think_switch(template: str) -> bool:
+    """Whether a template reads one of the variables that say whether to think."""
+    return _SWITCH.search(template) is not None
+
+
+def think_variables(think: Think | None) -> dict[str, object]:
+    """The variables of templates for `think`, by the names that families of models have for it."""
+    if think is None:
+        return {}
+    effort = {"reasoning_effort": think} if isinstance(think, str) else {}
+    return {"enable_thinking": think is not False, "thinking": think is not False, **effort}

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from rekindle.core.identity import digest_of_config, digest_of_fields
+from rekindle.core.request import Think
 from rekindle.core.size import count_of
 from rekindle.engine.hf.decoder import ADVICE, refusal
 from rekindle.engine.hf.device import Placement, choose_placement
@@ -29,6 +30,7 @@ from rekindle.models.files import digest_of_files
 from rekindle.models.gguf import read_header
 from rekindle.models.hf_folder import GENERATING, check_folder, template_digest, tokenizer_digest
 from rekindle.text.chat_template import render_template, start_renderer
+from rekindle.text.reasoning import think_variables
 from rekindle.text.tokenizer import HfTokenizer
 
 
@@ -98,12 +100,15 @@ def load_tokenizer(folder: Path, model: PreTrainedModel) -> HfTokenizer:
         raise BrokenModel(f"The tokenizer in {folder} cannot be read ({error}). Get its tokenizer.json.") from error
     vocabulary_size = int(model.config.get_text_config().vocab_size)
 
-    def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+    def render(
+        messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, think: Think | None = None
+    ) -> str:
         try:
             template = str(loaded.get_chat_template(tools=tools))
         except ValueError as error:
             raise InvalidPrompt(f"The model's chat template cannot be chosen: {error}") from error
-        known = {"messages": [_with_reasoning(m) for m in messages], "tools": tools, "documents": None}
+        known: dict[str, Any] = {"messages": [_with_reasoning(m) for m in messages], "tools": tools, "documents": None}
+        known |= think_variables(think)
         return render_template(template, {**loaded.special_tokens_map, **known})
 
     if loaded.chat_template:

@@ -1,0 +1,69 @@
+"""Vectors of texts, for the endpoints of all protocols."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.engine.embedding.embedder import Embeddings
+from rekindle.errors import nearest
+from rekindle.server.call import Call
+from rekindle.server.errors import ApiError
+from rekindle.server.event_stream import until_disconnect
+from rekindle.server.schema import MAX_TEXTS
+from rekindle.session.session import Session
+
+
+def check_embedder(call: Call, name: str | None) -> str:
+    """The name of the embedder. Raises `ApiError` 404 for another one."""
+    model = call.service.session.settings.embedder
+    if name and name != model:
+        message = f"{name!r} gives no embeddings here.{nearest(name, [model])}"
+        raise ApiError(404, message, code="model_not_found")
+    return model
+
+
+async def embed_texts(call: Call, given: str | Sequence[Any]) -> Embeddings:
+    """The vectors of a text or several, given as text or as token ids. Raises `ApiError` 400 for none or too many."""
+    if not given:
+        raise ApiError(400, "input: There is nothing to embed. Give a text.", param="input")
+    if not isinstance(given, str) and not isinstance(given[0], int) and len(given) > MAX_TEXTS:
+        raise ApiError(400, f"input: There are {len(given):,} texts. Send up to {MAX_TEXTS:,}.", param="input")
+    cancelled = threading.Event()
+    working = asyncio.get_running_loop().run_in_executor(
+        call.service.side_threads, _embed, call.service.session, given, cancelled
+    )
+
+    async def embedded() -> Embeddings:
+        return await working
+
+    try:
+        return await until_disconnect(call.http.receive, embedded())
+    finally:
+        cancelled.set()
+
+
+def narrowed(vectors: NDArray[np.float32], dimensions: int | None) -> NDArray[np.float32]:
+    """The first dimensions of vectors, normalized again; None: all. Raises `ApiError` 400 for more than there are."""
+    if dimensions is None or dimensions == vectors.shape[1]:
+        return vectors
+    if dimensions > vectors.shape[1]:
+        message = f"dimensions: The model's vectors have {vectors.shape[1]} dimensions."
+        raise ApiError(400, message, param="dimensions")
+    cut = vectors[:, :dimensions]
+    lengths = np.linalg.norm(cut, axis=1, keepdims=True)
+    return (cut / np.where(lengths == 0, 1, lengths)).astype(np.float32)
+
+
+def _embed(session: Session, given: str | Sequence[Any], cancelled: threading.Event) -> Embeddings:
+    """The first call loads the embedder."""
+    embedder = session.knowledge.embedder()
+    several: Sequence[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    if isinstance(several[0], str):
+        return embedder.embed(several, cancelled=cancelled.is_set)
+    return embedder.embed_tokens(several, cancelled=cancelled.is_set)

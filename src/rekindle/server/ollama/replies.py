@@ -1,0 +1,159 @@
+"""/api/chat and /api/generate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from rekindle.core.request import Message, Request
+from rekindle.core.size import keep_alive_seconds
+from rekindle.core.tools import ToolCall
+from rekindle.server.call import Call, plan_header
+from rekindle.server.errors import ApiError
+from rekindle.server.job import Finished
+from rekindle.server.ollama.model_info import adapter_named, template_of
+from rekindle.server.ollama.schema import GenerateRequest, OllamaBody, OllamaChatRequest
+from rekindle.server.ollama.translate import (
+    call_of,
+    chat_request,
+    check_refused,
+    ended,
+    generate_request,
+    head_of,
+    ignored_options,
+    nanoseconds,
+)
+from rekindle.server.ollama.wire import OLLAMA
+from rekindle.server.reply_fields import quoting_of, rekindle_of
+from rekindle.server.reply_parts import ReplyPart, ThoughtDelta
+from rekindle.server.stored_answers import answer_prepared
+from rekindle.session.ask import Prepared
+from rekindle.text.reasoning import has_think_switch
+from rekindle.text.tools.parse import CallDelta
+
+
+def _chat_fields(text: str, thinking: str = "", calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thinking:
+        message["thinking"] = thinking
+    if calls:
+        message["tool_calls"] = [call_of(call) for call in calls]
+    return {"message": message}
+
+
+def _generate_fields(text: str, thinking: str = "", calls: Sequence[ToolCall] = ()) -> dict[str, Any]:  # noqa: ARG001
+    return {"response": text, "thinking": thinking} if thinking else {"response": text}
+
+
+@dataclass(frozen=True)
+class _Answering:
+    """What the lines of one reply are made of. `fields` writes text, thoughts and calls as the endpoint has them."""
+
+    body: OllamaBody
+    request: Request
+    model: str
+    ignored: Sequence[str]
+    fields: Callable[..., dict[str, Any]]
+    started: float
+    prepared: Prepared | None = None
+
+    def line(self, part: ThoughtDelta | str | CallDelta) -> dict[str, Any]:
+        if isinstance(part, ThoughtDelta):
+            fields = self.fields("", part.text)
+        elif isinstance(part, CallDelta):
+            fields = self.fields("", "", [part.call])
+        else:
+            fields = self.fields(part)
+        return {**head_of(self.model), **fields, "done": False}
+
+    def last(self, finished: Finished, fields: Mapping[str, Any]) -> dict[str, Any]:
+        reply = finished.reply
+        about = rekindle_of(reply.reuse, self.ignored) | quoting_of(len(self.request.quotes), reply, self.prepared)
+        return {**head_of(self.model), **fields, **ended(reply, self.started), "rekindle": about}
+
+    async def lines(self, parts: AsyncGenerator[ReplyPart, None]) -> AsyncGenerator[Mapping[str, Any], None]:
+        async with aclosing(parts):
+            async for item in parts:
+                if isinstance(item.part, Finished):
+                    yield self.last(item.part, self.fields(""))
+                else:
+                    yield self.line(item.part)
+
+
+async def answer_ollama_chat(call: Call, body: OllamaChatRequest) -> Response:
+    """The reply to a chat in Ollama's format, in lines or whole."""
+    model = _model(call, body)
+    if not body.messages:
+        return await _load(call, body, model, _chat_fields(""))
+    request = chat_request(body, call.caller.tenant, call.service.token_limit())
+    return await _answer(call, body, request, model, _chat_fields)
+
+
+async def answer_generate(call: Call, body: GenerateRequest) -> Response:
+    """The reply to a prompt in Ollama's format, in lines or whole."""
+    model = _model(call, body)
+    check_refused(body)
+    if not body.prompt:
+        return await _load(call, body, model, _generate_fields(""))
+    request = generate_request(body, call.caller.tenant, call.service.token_limit())
+    return await _answer(call, body, request, model, _generate_fields)
+
+
+def _model(call: Call, body: OllamaBody) -> str:
+    """The model that answers: an adapter, or the base model. Raises `ApiError` 404."""
+    return adapter_named(call, body.model) or call.service.model
+
+
+async def _load(call: Call, body: OllamaBody, model: str, fields: Mapping[str, Any]) -> Response:
+    """Load the model, or free it: what a body without a prompt is for."""
+    service, started = call.service, time.perf_counter()
+    frees = body.keep_alive is not None and keep_alive_seconds(body.keep_alive) == 0 and call.caller.operator
+    service.turn(call.caller, body)
+    if not frees:
+        await call.in_thread(lambda: template_of(service.session))
+    reason = {"done": True, "done_reason": "unload" if frees else "load"}
+    seconds = time.perf_counter() - started
+    about = {"ignored": sorted([*call.ignored(body), *ignored_options(body, service.session.engine.context_tokens)])}
+    line = {**head_of(model), **fields, **reason, "load_duration": nanoseconds(seconds), "rekindle": about}
+    return Response(OLLAMA.frame(line), media_type=OLLAMA.media_type) if body.streamed else JSONResponse(line)
+
+
+async def _answer(
+    call: Call, body: OllamaBody, request: Request, model: str, fields: Callable[..., dict[str, Any]]
+) -> Response:
+    started, session = time.perf_counter(), call.service.session
+    request, dropped = call.canonical(request)
+    request = replace(request, adapter="" if model == call.service.model else model)
+    ignored = [*call.ignored(body), *dropped, *ignored_options(body, session.engine.context_tokens)]
+    if body.think is not None and not has_think_switch(await call.in_thread(lambda: template_of(session))):
+        ignored.append("think")
+    prepared = await _prepared(call, body, request)
+    if prepared is None:
+        events = call.service.answer([request], call.caller, body)
+    else:
+        request = prepared.request
+        events = answer_prepared(call, body, prepared, started)
+    answering = _Answering(body, request, model, sorted(ignored), fields, started, prepared)
+    if body.streamed:
+        first, rest = await call.begin(events)
+        return call.stream(answering.lines(call.parts(rest, request)), first, rest)
+    planned, (reply,) = await call.collect(events, 1)
+    written = fields(reply.text, reply.thinking, reply.tool_calls)
+    return JSONResponse(answering.last(Finished(reply), written), headers=plan_header(planned))
+
+
+async def _prepared(call: Call, body: OllamaBody, request: Request) -> Prepared | None:
+    """Passages of the library for the last user message; None if it does not ask for any."""
+    wanted = body.rekindle.knowledge if body.rekindle is not None else None
+    if wanted is None:
+        return None
+    said = [m.content for m in request.prompt if isinstance(m, Message) and m.role == "user"]
+    if not said or not said[-1].strip():
+        raise ApiError(400, "messages: No message of the user has text to search for.", param="messages")
+    session = call.service.session
+    return await call.in_thread(lambda: session.prepare_request(said[-1], request, wanted.top_k, wanted.retrieval))

@@ -1,0 +1,152 @@
+"""From a body of Ollama's API to a request of the session, and from a reply to Ollama's fields."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+from rekindle.core.grammar import Grammar
+from rekindle.core.reply import Reply
+from rekindle.core.request import Message, Options, PromptLike, Request
+from rekindle.core.tools import ToolCall
+from rekindle.server.body import cache_options
+from rekindle.server.errors import ApiError
+from rekindle.server.ollama.schema import (
+    GenerateRequest,
+    ModelOptions,
+    OllamaBody,
+    OllamaChatRequest,
+    OllamaMessage,
+)
+
+_REFUSED = {
+    "template": "the model's own template is used. Leave it out, or send the whole text with raw.",
+    "context": "conversations are not kept as tokens. Send their messages to /api/chat.",
+    "suffix": "this server continues texts. Leave it out.",
+    "images": "models read text here. Leave them out.",
+}
+
+
+def chat_request(body: OllamaChatRequest, tenant: str, token_limit: int) -> Request:
+    """The session's request of a chat with messages. Raises `RequestError` and `ApiError`."""
+    options = _options(body, tenant, token_limit)
+    if body.tools:
+        options["tools"] = body.tools
+    messages = [_message(message, f"messages.{number}") for number, message in enumerate(body.messages or ())]
+    return Request.of(messages, **options)
+
+
+def generate_request(body: GenerateRequest, tenant: str, token_limit: int) -> Request:
+    """The session's request of a prompt that is not empty. Raises `RequestError` and `ApiError`."""
+    prompt: PromptLike = body.prompt or ""
+    if not body.raw:
+        system = [Message("system", body.system)] if body.system else []
+        prompt = [*system, Message("user", body.prompt or "")]
+    return Request.of(prompt, **_options(body, tenant, token_limit))
+
+
+def check_refused(body: GenerateRequest | OllamaMessage, place: str = "") -> None:
+    """Raise `ApiError` 400 for a field that would change what the model reads, and that has no meaning here."""
+    for name, reason in _REFUSED.items():
+        if getattr(body, name, None):
+            raise ApiError(400, f"{place}{name}: {reason}", param=f"{place}{name}")
+
+
+def ignored_options(body: OllamaBody, context: int) -> list[str]:
+    """The names of options that have no effect here."""
+    options = body.sampling
+    names = options.ignored()
+    if options.num_ctx not in (None, context):
+        names.append("num_ctx")
+    own = [] if body.rekindle is None else [f"rekindle.{name}" for name in body.rekindle.ignored()]
+    return [*(f"options.{name}" for name in names), *own]
+
+
+def _message(message: OllamaMessage, place: str) -> dict[str, Any]:
+    check_refused(message, f"{place}.")
+    fields: dict[str, Any] = {"role": message.role, "content": message.content, **(message.model_extra or {})}
+    if message.thinking:
+        fields["reasoning_content"] = message.thinking
+    if message.tool_name:
+        fields["name"] = message.tool_name
+    return fields
+
+
+def _options(body: OllamaBody, tenant: str, token_limit: int) -> Options:
+    given = body.sampling
+    options = cache_options(body, tenant) | _sampling(given)
+    wanted = given.num_predict
+    options["max_tokens"] = token_limit if wanted is None or wanted < 0 else min(wanted, token_limit)
+    options["think"] = body.think
+    if body.format:
+        schema = {"type": "object"} if isinstance(body.format, str) else body.format
+        options["grammar"] = Grammar.json_schema(schema)
+    own = body.rekindle
+    if own is not None and own.reuse is not None:
+        options.setdefault("reuse", own.reuse)
+    if own is not None and own.answers is not None:
+        options["answers"] = own.answers
+    if own is not None and own.documents:
+        if own.knowledge is not None:
+            raise ApiError(400, "rekindle: Give either documents or knowledge.", param="rekindle.knowledge")
+        options["documents"] = [
+            item if isinstance(item, str) else {"text": item.content, "title": item.title} for item in own.documents
+        ]
+    return options
+
+
+def _sampling(given: ModelOptions) -> Options:
+    """Ollama's own defaults where nothing is given, but no penalty."""
+    options: Options = {
+        "temperature": 0.8 if given.temperature is None else float(given.temperature),
+        "top_p": 0.9 if given.top_p is None else given.top_p,
+    }
+    top_k = 40 if given.top_k is None else given.top_k
+    if top_k:
+        options["top_k"] = top_k
+    if given.min_p is not None:
+        options["min_p"] = given.min_p
+    if given.repeat_penalty is not None:
+        options["repetition_penalty"] = given.repeat_penalty
+    if given.seed is not None and given.seed >= 0:
+        options["seed"] = given.seed
+    if given.stop:
+        options["stop"] = given.stop
+    return options
+
+
+def call_of(call: ToolCall) -> dict[str, Any]:
+    """A tool call; its arguments are an object."""
+    return {"id": call.id, "function": call.as_template_input()["function"]}
+
+
+def ended(reply: Reply, started: float) -> dict[str, Any]:
+    """The end of a reply, with its durations in nanoseconds; what is no prefill and no decoding counts as loading."""
+    total = time.perf_counter() - started
+    prompt, written = reply.timings.first_token_seconds, reply.timings.decode_seconds
+    return {
+        "done": True,
+        "done_reason": reply.finish_reason,
+        "total_duration": nanoseconds(total),
+        "load_duration": nanoseconds(max(0.0, total - prompt - written)),
+        "prompt_eval_count": reply.usage.prompt_tokens,
+        "prompt_eval_duration": nanoseconds(prompt),
+        "eval_count": reply.usage.completion_tokens,
+        "eval_duration": nanoseconds(written),
+    }
+
+
+def nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def timestamp(seconds: float | None = None) -> str:
+    """A time as Ollama writes it; default: now."""
+    return datetime.fromtimestamp(time.time() if seconds is None else seconds, timezone.utc).isoformat()
+
+
+def head_of(model: str) -> Mapping[str, Any]:
+    """What every line of a reply begins with."""
+    return {"model": model, "created_at": timestamp()}
