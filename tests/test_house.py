@@ -42,6 +42,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("benchmarks", 35, 0, "chunks: CacheBlend's selection, three readings of Cache-Craft, paired intervals"),
     ("rekindle", 580, 9, "server/ollama: Ollama's API over the same core; embed_texts: vectors for both protocols; "
      "whether a model thinks first"),
+    ("rekindle", 65, 0, "penalties by presence and frequency, logit_bias, reasoning_effort, chat_template_kwargs"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.core.request import Sampling
 from rekindle.engine.sample import Sampler
+from rekindle.errors import InvalidSampling
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], dtype=np.float32))
 logits_lists = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=30)
@@ -93,3 +96,14 @@ def test_tokens_ruled_out_are_never_drawn() -> None:
 
 def test_the_smallest_temperature_is_greedy() -> None:
     assert set(drawn(Sampling(temperature=5e-324, seed=1), 50)) == {0}
+
+
+@pytest.mark.parametrize("bias", [{-1: 1.0}, {1.5: 1.0}, {1: 101.0}, {1: float("nan")}, {1: "much"}, 7, ["ab", 3]])
+def test_a_bias_that_is_none_is_refused(bias: Any) -> None:
+    with pytest.raises(InvalidSampling, match="logit_bias"):
+        Sampling(logit_bias=bias)
+
+
+def test_the_same_bias_has_one_form() -> None:
+    assert Sampling(logit_bias={7: 1, 3: -2.0}) == Sampling(logit_bias=[[3, -2], [7, 1.0]])  # type: ignore[arg-type]
+    assert Sampling(logit_bias={7: 1}).biased and not Sampling().biased  # type: ignore[arg-type]

@@ -324,9 +324,13 @@ def test_tokens_that_are_equally_likely_are_computed_alone() -> None:
     assert [1] in drafted.steps[1:]
 
 
-@pytest.mark.parametrize("how", [{}, {"repetition_penalty": 1.2}, {"repetition_penalty": 0.8}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"repetition_penalty": 1.2}, {"repetition_penalty": 0.8}, {"frequency_penalty": 0.7, "logit_bias": {5: 2}}],
+    ids=str,
+)
 @pytest.mark.parametrize("make_one", [Rounding, lambda: twins(Rounding)], ids=["plain", "twins"])
-def test_rounding_does_not_change_what_is_drawn(make_one: Callable[[], Noting], how: dict[str, float]) -> None:
+def test_rounding_does_not_change_what_is_drawn(make_one: Callable[[], Noting], how: dict[str, Any]) -> None:
     for start in range(0, 60, 20):
         prompt = tuple(range(start, start + 20))
         tokens = reply_of(make_one(), prompt, **ENDLESS, **how).tokens

@@ -30,6 +30,7 @@ MAX_STOPS = 64
 MAX_QUOTES = 1000
 MAX_DRAFTS = 16
 _LARGEST_SEED = 2**64 - 1
+_MAX_BIASES = 1024
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ class Sampling:
     min_p               only tokens at least this share as likely as the most likely one
     repetition_penalty  above 1, tokens already in the context become less likely
     seed                same seed, same prompt, same machine: same text; None: a fresh one each time
+    presence_penalty    subtracted from the logits of tokens that the reply has already
+    frequency_penalty   the same, times how often it has them
+    logit_bias          added to the logits of these tokens: {token: number}, or pairs
     """
 
     temperature: float = 0.0
@@ -67,6 +71,9 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, low=0.0, high=100.0, hint="0 is greedy, 0.7 is usual")
@@ -80,6 +87,9 @@ class Sampling:
             hint="1 is none",
             low_open=True,
         )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name), low=-2.0, high=2.0, hint="0 is none")
+        object.__setattr__(self, "logit_bias", _parse_bias(self.logit_bias))
         if self.top_k is not None:
             _check_whole("top_k", self.top_k, low=1, hint="None keeps every token")
         if self.seed is not None:
@@ -89,6 +99,11 @@ class Sampling:
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
+
+    @property
+    def biased(self) -> bool:
+        """Whether logits are changed by token, or by what the reply has so far."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
 
 class ReplyOptions(TypedDict, total=False):
@@ -102,6 +117,9 @@ class ReplyOptions(TypedDict, total=False):
     top_p: float
     min_p: float
     repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
     seed: int | None
     logprobs: int | None
     grammar: Grammar | None
@@ -296,6 +314,20 @@ def _parse_quote(number: int, item: str | Mapping[str, Any] | Quote) -> Quote:
         raise InvalidPrompt(f"Document {number} has no text. Give a text, or {{'text': ..., 'title': ...}}.")
     _check_text(f"Document {number}", text + title)
     return Quote(text.strip(), title.strip())
+
+
+def _parse_bias(given: Mapping[int, float] | Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Pairs of a token and a number, by token: the same bias has one form."""
+    try:
+        pairs = sorted((token, bias) for token, bias in (given.items() if isinstance(given, Mapping) else given))
+    except (TypeError, ValueError):
+        raise InvalidSampling(f"logit_bias={given!r:.100} is not one: use {{token: number}}.") from None
+    if len(pairs) > _MAX_BIASES:
+        raise InvalidSampling(f"logit_bias has {len(pairs):,} tokens. Use up to {_MAX_BIASES:,}.")
+    for token, bias in pairs:
+        _check_whole("A token of logit_bias", token, low=0, hint="the number of a token")
+        _check_number(f"logit_bias of token {token}", bias, low=-100.0, high=100.0, hint="0 is none")
+    return tuple((int(token), float(bias)) for token, bias in pairs)
 
 
 def _parse_draft(draft: str | Sequence[int]) -> str | tuple[int, ...]:

@@ -105,6 +105,16 @@ class Call:
 
         return await until_disconnect(self.http.receive, done())
 
+    async def template(self) -> str:
+        """The model's chat template; the model is loaded for it if it rests."""
+        session = self.service.session
+
+        def read() -> str:
+            with session.staying():
+                return session.engine.tokenizer.template
+
+        return await self.in_thread(read)
+
     async def begin(self, events: AsyncGenerator[ChoiceEvent, None]) -> tuple[Reuse, AsyncGenerator[ChoiceEvent, None]]:
         """Wait until the first prompt is planned; its planned reuse, and the events that follow."""
         try:

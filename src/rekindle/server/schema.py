@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from rekindle.apps import state_of
-from rekindle.core.request import MAX_QUOTES, MAX_STOPS, AnswersWay, ReuseLevel
+from rekindle.core.request import MAX_QUOTES, MAX_STOPS, AnswersWay, ReuseLevel, Think
 from rekindle.core.scope import AppState
 from rekindle.errors import InvalidSetting
 from rekindle.knowledge.retrieve import MAX_PASSAGES, Retrieval
@@ -33,12 +33,18 @@ Items = Annotated[
 Token = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Number = StrictFloat | StrictInt
 Text = StrictStr
+BiasToken = Annotated[StrictStr, Field(pattern=r"^[0-9]{1,9}$")]
 Stop = Annotated[StrictStr, Field(max_length=1024)]  # every token is compared with each
 MAX_CHOICES = 8
 MAX_TEXTS = 2048
 MAX_DOCUMENTS = 1000
 MAX_SALT = 1024  # characters
 _PASSAGES = "Number of passages."
+_EFFORT = "How much the model thinks aloud first, if its template has a switch for that."
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+_EFFORTS: dict[Effort | None, Think | None] = {
+    None: None, "none": False, "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"
+}  # fmt: skip
 _RETRIEVAL = "How passages are found: fused (BM25 and embeddings), weighted, bm25, embedding."
 
 
@@ -118,6 +124,9 @@ class SamplingBody(CacheBody):
     top_k: StrictInt | None = Field(None, ge=-1, description="0 and -1 mean all.")
     min_p: Number | None = Field(None, ge=0, le=1)
     repetition_penalty: Number | None = Field(None, gt=0, le=100)
+    presence_penalty: Number | None = Field(None, ge=-2, le=2)
+    frequency_penalty: Number | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[BiasToken, Annotated[Number, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Stop | Annotated[Items[Stop], Field(max_length=MAX_STOPS)] | None = None
     n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Number of choices.")
@@ -208,6 +217,14 @@ class Prediction(RequestBody):
     content: Text | Items[dict[str, Any]]
 
 
+class TemplateVariables(RequestBody):
+    """The variables of a chat template that can be chosen."""
+
+    enable_thinking: StrictBool | None = None
+    thinking: StrictBool | None = None
+    reasoning_effort: Effort | None = Field(None, description=_EFFORT)
+
+
 class AgentBody(CacheBody):
     """Fields that the bodies of agents' protocols share."""
 
@@ -241,7 +258,22 @@ class ChatRequest(OpenAiBody):
     tool_choice: Text | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = Field(None, description="false: at most one forced tool call.")
     prediction: Prediction | None = None
+    reasoning_effort: Effort | None = Field(None, description=_EFFORT)
+    chat_template_kwargs: TemplateVariables | None = None
     rekindle: ChatOptions | None = None
+
+    def ignored(self) -> list[str]:
+        """The same, with unknown variables of the template."""
+        unknown = [] if self.chat_template_kwargs is None else self.chat_template_kwargs.ignored()
+        return sorted([*super().ignored(), *(f"chat_template_kwargs.{name}" for name in unknown)])
+
+    @property
+    def think(self) -> Think | None:
+        """Whether the model thinks aloud first, and how much; None: nothing is said of it."""
+        variables = self.chat_template_kwargs or TemplateVariables.model_validate({})
+        effort = self.reasoning_effort or variables.reasoning_effort
+        switches = [one for one in (variables.enable_thinking, variables.thinking) if one is not None]
+        return switches[0] if switches and (effort is None or not switches[0]) else _EFFORTS[effort]
 
 
 class CompletionRequest(OpenAiBody):

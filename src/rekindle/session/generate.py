@@ -19,7 +19,7 @@ from rekindle.core.reply import FinishReason, Reply, Reuse, SampledToken, TextPi
 from rekindle.core.request import Message, Request
 from rekindle.engine.base import Engine, EngineSequence, Logits, Row
 from rekindle.engine.sample import penalized
-from rekindle.errors import Cancelled
+from rekindle.errors import Cancelled, InvalidSampling
 from rekindle.session.draft import Drafts
 from rekindle.session.prompt import PromptTokens
 from rekindle.text.constraint import Constraint
@@ -49,6 +49,7 @@ class Generation:
         self._prompt = prompt
         self._constraint = constraint
         self._started = started
+        _check_bias(request, engine.tokenizer.vocabulary_size)
         self._sampler = engine.sampler(request.sampling, prompt.tokens)
         chat = isinstance(request.prompt, tuple) and isinstance(request.prompt[0], Message)
         context = () if chat else prompt.tokens[-_CONTEXT_TOKENS:]
@@ -151,7 +152,20 @@ class Generation:
 
     def _allowed(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """The logits of what may come next; the others are -inf."""
+        logits = self._biased(logits)
         return self._without_stops(logits) if self._constraint is None else self._constraint.mask(logits)
+
+    def _biased(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The logits as the request changes them: by token, and by what the reply has so far."""
+        sampling = self._request.sampling
+        if not sampling.biased:
+            return logits
+        changed: NDArray[np.float32] = logits.copy()
+        for token, bias in sampling.logit_bias:
+            changed[token] += bias
+        seen, counts = np.unique(np.array(self._tokens, dtype=np.int64), return_counts=True)
+        changed[seen] -= (sampling.presence_penalty + sampling.frequency_penalty * counts).astype(np.float32)
+        return changed
 
     def _is_complete(self, token: int) -> bool:
         """Whether the grammar allows nothing after this token."""
@@ -198,6 +212,13 @@ class Generation:
         self._last_at = time.perf_counter()
         if not self._tokens:
             self._first_at = self._last_at
+
+
+def _check_bias(request: Request, vocabulary_size: int) -> None:
+    """Raises `InvalidSampling` for a token that the model does not have."""
+    last = max((token for token, _ in request.sampling.logit_bias), default=0)
+    if last >= vocabulary_size:
+        raise InvalidSampling(f"logit_bias has token {last:,}; this model has tokens 0 to {vocabulary_size - 1:,}.")
 
 
 def decode(

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from rekindle import Session
+from rekindle.server.schema import ChatRequest
 from rekindle.text import sandbox as limited_process
 from tests.server.conftest import Serve
 from tests.server.serving import Served, connected, eventually, streamed
@@ -183,12 +184,61 @@ def test_contents_may_come_in_parts(served: Served) -> None:
 
 
 def test_fields_that_mean_nothing_here_are_named(served: Served) -> None:
-    fields = {"frequency_penalty": 0.5, "logit_bias": {}, "what_is_this": [1]}
+    fields = {"store": False, "metadata": {}, "what_is_this": [1]}
     assert served.chat(CHAT, **fields)["rekindle"]["ignored"] == sorted(fields)
     with served.http() as client:
         last = streamed(client, PATH, messages=CHAT, **GREEDY, **fields)[-1]
     assert last["rekindle"]["ignored"] == sorted(fields)
     assert served.chat(CHAT)["rekindle"]["ignored"] == []
+
+
+def test_a_bias_and_penalties_change_what_is_drawn(served: Served) -> None:
+    plain = served.chat(CHAT)["choices"][0]["message"]["content"]
+    biased = served.chat(CHAT, logit_bias={str(ord("q")): 100})
+    assert set(biased["choices"][0]["message"]["content"]) == {"q"} and biased["rekindle"]["ignored"] == []
+    varied = served.chat(CHAT, logit_bias={str(ord("q")): 100, str(ord("r")): 99.5}, frequency_penalty=1)
+    assert set(varied["choices"][0]["message"]["content"]) == {"q", "r"}
+    assert served.chat(CHAT, presence_penalty=0)["choices"][0]["message"]["content"] == plain
+    refused = served.post(PATH, messages=CHAT, logit_bias={"999999": 1})
+    assert refused.status_code == 400 and "this model has tokens 0 to" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logit_bias": {"hello": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"frequency_penalty": 3}, "frequency_penalty"),
+        ({"reasoning_effort": "great"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs"),
+    ],
+)
+def test_a_bias_or_an_effort_out_of_range_is_refused_by_name(served: Served, fields: Any, param: str) -> None:
+    refused = served.post(PATH, messages=CHAT, **fields)
+    assert refused.status_code == 400 and refused.json()["error"]["param"].startswith(param)
+
+
+def test_thinking_without_a_switch_is_named_and_so_are_unknown_variables(served: Served) -> None:
+    found = served.chat(CHAT, reasoning_effort="low", chat_template_kwargs={"enable_thinking": True, "tone": "dry"})
+    wanted = ["chat_template_kwargs", "chat_template_kwargs.tone", "reasoning_effort"]
+    assert sorted(found["rekindle"]["ignored"]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("effort", "variables", "think"),
+    [
+        (None, None, None),
+        ("none", None, False),
+        ("minimal", None, "low"),
+        (None, {"enable_thinking": False}, False),
+        ("high", {"enable_thinking": False}, False),
+        ("high", {"thinking": True}, "high"),
+        (None, {"reasoning_effort": "medium"}, "medium"),
+    ],
+)
+def test_what_thinking_a_chat_asks_for(effort: str | None, variables: Any, think: Any) -> None:
+    body = {"messages": CHAT, "reasoning_effort": effort, "chat_template_kwargs": variables}
+    assert ChatRequest.model_validate(body).think == think
 
 
 def test_the_second_ask_is_spared_what_the_first_computed(served: Served) -> None:

@@ -128,12 +128,12 @@ def test_the_second_ask_hits_the_cache_and_a_header_tells(served: Served, stream
 
 def test_a_reply_tells_what_was_reused_and_what_was_ignored(served: Served) -> None:
     served.post(PATH, prompt=TEXT, **GREEDY)
-    told = served.post(PATH, prompt=TEXT, presence_penalty=1, **GREEDY).json()
+    told = served.post(PATH, prompt=TEXT, store=True, **GREEDY).json()
     assert told["usage"]["prompt_tokens_details"]["cached_tokens"] == told["timings"]["cache_n"] == len(TEXT) - 1
-    assert told["rekindle"]["ignored"] == ["presence_penalty"] and told["rekindle"]["computed"] == 1
+    assert told["rekindle"]["ignored"] == ["store"] and told["rekindle"]["computed"] == 1
     with served.http() as client:
-        last = streamed(client, PATH, prompt=TEXT, presence_penalty=1, **GREEDY)[-1]
-    assert last["rekindle"]["ignored"] == ["presence_penalty"] and last["timings"]["cache_n"] == len(TEXT) - 1
+        last = streamed(client, PATH, prompt=TEXT, store=True, **GREEDY)[-1]
+    assert last["rekindle"]["ignored"] == ["store"] and last["timings"]["cache_n"] == len(TEXT) - 1
 
 
 def test_zero_tokens_only_read_the_prompt(served: Served) -> None:

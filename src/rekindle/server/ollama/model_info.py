@@ -15,7 +15,6 @@ from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
 from rekindle.server.ollama.schema import ModelBody
 from rekindle.server.ollama.translate import timestamp
-from rekindle.session.session import Session
 from rekindle.text.reasoning import detect_thoughts
 
 # Clients ask which version of Ollama they talk to: that of the API that is spoken here.
@@ -42,12 +41,6 @@ def adapter_named(call: Call, name: str | None) -> str:
         except ApiError:
             continue
     return call.adapter_of(name)
-
-
-def template_of(session: Session) -> str:
-    """The model's chat template; the model is loaded for it if it rests."""
-    with session.staying():
-        return session.engine.tokenizer.template
 
 
 async def show_version(_: Call) -> Response:
@@ -87,7 +80,7 @@ async def show_tag(call: Call, body: ModelBody) -> Response:
         return JSONResponse(_shown(call, "", _details("", "", ""), {}, ["embedding"]))
     name = adapter_named(call, body.named) or service.model
     engine = service.session.engine
-    template = await call.in_thread(lambda: template_of(service.session))
+    template = await call.template()
     thinks = ["thinking"] if detect_thoughts(template) is not None else []
     info = {
         "general.architecture": "rekindle",

@@ -16,7 +16,7 @@ from rekindle.core.tools import ToolCall
 from rekindle.server.call import Call, plan_header
 from rekindle.server.errors import ApiError
 from rekindle.server.job import Finished
-from rekindle.server.ollama.model_info import adapter_named, template_of
+from rekindle.server.ollama.model_info import adapter_named
 from rekindle.server.ollama.schema import GenerateRequest, OllamaBody, OllamaChatRequest
 from rekindle.server.ollama.translate import (
     call_of,
@@ -115,7 +115,7 @@ async def _load(call: Call, body: OllamaBody, model: str, fields: Mapping[str, A
     frees = body.keep_alive is not None and keep_alive_seconds(body.keep_alive) == 0 and call.caller.operator
     service.turn(call.caller, body)
     if not frees:
-        await call.in_thread(lambda: template_of(service.session))
+        await call.template()
     reason = {"done": True, "done_reason": "unload" if frees else "load"}
     seconds = time.perf_counter() - started
     about = {"ignored": sorted([*call.ignored(body), *ignored_options(body, service.session.engine.context_tokens)])}
@@ -130,7 +130,7 @@ async def _answer(
     request, dropped = call.canonical(request)
     request = replace(request, adapter="" if model == call.service.model else model)
     ignored = [*call.ignored(body), *dropped, *ignored_options(body, session.engine.context_tokens)]
-    if body.think is not None and not has_think_switch(await call.in_thread(lambda: template_of(session))):
+    if body.think is not None and not has_think_switch(await call.template()):
         ignored.append("think")
     prepared = await _prepared(call, body, request)
     if prepared is None:

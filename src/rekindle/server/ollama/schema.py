@@ -20,6 +20,8 @@ class ModelOptions(RequestBody):
     top_k: StrictInt | None = Field(None, ge=0, lt=2**31, description="0 means all; default 40.")
     min_p: Number | None = Field(None, ge=0, le=1)
     repeat_penalty: Number | None = Field(None, gt=0, le=100)
+    presence_penalty: Number | None = Field(None, ge=-2, le=2)
+    frequency_penalty: Number | None = Field(None, ge=-2, le=2)
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**64, description="Negative: a fresh one each time.")
     num_predict: StrictInt | None = Field(None, ge=-(2**31), lt=2**31, description="Negative: as many as fit.")
     num_ctx: StrictInt | None = Field(None, ge=0, lt=2**31, description="Named as ignored: --context decides.")

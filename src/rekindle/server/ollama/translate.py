@@ -110,6 +110,10 @@ def _sampling(given: ModelOptions) -> Options:
         options["min_p"] = given.min_p
     if given.repeat_penalty is not None:
         options["repetition_penalty"] = given.repeat_penalty
+    if given.presence_penalty is not None:
+        options["presence_penalty"] = given.presence_penalty
+    if given.frequency_penalty is not None:
+        options["frequency_penalty"] = given.frequency_penalty
     if given.seed is not None and given.seed >= 0:
         options["seed"] = given.seed
     if given.stop:

@@ -21,6 +21,7 @@ from rekindle.server.reply_parts import ReplyPart, ThoughtDelta
 from rekindle.server.schema import ChatRequest
 from rekindle.server.stored_answers import answer_prepared
 from rekindle.session.ask import Prepared
+from rekindle.text.reasoning import has_think_switch
 from rekindle.text.tools.parse import CallDelta
 
 
@@ -29,6 +30,8 @@ async def answer_chat(call: Call, body: ChatRequest) -> Response:
     adapter, started = call.adapter_of(body.model), time.perf_counter()
     request, dropped = call.canonical(chat_request(body, call.caller.tenant, call.service.token_limit()))
     request, ignored = replace(request, adapter=adapter), sorted([*call.ignored(body), *dropped])
+    if request.think is not None and not has_think_switch(await call.template()):
+        ignored += [name for name in ("reasoning_effort", "chat_template_kwargs") if getattr(body, name) is not None]
     prepared = await _prepared(call, body, request)
     if prepared is not None:
         request = prepared.request

@@ -39,6 +39,7 @@ def chat_request(body: ChatRequest, tenant: str, token_limit: int) -> Request:
         options["parallel_tool_calls"] = body.parallel_tool_calls is not False
     elif body.tool_choice not in (None, "none", "auto"):
         raise ApiError(400, "tool_choice needs tools. Send them along.", param="tool_choice")
+    options["think"] = body.think
     if body.prediction is not None:
         options["drafts"] = [_text_of(body.prediction.content) or ""]
     if body.rekindle is not None and body.rekindle.answers is not None:
@@ -153,11 +154,13 @@ def _options(body: SamplingBody, tenant: str, token_limit: int, wanted_tokens: i
     chosen = body.max_tokens if wanted_tokens is None else wanted_tokens
     options["max_tokens"] = token_limit if chosen is None else min(chosen, token_limit)
     options["temperature"] = 1.0 if body.temperature is None else float(body.temperature)
-    for name in ("top_p", "min_p", "repetition_penalty", "min_tokens"):
+    for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"):
         if (value := getattr(body, name)) is not None:
             options[name] = value
     if body.top_k is not None and body.top_k > 0:
         options["top_k"] = body.top_k
+    if body.logit_bias:
+        options["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
     if body.seed is not None:
         options["seed"] = body.seed % _SEEDS
     if body.stop:
