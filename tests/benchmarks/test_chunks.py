@@ -69,15 +69,15 @@ def test_the_best_of_several_answers_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "named"),
     [
-        ["store", "--calibrate"],
-        ["knowledge", "--quality", "0.9"],
-        ["chunks", "--quality", "0.9"],
-        ["chunks", "--calibrate"],
-        ["chunks", "--calibrate", "--quality", "1.5"],
+        (["store", "--calibrate"], "--calibrate is for the benches chunks and adapters"),
+        (["knowledge", "--quality", "0.9"], "quality"),
+        (["chunks", "--quality", "0.9"], "quality"),
+        (["chunks", "--calibrate"], "quality"),
+        (["chunks", "--calibrate", "--quality", "1.5"], "quality"),
     ],
 )
-def test_calibrating_needs_the_chunks_and_a_quality(arguments: list[str]) -> None:
+def test_calibrating_needs_the_chunks_and_a_quality(arguments: list[str], named: str) -> None:
     done = CliRunner().invoke(app, [*arguments])
-    assert done.exit_code != 0 and "quality" in str(done.exception)
+    assert done.exit_code != 0 and named in str(done.exception)
