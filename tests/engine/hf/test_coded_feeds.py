@@ -38,7 +38,7 @@ SPACES = [quantized(BASE), quantized(ONE), quantized(LATE)]
 
 @pytest.fixture(autouse=True)
 def decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_loader, "_decodes_on", lambda _: True)  # on a CPU, too
+    monkeypatch.setattr(layer_loader, "decodes_on", lambda _: True)  # on a CPU, too
 
 
 @pytest.fixture(params=DEVICES, ids=str)
@@ -226,7 +226,7 @@ def test_a_session_on_cuda_replies_as_with_kv_decoded_on_the_host(
         session.generate(tokens, max_tokens=1)
         texts = []
         for decodes in (False, True):
-            monkeypatch.setattr(layer_loader, "_decodes_on", lambda _, decodes=decodes: decodes)
+            monkeypatch.setattr(layer_loader, "decodes_on", lambda _, decodes=decodes: decodes)
             session.flush()
             session.cache.unpark()
             session.cache.kv.costs = UnmeasuredCosts()
