@@ -366,6 +366,7 @@ def test_list_shows_them_behind_what_was_pulled(shop: Ollama, tiny_folder: Path)
         "gguf": str(blob),
         "in_place": True,
         "added": None,
+        "graphs": {},
     }
     table = CliRunner().invoke(app, ["list"]).stdout
     assert table.index("tiny") < table.index("ollama:llama3.2:latest") < table.index("not pulled")
