@@ -384,7 +384,7 @@ def test_a_template_that_wants_alternation_survives_dropping(session: Session) -
     """Dropping a question alone would leave its answer first, which many templates refuse."""
     real = session.engine.tokenizer.encode_chat
 
-    def strict(messages, written=None, *, **_):
+    def strict(messages, written=None, **_):
         said = [m.role for m in messages if m.role != "system"]
         assert said == [("user", "assistant")[i % 2] for i in range(len(said))], said
         return real(messages)
