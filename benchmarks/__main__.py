@@ -33,7 +33,7 @@ _WITHOUT_ENGINE = {"store", "text", "knowledge", "policies"}
 _OPTIONS_OF = {  # options that only some benches take
     "calibrate": ("chunks", "adapters"),
     "quality": ("chunks",),
-    "adapters": ("adapters", "warmstart"),
+    "adapters": ("adapters", "warmstart", "slower"),
     "pairs": ("answers",),
     "traces": ("stream",),
     "tokens": ("slower",),
@@ -53,7 +53,9 @@ def bench(
     data: Annotated[Path | None, typer.Option(help="A folder of .jsonl texts, or of a trace for serve.")] = None,
     adapters: Annotated[
         Path | None,
-        typer.Option(help="adapters, warmstart: a folder of folders that PEFT saved; else those of the package."),
+        typer.Option(
+            help="adapters, warmstart, slower: a folder of folders that PEFT saved; else those of the package."
+        ),
     ] = None,
     pairs: Annotated[
         Path | None, typer.Option(help="answers: a .jsonl file of labelled pairs of questions (a, b, paraphrase).")
