@@ -33,7 +33,6 @@ Items = Annotated[
 Token = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Number = StrictFloat | StrictInt
 Text = StrictStr
-BiasToken = Annotated[StrictStr, Field(pattern=r"^[0-9]{1,9}$")]
 Stop = Annotated[StrictStr, Field(max_length=1024)]  # every token is compared with each
 MAX_CHOICES = 8
 MAX_TEXTS = 2048
@@ -126,7 +125,7 @@ class SamplingBody(CacheBody):
     repetition_penalty: Number | None = Field(None, gt=0, le=100)
     presence_penalty: Number | None = Field(None, ge=-2, le=2)
     frequency_penalty: Number | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[BiasToken, Annotated[Number, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    logit_bias: dict[Text, Annotated[Number, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Stop | Annotated[Items[Stop], Field(max_length=MAX_STOPS)] | None = None
     n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Number of choices.")

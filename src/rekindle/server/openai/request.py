@@ -160,7 +160,7 @@ def _options(body: SamplingBody, tenant: str, token_limit: int, wanted_tokens: i
     if body.top_k is not None and body.top_k > 0:
         options["top_k"] = body.top_k
     if body.logit_bias:
-        options["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+        options["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
     if body.seed is not None:
         options["seed"] = body.seed % _SEEDS
     if body.stop:
@@ -169,6 +169,12 @@ def _options(body: SamplingBody, tenant: str, token_limit: int, wanted_tokens: i
     if grammar is not None:
         options["grammar"] = grammar
     return options
+
+
+def _token_id(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise ApiError(400, f'logit_bias: {text[:50]!r} is no token id. Give {{"ID": number}}.', param="logit_bias")
+    return int(text)
 
 
 def _grammar(body: SamplingBody) -> Grammar | None:
