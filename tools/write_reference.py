@@ -67,6 +67,7 @@ FLAGS_OF = {  # groups whose flags not every command has that loads a model
     "retention": "Flags of `rekindle serve`.",
     "serving": "Flags of `rekindle serve`.",
     "server": "Flags of `rekindle serve`; in Python `rekindle.settings.ServerSettings`.",
+    "idle": "Flags of `rekindle idle`, and of `rekindle serve` with `--idle`.",
 }
 
 

@@ -21,7 +21,7 @@ from tests.knowledge.conftest import embedder_folder
 
 __all__ = ["embedder_folder"]  # a fixture
 
-QUICK = ("--settle", "0s", "--stride", "1", "--max-tokens", "4", "--load", "1000", "--on-battery")
+QUICK = ("--idle-settle", "0s", "--idle-stride", "1", "--max-tokens", "4", "--idle-load", "1000", "--on-battery")
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def done(*arguments: str) -> Any:
 
 
 def test_what_was_done_is_told_and_logged(settings: list[str]) -> None:
-    told = done("idle", *settings, *QUICK, "--answers", "verified", "--sources", "passage", "--json")
+    told = done("idle", *settings, *QUICK, "--answers", "verified", "--idle-sources", "passage", "--json")
     assert {did["action"] for did in told} <= {"answer", "warm"} and told
     assert all(did["finished"] and did["tokens"] > 0 and did["flop"] > 0 for did in told)
     where = settings[2:]
@@ -58,8 +58,8 @@ def test_people_see_a_line_for_each_thing(settings: list[str]) -> None:
 
 
 def test_a_budget_and_what_is_in_the_way_are_heeded(settings: list[str]) -> None:
-    assert done("idle", *settings, *QUICK, "--seconds", "0s", "--json") == []
-    result = rekindle("idle", *settings, "--load", "0")
+    assert done("idle", *settings, *QUICK, "--idle-seconds", "0s", "--json") == []
+    result = rekindle("idle", *settings, "--idle-load", "0")
     assert result.exit_code == 0 and "Stopped: others keep" in result.stderr
 
 
@@ -68,10 +68,10 @@ def test_a_budget_and_what_is_in_the_way_are_heeded(settings: list[str]) -> None
     [
         (["--answers", "off"], "all is prepared. New documents and questions bring work; --answers verified predicts"),
         (
-            ["--answers", "verified", "--settle", "1h", "--rounds", "0"],
-            "documents came less than 3600 s ago. Wait, or use --settle",
+            ["--answers", "verified", "--idle-settle", "1h", "--idle-rounds", "0"],
+            "documents came less than 3600 s ago. Wait, or use --idle-settle",
         ),
-        (["--seconds", "0s"], "the budget is spent."),
+        (["--idle-seconds", "0s"], "the budget is spent."),
         (["--disk-limit", "150kB", "--answers", "off"], "the cache has no room left for more. Set a larger disk_limit"),
     ],
     ids=["prepared", "too new", "budget", "room"],
@@ -125,6 +125,6 @@ def test_a_server_works_ahead_only_if_it_is_told_to(tiny_folder: Path, monkeypat
 
 
 def test_what_makes_no_sense_is_refused(settings: list[str], tmp_path: Path) -> None:
-    assert isinstance(rekindle("idle", *settings, "--sources", "dreams").exception, InvalidSetting)
+    assert isinstance(rekindle("idle", *settings, "--idle-sources", "dreams").exception, InvalidSetting)
     elsewhere = [*settings, "--library", str(tmp_path / "nothing")]
     assert isinstance(rekindle("idle", *elsewhere).exception, NothingKnown)

@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rekindle.cli.options import AsJson, ModelOption, app, loading_options, print_json, print_table, takes
+from rekindle.cli.options import AsJson, ModelOption, app, idle_options, loading_options, print_json, print_table, takes
 from rekindle.core.request import DEFAULT_MAX_TOKENS
 from rekindle.core.size import count_of, parse_duration
 from rekindle.errors import NothingKnown
+from rekindle.settings import ServerSettings
 from rekindle.text.visible import printable
 
 if TYPE_CHECKING:
     from rekindle.idle.idle import Idle
     from rekindle.idle.log import IdleAction
 
-_SOURCES = "abstract,history,passage"
-
 
 @app.command()
-@takes(loading=loading_options)
+@takes(loading=loading_options, working=idle_options)
 def idle(
     loading: dict[str, Any],
+    working: dict[str, Any],
     model: ModelOption = "smollm2",
     watch: Annotated[
         bool, typer.Option("--watch", help="Continue until Ctrl-C, whenever load and battery allow.")
@@ -35,55 +35,24 @@ def idle(
     every: Annotated[str, typer.Option(help="With --watch: the pause between two runs.")] = "60s",
     log: Annotated[bool, typer.Option("--log", help="Show what was done so far, and the time it saved since.")] = False,
     last: Annotated[int, typer.Option(min=0, help="With --log: number of single actions to show.")] = 0,
-    stride: Annotated[int, typer.Option(min=1, help="Questions predicted at a time.")] = 5,
-    rounds: Annotated[int, typer.Option(min=0, help="How often, from each source, when something is new.")] = 1,
-    per_hit: Annotated[
-        str, typer.Option(help="Predict more while a predicted question that is used costs at most this much work.")
-    ] = "10m",
-    sources: Annotated[str, typer.Option(help="What questions are predicted from.")] = _SOURCES,
-    settle: Annotated[str, typer.Option(help="Summarize documents once none was added for this long.")] = "60s",
-    passages: Annotated[int | None, typer.Option(min=0, help="Passages to prefill; default: all that fit.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, as users ask for it.")] = (
         DEFAULT_MAX_TOKENS
     ),
-    seconds: Annotated[str | None, typer.Option(help="Budget of compute time: 90s, 10m.")] = None,
-    tflop: Annotated[float | None, typer.Option(min=0, help="Budget of operations, in trillions.")] = None,
-    joules: Annotated[float | None, typer.Option(min=0, help="Budget of energy, where it can be measured.")] = None,
-    load: Annotated[
-        float, typer.Option(min=0, help="Stop while other processes keep this share of the cores busy.")
-    ] = 0.5,
-    on_battery: Annotated[bool, typer.Option("--on-battery", help="Also without mains power.")] = False,
-    calibrate: Annotated[
-        str | None,
-        typer.Option(help="Calibrate the model for its level of reuse if nobody did, for at most this long: 10m."),
-    ] = None,
     json: AsJson = False,
 ) -> None:
     """Do idle work: refresh answers, predict questions, prefill what they begin with. Ctrl-C stops within a token."""
     from rekindle.cli.console import notes, progress
     from rekindle.idle.idle import Idle, IdleOptions
     from rekindle.idle.idle_calibration import IdleCalibration
-    from rekindle.idle.worker import Budget, IdleConditions
     from rekindle.session.session import Session
 
     if log:
         _show_log(loading, last, json)
         return
-    options = IdleOptions(
-        stride=stride,
-        rounds=rounds,
-        seconds_per_hit=parse_duration(per_hit),
-        sources=tuple(name.strip() for name in sources.split(",") if name.strip()),
-        settle_seconds=parse_duration(settle),
-        warm_passages=passages,
-        budget=Budget(None if seconds is None else parse_duration(seconds), tflop, joules),
-        max_tokens=max_tokens,
-        conditions=IdleConditions(load, on_battery),
-        calibrate_seconds=0.0 if calibrate is None else parse_duration(calibrate),
-    )
+    options = IdleOptions.of(ServerSettings.load(working), max_tokens)
     pause = parse_duration(every)
     with progress(model) as report, Session(model, **loading, progress=report) as session, _stopping() as stop:
-        if not session.knowledge.holds() and calibrate is None:
+        if not session.knowledge.holds() and not options.calibrate_seconds:
             raise NothingKnown("Nothing was ingested yet. Do that first: rekindle ingest FOLDER")
         if session.settings.answers == "off":
             notes.print("answers is off: passages are prefilled, but no questions are predicted")

@@ -80,7 +80,8 @@ def _parameter(setting: Setting) -> inspect.Parameter:
 engine_options = settings_options(ENGINE_SETTINGS)
 loading_options = settings_options(names_in("model", "cache", "chunks", "library", "answers", "remote"))
 serving_options = settings_options(names_in("retention", "serving"))
-server_options = settings_options(names_in("server"))
+idle_options = settings_options(names_in("idle"))
+server_options = settings_options(names_in("server", "idle"))
 daemon_options = settings_options(["daemon", "keep_alive"])
 library_options = settings_options(["cache", *names_in("library"), "key_file", "tenant", "cache_salt"])
 

@@ -22,7 +22,7 @@ from rekindle.answers.ask_terms import AskTerms, asking
 from rekindle.core.grammar import Grammar
 from rekindle.core.reply import Reply
 from rekindle.core.request import DEFAULT_MAX_TOKENS, Message, Request, Sampling
-from rekindle.core.size import count_of
+from rekindle.core.size import count_of, parse_duration
 from rekindle.errors import InvalidSetting
 from rekindle.idle.abstracts import AbstractWriter
 from rekindle.idle.generated_questions import (
@@ -44,6 +44,7 @@ from rekindle.idle.worker import Budget, IdleConditions, IdleWorker, Spent, Work
 from rekindle.knowledge.retrieve import Retrieval
 from rekindle.session.library import quote_of
 from rekindle.session.session import Session
+from rekindle.settings import ServerSettings
 
 _QUESTION_TOKENS = 48
 _TINY_PARAMETERS = 500_000_000  # of a model that needs templates
@@ -84,6 +85,25 @@ class IdleOptions:
     rule: Rule = "rekindle"
     conditions: IdleConditions | None = None
     calibrate_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, settings: ServerSettings, max_tokens: int = DEFAULT_MAX_TOKENS) -> IdleOptions:
+        """What the settings say. Raises `InvalidSetting`."""
+        seconds, calibrate = (
+            None if time is None else parse_duration(time) for time in (settings.idle_seconds, settings.idle_calibrate)
+        )
+        return cls(
+            stride=settings.idle_stride,
+            rounds=settings.idle_rounds,
+            seconds_per_hit=parse_duration(settings.idle_per_hit),
+            sources=settings.idle_sources,
+            settle_seconds=parse_duration(settings.idle_settle),
+            warm_passages=settings.idle_passages,
+            budget=Budget(seconds, settings.idle_tflop, settings.idle_joules),
+            max_tokens=max_tokens,
+            conditions=IdleConditions(settings.idle_load, settings.on_battery),
+            calibrate_seconds=calibrate or 0.0,
+        )
 
     def __post_init__(self) -> None:
         unknown = set(self.sources) - {"abstract", "history", "passage"}
@@ -149,11 +169,13 @@ class Idle:
             return "the cache has no room left for more. Set a larger disk_limit: --disk-limit 2GB."
         waiting = self._preparer.sources.without_abstract(0.0) if "abstract" in options.sources else []
         if self.strategy is not None and waiting:
-            return f"documents came less than {options.settle_seconds:g} s ago. Wait, or use --settle 0s."
+            return f"documents came less than {options.settle_seconds:g} s ago. Wait, or use --idle-settle 0s."
         if self.strategy is not None and not self._pays():
             hits, seconds = prediction_yield(self._preparer.bank.library)
             spent = f"predicted questions were used {count_of(hits, 'time')} for {seconds:.0f} s of work"
-            return f"more would not pay: {spent}. New documents and questions bring work, and --per-hit allows more."
+            return (
+                f"more would not pay: {spent}. New documents and questions bring work, and --idle-per-hit allows more."
+            )
         more = "; --answers verified predicts questions, too" if settings.answers == "off" else ""
         return f"all is prepared. New documents and questions bring work{more}."
 

@@ -14,7 +14,6 @@ from rekindle.core.size import keep_alive_seconds, parse_duration, parse_limit
 from rekindle.engine.fairness import Requester
 from rekindle.errors import Cancelled
 from rekindle.idle.idle import IdleOptions
-from rekindle.idle.worker import Budget, IdleConditions
 from rekindle.server.admission_queue import AdmissionQueue
 from rekindle.server.auth import ApiKeys, Caller
 from rekindle.server.client_apps import ClientApps
@@ -58,7 +57,7 @@ class Service:
         self.names = ModelNames(self.model, settings.alias)
         self.metrics = Metrics(session, self.line)
         if idle is None and settings.idle:
-            idle = _idle_options(settings)
+            idle = IdleOptions.of(settings)
         self.idle_thread = None if idle is None else IdleThread(session, idle, parse_duration(settings.quiet))
         self._tasks: dict[asyncio.Task[None], tuple[Scope, str]] = {}  # scope and app of each request
         self._jobs: set[ReplyJob] = set()  # those that are running
@@ -185,22 +184,6 @@ class Service:
         for threads in (self.side_threads, self.ingesting):
             threads.shutdown(wait=False, cancel_futures=True)
         self.session.close()
-
-
-def _idle_options(settings: ServerSettings) -> IdleOptions:
-    """The idle work that the settings say. Raises `InvalidSetting`."""
-    seconds = None if settings.idle_seconds is None else parse_duration(settings.idle_seconds)
-    return IdleOptions(
-        stride=settings.idle_stride,
-        rounds=settings.idle_rounds,
-        seconds_per_hit=parse_duration(settings.idle_per_hit),
-        sources=settings.idle_sources,
-        settle_seconds=parse_duration(settings.idle_settle),
-        warm_passages=settings.idle_passages,
-        budget=Budget(seconds, settings.idle_tflop, settings.idle_joules),
-        conditions=IdleConditions(settings.idle_load, settings.on_battery),
-        calibrate_seconds=0.0 if settings.idle_calibrate is None else parse_duration(settings.idle_calibrate),
-    )
 
 
 def _places(session: Session) -> int:

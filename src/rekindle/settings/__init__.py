@@ -47,6 +47,7 @@ GROUPS = {
     "retention": "What the cache keeps",
     "serving": "Several requests",
     "server": "Server",
+    "idle": "Idle work",
     "commands": "Commands",
 }
 API_KEYS_VARIABLE = f"{PREFIX}API_KEYS"  # keys are secrets: never in `rekindle.toml`, so they are no setting
@@ -378,34 +379,34 @@ class ServerSettings(_Loadable):
     )
     idle: bool = setting("server", False, "Work ahead while there are no requests, as `rekindle idle` does.")
     quiet: str = setting("server", "30s", "With idle: start after this long without a request.", kind=a_time("30s, 5m"))
-    on_battery: bool = setting("server", False, "With idle: also without mains.")
-    idle_load: float = setting("server", 0.5, "With idle: stop while others keep this share of the cores busy.")
-    idle_stride: int = setting("server", 5, "With idle: questions predicted at a time.")
-    idle_rounds: int = setting("server", 1, "With idle: how often, from each source, when something is new.")
+    on_battery: bool = setting("idle", False, "Also work without mains.")
+    idle_load: float = setting("idle", 0.5, "Stop while others keep this share of the cores busy.")
+    idle_stride: int = setting("idle", 5, "Questions predicted at a time.")
+    idle_rounds: int = setting("idle", 1, "How often, from each source, when something is new.")
     idle_per_hit: str = setting(
-        "server",
+        "idle",
         "10m",
-        "With idle: predict more while a predicted question that is used costs at most this much work.",
+        "Predict more while a predicted question that is used costs at most this much work.",
         kind=a_time("10m, 1h"),
     )
     idle_sources: tuple[str, ...] = setting(
-        "server",
+        "idle",
         ("abstract", "history", "passage"),
-        "With idle: what questions are predicted from, with commas between.",
+        "What questions are predicted from, with commas between.",
     )
     idle_settle: str = setting(
-        "server", "60s", "With idle: summarize documents once none was added for this long.", kind=a_time("60s, 5m")
+        "idle", "60s", "Summarize documents once none was added for this long.", kind=a_time("60s, 5m")
     )
-    idle_passages: int | None = setting("server", None, "With idle: passages to prefill; none: all that fit.")
+    idle_passages: int | None = setting("idle", None, "Passages to prefill; none: all that fit.")
     idle_seconds: str | None = setting(
-        "server", None, "With idle: compute time for each library since the start; none: any.", kind=a_time("10m, 1h")
+        "idle", None, "Compute time for each library since the start; none: any.", kind=a_time("10m, 1h")
     )
-    idle_tflop: float | None = setting("server", None, "With idle: the same in trillions of operations.")
-    idle_joules: float | None = setting("server", None, "With idle: the same in joules, where they can be measured.")
+    idle_tflop: float | None = setting("idle", None, "The same in trillions of operations.")
+    idle_joules: float | None = setting("idle", None, "The same in joules, where they can be measured.")
     idle_calibrate: str | None = setting(
-        "server",
+        "idle",
         None,
-        "With idle: calibrate the model for its level of reuse if nobody did, for at most this long; the next start "
+        "Calibrate the model for its level of reuse if nobody did, for at most this long; the next start "
         "uses what was found. none: never.",
         kind=a_time("10m, 1h"),
     )
