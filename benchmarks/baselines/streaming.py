@@ -15,10 +15,9 @@ from benchmarks.waiting.timeline import LinkCosts, SearchTask
 from rekindle.core.cells import Cell, Progress, Schedule, steps
 from rekindle.core.kv import Span
 from rekindle.engine.base import Engine, Row
-from rekindle.remote.hybrid_prefill import ComputeStep, HybridPrefill
+from rekindle.remote.hybrid_prefill import ComputeStep, HybridPrefill, WholeTokenPrefill
 from rekindle.remote.ladder import LevelLadder
 from rekindle.remote.schedule import StreamCosts
-from rekindle.remote.whole_token_prefill import WholeTokenPrefill
 
 
 @dataclass

@@ -20,7 +20,7 @@ from rekindle.errors import KnowledgeUnusable
 from rekindle.knowledge.library import Library
 from rekindle.knowledge.library_file import check_library, current_file, next_file
 from rekindle.knowledge.rows import put_document
-from rekindle.knowledge.salvage import SqlitePages
+from rekindle.knowledge.sqlite_pages import SqlitePages
 from tests.knowledge.conftest import cut, library
 from tests.knowledge.test_library import ROOT, check_words, found
 

@@ -10,7 +10,7 @@ import pytest
 
 from rekindle import Session
 from rekindle.engine.base import Engine
-from rekindle.engine.step_width import max_exact_step
+from rekindle.session.draft import max_exact_step
 
 pytestmark = pytest.mark.real
 

@@ -17,7 +17,7 @@ from rekindle.core.keys import token_bytes
 from rekindle.engine.fake import FakeEngine
 from rekindle.errors import DocumentNotFound, InvalidSetting
 from rekindle.idle.idle import Idle, IdleOptions
-from rekindle.knowledge.salvage import SqlitePages
+from rekindle.knowledge.sqlite_pages import SqlitePages
 from rekindle.session.library import Knowledge, purging
 from rekindle.settings import Settings
 from rekindle.store.catalog import catalog

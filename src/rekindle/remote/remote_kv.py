@@ -38,7 +38,7 @@ from rekindle.remote.chunked_prefill import PrefixPrefill, keep_arrived, prefill
 from rekindle.remote.client import Origin
 from rekindle.remote.connection import OriginFailed, Stop
 from rekindle.remote.fetch import OriginPassages, RemoteChunkFetch, RemotePrefixFetch, WantedPassage, unknown_passages
-from rekindle.remote.hybrid_prefill import HybridPrefill
+from rekindle.remote.hybrid_prefill import HybridPrefill, WholeTokenPrefill
 from rekindle.remote.index import KvModel
 from rekindle.remote.ladder import LevelLadder, LevelLimit
 from rekindle.remote.latency import Bandwidth, LayerCosts, recall_bandwidth, remember_bandwidth
@@ -46,7 +46,6 @@ from rekindle.remote.pairing import ModelPairing, recall_pairing
 from rekindle.remote.schedule import StreamCosts
 from rekindle.remote.signing import read_public, read_secret
 from rekindle.remote.transfer_queue import OriginSlices
-from rekindle.remote.whole_token_prefill import WholeTokenPrefill
 from rekindle.safe_read import read_secret_file
 from rekindle.settings import Settings
 

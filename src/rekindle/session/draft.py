@@ -8,27 +8,45 @@ computes the guessed tokens in one step, and each is taken only if it is the one
 
 So a draft may be wrong, old, or another question's: it can cost a little time, never change a reply. It is checked only
 where that is expected to be sooner: by what a step of several tokens costs, and by how many were right so far.
+
+Some engines use other kernels for larger steps, which round quantized weights differently: a draft that is verified in
+too large a step may be accepted where the model alone would have written something else. For such an engine the largest
+step in which each token gets the logits that it would get alone is measured once for a model and a machine.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import chain, takewhile
+from itertools import chain, cycle, islice, takewhile
+
+import numpy as np
 
 from rekindle.cache.cost import Costs
 from rekindle.cache.lookup import CacheLookup
+from rekindle.core.identity import digest_of_fields
 from rekindle.core.kv import Span
 from rekindle.core.request import Request
-from rekindle.engine.base import Engine
-from rekindle.engine.step_width import max_exact_step
+from rekindle.engine.base import Engine, EngineSequence, Logits, Row
+from rekindle.errors import OutOfMemory, StepRefused
+from rekindle.json_file import JsonMemo
+from rekindle.machine import home_folder
 from rekindle.text.base import Tokenizer
+
+log = logging.getLogger("rekindle.session")
 
 MIN_RUN = 2  # number of tokens of a draft that must have been written before it is followed from there
 _MIN_QUOTED_RUN = 3  # the same for the prompt, which is longer and less to the point
 _FEWEST, _MOST = 7, 63  # tokens guessed at once: with the one before them, a step has 8 to 64
 _MAX_CHARACTERS = 1 << 18  # of a draft are read: replies are shorter, and longer texts take seconds
 _MARGIN = 1.75  # what a guess must be expected to gain: neither its time nor its tokens are certain
+ANY = 64  # no draft is verified in larger steps
+_SIZES = (16, 8, 4, 2)  # of steps that are tried
+_BEFORE = 24  # tokens of context, then
+_LAST_DIGITS = 1e-3
+_MODELS = 64
+_TEXT = "The lamp was lit at dusk, and people on the road by the river could see it from the other side. "
 _PLAIN_STEPS = 8  # of a reply are timed: more would take the place of those with a guess
 
 
@@ -150,3 +168,46 @@ def _encoded(draft: str | Sequence[int], tokenizer: Tokenizer) -> Sequence[int]:
         return list(takewhile(lambda token: token < size, draft))  # the tokens of another model mean nothing
     begins = len(tokenizer.encode(""))  # what a text begins with is no part of a reply
     return tokenizer.encode(draft[:_MAX_CHARACTERS])[begins:]
+
+
+def max_exact_step(engine: Engine) -> int:
+    """The largest step, 1 if each token must be computed alone; `ANY` if there is no limit."""
+    if engine.capabilities.steady:
+        return ANY
+    memory = JsonMemo(home_folder() / "step_width.json", _MODELS)
+    name = digest_of_fields("rekindle/step_width/1", engine.identity(engine.regime(1)).digest, engine.arithmetic)
+    known = memory.recall(name)
+    if isinstance(known, int) and 1 <= known <= ANY:
+        return known
+    found = measure_step_width(engine)
+    if found == 1:  # said once for a model and a machine
+        log.warning(
+            "Drafts are not used with %s: here it rounds differently if several tokens share a step.", engine.name
+        )
+    memory.keep(name, found)
+    return found
+
+
+def measure_step_width(engine: Engine) -> int:
+    """Measure the largest step in which each token gets the logits it gets alone."""
+    most = _SIZES[0]
+    tokens = list(islice(cycle(engine.tokenizer.encode(_TEXT)), _BEFORE + most))
+    try:
+        sequence = engine.open(len(tokens), engine.regime(len(tokens)))
+    except (OutOfMemory, StepRefused):
+        return 1
+    try:
+        _step(engine, sequence, tokens[:_BEFORE])
+        alone = np.concatenate([_step(engine, sequence, [token]) for token in tokens[_BEFORE:]])
+        for size in _SIZES:
+            sequence.truncate(_BEFORE)
+            found = _step(engine, sequence, tokens[_BEFORE : _BEFORE + size])
+            if np.abs(found - alone[:size]).max() <= _LAST_DIGITS * max(1.0, float(np.abs(alone).max())):
+                return ANY if size == most else size
+    finally:
+        sequence.close()
+    return 1
+
+
+def _step(engine: Engine, sequence: EngineSequence, tokens: list[int]) -> Logits:
+    return engine.step([Row.following(sequence, tokens, logits="all")])[0]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rekindle.core.kv import Span
-from rekindle.engine.hf import kernels
+from rekindle.engine.hf import kernels, kv_kernels
 from rekindle.engine.hf.attention import ScoreParams, Tile, attention_weights, split_tile
 from rekindle.engine.hooks import AttentionMap, KvDrift, Positions, Probe, Reading
 
@@ -182,14 +182,14 @@ class KvDriftCorrection:
         rests = [span.start + np.flatnonzero(others[span.start : span.stop]) for span in spans]
         parts = [positions, *(part for some in (owns, rests) for part in (np.concatenate(some), _starts(some)))]
         numbers = torch.from_numpy(np.concatenate(parts)).to(device)
-        self._spans = kernels.MovingSpans(*torch.split(numbers, [len(part) for part in parts]))
+        self._spans = kv_kernels.MovingSpans(*torch.split(numbers, [len(part) for part in parts]))
         self._gain = spread.gain
 
     def move(self, buffer: Tensor, rows: Tensor) -> None:
         """Call before rows `[1, kv_heads, tokens, dim]` go to a buffer `[1, kv_heads, capacity, dim]`."""
         spans = self._spans
         if kernels.fits_split(rows.shape[3], rows.dtype, rows.device):
-            kernels.move_rest(buffer[0], rows[0], spans, self._gain)
+            kv_kernels.move_rest(buffer[0], rows[0], spans, self._gain)
             return
         change = rows[0, :, spans.own] - buffer[0, :, spans.slots[spans.own]]  # [kv_heads, n, dim]
         counts, rest_counts = spans.own_starts.diff(), spans.rest_starts.diff()

@@ -1,10 +1,9 @@
-"""Triton kernels of attention and recompute for CUDA devices, where torch needs several passes or many launches.
+"""Triton kernels of attention for CUDA devices, where torch needs several passes or many launches.
 
 attend_scattered   attention of queries at any positions: masked by positions, without a mask of queries x keys
 attend_split       the same for a few queries over many keys: blocks share the keys of a query, too
 attention_received what some of those queries attend to
 attention_sent     what all queries of a row attend to, by segments of keys, and what each key receives
-move_rest          KV that is not recomputed follows the mean change of what is
 
 Triton comes with torch for CUDA. Without it, or without the compiler it needs, everything works as on other devices,
 only slower: see `are_available`.
@@ -33,7 +32,6 @@ _QUERIES, _KEYS = 64, 64  # of a block: the fastest of 23 choices on an H200, fo
 _MAX_SPLITS = 32
 _SPLIT_BLOCKS = 256  # of `attend_split`: two for each processor of an H200
 _RECEIVED_BYTES = 512 << 20  # the largest table of what keys receive from each block of queries
-_MOVE_TOKENS = 32
 KEYS_READ = 64  # at a time, of `attention_received`
 
 _log = logging.getLogger(__name__)
@@ -211,37 +209,6 @@ def attention_sent(
         )  # fmt: skip
         received[first : first + some] = parts.sum(dim=0)
     return sent[..., :count].mean(dim=0), received
-
-
-@dataclass(frozen=True)
-class MovingSpans:
-    """Spans of a context some of whose tokens are recomputed; on the device.
-
-    slots         [row's tokens] where each token of the row belongs
-    own           [n] places in the row of the recomputed tokens, span by span
-    own_starts    [spans + 1] where each span begins in `own`
-    rest          [m] positions of the others, span by span
-    rest_starts   [spans + 1]
-    """
-
-    slots: Tensor
-    own: Tensor
-    own_starts: Tensor
-    rest: Tensor
-    rest_starts: Tensor
-
-
-def move_rest(buffer: Tensor, rows: Tensor, spans: MovingSpans, gain: float) -> None:
-    """Add to the rest of each span `gain` times the mean change of its recomputed tokens.
-
-    buffer [kv_heads, capacity, dim]; rows [kv_heads, row's tokens, dim], which will be written there.
-    """
-    dim = rows.shape[2]
-    _move_rest[len(spans.own_starts) - 1, rows.shape[0]](
-        buffer, rows, spans.slots, spans.own, spans.own_starts, spans.rest, spans.rest_starts, gain,
-        buffer.stride(0), buffer.stride(1), rows.stride(0), rows.stride(1),
-        dim=dim, padded=triton.next_power_of_2(dim), tokens=_MOVE_TOKENS, num_warps=4,
-    )  # fmt: skip
 
 
 def compiled(kernel: Any, *changing: str) -> Any:
@@ -481,39 +448,10 @@ def _attention_sent_kernel(  # type: ignore[no-untyped-def]
     tl.store(place, mass, mask=(rows < count)[:, None])
 
 
-def _move_rest_kernel(  # type: ignore[no-untyped-def]
-    buffer, rows, slots, own, own_starts, rest, rest_starts, gain,
-    buffer_head, buffer_token, row_head, row_token,
-    dim: tl.constexpr, padded: tl.constexpr, tokens: tl.constexpr,
-):  # fmt: skip
-    """One span of one head."""
-    span, head = tl.program_id(0), tl.program_id(1)
-    numbers = tl.arange(0, padded)
-    real = (numbers < dim)[None]
-    kept, new = buffer + head * buffer_head + numbers[None], rows + head * row_head + numbers[None]
-    first, stop = tl.load(own_starts + span), tl.load(own_starts + span + 1)
-    change = tl.zeros([tokens, padded], tl.float32)
-    for start in range(first, stop, tokens):
-        index = start + tl.arange(0, tokens)
-        place = tl.load(own + index, mask=index < stop, other=0)
-        wanted = (index < stop)[:, None] & real
-        slot = tl.load(slots + place)
-        old = tl.load(kept + slot[:, None] * buffer_token, mask=wanted, other=0.0)
-        change += tl.load(new + place[:, None] * row_token, mask=wanted, other=0.0).to(tl.float32) - old.to(tl.float32)
-    mean = (tl.sum(change, 0) * (gain / (stop - first))).to(buffer.dtype.element_ty)[None]
-    first, stop = tl.load(rest_starts + span), tl.load(rest_starts + span + 1)
-    for start in range(first, stop, tokens):
-        index = start + tl.arange(0, tokens)
-        wanted = (index < stop)[:, None] & real
-        place = kept + tl.load(rest + index, mask=index < stop, other=0)[:, None] * buffer_token
-        tl.store(place, tl.load(place, mask=wanted) + mean, mask=wanted)
-
-
 _attend_scattered = compiled(_attend_scattered_kernel, "count", "window")
 _attend_part = compiled(_attend_part_kernel, "layer", "layers", "count", "window")
 _combine_parts = compiled(_combine_parts_kernel, "count")
 _attention_received = compiled(_attention_received_kernel, "layer", "layers", "count", "window")
-_move_rest = compiled(_move_rest_kernel)
 _attention_sent = compiled(
     _attention_sent_kernel, "first_head", "count", "key_count", "asked_first", "asked_stop", "window"
 )

@@ -1,13 +1,16 @@
-"""Triton kernels that write, fetch and rotate KV on CUDA devices, where torch needs several passes or many launches.
+"""Triton kernels that write, fetch, rotate and shift KV on CUDA devices, where torch needs many launches.
 
 write_rows         new keys and values to buffers whose address is read on the device
 fetch              KV from many places in host memory to the buffers, in one launch
 rotate_keys        keys rotated in place, in one launch
+move_rest          KV that is not recomputed follows the mean change of what is
 
 Where they can be used: `kernels.are_available`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +28,7 @@ WORD_BYTES = 8  # what is fetched comes in whole words
 _FETCHING = 64  # concurrent blocks: enough to fill the bus, few enough to leave room for others
 _FETCH_WORDS = 2048
 _ROTATE_TOKENS = 32
+_MOVE_TOKENS = 32
 
 
 def write_rows(kept: LayerAddress, slots: Tensor, key: Tensor, value: Tensor) -> None:
@@ -63,6 +67,37 @@ def rotate_keys(keys: Tensor, slots: Tensor, cos: Tensor, sin: Tensor, first: sl
     _rotate_keys[triton.cdiv(count, _ROTATE_TOKENS), keys.shape[0]](
         keys, slots, cos, sin, keys.stride(0), keys.stride(1), count, first.start or 0, second.start or 0,
         pairs, step=first.step or 1, tokens=_ROTATE_TOKENS, most=triton.next_power_of_2(pairs),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MovingSpans:
+    """Spans of a context some of whose tokens are recomputed; on the device.
+
+    slots         [row's tokens] where each token of the row belongs
+    own           [n] places in the row of the recomputed tokens, span by span
+    own_starts    [spans + 1] where each span begins in `own`
+    rest          [m] positions of the others, span by span
+    rest_starts   [spans + 1]
+    """
+
+    slots: Tensor
+    own: Tensor
+    own_starts: Tensor
+    rest: Tensor
+    rest_starts: Tensor
+
+
+def move_rest(buffer: Tensor, rows: Tensor, spans: MovingSpans, gain: float) -> None:
+    """Add to the rest of each span `gain` times the mean change of its recomputed tokens.
+
+    buffer [kv_heads, capacity, dim]; rows [kv_heads, row's tokens, dim], which will be written there.
+    """
+    dim = rows.shape[2]
+    _move_rest[len(spans.own_starts) - 1, rows.shape[0]](
+        buffer, rows, spans.slots, spans.own, spans.own_starts, spans.rest, spans.rest_starts, gain,
+        buffer.stride(0), buffer.stride(1), rows.stride(0), rows.stride(1),
+        dim=dim, padded=triton.next_power_of_2(dim), tokens=_MOVE_TOKENS, num_warps=4,
     )  # fmt: skip
 
 
@@ -115,6 +150,35 @@ def _rotate_keys_kernel(  # type: ignore[no-untyped-def]
     tl.store(others, (y * wide + x * high).to(keys.dtype.element_ty), mask=inside)
 
 
+def _move_rest_kernel(  # type: ignore[no-untyped-def]
+    buffer, rows, slots, own, own_starts, rest, rest_starts, gain,
+    buffer_head, buffer_token, row_head, row_token,
+    dim: tl.constexpr, padded: tl.constexpr, tokens: tl.constexpr,
+):  # fmt: skip
+    """One span of one head."""
+    span, head = tl.program_id(0), tl.program_id(1)
+    numbers = tl.arange(0, padded)
+    real = (numbers < dim)[None]
+    kept, new = buffer + head * buffer_head + numbers[None], rows + head * row_head + numbers[None]
+    first, stop = tl.load(own_starts + span), tl.load(own_starts + span + 1)
+    change = tl.zeros([tokens, padded], tl.float32)
+    for start in range(first, stop, tokens):
+        index = start + tl.arange(0, tokens)
+        place = tl.load(own + index, mask=index < stop, other=0)
+        wanted = (index < stop)[:, None] & real
+        slot = tl.load(slots + place)
+        old = tl.load(kept + slot[:, None] * buffer_token, mask=wanted, other=0.0)
+        change += tl.load(new + place[:, None] * row_token, mask=wanted, other=0.0).to(tl.float32) - old.to(tl.float32)
+    mean = (tl.sum(change, 0) * (gain / (stop - first))).to(buffer.dtype.element_ty)[None]
+    first, stop = tl.load(rest_starts + span), tl.load(rest_starts + span + 1)
+    for start in range(first, stop, tokens):
+        index = start + tl.arange(0, tokens)
+        wanted = (index < stop)[:, None] & real
+        place = kept + tl.load(rest + index, mask=index < stop, other=0)[:, None] * buffer_token
+        tl.store(place, tl.load(place, mask=wanted) + mean, mask=wanted)
+
+
 _write_rows = compiled(_write_rows_kernel, "layer", "layers")
 _fetch = compiled(_fetch_kernel, "count")
 _rotate_keys = compiled(_rotate_keys_kernel, "count")
+_move_rest = compiled(_move_rest_kernel)

@@ -13,8 +13,8 @@ import pytest
 from rekindle import Session
 from rekindle.engine.base import Logits, Row
 from rekindle.engine.fake import FakeEngine
-from rekindle.engine.step_width import ANY, max_exact_step, measure_step_width
 from rekindle.machine import home_folder
+from rekindle.session.draft import ANY, max_exact_step, measure_step_width
 
 PROMPT = list(range(40, 75))
 
