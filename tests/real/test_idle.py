@@ -31,8 +31,8 @@ DOCUMENTS = [
 
 def test_a_foreseen_question_is_checked_instead_of_written_and_says_the_same(smollm2: Engine, tmp_path: Path) -> None:
     with Session(smollm2, cache=tmp_path / "cache", answers="verified") as session:
-        session.ingest(documents=DOCUMENTS)
-        options = IdleOptions(stride=2, settle_seconds=0.0, max_tokens=8, budget=Budget(tflop=0.3))
+        session.ingest(documents=DOCUMENTS[:1])
+        options = IdleOptions(stride=2, settle_seconds=0.0, max_tokens=8, budget=Budget(tflop=0.15))
         idle = Idle(session, options)
         done = idle.run()
         assert {"abstract", "guess-abstract", "answer"} <= {did.action for did in done}

@@ -437,7 +437,7 @@ def version_of(number: int, source: str = "page") -> SplitDocument:
     return SplitDocument(Document(source, source, (Section(text),)), [Passage(text)], [None], "as given")
 
 
-@pytest.mark.parametrize("rounds", [250, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [100, pytest.param(1000, marks=pytest.mark.long)])
 def test_after_a_change_no_answer_from_before_is_ever_given(embedder: str, tmp_path: Path, rounds: int) -> None:
     """Many changes, each with a question at the same time, and now and then one right behind it."""
     question = "Which version is the lighthouse page?"
