@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -23,6 +24,9 @@ from hypothesis import settings
 from rekindle.machine import home_folder
 from rekindle.store import disk_space
 from tests.home import fill_home, live_in
+
+if TYPE_CHECKING:
+    from rekindle.engine.base import Engine
 
 # The same examples in every run: none passes or fails by luck. How long one takes says nothing on a shared machine.
 settings.register_profile("shared machine", deadline=None, derandomize=True)
@@ -196,6 +200,15 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Iterator[Engine]:
+    """The embedded model on transformers, loaded once: a session that is given it leaves it open."""
+    from rekindle import Session
+
+    with Session("smollm2", engine="hf", device="cpu", dtype="float32", cache="off") as session:
+        yield session.engine
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from rekindle import Session
 from rekindle.engine.hf.engine import HfEngine
 from tests.benchmarks.test_qkv_engine import PROJECTIONS, counted
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.long]  # on tiny models: test_qkv_engine.py, test_qkv_tree.py
 
 SYSTEM = "You answer questions from the notes that follow, in one short sentence.\n\n"
 GARDEN = "The tomatoes were planted on the third of May, two weeks after the beans. They need water twice a day. " * 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -59,13 +61,18 @@ def costs(chunks: int = 6, layers: int = 8) -> LinkCosts:
     return LinkCosts(compute, compute / 5, np.full((chunks, layers), 1e3), np.full(layers, 2e-3), 1e5)
 
 
-def found(*cases: TraceCase, quick: bool = False) -> StreamResults:
+@cache
+def layer_timings() -> LayerTimings:
     samples = tuple(LayerTiming(n, c, 1e-3 + 1e-5 * n + 1e-8 * n * c) for n in (16, 64, 128) for c in (0, 256, 512))
-    measured = LayerTimings(samples, samples, best_model(samples), best_model(samples))
+    fitted = best_model(samples)
+    return LayerTimings(samples, samples, fitted, fitted)
+
+
+def found(*cases: TraceCase, quick: bool = False) -> StreamResults:
     schedules = compare(costs(), [1e5], lambda _: None)
     rows = [simulated(tokens, ratio) for tokens in (2048, 8192) for ratio in (1.0, 4.0)]
     return StreamResults(
-        cases, measured, schedules, (), (), (), rows, KLS, 10.0, {"q5": 100}, 640, 24, True, True, True, quick
+        cases, layer_timings(), schedules, (), (), (), rows, KLS, 10.0, {"q5": 100}, 640, 24, True, True, True, quick
     )
 
 

@@ -18,6 +18,7 @@ from tests.docs.pages import ROOT, commands
 
 REKINDLE = Path(sys.executable).parent / "rekindle"
 LICENCE_LINES = 40  # computing the whole text takes longer than all else on a page
+GUIDE = ("answers.md", "attach.md", "knowledge.md", "start.md")  # embedding all pages takes half a minute
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -32,11 +33,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The current folder of the commands: this repository, with the first lines of its licence."""
+    """The current folder of the commands: this repository, with some pages and the first lines of its licence."""
     folder = tmp_path_factory.mktemp("checkout")
     for path in ROOT.iterdir():
-        if path.name != "LICENSE":
+        if path.name not in ("LICENSE", "docs"):
             (folder / path.name).symlink_to(path)
+    (folder / "docs" / "guide").mkdir(parents=True)
+    for name in GUIDE:
+        shutil.copy(ROOT / "docs" / "guide" / name, folder / "docs" / "guide" / name)
     lines = (ROOT / "LICENSE").read_text("utf-8").splitlines(keepends=True)
     (folder / "LICENSE").write_text("".join(lines[:LICENCE_LINES]), "utf-8")
     return folder

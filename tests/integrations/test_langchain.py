@@ -29,6 +29,7 @@ from langchain_core.runnables import RunnablePassthrough
 from rekindle import Session
 from rekindle.answers.ask_terms import asking
 from rekindle.core.request import Request
+from rekindle.engine.base import Engine
 from rekindle.errors import InvalidPrompt, InvalidSetting, NothingKnown
 from rekindle.integrations.langchain import ChatRekindle, RekindleRetriever
 from rekindle.session.prompt import encode_prompt
@@ -306,8 +307,8 @@ def test_without_langchain_the_import_says_what_to_install() -> None:
 
 
 @pytest.mark.real
-def test_a_real_model_answers_from_its_library(tmp_path: Path) -> None:
-    with Session("smollm2", cache=tmp_path / "cache") as session:
+def test_a_real_model_answers_from_its_library(smollm2: Engine, tmp_path: Path) -> None:
+    with Session(smollm2, cache=tmp_path / "cache") as session:
         session.ingest(documents=[{"text": BOATS, "source": "boats"}])
         documents = RekindleRetriever(session=session).invoke(QUESTION)
         chat = ChatRekindle(session=session, max_tokens=24)

@@ -20,6 +20,7 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 from rekindle import Session
 from rekindle.answers.ask_terms import asking
 from rekindle.core.request import Request
+from rekindle.engine.base import Engine
 from rekindle.errors import InvalidPrompt, InvalidSetting, NothingKnown
 from rekindle.integrations.llamaindex import RekindleLLM, RekindleNodeRetriever
 from rekindle.session.prompt import encode_prompt
@@ -224,8 +225,8 @@ def test_without_llamaindex_the_import_says_what_to_install() -> None:
 
 
 @pytest.mark.real
-def test_a_real_model_answers_from_its_library(tmp_path: Path) -> None:
-    with Session("smollm2", cache=tmp_path / "cache") as session:
+def test_a_real_model_answers_from_its_library(smollm2: Engine, tmp_path: Path) -> None:
+    with Session(smollm2, cache=tmp_path / "cache") as session:
         session.ingest(documents=[{"text": BOATS, "source": "boats"}])
         llm, retriever = RekindleLLM(session=session, max_tokens=24), RekindleNodeRetriever(session)
         answer = RetrieverQueryEngine.from_args(retriever, llm=llm).query(QUESTION)

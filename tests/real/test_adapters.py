@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 
 from rekindle import Session
-from rekindle.engine.base import Row
+from rekindle.engine.base import Engine, Row
 from rekindle.models.adapter_registry import lookup
 from tests.lora import save_lora
 from tests.server.serving import Served, serving
@@ -27,21 +26,20 @@ QUESTION = "How do I keep my bicycle chain from rusting?"
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    cache = tmp_path_factory.mktemp("adapters") / "cache"
-    with Session("smollm2", engine="hf", device="cpu", dtype="float32", cache=str(cache)) as opened:
+def session(smollm2: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    with Session(smollm2, cache=tmp_path_factory.mktemp("adapters") / "cache") as opened:
         yield opened
 
 
 def test_they_do_what_they_are_for_and_are_kept_apart(session: Session) -> None:
     texts = {
-        name: session.chat(QUESTION, adapter=name, max_tokens=70 if name == "json" else 40).text
+        name: session.chat(QUESTION, adapter=name, max_tokens=70 if name == "json" else 12).text
         for name in ("", *NAMES)
     }
     session.flush()
     session.cache.unpark()
     for name, text in texts.items():
-        again = session.chat(QUESTION, adapter=name, max_tokens=10)
+        again = session.chat(QUESTION, adapter=name, max_tokens=4)
         assert text.startswith(again.text) and again.reuse.reused > 0
     assert set(json.loads(texts["json"])) == {"subject", "topic", "answer", "tip"}
     assert all(line.startswith("- ") for line in texts["list"].splitlines())
@@ -50,6 +48,8 @@ def test_they_do_what_they_are_for_and_are_kept_apart(session: Session) -> None:
 
 
 def test_they_answer_as_with_peft(session: Session) -> None:
+    from peft import PeftModel
+
     engine = session.engine
     model = copy.deepcopy(engine.model)  # type: ignore[attr-defined]
     tokens = engine.tokenizer.encode(QUESTION)

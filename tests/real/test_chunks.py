@@ -43,10 +43,10 @@ TOLERANCE = {"hf": 1e-4, "llamacpp": 5e-2}  # of the largest logit: what roundin
 @pytest.fixture(scope="module", params=ENGINES)
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     folder = tmp_path_factory.mktemp("chunks") / "cache"
-    options: dict[str, Any] = {"engine": request.param, "device": "cpu"}
-    if request.param == "hf":
-        options["dtype"] = "float32"
-    with Session("smollm2", cache=folder, reuse="approximate", recompute_budget=0.3, **options) as session:
+    hf = request.param == "hf"
+    model: Any = request.getfixturevalue("smollm2") if hf else "smollm2"
+    options: dict[str, Any] = {} if hf else {"engine": request.param, "device": "cpu"}
+    with Session(model, cache=folder, reuse="approximate", recompute_budget=0.3, **options) as session:
         session.cache.kv.costs = UnmeasuredCosts()
         for names in (("Harbour", "Lighthouse"), ("Ferry", "Bakery")):
             prefill(session, about("What is this?", *names))
@@ -87,11 +87,7 @@ def test_selective_recompute_comes_closer_to_the_right_logits_than_reuse_alone(s
         for budget in (0.0, 0.3, 0.9):
             session.cache.chunks.recompute_policy = type(chosen)(**{**vars(chosen), "budget": budget})
             distances[budget] = 0.0
-            for names in (
-                ("Ferry", "Lighthouse", "Harbour"),
-                ("Bakery", "Harbour", "Lighthouse"),
-                ("Bakery", "Ferry", "Harbour"),
-            ):
+            for names in (("Ferry", "Lighthouse", "Harbour"), ("Bakery", "Harbour", "Lighthouse")):
                 session.cache.unpark()
                 done = prefill(session, about("Who lit the lamp, and for how long?", *names))
                 assert done.reuse.recomputed == round(budget * done.reuse.from_chunks) and done.reuse.from_chunks > 40
@@ -112,9 +108,9 @@ def divergence(right: np.ndarray, ours: np.ndarray) -> float:
 
 def test_exact_replies_between_approximate_ones_are_those_with_everything_computed(session: Session) -> None:
     question = "What does the ferry to Ormund cost?"
-    for order in (("Lighthouse", "Ferry", "Harbour"), ("Ferry", "Harbour"), ("Bakery", "Ferry")):
+    for order in (("Lighthouse", "Ferry"), ("Ferry", "Harbour")):
         approximate, exact, plain = (
-            session.answer(about(question, *order, max_tokens=12, reuse=level)).reply
+            session.answer(about(question, *order, max_tokens=6, reuse=level)).reply
             for level in ("approximate", "exact", "off")
         )
         assert approximate.reuse.from_chunks > 0 and exact.reuse.level == "exact" and plain.reuse.level == "off"

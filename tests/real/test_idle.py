@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rekindle import Session
+from rekindle.engine.base import Engine
 from rekindle.idle.idle import Idle, IdleOptions
 from rekindle.idle.worker import Budget
 
@@ -28,10 +29,10 @@ DOCUMENTS = [
 ]
 
 
-def test_a_foreseen_question_is_checked_instead_of_written_and_says_the_same(tmp_path: Path) -> None:
-    with Session("smollm2", cache=tmp_path / "cache", answers="verified") as session:
+def test_a_foreseen_question_is_checked_instead_of_written_and_says_the_same(smollm2: Engine, tmp_path: Path) -> None:
+    with Session(smollm2, cache=tmp_path / "cache", answers="verified") as session:
         session.ingest(documents=DOCUMENTS)
-        options = IdleOptions(stride=2, settle_seconds=0.0, max_tokens=24, budget=Budget(tflop=0.3))
+        options = IdleOptions(stride=2, settle_seconds=0.0, max_tokens=8, budget=Budget(tflop=0.3))
         idle = Idle(session, options)
         done = idle.run()
         assert {"abstract", "guess-abstract", "answer"} <= {did.action for did in done}
@@ -41,7 +42,7 @@ def test_a_foreseen_question_is_checked_instead_of_written_and_says_the_same(tmp
         known = session.answers.bank().entries(where="origin!='user' AND state='fresh'")
         assert known and session.answers.bank().history(10) == []
         for entry in known[:1]:
-            answer = session.ask(entry.question, max_tokens=24)
-            plain = session.ask(entry.question, max_tokens=24, answers="off", reuse="off")
+            answer = session.ask(entry.question, max_tokens=8)
+            plain = session.ask(entry.question, max_tokens=8, answers="off", reuse="off")
             assert answer.usage.drafted_tokens > 0 and answer.text == plain.text
             assert answer.reuse.computed <= 1 and answer.stored is not None and answer.stored.way == "verified"

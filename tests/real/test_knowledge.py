@@ -45,9 +45,15 @@ def settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return {**request.param, "cache": folder / "cache", "library": folder / "knowledge"}
 
 
+@pytest.fixture(scope="module")
+def model(settings: dict[str, Any], request: pytest.FixtureRequest) -> Any:
+    """The model on the engine of the settings, loaded already where all files share it."""
+    return request.getfixturevalue("smollm2") if settings["engine"] == "hf" else "smollm2"
+
+
 @pytest.fixture
-def session(settings: dict[str, Any]) -> Iterator[Session]:
-    with Session("smollm2", **settings) as session:
+def session(model: Any, settings: dict[str, Any]) -> Iterator[Session]:
+    with Session(model, **settings) as session:
         session.ingest(documents=PERSON.documents)
         yield session
 
@@ -61,14 +67,16 @@ def test_the_passages_that_answer_are_among_the_first_five(session: Session) -> 
     assert len(found) >= 30 and sum(found) >= 0.85 * len(found)
 
 
-def test_an_answer_is_the_same_cold_warm_after_a_restart_and_without_a_cache(settings: dict[str, Any]) -> None:
-    question, options = PERSON.questions[0].text, {"top_k": 3, "max_tokens": 24}
-    with Session("smollm2", **settings) as session:
+def test_an_answer_is_the_same_cold_warm_after_a_restart_and_without_a_cache(
+    model: Any, settings: dict[str, Any]
+) -> None:
+    question, options = PERSON.questions[0].text, {"top_k": 2, "max_tokens": 8}
+    with Session(model, **settings) as session:
         session.ingest(documents=PERSON.documents)
         cold = session.ask(question, **options)
-    with Session("smollm2", **settings) as session:
+    with Session(model, **settings) as session:
         warm = session.ask(question, **options)
-    with Session("smollm2", **{**settings, "reuse": "off"}) as session:
+    with Session(model, **{**settings, "reuse": "off"}) as session:
         without = session.ask(question, **options)
     assert cold.text == warm.text == without.text
     assert cold.sources == warm.sources == without.sources
@@ -104,15 +112,15 @@ def test_control_tokens_in_a_passage_stay_text(session: Session) -> None:
     assert hostile in session.engine.tokenizer.decode(prompt.tokens[used.start : used.stop])
 
 
-def test_nothing_of_a_forgotten_document_is_left(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_nothing_of_a_forgotten_document_is_left(model: Any, settings: dict[str, Any], tmp_path: Path) -> None:
     own = {**settings, "cache": tmp_path / "cache", "library": tmp_path / "knowledge"}
     secret = Document("vault/safe", "The safe in the chartroom", (Section(SECRET),))
-    with Session("smollm2", **own) as session:
-        session.ingest(documents=[*PERSON.documents[:6], secret])
-        asked = session.ask(secret.title, top_k=3, max_tokens=4)
+    with Session(model, **own) as session:
+        session.ingest(documents=[*PERSON.documents[:3], secret])
+        asked = session.ask(secret.title, top_k=2, max_tokens=4)
         assert secret.source in {source.source for source in asked.sources}
         session.flush()
-        prompt = session.prepare(secret.title, top_k=3, max_tokens=4)
+        prompt = session.prepare(secret.title, top_k=2, max_tokens=4)
         encoded = encode_prompt(session.engine, prompt.request)
         runs = [
             encoded.tokens[used.span.start : used.span.stop]

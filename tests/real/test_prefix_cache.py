@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rekindle import Session
+from rekindle.cache.cost import AlwaysReuse
 from rekindle.core.reply import Reply
 from rekindle.core.request import parse_prompt
 from rekindle.engine.base import Engine, EngineWrapper
@@ -19,7 +20,7 @@ from tests.parity.sessions import assert_bit_equal, opened, record
 
 pytestmark = pytest.mark.real
 
-REPLY_TOKENS = 10
+REPLY_TOKENS = 6
 PARAGRAPHS = [text for text in sample_text().split("\n\n") if len(text) > 200]
 
 CODE = '''def longest_common_prefix(words: list[str]) -> str:
@@ -104,12 +105,11 @@ class Lent(EngineWrapper):
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(smollm2: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
         # What these sessions measure is not what this machine's own sessions should remember.
         patch.setattr("rekindle.cache.cost.home_folder", lambda: tmp_path_factory.mktemp("home"))
-        with Session("smollm2", dtype="float32", device="cpu", cache="off") as session:
-            yield session.engine
+        yield smollm2
 
 
 def tokens_of(engine: Engine, prompt: Any) -> list[int]:
@@ -170,13 +170,12 @@ def test_another_question_about_a_passage_computes_only_the_question(engine: Eng
             assert reply.tokens == ask(session, chat, reuse="off").tokens
 
 
-def test_a_chat_of_six_turns_is_the_same_and_each_turn_reuses_the_last(engine: Engine, tmp_path: Path) -> None:
+def test_a_chat_of_five_turns_is_the_same_and_each_turn_reuses_the_last(engine: Engine, tmp_path: Path) -> None:
     questions = [
         "Hello! I keep a lighthouse.",
         "What should I write down every day?",
         "And when there is fog?",
         "Who built the first lighthouse?",
-        "Shorter, please.",
         "Thank you. Good night!",
     ]
     messages: list[dict[str, str]] = [{"role": "system", "content": "You are brief."}]
@@ -190,10 +189,10 @@ def test_a_chat_of_six_turns_is_the_same_and_each_turn_reuses_the_last(engine: E
         if turn == 3:  # and it goes on after a restart
             session.close()
             session = opened(Lent(engine), folder)
-        reply = session.chat(messages, max_tokens=8)
+        reply = session.chat(messages, max_tokens=6)
         assert reply.reuse.reused == min(common(tokens, last), len(tokens) - 1)
         assert reply.reuse.reused >= asked, "at least all of the last prompt"
-        assert reply.tokens == session.chat(messages, max_tokens=8, reuse="off").tokens, turn
+        assert reply.tokens == session.chat(messages, max_tokens=6, reuse="off").tokens, turn
         asked = len(tokens)
         last = [*tokens, *reply.tokens[:-1]]
         messages.append({"role": "assistant", "content": reply.text})
@@ -202,10 +201,10 @@ def test_a_chat_of_six_turns_is_the_same_and_each_turn_reuses_the_last(engine: E
 
 
 @pytest.mark.parametrize(
-    "split", [pytest.param(256, marks=pytest.mark.long), 400, pytest.param(512, marks=pytest.mark.long)]
+    "split", [pytest.param(256, marks=pytest.mark.long), 300, pytest.param(512, marks=pytest.mark.long)]
 )
 def test_deterministic_logits_are_bit_equal_cold_and_warm(split: int, engine: Engine, tmp_path: Path) -> None:
-    tokens = engine.tokenizer.encode("\n\n".join(PARAGRAPHS))[:560]
+    tokens = engine.tokenizer.encode("\n\n".join(PARAGRAPHS))[: split + 100]
     seen: dict[str, list[np.ndarray]] = {}
     for name in ("cold", "warm"):
         folder = tmp_path / name
@@ -226,7 +225,7 @@ def test_with_keep_reply_tokens_the_next_turn_begins_behind_the_whole_reply(engi
         with Session(Lent(engine), cache=str(tmp_path / str(keeps)), keep_reply_tokens=keeps) as session:
             chat = [{"role": "user", "content": "Write zzzqx 12345 67 in words"}]
             for seed in range(20):
-                reply = session.chat(chat, max_tokens=40, temperature=1.5, seed=seed)
+                reply = session.chat(chat, max_tokens=20, temperature=1.5, seed=seed)
                 told = session.engine.tokenizer.encode(reply.text)
                 if list(reply.tokens) != told:
                     break
@@ -242,6 +241,7 @@ def test_with_keep_reply_tokens_the_next_turn_begins_behind_the_whole_reply(engi
 def test_explain_names_the_differing_text_and_what_changes(engine: Engine, tmp_path: Path) -> None:
     rules = "You are a careful assistant of a lighthouse. " * 12
     with Session(Lent(engine), cache=str(tmp_path / "explained")) as session:
+        session.cache.kv.costs = AlwaysReuse()  # a busy machine may compute a few tokens sooner than it loads them
         for day in ("Monday", "Tuesday", "Friday"):
             session.generate(f"Today is {day}. {rules}", max_tokens=1)
             session.flush()

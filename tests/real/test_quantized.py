@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.adapters.coding import measure
 from rekindle import Reply, Session
 from rekindle.cache.coders import default_coder
+from rekindle.engine.base import Engine
 from rekindle.engine.lora_files import read_adapter
 from rekindle.models.adapter_registry import lookup
 from rekindle.session.calibrate.kv_trial import Trial, read_back
@@ -22,15 +22,16 @@ TEXT = " ".join(sample_text().split()[:140])
 ADAPTERS = (None, "pirate", "list")
 
 
-def opened(folder: Path, **settings: Any) -> Session:
-    return Session("smollm2", engine="hf", device="cpu", dtype="float32", cache=str(folder), **settings)
+@pytest.fixture
+def opened(smollm2: Engine, tmp_path: Path) -> Callable[..., Session]:
+    return lambda **settings: Session(smollm2, cache=tmp_path, **settings)
 
 
 def ask(session: Session) -> list[Reply]:
     replies = []
     for name in ADAPTERS:
         session.flush()
-        replies.append(session.generate(TEXT, adapter=name, max_tokens=12, min_tokens=12))
+        replies.append(session.generate(TEXT, adapter=name, max_tokens=6, min_tokens=6))
     session.flush()
     return replies
 
@@ -47,32 +48,32 @@ def texts(replies: Sequence[Reply]) -> list[str]:
     return [reply.text for reply in replies]
 
 
-def test_differences_without_loss_give_the_same_text_after_a_restart(tmp_path: Path) -> None:
-    with opened(tmp_path) as session:
+def test_differences_without_loss_give_the_same_text_after_a_restart(opened: Callable[..., Session]) -> None:
+    with opened() as session:
         cold = ask(session)
         share, codings = size_and_codings(session)
     assert codings == {"raw", "exact"} and share < 0.9
-    with opened(tmp_path, memory_limit="0") as session:
+    with opened(memory_limit="0") as session:
         warm = ask(session)
     assert texts(warm) == texts(cold)
     assert all(reply.reuse.level == "exact" and reply.reuse.disk > 100 for reply in warm)
 
 
-def test_quantized_kv_takes_a_fraction_and_every_reply_says_so(tmp_path: Path) -> None:
-    with opened(tmp_path, reuse="quantized") as session:
+def test_quantized_kv_takes_a_fraction_and_every_reply_says_so(opened: Callable[..., Session]) -> None:
+    with opened(reuse="quantized") as session:
         ask(session)
         share, codings = size_and_codings(session)
     assert codings == {"quantized"} and share < 0.17
-    with opened(tmp_path, reuse="quantized", memory_limit="0") as session:
+    with opened(reuse="quantized", memory_limit="0") as session:
         for reply in ask(session):
             assert reply.reuse.level == "quantized" and reply.reuse.quantized == reply.reuse.disk > 100
 
 
-def test_what_is_not_calibrated_is_near_enough(tmp_path: Path) -> None:
+def test_what_is_not_calibrated_is_near_enough(opened: Callable[..., Session]) -> None:
     entry = lookup("pirate")
     assert entry is not None
     lora = read_adapter(Path(entry.path), 1.0)
-    with opened(tmp_path) as session:
+    with opened() as session:
         engine = session.engine
         engine.load_adapter(lora)
         tokens = engine.tokenizer.encode(TEXT)

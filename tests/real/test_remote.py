@@ -9,6 +9,7 @@ import pytest
 
 from rekindle import Session
 from rekindle.core.request import Request
+from rekindle.engine.base import Engine
 from rekindle.remote import remote_kv as streams
 from rekindle.remote.fetch import RemoteChunkFetch
 from rekindle.remote.publish.publisher import Publisher
@@ -19,20 +20,21 @@ from tests.real.test_chunks import PASSAGES
 
 pytestmark = pytest.mark.real
 
-TEXT = " ".join(PASSAGES.values())
+TEXT = " ".join(list(PASSAGES.values())[:3])
 TEXTS = [TEXT, TEXT.title(), TEXT.upper()]  # no two share a run of tokens, which would be found in the other
-OPTIONS: dict[str, Any] = {"engine": "hf", "device": "cpu", "dtype": "float32"}
 
 
 def about(question: str, texts: list[str]) -> Request:
     messages = [{"role": "system", "content": "Answer from the passages."}, {"role": "user", "content": question}]
-    return Request.of(messages, documents=texts, max_tokens=8, temperature=0)
+    return Request.of(messages, documents=texts, max_tokens=2, temperature=0)
 
 
-def test_passages_come_and_the_reply_is_nearly_the_exact_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passages_come_and_the_reply_is_nearly_the_exact_one(
+    smollm2: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streams, "WORTH_SECONDS", 0.0)
     key = SigningKey.new()
-    with Session("smollm2", cache="off", **OPTIONS) as publisher:
+    with Session(smollm2, cache="off") as publisher:
         for text in TEXTS[1:]:
             with computed(publisher, about("", [text])) as source:
                 Publisher(tmp_path / "files", key).publish(source, levels_of("raw", publisher))

@@ -22,7 +22,7 @@ STORY = (
     "the lamp. From up there he saw the fishing boats come home, one after the other, and counted them. "
 )
 CHAT = [{"role": "system", "content": STORY}, {"role": "user", "content": "What does the keeper count?"}]
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -69,34 +69,39 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @contextmanager
-def running(kind: str, folder: Path, **settings: Any) -> Iterator[Served]:
-    given: dict[str, Any] = {"device": "cpu", "disk_limit": "1GB", **settings}
+def running(kind: str, model: Any, folder: Path, **settings: Any) -> Iterator[Served]:
+    given: dict[str, Any] = {"disk_limit": "1GB", **settings}
     if kind == "llamacpp":
-        given |= {"context": 2048, "kv_tokens": 8192}
-    with serving(Session("smollm2", engine=kind, cache=str(folder / "cache"), **given)) as served:
+        given |= {"engine": kind, "device": "cpu", "context": 2048, "kv_tokens": 8192}
+    with serving(Session(model, cache=str(folder / "cache"), **given)) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def served(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def model(kind: str, request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue("smollm2") if kind == "hf" else "smollm2"
+
+
+@pytest.fixture(scope="module")
+def served(kind: str, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server whose replies are the same to the last bit, because prefills are always cut alike.
 
     llama.cpp rounds by where KV lies in its buffer, so there nobody else may be answered at the same time.
     """
     parallel = 1 if kind == "llamacpp" else 4
-    with running(kind, tmp_path_factory.mktemp(kind), deterministic=True, parallel=parallel) as served:
+    with running(kind, model, tmp_path_factory.mktemp(kind), deterministic=True, parallel=parallel) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def sharing(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def sharing(kind: str, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server as it is by default: requests share steps, and reuse whatever they can."""
-    with running(kind, tmp_path_factory.mktemp(kind), parallel=4) as served:
+    with running(kind, model, tmp_path_factory.mktemp(kind), parallel=4) as served:
         yield served
 
 
 def test_a_chat_is_what_the_session_says_cold_and_warm_whole_and_streamed(served: Served) -> None:
-    expected = served.session.chat(CHAT, reuse="off", temperature=0.0, max_tokens=16)
+    expected = served.session.chat(CHAT, reuse="off", temperature=0.0, max_tokens=8)
     client = served.openai()
     for salt in ("cold, then warm", "cold, then warm"):
         more = {"extra_body": {"cache_salt": salt}}
@@ -123,12 +128,12 @@ def test_a_completion_is_what_the_session_says(served: Served, form: str) -> Non
     ids = [served.post("/tokenize", content=text).json()["tokens"] for text in texts]
     prompt: Any = {"text": texts[0], "texts": texts, "ids": ids[0], "lists of ids": ids}[form]
     several = texts if form in ("texts", "lists of ids") else texts[:1]
-    expected = [served.session.generate(text, reuse="off", temperature=0.0, max_tokens=12).text for text in several]
-    reply = served.openai().completions.create(model="smollm2", prompt=prompt, temperature=0, max_tokens=12)
+    expected = [served.session.generate(text, reuse="off", temperature=0.0, max_tokens=6).text for text in several]
+    reply = served.openai().completions.create(model="smollm2", prompt=prompt, temperature=0, max_tokens=6)
     assert [choice.text for choice in reply.choices] == expected
     said = [""] * len(expected)
     for chunk in served.openai().completions.create(
-        model="smollm2", prompt=prompt, temperature=0, max_tokens=12, stream=True
+        model="smollm2", prompt=prompt, temperature=0, max_tokens=6, stream=True
     ):
         said[chunk.choices[0].index] += chunk.choices[0].text
     assert said == expected
@@ -159,7 +164,7 @@ def test_a_json_object_is_one(served: Served, temperature: float) -> None:
         response_format={"type": "json_object"},
         temperature=temperature,
         seed=3,
-        max_tokens=120,
+        max_tokens=60,
     )
     if reply.choices[0].finish_reason == "stop":  # a small model may not find an end
         assert isinstance(json.loads(reply.choices[0].message.content), dict)
@@ -208,12 +213,12 @@ def test_the_client_parses_a_reply_into_a_model_of_pydantic(served: Served) -> N
 def test_a_forced_call_and_its_result_go_round(served: Served) -> None:
     client, asked = served.openai(), [{"role": "user", "content": "How is the weather in Oslo?"}]
     options: dict[str, Any] = {"model": "smollm2", "tools": [WEATHER], "tool_choice": CHOSEN, "temperature": 0}
-    (choice,) = client.chat.completions.create(messages=asked, max_tokens=120, **options).choices
+    (choice,) = client.chat.completions.create(messages=asked, max_tokens=60, **options).choices
     (call,) = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls" and call.function.name == "weather"
     arguments = json.loads(call.function.arguments)
     assert isinstance(arguments["city"], str) and set(arguments) <= {"city", "days"}
-    with client.chat.completions.stream(messages=asked, max_tokens=120, **options) as stream:
+    with client.chat.completions.stream(messages=asked, max_tokens=60, **options) as stream:
         (same,) = stream.until_done().get_final_completion().choices
     assert same.finish_reason == "tool_calls"
     assert same.message.tool_calls[0].function.arguments == call.function.arguments

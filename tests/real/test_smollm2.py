@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import gguf
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from safetensors import safe_open
 from rekindle import Session
 from rekindle.core.kv import Span
 from rekindle.core.request import Message, parse_prompt
-from rekindle.engine.base import Row
+from rekindle.engine.base import Engine, Row
 from rekindle.engine.hf.engine import HfEngine
 from rekindle.models.sources import find
 from tests.engine.contract import Garbage, Stored
@@ -33,8 +35,9 @@ CHATS = [
 
 
 @pytest.fixture(scope="module")
-def session() -> Session:
-    return Session("smollm2", dtype="float32", device="cpu")
+def session(smollm2: Engine) -> Iterator[Session]:
+    with Session(smollm2) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +71,9 @@ def test_a_greedy_reply_equals_generate(index: int, session: Session, engine: Hf
     tokens = engine.tokenizer.encode_chat(parse_prompt(messages_of(CHATS[index])))
     with torch.inference_mode():
         ids = torch.tensor([tokens])
-        out = engine.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        out = engine.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     expected = out[0, len(tokens) :].tolist()
-    reply = session.chat(messages_of(CHATS[index]), max_tokens=24)
+    reply = session.chat(messages_of(CHATS[index]), max_tokens=12)
     assert list(reply.tokens) == expected
     assert reply.text == engine.tokenizer.decode(expected)
 
@@ -103,12 +106,12 @@ def test_fed_and_recomputed_kv_gives_the_same_next_token(engine: HfEngine) -> No
 def test_four_rows_together_write_what_each_writes_alone(session: Session, engine: HfEngine) -> None:
     topics = ("sea", "ice", "tea", "art")
     prompts = [engine.tokenizer.encode_chat([Message("user", f"Tell me about {x}.")]) for x in topics]
-    alone = [list(session.generate(p, max_tokens=12, min_tokens=12).tokens) for p in prompts]
-    sequences = [engine.open(len(p) + 12, "plain") for p in prompts]
+    alone = [list(session.generate(p, max_tokens=6, min_tokens=6).tokens) for p in prompts]
+    sequences = [engine.open(len(p) + 6, "plain") for p in prompts]
     stops = list(engine.tokenizer.stop_ids)
     together: list[list[int]] = [[] for _ in prompts]
     rows = [Row.following(s, p) for s, p in zip(sequences, prompts, strict=True)]
-    for _ in range(12):
+    for _ in range(6):
         for out, logits in zip(together, engine.step(rows), strict=True):
             logits[0, stops] = -np.inf
             out.append(int(logits[0].argmax()))

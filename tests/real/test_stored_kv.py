@@ -12,13 +12,13 @@ import pytest
 from rekindle import Session
 from rekindle.core.keys import KvSpace, Namespace
 from rekindle.core.kv import Span
-from rekindle.engine.base import Row
+from rekindle.engine.base import Engine, Row
 from rekindle.store.settings import StoreSettings
 from rekindle.store.tiered import TieredStore
 
 pytestmark = pytest.mark.real
 
-TEXT = "A lighthouse keeper writes down every ship that passes, in a book that nobody reads. " * 12
+TEXT = "A lighthouse keeper writes down every ship that passes, in a book that nobody reads. " * 8
 SUFFIX = 20
 
 # What a second process does: look up, feed the store's KV into an empty sequence, compute the rest.
@@ -54,8 +54,8 @@ def kv_space_of(engine) -> KvSpace:  # type: ignore[no-untyped-def]
     return KvSpace(Namespace(engine.identity(engine.regime(1)).digest), engine.layout, model=engine.name)
 
 
-def test_kv_that_another_process_reads_back_gives_the_same_logits(tmp_path: Path) -> None:
-    with Session("smollm2", dtype="float32", device="cpu") as session:
+def test_kv_that_another_process_reads_back_gives_the_same_logits(smollm2: Engine, tmp_path: Path) -> None:
+    with Session(smollm2, cache="off") as session:
         engine, tokens = session.engine, prompt_of(session)
         with engine.open(len(tokens), engine.regime(len(tokens))) as sequence:  # type: ignore[attr-defined]
             engine.step([Row.following(sequence, tokens[:-SUFFIX], logits="none")])

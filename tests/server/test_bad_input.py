@@ -753,4 +753,8 @@ def test_a_real_model_refuses_what_makes_no_sense(real: str, name: str) -> None:
     if name == "more than fit":
         fields = {"messages": [{"role": "user", "content": "no end " * 10_000}]}
     assert_refused(ask(real, "POST", CHAT, chat(**fields)), 400, 404)
+
+
+@pytest.mark.real
+def test_a_real_model_answers_after_all_of_that(real: str) -> None:
     assert ask(real, "POST", CHAT, GOOD).status == 200

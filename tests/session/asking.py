@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rekindle.core.kv import KvLayout, LayerShape
 from rekindle.engine.base import Capabilities, Logits, Row
@@ -43,10 +44,26 @@ def traces(folder: Path, wanted: Iterator[bytes] | Sequence[bytes]) -> dict[str,
     for path in sorted([*folder.rglob("*"), *Path(f"{folder}-library").rglob("*")]):
         if path.is_file():
             data = path.read_bytes()
-            hits = [pattern for pattern in patterns if pattern in data]
+            hits = [pattern for pattern in _candidates(patterns, data) if pattern in data]
             if hits:
                 found[str(path.relative_to(folder.parent))] = hits
     return found
+
+
+def _candidates(patterns: set[bytes], data: bytes) -> list[bytes]:
+    """The patterns that may be in the data: those whose first eight bytes have a hash that is there."""
+    seen = np.zeros(1 << 24, dtype=bool)
+    for shift in range(min(8, len(data))):
+        seen[_hashes(np.frombuffer(data, "<u8", (len(data) - shift) // 8, shift))] = True
+    short = [pattern for pattern in patterns if len(pattern) < 8]
+    long = [pattern for pattern in patterns if len(pattern) >= 8]
+    heads = np.frombuffer(b"".join(pattern[:8] for pattern in long), "<u8")
+    return [*short, *(long[index] for index in np.flatnonzero(seen[_hashes(heads)]))]
+
+
+def _hashes(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A number of 24 bits for each."""
+    return (words * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(40)
 
 
 class _State(FakeSequence):

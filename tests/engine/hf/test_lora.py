@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 
 from rekindle.core.kv import Span
 from rekindle.engine.base import Row
@@ -17,6 +17,9 @@ from rekindle.engine.lora_files import read_adapter
 from rekindle.errors import AdapterRefused, StepRefused
 from tests.lora import save_lora
 from tests.tiny import FAMILIES, tiny_engine
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 pytestmark = pytest.mark.thorough
 
@@ -32,6 +35,8 @@ USUAL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 def peft_of(engine: HfEngine, folder: Path, seed: int = 0, **config: object) -> PeftModel:
     """A PEFT model with random matrices on the engine's model, saved to the folder."""
+    from peft import LoraConfig, get_peft_model  # slow to import: where it is used, not where tests are collected
+
     options = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "target_modules": USUAL, **config}
     model = get_peft_model(copy.deepcopy(engine.model), LoraConfig(task_type="CAUSAL_LM", **options))
     torch.manual_seed(seed)

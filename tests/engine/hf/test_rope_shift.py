@@ -369,17 +369,10 @@ def test_what_a_cancelled_step_still_turns_is_no_longer_the_sequences() -> None:
         np.testing.assert_array_equal(new.keys, old.keys)
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> HfEngine:
-    from rekindle.models.sources import find
-
-    return HfEngine.load(find("smollm2"), device="cpu")
-
-
 def texts(engine: HfEngine) -> tuple[list[int], list[int], list[int]]:
     encode = engine.tokenizer.encode
-    passage = "The heron stands in shallow water and waits. It strikes at fish with its long bill. " * 8
-    return encode("You answer questions."), encode("Here is what was found, in order of merit:\n" * 9), encode(passage)
+    passage = "The heron stands in shallow water and waits. It strikes at fish with its long bill. " * 3
+    return encode("You answer questions."), encode("Here is what was found, in order of merit:\n" * 4), encode(passage)
 
 
 @pytest.mark.real
