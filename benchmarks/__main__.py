@@ -36,6 +36,7 @@ _OPTIONS_OF = {  # options that only some benches take
     "adapters": ("adapters", "warmstart", "slower"),
     "pairs": ("answers",),
     "traces": ("stream",),
+    "users": ("answers",),
     "tokens": ("slower",),
 }
 
@@ -63,6 +64,7 @@ def bench(
     traces: Annotated[
         Path | None, typer.Option(help="stream: a folder of .csv files of bandwidth over time (time_s,mbps).")
     ] = None,
+    users: Annotated[int | None, typer.Option(min=1, help="answers: how many users of each set.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="slower: the largest prompt.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")] = None,
     seed: Annotated[int, typer.Option(help="For everything drawn at random.")] = 0,
@@ -97,7 +99,13 @@ def bench(
         require_packages(choose_engine(model, engine))
     options = BenchOptions(**{option: given[option] for option in BenchOptions.__dataclass_fields__})
     with notes.status(f"bench {name}") as status:
-        report = import_module(BENCHES[name]).run(options, lambda part: status.update(f"bench {name}: {part}"))
+
+        def advance(part: str) -> None:
+            status.update(f"bench {name}: {part}")
+            if not notes.is_terminal:  # a log shows how far a run of an hour is
+                notes.print(f"bench {name}: {part}", soft_wrap=True, highlight=False, markup=False)
+
+        report = import_module(BENCHES[name]).run(options, advance)
     if plot is not None:
         save_chart(report.as_json(), plot)
     if json:

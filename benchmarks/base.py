@@ -42,6 +42,7 @@ class BenchOptions:
     adapters: Path | None = None  # adapters: a folder of folders that PEFT saved
     pairs: Path | None = None  # answers: labelled pairs of questions
     traces: Path | None = None  # stream: a folder of bandwidth over time
+    users: int | None = None  # answers: of each set
     tokens: int | None = None  # slower: the largest prompt
 
     def rounds(self, full: int, quick: int = 3) -> int:

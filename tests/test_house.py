@@ -39,6 +39,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 225, 2, "answer_judge and its calibration: the model decides what the guard's rules doubt"),
     ("benchmarks", 4, 0, "rows of the bank of answers are imported from their own module"),
     ("rekindle", 60, 0, "reused passages: each recomputed as much as it depends on what has changed, and says why"),
+    ("benchmarks", 45, 0, "answers: every user, wrong foreseen answers, the median and the worst user; progress in logs"),
     ("benchmarks", 35, 0, "chunks: CacheBlend's selection, three readings of Cache-Craft, paired intervals"),
     ("rekindle", 580, 9, "server/ollama: Ollama's API over the same core; embed_texts: vectors for both protocols; "
      "whether a model thinks first"),

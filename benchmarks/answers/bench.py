@@ -49,7 +49,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     engine = load(options)
     try:
         measured = []
-        users = people(chosen[:1] if options.quick else chosen, USERS)
+        users = people(chosen[:1] if options.quick else chosen, options.users or USERS)
         for name, person in users:
             with scratch() as folder:
                 measured.append(_Person(engine, options, name, person, Path(folder), advance).measure())

@@ -32,6 +32,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for module in (answer_ways, answer_report, answers):
             patch.setattr(module, "NEW_TOKENS", 8)
         patch.setattr(answer_ways, "TOP_K", 2)
+        patch.setattr(answers, "QUICK_ASKED", 6)
         arguments = ["answers", "--quick", "--limit", "2", "--json", "--plot", str(plot)]
         done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
@@ -53,6 +54,8 @@ def test_checked_answers_are_those_without_a_cache(told: dict[str, Any]) -> None
 
 def test_every_question_comes_with_those_that_follow_it(told: dict[str, Any]) -> None:
     (user,) = told["users"]
+    assert user["verified_vs_none"]["low"] <= user["verified_vs_none"]["mean"] <= user["verified_vs_none"]["high"]
+    assert told["reduction_users"]["worst"] == told["reduction_users"]["best"] == told["reduction_best_user"]
     assert user["questions"] == 6  # two, each in other words, and one that looks like each
     assert all(row["questions"] == 6 for row in told["rows"])
 
