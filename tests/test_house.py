@@ -22,7 +22,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 
 # Code lines (no blanks, comments and docstrings) and modules: what the tree has now. The targets of the house: 31,000
 # lines in 240 modules of rekindle, 9,000 lines of benchmarks. What makes the tree smaller lowers these.
-LIMITS = {"rekindle": (44_015, 322), "benchmarks": (10_515, 98)}
+LIMITS = {"rekindle": (44_006, 322), "benchmarks": (10_515, 98)}
 
 # What later changes may add to that: (part, code lines, modules, what was added and why). When a change makes the tree
 # smaller, it folds these into the limits.
@@ -39,7 +39,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 225, 2, "answer_judge and its calibration: the model decides what the guard's rules doubt"),
     ("benchmarks", 4, 0, "rows of the bank of answers are imported from their own module"),
     ("rekindle", 60, 0, "reused passages: each recomputed as much as it depends on what has changed, and says why"),
-    ("benchmarks", 45, 0, "answers: every user, wrong foreseen answers, the median and the worst user; progress in logs"),
+    ("benchmarks", 45, 0, "answers: every user, wrong foreseen answers, median and worst user; progress in logs"),
     ("benchmarks", 35, 0, "chunks: CacheBlend's selection, three readings of Cache-Craft, paired intervals"),
     ("rekindle", 580, 9, "server/ollama: Ollama's API over the same core; embed_texts: vectors for both protocols; "
      "whether a model thinks first"),

@@ -144,9 +144,9 @@ def test_stats_sum_up(run: Run, files: Path, tmp_path: Path) -> None:
     assert "2 documents, 2 passages (2 with a vector)" in run("knowledge", "stats").stdout
 
 
-def test_rm_and_forget_by_name_remove_it_to_the_last_byte(run: Run, files: Path, tmp_path: Path) -> None:
+def test_forget_by_name_or_path_removes_it_to_the_last_byte(run: Run, files: Path, tmp_path: Path) -> None:
     run("ingest", files)
-    assert "forgot" in run("knowledge", "rm", listed(run)["walrus.md"]["name"]).stdout
+    assert "forgot" in run("forget", listed(run)["walrus.md"]["name"]).stdout
     gone = parsed(run("forget", files / "penguin.txt", "--json"))
     assert gone["passages"] == 1 and gone["documents"][0]["source"] == str(files / "penguin.txt")
     assert listed(run) == {}

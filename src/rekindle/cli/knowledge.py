@@ -242,13 +242,6 @@ def import_library(
         typer.echo(f"{_documents(done.documents, done.passages)} added, {done.known} were there already")
 
 
-@knowledge.command("rm")
-@takes(settings=library_options)
-def remove(names: Names, settings: dict[str, Any], json: AsJson = False) -> None:
-    """Remove documents: the same as `rekindle forget`."""
-    _forget(settings, json, *names)
-
-
 @app.command()
 @takes(settings=library_options)
 def forget(
@@ -265,16 +258,12 @@ def forget(
     json: AsJson = False,
 ) -> None:
     """Forget documents: their text, vectors and words, and all KV computed from them, to the last byte."""
-    if everything and not yes and not json:
-        typer.confirm("Forget all documents?", abort=True)
-    _forget(settings, json, *(names or ()), app=owner, before=_moment(before), everything=everything)
-
-
-def _forget(settings: dict[str, Any], json: bool, *names: str, **choice: Any) -> None:
     from rekindle.cli.console import notes
 
+    if everything and not yes and not json:
+        typer.confirm("Forget all documents?", abort=True)
     with open_knowledge(settings) as libraries, notes.status("forgetting"):
-        forgotten = libraries.forget(*names, **choice)
+        forgotten = libraries.forget(*(names or ()), app=owner, before=_moment(before), everything=everything)
     if json:
         damaged = [str(path) for path in forgotten.damaged_files]
         documents = [asdict(entry) for entry in forgotten.documents]
