@@ -41,13 +41,14 @@ _MIN_QUOTED_RUN = 3  # the same for the prompt, which is longer and less to the 
 _FEWEST, _MOST = 7, 63  # tokens guessed at once: with the one before them, a step has 8 to 64
 _MAX_CHARACTERS = 1 << 18  # of a draft are read: replies are shorter, and longer texts take seconds
 _MARGIN = 1.75  # what a guess must be expected to gain: neither its time nor its tokens are certain
+_PLAIN_STEPS = 8  # of a reply are timed: more would take the place of those with a guess
+
 ANY = 64  # no draft is verified in larger steps
 _SIZES = (16, 8, 4, 2)  # of steps that are tried
 _BEFORE = 24  # tokens of context, then
 _LAST_DIGITS = 1e-3
 _MODELS = 64
 _TEXT = "The lamp was lit at dusk, and people on the road by the river could see it from the other side. "
-_PLAIN_STEPS = 8  # of a reply are timed: more would take the place of those with a guess
 
 
 class Drafts:
