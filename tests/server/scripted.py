@@ -47,7 +47,7 @@ class ScriptedEngine(FakeEngine):
         reply = self.answers(self.prompts[-1])
         if reply is None:
             reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
-        return _Reciting([*reply.encode("utf-8"), END])
+        return Reciting([*self.tokenizer.encode(reply), END])
 
     def _run(self, row: CheckedRow, cancelled: Callable[[], bool] | None) -> Logits:
         sequence = row.row.sequence
@@ -63,7 +63,7 @@ class ScriptedEngine(FakeEngine):
         return np.zeros((0 if row.row.logits == "none" else 1, VOCABULARY), dtype=np.float32)
 
 
-class _Reciting:
+class Reciting:
     """Draws the tokens of a text."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
