@@ -114,3 +114,32 @@ def test_another_thought_is_not_replaced(serve: Serve, protocol: Callable[[str |
     path, first, second = protocol("Hm, the rain.")
     sent(served, path, first)
     assert sent(served, path, second)["replayed_replies"] == 0 and "Hm, the rain." in engine.prompts[-1]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_the_body_of_a_request_is_explained_as_it_is_answered(
+    serve: Serve, protocol: Callable[[str | None], Turn]
+) -> None:
+    served, _ = served_model(serve, keeps=False)
+    path, first, second = protocol(None)
+    sent(served, path, first)
+    assert served.session.flush()
+    told = served.post("/v1/rekindle/explain", **{"model": "fake-0", **second}).json()
+    about = sent(served, path, second)
+    assert told["tokens"] == about["computed"] + about["loaded"]
+    found = told["difference"]
+    assert (found["where"], found["cause"]) == ("message 2 of 3 (assistant)", "thought")
+    assert found["known"].startswith("<think>") and found["ours"].startswith("Let·me")
+    last = served.get("/v1/rekindle/explain/last").json()
+    assert last["difference"] == found and "likely cause: a stripped thought" in last["text"]
+    assert len(last["text"].splitlines()) <= 10
+
+
+def test_a_body_that_a_protocol_refuses_is_not_explained(serve: Serve) -> None:
+    served, _ = served_model(serve, keeps=False)
+    path, first, _ = anthropic(None)
+    bad = {**first, "messages": [{"role": "user", "content": [{"type": "image"}]}]}
+    explained, answered = (served.post(where, **bad) for where in ("/v1/rekindle/explain", path))
+    assert explained.status_code == answered.status_code == 400
+    assert explained.json()["error"]["message"] == answered.json()["error"]["message"]
+    assert served.post("/v1/rekindle/explain", messages=[ASKED], prompt="x").status_code == 400

@@ -323,7 +323,7 @@ def test_templates_know_what_published_ones_use(tmp_path: Path, load: Load) -> N
 def test_a_generated_reply_stands_in_behind_the_prompt_that_it_answered(tmp_path: Path, load: Load) -> None:
     vocabulary = byte_level(control=("<|end|>", "<|begin|>", "<|turn|>"))
     vocabulary.add_bos = True
-    vocabulary.template = TURNS
+    vocabulary.template = TURNS.replace("assistant:", "assistant{{ '\n' }}")
     tokenizer = load(vocabulary.write(tmp_path / "beginning.gguf")).tokenizer
     chat = [Message("user", "ab"), Message("assistant", " ab"), Message("user", "<|turn|>c")]
     prompt, own = tokenizer.encode_chat(chat[:1]), (7, 8, 9)
@@ -331,6 +331,12 @@ def test_a_generated_reply_stands_in_behind_the_prompt_that_it_answered(tmp_path
     rest = tokenizer.encode_chat(chat)[len(prompt) + 3 :]
     assert replayed.replies == 1 and replayed.tokens == [*prompt, *own, *rest]
     assert tokenizer.encode_replayed(chat, {}) == ReplayedChat(tokenizer.encode_chat(chat))
+
+
+def test_nothing_stands_in_where_a_reply_is_introduced_otherwise_later(tokenizer: GgufTokenizer) -> None:
+    chat = [Message("user", "ab"), Message("assistant", "ab"), Message("user", "c")]
+    own = WrittenReply((7, 8, 9), before=tuple(tokenizer.encode_chat(chat[:1])))
+    assert tokenizer.encode_replayed(chat, {1: own}) == ReplayedChat(tokenizer.encode_chat(chat))
 
 
 # And back
