@@ -51,7 +51,7 @@ UNTHINKING = [name for name in TEMPLATES if name != "begun"]
 WEATHER = Tool("weather", "Tells the weather.", {"type": "object", "properties": {"city": {"type": "string"}}})
 ASKED = Message("user", "Rain?")
 CALLED = Message("assistant", "", {"tool_calls": [ToolCall("abc", "weather", '{"city": "Bergen"}').as_openai()]})
-RESULT = Message("tool", "wet", {"tool_call_id": "abc"})
+RESULT = Message("tool", "wet\n", {"tool_call_id": "abc"})  # as commands print it
 SAID = Message("assistant", "Wet.")
 ODD = "a reply in other words"  # what the model really wrote: whatever it is, it stands in
 

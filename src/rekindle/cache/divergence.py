@@ -23,6 +23,7 @@ from rekindle.text.reasoning import detect_thoughts
 
 _NONCE_TOKENS = 48
 _FOUND_CHARACTERS = 64  # of a message are looked for: templates trim and escape the rest
+_STEP_TOKENS = 512  # spelled at once: a millisecond
 _SAME_CHARACTERS = 8  # of two texts whose tokens differ from the first on
 _TOOL_NAME = re.compile(r"""["']name["']:""")
 
@@ -55,7 +56,7 @@ class Parting:
 
 def place_of(parting: Parting, messages: Sequence[Message], tokenizer: Tokenizer) -> ChatPlace:
     """Where in a chat the prompts part, by looking for its messages in the text before."""
-    before = tokenizer.spell(parting.before)
+    before = _squeezed_text(parting.before, tokenizer)
     found, complete, end = None, True, 0
     for index, message in enumerate(messages):
         for text in _texts(message):
@@ -94,13 +95,27 @@ def cause_of(parting: Parting, place: ChatPlace, messages: Sequence[Message], to
 
 
 def _texts(message: Message) -> Iterator[str]:
-    """What a template surely writes of a message."""
-    if message.content.strip():
-        yield message.content.strip()
+    """What a template surely writes of a message, without white space."""
+    if content := "".join(message.content.split()):
+        yield content
     for call in message.extra.get("tool_calls") or ():
         name = call.get("function", {}).get("name") if isinstance(call, dict) else None
         if isinstance(name, str) and name:
             yield name
+
+
+def _squeezed_text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The text of tokens without white space, in steps: requests are answered meanwhile."""
+    texts, start = [], 0
+    while start < len(tokens):
+        stop = start + _STEP_TOKENS
+        text = tokenizer.spell(tokens[start:stop])
+        while text.endswith("\ufffd") and stop < start + _STEP_TOKENS + 4:  # half a character
+            stop += 1
+            text = tokenizer.spell(tokens[start:stop])
+        texts.append("".join(text.split()))
+        start = stop
+    return "".join(texts)
 
 
 def _cut_off(before: str, text: str, cursor: int) -> int:

@@ -68,7 +68,9 @@ class ReplyMarks:
         for at in self._written:
             if at + 1 not in self._written:
                 follower = messages[at + 1]
-                marked[at + 1] = replace(follower, content=follower.content + self._mark("follower", at))
+                said = follower.content.rstrip()  # templates may trim the rest
+                content = said + self._mark("follower", at) + follower.content[len(said) :]
+                marked[at + 1] = replace(follower, content=content)
         return marked
 
     def names(self, messages: Sequence[Message]) -> dict[str, str]:
