@@ -86,7 +86,7 @@ def _explain(session: Session, job: Job, _send: Send, _started: Callable[[ReplyS
     if job.get("question") is not None:
         request = session.prepare(job["question"]).request
     else:
-        request = Request.of(job["prompt"], **job["options"])
+        request = Request.of(job["prompt"], **job.get("options", {}))
     return {"explanation": session.explain_request(request).as_dict()}
 
 

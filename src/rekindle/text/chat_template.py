@@ -158,6 +158,8 @@ class ChatTokenizer(ABC):
             if header or not (written[at].thinking or messages[at].extra.get("tool_calls"))
         }
         for _ in range(2):  # again without those that the template does not write as they were generated
+            if not chosen:
+                return None
             marks = ReplyMarks(self._nonce, {at: written[at] for at in chosen})
             try:
                 marked = self._rendered(marks.mark(messages), tools, think, chat.hidden)
@@ -166,7 +168,7 @@ class ChatTokenizer(ABC):
             names = {mark: chat.hidden.hide(name, self._control) for mark, name in marks.names(messages).items()}
             found = marks.cut_out(marked.text, chosen, stops, names)
             if len(found.replies) == len(chosen):
-                return found if chosen and found.is_of(chat.text) else None
+                return found if found.is_of(chat.text) else None
             chosen = {at: chosen[at] for at in found.replies}
         return None
 
