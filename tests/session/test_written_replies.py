@@ -15,6 +15,7 @@ from rekindle.core.reply import Reply
 from rekindle.core.request import Message, Request, Sampling
 from rekindle.engine.fake import END, START, VOCABULARY, ByteTokenizer, FakeEngine
 from rekindle.engine.lora_manager import LoraManager
+from rekindle.errors import InvalidPrompt
 from rekindle.session.prompt import OwnReplies, PromptTokens, WrittenReplies
 from rekindle.settings import Settings
 from rekindle.text.base import ReplayedChat, Written, WrittenReply
@@ -121,6 +122,13 @@ def test_so_many_are_remembered_and_nobody_drives_out_those_of_another_tenant() 
 
 def test_without_the_setting_nothing_is_remembered() -> None:
     assert WrittenReplies(Settings(), cast(LoraManager, Names())).of(asked()) is None
+
+
+def test_calls_that_are_no_list_are_refused_with_a_sentence(tmp_path: Path) -> None:
+    with Session(FakeEngine(), cache=str(tmp_path / "cache"), keep_reply_tokens=True) as session:
+        session.chat(HELLO, max_tokens=1)
+        with pytest.raises(InvalidPrompt, match="tool_calls"):
+            session.chat([*HELLO, {"role": "assistant", "content": "", "tool_calls": 5}, *HELLO])
 
 
 # Replies with thoughts and calls: what the model reads is the same with and without the cache

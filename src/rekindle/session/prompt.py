@@ -285,7 +285,8 @@ def _chat_digests(messages: Sequence[Message]) -> Iterator[bytes]:
     """A digest of the chat up to each message, without thoughts and with arguments in one spelling."""
     state = hashlib.blake2b(digest_size=16)
     for message in messages:
-        calls = [ToolCall.parse(item) for item in message.extra.get("tool_calls") or ()]
+        sent = message.extra.get("tool_calls")
+        calls = [ToolCall.parse(item) for item in (sent if isinstance(sent, list) else ())]  # else refused later
         named = [(call.name, call.canonical_arguments) for call in calls]
         state.update(json.dumps([message.role, message.content.strip(), named]).encode())
         yield state.digest()
