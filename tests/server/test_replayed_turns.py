@@ -85,18 +85,25 @@ def served_model(serve: Serve, *, keeps: bool) -> tuple[Served, ScriptedEngine]:
     return serve(engine, session={"keep_reply_tokens": keeps}), engine
 
 
-@pytest.mark.parametrize("thought", [THOUGHT, None], ids=["thought", "thought stripped"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_the_generated_reply_stands_in(serve: Serve, protocol: Callable[[str | None], Turn], thought: str) -> None:
+def test_the_generated_reply_stands_in(serve: Serve, protocol: Callable[[str | None], Turn]) -> None:
     served, engine = served_model(serve, keeps=True)
-    path, first, second = protocol(thought)
+    path, first, second = protocol(THOUGHT)
     assert sent(served, path, first)["replayed_replies"] == 0
     about = sent(served, path, second)
     before, after = engine.prompts
     assert after.startswith(before + REPLIES[0]) and about["replayed_replies"] == 1
-    assert about["computed"] <= len("\ntool\nnone\nassistant\n") + 4, (
-        "only what is new, and the control tokens around it"
-    )
+    new = len("\ntool\nnone\nassistant\n") + 4  # and the control tokens around it
+    assert about["computed"] <= new
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_reply_without_thoughts_stands_in(serve: Serve, protocol: Callable[[str | None], Turn]) -> None:
+    served, engine = served_model(serve, keeps=True)
+    engine.replies = [REPLIES[0].split("</think>\n\n")[1], "Calm."]
+    path, first, second = protocol(None)
+    sent(served, path, first)
+    assert sent(served, path, second)["replayed_replies"] == 1
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -109,11 +116,15 @@ def test_without_the_setting_the_template_writes_it(serve: Serve, protocol: Call
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_another_thought_is_not_replaced(serve: Serve, protocol: Callable[[str | None], Turn]) -> None:
+@pytest.mark.parametrize("thought", ["Hm, the rain.", None], ids=["changed", "stripped"])
+def test_what_a_client_makes_of_a_thought_stays(
+    serve: Serve, protocol: Callable[[str | None], Turn], thought: str | None
+) -> None:
     served, engine = served_model(serve, keeps=True)
-    path, first, second = protocol("Hm, the rain.")
+    path, first, second = protocol(thought)
     sent(served, path, first)
-    assert sent(served, path, second)["replayed_replies"] == 0 and "Hm, the rain." in engine.prompts[-1]
+    assert sent(served, path, second)["replayed_replies"] == 0
+    assert THOUGHT not in engine.prompts[-1] and (thought or "Let me look.") in engine.prompts[-1]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

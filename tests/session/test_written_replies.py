@@ -136,7 +136,8 @@ def test_calls_that_are_no_list_are_refused_with_a_sentence(tmp_path: Path) -> N
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}}}}}
 REPLY = '<think>\nHm.\n</think>\n\n<tool_call>{"name":"weather","arguments":{"city":   "Oslo"}}</tool_call>'
 CALLED = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
-ROUND = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [CALLED]}, {"role": "tool", "content": "wet"}]
+SAID = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [CALLED]}
+ROUND = [*HELLO, SAID, {"role": "tool", "content": "wet"}]
 
 
 class RecitesFirst(FakeEngine):

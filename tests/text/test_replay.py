@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rekindle.core.request import Message
@@ -63,6 +65,10 @@ def tokenizer_of(template: str, vocabulary_size: int = VOCABULARY) -> HfTokenize
     )
 
 
+def thinking_of(message: Message, thinking: str) -> Message:
+    return replace(message, extra={**message.extra, "reasoning_content": thinking}) if thinking else message
+
+
 def written(tokenizer: HfTokenizer, prompt: list[int], thinking: str = "") -> WrittenReply:
     return WrittenReply(tuple(tokenizer.encode(ODD)), thinking, tuple(prompt[-32:]))
 
@@ -70,9 +76,9 @@ def written(tokenizer: HfTokenizer, prompt: list[int], thinking: str = "") -> Wr
 @pytest.mark.parametrize(("name", "reply"), [*((name, CALLED) for name in TEMPLATES), *((n, SAID) for n in UNTHINKING)])
 def test_the_next_prompt_begins_with_the_last_one_and_its_reply(name: str, reply: Message) -> None:
     tokenizer = tokenizer_of(TEMPLATES[name])
-    chat = [ASKED, reply, RESULT if reply is CALLED else Message("user", "Sure?")]
-    prompt = tokenizer.encode_chat(chat[:1], tools=[WEATHER])
     thinking = "Hm." if name in ("thinking", "begun", "channels") and reply is CALLED else ""
+    chat = [ASKED, thinking_of(reply, thinking), RESULT if reply is CALLED else Message("user", "Sure?")]
+    prompt = tokenizer.encode_chat(chat[:1], tools=[WEATHER])
     own = written(tokenizer, prompt, thinking)
     replayed = tokenizer.encode_replayed(chat, {1: own}, tools=[WEATHER])
     plain = tokenizer.spell(tokenizer.encode_chat(chat, tools=[WEATHER]))
@@ -84,7 +90,13 @@ def test_the_next_prompt_begins_with_the_last_one_and_its_reply(name: str, reply
 def test_a_reply_whose_thoughts_the_template_leaves_out_is_written_by_the_template() -> None:
     tokenizer = tokenizer_of(THINKING)
     first = tokenizer.encode_chat([ASKED])
-    chat = [ASKED, SAID, Message("user", "Sure?"), CALLED, RESULT]
+    chat = [
+        ASKED,
+        thinking_of(SAID, "Hm."),
+        Message("user", "Sure?"),
+        thinking_of(CALLED, "Let me see."),
+        RESULT,
+    ]
     second = tokenizer.encode_chat(chat[:3])
     thought, own = written(tokenizer, first, "Hm."), written(tokenizer, second, "Let me see.")
     replayed = tokenizer.encode_replayed(chat, {1: thought, 3: own})
@@ -120,6 +132,6 @@ def test_several_replies_in_a_row_stand_in() -> None:
     for _ in range(3):
         prompt = tokenizer.encode_replayed(chat, replies).tokens
         replies[len(chat)] = written(tokenizer, prompt, "Hm.")
-        chat = [*chat, CALLED, RESULT]
+        chat = [*chat, thinking_of(CALLED, "Hm."), RESULT]
         replayed = tokenizer.encode_replayed(chat, replies)
         assert replayed.replies == len(replies) and replayed.tokens[: len(prompt)] == prompt

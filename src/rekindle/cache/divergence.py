@@ -30,7 +30,7 @@ _TOOL_NAME = re.compile(r"""["']name["']:""")
 CAUSES = {
     "nonce": "a nonce: this text changes from request to request. Move it behind what stays the same.",
     "tools": "the tools, in another order or not the same. `--canonical full` sorts them.",
-    "thought": "a stripped thought: the client left it out (`--keep-reply-tokens` restores it), or the template does.",
+    "thought": "a stripped thought: the client or the template left out what the model thought.",
     "tokens": "the same text in other tokens than were generated. `--keep-reply-tokens` keeps them.",
     "reply": "a reply that came back otherwise than it was generated. `--keep-reply-tokens` keeps it.",
     "history": "edited history: an earlier message was changed or compacted, or belongs to another conversation.",

@@ -254,15 +254,15 @@ class OwnReplies:
     def standing_for(self, messages: Sequence[Message]) -> dict[int, WrittenReply]:
         """The replies among the messages, by their index, whose chat up to there was answered with them.
 
-        Thoughts may be missing, but no others may be in their place. Spacing and key order of arguments do not matter.
+        Its thoughts have to be the same: what a client leaves out stays left out. Spacing and key order of arguments
+        do not matter.
         """
         found = {}
         for at, digest in enumerate(_chat_digests(messages) if self._known else ()):
             reply = self._known.get(self._key(digest)) if messages[at].role == "assistant" else None
-            if reply is not None:
-                thought = messages[at].extra.get("reasoning_content")
-                if not thought or str(thought).strip() == reply.thinking.strip():
-                    found[at] = reply
+            thought = messages[at].extra.get("reasoning_content") or ""
+            if reply is not None and str(thought).strip() == reply.thinking.strip():
+                found[at] = reply
         return found
 
     def note(self, engine: Engine, prompt: PromptTokens, request: Request, reply: Reply) -> None:

@@ -22,20 +22,14 @@ from rekindle.text.base import Written
 
 @dataclass(frozen=True)
 class TextAround:
-    """The text of a chat around the replies that were cut out of it: one more than `replies`, their indices.
-
-    `headers` are the ends of these texts that introduce each reply.
-    """
+    """The text of a chat around the replies that were cut out of it: one more than `replies`, their indices."""
 
     around: tuple[str, ...]
     replies: tuple[int, ...]
-    headers: tuple[str, ...]
 
     def is_of(self, text: str) -> bool:
-        """Whether `text` is this text with something in place of each reply and its header, which may open a thought
-        that the client left out."""
-        *parts, last = self.around
-        first, *inner = (part.removesuffix(header) for part, header in zip(parts, self.headers, strict=True))
+        """Whether `text` is this text with something in place of each reply."""
+        first, *inner, last = self.around
         if not text.startswith(first) or not text.endswith(last):
             return False
         place, end = len(first), len(text) - len(last)
@@ -93,7 +87,7 @@ class ReplyMarks:
         meant = {**names, **{self._mark("follower", at): "" for at in self._written}}
         for mark, name in meant.items():
             around = [part.replace(mark, name) for part in around]
-        return TextAround(tuple(around), tuple(cuts), tuple(headers[at] for at in cuts))
+        return TextAround(tuple(around), tuple(cuts))
 
     def _cut(self, text: str, at: int, header: str, stops: Sequence[str]) -> tuple[int, int] | None:
         """Where a reply begins and ends; None if the template does not write it, or not its thoughts."""
