@@ -43,6 +43,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("benchmarks", 35, 0, "chunks: CacheBlend's selection, three readings of Cache-Craft, paired intervals"),
     ("rekindle", 580, 9, "server/ollama: Ollama's API over the same core; embed_texts: vectors for both protocols; "
      "whether a model thinks first"),
+    ("rekindle", 308, 3, "replayed turns with thoughts and calls (text/replay), explain for agents: the message that "
+     "diverged and why (cache/divergence), for bodies of every protocol (server/recorded)"),
     ("rekindle", 65, 0, "penalties by presence and frequency, logit_bias, reasoning_effort, chat_template_kwargs"),
 )  # fmt: skip
 

@@ -97,6 +97,18 @@ def test_the_last_request_can_be_explained_and_so_can_a_file(tiny_folder: Path, 
     assert len(json.loads(ok("explain", "--last", "-n", "5", "--json"))) == 1
 
 
+def test_the_body_of_a_request_is_explained(tiny_folder: Path, tmp_path: Path) -> None:
+    body = {"system": [{"type": "text", "text": f"x-anthropic-billing-header: v=1;\n\n{RULES}"}], "max_tokens": 9}
+    path, model = tmp_path / "body.json", str(tiny_folder)
+    path.write_text(json.dumps({**body, "messages": [{"role": "user", "content": "Why?"}]}), "utf-8")
+    plain = tmp_path / "plain.json"
+    plain.write_text(json.dumps([{"role": "system", "content": RULES}, {"role": "user", "content": "Why?"}]), "utf-8")
+    tokens = [json.loads(ok("explain", str(one), "--model", model, "--json"))["tokens"] for one in (path, plain)]
+    assert tokens[0] == tokens[1]
+    path.write_text(json.dumps({**body, "messages": [{"role": "user", "content": [{"type": "image"}]}]}), "utf-8")
+    assert "image" in error("explain", str(path), "--model", model)
+
+
 def test_explain_says_what_to_do_when_there_is_nothing_to_explain(tiny_folder: Path, rules: Path) -> None:
     assert "Name a file" in error("explain")
     assert "Name a file" in error("explain", "--last", str(rules))

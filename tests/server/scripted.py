@@ -1,7 +1,12 @@
-"""A model whose replies are written beforehand, with a context long enough for agents; computing costs nothing."""
+"""A model whose replies are written beforehand, with a context long enough for agents.
+
+Computing a token takes a little time, as with any model. Were it free, loading KV would be slower than computing it:
+nothing would be loaded after a restart, where costs are measured.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,6 +26,7 @@ class ScriptedEngine(FakeEngine):
     """
 
     prefill_tokens = 4096
+    token_seconds = 1e-5
 
     def __init__(
         self,
@@ -41,12 +47,13 @@ class ScriptedEngine(FakeEngine):
         reply = self.answers(self.prompts[-1])
         if reply is None:
             reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
-        return _Reciting([*reply.encode("utf-8"), END])
+        return Reciting([*self.tokenizer.encode(reply), END])
 
     def _run(self, row: CheckedRow, cancelled: Callable[[], bool] | None) -> Logits:
         sequence = row.row.sequence
         assert isinstance(sequence, FakeSequence)
         self.computed += len(row.tokens)
+        time.sleep(self.token_seconds * len(row.tokens))
         for layer in range(len(self.layout.layers)):
             for feed in row.row.feeds:
                 if layer in feed.layers:
@@ -56,7 +63,7 @@ class ScriptedEngine(FakeEngine):
         return np.zeros((0 if row.row.logits == "none" else 1, VOCABULARY), dtype=np.float32)
 
 
-class _Reciting:
+class Reciting:
     """Draws the tokens of a text."""
 
     def __init__(self, tokens: Sequence[int]) -> None:

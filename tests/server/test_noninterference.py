@@ -27,7 +27,7 @@ from rekindle.engine.fake import START, ByteTokenizer
 from rekindle.idle.idle import Idle, IdleOptions
 from rekindle.server.auth import ApiKeys
 from rekindle.server.routes import ENDPOINTS
-from rekindle.text.base import Written
+from rekindle.text.base import ReplayedChat, Written
 from tests.server.serving import ADMIN, ALICE, BOB, Gated, Served, fake_session, serving
 from tests.server.soak import tiny_embedder
 from tests.unmeasured_costs import UnmeasuredCosts
@@ -44,9 +44,12 @@ OLLAMA_OPTIONS = {"temperature": 0, "num_predict": 4}
 class TwoSpellings(ByteTokenizer):
     """Where a reply is not known as it was written, it takes a token more."""
 
-    def encode_chat(self, messages: Sequence[Message], written: Written | None = None, **options: Any) -> list[int]:
-        spelled = sum(m.role == "assistant" and m.content not in (written or {}) for m in messages)
-        return [*[START] * spelled, *super().encode_chat(messages, **options)]
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        return self.encode_replayed(messages, {}, **options).tokens
+
+    def encode_replayed(self, messages: Sequence[Message], written: Written, **options: Any) -> ReplayedChat:
+        spelled = sum(m.role == "assistant" and at not in written for at, m in enumerate(messages))
+        return ReplayedChat([*[START] * spelled, *super().encode_chat(messages, **options)], len(written))
 
 
 class Speller(Gated):

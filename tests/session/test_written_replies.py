@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -11,20 +12,26 @@ import pytest
 from rekindle import Session
 from rekindle.core.grammar import Grammar
 from rekindle.core.reply import Reply
-from rekindle.core.request import Message, Request
-from rekindle.engine.fake import START, ByteTokenizer, FakeEngine
+from rekindle.core.request import Message, Request, Sampling
+from rekindle.engine.fake import END, START, VOCABULARY, ByteTokenizer, FakeEngine
 from rekindle.engine.lora_manager import LoraManager
-from rekindle.session.prompt import OwnReplies, WrittenReplies
+from rekindle.errors import InvalidPrompt
+from rekindle.session.prompt import OwnReplies, PromptTokens, WrittenReplies
 from rekindle.settings import Settings
-from rekindle.text.base import Written
+from rekindle.text.base import ReplayedChat, Written, WrittenReply
+from tests.server.scripted import Reciting
+from tests.text.test_replay import THINKING, tokenizer_of
 
 
 class TwoSpellings(ByteTokenizer):
     """Where a reply is not known as it was written, it takes a token more."""
 
-    def encode_chat(self, messages: Sequence[Message], written: Written | None = None, **options: Any) -> list[int]:
-        spelled = sum(m.role == "assistant" and m.content not in (written or {}) for m in messages)
-        return [*[START] * spelled, *super().encode_chat(messages, **options)]
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        return self.encode_replayed(messages, {}, **options).tokens
+
+    def encode_replayed(self, messages: Sequence[Message], written: Written, **options: Any) -> ReplayedChat:
+        spelled = sum(m.role == "assistant" and at not in written for at, m in enumerate(messages))
+        return ReplayedChat([*[START] * spelled, *super().encode_chat(messages, **options)], len(written))
 
 
 class Names:
@@ -61,16 +68,25 @@ def replies(**limits: int) -> WrittenReplies:
 
 
 def asked(tenant: str = "a", salt: str = "", adapter: str = "") -> Request:
-    return Request("x", tenant=tenant, cache_salt=salt, adapter=adapter)
+    return Request((Message("user", "x"),), tenant=tenant, cache_salt=salt, adapter=adapter)
 
 
 def note(kept: WrittenReplies, request: Request, text: str) -> None:
     own = kept.of(request)
     assert isinstance(own, OwnReplies)
-    own.note(ENGINE, cast(Reply, _Said(text)))
+    own.note(ENGINE, PromptTokens((1, 2)), request, cast(Reply, _Said(text)))
+
+
+def is_known(kept: WrittenReplies, request: Request, text: str) -> bool:
+    own = kept.of(request)
+    assert own is not None
+    found = own.standing_for([Message("user", "x"), Message("assistant", text)])
+    return found == {1: WrittenReply(tuple(text.encode()), "", (1, 2))}
 
 
 class _Said:
+    thinking, tool_calls = "", ()
+
     def __init__(self, text: str) -> None:
         self.text, self.tokens = text, tuple(text.encode())
 
@@ -81,7 +97,16 @@ def test_each_scope_and_adapter_has_its_own() -> None:
     for number, request in enumerate(whose):
         note(kept, request, f"reply {number}")
     for number, request in enumerate(whose):
-        assert dict(kept.of(request) or {}) == {f"reply {number}": tuple(f"reply {number}".encode())}
+        assert [is_known(kept, request, f"reply {n}") for n in range(5)] == [n == number for n in range(5)]
+
+
+def test_a_reply_stands_in_only_in_the_chat_that_it_answered() -> None:
+    kept = replies()
+    note(kept, asked(), "yes")
+    own = kept.of(asked())
+    assert own is not None and is_known(kept, asked(), "yes")
+    assert own.standing_for([Message("user", "y"), Message("assistant", "yes")]) == {}
+    assert own.standing_for([Message("user", "x"), Message("user", "yes")]) == {}
 
 
 def test_so_many_are_remembered_and_nobody_drives_out_those_of_another_tenant() -> None:
@@ -89,11 +114,74 @@ def test_so_many_are_remembered_and_nobody_drives_out_those_of_another_tenant() 
     note(kept, asked("a"), "mine")
     for number in range(10):
         note(kept, asked("b", salt=f"salt {number}"), "theirs")
-    assert "mine" in (kept.of(asked("a")) or {})
-    assert sum("theirs" in (kept.of(asked("b", salt=f"salt {number}")) or {}) for number in range(10)) == 3
+    assert is_known(kept, asked("a"), "mine")
+    assert sum(is_known(kept, asked("b", salt=f"salt {number}"), "theirs") for number in range(10)) == 3
     note(kept, asked("c"), "new")
-    assert "mine" not in (kept.of(asked("a")) or {}), "tenants are bounded too"
+    assert not is_known(kept, asked("a"), "mine"), "tenants are bounded too"
 
 
 def test_without_the_setting_nothing_is_remembered() -> None:
     assert WrittenReplies(Settings(), cast(LoraManager, Names())).of(asked()) is None
+
+
+def test_calls_that_are_no_list_are_refused_with_a_sentence(tmp_path: Path) -> None:
+    with Session(FakeEngine(), cache=str(tmp_path / "cache"), keep_reply_tokens=True) as session:
+        session.chat(HELLO, max_tokens=1)
+        with pytest.raises(InvalidPrompt, match="tool_calls"):
+            session.chat([*HELLO, {"role": "assistant", "content": "", "tool_calls": 5}, *HELLO])
+
+
+# Replies with thoughts and calls: what the model reads is the same with and without the cache
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}}}}}
+REPLY = '<think>\nHm.\n</think>\n\n<tool_call>{"name":"weather","arguments":{"city":   "Oslo"}}</tool_call>'
+CALLED = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+SAID = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [CALLED]}
+ROUND = [*HELLO, SAID, {"role": "tool", "content": "wet"}]
+
+
+class RecitesFirst(FakeEngine):
+    """A real decoder whose first replies are given; what it says then depends on all it has read."""
+
+    def __init__(self, *replies: str) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer_of(THINKING, VOCABULARY)  # type: ignore[assignment]
+        self._replies = list(replies)
+
+    def sampler(self, sampling: Sampling, context: Sequence[int]) -> Any:
+        if not self._replies:
+            return super().sampler(sampling, context)
+        return Reciting([*self.tokenizer.encode(self._replies.pop(0)), END])
+
+
+def second_reply(folder: Path, *, keeps: bool, cache: bool, others: int = 0) -> Reply:
+    """The reply to the second round, after `others` answered in between."""
+    engine = RecitesFirst(REPLY, *["Yes."] * others)
+    with Session(engine, cache=str(folder) if cache else "off", keep_reply_tokens=keeps) as session:
+        first = session.chat(HELLO, tools=[WEATHER])
+        assert first.thinking == "Hm." and [call.name for call in first.tool_calls] == ["weather"]
+        for number in range(others):
+            session.chat(f"Other {number}?")
+        return session.chat(ROUND, tools=[WEATHER], max_tokens=12, min_tokens=12, logprobs=3)
+
+
+@pytest.mark.parametrize(
+    ("keeps", "others", "replayed"),
+    [
+        pytest.param(True, 0, 1, id="present"),
+        pytest.param(True, 2, 0, id="evicted"),
+        pytest.param(False, 0, 0, id="off"),
+    ],
+)
+def test_the_cache_changes_nothing_with_replies_present_evicted_and_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool, others: int, replayed: int
+) -> None:
+    monkeypatch.setattr("rekindle.session.session.WrittenReplies", functools.partial(WrittenReplies, most=2))
+    warm = second_reply(tmp_path / "cache", keeps=keeps, cache=True, others=others)
+    cold = second_reply(tmp_path, keeps=keeps, cache=False, others=others)
+    assert warm.tokens == cold.tokens and warm.logprobs == cold.logprobs and cold.reuse.reused == 0
+    assert warm.reuse.replayed_replies == cold.reuse.replayed_replies == replayed
+    new = len("\ntool\nwet\nassistant\n") + 4
+    assert warm.reuse.computed <= new if replayed else warm.reuse.computed > new
+    if not replayed:
+        assert warm.tokens == second_reply(tmp_path, keeps=False, cache=False).tokens, "as if nothing was ever kept"

@@ -172,26 +172,3 @@ def test_a_template_that_stumbles_says_so(tiny_folder: Path, tmp_path: Path) -> 
     engine = HfEngine.load(ModelFiles("odd", folder), device="cpu")
     with pytest.raises(InvalidPrompt, match="chat template refuses"):
         engine.tokenizer.encode_chat([Message("user", "a")])
-
-
-def test_tokens_that_the_model_wrote_stand_in_for_its_reply_and_for_nothing_else() -> None:
-    tokenizer = byte_tokenizer()
-    chat = [Message("user", "ab"), Message("assistant", "ab"), Message("user", "cd")]
-    plain, own = tokenizer.encode_chat(chat), [7, 8, 9]
-    spliced = tokenizer.encode_chat(chat, {"ab": own})
-    at = next(i for i, (a, b) in enumerate(zip(plain, spliced, strict=False)) if a != b)
-    assert spliced == [*plain[:at], *own, *plain[at + 2 :]]
-    assert tokenizer.decode(plain[:at]).endswith("assistant\n"), "the user's own words stay as they are"
-    assert tokenizer.encode_chat(chat, {"x": own}) == plain and tokenizer.encode_chat(chat, {}) == plain
-
-
-def test_tokens_of_a_reply_are_not_used_where_the_template_changes_it() -> None:
-    tokenizer = HfTokenizer(
-        byte_tokenizer()._backend,
-        render=lambda messages: "".join(f"<|start|>{m['content'].strip()}<|end|>" for m in messages),
-        stop_ids=frozenset(),
-        vocabulary_size=320,
-    )
-    chat = [Message("assistant", " ab "), Message("assistant", "cd")]
-    assert tokenizer.encode_chat(chat, {" ab ": [7]}) == tokenizer.encode_chat(chat)
-    assert 7 in tokenizer.encode_chat(chat, {"cd": [7]})

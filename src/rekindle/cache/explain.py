@@ -7,11 +7,13 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from rekindle.cache.cost import Costs
+from rekindle.cache.divergence import CAUSES, ChatPlace, Parting, cause_of, place_of
 from rekindle.cache.miss_reason import MissEvidence, Reason, common_content, content_of, differences, reason_of
 from rekindle.cache.volatile_text import find_volatile
 from rekindle.core.cells import TimelineEvent
@@ -31,6 +33,7 @@ from rekindle.text.visible import find_only_difference, visible
 
 _SHOWN_TOKENS = 12  # of each text at a difference
 _LEAD_TOKENS = 8
+_COMPARED_TOKENS = 512  # of both prompts behind a difference
 _COMPARED = 12  # earlier prompts, for what changes
 
 _COLUMNS = 60
@@ -56,6 +59,8 @@ class Difference:
     ours: str
     known: str
     only_in: str | None  # Unicode form, invisible characters, whitespace, case: when the texts look alike
+    where: str | None = None  # the tools, or the message, of a chat
+    cause: str | None = None  # a key of `divergence.CAUSES`
 
 
 @dataclass(frozen=True)
@@ -133,10 +138,12 @@ class Explanation:
 
     def _lines(self) -> list[str]:
         lines = [f"{self.model}: {self.reused:,} of {count_of(self.tokens, 'token')} reused"]
-        for part in self.parts:
-            where = _PLACES.get(part.source, f"from {part.source}")
-            entry = f"  entry {part.entry[:8]}" if part.entry else ""
-            lines.append(f"  {part.start:>6} to {part.stop:<6} {where}{entry}")
+        for source, group in groupby(self.parts, key=lambda part: part.source):
+            parts = list(group)
+            names = list(dict.fromkeys(part.entry for part in parts if part.entry))
+            entry = "" if not names else f"  entry {names[0][:8]}" if len(names) == 1 else f"  {len(names)} entries"
+            where = _PLACES.get(source, f"from {source}")
+            lines.append(f"  {parts[0].start:>6} to {parts[-1].stop:<6} {where}{entry}")
         times = {"expected": self.predicted_seconds, "without the cache": self.cold_seconds}
         shown = [f"{name} {_seconds(value)}" for name, value in times.items() if value is not None]
         if self.first_token_seconds is not None:
@@ -157,7 +164,8 @@ class Explanation:
         if self.difference is not None:
             lines += _difference_lines(self.difference)
         if self.change is not None:
-            lines += _change_lines(self.change)
+            named = self.difference is not None and self.difference.cause == "nonce"
+            lines += _change_lines(self.change)[-1:] if named else _change_lines(self.change)
         return lines
 
 
@@ -197,20 +205,20 @@ class Explainer:
             origin = OriginFinding(miss=reuse.origin_miss)
         if self.opaque is not None:
             match = None  # its pages are no tokens
-        goes_on = difference = change = None
+        parting = difference = change = None
         evidence = MissEvidence(len(prompt.tokens), plan.reused, miss=reuse.miss)
         if self.store is not None:
             try:
-                goes_on = None if self.opaque is not None else self._goes_on(prompt, match, plan.reused)
-                difference = None if goes_on is None else self._difference(prompt.tokens, plan.reused, goes_on)
-                if difference is not None and plan.reused == 0 and difference.only_in is None:
-                    goes_on = None  # they have nothing in common
-                evidence = self._evidence(prompt, evidence, goes_on is not None)
+                parting = None if self.opaque is not None else self._parting(prompt, match, plan.reused)
+                difference = None if parting is None else self._difference(prompt, parting)
+                if difference is not None and difference.position == 0 and difference.only_in is None:
+                    parting = None  # they have nothing in common
+                evidence = self._evidence(prompt, evidence, parting is not None)
                 change = self._change(prompt)
             except (OSError, sqlite3.Error, CacheError, ValueError):
                 pass  # explain without the history
         reason = reason_of(evidence)
-        if goes_on is None or reason.kind not in ("differs", "gone", "elsewhere"):
+        if parting is None or reason.kind not in ("differs", "gone", "elsewhere", "slower"):
             difference = None
         return Explanation(
             model=prompt.model,
@@ -233,15 +241,24 @@ class Explainer:
             origin=origin,
         )
 
-    def _goes_on(self, prompt: Prompt, match: Match | None, reused: int) -> list[int] | None:
-        """How a stored prompt continues where the reuse ends."""
+    def _parting(self, prompt: Prompt, match: Match | None, reused: int) -> Parting | None:
+        """Where a stored prompt parts from this one, at the end of the reuse or behind it; None if none does."""
         assert self.store is not None
+        tokens = list(prompt.tokens)
         if match is None:
-            match = self.store.lookup(prompt.kv_space, prompt.tokens)
-        if match.length > reused or match.length >= len(prompt.tokens) - 1:
-            return None
+            match = self.store.lookup(prompt.kv_space, tokens)
         found = self.store.continuation(prompt.kv_space, match)
-        return None if found is None else np.frombuffer(found, "<u4").tolist()
+        if found is None or match.length >= len(tokens) - 1:
+            return None
+        known = np.frombuffer(found, "<u4").tolist()
+        whole = self.store.lookup(prompt.kv_space, [*tokens[: match.length], *known])
+        known += self.store.following(prompt.kv_space, whole, _COMPARED_TOKENS)
+        rest = tokens[match.length :]
+        common = common_tokens(token_bytes(rest), token_bytes(known))
+        if match.length + common < reused:  # what is still in the engine goes further
+            return None
+        place = match.length + common
+        return Parting(tokens[:place], tokens[place : place + _COMPARED_TOKENS], known[common:])
 
     def _evidence(self, prompt: Prompt, evidence: MissEvidence, goes_on: bool) -> MissEvidence:
         assert self.store is not None
@@ -283,17 +300,28 @@ class Explainer:
             saved_seconds=self.costs.rates.compute_seconds(shared),
         )
 
-    def _difference(self, tokens: Sequence[int], position: int, known: list[int]) -> Difference:
+    def _difference(self, prompt: Prompt, parting: Parting) -> Difference:
         spell = self.tokenizer.spell
-        ours = spell(tokens[position : position + _SHOWN_TOKENS])
-        theirs = spell(known[:_SHOWN_TOKENS])
+        ours, theirs = spell(parting.ours[:_SHOWN_TOKENS]), spell(parting.known[:_SHOWN_TOKENS])
+        messages = [message for message in prompt.asked if isinstance(message, Message)]
+        place = place_of(parting, messages, self.tokenizer) if messages else None
         return Difference(
-            position=position,
-            before=visible(spell(tokens[max(0, position - _LEAD_TOKENS) : position])),
+            position=len(parting.before),
+            before=visible(spell(parting.before[-_LEAD_TOKENS:])),
             ours=visible(ours),
             known=visible(theirs),
             only_in=find_only_difference(ours, theirs),
+            where=None if place is None else _where(place, messages),
+            cause=None if place is None else cause_of(parting, place, messages, self.tokenizer),
         )
+
+
+def _where(place: ChatPlace, messages: Sequence[Message]) -> str:
+    if place.in_tools:
+        return "the tools"
+    if place.message is None:
+        return "what stands before the first message"
+    return f"message {place.message + 1} of {len(messages)} ({messages[place.message].role})"
 
 
 def _parts(plan: Plan, match: Match | None) -> tuple[PromptPart, ...]:
@@ -366,14 +394,17 @@ def _scores(chunk: ChunkReuse) -> str:
 
 
 def _difference_lines(difference: Difference) -> list[str]:
+    where = f", in {difference.where}" if difference.where else ""
     lines = [
-        f"first difference: token {difference.position:,}, after {difference.before!r}"
+        f"first difference: token {difference.position:,}{where}, after {difference.before!r}"
         if difference.before
-        else "first difference: the very first token",
+        else f"first difference: the very first token{where}",
         f"  this prompt: {difference.ours}",
         f"  earlier:     {difference.known}",
     ]
-    if difference.only_in is not None:
+    if difference.cause is not None:
+        lines.append(f"  likely cause: {CAUSES[difference.cause]}")
+    elif difference.only_in is not None:
         lines.append(f"  they differ only in {difference.only_in}, which makes other tokens of them")
     return lines
 

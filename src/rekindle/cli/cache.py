@@ -24,11 +24,13 @@ from rekindle.cli.options import (
     loading_options,
     print_json,
     print_table,
+    read_body,
     read_prompts,
     takes,
 )
+from rekindle.core.request import Message
 from rekindle.core.size import count_of, human_bytes, parse_duration, parse_limit
-from rekindle.errors import CacheUnusable, EntryNotFound, InvalidSetting
+from rekindle.errors import CacheUnusable, EntryNotFound, InvalidPrompt, InvalidSetting
 from rekindle.machine import cache_folder
 from rekindle.safe_read import read_secret_file
 from rekindle.settings import Settings
@@ -432,7 +434,9 @@ def warm(
 def explain(
     loading: dict[str, Any],
     daemon: dict[str, Any],
-    file: Annotated[Path | None, typer.Argument(help="A prompt: a document, or .json with messages.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="A prompt: a document, .json with messages, or the body of a request.")
+    ] = None,
     question: Annotated[str | None, typer.Option(help="Instead of a prompt: a question about your documents.")] = None,
     last: Annotated[bool, typer.Option("--last", help="Explain the last request that was answered.")] = False,
     number: Annotated[int, typer.Option("--number", "-n", min=1, help="With --last: number of requests.")] = 1,
@@ -452,10 +456,9 @@ def explain(
     else:
         job: dict[str, Any] = {"kind": "explain", "question": question}
         if file is not None:
-            (prompt, *_) = read_prompts(file, raw=raw, as_system=False)
-            if system is not None and isinstance(prompt, list):
-                prompt = [{"role": "system", "content": system}, *prompt]
-            job = {"kind": "explain", "prompt": prompt}
+            job = {"kind": "explain", **_prompt_to_explain(file, raw)}
+            if system is not None and isinstance(job["prompt"], list):
+                job["prompt"] = [{"role": "system", "content": system}, *job["prompt"]]
         with open_runner(model, loading, daemon) as runner:
             explanations = [Explanation.from_dict(runner.run(job, lambda _: None)["explanation"])]
     if json:
@@ -465,6 +468,24 @@ def explain(
         if one.at is not None:
             typer.echo(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.at)))
         typer.echo(str(one))
+
+
+def _prompt_to_explain(file: Path, raw: bool) -> dict[str, Any]:
+    """The prompt of a file and its options: a body of any protocol is read as the server reads it."""
+    body = read_body(file)
+    if body is None:
+        (prompt, *_) = read_prompts(file, raw=raw, as_system=False)
+        return {"prompt": prompt, "options": {}}
+    from rekindle.server.canonical import canonical_request
+    from rekindle.server.errors import ApiError
+    from rekindle.server.recorded import recorded_request
+
+    try:
+        request, _ = canonical_request(recorded_request(body, ""), "default")
+    except ApiError as refused:
+        raise InvalidPrompt(f"{file}: {refused.message}") from None
+    messages = [message.as_template_input() for message in request.prompt if isinstance(message, Message)]
+    return {"prompt": messages, "options": {"tools": [t.as_openai() for t in request.tools], "think": request.think}}
 
 
 def _last(loading: dict[str, Any], number: int) -> list[Any]:

@@ -181,6 +181,15 @@ def read_prompts(path: Path, *, raw: bool, as_system: bool) -> list[PromptLike]:
     return [[{"role": "system" if as_system else "user", "content": text}]]
 
 
+def read_body(path: Path) -> dict[str, Any] | None:
+    """The body of a request, as a client sent it, in a .json file; None for any other prompt."""
+    try:
+        body = json.loads(_read_utf8(path)) if path.suffix == ".json" else None
+    except ValueError:  # `read_prompts` says what is wrong
+        return None
+    return body if isinstance(body, dict) and ("messages" in body or "input" in body) else None
+
+
 def _parse_lines(text: str, path: Path) -> Iterator[PromptLike]:
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():

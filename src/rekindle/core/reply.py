@@ -180,6 +180,8 @@ class Reuse:
                         begins like it), "differs" (what is stored continues differently, or ends), "slower" (reuse
                         would be), "lost" (KV could not be read), "late" (the cache did not answer in time),
                         "checkpoint" (a state that cannot be cut was reused up to its checkpoint)
+    replayed_replies    number of replies in the prompt that are as the model generated them, not as the client sent
+                        them back (`keep_reply_tokens`)
     origin_miss         why nothing came from the origin although one is set and more than a chunk was missing here: a
                         key of `ORIGIN_MISSES`
     """
@@ -202,6 +204,7 @@ class Reuse:
     cold_seconds: float | None = None
     miss: str | None = None
     origin_miss: OriginMiss | None = None
+    replayed_replies: int = 0
     chunks: tuple[ChunkReuse, ...] = ()
     recompute_policy: str | None = None
     budget: float | None = None

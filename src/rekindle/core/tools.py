@@ -115,6 +115,15 @@ class ToolCall:
         """What chat templates read: the arguments as an object, if they are JSON of one."""
         return {**self.as_openai(), "function": {"name": self.name, "arguments": self._object()}}
 
+    @property
+    def canonical_arguments(self) -> str:
+        """The arguments in one spelling: clients send them back with other spaces, key order and numbers (`1.0`)."""
+        try:
+            value = json.loads(self.arguments, parse_float=_whole_if_possible)
+            return json.dumps(value, sort_keys=True)
+        except (ValueError, RecursionError):
+            return self.arguments.strip()
+
     def _object(self) -> Any:
         try:
             value = json.loads(self.arguments)
@@ -172,6 +181,11 @@ class ToolChoice:
     def forces(self) -> bool:
         """Whether the reply must be a call."""
         return self.mode in ("required", "function")
+
+
+def _whole_if_possible(number: str) -> int | float:
+    value = float(number)
+    return int(value) if value.is_integer() else value
 
 
 def _parse_parameters(name: str, schema: object) -> dict[str, Any]:

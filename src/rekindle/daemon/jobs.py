@@ -5,7 +5,7 @@ A job is a JSON object with its `kind`. While it runs it sends events, and its r
     generate   prompt, options               text: a piece of the reply           reply, summary
     ask        question, options, spelled    text: a piece of the answer          answer, summary, reuse, spelled
     warm       prompts, passages             warmed: number done, number in all   prompts, seconds, refused, reasons
-    explain    prompt, or question           -                                    explanation
+    explain    prompt, options, or question  -                                    explanation
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _explain(session: Session, job: Job, _send: Send, _started: Callable[[ReplyS
     if job.get("question") is not None:
         request = session.prepare(job["question"]).request
     else:
-        request = Request.of(job["prompt"])
+        request = Request.of(job["prompt"], **job.get("options", {}))
     return {"explanation": session.explain_request(request).as_dict()}
 
 

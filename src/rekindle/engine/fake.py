@@ -25,7 +25,7 @@ from rekindle.engine.hooks import AttentionMap, KvDrift, Positions, Reading
 from rekindle.engine.row_checks import CheckedRow, check_rows
 from rekindle.engine.sample import Sampler
 from rekindle.errors import AdapterRefused, Cancelled, Closed, InvalidPrompt, StepRefused
-from rekindle.text.base import QuotedChat, Written, check_length
+from rekindle.text.base import QuotedChat, ReplayedChat, Written, check_length
 from rekindle.text.tools.styles import TemplateTools, tools_as_text
 
 Array = NDArray[np.float32]
@@ -391,7 +391,6 @@ class ByteTokenizer:
     def encode_chat(
         self,
         messages: Sequence[Message],
-        written: Written | None = None,  # noqa: ARG002
         *,
         tools: Sequence[Tool] = (),
         think: Think | None = None,  # noqa: ARG002
@@ -404,6 +403,10 @@ class ByteTokenizer:
         check_length("".join(m["content"] for m in chat), token_limit, self.min_token_count)
         turns = [[START, *self.encode(f"{m['role']}\n{m['content']}"), END] for m in chat]
         return [token for turn in turns for token in turn] + [START, *self.encode("assistant\n")]
+
+    def encode_replayed(self, messages: Sequence[Message], written: Written, **options: Any) -> ReplayedChat:  # noqa: ARG002
+        """No reply stands in: a text has the same tokens, however it came about."""
+        return ReplayedChat(self.encode_chat(messages, **options))
 
     def encode_quoting(
         self,

@@ -23,8 +23,9 @@ from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
 from rekindle.server.metrics import CONTENT_TYPE
 from rekindle.server.openai.request import prompt_request
+from rekindle.server.recorded import recorded_request
 from rekindle.server.reply_fields import rekindle_of
-from rekindle.server.schema import AppRequest, CheckRequest, PromptRequest
+from rekindle.server.schema import AppRequest, CheckRequest, ExplainRequest, PromptRequest
 from rekindle.store import history, report
 from rekindle.store.check import check as verify
 from rekindle.store.tiered import TieredStore
@@ -161,9 +162,19 @@ async def warm_prompt(call: Call, body: PromptRequest) -> Response:
     return JSONResponse({"usage": usage, "rekindle": rekindle_of(reply.reuse, call.ignored(body))})
 
 
-async def explain_prompt(call: Call, body: PromptRequest) -> Response:
-    """Where the KV of a prompt would come from, and why not more of it, without computing it."""
-    request = _prompt_request(call, body)
+async def explain_prompt(call: Call, body: ExplainRequest) -> Response:
+    """Where the KV of a prompt would come from, and why not more of it, without computing it.
+
+    The body is the one of a chat in any protocol, or has a `prompt`.
+    """
+    if body.messages is None and body.input is None:
+        request = _prompt_request(call, PromptRequest.model_validate(body.model_dump(exclude_unset=True)))
+    else:
+        adapter = call.adapter_of(body.model)
+        if body.prompt is not None:
+            raise ApiError(400, "Give either messages or a prompt.", param="messages")
+        request, _ = call.canonical(recorded_request(body.model_dump(exclude_unset=True), call.caller.tenant))
+        request = replace(request, adapter=adapter)
     explanation = await _with_cache(call, lambda: call.service.session.explain_request(request))
     return JSONResponse({**explanation.as_dict(), "text": str(explanation)})
 

@@ -50,6 +50,7 @@ _REUSED = _object(
     calibrated_bits=_or_null(_FLAG),
     computed=_COUNT,
     miss=_or_null(_TEXT),
+    replayed_replies=_COUNT,
     origin_miss=_or_null(_TEXT),
     ignored=_list(_TEXT),
 )

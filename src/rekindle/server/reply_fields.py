@@ -46,6 +46,7 @@ def rekindle_of(reuse: Reuse, ignored: Sequence[str] = ()) -> dict[str, Any]:
         "streamed_kl": reuse.streamed_kl,
         "computed": reuse.computed,
         "miss": reuse.miss,
+        "replayed_replies": reuse.replayed_replies,
         "origin_miss": reuse.origin_miss,
         "load_ms": round(reuse.load_seconds * 1e3, 3),
         "cold_ms": None if reuse.cold_seconds is None else round(reuse.cold_seconds * 1e3, 3),

@@ -320,9 +320,18 @@ class AppRequest(RequestBody):
 
 
 class PromptRequest(CacheBody):
-    """A prompt to warm or to explain."""
+    """A prompt to warm."""
 
     messages: Items[ChatMessage] | None = None
+    prompt: Text | Items[Token] | None = None
+    model: Text | None = None
+
+
+class ExplainRequest(CacheBody):
+    """A prompt to explain, or the body of a chat in any protocol that is served here."""
+
+    messages: Items[dict[str, Any]] | None = None
+    input: Text | Items[dict[str, Any]] | None = Field(None, description="Of a body of /v1/responses.")
     prompt: Text | Items[Token] | None = None
     model: Text | None = None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +14,14 @@ from rekindle.core.kv import Span
 from rekindle.core.reply import Reply
 from rekindle.core.request import Message, Request
 from rekindle.core.scope import Scope, scope_of
+from rekindle.core.tools import ToolCall
 from rekindle.engine.base import Engine
 from rekindle.engine.lora_manager import LoraManager
 from rekindle.errors import ContextOverflow, InvalidPrompt
 from rekindle.settings import Settings
-from rekindle.text.base import Written
+from rekindle.text.base import ReplayedChat, WrittenReply
+
+_HEADER_TOKENS = 32  # of a prompt, in which the template says who speaks next
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,7 @@ class PromptTokens:
     dropped_messages: int = 0
     quoted: tuple[Quoted, ...] = ()  # the passages that fit
     head: int = 0  # number of tokens before them
+    replayed_replies: int = 0  # number of replies that are as the model generated them
 
     @property
     def prompt_layout(self) -> PromptLayout | None:
@@ -44,10 +50,10 @@ class PromptTokens:
         return PromptLayout(self.head, tuple(long.values()), tuple(long)) if long else None
 
 
-def encode_prompt(engine: Engine, request: Request, written: Written | None = None) -> PromptTokens:
+def encode_prompt(engine: Engine, request: Request, written: OwnReplies | None = None) -> PromptTokens:
     """The prompt's tokens, with room for at least one more. Raises `InvalidPrompt` or `ContextOverflow`.
 
-    `written` has the tokens of replies that shall stand in for their text.
+    `written` has the replies whose generated tokens shall stand in for their text.
     """
     try:
         encoded = _encode(engine, request, written)
@@ -60,7 +66,7 @@ def encode_prompt(engine: Engine, request: Request, written: Written | None = No
     return encoded
 
 
-def _encode(engine: Engine, request: Request, written: Written | None) -> PromptTokens:
+def _encode(engine: Engine, request: Request, written: OwnReplies | None) -> PromptTokens:
     prompt = request.prompt
     if isinstance(prompt, str):
         return PromptTokens(tuple(engine.tokenizer.encode(prompt, token_limit=_room(engine, request))))
@@ -72,20 +78,28 @@ def _encode(engine: Engine, request: Request, written: Written | None) -> Prompt
     return PromptTokens(_checked_ids(prompt, engine.tokenizer.vocabulary_size))
 
 
-def _encode_chat(engine: Engine, messages: list[Message], request: Request, written: Written | None) -> PromptTokens:
+def _encode_chat(engine: Engine, messages: list[Message], request: Request, written: OwnReplies | None) -> PromptTokens:
     room, dropped = _room(engine, request), 0
     while True:
         droppable = request.overflow == "drop-oldest" and _oldest_droppable(messages) is not None
         try:
-            tokens = engine.tokenizer.encode_chat(
-                messages, written, tools=request.tools, think=request.think, token_limit=room
-            )
-            if len(tokens) <= room or not droppable:
-                return PromptTokens(tuple(tokens), dropped)
+            chat = _encode_messages(engine, messages, request, written, room)
+            if len(chat.tokens) <= room or not droppable:
+                return PromptTokens(tuple(chat.tokens), dropped, replayed_replies=chat.replies)
         except ContextOverflow:
             if not droppable:
                 raise
         dropped += _drop_oldest_turn(messages)
+
+
+def _encode_messages(
+    engine: Engine, messages: list[Message], request: Request, written: OwnReplies | None, room: int
+) -> ReplayedChat:
+    tokenizer, tools, think = engine.tokenizer, request.tools, request.think
+    found = {} if written is None else written.standing_for(messages)
+    if found:
+        return tokenizer.encode_replayed(messages, found, tools=tools, think=think, token_limit=room)
+    return ReplayedChat(tokenizer.encode_chat(messages, tools=tools, think=think, token_limit=room))
 
 
 def _encode_quoting(engine: Engine, messages: list[Message], request: Request) -> PromptTokens:
@@ -189,20 +203,20 @@ class EncodedPrompts:
         return None if found is None else found[1]
 
 
-class _Reply(NamedTuple):
+class _ReplyKey(NamedTuple):
     salt: str
     adapter: str | None
-    text: str
+    chat: bytes  # digest of the chat up to and including the reply
 
 
 class WrittenReplies:
-    """The tokens of the last replies of a session, if it keeps them. Used from several threads."""
+    """The last replies of a session as they were generated, if it keeps them. Used from several threads."""
 
     def __init__(self, settings: Settings, adapters: LoraManager, most: int = 256, max_tenants: int = 64) -> None:
         """Remembers a number of replies for each tenant, under all its salts, of the tenants answered last."""
         self._settings, self._adapters = settings, adapters
         self._most, self._max_tenants = most, max_tenants
-        self._tenants: dict[str, dict[_Reply, tuple[int, ...]]] = {}
+        self._tenants: dict[str, dict[_ReplyKey, WrittenReply]] = {}
         self._lock = threading.Lock()
 
     def of(self, request: Request) -> OwnReplies | None:
@@ -212,47 +226,67 @@ class WrittenReplies:
         scope = scope_of(self._settings, request.tenant, request.cache_salt)
         return OwnReplies(self, scope, self._adapters.digest(request.adapter))
 
-    def known(self, tenant: str) -> Mapping[_Reply, tuple[int, ...]]:
+    def known(self, tenant: str) -> Mapping[_ReplyKey, WrittenReply]:
         """The replies to a tenant."""
         with self._lock:
             return dict(self._tenants.get(tenant, {}))
 
-    def put(self, tenant: str, reply: _Reply, tokens: tuple[int, ...]) -> None:
+    def put(self, tenant: str, key: _ReplyKey, reply: WrittenReply) -> None:
         """Remember a reply; the oldest go for it."""
         with self._lock:
             own = self._tenants.pop(tenant, {})
             self._tenants[tenant] = own  # the last one stands last
-            own.pop(reply, None)
-            own[reply] = tokens
+            own.pop(key, None)
+            own[key] = reply
             while len(own) > self._most:
                 del own[next(iter(own))]
             while len(self._tenants) > self._max_tenants:
                 del self._tenants[next(iter(self._tenants))]
 
 
-class OwnReplies(Mapping[str, Sequence[int]]):
-    """The replies to one scope with one adapter, by their text, as they were when it was made."""
+class OwnReplies:
+    """The replies to one scope with one adapter, as they were when it was made."""
 
     def __init__(self, replies: WrittenReplies, scope: Scope, adapter: str | None) -> None:
         self._replies, self._scope, self._adapter = replies, scope, adapter
-        self._tokens = {
-            reply.text: tokens
-            for reply, tokens in replies.known(scope.tenant).items()
-            if (reply.salt, reply.adapter) == (scope.salt, adapter)
-        }
+        self._known = replies.known(scope.tenant)
 
-    def note(self, engine: Engine, reply: Reply) -> None:
-        """Remember a reply, if its tokens decode to exactly its text."""
-        stops = engine.tokenizer.stop_ids
-        tokens = reply.tokens[:-1] if reply.tokens and reply.tokens[-1] in stops else reply.tokens
-        if tokens and engine.tokenizer.decode(tokens) == reply.text:
-            self._replies.put(self._scope.tenant, _Reply(self._scope.salt, self._adapter, reply.text), tokens)
+    def standing_for(self, messages: Sequence[Message]) -> dict[int, WrittenReply]:
+        """The replies among the messages, by their index, whose chat up to there was answered with them.
 
-    def __getitem__(self, text: str) -> tuple[int, ...]:
-        return self._tokens[text]
+        Its thoughts have to be the same: what a client leaves out stays left out. Spacing and key order of arguments
+        do not matter.
+        """
+        found = {}
+        for at, digest in enumerate(_chat_digests(messages) if self._known else ()):
+            reply = self._known.get(self._key(digest)) if messages[at].role == "assistant" else None
+            thought = messages[at].extra.get("reasoning_content") or ""
+            if reply is not None and str(thought).strip() == reply.thinking.strip():
+                found[at] = reply
+        return found
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tokens)
+    def note(self, engine: Engine, prompt: PromptTokens, request: Request, reply: Reply) -> None:
+        """Remember the reply to a chat, if the model ended it, or if its tokens decode to exactly its text."""
+        messages = [m for m in request.prompt if isinstance(m, Message)]
+        ended = bool(reply.tokens) and reply.tokens[-1] in engine.tokenizer.stop_ids
+        tokens = reply.tokens[:-1] if ended else reply.tokens
+        if not messages or not tokens or not (ended or engine.tokenizer.decode(tokens) == reply.text):
+            return
+        calls = [call.as_openai() for call in reply.tool_calls]
+        *_, digest = _chat_digests([*messages, Message("assistant", reply.text, {"tool_calls": calls})])
+        written = WrittenReply(tokens, reply.thinking, prompt.tokens[-_HEADER_TOKENS:])
+        self._replies.put(self._scope.tenant, self._key(digest), written)
 
-    def __len__(self) -> int:
-        return len(self._tokens)
+    def _key(self, digest: bytes) -> _ReplyKey:
+        return _ReplyKey(self._scope.salt, self._adapter, digest)
+
+
+def _chat_digests(messages: Sequence[Message]) -> Iterator[bytes]:
+    """A digest of the chat up to each message, without thoughts and with arguments in one spelling."""
+    state = hashlib.blake2b(digest_size=16)
+    for message in messages:
+        sent = message.extra.get("tool_calls")
+        calls = [ToolCall.parse(item) for item in (sent if isinstance(sent, list) else ())]  # else refused later
+        named = [(call.name, call.canonical_arguments) for call in calls]
+        state.update(json.dumps([message.role, message.content.strip(), named]).encode())
+        yield state.digest()

@@ -409,10 +409,10 @@ class Session:
                 if may_draft and generation.drafts is None:
                     generation.drafts = drafts_for(request, prefill.lookup, engine, cache.costs)
                 if planned is not None and reuse is None:
-                    planned(prefill.reuse)
+                    planned(replace(prefill.reuse, replayed_replies=prompt.replayed_replies))
                 text = generation.take(prefill.run(generation.capacity, cancelled))
                 if reuse is None:
-                    reuse = prefill.reuse
+                    reuse = replace(prefill.reuse, replayed_replies=prompt.replayed_replies)
                     if evidence is not None:
                         cache.offer(evidence)
                     prefill.note(self._prompt(request, prefill.lookup), reuse, time.perf_counter() - started)
@@ -423,7 +423,7 @@ class Session:
         assert reuse is not None
         reply = parse_reply(generation.reply(reuse), request, engine.tokenizer)
         if written is not None:
-            written.note(engine, reply)
+            written.note(engine, prompt, request, reply)
         return reply
 
     def _evidence(self, request: Request, prompt: PromptTokens) -> Evidence | None:

@@ -154,7 +154,7 @@ class Settings(_Loadable):
     keep_reply_tokens: bool = setting(
         "model",
         False,
-        "In chats, use the tokens that the model generated for its reply, if they decode to exactly its text.",
+        "In chats, use the tokens that the model generated for its replies, with thoughts and tool calls.",
     )
     cache: str | None = setting(
         "cache",

@@ -10,7 +10,28 @@ from rekindle.core.request import Message, Think
 from rekindle.core.tools import Tool
 from rekindle.errors import ContextOverflow
 
-Written = Mapping[str, Sequence[int]]  # text of a reply -> the tokens it was generated as
+
+@dataclass(frozen=True, slots=True)
+class WrittenReply:
+    """A reply as the model generated it: its tokens without the one that ends it, and its thoughts as text.
+
+    `before` are the last tokens of the prompt that it answered: they show where a reply begins in this template.
+    """
+
+    tokens: tuple[int, ...]
+    thinking: str = ""
+    before: tuple[int, ...] = ()
+
+
+Written = Mapping[int, WrittenReply]  # index of an assistant message -> what stands in for it
+
+
+@dataclass(frozen=True)
+class ReplayedChat:
+    """The tokens of a chat, and the number of its replies that are as the model generated them."""
+
+    tokens: list[int]
+    replies: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +81,6 @@ class Tokenizer(Protocol):
     def encode_chat(
         self,
         messages: Sequence[Message],
-        written: Written | None = None,
         *,
         tools: Sequence[Tool] = (),
         think: Think | None = None,
@@ -71,11 +91,23 @@ class Tokenizer(Protocol):
         A template that takes `tools` writes them itself; otherwise tools, calls and results are written as text.
         `think` is passed to a template that reads it.
 
-        `written` maps replies to the tokens the model generated for them. These replace the tokens of an assistant
-        message of exactly that text, if the rest of the chat is tokenized the same with and without it.
-
         Raises `InvalidPrompt` if the model has no template or it refuses the messages, and `ContextOverflow` as
         `encode` does.
+        """
+
+    def encode_replayed(
+        self,
+        messages: Sequence[Message],
+        written: Written,
+        *,
+        tools: Sequence[Tool] = (),
+        think: Think | None = None,
+        token_limit: int | None = None,
+    ) -> ReplayedChat:
+        """The same, with the generated tokens of the `written` replies in place of what the template writes for them.
+
+        A reply stands in with its thoughts, or is written by the template if that leaves out thoughts at its place.
+        All other text of the chat stays the same: where that is not certain, nothing stands in.
         """
 
     def encode_quoting(

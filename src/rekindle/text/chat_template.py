@@ -27,8 +27,9 @@ from typing import Any, Protocol
 from rekindle.core.request import Message, Think
 from rekindle.core.tools import Tool
 from rekindle.errors import InvalidPrompt, RekindleError
-from rekindle.text.base import QuotedChat, TokenLength, Written, check_length
+from rekindle.text.base import QuotedChat, ReplayedChat, TokenLength, Written, WrittenReply, check_length
 from rekindle.text.reasoning import detect_thoughts, think_variables, thought_for_template
+from rekindle.text.replay import ReplyMarks, TextAround
 from rekindle.text.sandbox import LimitExceeded, SandboxProcess
 from rekindle.text.tools.styles import (
     TemplateTools,
@@ -57,6 +58,7 @@ class ChatTokenizer(ABC):
     """What the tokenizers of all libraries share. See `Tokenizer` for the contract."""
 
     needs_model = False
+    stop_ids: frozenset[int]
 
     def __init__(
         self, *, render: Render | None, special: Iterable[str], control: Iterable[str], template: str = ""
@@ -80,6 +82,10 @@ class ChatTokenizer(ABC):
     @abstractmethod
     def _mixed(self, text: str, reveal: Callable[[str], str], *, begins: bool = True) -> list[int]:
         """Tokens of a rendered chat: control tokens in `text` count, those that `reveal` puts back are plain text."""
+
+    @abstractmethod
+    def spell(self, tokens: Sequence[int]) -> str:
+        """The text of tokens with control tokens spelled out."""
 
     @property
     @abstractmethod
@@ -111,7 +117,6 @@ class ChatTokenizer(ABC):
     def encode_chat(
         self,
         messages: Sequence[Message],
-        written: Written | None = None,
         *,
         tools: Sequence[Tool] = (),
         think: Think | None = None,
@@ -119,12 +124,63 @@ class ChatTokenizer(ABC):
     ) -> list[int]:
         chat = self._rendered(messages, tools, think)
         check_length(chat.revealed, token_limit, self.min_token_count)
-        if chat.hidden.spellings:
-            return self._mixed(chat.text, chat.hidden.reveal)
-        tokens = self._plain(chat.text)
-        replies = {m["content"] for m in chat.shown if m["role"] == "assistant" and m["content"]}
-        own = {reply: written[reply] for reply in replies if reply in written} if written else {}
-        return (self._with_written(chat, tokens, own) or tokens) if own else tokens
+        return self._tokens(chat.text, chat.hidden)
+
+    def encode_replayed(
+        self,
+        messages: Sequence[Message],
+        written: Written,
+        *,
+        tools: Sequence[Tool] = (),
+        think: Think | None = None,
+        token_limit: int | None = None,
+    ) -> ReplayedChat:
+        chat = self._rendered(messages, tools, think)
+        check_length(chat.revealed, token_limit, self.min_token_count)
+        found = self._without_replies(chat, messages, written, tools, think)
+        if found is None:
+            return ReplayedChat(self._tokens(chat.text, chat.hidden))
+        tokens: list[int] = []
+        for place, text in enumerate(found.around):
+            tokens += self._tokens(text, chat.hidden, begins=not place)
+            tokens += written[found.replies[place]].tokens if place < len(found.replies) else ()
+        return ReplayedChat(tokens, len(found.replies))
+
+    def _without_replies(
+        self, chat: _Chat, messages: Sequence[Message], written: Written, tools: Sequence[Tool], think: Think | None
+    ) -> TextAround | None:
+        """The text of a chat around the replies that can be cut out; None if there are none."""
+        stops = [self.spell([token]) for token in self.stop_ids]
+        headers = {at: self._header(reply) for at, reply in written.items() if at + 1 < len(messages)}
+        chosen = {
+            at: header
+            for at, header in headers.items()
+            if header or not (written[at].thinking or messages[at].extra.get("tool_calls"))
+        }
+        for _ in range(2):  # again without those that the template does not write as they were generated
+            if not chosen:
+                return None
+            marks = ReplyMarks(self._nonce, {at: written[at] for at in chosen})
+            try:
+                marked = self._rendered(marks.mark(messages), tools, think, chat.hidden)
+            except InvalidPrompt:
+                return None
+            names = {mark: chat.hidden.hide(name, self._control) for mark, name in marks.names(messages).items()}
+            found = marks.cut_out(marked.text, chosen, stops, names)
+            if len(found.replies) == len(chosen):
+                return found if found.is_of(chat.text) else None
+            chosen = {at: chosen[at] for at in found.replies}
+        return None
+
+    def _header(self, reply: WrittenReply) -> str:
+        """What the template writes right before a reply, from its last special token on; empty if it has none."""
+        text = self.spell(reply.before)
+        return text[max((found.start() for found in self._special.finditer(text)), default=len(text)) :]
+
+    def _tokens(self, text: str, hidden: _Hidden, *, begins: bool = True) -> list[int]:
+        if hidden.spellings:
+            return self._mixed(text, hidden.reveal, begins=begins)
+        return self._plain(text, begins=begins)
 
     def encode_quoting(
         self,
@@ -146,12 +202,7 @@ class ChatTokenizer(ABC):
         parts = chat.text.split(mark)
         if len(parts) != 2:
             raise InvalidPrompt("This model's chat template does not write messages as they are: it cannot quote.")
-        before, after = (
-            self._mixed(part, chat.hidden.reveal, begins=not at)
-            if chat.hidden.spellings
-            else self._plain(part, begins=not at)
-            for at, part in enumerate(parts)
-        )
+        before, after = (self._tokens(part, chat.hidden, begins=not at) for at, part in enumerate(parts))
         return QuotedChat(before, [self._quote(self._cut(text, token_limit)) for text in quotes], after)
 
     def _cut(self, text: str, token_limit: int | None) -> str:
@@ -177,10 +228,12 @@ class ChatTokenizer(ABC):
                 self._quotes[text] = known
         return known
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool], think: Think | None) -> _Chat:
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Tool], think: Think | None, hidden: _Hidden | None = None
+    ) -> _Chat:
         if self._render is None:
             raise InvalidPrompt("This model has no chat template. Use generate() with a plain prompt.")
-        hidden = _Hidden()
+        hidden = hidden or _Hidden()
         shown = [self._shown(message, hidden) for message in messages]
         offered = [hidden.hide(tool.as_template_input(), self._control) for tool in tools]
         options = _if_asked(think)
@@ -191,10 +244,10 @@ class ChatTokenizer(ABC):
         render: Callable[..., str] = partial(self._render, **options)
         if any(message["role"] == "system" for message in shown[1:]):
             try:
-                return _Chat(render(shown), shown, hidden, render)
+                return _Chat(render(shown), hidden)
             except InvalidPrompt:
                 shown = late_instructions_as_user(shown)
-        return _Chat(render(shown), shown, hidden, render)
+        return _Chat(render(shown), hidden)
 
     def _shown(self, message: Message, hidden: _Hidden) -> dict[str, Any]:
         """A message as the template gets it. Arguments of a call are data, although the model wrote them."""
@@ -210,27 +263,6 @@ class ChatTokenizer(ABC):
         except InvalidPrompt:
             return merge_system_message(shown)
         return shown
-
-    def _with_written(self, chat: _Chat, tokens: list[int], own: Written) -> list[int] | None:
-        """The tokens with the model's own for its replies; None if they cannot be replaced cleanly."""
-        marks = {content: f"\ue004{self._nonce}:{number}\ue005" for number, content in enumerate(own)}
-        content_of = {mark: content for content, mark in marks.items()}
-        marked = [
-            {**m, "content": marks[m["content"]]} if m["role"] == "assistant" and m["content"] in marks else m
-            for m in chat.shown
-        ]
-        rendered = chat.render(marked)
-        parts = re.split("|".join(f"({re.escape(mark)})" for mark in marks.values()), rendered)
-        pieces = [part for part in parts if part]
-        if "".join(content_of.get(piece, piece) for piece in pieces) != chat.text:
-            return None  # the template changes the reply's text
-        alone = [self._plain(content_of.get(piece, piece), begins=not place) for place, piece in enumerate(pieces)]
-        if [token for part in alone for token in part] != tokens:
-            return None  # a token spans the edge of a reply
-        chosen = [
-            own[content_of[piece]] if piece in content_of else part for piece, part in zip(pieces, alone, strict=True)
-        ]
-        return [token for part in chosen for token in part]
 
     def _forbidden(self, message: Message) -> re.Pattern[str]:
         """The spellings that must stay text in a message."""
@@ -269,12 +301,10 @@ def _prefix_tree(spellings: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Chat:
-    """A rendered chat and what it was made of."""
+    """A rendered chat and what is hidden in it."""
 
     text: str
-    shown: list[dict[str, Any]]
     hidden: _Hidden
-    render: Callable[[list[dict[str, Any]]], str]
 
     @property
     def revealed(self) -> str:
@@ -304,8 +334,9 @@ class _Hidden:
         return re.sub(f"{start}{self._nonce}:(\\d+){stop}", lambda found: self.spellings[int(found.group(1))], text)
 
     def _placeholder(self, found: re.Match[str]) -> str:
-        self.spellings.append(found.group())
-        return f"\ue002{self._nonce}:{len(self.spellings) - 1}\ue003"
+        if found.group() not in self.spellings:  # a chat that is rendered again has the same placeholders
+            self.spellings.append(found.group())
+        return f"\ue002{self._nonce}:{self.spellings.index(found.group())}\ue003"
 
 
 _REFUSED = b"r"  # how a refusal of `template_worker` begins

@@ -17,6 +17,7 @@ from rekindle.core.kv import Span
 from rekindle.core.request import Message, Sampling
 from rekindle.engine.base import Row
 from rekindle.errors import Closed, KvLost, RekindleError, StepRefused
+from rekindle.text.base import WrittenReply
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.llamacpp.options import LlamaOptions
 from tests.tiny_gguf import files_of

@@ -40,7 +40,7 @@ def check(engine, sequence, filled, kv, snapshot):
         lambda: tokenizer.encode("hello"),
         lambda: tokenizer.encode_chat(chat),
         lambda: tokenizer.encode_chat([Message("user", "<|end|>")]),
-        lambda: tokenizer.encode_chat([Message("assistant", "a"), *chat], {"a": [1]}),
+        lambda: tokenizer.encode_replayed([Message("assistant", "a"), *chat], {0: WrittenReply((1,))}),
         lambda: tokenizer.decode([1, 2]),
         lambda: tokenizer.spell([256]),
         lambda: filled.truncate(0),

@@ -17,6 +17,7 @@ from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.llamacpp.options import LlamaOptions
 from rekindle.engine.llamacpp.tokenizer import GgufTokenizer
 from rekindle.errors import InvalidPrompt
+from rekindle.text.base import ReplayedChat, WrittenReply
 from tests.engine.llamacpp.conftest import Load
 from tests.engine.llamacpp.oracle import PlainLlama, applied, rendered
 from tests.engine.llamacpp.texts import CHATS, TEXTS
@@ -319,32 +320,23 @@ def test_templates_know_what_published_ones_use(tmp_path: Path, load: Load) -> N
 # Replies that the model wrote
 
 
-def test_tokens_that_the_model_wrote_stand_in_for_its_reply_and_for_nothing_else(tokenizer: GgufTokenizer) -> None:
-    chat = [Message("user", "ab"), Message("assistant", "ab"), Message("user", "cd")]
-    plain, own = tokenizer.encode_chat(chat), [7, 8, 9]
-    spliced = tokenizer.encode_chat(chat, {"ab": own})
-    at = next(i for i, (a, b) in enumerate(zip(plain, spliced, strict=False)) if a != b)
-    assert spliced == [*plain[:at], *own, *plain[at + 2 :]]
-    assert tokenizer.decode(plain[:at]).endswith("assistant\n"), "the user's own words stay as they are"
-    assert tokenizer.encode_chat(chat, {"x": own}) == plain and tokenizer.encode_chat(chat, {}) == plain
-
-
-def test_tokens_of_a_reply_are_not_used_where_the_template_changes_it(tmp_path: Path, load: Load) -> None:
-    template = "{% for m in messages %}<|start|>{{ m.content | trim }}<|end|>{% endfor %}"
-    tokenizer = load(write_llama(tmp_path / "trimming.gguf", template=template)).tokenizer
-    chat = [Message("assistant", " ab "), Message("assistant", "cd")]
-    assert tokenizer.encode_chat(chat, {" ab ": [7]}) == tokenizer.encode_chat(chat)
-    assert 7 in tokenizer.encode_chat(chat, {"cd": [7]})
-
-
-def test_tokens_of_a_reply_stand_in_with_a_beginning_too(tmp_path: Path, load: Load) -> None:
+def test_a_generated_reply_stands_in_behind_the_prompt_that_it_answered(tmp_path: Path, load: Load) -> None:
     vocabulary = byte_level(control=("<|end|>", "<|begin|>", "<|turn|>"))
     vocabulary.add_bos = True
-    vocabulary.template = TURNS
+    vocabulary.template = TURNS.replace("assistant:", "assistant{{ '\n' }}")
     tokenizer = load(vocabulary.write(tmp_path / "beginning.gguf")).tokenizer
-    chat = [Message("assistant", "ab"), Message("user", "c")]
-    plain, spliced = tokenizer.encode_chat(chat), tokenizer.encode_chat(chat, {"ab": [7, 7, 7]})
-    assert spliced.count(7) == 3 and spliced.count(257) == 1 and len(spliced) == len(plain) + 1
+    chat = [Message("user", "ab"), Message("assistant", " ab"), Message("user", "<|turn|>c")]
+    prompt, own = tokenizer.encode_chat(chat[:1]), (7, 8, 9)
+    replayed = tokenizer.encode_replayed(chat, {1: WrittenReply(own, before=tuple(prompt))})
+    rest = tokenizer.encode_chat(chat)[len(prompt) + 3 :]
+    assert replayed.replies == 1 and replayed.tokens == [*prompt, *own, *rest]
+    assert tokenizer.encode_replayed(chat, {}) == ReplayedChat(tokenizer.encode_chat(chat))
+
+
+def test_nothing_stands_in_where_a_reply_is_introduced_otherwise_later(tokenizer: GgufTokenizer) -> None:
+    chat = [Message("user", "ab"), Message("assistant", "ab"), Message("user", "c")]
+    own = WrittenReply((7, 8, 9), before=tuple(tokenizer.encode_chat(chat[:1])))
+    assert tokenizer.encode_replayed(chat, {1: own}) == ReplayedChat(tokenizer.encode_chat(chat))
 
 
 # And back

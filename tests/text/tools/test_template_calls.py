@@ -200,15 +200,6 @@ def test_a_template_without_instructions_has_the_tools_in_the_first_turn() -> No
     assert "# Tools" in turns[0] and turns[0].endswith("Rain?") and len(turns) == 4
 
 
-def test_tokens_that_the_model_wrote_stand_in_for_its_call_in_words() -> None:
-    tokenizer = tokenizer_of(PLAIN)
-    reply = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ås"}}\n</tool_call>'
-    spliced = tokenizer.encode_chat(rounds(), {reply: [7, 8, 9]}, tools=[WEATHER])
-    place = spliced.index(8)
-    assert spliced[place - 1 : place + 2] == [7, 8, 9]
-    assert reply not in tokenizer.spell(spliced)
-
-
 def test_without_tools_a_prompt_is_what_it_was() -> None:
     for template in (*TEMPLATES.values(), PLAIN):
         tokenizer, chat = tokenizer_of(template), [Message("user", "Rain?"), Message("assistant", "Yes.")]
