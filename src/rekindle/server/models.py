@@ -59,7 +59,7 @@ def _tokenized(call: Call, body: TokenizeRequest, given: str | None) -> Response
         call.check_tokens(tokens)
     spell = call.service.session.engine.tokenizer.spell
     shown: list[Any] = [{"id": t, "piece": spell([t])} for t in tokens] if body.with_pieces else tokens
-    return JSONResponse({"tokens": shown, "count": len(tokens), "max_model_len": call.service.token_limit()})
+    return JSONResponse({"tokens": shown, "count": len(tokens), "max_model_len": call.service.reply_length().longest})
 
 
 def _tokens(call: Call, body: TokenizeRequest, given: str | None) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from starlette.responses import Response
@@ -67,6 +68,13 @@ class Endpoint:
     def summary(self) -> str:
         """Its docstring, in one sentence."""
         return (self.answer.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
+
+    @property
+    def prompt_field(self) -> str:
+        """The field of its body that has the prompt."""
+        known = () if self.body is None else self.body.model_fields
+        names = ("messages", "input", "prompt", "question", "input_prefix", "tokens", "content")
+        return next((name for name in names if name in known), "messages")
 
     @property
     def parameters(self) -> list[dict[str, Any]]:
@@ -146,3 +154,23 @@ _PREFIXES = (("/v1/messages", ANTHROPIC), ("/api/", OLLAMA))  # of the protocols
 def protocol_of(path: str) -> WireProtocol:
     """The protocol that a path belongs to, also if nothing is served there."""
     return next((protocol for prefix, protocol in _PREFIXES if path.startswith(prefix)), OPENAI)
+
+
+# How paths of APIs begin that are not served.
+_FOREIGN = (("/v1beta", "Gemini's"), ("/v2/chat", "Cohere's"), ("/v2/", "Triton's"), ("/generate", "TGI's"),
+            ("/sdapi", "Stable Diffusion's"), ("/v1/fim", "Mistral's"), ("/v1/complete", "Anthropic's old"),
+            ("/openai/deployments", "Azure's"))  # fmt: skip
+
+
+def where_to_go(path: str) -> str:
+    """Sentences for a path that is not served: whose API it is, and what is served instead."""
+    paths = list(dict.fromkeys(endpoint.path for endpoint in ENDPOINTS))
+    close = get_close_matches(path, paths, n=1)
+    near = f" Did you mean {close[0]}?" if close else ""
+    served = (
+        "Served are the APIs of OpenAI (/v1/chat/completions, /v1/responses), Anthropic (/v1/messages) and Ollama "
+        "(/api/chat)."
+    )
+    foreign = next((whose for prefix, whose in _FOREIGN if path.startswith(prefix)), None)
+    whose = "" if foreign is None else f" {foreign} API is not served here."
+    return f"There is no {path[:100]}.{whose or near} {served} GET /docs lists all."

@@ -255,7 +255,7 @@ class ChatRequest(OpenAiBody):
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
     tools: Items[dict[str, Any]] | None = None
     tool_choice: Text | dict[str, Any] | None = None
-    parallel_tool_calls: StrictBool | None = Field(None, description="false: at most one forced tool call.")
+    parallel_tool_calls: StrictBool | None = Field(None, description="true: several calls may be forced at once.")
     prediction: Prediction | None = None
     reasoning_effort: Effort | None = Field(None, description=_EFFORT)
     chat_template_kwargs: TemplateVariables | None = None

@@ -227,12 +227,13 @@ class Session:
         request: Request,
         cancelled: threading.Event | None = None,
         planned: OnPlanned | None = None,
+        time_is_up: threading.Event | None = None,
     ) -> ReplyStream:
         """The same for a `Request`. `planned` is called with what will be reused, before anything is computed.
 
-        Setting `cancelled` stops it within a token.
+        Setting `cancelled` stops it within a token; setting `time_is_up` ends the reply with what it has.
         """
-        return ReplyStream(lambda stop: self._answer(request, stop, planned), cancelled)
+        return ReplyStream(lambda stop: self._answer(request, stop, planned, time_is_up), cancelled)
 
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """Answer a question from the documents that were ingested, with sources.
@@ -379,12 +380,16 @@ class Session:
         return self.answers.flush(timeout_seconds) and self.cache.flush(timeout_seconds)
 
     def _answer(
-        self, request: Request, cancelled: IsCancelled, planned: OnPlanned | None
+        self,
+        request: Request,
+        cancelled: IsCancelled,
+        planned: OnPlanned | None,
+        time_is_up: threading.Event | None = None,
     ) -> Generator[TextPiece, None, Reply]:
         with self._alive.use(), self.adapters.use(request.adapter, cancelled) as adapter, ExitStack() as opened:
             settled = replace(request, adapter=adapter, answers=self.answers.chat_way(request))
             encoded = self._encoded.take(request)
-            return (yield from self._reply(settled, encoded, cancelled, planned, opened))
+            return (yield from self._reply(settled, encoded, cancelled, planned, time_is_up, opened))
 
     def _reply(
         self,
@@ -392,6 +397,7 @@ class Session:
         encoded: PromptTokens | None,
         cancelled: IsCancelled,
         planned: OnPlanned | None,
+        time_is_up: threading.Event | None,
         opened: ExitStack,
     ) -> Generator[TextPiece, None, Reply]:
         started = time.perf_counter()
@@ -419,7 +425,8 @@ class Session:
                 prefill.commit_prompt()
                 if text:
                     yield text
-                yield from decode(engine, generation, prefill.context, cancelled)
+                ends = (lambda: False) if time_is_up is None else time_is_up.is_set
+                yield from decode(engine, generation, prefill.context, cancelled, ends)
         assert reuse is not None
         reply = parse_reply(generation.reply(reuse), request, engine.tokenizer)
         if written is not None:

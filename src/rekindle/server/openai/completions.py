@@ -26,7 +26,7 @@ async def answer_completion(call: Call, body: CompletionRequest) -> Response:
     adapter = call.adapter_of(body.model)
     for prompt in prompts_of(body.prompt)[: _MAX_REPLIES + 1]:
         call.check_tokens(prompt)
-    asked = completion_requests(body, call.caller.tenant, call.service.token_limit())
+    asked = completion_requests(body, call.caller.tenant, call.service.reply_length())
     if not asked or len(asked) * body.n > _MAX_REPLIES:
         raise ApiError(400, f"Give 1 to {_MAX_REPLIES // body.n} prompts.", param="prompt")
     asked = [replace(request, adapter=adapter) for request in asked]

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from rekindle.core.grammar import Grammar
 from rekindle.core.request import Message, Options, PromptLike, Request
-from rekindle.server.body import cache_options
+from rekindle.server.body import ReplyLength, cache_options
 from rekindle.server.errors import ApiError
 from rekindle.server.schema import (
     AskRequest,
@@ -25,9 +25,9 @@ from rekindle.session.ask import AskOptions
 _SEEDS = 2**64
 
 
-def chat_request(body: ChatRequest, tenant: str, token_limit: int) -> Request:
+def chat_request(body: ChatRequest, tenant: str, length: ReplyLength) -> Request:
     """The session's request of a chat. Raises `RequestError` and `ApiError`."""
-    options = _options(body, tenant, token_limit, body.max_completion_tokens)
+    options = _options(body, tenant, length, body.max_completion_tokens)
     if body.logprobs:
         options["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs:
@@ -36,7 +36,7 @@ def chat_request(body: ChatRequest, tenant: str, token_limit: int) -> Request:
         options["tools"] = body.tools
         if body.tool_choice is not None:
             options["tool_choice"] = body.tool_choice
-        options["parallel_tool_calls"] = body.parallel_tool_calls is not False
+        options["parallel_tool_calls"] = body.parallel_tool_calls is True
     elif body.tool_choice not in (None, "none", "auto"):
         raise ApiError(400, "tool_choice needs tools. Send them along.", param="tool_choice")
     options["think"] = body.think
@@ -74,9 +74,9 @@ def last_user_text(body: ChatRequest) -> str:
     return str(texts[-1])
 
 
-def ask_options(body: AskRequest, tenant: str, token_limit: int) -> AskOptions:
+def ask_options(body: AskRequest, tenant: str, length: ReplyLength) -> AskOptions:
     """The options of `Session.ask` for a question."""
-    options: dict[str, Any] = {**_options(body, tenant, token_limit, None)}
+    options: dict[str, Any] = {**_options(body, tenant, length, None)}
     options |= {"top_k": body.top_k, "retrieval": body.retrieval}  # passages, not tokens to draw from
     if body.temperature is None:
         options["temperature"] = 0.0
@@ -89,7 +89,7 @@ def ask_options(body: AskRequest, tenant: str, token_limit: int) -> AskOptions:
     return cast(AskOptions, options)
 
 
-def completion_requests(body: CompletionRequest, tenant: str, token_limit: int) -> list[Request]:
+def completion_requests(body: CompletionRequest, tenant: str, length: ReplyLength) -> list[Request]:
     """The session's requests of a completion, one for each prompt."""
     if body.suffix:
         raise ApiError(400, "suffix is not supported: this server continues texts. Leave it out.", param="suffix")
@@ -97,7 +97,7 @@ def completion_requests(body: CompletionRequest, tenant: str, token_limit: int) 
         raise ApiError(400, "best_of is not supported. Leave it out, or make it equal to n.", param="best_of")
     if body.echo and body.logprobs is not None:
         raise ApiError(400, "echo with logprobs is not supported. Leave one of them out.", param="echo")
-    options = _options(body, tenant, token_limit, None)
+    options = _options(body, tenant, length, None)
     if body.logprobs is not None:
         options["logprobs"] = body.logprobs
     if body.rekindle is not None and body.rekindle.reuse is not None:
@@ -149,10 +149,10 @@ def _text_of(content: str | list[dict[str, Any]] | None) -> str | None:
     return "".join(texts)
 
 
-def _options(body: SamplingBody, tenant: str, token_limit: int, wanted_tokens: int | None) -> Options:
+def _options(body: SamplingBody, tenant: str, length: ReplyLength, wanted_tokens: int | None) -> Options:
     options = cache_options(body, tenant)
     chosen = body.max_tokens if wanted_tokens is None else wanted_tokens
-    options["max_tokens"] = token_limit if chosen is None else min(chosen, token_limit)
+    options["max_tokens"] = length.of(chosen)
     options["temperature"] = 1.0 if body.temperature is None else float(body.temperature)
     for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"):
         if (value := getattr(body, name)) is not None:
