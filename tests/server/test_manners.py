@@ -14,7 +14,7 @@ import pytest
 
 from rekindle.cli.console import logged_progress
 from rekindle.engine.base import Logits, Row
-from rekindle.server.access_log import LogFormatter
+from rekindle.server.server_log import LogFormatter
 from tests.server.conftest import Serve
 from tests.server.scripted import ScriptedEngine
 from tests.server.serving import ALICE, PATIENCE_SECONDS, Asking, Gated, Served, eventually

@@ -51,13 +51,13 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve a model with its cache to clients of OpenAI and Anthropic. Ctrl-C or SIGTERM stops it and loses nothing."""
+    """Serve a model with its cache to clients of OpenAI, Anthropic, Ollama and llama.cpp, until Ctrl-C or SIGTERM."""
     from rekindle.cli.console import logged_progress, notes, progress
     from rekindle.daemon.private_socket import SUPPORTED
     from rekindle.daemon.spec import DaemonSpec
-    from rekindle.server.access_log import log_to_stderr
     from rekindle.server.auth import ApiKeys, check_settings
     from rekindle.server.serve import Server
+    from rekindle.server.server_log import log_to_stderr
     from rekindle.server.service import DEFAULT_PARALLEL
     from rekindle.session.session import Session
 

@@ -19,7 +19,6 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from rekindle.core.scope import Scope
-from rekindle.server.access_log import AccessLog, current_record
 from rekindle.server.auth import NOBODY, Caller, OriginGuard
 from rekindle.server.body import parse, salt_of, salt_of_refused
 from rekindle.server.call import PLAN_HEADER, Call
@@ -27,6 +26,7 @@ from rekindle.server.errors import ApiError, api_error_of
 from rekindle.server.event_stream import ClientGone
 from rekindle.server.openapi import docs_page, openapi_document
 from rekindle.server.routes import ENDPOINTS, Endpoint, protocol_of, where_to_go
+from rekindle.server.server_log import RequestLogger, current_record
 from rekindle.server.service import Service
 
 _MAX_PARTS = 100_000  # lists, objects and fields of a body; they parse in a fraction of a second
@@ -66,7 +66,7 @@ def make_app(service: Service) -> Starlette:
                 expose_headers=exposed,
             ),
         )
-    middleware.insert(0, Middleware(AccessLog, running=service.calls, is_stopping=lambda: service.stopping))
+    middleware.insert(0, Middleware(RequestLogger, running=service.calls, is_stopping=lambda: service.stopping))
     handlers = {HTTPException: _not_found, Exception: _failed}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)  # type: ignore[arg-type]
     app.state.service = service

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from rekindle.core.request import Options
+from rekindle.core.request import Message, Options
 from rekindle.server.errors import ApiError
-from rekindle.server.schema import MAX_SALT, AgentBody, CacheBody, RequestBody
+from rekindle.server.schema import MAX_SALT, AgentBody, CacheBody, ChatMessage, RequestBody
 
 _Body = TypeVar("_Body", bound=RequestBody)
+NO_IMAGE = "[An image was left out: this model reads text.]"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -29,9 +30,6 @@ class ReplyLength:
     def of(self, wanted: int | None) -> int:
         """The tokens that a request may have that wants a reply of that length."""
         return min(self.default if wanted is None else wanted, self.longest)
-
-
-NO_IMAGE = "[An image was left out: this model reads text.]"
 
 
 def parse(kind: type[_Body], body: bytes) -> _Body:
@@ -131,6 +129,27 @@ def agent_options(body: AgentBody, tenant: str, wanted_tokens: int | None, lengt
     if body.rekindle is not None and body.rekindle.reuse is not None:
         options.setdefault("reuse", body.rekindle.reuse)
     return options
+
+
+def messages_of(messages: Sequence[ChatMessage]) -> list[Message | Mapping[str, Any]]:
+    """Messages as the session takes them: content parts are joined."""
+    return [
+        {"role": message.role, "content": content_text(message.content), **(message.model_extra or {})}
+        for message in messages
+    ]
+
+
+def content_text(content: str | list[dict[str, Any]] | None) -> str | None:
+    """The text of a message's content, whose parts are joined. Raises `ApiError` 400 for a part that is no text."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        if part.get("type") not in ("text", "input_text") or not isinstance(part.get("text"), str):
+            kind = json.dumps(part.get("type"))[:50]
+            raise ApiError(400, f"A part of type {kind} is not supported: only text is.", param="messages")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 def text_field(item: Mapping[str, Any], name: str, place: str) -> str:

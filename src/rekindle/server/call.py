@@ -16,7 +16,6 @@ from rekindle.core.reply import Reply, Reuse
 from rekindle.core.request import Request
 from rekindle.core.scope import Scope
 from rekindle.errors import ContextOverflow
-from rekindle.server.access_log import current_record
 from rekindle.server.auth import Caller
 from rekindle.server.canonical import canonical_request
 from rekindle.server.errors import ApiError
@@ -25,6 +24,7 @@ from rekindle.server.job import ChoiceEvent, Finished, Planned
 from rekindle.server.protocol import OPENAI, WireProtocol
 from rekindle.server.reply_parts import ReplyPart, reply_parts
 from rekindle.server.schema import CacheBody, RequestBody
+from rekindle.server.server_log import current_record
 from rekindle.server.service import Service
 
 _Result = TypeVar("_Result")

@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 
 from rekindle.core.request import parse_prompt
 from rekindle.errors import AdapterNotFound
+from rekindle.server.body import messages_of
 from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
-from rekindle.server.openai.request import messages_of
 from rekindle.server.schema import DetokenizeRequest, LoadAdapterRequest, TokenizeRequest, UnloadAdapterRequest
 
 

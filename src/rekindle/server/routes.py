@@ -13,6 +13,10 @@ from rekindle.server import admin, knowledge, models
 from rekindle.server.anthropic.messages import ANTHROPIC, answer_messages, count_tokens
 from rekindle.server.anthropic.schema import CountTokensRequest, MessagesRequest
 from rekindle.server.call import MAX_PAGE, PAGE
+from rekindle.server.llamacpp import slots
+from rekindle.server.llamacpp.native_completion import answer_infill, answer_native_completion
+from rekindle.server.llamacpp.schema import ApplyTemplateRequest, InfillRequest, NativeCompletionRequest
+from rekindle.server.llamacpp.wire import LLAMACPP
 from rekindle.server.ollama import model_files, model_info, replies, vectors
 from rekindle.server.ollama.schema import (
     EmbedRequest,
@@ -117,6 +121,11 @@ ENDPOINTS = (
     Endpoint("GET", "/api/version", model_info.show_version, protocol=OLLAMA),
     Endpoint("POST", "/api/pull", model_files.pull_model, PullRequest, streams=True, protocol=OLLAMA),
     Endpoint("DELETE", "/api/delete", model_files.delete_model, ModelBody, protocol=OLLAMA),
+    Endpoint("POST", "/completion", answer_native_completion, NativeCompletionRequest, streams=True, protocol=LLAMACPP),
+    Endpoint("POST", "/infill", answer_infill, InfillRequest, streams=True, protocol=LLAMACPP),
+    Endpoint("GET", "/props", slots.show_props, protocol=LLAMACPP),
+    Endpoint("GET", "/slots", slots.list_slots, protocol=LLAMACPP),
+    Endpoint("POST", "/apply-template", slots.apply_template, ApplyTemplateRequest, protocol=LLAMACPP),
     Endpoint("GET", "/v1/models", models.list_models),
     Endpoint("GET", "/v1/models/{name:path}", models.show_model),
     Endpoint("POST", "/v1/load_lora_adapter", models.load_adapter, LoadAdapterRequest),
@@ -148,7 +157,11 @@ ENDPOINTS = (
     Endpoint("PUT", f"{_OWN}/apps/{{id}}", admin.set_app, AppRequest),
 )
 
-_PREFIXES = (("/v1/messages", ANTHROPIC), ("/api/", OLLAMA))  # of the protocols that are not OpenAI's
+_PREFIXES = (  # of the protocols that are not OpenAI's
+    ("/v1/messages", ANTHROPIC),
+    ("/api/", OLLAMA),
+    *((path, LLAMACPP) for path in ("/completion", "/infill", "/props", "/slots", "/apply-template")),
+)
 
 
 def protocol_of(path: str) -> WireProtocol:
@@ -168,8 +181,8 @@ def where_to_go(path: str) -> str:
     close = get_close_matches(path, paths, n=1)
     near = f" Did you mean {close[0]}?" if close else ""
     served = (
-        "Served are the APIs of OpenAI (/v1/chat/completions, /v1/responses), Anthropic (/v1/messages) and Ollama "
-        "(/api/chat)."
+        "Served are the APIs of OpenAI (/v1/chat/completions, /v1/responses), Anthropic (/v1/messages), Ollama "
+        "(/api/chat) and llama.cpp (/completion)."
     )
     foreign = next((whose for prefix, whose in _FOREIGN if path.startswith(prefix)), None)
     whose = "" if foreign is None else f" {foreign} API is not served here."

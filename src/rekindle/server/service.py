@@ -16,7 +16,6 @@ from rekindle.engine.fairness import Requester
 from rekindle.errors import Cancelled
 from rekindle.idle.idle import IdleOptions
 from rekindle.idle.worker import Budget, IdleConditions
-from rekindle.server.access_log import current_record
 from rekindle.server.admission_queue import AdmissionQueue
 from rekindle.server.auth import ApiKeys, Caller
 from rekindle.server.body import ReplyLength
@@ -27,6 +26,7 @@ from rekindle.server.job import ChoiceEvent, Event, Finished, ReplyJob
 from rekindle.server.metrics import Metrics
 from rekindle.server.model_names import ModelNames
 from rekindle.server.schema import CacheBody
+from rekindle.server.server_log import current_record
 from rekindle.session.session import Session
 from rekindle.settings import ServerSettings
 

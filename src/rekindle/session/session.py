@@ -67,6 +67,7 @@ from rekindle.session.reply_stream import AsyncReplyStream, ReplyStream
 from rekindle.settings import Settings
 from rekindle.settings.keywords import SettingsLike
 from rekindle.text.constraint import Constraint, GrammarBackend
+from rekindle.text.fill_in import OtherFile, fill_in_prompt
 from rekindle.text.reasoning import parse_reply
 from rekindle.text.tools.styles import call_grammar, detect_style
 
@@ -202,6 +203,16 @@ class Session:
         Raises `InvalidPrompt`, `InvalidSampling`, `InvalidSetting` or `ContextOverflow`.
         """
         return self.stream(prompt, **options).reply
+
+    def fill_in(self, prefix: str, suffix: str, **options: Unpack[Options]) -> Reply:
+        """Write what goes between two texts, with a model that has tokens for that; raises as `generate` does."""
+        return self.generate(self.fill_in_prompt(prefix, suffix), **options)
+
+    def fill_in_prompt(self, prefix: str, suffix: str, files: Sequence[OtherFile] = ()) -> list[int]:
+        """The tokens of a prompt whose reply goes between two texts. Raises `InvalidPrompt` and `ContextOverflow`."""
+        with self._alive.use():
+            engine = self.engine
+            return fill_in_prompt(engine.tokenizer, prefix, suffix, files, token_limit=engine.context_tokens)
 
     def chat(self, messages: str | Sequence[MessageLike], **options: Unpack[Options]) -> Reply:
         """Answer a chat: a list of `{"role": ..., "content": ...}`, or the text of a single user message.

@@ -100,7 +100,11 @@ async def answer_generate(call: Call, body: GenerateRequest) -> Response:
     check_refused(body)
     if not body.prompt:
         return await _load(call, body, model, _generate_fields(""))
-    request = generate_request(body, call.caller.tenant, call.service.reply_length())
+    session, tokens = call.service.session, None
+    if body.suffix:
+        prefix, suffix = body.prompt, body.suffix
+        tokens = await call.in_thread(lambda: session.fill_in_prompt(prefix, suffix))
+    request = generate_request(body, call.caller.tenant, call.service.reply_length(), tokens)
     return await _answer(call, body, request, model, _generate_fields)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -24,7 +24,6 @@ from rekindle.server.ollama.schema import (
 _REFUSED = {
     "template": "the model's own template is used. Leave it out, or send the whole text with raw.",
     "context": "conversations are not kept as tokens. Send their messages to /api/chat.",
-    "suffix": "this server continues texts. Leave it out.",
     "images": "models read text here. Leave them out.",
 }
 
@@ -38,10 +37,14 @@ def chat_request(body: OllamaChatRequest, tenant: str, length: ReplyLength) -> R
     return Request.of(messages, **options)
 
 
-def generate_request(body: GenerateRequest, tenant: str, length: ReplyLength) -> Request:
-    """The session's request of a prompt that is not empty. Raises `RequestError` and `ApiError`."""
+def generate_request(
+    body: GenerateRequest, tenant: str, length: ReplyLength, tokens: Sequence[int] | None = None
+) -> Request:
+    """The session's request of a prompt that is not empty, or of its tokens. Raises `RequestError` and `ApiError`."""
     prompt: PromptLike = body.prompt or ""
-    if not body.raw:
+    if tokens is not None:
+        prompt = tokens
+    elif not body.raw:
         system = [Message("system", body.system)] if body.system else []
         prompt = [*system, Message("user", body.prompt or "")]
     return Request.of(prompt, **_options(body, tenant, length))

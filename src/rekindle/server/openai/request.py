@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from rekindle.core.grammar import Grammar
-from rekindle.core.request import Message, Options, PromptLike, Request
-from rekindle.server.body import ReplyLength, cache_options
+from rekindle.core.request import Options, PromptLike, Request
+from rekindle.server.body import ReplyLength, cache_options, content_text, messages_of
 from rekindle.server.errors import ApiError
 from rekindle.server.schema import (
     AskRequest,
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DocumentText,
@@ -41,7 +39,7 @@ def chat_request(body: ChatRequest, tenant: str, length: ReplyLength) -> Request
         raise ApiError(400, "tool_choice needs tools. Send them along.", param="tool_choice")
     options["think"] = body.think
     if body.prediction is not None:
-        options["drafts"] = [_text_of(body.prediction.content) or ""]
+        options["drafts"] = [content_text(body.prediction.content) or ""]
     if body.rekindle is not None and body.rekindle.answers is not None:
         options["answers"] = body.rekindle.answers
     if body.rekindle is not None and body.rekindle.reuse is not None:
@@ -68,7 +66,7 @@ def documents_of(given: Sequence[str | DocumentText], field: str) -> list[dict[s
 
 def last_user_text(body: ChatRequest) -> str:
     """The last message of the user, to search the library with. Raises `ApiError` 400 if it is empty."""
-    texts = [_text_of(message.content) for message in body.messages if message.role == "user"]
+    texts = [content_text(message.content) for message in body.messages if message.role == "user"]
     if not texts or not (texts[-1] or "").strip():
         raise ApiError(400, "No message of the user has text to search for.", param="messages")
     return str(texts[-1])
@@ -91,8 +89,6 @@ def ask_options(body: AskRequest, tenant: str, length: ReplyLength) -> AskOption
 
 def completion_requests(body: CompletionRequest, tenant: str, length: ReplyLength) -> list[Request]:
     """The session's requests of a completion, one for each prompt."""
-    if body.suffix:
-        raise ApiError(400, "suffix is not supported: this server continues texts. Leave it out.", param="suffix")
     if body.best_of is not None and body.best_of != body.n:
         raise ApiError(400, "best_of is not supported. Leave it out, or make it equal to n.", param="best_of")
     if body.echo and body.logprobs is not None:
@@ -127,26 +123,6 @@ def request_of_choice(request: Request, number: int) -> Request:
     if number == 0 or seed is None:
         return request
     return replace(request, sampling=replace(request.sampling, seed=(seed + number) % _SEEDS))
-
-
-def messages_of(messages: Sequence[ChatMessage]) -> list[Message | Mapping[str, Any]]:
-    """Messages as the session takes them: content parts are joined."""
-    return [
-        {"role": message.role, "content": _text_of(message.content), **(message.model_extra or {})}
-        for message in messages
-    ]
-
-
-def _text_of(content: str | list[dict[str, Any]] | None) -> str | None:
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        if part.get("type") not in ("text", "input_text") or not isinstance(part.get("text"), str):
-            kind = json.dumps(part.get("type"))[:50]
-            raise ApiError(400, f"A part of type {kind} is not supported: only text is.", param="messages")
-        texts.append(part["text"])
-    return "".join(texts)
 
 
 def _options(body: SamplingBody, tenant: str, length: ReplyLength, wanted_tokens: int | None) -> Options:

@@ -67,7 +67,7 @@ def current_record() -> AccessRecord:
     return _current.get() or AccessRecord("", "")
 
 
-class AccessLog:
+class RequestLogger:
     """Logs every request when it has ended, and gives it an id that its response has too (`X-Request-Id`).
 
     Requests that are cut off because the server stops end without an exception. `running` has the tasks of all.
