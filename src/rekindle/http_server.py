@@ -7,7 +7,7 @@ import functools
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,8 +53,22 @@ def url_of(bound: socket.socket, scheme: str = "http") -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+Drain = Callable[[Callable[[], bool]], Awaitable[None]]
+
+
 class HttpServer(uvicorn.Server):
     """Returns after a signal instead of dying by it."""
+
+    def __init__(self, config: uvicorn.Config, drain: Drain | None = None) -> None:
+        """`drain` ends the running requests before the socket closes; it may ask whether that is urgent."""
+        super().__init__(config)
+        self._drain = drain
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer until the running requests have ended, then close the socket and the connections."""
+        if self._drain is not None:
+            await self._drain(lambda: self.force_exit)
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -79,7 +79,7 @@ def assert_refused(answer: Answer, *statuses: int) -> None:
 
 
 def assert_problem(answer: Answer) -> None:
-    """An error in the shape of OpenAI, Anthropic or Ollama, whatever its status."""
+    """An error in the shape of OpenAI, Anthropic, Ollama or llama.cpp, whatever its status."""
     assert answer.headers["content-type"].startswith("application/json"), answer.headers
     told = answer.json()
     if isinstance(told.get("error"), str):
@@ -87,6 +87,8 @@ def assert_problem(answer: Answer) -> None:
         return
     if told.get("type") == "error":
         assert set(told) == {"type", "error"} and set(told["error"]) == {"message", "type"}, told
+    elif "param" not in told["error"]:
+        assert set(told["error"]) >= {"code", "message", "type"} and told["error"]["code"] == answer.status, told
     else:
         assert set(told) == {"error"} and set(told["error"]) == {"message", "type", "param", "code"}, told
     assert told["error"]["message"] and isinstance(told["error"]["type"], str), told

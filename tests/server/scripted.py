@@ -63,6 +63,14 @@ class ScriptedEngine(FakeEngine):
         return np.zeros((0 if row.row.logits == "none" else 1, VOCABULARY), dtype=np.float32)
 
 
+def fill_in_engine(*replies: str) -> ScriptedEngine:
+    """A model that can fill in the middle: its markers are the bytes 1, 2 and 3."""
+    engine = ScriptedEngine(replies)
+    markers = {"<|fim_prefix|>": 1, "<|fim_suffix|>": 2, "<|fim_middle|>": 3}
+    engine.tokenizer.token_of = markers.get  # type: ignore[method-assign]
+    return engine
+
+
 class Reciting:
     """Draws the tokens of a text."""
 

@@ -263,12 +263,11 @@ def test_a_reply_that_does_not_end_in_time_is_cut_and_kept(tmp_path: Path) -> No
 
 
 def refuses(url: str) -> bool:
-    """Whether nobody listens there any more."""
+    """Whether new requests are refused there, or nobody listens any more."""
     try:
-        httpx.get(f"{url}/health")
+        return httpx.get(f"{url}/health").status_code == 503
     except httpx.HTTPError:
         return True
-    return False
 
 
 def reused(folder: Path, prompt: str) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.scripted import ScriptedEngine
+from tests.server.scripted import ScriptedEngine, fill_in_engine
 from tests.server.serving import Served, fake_session, serving
 
 REPLY = '<think>Hm.</think>Yes.<tool_call>{"name": "look", "arguments": {"at": "ö"}}</tool_call>'
@@ -32,6 +32,8 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ollama_chat": ("/api/chat", {"messages": USER, "tools": [{"type": "function", "function": FUNCTION}]}),
     "ollama_generate": ("/api/generate", {"prompt": "Look."}),
+    "completion": ("/completion", {"prompt": "Look.", "return_tokens": True, "seed": 1, "stop": ["ö"]}),
+    "infill": ("/infill", {"input_prefix": "a", "input_suffix": "b", "n_predict": 4}),
 }  # fmt: skip
 GOLDEN = Path(__file__).parent / "golden"
 _IDS = re.compile(r'"(id|item_id|call_id)":"[^"]*"')
@@ -60,7 +62,7 @@ def _without_ours(line: str) -> str:
 
 
 def scripted_engine() -> ScriptedEngine:
-    engine = ScriptedEngine([REPLY])
+    engine = fill_in_engine(REPLY)
     engine.tokenizer.template = "<think>"
     return engine
 

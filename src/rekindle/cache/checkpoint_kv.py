@@ -113,7 +113,8 @@ class CheckpointKv(StoredKv):
     def miss(self, lookup: CacheLookup, plan: Plan, lost: str | None = None) -> str | None:
         """Why not everything but the last token is reused, in a word; None if it is."""
         word = super().miss(lookup, plan, lost)
-        return "checkpoint" if word == "differs" else word
+        ends = word in (None, "differs") and plan.reused < len(lookup.tokens) - 1
+        return "checkpoint" if ends else word
 
     def work(self, context: Context, lookup: CacheLookup, cancelled: IsCancelled, alone: IsCancelled) -> Prefill:
         """The prefill of a prompt, which writes states on its way."""

@@ -32,6 +32,7 @@ class CacheLookup:
     passages: ChunkMatches | None = None  # if passages may come from other prompts
     app_ref: AppRef | None = None  # the app that asks
     wanted: bool = False  # asked for only to be kept
+    parked_goes_on: bool = False  # the parked context had more tokens than the prompt shares with it
 
     def passages_before(self, plan: Plan) -> tuple[ChunkReuse, ...]:
         """The passages in the part of the context that a plan continues."""
@@ -55,6 +56,13 @@ class CacheLookup:
         matches = self.matches
         return matches.stored[-1].span.stop if matches.stored and matches.kv_space is None else 0
 
+    @property
+    def forks(self) -> bool:
+        """Whether something stored goes on otherwise where the reuse can end at the latest."""
+        matches, match = self.matches, self.matches.match
+        in_store = match is not None and match.forks and match.length == matches.length
+        return in_store or (self.parked_goes_on and matches.in_engine == matches.length)
+
     def quantized_tokens(self, plan: Plan) -> int:
         """Number of tokens that a plan reuses whose KV was quantized."""
         if plan.in_engine:
@@ -63,7 +71,7 @@ class CacheLookup:
 
 
 def why_missed(known: CacheLookup, plan: Plan, cut: PrefillSteps, lost: str | None) -> str | None:
-    """Why not everything but the last token is reused, in a word; None if it is. See `Reuse`."""
+    """Why not more is reused, in a word; None if all that is stored is, and the rest is new. See `Reuse`."""
     last = len(known.tokens) - 1
     if known.off:
         return "off"
@@ -77,7 +85,9 @@ def why_missed(known: CacheLookup, plan: Plan, cut: PrefillSteps, lost: str | No
         return "slower"
     if plan.reused == last:
         return None
-    return "differs" if known.matches.length else "unknown"
+    if not known.matches.length:
+        return "unknown"
+    return "differs" if known.forks else None
 
 
 def refused_kinds(known: CacheLookup, plan: Plan, cut: PrefillSteps) -> set[str]:

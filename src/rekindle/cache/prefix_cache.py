@@ -202,8 +202,9 @@ class PrefixCache:
         in_engine = 0 if parked is None else parked.common(tokens, exact=exact)
         own, wanted = Matches(len(tokens), in_engine), request.max_tokens == 0
         nothing = CacheLookup(
-            kv_space, tokens, own, parked, guard=guard, passages=passages, app_ref=app_ref, wanted=wanted
-        )
+            kv_space, tokens, own, parked, guard=guard, passages=passages, app_ref=app_ref, wanted=wanted,
+            parked_goes_on=parked is not None and len(parked.tokens) > in_engine,
+        )  # fmt: skip
         if in_engine >= len(tokens) - 1:
             return nothing
         try:

@@ -39,6 +39,19 @@ def counting(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def logged_progress(what: str, log: Callable[[str], None]) -> Report:
+    """The same as lines of a log: one for each stage, and for each tenth of a download."""
+    seen: set[tuple[str, int]] = set()
+
+    def report(stage: str, done: int, total: int) -> None:
+        tenth = 10 * done // max(1, total) if stage == "download" else 0
+        if (stage, tenth) not in seen:
+            seen.add((stage, tenth))
+            log(f"downloading {what}: {10 * tenth} %" if stage == "download" else _STAGES.get(stage, stage))
+
+    return report
+
+
 @contextmanager
 def progress(what: str) -> Iterator[Report]:
     """Progress bars for downloading and loading while the block runs; shown on a terminal only."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json as json_
+import logging
 import os
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,12 +51,13 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve a model with its cache to clients of OpenAI and Anthropic. Ctrl-C or SIGTERM stops it and loses nothing."""
-    from rekindle.cli.console import notes, progress
+    """Serve a model with its cache to clients of OpenAI, Anthropic, Ollama and llama.cpp, until Ctrl-C or SIGTERM."""
+    from rekindle.cli.console import logged_progress, notes, progress
     from rekindle.daemon.private_socket import SUPPORTED
     from rekindle.daemon.spec import DaemonSpec
     from rekindle.server.auth import ApiKeys, check_settings
     from rekindle.server.serve import Server
+    from rekindle.server.server_log import log_to_stderr
     from rekindle.server.service import DEFAULT_PARALLEL
     from rekindle.session.session import Session
 
@@ -64,13 +67,24 @@ def serve(
     check_settings(settings, keys)  # before the model is loaded
     if known.parallel is None:
         loading["parallel"] = DEFAULT_PARALLEL
-    with progress(model) as report:
+    log_to_stderr(settings.log_format)
+    log, as_json = logging.getLogger("rekindle.serve"), settings.log_format == "json"
+    started = time.perf_counter()
+    with ExitStack() as shown:
+        bars = notes.is_terminal and not as_json
+        report = shown.enter_context(progress(model)) if bars else logged_progress(model, log.info)
+        if not bars:
+            log.info("starting: %s", model)
         session = Session(model, **loading, progress=report)
     for text in adapter or ():
         if session.adapters.load_text(text).name == session.engine.name:
             raise InvalidSetting(f"--adapter {text}: that is the name of the model itself. Use another.")
     running = Server(session, settings, keys)
-    notes.print(f"{session.engine.name} at {running.url}/v1 (its endpoints: {running.url}/docs)", soft_wrap=True)
+    ready = f"{session.engine.name} at {running.url}/v1 (its endpoints: {running.url}/docs)"
+    if as_json:
+        log.info("%s, after %.1f s", ready, time.perf_counter() - started)
+    else:
+        notes.print(ready, soft_wrap=True)
     with ExitStack() as opened:
         if SUPPORTED:
             from rekindle.daemon.answering import accepting_commands

@@ -13,7 +13,7 @@ from rekindle.core.request import ReuseLevel
 from rekindle.core.size import count_of, human_bytes
 from rekindle.core.tools import ToolCall
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "timeout"]  # timeout: the server ended it
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +176,9 @@ class Reuse:
     load_seconds        time to load KV; most of it overlaps with computing
     predicted_seconds   expected time of the prefill; None where it was not planned as a whole
     cold_seconds        expected time of computing everything
-    miss                why the rest was computed: None (only the last token was), "off", "unknown" (nothing stored
-                        begins like it), "differs" (what is stored continues differently, or ends), "slower" (reuse
-                        would be), "lost" (KV could not be read), "late" (the cache did not answer in time),
+    miss                why the rest was computed: None (all that is stored was reused), "off", "unknown"
+                        (nothing stored begins like it), "differs" (what is stored continues differently), "slower"
+                        (reuse would be), "lost" (KV could not be read), "late" (the cache did not answer in time),
                         "checkpoint" (a state that cannot be cut was reused up to its checkpoint)
     replayed_replies    number of replies in the prompt that are as the model generated them, not as the client sent
                         them back (`keep_reply_tokens`)
@@ -261,6 +261,11 @@ class Reply:
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def cut(self) -> bool:
+        """Whether it ended before the model was done."""
+        return self.finish_reason != "stop" or self.stopped_by is not None
 
     def as_dict(self) -> dict[str, Any]:
         """The reply as plain values, for JSON."""

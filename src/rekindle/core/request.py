@@ -149,13 +149,14 @@ class Request:
     """One generation: a prompt (text, token ids or messages) and how to continue it.
 
     The reply has at least `min_tokens` and at most `max_tokens`. With `logprobs` it has the log probability of each of
-    its tokens and of that many alternatives. `grammar` constrains it; `tools` are what it may call. `think` says
-    whether the model thinks aloud first, and how much, if its template has a switch for that. `quotes` are passages
-    placed before the first user message, as many as fit. `drafts` are likely replies, the most likely first:
-    the model verifies them, which is faster than generating and does not change the text. `answers` says whether
-    earlier replies are used as drafts. `adapter` names a LoRA, "" none. It, `answers`, `reuse`, `tenant` and
-    `cache_salt` default to the session's. `app` is the name of the app that asks, `app_state` is "foreground" or
-    "background". `begun` is when this was made: a session makes its own when it begins to answer.
+    its tokens and of that many alternatives. `grammar` constrains it; `tools` are what it may call, and a call that
+    `tool_choice` forces is one, or several with `parallel_tool_calls`. `think` says whether the model thinks aloud
+    first, and how much, if its template has a switch for that. `quotes` are passages placed before the first user
+    message, as many as fit. `drafts` are likely replies, the most likely first: the model verifies them, which is
+    faster than generating and does not change the text. `answers` says whether earlier replies are used as drafts.
+    `adapter` names a LoRA, "" none. It, `answers`, `reuse`, `tenant` and `cache_salt` default to the session's. `app`
+    is the name of the app that asks, `app_state` is "foreground" or "background". `begun` is when this was made: a
+    session makes its own when it begins to answer.
     """
 
     prompt: str | tuple[int, ...] | tuple[Message, ...]
@@ -168,7 +169,7 @@ class Request:
     grammar: Grammar | None = None
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool = False
     think: Think | None = None
     quotes: tuple[Quote, ...] = ()
     drafts: tuple[str | tuple[int, ...], ...] = ()
@@ -291,6 +292,8 @@ def _parse_message(item: MessageLike) -> Message:
             raise InvalidPrompt(f"A message needs 'role' and 'content'; this one has {sorted(item)}.")
         extra = {key: value for key, value in item.items() if key not in ("role", "content")}
         content = item.get("content")
+        if content is None and item["role"] == "user":
+            raise InvalidPrompt("The content of a user message is null. Give it a text, or leave the message out.")
         message = Message(item["role"], "" if content is None else content, extra)
     if message.role not in get_args(Role):
         raise InvalidPrompt(f"Unknown role {message.role!r}.{nearest(str(message.role), get_args(Role))}")

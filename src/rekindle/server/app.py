@@ -25,10 +25,12 @@ from rekindle.server.call import PLAN_HEADER, Call
 from rekindle.server.errors import ApiError, api_error_of
 from rekindle.server.event_stream import ClientGone
 from rekindle.server.openapi import docs_page, openapi_document
-from rekindle.server.routes import ENDPOINTS, Endpoint, protocol_of
+from rekindle.server.routes import ENDPOINTS, Endpoint, protocol_of, where_to_go
+from rekindle.server.server_log import RequestLogger, current_record
 from rekindle.server.service import Service
 
 _MAX_PARTS = 100_000  # lists, objects and fields of a body; they parse in a fraction of a second
+_SOON = {"Retry-After": "5", "Connection": "close"}
 _CLOSED_REQUEST = 499  # the client is gone and does not read it
 
 
@@ -64,6 +66,7 @@ def make_app(service: Service) -> Starlette:
                 expose_headers=exposed,
             ),
         )
+    middleware.insert(0, Middleware(RequestLogger, running=service.calls, is_stopping=lambda: service.stopping))
     handlers = {HTTPException: _not_found, Exception: _failed}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)  # type: ignore[arg-type]
     app.state.service = service
@@ -90,7 +93,10 @@ def _handler(endpoint: Endpoint, service: Service) -> Callable[[HttpRequest], Aw
     async def handle(http: HttpRequest) -> Response:
         call = Call(http, service, Caller(NOBODY), protocol=endpoint.protocol)
         try:
+            if service.stopping:
+                raise ApiError(503, "The server is stopping. Try again soon.", headers=_SOON)
             call = replace(call, caller=_identify(http, service, endpoint))
+            current_record().tenant = call.caller.tenant
             if endpoint.body is None:
                 call = replace(call, salt=salt_of(None, http.query_params))
                 return await endpoint.answer(call)
@@ -103,11 +109,11 @@ def _handler(endpoint: Endpoint, service: Service) -> Callable[[HttpRequest], Aw
             call = replace(call, salt=salt_of(body, http.query_params))
             return await endpoint.answer(call, body)
         except (ClientGone, ClientDisconnect):
-            service.metrics.failed(call.scope, "disconnected")
+            call.failed("disconnected")
             return Response(status_code=_CLOSED_REQUEST)
         except Exception as error:  # noqa: BLE001  (whatever it was, the client gets an error, and others are served)
-            problem = api_error_of(error)
-            service.metrics.failed(call.scope, problem.outcome)
+            problem = api_error_of(error, endpoint.prompt_field)
+            call.failed(problem.outcome)
             return endpoint.protocol.error_response(problem)
 
     return handle
@@ -177,8 +183,9 @@ def _count(body: bytes) -> int:
 
 
 async def _not_found(http: HttpRequest, error: HTTPException) -> Response:
-    advice = "GET /docs lists what there is."
-    problem = ApiError(error.status_code, f"{error.detail}. {advice}", headers=error.headers)
+    path = http.url.path
+    message = where_to_go(path) if error.status_code == 404 else f"{error.detail}. GET /docs lists what there is."
+    problem = ApiError(error.status_code, message, headers=error.headers)
     return protocol_of(http.url.path).error_response(problem)
 
 

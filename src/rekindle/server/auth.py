@@ -126,6 +126,7 @@ def check_settings(settings: ServerSettings, keys: ApiKeys) -> None:
         "timeout": parse_duration(settings.timeout),
         "client_timeout": parse_duration(settings.client_timeout),
         "max_connections": settings.max_connections,
+        "default_reply": settings.default_reply,
     }
     for name, value in positive.items():
         if value <= 0:

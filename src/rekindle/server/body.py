@@ -2,33 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from rekindle.core.request import Options
+from rekindle.core.request import Message, Options
 from rekindle.server.errors import ApiError
-from rekindle.server.schema import MAX_SALT, AgentBody, CacheBody, RequestBody
+from rekindle.server.schema import MAX_SALT, AgentBody, CacheBody, ChatMessage, RequestBody
 
 _Body = TypeVar("_Body", bound=RequestBody)
 NO_IMAGE = "[An image was left out: this model reads text.]"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class ReplyLength:
+    """The longest reply, in tokens, and the longest to a request that wants none in particular."""
+
+    longest: int
+    default: int
+
+    def of(self, wanted: int | None) -> int:
+        """The tokens that a request may have that wants a reply of that length."""
+        return min(self.default if wanted is None else wanted, self.longest)
 
 
 def parse(kind: type[_Body], body: bytes) -> _Body:
-    """Validate a body. Raises `ApiError` 400 that names the first wrong field.
+    """Validate a body. Raises `ApiError` 400 that names a wrong field.
 
     The parser refuses surrogates, and nesting of more than 200 levels.
     """
     try:
         return kind.model_validate_json(body or b"null")
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "json_invalid":
-            raise ApiError(400, f"The body is not JSON: {first['msg']}.") from None
-        raise ApiError(400, f"{where or 'The body'}: {first['msg']}.", param=where or None) from None
+        found = error.errors(include_url=False, include_input=False, include_context=False)
+    if found[0]["type"] == "json_invalid":
+        raise _no_json(body, found[0]["msg"])
+    sent = from_json(body or b"null")
+    places = [(_place(problem["loc"], sent, problem["type"] == "missing"), problem) for problem in found]
+    # Of a field that may have several types, each is reported: the one that fits best is refused furthest inside.
+    (place, value), first = max(places, key=lambda one: len(one[0][0]))
+    where, message = ".".join(place), first["msg"]
+    if value is None and first["type"] != "missing":
+        message = "It is null. Give a value"
+    raise ApiError(400, f"{where or 'The body'}: {message}.", param=where or None)
+
+
+def _place(loc: Sequence[str | int], sent: Any, missing: bool) -> tuple[list[str], Any]:
+    """The names and numbers in the place of a problem that are the body's own, not a validator's; the value there."""
+    place, value = [], sent
+    for number, part in enumerate(loc):
+        inside = isinstance(value, dict) and part in value
+        if inside or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
+            place.append(str(part))
+            value = value[part]
+        elif missing and number == len(loc) - 1:
+            place.append(str(part))
+    return place, value
+
+
+def _no_json(body: bytes, reason: str) -> ApiError:
+    """The error of a body that is no JSON, or that has half a character."""
+    try:
+        where = _half_character(json.loads(body), [])
+    except (ValueError, RecursionError):
+        where = None
+    if where is None:
+        return ApiError(400, f"The body is not JSON: {reason}.")
+    message = "The text has half of a surrogate pair, as if it was cut inside a character. Send whole characters."
+    return ApiError(400, f"{'.'.join(where)}: {message}", param=".".join(where))
+
+
+def _half_character(value: Any, place: list[str]) -> list[str] | None:
+    """Where a text has a lone surrogate; None if none has."""
+    if isinstance(value, str):
+        return place if _SURROGATE.search(value) else None
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = (_half_character(inner, [*place, str(name)]) for name, inner in items)
+    return next((one for one in found if one is not None), None)
 
 
 def salt_of(body: RequestBody | None, query: Mapping[str, str]) -> str | None:
@@ -61,10 +117,10 @@ def cache_options(body: CacheBody, tenant: str) -> Options:
     return options
 
 
-def agent_options(body: AgentBody, tenant: str, wanted_tokens: int | None, token_limit: int) -> Options:
-    """The same with sampling, and a reply of the wanted length, if `token_limit` allows that."""
+def agent_options(body: AgentBody, tenant: str, wanted_tokens: int | None, length: ReplyLength) -> Options:
+    """The same with sampling, and a reply of the wanted length, if `length` allows that."""
     options = cache_options(body, tenant)
-    options["max_tokens"] = token_limit if wanted_tokens is None else min(wanted_tokens, token_limit)
+    options["max_tokens"] = length.of(wanted_tokens)
     options["temperature"] = 1.0 if body.temperature is None else float(body.temperature)
     if body.top_p is not None:
         options["top_p"] = body.top_p
@@ -73,6 +129,27 @@ def agent_options(body: AgentBody, tenant: str, wanted_tokens: int | None, token
     if body.rekindle is not None and body.rekindle.reuse is not None:
         options.setdefault("reuse", body.rekindle.reuse)
     return options
+
+
+def messages_of(messages: Sequence[ChatMessage]) -> list[Message | Mapping[str, Any]]:
+    """Messages as the session takes them: content parts are joined."""
+    return [
+        {"role": message.role, "content": content_text(message.content), **(message.model_extra or {})}
+        for message in messages
+    ]
+
+
+def content_text(content: str | list[dict[str, Any]] | None) -> str | None:
+    """The text of a message's content, whose parts are joined. Raises `ApiError` 400 for a part that is no text."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        if part.get("type") not in ("text", "input_text") or not isinstance(part.get("text"), str):
+            kind = json.dumps(part.get("type"))[:50]
+            raise ApiError(400, f"A part of type {kind} is not supported: only text is.", param="messages")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 def text_field(item: Mapping[str, Any], name: str, place: str) -> str:

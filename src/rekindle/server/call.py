@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Executor
 from contextlib import aclosing
@@ -25,6 +24,7 @@ from rekindle.server.job import ChoiceEvent, Finished, Planned
 from rekindle.server.protocol import OPENAI, WireProtocol
 from rekindle.server.reply_parts import ReplyPart, reply_parts
 from rekindle.server.schema import CacheBody, RequestBody
+from rekindle.server.server_log import current_record
 from rekindle.server.service import Service
 
 _Result = TypeVar("_Result")
@@ -136,8 +136,12 @@ class Call:
         events: AsyncGenerator[ChoiceEvent, None],
     ) -> Response:
         """Items made of events, as a stream of the protocol."""
-        failed = functools.partial(self.service.metrics.failed, self.scope)
-        return EventStream(self.protocol, items, plan_header(planned), events, failed)
+        return EventStream(self.protocol, items, plan_header(planned), events, self.failed)
+
+    def failed(self, outcome: str) -> None:
+        """Count a request that ended without a reply: disconnected, 4xx, 5xx."""
+        current_record().outcome = outcome
+        self.service.metrics.failed(self.scope, outcome)
 
     async def collect(self, events: AsyncGenerator[ChoiceEvent, None], count: int) -> tuple[Reuse, list[Reply]]:
         """All replies, and the reuse of the first prompt."""

@@ -57,13 +57,16 @@ class ApiError(Exception):
         return f"{self.status // 100}xx"
 
 
-def api_error_of(error: Exception) -> ApiError:
-    """The API error for an exception. An unexpected one is logged, and its details are not sent."""
+def api_error_of(error: Exception, prompt_field: str = "messages") -> ApiError:
+    """The API error for an exception. An unexpected one is logged, and its details are not sent.
+
+    `prompt_field` is what the request calls its prompt.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextOverflow):
         numbers = (error.prompt_tokens, error.context_tokens)
-        return ApiError(400, str(error), code="context_length_exceeded", param="messages", overflow=numbers)
+        return ApiError(400, str(error), code="context_length_exceeded", param=prompt_field, overflow=numbers)
     if isinstance(error, (RequestError, InvalidSetting, AdapterRefused)):
         return ApiError(400, str(error))
     if isinstance(error, (EntryNotFound, ModelNotFound, AdapterNotFound)):

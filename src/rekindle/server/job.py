@@ -44,13 +44,18 @@ class ReplyJob:
 
     def __init__(self, session: Session, request: Request, turn: Requester) -> None:
         self._session = session
-        self._request = request
+        self.request = request
         self._turn = turn
         self._cancelled = threading.Event()
+        self._time_is_up = threading.Event()
 
     def cancel(self) -> None:
         """Stop within a token."""
         self._cancelled.set()
+
+    def end(self) -> None:
+        """End the reply with what it has, within a token."""
+        self._time_is_up.set()
 
     async def run(self, threads: Executor, on_event: Callable[[Event], None]) -> None:
         """Compute the reply in a thread; `on_event` is called on the event loop. Cancelling stops the work.
@@ -71,7 +76,8 @@ class ReplyJob:
 
     def _work(self, emit: Callable[[Event], None]) -> None:
         with taking(self._turn):
-            stream = self._session.answer(self._request, self._cancelled, lambda reuse: emit(Planned(reuse)))
+            planned = lambda reuse: emit(Planned(reuse))  # noqa: E731
+            stream = self._session.answer(self.request, self._cancelled, planned, self._time_is_up)
             for piece in stream:
                 emit(piece)
             emit(Finished(stream.reply))

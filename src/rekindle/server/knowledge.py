@@ -39,7 +39,7 @@ from rekindle.session.ask import Prepared
 async def answer_question(call: Call, body: AskRequest) -> Response:
     """The answer to a question from the caller's own documents, with its sources, whole or as a stream."""
     adapter = call.adapter_of(body.model)
-    session, options = call.service.session, ask_options(body, call.caller.tenant, call.service.token_limit())
+    session, options = call.service.session, ask_options(body, call.caller.tenant, call.service.reply_length())
     options["adapter"] = adapter
     started = time.perf_counter()
     prepared = await call.in_thread(lambda: session.prepare(body.question, **options))

@@ -33,12 +33,16 @@ class Metrics:
         self._machine = CollectorRegistry()
         self._machine.register(_Machine(session, line))
         self._requests = self._counter(
-            "rekindle_requests", "Requests, by how they ended: stop, length, disconnected, 4xx, 5xx.", "outcome"
+            "rekindle_requests",
+            "Requests, by how they ended: stop, length, timeout, disconnected, 4xx, 5xx.",
+            "outcome",
         )
         self._prompt = self._counter("rekindle_prompt_tokens", "Prompt tokens, by the source of their KV.", "source")
         self._written = self._counter("rekindle_generated_tokens", "Tokens generated.")
         self._saved = self._counter("rekindle_saved_seconds", "Estimated prefill time saved by reuse.")
-        self._misses = self._counter("rekindle_misses", "Prompts that were not fully cached, by reason.", "reason")
+        self._misses = self._counter(
+            "rekindle_misses", "Prompts that were computed in part, by reason; not those that only went on.", "reason"
+        )
         self._first = self._histogram(
             "rekindle_first_token_seconds", "From the start of a request to its first token.", "start"
         )

@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 
 from rekindle.core.request import parse_prompt
 from rekindle.errors import AdapterNotFound
+from rekindle.server.body import messages_of
 from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
-from rekindle.server.openai.request import messages_of
 from rekindle.server.schema import DetokenizeRequest, LoadAdapterRequest, TokenizeRequest, UnloadAdapterRequest
 
 
@@ -59,7 +59,7 @@ def _tokenized(call: Call, body: TokenizeRequest, given: str | None) -> Response
         call.check_tokens(tokens)
     spell = call.service.session.engine.tokenizer.spell
     shown: list[Any] = [{"id": t, "piece": spell([t])} for t in tokens] if body.with_pieces else tokens
-    return JSONResponse({"tokens": shown, "count": len(tokens), "max_model_len": call.service.token_limit()})
+    return JSONResponse({"tokens": shown, "count": len(tokens), "max_model_len": call.service.reply_length().longest})
 
 
 def _tokens(call: Call, body: TokenizeRequest, given: str | None) -> list[int]:

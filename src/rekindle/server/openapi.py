@@ -76,6 +76,11 @@ _EXPLAINED = _object(model=_TEXT, tokens=_COUNT, parts=_list(_object()), reason=
 _OLLAMA_END = {"model": _TEXT, "created_at": _TEXT, "done": _FLAG, "done_reason": _TEXT, "rekindle": _object()}
 _OLLAMA_MODEL = {"name": _TEXT, "model": _TEXT, "digest": _TEXT, "size": _COUNT, "details": _object()}
 
+_NATIVE_REPLY = _object(
+    content=_TEXT, stop=_FLAG, stop_type=_TEXT, tokens_predicted=_COUNT, tokens_cached=_COUNT, timings=_TIMINGS
+)
+_NATIVE: Schema = {"anyOf": [_NATIVE_REPLY, _list(_NATIVE_REPLY)]}
+
 # By the name of the endpoint function.
 RESPONSES: dict[str, Schema] = {
     "answer_chat": _object(
@@ -124,6 +129,11 @@ RESPONSES: dict[str, Schema] = {
         rekindle=_REUSED,
     ),
     "count_tokens": _object(input_tokens=_COUNT),
+    "answer_native_completion": _NATIVE,
+    "answer_infill": _NATIVE,
+    "show_props": _object(total_slots=_COUNT, chat_template=_TEXT, default_generation_settings=_object(n_ctx=_COUNT)),
+    "list_slots": _list(_object(id=_COUNT, n_ctx=_COUNT, is_processing=_FLAG)),
+    "apply_template": _object(prompt=_TEXT),
     "answer_ollama_chat": _object(message=_object(role=_TEXT, content=_TEXT), **_OLLAMA_END),
     "answer_generate": _object(response=_TEXT, **_OLLAMA_END),
     "answer_embed": _object(model=_TEXT, embeddings=_list(_list(_NUMBER)), prompt_eval_count=_COUNT),
@@ -226,6 +236,7 @@ _ERRORS = {
     "OpenAI": _OPENAI_ERROR,
     "Anthropic": _object(type=_TEXT, error=_object(type=_TEXT, message=_TEXT)),
     "Ollama": _object(error=_TEXT),
+    "LlamaCpp": _object(error=_object(code=_COUNT, message=_TEXT, type=_TEXT)),
 }  # by protocol
 
 
@@ -242,7 +253,7 @@ def openapi_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         "info": {
             "title": "Rekindle",
             "version": __version__,
-            "description": "A server for clients of OpenAI, Anthropic and Ollama.",
+            "description": "A server for clients of OpenAI, Anthropic, Ollama and llama.cpp.",
         },
         "paths": paths,
         "components": {

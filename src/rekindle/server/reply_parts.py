@@ -64,7 +64,7 @@ class _ReplySplitter:
 
     def end(self, finished: Finished) -> list[PartContent]:
         self._drawn = list(finished.reply.logprobs[self._taken :])
-        return [*self._parts(self._parser.finish()), finished]
+        return [*self._parts(self._parser.finish(cut=finished.reply.cut)), finished]
 
     def _parts(self, parsed: ParsedReply) -> list[PartContent]:
         thought = [ThoughtDelta(parsed.thinking)] if parsed.thinking else []

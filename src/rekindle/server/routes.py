@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from starlette.responses import Response
@@ -12,6 +13,10 @@ from rekindle.server import admin, knowledge, models
 from rekindle.server.anthropic.messages import ANTHROPIC, answer_messages, count_tokens
 from rekindle.server.anthropic.schema import CountTokensRequest, MessagesRequest
 from rekindle.server.call import MAX_PAGE, PAGE
+from rekindle.server.llamacpp import slots
+from rekindle.server.llamacpp.native_completion import answer_infill, answer_native_completion
+from rekindle.server.llamacpp.schema import ApplyTemplateRequest, InfillRequest, NativeCompletionRequest
+from rekindle.server.llamacpp.wire import LLAMACPP
 from rekindle.server.ollama import model_files, model_info, replies, vectors
 from rekindle.server.ollama.schema import (
     EmbedRequest,
@@ -70,6 +75,13 @@ class Endpoint:
         return (self.answer.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
 
     @property
+    def prompt_field(self) -> str:
+        """The field of its body that has the prompt."""
+        known = () if self.body is None else self.body.model_fields
+        names = ("messages", "input", "prompt", "question", "input_prefix", "tokens", "content")
+        return next((name for name in names if name in known), "messages")
+
+    @property
     def parameters(self) -> list[dict[str, Any]]:
         """Path and query parameters, as OpenAPI has them."""
         names = [part[1:-1].split(":")[0] for part in self.path.split("/") if part.startswith("{")]
@@ -110,6 +122,11 @@ ENDPOINTS = (
     Endpoint("GET", "/api/version", model_info.show_version, protocol=OLLAMA),
     Endpoint("POST", "/api/pull", model_files.pull_model, PullRequest, streams=True, protocol=OLLAMA),
     Endpoint("DELETE", "/api/delete", model_files.delete_model, ModelBody, protocol=OLLAMA),
+    Endpoint("POST", "/completion", answer_native_completion, NativeCompletionRequest, streams=True, protocol=LLAMACPP),
+    Endpoint("POST", "/infill", answer_infill, InfillRequest, streams=True, protocol=LLAMACPP),
+    Endpoint("GET", "/props", slots.show_props, protocol=LLAMACPP),
+    Endpoint("GET", "/slots", slots.list_slots, protocol=LLAMACPP),
+    Endpoint("POST", "/apply-template", slots.apply_template, ApplyTemplateRequest, protocol=LLAMACPP),
     Endpoint("GET", "/v1/models", models.list_models),
     Endpoint("GET", "/v1/models/{name:path}", models.show_model),
     Endpoint("POST", "/v1/load_lora_adapter", models.load_adapter, LoadAdapterRequest),
@@ -141,9 +158,33 @@ ENDPOINTS = (
     Endpoint("PUT", f"{_OWN}/apps/{{id}}", admin.set_app, AppRequest),
 )
 
-_PREFIXES = (("/v1/messages", ANTHROPIC), ("/api/", OLLAMA))  # of the protocols that are not OpenAI's
+_PREFIXES = (  # of the protocols that are not OpenAI's
+    ("/v1/messages", ANTHROPIC),
+    ("/api/", OLLAMA),
+    *((path, LLAMACPP) for path in ("/completion", "/infill", "/props", "/slots", "/apply-template")),
+)
 
 
 def protocol_of(path: str) -> WireProtocol:
     """The protocol that a path belongs to, also if nothing is served there."""
     return next((protocol for prefix, protocol in _PREFIXES if path.startswith(prefix)), OPENAI)
+
+
+# How paths of APIs begin that are not served.
+_FOREIGN = (("/v1beta", "Gemini's"), ("/v2/chat", "Cohere's"), ("/v2/", "Triton's"), ("/generate", "TGI's"),
+            ("/sdapi", "Stable Diffusion's"), ("/v1/fim", "Mistral's"), ("/v1/complete", "Anthropic's old"),
+            ("/openai/deployments", "Azure's"))  # fmt: skip
+
+
+def where_to_go(path: str) -> str:
+    """Sentences for a path that is not served: whose API it is, and what is served instead."""
+    paths = list(dict.fromkeys(endpoint.path for endpoint in ENDPOINTS))
+    close = get_close_matches(path, paths, n=1)
+    near = f" Did you mean {close[0]}?" if close else ""
+    served = (
+        "Served are the APIs of OpenAI (/v1/chat/completions, /v1/responses), Anthropic (/v1/messages), Ollama "
+        "(/api/chat) and llama.cpp (/completion)."
+    )
+    foreign = next((whose for prefix, whose in _FOREIGN if path.startswith(prefix)), None)
+    whose = "" if foreign is None else f" {foreign} API is not served here."
+    return f"There is no {path[:100]}.{whose or near} {served} GET /docs lists all."

@@ -223,6 +223,13 @@ class TemplateVariables(RequestBody):
     thinking: StrictBool | None = None
     reasoning_effort: Effort | None = Field(None, description=_EFFORT)
 
+    @property
+    def think(self) -> Think | None:
+        """Whether the model thinks aloud first, and how much; None: nothing is said of it."""
+        switches = [one for one in (self.enable_thinking, self.thinking) if one is not None]
+        effort = self.reasoning_effort
+        return switches[0] if switches and (effort is None or not switches[0]) else _EFFORTS[effort]
+
 
 class AgentBody(CacheBody):
     """Fields that the bodies of agents' protocols share."""
@@ -255,7 +262,7 @@ class ChatRequest(OpenAiBody):
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
     tools: Items[dict[str, Any]] | None = None
     tool_choice: Text | dict[str, Any] | None = None
-    parallel_tool_calls: StrictBool | None = Field(None, description="false: at most one forced tool call.")
+    parallel_tool_calls: StrictBool | None = Field(None, description="true: several calls may be forced at once.")
     prediction: Prediction | None = None
     reasoning_effort: Effort | None = Field(None, description=_EFFORT)
     chat_template_kwargs: TemplateVariables | None = None
@@ -270,9 +277,8 @@ class ChatRequest(OpenAiBody):
     def think(self) -> Think | None:
         """Whether the model thinks aloud first, and how much; None: nothing is said of it."""
         variables = self.chat_template_kwargs or TemplateVariables.model_validate({})
-        effort = self.reasoning_effort or variables.reasoning_effort
-        switches = [one for one in (variables.enable_thinking, variables.thinking) if one is not None]
-        return switches[0] if switches and (effort is None or not switches[0]) else _EFFORTS[effort]
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return variables.model_copy(update=effort).think
 
 
 class CompletionRequest(OpenAiBody):

@@ -22,6 +22,7 @@ from rekindle.session.session import Session
 from rekindle.settings import ServerSettings
 
 _HEADER_BYTES = 64 << 10
+_UNREAD_SECONDS = 2  # for clients to read the end of their replies when the server stops
 
 
 class Server:
@@ -43,7 +44,8 @@ class Server:
         check_settings(settings, keys)
         advice = "; `rekindle ps` tells whether a server of ours has it"
         self._socket = bind(settings.host, settings.port, advice)
-        self.app = make_app(Service(session, settings, keys, idle))
+        service = Service(session, settings, keys, idle)
+        self.app = make_app(service)
         client_seconds = parse_duration(settings.client_timeout)
         config = uvicorn.Config(
             self.app,
@@ -54,10 +56,10 @@ class Server:
             access_log=False,
             server_header=False,
             timeout_keep_alive=int(max(1, client_seconds)),
-            timeout_graceful_shutdown=int(parse_duration(settings.stop_timeout)),
+            timeout_graceful_shutdown=_UNREAD_SECONDS,
             h11_max_incomplete_event_size=_HEADER_BYTES,
         )
-        self._uvicorn = HttpServer(config)
+        self._uvicorn = HttpServer(config, service.drain)
 
     @property
     def url(self) -> str:
@@ -68,6 +70,10 @@ class Server:
         """Serve until a signal: replies may finish, their KV is kept, then the model is freed."""
         with _registered(self.url, self.app.state.service.model):
             self._uvicorn.run([self._socket])
+
+    def stop(self) -> None:
+        """Stop as after a signal; returns at once."""
+        self._uvicorn.should_exit = True
 
     @contextmanager
     def running(self) -> Iterator[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rekindle.core.reply import TextPiece
 from rekindle.core.request import Request
 from rekindle.core.scope import Scope, scope_of
 from rekindle.core.size import keep_alive_seconds, parse_duration, parse_limit
@@ -16,6 +17,7 @@ from rekindle.errors import Cancelled
 from rekindle.idle.idle import IdleOptions
 from rekindle.server.admission_queue import AdmissionQueue
 from rekindle.server.auth import ApiKeys, Caller
+from rekindle.server.body import ReplyLength
 from rekindle.server.client_apps import ClientApps
 from rekindle.server.errors import ApiError
 from rekindle.server.idle_thread import IdleThread
@@ -23,6 +25,7 @@ from rekindle.server.job import ChoiceEvent, Event, Finished, ReplyJob
 from rekindle.server.metrics import Metrics
 from rekindle.server.model_names import ModelNames
 from rekindle.server.schema import CacheBody
+from rekindle.server.server_log import current_record
 from rekindle.session.session import Session
 from rekindle.settings import ServerSettings
 
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from rekindle.cache.prefix_cache import Prefetch
 
 DEFAULT_PARALLEL = 8
+_LAST_TOKEN_SECONDS = 10.0  # for the token that is being computed when the time is up
+_LOOK_SECONDS = 0.1  # how often a server that stops looks whether it shall hurry
 
 
 class Service:
@@ -59,6 +64,8 @@ class Service:
         if idle is None and settings.idle:
             idle = IdleOptions.of(settings)
         self.idle_thread = None if idle is None else IdleThread(session, idle, parse_duration(settings.quiet))
+        self.stopping = False
+        self.calls: set[asyncio.Task[Any]] = set()  # of all endpoints
         self._tasks: dict[asyncio.Task[None], tuple[Scope, str]] = {}  # scope and app of each request
         self._jobs: set[ReplyJob] = set()  # those that are running
 
@@ -71,10 +78,10 @@ class Service:
         """The scope of a caller and a salt; None: the server's own salt."""
         return scope_of(self.session.settings, caller.tenant, salt)
 
-    def token_limit(self) -> int:
-        """The longest reply."""
-        context = self.session.engine.context_tokens
-        return context if self.settings.max_reply is None else min(context, self.settings.max_reply)
+    def reply_length(self) -> ReplyLength:
+        """How long replies may be."""
+        context, longest = self.session.engine.context_tokens, self.settings.max_reply
+        return ReplyLength(context if longest is None else min(context, longest), self.settings.default_reply)
 
     def turn(self, caller: Caller, body: CacheBody) -> Requester:
         """The app of a request and its priority."""
@@ -89,29 +96,40 @@ class Service:
     ) -> AsyncGenerator[ChoiceEvent, None]:
         """The events of the requests until all are finished. Closing the generator stops the work.
 
-        Raises what the session raises, and `ApiError` if the queue is full or it takes too long.
+        Raises what the session raises, and `ApiError` if the queue is full or it takes too long to begin. Replies that
+        are being written when the time is up end with what they have.
         """
         turn = self.turn(caller, body)
         owner = (self.scope(caller, body.cache_salt), body.app)
         queue: asyncio.Queue[ChoiceEvent | BaseException] = asyncio.Queue()
+        jobs = [ReplyJob(self.session, request, turn) for request in requests]
+        writing = False
+
+        def time_is_up() -> None:
+            for job in jobs:
+                job.end()
+            if not writing:
+                queue.put_nowait(too_late)
+
         # Not `wait_for`: cancelled at the moment an event arrives, it would swallow the cancellation.
-        late = asyncio.get_running_loop().call_later(
-            self._timeout_seconds, queue.put_nowait, _too_late(self._timeout_seconds)
-        )
-        tasks = [
-            asyncio.create_task(self._follow(number, request, turn, owner, queue))
-            for number, request in enumerate(requests)
+        loop, limit, too_late = asyncio.get_running_loop(), self._timeout_seconds, _too_late(self._timeout_seconds)
+        timers = [
+            loop.call_later(limit, time_is_up),
+            loop.call_later(limit + _LAST_TOKEN_SECONDS, queue.put_nowait, too_late),
         ]
+        tasks = [asyncio.create_task(self._follow(number, job, turn, owner, queue)) for number, job in enumerate(jobs)]
         left = len(tasks)
         try:
             while left:
                 item = await queue.get()
                 if isinstance(item, BaseException):
                     raise item
+                writing = writing or isinstance(item.event, TextPiece)
                 left -= isinstance(item.event, Finished)
                 yield item
         finally:
-            late.cancel()
+            for timer in timers:
+                timer.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -119,20 +137,20 @@ class Service:
     async def _follow(
         self,
         number: int,
-        request: Request,
+        job: ReplyJob,
         turn: Requester,
         owner: tuple[Scope, str],
         queue: asyncio.Queue[ChoiceEvent | BaseException],
     ) -> None:
-        arrived = time.perf_counter()
+        arrived, record = time.perf_counter(), current_record()
         task = asyncio.current_task()
         assert task is not None
         self._tasks[task] = owner
         if self.idle_thread is not None:  # stop idle work before this request starts
-            self.idle_thread.arrive(request)
+            self.idle_thread.arrive(job.request)
         prefetch = None
         try:
-            prefetch = self._prefetch(request, turn)
+            prefetch = self._prefetch(job.request, turn)
             async with self.line.place(turn):
                 if prefetch is not None and not prefetch.done():  # too late
                     prefetch.cancel()
@@ -140,10 +158,10 @@ class Service:
                 waited = time.perf_counter() - arrived
 
                 def pass_on(event: Event) -> None:
+                    record.add(event)
                     self.metrics.record(owner[0], event, waited)
                     queue.put_nowait(ChoiceEvent(number, event))
 
-                job = ReplyJob(self.session, request, turn)
                 self._jobs.add(job)
                 try:
                     await job.run(self.threads, pass_on)
@@ -173,6 +191,16 @@ class Service:
         for task in own:
             task.cancel()
         return len(own)
+
+    async def drain(self, in_a_hurry: Callable[[], bool]) -> None:
+        """Refuse new requests; let replies go on for the stop timeout, or until it is urgent, then end them."""
+        self.stopping = True
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + parse_duration(self.settings.stop_timeout)
+        while self.calls and loop.time() < deadline and not in_a_hurry():
+            await asyncio.wait(self.calls, timeout=_LOOK_SECONDS)
+        for task in self._tasks:
+            task.cancel()
 
     def close(self) -> None:
         """Stop all work, keep computed KV, free the model."""

@@ -124,6 +124,10 @@ class Generation:
             return self._finish("length", text)
         return self._piece(text)
 
+    def cut(self) -> TextPiece:
+        """End the reply where it is, because its time is up; the text that was held back."""
+        return self._finish("timeout")
+
     def reply(self, reuse: Reuse) -> Reply:
         """The finished reply; `reuse` tells what its prompt was spared."""
         assert self.finish_reason is not None, "a reply exists once the generation is finished"
@@ -222,9 +226,13 @@ def _check_bias(request: Request, vocabulary_size: int) -> None:
 
 
 def decode(
-    engine: Engine, generation: Generation, context: Context, cancelled: Callable[[], bool]
+    engine: Engine,
+    generation: Generation,
+    context: Context,
+    cancelled: Callable[[], bool],
+    time_is_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[TextPiece]:
-    """The text that follows the first token, in pieces, until the reply is finished or its context is void.
+    """The text that follows the first token, in pieces, until the reply is finished, or cut, or its context is void.
 
     A context is void once it grew past a length where the model's rotary embedding changes. Raises `Cancelled` within
     a token of being asked to stop. However it ends, the context knows what it holds.
@@ -235,6 +243,9 @@ def decode(
         while generation.finish_reason is None and engine.regime(len(generation.context)) == sequence.regime:
             if cancelled():
                 raise Cancelled("The request was cancelled.")
+            if time_is_up():
+                yield from filter(None, [generation.cut()])
+                break
             guess = () if alone else generation.guess()
             if guess and engine.regime(len(generation.context) + len(guess)) != sequence.regime:
                 guess = ()

@@ -67,6 +67,7 @@ from rekindle.session.reply_stream import AsyncReplyStream, ReplyStream
 from rekindle.settings import Settings
 from rekindle.settings.keywords import SettingsLike
 from rekindle.text.constraint import Constraint, GrammarBackend
+from rekindle.text.fill_in import OtherFile, fill_in_prompt
 from rekindle.text.reasoning import parse_reply
 from rekindle.text.tools.styles import call_grammar, detect_style
 
@@ -203,6 +204,16 @@ class Session:
         """
         return self.stream(prompt, **options).reply
 
+    def fill_in(self, prefix: str, suffix: str, **options: Unpack[Options]) -> Reply:
+        """Write what goes between two texts, with a model that has tokens for that; raises as `generate` does."""
+        return self.generate(self.fill_in_prompt(prefix, suffix), **options)
+
+    def fill_in_prompt(self, prefix: str, suffix: str, files: Sequence[OtherFile] = ()) -> list[int]:
+        """The tokens of a prompt whose reply goes between two texts. Raises `InvalidPrompt` and `ContextOverflow`."""
+        with self._alive.use():
+            engine = self.engine
+            return fill_in_prompt(engine.tokenizer, prefix, suffix, files, token_limit=engine.context_tokens)
+
     def chat(self, messages: str | Sequence[MessageLike], **options: Unpack[Options]) -> Reply:
         """Answer a chat: a list of `{"role": ..., "content": ...}`, or the text of a single user message.
 
@@ -227,12 +238,13 @@ class Session:
         request: Request,
         cancelled: threading.Event | None = None,
         planned: OnPlanned | None = None,
+        time_is_up: threading.Event | None = None,
     ) -> ReplyStream:
         """The same for a `Request`. `planned` is called with what will be reused, before anything is computed.
 
-        Setting `cancelled` stops it within a token.
+        Setting `cancelled` stops it within a token; setting `time_is_up` ends the reply with what it has.
         """
-        return ReplyStream(lambda stop: self._answer(request, stop, planned), cancelled)
+        return ReplyStream(lambda stop: self._answer(request, stop, planned, time_is_up), cancelled)
 
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """Answer a question from the documents that were ingested, with sources.
@@ -379,12 +391,16 @@ class Session:
         return self.answers.flush(timeout_seconds) and self.cache.flush(timeout_seconds)
 
     def _answer(
-        self, request: Request, cancelled: IsCancelled, planned: OnPlanned | None
+        self,
+        request: Request,
+        cancelled: IsCancelled,
+        planned: OnPlanned | None,
+        time_is_up: threading.Event | None = None,
     ) -> Generator[TextPiece, None, Reply]:
         with self._alive.use(), self.adapters.use(request.adapter, cancelled) as adapter, ExitStack() as opened:
             settled = replace(request, adapter=adapter, answers=self.answers.chat_way(request))
             encoded = self._encoded.take(request)
-            return (yield from self._reply(settled, encoded, cancelled, planned, opened))
+            return (yield from self._reply(settled, encoded, cancelled, planned, time_is_up, opened))
 
     def _reply(
         self,
@@ -392,6 +408,7 @@ class Session:
         encoded: PromptTokens | None,
         cancelled: IsCancelled,
         planned: OnPlanned | None,
+        time_is_up: threading.Event | None,
         opened: ExitStack,
     ) -> Generator[TextPiece, None, Reply]:
         started = time.perf_counter()
@@ -419,7 +436,8 @@ class Session:
                 prefill.commit_prompt()
                 if text:
                     yield text
-                yield from decode(engine, generation, prefill.context, cancelled)
+                ends = (lambda: False) if time_is_up is None else time_is_up.is_set
+                yield from decode(engine, generation, prefill.context, cancelled, ends)
         assert reuse is not None
         reply = parse_reply(generation.reply(reuse), request, engine.tokenizer)
         if written is not None:

@@ -365,8 +365,17 @@ class ServerSettings(_Loadable):
     )
     max_body: str = setting("server", "8MB", "The largest body that is read.", kind=a_size("8MB"))
     max_reply: int | None = setting("server", None, "The longest reply, in tokens; none: as long as the context.")
+    default_reply: int = setting(
+        "server", 8192, "The longest reply, in tokens, to a request that does not say how long it may be."
+    )
+    log_format: Literal["text", "json"] = setting(
+        "server", "text", "How the log is written: lines for people, or an object of JSON in each line."
+    )
     timeout: str = setting(
-        "server", "10m", "The longest a request may take, waiting included.", kind=a_time("30s, 10m")
+        "server",
+        "10m",
+        "The longest a request may take, waiting included; a reply that is being written then ends with what it has.",
+        kind=a_time("30s, 10m"),
     )
     client_timeout: str = setting(
         "server",

@@ -73,12 +73,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Match:
-    """The stored prefix of a prompt: pieces that tile `[0, length)` in order."""
+    """The stored prefix of a prompt: pieces that tile `[0, length)` in order.
+
+    `forks`: something stored goes on otherwise where it ends.
+    """
 
     root: NodeKey
     tokens: bytes
     keys: tuple[NodeKey, ...]
     pieces: tuple[Piece, ...]
+    forks: bool = False
 
     @property
     def length(self) -> int:
@@ -115,12 +119,14 @@ def search(rows: BlockIndex, root: NodeKey, tokens: bytes) -> Match:
     pieces = _whole_blocks(rows, keys[: len(tokens) // BLOCK_BYTES], tokens)
     stored = pieces[-1].span.stop // BLOCK_TOKENS if pieces else 0
     rest = tokens[stored * BLOCK_BYTES : (stored + 1) * BLOCK_BYTES]
-    if rest and (piece := _inside_block(rows, keys[stored - 1] if stored else root, rest, stored)):
+    near = rows.neighbours(keys[stored - 1] if stored else root, rest) if rest else ()
+    if piece := _inside_block(rows, near, rest, stored):
         if pieces and pieces[-1].extent == piece.extent and pieces[-1].last + 1 == piece.first:
             last = pieces.pop()
             piece = Piece(last.extent, last.name, last.first, Span(last.span.start, piece.span.stop))
         pieces.append(piece)
-    return Match(root, tokens, tuple(keys), tuple(pieces))
+    inside = 0 if not pieces else pieces[-1].span.stop * TOKEN_BYTES - stored * BLOCK_BYTES
+    return Match(root, tokens, tuple(keys), tuple(pieces), _continued(near, rest[:inside]) is not None)
 
 
 def _whole_blocks(rows: BlockIndex, keys: Sequence[NodeKey], tokens: bytes) -> list[Piece]:
@@ -158,10 +164,10 @@ def _deepest(rows: BlockIndex, keys: Sequence[NodeKey]) -> tuple[int, BlockRef |
     return stored, spot
 
 
-def _inside_block(rows: BlockIndex, parent: NodeKey, rest: bytes, depth: int) -> Piece | None:
+def _inside_block(rows: BlockIndex, near: Sequence[Neighbour], rest: bytes, depth: int) -> Piece | None:
     best: Piece | None = None
     start = depth * BLOCK_TOKENS
-    for neighbour in rows.neighbours(parent, rest):
+    for neighbour in near:
         common = common_tokens(neighbour.tokens, rest)
         spot = neighbour.spot
         if common > (len(best.span) if best else 0) and (name := rows.name(spot.extent)) is not None:
@@ -194,7 +200,9 @@ def continuation(rows: BlockIndex, match: Match) -> bytes | None:
     block = match.full_blocks
     rest = match.tokens[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
     stored = (match.length - block * BLOCK_TOKENS) * TOKEN_BYTES
-    for neighbour in rows.neighbours(match.key_before(block), rest):
-        if neighbour.tokens[:stored] == rest[:stored] and len(neighbour.tokens) > stored:
-            return neighbour.tokens[stored:]
-    return None
+    return _continued(rows.neighbours(match.key_before(block), rest), rest[:stored])
+
+
+def _continued(near: Sequence[Neighbour], stored: bytes) -> bytes | None:
+    longer = (n.tokens for n in near if n.tokens.startswith(stored) and len(n.tokens) > len(stored))
+    return next((tokens[len(stored) :] for tokens in longer), None)

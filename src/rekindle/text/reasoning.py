@@ -160,6 +160,7 @@ class ReplyParser:
             None if style is None else ThoughtParser(style, begun=free and tokenizer.begins_thought(request.think))
         )
         calls = request.tools and request.tool_choice.mode != "none"
+        self._forced = request.tool_choice.forces
         self._calls = ToolParser(detect_style(tokenizer.template), request.tools) if calls else None
 
     def add(self, text: str) -> ParsedReply:
@@ -167,12 +168,13 @@ class ReplyParser:
         thought, said = ("", text) if self._thoughts is None else self._thoughts.add(text)
         return _parsed(thought, ParsedText(said) if self._calls is None else self._calls.add(said))
 
-    def finish(self) -> ParsedReply:
-        """The rest."""
+    def finish(self, *, cut: bool = False) -> ParsedReply:
+        """The rest; `cut`: the reply ended before the model was done, so half a call is no text."""
         thought, said = ("", "") if self._thoughts is None else self._thoughts.finish()
         if self._calls is None:
             return ParsedReply(thought, said)
-        first, rest = self._calls.add(said), self._calls.finish()
+        first = self._calls.add(said)
+        rest = self._calls.finish(cut=cut, forced=self._forced)
         return ParsedReply(thought, first.content + rest.content, (*first.calls, *rest.calls))
 
 
@@ -183,7 +185,7 @@ def _parsed(thought: str, rest: ParsedText) -> ParsedReply:
 def parse_reply(reply: Reply, request: Request, tokenizer: Tokenizer) -> Reply:
     """The reply with the thoughts and calls in its text parsed."""
     parser = ReplyParser(request, tokenizer)
-    first, rest = parser.add(reply.text), parser.finish()
+    first, rest = parser.add(reply.text), parser.finish(cut=reply.cut)
     calls = tuple(delta.call for delta in (*first.calls, *rest.calls))
     text, thinking = first.content + rest.content, first.thinking + rest.thinking
     return replace(reply, text=text, thinking=thinking, tool_calls=calls)

@@ -17,6 +17,7 @@ import tokenizers
 
 from rekindle.text.base import TokenLength, check_length
 from rekindle.text.chat_template import ChatTokenizer, Render, is_marker
+from rekindle.text.fill_in import ENDS
 from rekindle.text.tools.styles import TemplateTools
 
 
@@ -36,12 +37,12 @@ class HfTokenizer(ChatTokenizer):
         self._backend = tokenizers.Tokenizer.from_str(backend.to_str())
         self._backend.no_truncation()  # some files ask for it; a prompt is never cut or padded silently
         self._backend.no_padding()
-        self.stop_ids = stop_ids
         self.vocabulary_size = vocabulary_size
         added = self._backend.get_added_tokens_decoder()
         special = {token.content for token in added.values() if token.special}
         around = TemplateTools.written_by(template)
         self._ids = {t.content: i for i, t in added.items() if t.content in special or is_marker(t.content, around)}
+        self.stop_ids = stop_ids | {self._ids[mark] for mark in ENDS if mark in self._ids}
         super().__init__(render=render, special=special, control=self._ids, template=template)
 
     def encode(self, text: str, *, token_limit: int | None = None) -> list[int]:

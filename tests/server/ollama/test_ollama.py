@@ -118,9 +118,7 @@ def test_generate_reads_a_system_prompt_and_raw_does_without_a_template(served: 
     assert whole(served, "/api/generate", prompt="hello", raw=True, options=FEW)["prompt_eval_count"] == 5
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("template", "{{ x }}"), ("context", [1]), ("suffix", "end"), ("images", ["aGk="])]
-)
+@pytest.mark.parametrize(("field", "value"), [("template", "{{ x }}"), ("context", [1]), ("images", ["aGk="])])
 def test_what_would_change_the_prompt_and_has_no_meaning_here_is_refused(
     served: Served, field: str, value: Any
 ) -> None:

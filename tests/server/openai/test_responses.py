@@ -144,7 +144,7 @@ def test_json_is_enforced(served: Served) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"max_output_tokens": -1}, "max_output_tokens"),
-        ({"input": "x" * 5000}, "messages"),
+        ({"input": "x" * 5000}, "input"),
     ],
 )
 def test_bad_input_is_refused_and_named(served: Served, change: dict[str, Any], param: str) -> None:

@@ -95,7 +95,7 @@ class Embedder:
                 f"The tokenizer.json in {folder} puts {len(frame)} tokens {frame} around a text; that does not "
                 f"fit the model, which reads {self.token_limit}. Get both again."
             )
-        self._end = int(frame[-1])
+        self._frame = [int(token) for token in frame]
         self._tokenizer.enable_truncation(self.token_limit)
 
     @classmethod
@@ -170,9 +170,9 @@ class Embedder:
     def embed_tokens(
         self, prompts: Sequence[Sequence[int]], *, cancelled: Callable[[], bool] | None = None
     ) -> Embeddings:
-        """The vectors of texts given as token ids, including special tokens.
+        """The vectors of texts given as token ids, including the special tokens around each.
 
-        Raises `InvalidPrompt` for an empty one or an unknown id, and `Cancelled`.
+        Raises `InvalidPrompt` for ids without these, which another tokenizer made, and for an unknown id; `Cancelled`.
         """
         kept: list[Ids] = []
         for index, prompt in enumerate(prompts):
@@ -183,15 +183,20 @@ class Embedder:
                     f"Input {index} has token ids that {self.name} does not know: they go from 0 to "
                     f"{self._encoder.vocabulary_size - 1:,}. Use its own tokenizer, or send text."
                 )
+            if prompt[-1] != self._frame[-1] or (len(self._frame) > 1 and prompt[0] != self._frame[0]):
+                raise InvalidPrompt(
+                    f"Input {index} has token ids of another tokenizer: those of {self.name} have {self._frame} around "
+                    "each text. Send text (LangChain: check_embedding_ctx_length=False)."
+                )
             kept.append(np.array(self._cut(prompt), np.int32))
         truncated = sum(len(prompt) > self.token_limit for prompt in prompts)
         return self._embedded(kept, truncated, cancelled)
 
     def _cut(self, prompt: Sequence[int]) -> Sequence[int]:
         """Truncated as the tokenizer does it: the end token stays."""
-        if len(prompt) <= self.token_limit or prompt[-1] != self._end:
-            return prompt[: self.token_limit]
-        return [*prompt[: self.token_limit - 1], self._end]
+        if len(prompt) <= self.token_limit:
+            return prompt
+        return [*prompt[: self.token_limit - 1], self._frame[-1]]
 
     def _embedded(self, prompts: Sequence[Ids], truncated: int, cancelled: Callable[[], bool] | None) -> Embeddings:
         vectors = np.empty((len(prompts), self.dimensions), np.float32)

@@ -43,7 +43,7 @@ async def answer_messages(call: Call, body: MessagesRequest) -> Response:
     """The reply to a chat in Anthropic's format, whole or as a stream."""
     adapter = call.adapter_of(body.model)
     chat = translate_chat(body)
-    request = messages_request(body, chat, call.caller.tenant, call.service.token_limit())
+    request = messages_request(body, chat, call.caller.tenant, call.service.reply_length())
     request, dropped = call.canonical(replace(request, adapter=adapter))
     events = call.service.answer([request], call.caller, body)
     head = {"id": new_id("msg"), "type": "message", "role": "assistant", "model": adapter or call.service.model}
@@ -84,10 +84,10 @@ def _usage(body: MessagesRequest, reuse: Reuse, written: int) -> dict[str, int]:
 def _stopped(reply: Reply | None) -> dict[str, Any]:
     if reply is None:
         return {"stop_reason": None, "stop_sequence": None}
-    reason = "max_tokens" if reply.finish_reason == "length" else "end_turn"
-    if reply.stopped_by is not None:
+    reason = {"stop": "tool_use" if reply.tool_calls else "end_turn", "length": "max_tokens"}.get(reply.finish_reason)
+    if reply.stopped_by is not None and not reply.tool_calls:
         reason = "stop_sequence"
-    return {"stop_reason": "tool_use" if reply.tool_calls else reason, "stop_sequence": reply.stopped_by}
+    return {"stop_reason": reason or reply.finish_reason, "stop_sequence": reply.stopped_by}
 
 
 def _blocks(reply: Reply) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rekindle.core.request import Message, Options, Request
 from rekindle.server.anthropic.schema import CountTokensRequest, MessagesRequest, NamedTool, TurnMessage
-from rekindle.server.body import NO_IMAGE, agent_options, text_field
+from rekindle.server.body import NO_IMAGE, ReplyLength, agent_options, text_field
 from rekindle.server.errors import ApiError
 
 # What only Anthropic's servers write or read.
@@ -49,11 +49,11 @@ def translate_chat(body: CountTokensRequest) -> TranslatedChat:
     return chat
 
 
-def messages_request(body: MessagesRequest, chat: TranslatedChat, tenant: str, token_limit: int) -> Request:
+def messages_request(body: MessagesRequest, chat: TranslatedChat, tenant: str, length: ReplyLength) -> Request:
     """The session's request of a body and its chat. Raises `RequestError` and `ApiError`."""
     if body.messages[-1].role == "assistant":
         raise ApiError(400, "The last message is the assistant's: replies cannot be begun here. End with the user's.")
-    options = agent_options(body, tenant, body.max_tokens, token_limit)
+    options = agent_options(body, tenant, body.max_tokens, length)
     if body.stop_sequences:
         options["stop"] = body.stop_sequences
     if chat.tools:
@@ -69,7 +69,7 @@ def _choose(body: MessagesRequest, options: Options) -> None:
     words = {"auto": "auto", "none": "none", "any": "required"}
     named = {"type": "function", "function": {"name": choice.name}}
     options["tool_choice"] = words.get(choice.type, named)
-    options["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    options["parallel_tool_calls"] = choice.disable_parallel_tool_use is False
 
 
 def _tool(tool: NamedTool) -> dict[str, Any]:

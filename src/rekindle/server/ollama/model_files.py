@@ -31,7 +31,7 @@ async def pull_model(call: Call, body: PullRequest) -> Response:
     last = {"status": "success", "rekindle": {"served": spec == call.service.model, "ignored": body.ignored()}}
     lines = _progress(spec, last)
     if body.stream is not False:
-        return EventStream(OLLAMA, lines, {}, lines, lambda outcome: call.service.metrics.failed(call.scope, outcome))
+        return EventStream(OLLAMA, lines, {}, lines, call.failed)
     async for _ in lines:
         pass
     return JSONResponse(last)

@@ -15,6 +15,7 @@ from rekindle.server.call import Call
 from rekindle.server.errors import ApiError
 from rekindle.server.ollama.schema import ModelBody
 from rekindle.server.ollama.translate import timestamp
+from rekindle.text.fill_in import has_fill_in
 from rekindle.text.reasoning import detect_thoughts
 
 # Clients ask which version of Ollama they talk to: that of the API that is spoken here.
@@ -89,7 +90,8 @@ async def show_tag(call: Call, body: ModelBody) -> Response:
         "rekindle.context_length": engine.context_tokens,
     }
     details = _model(call, name)["details"]
-    return JSONResponse(_shown(call, template, details, info, ["completion", "tools", *thinks]))
+    inserts = ["insert"] if has_fill_in(engine.tokenizer) else []
+    return JSONResponse(_shown(call, template, details, info, ["completion", "tools", *inserts, *thinks]))
 
 
 def _shown(

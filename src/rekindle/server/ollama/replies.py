@@ -90,7 +90,7 @@ async def answer_ollama_chat(call: Call, body: OllamaChatRequest) -> Response:
     model = _model(call, body)
     if not body.messages:
         return await _load(call, body, model, _chat_fields(""))
-    request = chat_request(body, call.caller.tenant, call.service.token_limit())
+    request = chat_request(body, call.caller.tenant, call.service.reply_length())
     return await _answer(call, body, request, model, _chat_fields)
 
 
@@ -100,7 +100,11 @@ async def answer_generate(call: Call, body: GenerateRequest) -> Response:
     check_refused(body)
     if not body.prompt:
         return await _load(call, body, model, _generate_fields(""))
-    request = generate_request(body, call.caller.tenant, call.service.token_limit())
+    session, tokens = call.service.session, None
+    if body.suffix:
+        prefix, suffix = body.prompt, body.suffix
+        tokens = await call.in_thread(lambda: session.fill_in_prompt(prefix, suffix))
+    request = generate_request(body, call.caller.tenant, call.service.reply_length(), tokens)
     return await _answer(call, body, request, model, _generate_fields)
 
 

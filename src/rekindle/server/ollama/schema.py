@@ -76,7 +76,7 @@ class GenerateRequest(OllamaBody):
     raw: StrictBool | None = Field(None, description="true: the prompt is continued as it is, without a template.")
     template: Text | None = Field(None, description="Refused: the model's own template is used.")
     context: Items[StrictInt] | None = Field(None, description="Refused: send the conversation to /api/chat.")
-    suffix: Text | None = Field(None, description="Refused: this server continues texts.")
+    suffix: Text | None = Field(None, description="What follows the reply, for models that can fill in the middle.")
     images: list[Any] | None = Field(None, description="Refused: models read text here.")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -11,7 +11,7 @@ from rekindle.core.grammar import Grammar
 from rekindle.core.reply import Reply
 from rekindle.core.request import Message, Options, PromptLike, Request
 from rekindle.core.tools import ToolCall
-from rekindle.server.body import cache_options
+from rekindle.server.body import ReplyLength, cache_options
 from rekindle.server.errors import ApiError
 from rekindle.server.ollama.schema import (
     GenerateRequest,
@@ -24,27 +24,30 @@ from rekindle.server.ollama.schema import (
 _REFUSED = {
     "template": "the model's own template is used. Leave it out, or send the whole text with raw.",
     "context": "conversations are not kept as tokens. Send their messages to /api/chat.",
-    "suffix": "this server continues texts. Leave it out.",
     "images": "models read text here. Leave them out.",
 }
 
 
-def chat_request(body: OllamaChatRequest, tenant: str, token_limit: int) -> Request:
+def chat_request(body: OllamaChatRequest, tenant: str, length: ReplyLength) -> Request:
     """The session's request of a chat with messages. Raises `RequestError` and `ApiError`."""
-    options = _options(body, tenant, token_limit)
+    options = _options(body, tenant, length)
     if body.tools:
         options["tools"] = body.tools
     messages = [_message(message, f"messages.{number}") for number, message in enumerate(body.messages or ())]
     return Request.of(messages, **options)
 
 
-def generate_request(body: GenerateRequest, tenant: str, token_limit: int) -> Request:
-    """The session's request of a prompt that is not empty. Raises `RequestError` and `ApiError`."""
+def generate_request(
+    body: GenerateRequest, tenant: str, length: ReplyLength, tokens: Sequence[int] | None = None
+) -> Request:
+    """The session's request of a prompt that is not empty, or of its tokens. Raises `RequestError` and `ApiError`."""
     prompt: PromptLike = body.prompt or ""
-    if not body.raw:
+    if tokens is not None:
+        prompt = tokens
+    elif not body.raw:
         system = [Message("system", body.system)] if body.system else []
         prompt = [*system, Message("user", body.prompt or "")]
-    return Request.of(prompt, **_options(body, tenant, token_limit))
+    return Request.of(prompt, **_options(body, tenant, length))
 
 
 def check_refused(body: GenerateRequest | OllamaMessage, place: str = "") -> None:
@@ -74,11 +77,11 @@ def _message(message: OllamaMessage, place: str) -> dict[str, Any]:
     return fields
 
 
-def _options(body: OllamaBody, tenant: str, token_limit: int) -> Options:
+def _options(body: OllamaBody, tenant: str, length: ReplyLength) -> Options:
     given = body.sampling
     options = cache_options(body, tenant) | _sampling(given)
     wanted = given.num_predict
-    options["max_tokens"] = token_limit if wanted is None or wanted < 0 else min(wanted, token_limit)
+    options["max_tokens"] = length.longest if wanted is not None and wanted < 0 else length.of(wanted)
     options["think"] = body.think
     if body.format:
         schema = {"type": "object"} if isinstance(body.format, str) else body.format

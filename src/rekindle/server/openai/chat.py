@@ -28,7 +28,7 @@ from rekindle.text.tools.parse import CallDelta
 async def answer_chat(call: Call, body: ChatRequest) -> Response:
     """The reply to a chat, whole or as a stream."""
     adapter, started = call.adapter_of(body.model), time.perf_counter()
-    request, dropped = call.canonical(chat_request(body, call.caller.tenant, call.service.token_limit()))
+    request, dropped = call.canonical(chat_request(body, call.caller.tenant, call.service.reply_length()))
     request, ignored = replace(request, adapter=adapter), sorted([*call.ignored(body), *dropped])
     if request.think is not None and not has_think_switch(await call.template()):
         ignored += [name for name in ("reasoning_effort", "chat_template_kwargs") if getattr(body, name) is not None]
@@ -71,8 +71,9 @@ def _choice(number: int, reply: Reply, body: ChatRequest) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.text}
     if reply.thinking:
         message["reasoning_content"] = reply.thinking
-    if reply.tool_calls:
+    if reply.tool_calls or (body.tools and reply.finish_reason != "stop"):
         message["content"] = reply.text or None
+    if reply.tool_calls:
         message["tool_calls"] = [one.as_openai() for one in reply.tool_calls]
     return {
         "index": number,
@@ -129,4 +130,4 @@ class _ChatChunks:
 
 
 def _finish_reason(reply: Reply) -> str:
-    return "tool_calls" if reply.tool_calls else reply.finish_reason
+    return "tool_calls" if reply.tool_calls and reply.finish_reason == "stop" else reply.finish_reason

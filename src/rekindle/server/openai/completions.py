@@ -10,6 +10,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from rekindle.core.reply import Reply, SampledToken, TextPiece
+from rekindle.errors import InvalidPrompt
 from rekindle.server.call import Call, plan_header
 from rekindle.server.errors import ApiError
 from rekindle.server.job import ChoiceEvent, Finished
@@ -26,7 +27,9 @@ async def answer_completion(call: Call, body: CompletionRequest) -> Response:
     adapter = call.adapter_of(body.model)
     for prompt in prompts_of(body.prompt)[: _MAX_REPLIES + 1]:
         call.check_tokens(prompt)
-    asked = completion_requests(body, call.caller.tenant, call.service.token_limit())
+    if body.suffix:
+        body = body.model_copy(update={"prompt": await _between(call, body, body.suffix)})
+    asked = completion_requests(body, call.caller.tenant, call.service.reply_length())
     if not asked or len(asked) * body.n > _MAX_REPLIES:
         raise ApiError(400, f"Give 1 to {_MAX_REPLIES // body.n} prompts.", param="prompt")
     asked = [replace(request, adapter=adapter) for request in asked]
@@ -47,6 +50,19 @@ async def answer_completion(call: Call, body: CompletionRequest) -> Response:
     stats = {"usage": usage_of(replies, len(asked)), "timings": timings_of(replies[0])}
     about = rekindle_of(replies[0].reuse, call.ignored(body))
     return JSONResponse({**head, "choices": choices, **stats, "rekindle": about}, headers=plan_header(planned))
+
+
+async def _between(call: Call, body: CompletionRequest, suffix: str) -> list[list[int]]:
+    """The prompts of texts that go before a suffix. Raises `ApiError` 400 where that is not possible."""
+    prompts = prompts_of(body.prompt)[: _MAX_REPLIES + 1]
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if body.echo or len(texts) < len(prompts):
+        raise ApiError(400, "suffix goes with a prompt that is text, and without echo.", param="suffix")
+    session = call.service.session
+    try:
+        return await call.in_thread(lambda: [session.fill_in_prompt(text, suffix) for text in texts])
+    except InvalidPrompt as error:
+        raise ApiError(400, f"suffix is not supported: {error}", param="suffix") from None
 
 
 def _echo(call: Call, prompt: Any) -> str:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from rekindle.core.grammar import Grammar
-from rekindle.core.request import Message, Options, PromptLike, Request
-from rekindle.server.body import cache_options
+from rekindle.core.request import Options, PromptLike, Request
+from rekindle.server.body import ReplyLength, cache_options, content_text, messages_of
 from rekindle.server.errors import ApiError
 from rekindle.server.schema import (
     AskRequest,
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DocumentText,
@@ -25,9 +23,9 @@ from rekindle.session.ask import AskOptions
 _SEEDS = 2**64
 
 
-def chat_request(body: ChatRequest, tenant: str, token_limit: int) -> Request:
+def chat_request(body: ChatRequest, tenant: str, length: ReplyLength) -> Request:
     """The session's request of a chat. Raises `RequestError` and `ApiError`."""
-    options = _options(body, tenant, token_limit, body.max_completion_tokens)
+    options = _options(body, tenant, length, body.max_completion_tokens)
     if body.logprobs:
         options["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs:
@@ -36,12 +34,12 @@ def chat_request(body: ChatRequest, tenant: str, token_limit: int) -> Request:
         options["tools"] = body.tools
         if body.tool_choice is not None:
             options["tool_choice"] = body.tool_choice
-        options["parallel_tool_calls"] = body.parallel_tool_calls is not False
+        options["parallel_tool_calls"] = body.parallel_tool_calls is True
     elif body.tool_choice not in (None, "none", "auto"):
         raise ApiError(400, "tool_choice needs tools. Send them along.", param="tool_choice")
     options["think"] = body.think
     if body.prediction is not None:
-        options["drafts"] = [_text_of(body.prediction.content) or ""]
+        options["drafts"] = [content_text(body.prediction.content) or ""]
     if body.rekindle is not None and body.rekindle.answers is not None:
         options["answers"] = body.rekindle.answers
     if body.rekindle is not None and body.rekindle.reuse is not None:
@@ -68,15 +66,15 @@ def documents_of(given: Sequence[str | DocumentText], field: str) -> list[dict[s
 
 def last_user_text(body: ChatRequest) -> str:
     """The last message of the user, to search the library with. Raises `ApiError` 400 if it is empty."""
-    texts = [_text_of(message.content) for message in body.messages if message.role == "user"]
+    texts = [content_text(message.content) for message in body.messages if message.role == "user"]
     if not texts or not (texts[-1] or "").strip():
         raise ApiError(400, "No message of the user has text to search for.", param="messages")
     return str(texts[-1])
 
 
-def ask_options(body: AskRequest, tenant: str, token_limit: int) -> AskOptions:
+def ask_options(body: AskRequest, tenant: str, length: ReplyLength) -> AskOptions:
     """The options of `Session.ask` for a question."""
-    options: dict[str, Any] = {**_options(body, tenant, token_limit, None)}
+    options: dict[str, Any] = {**_options(body, tenant, length, None)}
     options |= {"top_k": body.top_k, "retrieval": body.retrieval}  # passages, not tokens to draw from
     if body.temperature is None:
         options["temperature"] = 0.0
@@ -89,15 +87,13 @@ def ask_options(body: AskRequest, tenant: str, token_limit: int) -> AskOptions:
     return cast(AskOptions, options)
 
 
-def completion_requests(body: CompletionRequest, tenant: str, token_limit: int) -> list[Request]:
+def completion_requests(body: CompletionRequest, tenant: str, length: ReplyLength) -> list[Request]:
     """The session's requests of a completion, one for each prompt."""
-    if body.suffix:
-        raise ApiError(400, "suffix is not supported: this server continues texts. Leave it out.", param="suffix")
     if body.best_of is not None and body.best_of != body.n:
         raise ApiError(400, "best_of is not supported. Leave it out, or make it equal to n.", param="best_of")
     if body.echo and body.logprobs is not None:
         raise ApiError(400, "echo with logprobs is not supported. Leave one of them out.", param="echo")
-    options = _options(body, tenant, token_limit, None)
+    options = _options(body, tenant, length, None)
     if body.logprobs is not None:
         options["logprobs"] = body.logprobs
     if body.rekindle is not None and body.rekindle.reuse is not None:
@@ -129,30 +125,10 @@ def request_of_choice(request: Request, number: int) -> Request:
     return replace(request, sampling=replace(request.sampling, seed=(seed + number) % _SEEDS))
 
 
-def messages_of(messages: Sequence[ChatMessage]) -> list[Message | Mapping[str, Any]]:
-    """Messages as the session takes them: content parts are joined."""
-    return [
-        {"role": message.role, "content": _text_of(message.content), **(message.model_extra or {})}
-        for message in messages
-    ]
-
-
-def _text_of(content: str | list[dict[str, Any]] | None) -> str | None:
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        if part.get("type") not in ("text", "input_text") or not isinstance(part.get("text"), str):
-            kind = json.dumps(part.get("type"))[:50]
-            raise ApiError(400, f"A part of type {kind} is not supported: only text is.", param="messages")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _options(body: SamplingBody, tenant: str, token_limit: int, wanted_tokens: int | None) -> Options:
+def _options(body: SamplingBody, tenant: str, length: ReplyLength, wanted_tokens: int | None) -> Options:
     options = cache_options(body, tenant)
     chosen = body.max_tokens if wanted_tokens is None else wanted_tokens
-    options["max_tokens"] = token_limit if chosen is None else min(chosen, token_limit)
+    options["max_tokens"] = length.of(chosen)
     options["temperature"] = 1.0 if body.temperature is None else float(body.temperature)
     for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"):
         if (value := getattr(body, name)) is not None:

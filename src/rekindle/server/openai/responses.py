@@ -34,7 +34,7 @@ async def answer_responses(call: Call, body: ResponsesRequest) -> Response:
     """The reply to a conversation of items, whole or as a stream."""
     adapter = call.adapter_of(body.model)
     chat = translate_input(body)
-    request = responses_request(body, chat, call.caller.tenant, call.service.token_limit())
+    request = responses_request(body, chat, call.caller.tenant, call.service.reply_length())
     request, dropped = call.canonical(replace(request, adapter=adapter))
     events = call.service.answer([request], call.caller, body)
     ignored = sorted([*call.ignored(body), *chat.ignored, *dropped])
@@ -78,7 +78,7 @@ def _ended(
     call: Call, head: Mapping[str, Any], output: list[dict[str, Any]], reply: Reply, ignored: list[str]
 ) -> dict[str, Any]:
     thought_tokens = len(call.service.session.engine.tokenizer.encode(reply.thinking)) if reply.thinking else 0
-    cut = reply.finish_reason == "length"
+    cut = {"length": "max_output_tokens"}.get(reply.finish_reason, reply.finish_reason)
     usage = {
         "input_tokens": reply.usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": reply.usage.cached_tokens},
@@ -88,8 +88,8 @@ def _ended(
     }
     return {
         **head,
-        "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "status": "completed" if cut == "stop" else "incomplete",
+        "incomplete_details": None if cut == "stop" else {"reason": cut},
         "output": output,
         "usage": usage,
         "timings": timings_of(reply),

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt
 
 from rekindle.core.grammar import Grammar
 from rekindle.core.request import Request
-from rekindle.server.body import NO_IMAGE, agent_options, text_field
+from rekindle.server.body import NO_IMAGE, ReplyLength, agent_options, text_field
 from rekindle.server.errors import ApiError
 from rekindle.server.schema import AgentBody, Items, RequestBody, Text
 
@@ -82,15 +82,15 @@ def translate_input(body: ResponsesRequest) -> TranslatedInput:
     return chat
 
 
-def responses_request(body: ResponsesRequest, chat: TranslatedInput, tenant: str, token_limit: int) -> Request:
+def responses_request(body: ResponsesRequest, chat: TranslatedInput, tenant: str, length: ReplyLength) -> Request:
     """The session's request of a body and its chat. Raises `RequestError` and `ApiError`."""
-    options = agent_options(body, tenant, body.max_output_tokens, token_limit)
+    options = agent_options(body, tenant, body.max_output_tokens, length)
     form = None if body.text is None else body.text.format
     if form is not None and form.type != "text":
         options["grammar"] = _grammar(form)
     if chat.tools:
         options["tools"] = chat.tools
-        options["parallel_tool_calls"] = body.parallel_tool_calls is not False
+        options["parallel_tool_calls"] = body.parallel_tool_calls is True
         choice = body.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function":
             choice = {"type": "function", "function": {"name": choice.get("name")}}

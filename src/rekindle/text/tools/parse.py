@@ -71,9 +71,27 @@ class ToolParser:
         self._held += text
         return self._advance(final=False)
 
-    def finish(self) -> ParsedText:
-        """The rest. A call without its closing marker is a call; half a call is text."""
+    def finish(self, *, cut: bool = False, forced: bool = False) -> ParsedText:
+        """The rest. A call without its closing marker is a call; half a call is text.
+
+        Where the reply was `cut`, half a call is dropped: one behind a marker, or any if it was `forced`.
+        """
+        if cut and self._begins_call(forced=forced):
+            self._held = ""
         return self._advance(final=True)
+
+    def _begins_call(self, *, forced: bool) -> bool:
+        """Whether what is held back begins a call that is not complete, or ends the one before."""
+        rest = self._held.strip()
+        if self._after_call and any(mark.startswith(rest) for mark in self._closes):
+            return True
+        if (len(rest) > 1 or self._after_call) and rest and self._reader.held_back(rest) == len(rest):
+            return True  # a part of a marker
+        if not rest or not self._trying:
+            return False
+        lead = _leading(_GAP if self._after_call else _SPACE, self._held)
+        waits = not isinstance(self._reader.read(self._held, lead, bare=self._bare, final=True), ReadCalls)
+        return waits and (forced or self._reader.marker_length > 0)
 
     @property
     def count(self) -> int:
