@@ -4,8 +4,8 @@ Every turn sends the whole conversation so far; its texts were written for this 
 replies, so that all servers get the same prompts. Two sub-agents take turns, the server is restarted, the history is
 compacted, and another model is served in between. Rekindle on both engines, llama.cpp's own server on the same library
 and the same two engines without a cache are asked one after the other, another one first each turn; each is a process
-that is asked over HTTP. Prompts have 500 to 2,500 tokens, tenfold less than agents send: so that it ends in minutes on
-two cores.
+that is asked over HTTP. Prompts are a tenth of what agents send, so that it ends in minutes on two busy cores; without
+a cache only every sixth turn is timed.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.agents.sides import SIDES, Side, Turned, another_model
-from benchmarks.base import Advance, BenchOptions, Report, TableRow, rotated, scratch
+from benchmarks.agents.sides import SIDES, THREADS, Side, Turned, another_model
+from benchmarks.base import Advance, BenchOptions, Report, TableRow, known, rotated, scratch
 from rekindle.engine.load import convert_gguf
 from rekindle.errors import InvalidSetting
 from rekindle.models.files import ModelFiles
 from rekindle.models.pull import obtain
 
 OURS, THEIRS = "rekindle_llamacpp", "llamacpp_server"
-SCALE = "prompts of 500 to 2,500 tokens, tenfold less than agents send, for two cores"
-_NOT_QUICK = "not measured with --quick: everything is computed each turn"
+SCALE = "prompts of 200 to 3,000 tokens, a tenth of what agents send, to end in minutes on two busy cores"
+_TIMED_EVERY = 6
+_COLUMNS = {"computed": "computed tokens", "first_token_s": "first token"}
+_NOT_TIMED = f"no cache: one turn of {_TIMED_EVERY} is timed, because all of it is computed; none with --quick"
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
             _measure(model, Path(folder), turns, found, lambda part, number=number: advance(f"{number + 1}: {part}"))
     report = Report("agents")
     report.fields |= {"model": model.name, "engines": ["hf", "llamacpp"], "device": "cpu", "scale": SCALE}
+    report.fields["threads"] = THREADS
     _add_rows(report, turns, found)
     return report
 
@@ -95,6 +98,8 @@ def _measure(
                         side.stop()
                     side.start(model)
             for side in rotated(sides, number):
+                if side.name.startswith("none") and number % _TIMED_EVERY:
+                    continue
                 advance(f"turn {number + 1} of {len(turns)}, {SIDES[side.name]}")
                 taken[side.name].append(side.ask(turn.messages))
     finally:
@@ -105,59 +110,65 @@ def _measure(
 def _add_rows(report: Report, turns: Sequence[AgentTurn], found: Sequence[dict[str, list[Turned]]]) -> None:
     """Fields and rows: every turn, then the turns of each part."""
     measured = [
-        {"turn": number + 1, "part": turn.part, "prompt_tokens": taken[OURS][-1].prompt_tokens, **_of_sides(taken)}
+        {"turn": number + 1, "part": turn.part, **_of_sides(taken)}
         for number, (turn, taken) in enumerate(zip(turns, found, strict=True))
     ]
-    parts = [_part(name, [turn for turn in measured if turn["part"] == name]) for name in _names(turns)]
+    names = dict.fromkeys(turn.part for turn in turns)
+    parts = [_part(name, [turn for turn in measured if turn["part"] == name]) for name in names]
     parts.append(_part("all", measured))
+    prompts = [{one.prompt_tokens for side in taken.values() for one in side} for taken in found]
     report.fields |= {
         "rounds": len(found[0][OURS]),
-        "same_prompts": all(len({one.prompt_tokens for side in taken.values() for one in side}) == 1 for taken in found),
+        "same_prompts": all(len(lengths) == 1 for lengths in prompts),
+        "not_timed": _NOT_TIMED,
         "parts": parts,
         "turns": measured,
     }
     for part in parts:
-        for field, form in (("computed", "{:,.0f}"), ("first_token_s", "{:.2f} s")):
-            ours, theirs = (part[side][field] for side in (OURS, THEIRS))
-            measure = f"{part['part']}: {'computed tokens' if field == 'computed' else 'first token'}"
-            ratio = ours / theirs if field == "computed" else part["first_token_vs_server"]
-            report.rows.append(TableRow(measure, form.format(ours), form.format(theirs), f"{ratio:.2f}", "<= 1"))
+        ours, theirs, ratio = part[OURS], part[THEIRS], part["vs_server"]
+        for name, title in _COLUMNS.items():
+            shown = [_show(name, one[name]) for one in (ours, theirs)]
+            report.rows.append(TableRow(f"{part['part']}: {title}", *shown, f"{ratio[name]:.2f}", "<= 1"))
     for engine in ("llamacpp", "hf"):
-        ours, theirs = (parts[-1][f"{kind}_{engine}"] for kind in ("rekindle", "none"))
-        for field, form in (("computed", "{:,.0f}"), ("first_token_s", "{:.2f} s")):
-            measure = f"{SIDES[f'rekindle_{engine}']}, all turns: {field}"
-            known = theirs[field] is not None
-            baseline = form.format(theirs[field]) if known else _NOT_QUICK
-            ratio = f"{ours[field] / theirs[field]:.2f}" if known else ""
-            report.rows.append(TableRow(measure, form.format(ours[field]), baseline, ratio))
+        own = [turn for turn in measured if turn[f"none_{engine}"]["first_token_s"] is not None] or measured
+        ours, theirs = (_side(f"{kind}_{engine}", own) for kind in ("rekindle", "none"))
+        for name, title in _COLUMNS.items():
+            ratio = f"{ours[name] / theirs[name]:.2f}" if theirs[name] else ""
+            measure = f"{SIDES[f'rekindle_{engine}']} / no cache, {len(own)} turns: {title}"
+            report.rows.append(TableRow(measure, _show(name, ours[name]), _show(name, theirs[name]), ratio))
 
 
-def _names(turns: Sequence[AgentTurn]) -> list[str]:
-    return list(dict.fromkeys(turn.part for turn in turns))
+def _show(column: str, value: float | None) -> str:
+    if value is None:
+        return "not timed"
+    return f"{value:,.0f}" if column == "computed" else f"{value:.2f} s"
 
 
 def _of_sides(taken: dict[str, list[Turned]]) -> dict[str, Any]:
-    """What each side took for a turn: the median of the rounds."""
-    return {
-        side: {
-            "computed": rounds[-1].computed,
-            "first_token_s": statistics.median(one.first_token_s for one in rounds),
-        }
-        for side, rounds in taken.items()
-    }
+    """What each side took for a turn: the median of the rounds. Without a cache all tokens are computed."""
+    tokens = taken[OURS][-1].prompt_tokens
+    found: dict[str, Any] = {"prompt_tokens": tokens}
+    for side in SIDES:
+        rounds = taken.get(side, [])
+        seconds = statistics.median(one.first_token_s for one in rounds) if rounds else None
+        found[side] = {"computed": rounds[-1].computed if rounds else tokens, "first_token_s": seconds}
+    return found
 
 
 def _part(name: str, turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Some turns together: tokens are added, times are medians, ratios those of the same turn."""
-    sides: dict[str, Any] = {}
-    for side in SIDES:
-        own = [turn[side] for turn in turns if side in turn]
-        sides[side] = {
-            "computed": sum(one["computed"] for one in own) if own else None,
-            "first_token_s": statistics.median(one["first_token_s"] for one in own) if own else None,
-            **({} if own else {"reason": _NOT_QUICK}),
-        }
-    ratios = [turn[OURS]["first_token_s"] / turn[THEIRS]["first_token_s"] for turn in turns]
+    """Some turns together; `vs_server` is Rekindle's part of what llama.cpp's server takes."""
+    sides = {side: _side(side, turns) for side in SIDES}
+    seconds = [turn[OURS]["first_token_s"] / turn[THEIRS]["first_token_s"] for turn in turns]
+    computed = sides[OURS]["computed"] / sides[THEIRS]["computed"]
+    ratios = {"computed": computed, "first_token_s": statistics.median(seconds)}
     prompts = sum(turn["prompt_tokens"] for turn in turns)
-    about = {"part": name, "turns": len(turns), "prompt_tokens": prompts}
-    return {**about, **sides, "first_token_vs_server": statistics.median(ratios)}
+    return {"part": name, "turns": len(turns), "prompt_tokens": prompts, **sides, "vs_server": ratios}
+
+
+def _side(side: str, turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Tokens are added, times are medians of the turns that were timed."""
+    timed = known(turn[side]["first_token_s"] for turn in turns)
+    return {
+        "computed": sum(turn[side]["computed"] for turn in turns),
+        "first_token_s": statistics.median(timed) if timed else None,
+    }

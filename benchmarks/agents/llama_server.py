@@ -1,4 +1,4 @@
-"""llama.cpp's own server, as the wheel brings it: python -m benchmarks.agents.llama_server MODEL.gguf CONTEXT_TOKENS
+"""llama.cpp's own server, as the wheel brings it: python -m benchmarks.agents.llama_server MODEL.gguf CONTEXT THREADS
 
 Prints its address, and serves until it is terminated. Four slots share one KV buffer, its prompt cache in memory is on.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import signal
 import sys
-
-from rekindle.machine import usable_cores
 
 SLOTS = 4
 
@@ -20,7 +18,7 @@ def main() -> None:
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx = sys.argv[1], int(sys.argv[2])
     params.n_parallel, params.kv_unified = SLOTS, True
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = usable_cores()
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[3])
     params.port, params.warmup = 0, True
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)

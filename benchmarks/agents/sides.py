@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from rekindle.machine import usable_cores
 from rekindle.models.files import ModelFiles
 
 CONTEXT_TOKENS = 8192
@@ -26,6 +28,7 @@ SIDES = {  # by the name that their JSON has
     "none_llamacpp": "no cache, llama.cpp",
     "none_hf": "no cache, transformers",
 }
+THREADS = int(os.environ.get("OMP_NUM_THREADS") or usable_cores())  # of every side
 _PATIENCE_SECONDS = 600.0
 
 
@@ -62,11 +65,13 @@ class Side:
 
     def _command(self, model: ModelFiles) -> list[str]:
         if self.name == "llamacpp_server":
-            return [sys.executable, "-m", "benchmarks.agents.llama_server", str(model.gguf), str(CONTEXT_TOKENS)]
+            sizes = [str(CONTEXT_TOKENS), str(THREADS)]
+            return [sys.executable, "-m", "benchmarks.agents.llama_server", str(model.gguf), *sizes]
         reuse, engine = self.name.split("_")
         weights = str(model.gguf if engine == "llamacpp" else model.folder)
         options = ["--engine", engine, "--device", "cpu", "--context", str(CONTEXT_TOKENS), "--port", "0"]
         options += ["--cache", str(self._folder / "cache"), *(["--reuse", "off"] if reuse == "none" else [])]
+        options += ["--threads", str(THREADS)] if engine == "llamacpp" else []
         return [sys.executable, "-m", "rekindle", "serve", weights, *options]
 
     def ask(self, messages: Sequence[dict[str, str]]) -> Turned:

@@ -151,7 +151,8 @@ class Codex(Client):
     def _exec(self, url: str, *arguments: str) -> tuple[str, str]:
         """The number of the conversation, and what was said last."""
         provider = f'{{name="Rekindle", base_url="{url}/v1", wire_api="responses", env_key="KEY"}}'
-        settings = ["-c", 'model="any"', "-c", 'model_provider="rekindle"', "-c", f"model_providers.rekindle={provider}"]
+        chosen = ('model="any"', 'model_provider="rekindle"', f"model_providers.rekindle={provider}")
+        settings = [word for setting in chosen for word in ("-c", setting)]
         events = self.start(
             "exec", *settings, "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox",
             *arguments, KEY=KEY,

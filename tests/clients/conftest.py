@@ -7,5 +7,5 @@ from pathlib import Path
 import pytest
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:  # noqa: ARG001
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     return None if config.option.markexpr == "clients" else True

@@ -1,8 +1,8 @@
 """`rekindle serve` with replies that a file decides: python -m tests.clients.scripted_serve REPLIES LOG serve MODEL ...
 
-A model whose name begins with `scripted` computes nothing; any other is loaded and computes as always. Either says the reply of REPLIES
-(JSON: what a prompt says, then the reply) whose key stands last in the prompt. LOG gets a line a reply: the tokens of
-the prompt and of the reply, and how many were computed.
+A model whose name begins with `scripted` computes nothing; any other is loaded and computes as always. Both say the
+reply of REPLIES (JSON: what a prompt says, then the reply) whose key stands last in the prompt. LOG gets a line a
+reply: the tokens of the prompt and of the reply, and how many were computed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Recited:
     def __init__(self, tokens: Sequence[int]) -> None:
         self._left = list(tokens)
 
-    def draw(self, logits: NDArray[np.float32]) -> int:  # noqa: ARG002
+    def draw(self, logits: NDArray[np.float32]) -> int:
         return self._left.pop(0)
 
 

@@ -4,6 +4,7 @@ a restart, with two agents that take turns, and after another model was served f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -106,7 +107,7 @@ def assert_only_new(answered: Sequence[Answered], start: int, *, repeated: bool 
 
 
 def assert_no_error(url: str) -> None:
-    """No request failed, and none was given up."""
+    """No request failed. Codex leaves with the last event, sometimes before the stream has ended."""
     lines = httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
-    counts = [line for line in lines if line.startswith("rekindle_requests_total")]
-    assert counts and all('outcome="stop"' in line for line in counts), counts
+    outcomes = {found[1] for line in lines if (found := re.match(r'rekindle_requests_total\{outcome="(\w+)"', line))}
+    assert "stop" in outcomes and outcomes <= {"stop", "disconnected"}, outcomes
