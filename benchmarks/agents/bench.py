@@ -70,7 +70,7 @@ def run(options: BenchOptions, advance: Advance) -> Report:
     report = Report("agents")
     report.fields |= {"model": model.name, "engines": ["hf", "llamacpp"], "device": "cpu", "scale": SCALE}
     report.fields["threads"] = THREADS
-    _add_rows(report, turns, found)
+    add_rows(report, turns, found)
     return report
 
 
@@ -107,7 +107,7 @@ def _measure(
             side.stop()
 
 
-def _add_rows(report: Report, turns: Sequence[AgentTurn], found: Sequence[dict[str, list[Turned]]]) -> None:
+def add_rows(report: Report, turns: Sequence[AgentTurn], found: Sequence[dict[str, list[Turned]]]) -> None:
     """Fields and rows: every turn, then the turns of each part."""
     measured = [
         {"turn": number + 1, "part": turn.part, **_of_sides(taken)}
