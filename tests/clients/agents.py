@@ -75,19 +75,37 @@ class Client:
         return found.stdout
 
 
-class ClaudeCode(Client):
-    """Its sub-agents run at the same time."""
+class TeamAgent(Client):
+    """An agent with sub-agents of its own, which run at the same time. The names are those of its tools."""
 
-    program = FOLDER / "node_modules" / ".bin" / "claude"
+    write: str
+    path_field: str
+    shell: str
+    delegate: str
+    kind: str  # of a sub-agent
 
     def writing(self, path: Path, text: str) -> str:
-        return call("Write", file_path=str(path), content=text)
+        return call(self.write, **{self.path_field: str(path)}, content=text)
 
     def looking(self, path: Path) -> str:
-        return call("Bash", command=f"cat {path}", description="Show the file")
+        return call(self.shell, command=f"cat {path}", description="Show the file")
 
     def team(self, one: str, two: str) -> dict[str, str]:
-        return super().team(one, two) | _delegating("Agent", "general-purpose", one, two)
+        """To `TASK both one two` it calls two sub-agents, and is finished when the second has reported."""
+        calls = [
+            call(self.delegate, description=f"Do {task}", prompt=f"TASK {task}", subagent_type=self.kind)
+            for task in (one, two)
+        ]
+        said = {f"TASK both {one} {two}": f"I ask two. {''.join(calls)}", f"DONE {two}": "DONE both"}
+        return super().team(one, two) | said
+
+    def run_team(self, url: str, one: str, two: str) -> str:
+        return self.run(url, f"both {one} {two}")
+
+
+class ClaudeCode(TeamAgent):
+    program = FOLDER / "node_modules" / ".bin" / "claude"
+    write, path_field, shell, delegate, kind = "Write", "file_path", "Bash", "Agent", "general-purpose"
 
     def run(self, url: str, task: str) -> str:
         return self.start(
@@ -96,23 +114,10 @@ class ClaudeCode(Client):
             ANTHROPIC_BASE_URL=url, ANTHROPIC_API_KEY=KEY, CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
         )  # fmt: skip
 
-    def run_team(self, url: str, one: str, two: str) -> str:
-        return self.run(url, f"both {one} {two}")
 
-
-class OpenCode(Client):
-    """Its sub-agents run at the same time."""
-
+class OpenCode(TeamAgent):
     program = FOLDER / "node_modules" / ".bin" / "opencode"
-
-    def writing(self, path: Path, text: str) -> str:
-        return call("write", filePath=str(path), content=text)
-
-    def looking(self, path: Path) -> str:
-        return call("bash", command=f"cat {path}", description="Show the file")
-
-    def team(self, one: str, two: str) -> dict[str, str]:
-        return super().team(one, two) | _delegating("task", "general", one, two)
+    write, path_field, shell, delegate, kind = "write", "filePath", "bash", "task", "general"
 
     def run(self, url: str, task: str) -> str:
         provider = {
@@ -122,9 +127,6 @@ class OpenCode(Client):
         }
         config = {"model": "rekindle/any", "provider": {"rekindle": provider}, "autoupdate": False}
         return self.start("run", f"TASK {task}", OPENCODE_CONFIG_CONTENT=json.dumps(config))
-
-    def run_team(self, url: str, one: str, two: str) -> str:
-        return self.run(url, f"both {one} {two}")
 
 
 class Codex(Client):
@@ -184,12 +186,6 @@ class SdkAgent(Client):
 
     def _run(self, url: str, *tasks: str) -> str:
         return self.start(str(SDK_AGENT), self.protocol, url, str(self.project), *(f"TASK {task}" for task in tasks))
-
-
-def _delegating(tool: str, kind: str, one: str, two: str) -> dict[str, str]:
-    """The replies to `TASK both one two`: two calls of sub-agents, then the end when the second has reported."""
-    calls = [call(tool, description=f"Do {task}", prompt=f"TASK {task}", subagent_type=kind) for task in (one, two)]
-    return {f"TASK both {one} {two}": f"I ask two. {''.join(calls)}", f"DONE {two}": "DONE both"}
 
 
 def make_client(name: str, folder: Path) -> Client:
