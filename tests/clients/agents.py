@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.install_clients import FOLDER, PYTHON
+from tools.install_clients import FOLDER, PINNED, PYTHON
 
 KEY = "sk-dummy-0000"
 NOWHERE = "http://127.0.0.1:9"  # nobody listens there: what a client wants from the network, it does not get
@@ -207,7 +208,10 @@ PACKAGES: dict[str, str] = {
 
 def why_not(name: str) -> str | None:
     """Why a client cannot be run; None if it can."""
-    installed = FOLDER / "installed.json"
+    installed, package = FOLDER / "installed.json", PACKAGES[name]
     done: Sequence[str] = json.loads(installed.read_text("utf-8")) if installed.exists() else ()
-    package = PACKAGES[name]
-    return None if package in done else f"{package} is not installed: `make test-clients` installs it if it can"
+    if package in done:
+        return None
+    if package in json.loads(PINNED.read_text("utf-8"))["npm"] and shutil.which("npm") is None:
+        return f"npm is not there, and {package} comes from it"
+    return f"{package} is not installed: `make test-clients` does that, and says why it could not"
