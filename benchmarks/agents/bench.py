@@ -5,7 +5,7 @@ replies, so that all servers get the same prompts. Two sub-agents take turns, th
 compacted, and another model is served in between. Rekindle on both engines, llama.cpp's own server on the same library
 and the same two engines without a cache are asked one after the other, another one first each turn; each is a process
 that is asked over HTTP. Prompts are a tenth of what agents send, so that it ends in minutes on two busy cores; without
-a cache only every sixth turn is timed.
+a cache only every eighth turn is timed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rekindle.models.pull import obtain
 
 OURS, THEIRS = "rekindle_llamacpp", "llamacpp_server"
 SCALE = "prompts of 200 to 3,000 tokens, a tenth of what agents send, to end in minutes on two busy cores"
-_TIMED_EVERY = 6
+_TIMED_EVERY = 8
 _COLUMNS = {"computed": "computed tokens", "first_token_s": "first token"}
 _NOT_TIMED = f"no cache: one turn of {_TIMED_EVERY} is timed, because all of it is computed; none with --quick"
 
