@@ -4,8 +4,8 @@ Every turn sends the whole conversation so far; its texts were written for this 
 replies, so that all servers get the same prompts. Two sub-agents take turns, the server is restarted, the history is
 compacted, and another model is served in between. Rekindle on both engines, llama.cpp's own server on the same library
 and the same two engines without a cache are asked one after the other, another one first each turn; each is a process
-that is asked over HTTP. Prompts are a tenth of what agents send, so that it ends in minutes on two busy cores; without
-a cache only every eighth turn is timed.
+that is asked over HTTP. Prompts are a tenth of what agents send, so that it ends in minutes on two cores, and without a
+cache only every eighth turn is timed. With --quick texts are cut short, and nothing is timed without a cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from rekindle.models.files import ModelFiles
 from rekindle.models.pull import obtain
 
 OURS, THEIRS = "rekindle_llamacpp", "llamacpp_server"
-SCALE = "prompts of 200 to 3,000 tokens, a tenth of what agents send, to end in minutes on two busy cores"
+SCALE = "prompts of 200 to 3,000 tokens, a tenth of what agents send, to end in minutes on two cores"
+QUICK_SCALE = "all texts cut short, prompts of 100 to 800 tokens, to end in minutes on two busy cores"
+_QUICK_CHARACTERS = {"system": 500, "user": 60, "assistant": 50}
 _TIMED_EVERY = 8
 _COLUMNS = {"computed": "computed tokens", "first_token_s": "first token"}
 _NOT_TIMED = f"no cache: one turn of {_TIMED_EVERY} is timed, because all of it is computed; none with --quick"
@@ -39,18 +41,25 @@ class AgentTurn:
     messages: tuple[dict[str, str], ...]
 
 
-def read_turns() -> Iterator[AgentTurn]:
-    """The turns of the conversation. A compaction begins the history again with its own text."""
+def read_turns(*, quick: bool = False) -> Iterator[AgentTurn]:
+    """The turns of the conversation, its texts cut short if `quick`.
+
+    A compaction begins the history again with its own text.
+    """
+
+    def message(role: str, text: str) -> dict[str, str]:
+        return {"role": role, "content": text[: _QUICK_CHARACTERS[role]] if quick else text}
+
     told = json.loads(Path(__file__).with_name("conversation.json").read_text("utf-8"))
-    begins = {agent: [{"role": "system", "content": text}] for agent, text in told["agents"].items()}
+    begins = {agent: [message("system", text)] for agent, text in told["agents"].items()}
     chats = {agent: list(begin) for agent, begin in begins.items()}
     for turn in told["turns"]:
         agent, event = turn["agent"], turn.get("event")
         if event == "compaction":
             chats[agent] = list(begins[agent])
-        chats[agent].append({"role": "user", "content": turn["new"]})
+        chats[agent].append(message("user", turn["new"]))
         yield AgentTurn(event or ("conversation" if agent == "main" else "sub-agents"), tuple(chats[agent]))
-        chats[agent].append({"role": "assistant", "content": turn["reply"]})
+        chats[agent].append(message("assistant", turn["reply"]))
 
 
 def run(options: BenchOptions, advance: Advance) -> Report:
@@ -62,14 +71,14 @@ def run(options: BenchOptions, advance: Advance) -> Report:
         raise InvalidSetting(f"{model.name} is no GGUF model, which llama.cpp's server needs. Use another --model.")
     convert_gguf(model)
     names = [name for name in SIDES if not (options.quick and name.startswith("none"))]
-    turns = list(read_turns())
+    turns = list(read_turns(quick=options.quick))
     found: list[dict[str, list[Turned]]] = [{name: [] for name in names} for _ in turns]
     for number in range(options.rounds(1, quick=1)):
         with scratch() as folder:
             _measure(model, Path(folder), turns, found, lambda part, number=number: advance(f"{number + 1}: {part}"))
     report = Report("agents")
-    report.fields |= {"model": model.name, "engines": ["hf", "llamacpp"], "device": "cpu", "scale": SCALE}
-    report.fields["threads"] = THREADS
+    report.fields |= {"model": model.name, "engines": ["hf", "llamacpp"], "device": "cpu", "threads": THREADS}
+    report.fields["scale"] = QUICK_SCALE if options.quick else SCALE
     add_rows(report, turns, found)
     return report
 
