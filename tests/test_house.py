@@ -43,7 +43,7 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 580, 9, "server/ollama: Ollama's API over the same core; embed_texts: vectors for both protocols; "
      "whether a model thinks first"),
     ("rekindle", 65, 0, "penalties by presence and frequency, logit_bias, reasoning_effort, chat_template_kwargs"),
-    ("benchmarks", 265, 4, "agents: a coding conversation of 30 turns against llama.cpp's own server and no cache"),
+    ("benchmarks", 270, 4, "agents: a coding conversation of 30 turns against llama.cpp's own server and no cache"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there
