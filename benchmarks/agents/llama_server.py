@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import signal
 import sys
+from importlib import import_module
 
 SLOTS = 4
 
 
 def main() -> None:
     """Serve."""
-    import xllamacpp
-
+    xllamacpp = import_module("xllamacpp")  # it has no types
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx = sys.argv[1], int(sys.argv[2])
     params.n_parallel, params.kv_unified = SLOTS, True

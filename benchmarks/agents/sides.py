@@ -85,7 +85,9 @@ class Side:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        first, events, started = None, list[dict[str, Any]](), time.perf_counter()
+        first: float | None = None
+        events: list[dict[str, Any]] = []
+        started = time.perf_counter()
         with httpx.stream(
             "POST", f"{self._url}/v1/chat/completions", json=body, timeout=_PATIENCE_SECONDS, trust_env=False
         ) as answer:
