@@ -8,7 +8,7 @@ DEMO := $(VENV)/.demo
 export PYTHONDONTWRITEBYTECODE :=
 EXTRAS := hf,llamacpp,onnx,onnx-export,knowledge,langchain,llamaindex,bench,dev
 
-.PHONY: help setup clients test-llamacpp engines turns demo test test-docs test-long quick lint bench ledger numbers reference soak soak-server clean
+.PHONY: help setup clients test-clients test-llamacpp engines turns demo test test-docs test-long quick lint bench ledger numbers reference soak soak-server clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -46,6 +46,10 @@ $(VENV)/.clients: | $(STAMP)
 	@$(PYTHON) -m venv $(VENV)/clients
 	@$(VENV)/clients/bin/pip install -qq --disable-pip-version-check langchain-openai llama-index-llms-openai-like
 	@touch $@
+
+test-clients: setup  ## Claude Code, Codex, opencode and libraries of PyPI, installed into .clients, against `rekindle serve`
+	@$(PYTHON) tools/install_clients.py
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:schemathesis -m clients tests/clients
 
 test-llamacpp: setup $(VENV)/.gemma  ## all tests of the llama.cpp engine, also on real models; LIBRARY=libllama.so: on your own build of it
 	@TEST_LLAMA_LIBRARY=$(LIBRARY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m llamacpp
@@ -90,5 +94,5 @@ reference: $(STAMP)  ## rewrite docs/reference from the code
 	@$(BIN)/python tools/write_reference.py
 
 clean:  ## remove .venv and everything generated; pulled models stay (rekindle rm removes them)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .import-linter.log dist build
+	rm -rf $(VENV) .clients .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .import-linter.log dist build
 	find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

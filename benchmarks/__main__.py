@@ -28,6 +28,7 @@ BENCHES = {
     "stream": "benchmarks.stream.bench",
     "sparse": "benchmarks.sparse.bench",
     "slower": "benchmarks.never_slower",
+    "agents": "benchmarks.agents.bench",
 }
 _WITHOUT_ENGINE = {"store", "text", "knowledge", "policies"}
 _OPTIONS_OF = {  # options that only some benches take

@@ -337,6 +337,20 @@ def _slower(axes: Any, result: Result) -> None:
     bars(axes, values, "{:.2f}", f"time, computing = 1, {largest:,} tokens")
 
 
+def _agents(field: str, title: str) -> Panel:
+    def panel(axes: Any, result: Result) -> None:
+        names = {
+            "rekindle_llamacpp": "Rekindle, llama.cpp",
+            "rekindle_hf": "Rekindle, transformers",
+            "llamacpp_server": "llama.cpp's server",
+        }
+        at = [turn["turn"] for turn in result["turns"]]
+        values = {label: (at, [turn[side][field] for turn in result["turns"]]) for side, label in names.items()}
+        lines(axes, values, "turn", title)
+
+    return panel
+
+
 _PANELS: dict[str, list[Panel]] = {
     "engine": [
         _engine_part("prefill", "model", "tokens", "prefill, ms, by tokens"),
@@ -362,4 +376,8 @@ _PANELS: dict[str, list[Panel]] = {
     "stream": [_stream_ratios, _stream_gain],
     "sparse": [_sparse("ratio", "prefill, dense = 1"), _sparse("kl", "KL of the next tokens from dense")],
     "slower": [_slower],
+    "agents": [
+        _agents("computed", "computed tokens, restart at 18, swap at 26"),
+        _agents("first_token_s", "seconds to the first token"),
+    ],
 }

@@ -46,8 +46,9 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("rekindle", 308, 3, "replayed turns with thoughts and calls (text/replay), explain for agents: the message that "
      "diverged and why (cache/divergence), for bodies of every protocol (server/recorded)"),
     ("rekindle", 65, 0, "penalties by presence and frequency, logit_bias, reasoning_effort, chat_template_kwargs"),
-    ("rekindle", 640, 7, "manners: a line of the log for each request, draining, replies whose time is up, errors that "
-     "name fields; text/fill_in for suffix; server/llamacpp: llama.cpp's own endpoints over the same core"),
+    ("rekindle", 640, 7, "manners: a line of the log for each request, draining, replies whose time is up, errors "
+     "that name fields; text/fill_in for suffix; server/llamacpp: llama.cpp's own endpoints over the same core"),
+    ("benchmarks", 270, 4, "agents: a coding conversation of 30 turns against llama.cpp's own server and no cache"),
 )  # fmt: skip
 
 MODULE_LINES, FUNCTION_LINES = 500, 60  # a function without its head: the options of a command are there

@@ -53,6 +53,7 @@ MEASURED = {
     "engines": "engine cache store codec session text core",
     "sparse": "",
     "slower": "engine cache chunks store codec session core",
+    "agents": "server engine cache store codec session text core",
 }
 
 MAX_ROWS = 10
@@ -75,6 +76,7 @@ HEADLINES = {
     "store": """keep 1,000 *; keep, *; fsyncs *; load*; look up *; reopen *; storm *""",
     "sparse": """8,064 tokens, density=0.5; 32,768 tokens, density=0.[15]; schedules *""",
     "slower": """*, 256 tokens, later""",
+    "agents": """restart: *; swap: *; sub-agents: *; all: *""",
     "engine": """prefill 1024 *; prefill 8192 *; decode at 1024 *; 4 rows, *; 30 % of *; 64 tokens after *""",
 }
 

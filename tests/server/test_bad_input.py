@@ -128,6 +128,9 @@ BROKEN = {
     [
         CHAT,
         "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/embeddings",
         "/api/chat",
         "/api/generate",

@@ -20,6 +20,7 @@ REPLY = '<think>Hm.</think>Yes.<tool_call>{"name": "look", "arguments": {"at": "
 SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}}
 FUNCTION = {"name": "look", "parameters": SCHEMA}
 USER = [{"role": "user", "content": "Look."}]
+CUT = len("<think>Hm.</think>Ye")
 STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (
         "/v1/chat/completions",
@@ -34,6 +35,16 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "ollama_generate": ("/api/generate", {"prompt": "Look."}),
     "completion": ("/completion", {"prompt": "Look.", "return_tokens": True, "seed": 1, "stop": ["ö"]}),
     "infill": ("/infill", {"input_prefix": "a", "input_suffix": "b", "n_predict": 4}),
+    "completions": ("/v1/completions", {"prompt": "Look.", "stream_options": {"include_usage": True}}),
+    # Cut after a few tokens, in the text behind the thought.
+    "chat_cut": (
+        "/v1/chat/completions", {"messages": USER, "max_tokens": CUT, "stream_options": {"include_usage": True}},
+    ),
+    "responses_cut": ("/v1/responses", {"input": USER, "max_output_tokens": CUT}),
+    "messages_cut": ("/v1/messages", {"messages": USER, "max_tokens": CUT}),
+    "ollama_chat_cut": ("/api/chat", {"messages": USER, "options": {"num_predict": CUT}}),
+    # Ended by a stop string.
+    "messages_stop": ("/v1/messages", {"messages": USER, "max_tokens": 200, "stop_sequences": ["s."]}),
 }  # fmt: skip
 GOLDEN = Path(__file__).parent / "golden"
 _IDS = re.compile(r'"(id|item_id|call_id)":"[^"]*"')

@@ -119,6 +119,7 @@ def test_a_reply_that_is_cut_says_so(scripted: Served, stream: bool) -> None:
         assert reply["type"] == "response.incomplete"
         reply = reply["response"]
     assert reply["status"] == "incomplete" and reply["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert reply["output"][-1]["status"] == "incomplete"
 
 
 def test_json_is_enforced(served: Served) -> None:

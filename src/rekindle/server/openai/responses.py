@@ -48,6 +48,8 @@ async def answer_responses(call: Call, body: ResponsesRequest) -> Response:
         *_message_items(reply.text),
         *(_call_item(one) for one in reply.tool_calls),
     ]
+    if output and not reply.tool_calls:
+        output[-1]["status"] = _status(reply)
     return JSONResponse(_ended(call, head, output, reply, ignored), headers=plan_header(planned))
 
 
@@ -97,6 +99,11 @@ def _ended(
     }
 
 
+def _status(reply: Reply) -> str:
+    """Of the item that was written last."""
+    return "completed" if reply.finish_reason == "stop" else "incomplete"
+
+
 def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": []}
 
@@ -141,7 +148,7 @@ async def _events(
     async with aclosing(parts):
         async for item in parts:
             if isinstance(item.part, Finished):
-                for event in items.close():
+                for event in items.close(_status(item.part.reply)):
                     yield event
                 ended = _ended(call, head, items.output, item.part.reply, ignored)
                 yield {"type": f"response.{ended['status']}", "response": ended}
@@ -182,13 +189,14 @@ class _ItemEvents:
         yield self._event("output_item.done", item=item)
         self.output.append(item)
 
-    def close(self) -> Iterator[dict[str, Any]]:
+    def close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
         """End the message or the thought that is being written, if there is one."""
         if self._open is None:
             return
         (part,) = self._open["content"]
         yield self._part_event(f"{self._kind}.done", text=part["text"])
         yield self._part_event("content_part.done", part=part)
+        self._open["status"] = status
         yield self._event("output_item.done", item=self._open)
         self.output.append(self._open)
         self._open = None
