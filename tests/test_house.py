@@ -42,6 +42,8 @@ LEDGER: tuple[tuple[str, int, int, str], ...] = (
     ("benchmarks", 35, 0, "chunks: CacheBlend's selection, three readings of Cache-Craft, paired intervals"),
     ("rekindle", 580, 9, "server/ollama: Ollama's API over the same core; embed_texts: vectors for both protocols; "
      "whether a model thinks first"),
+    ("rekindle", 520, 3, "several models on one address within one limit of memory (session_group, server/host), "
+     "listening before the first is loaded; contexts as long as model and memory allow (context_length)"),
     ("rekindle", 65, 0, "penalties by presence and frequency, logit_bias, reasoning_effort, chat_template_kwargs"),
 )  # fmt: skip
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json as json_
+import logging
 import os
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,11 +30,18 @@ from rekindle.errors import InvalidSetting
 from rekindle.safe_read import read_secret_file
 from rekindle.settings import API_KEYS_VARIABLE, ServerSettings, Settings
 
+if TYPE_CHECKING:
+    from rekindle.models.download import Progress
+    from rekindle.server.host import ServedModel
+    from rekindle.session.session import Session
+
+_MODEL_MEMORY = "80%"  # where several models share the memory
+
 
 @app.command()
 @takes(without={"adapter"}, server=server_options, serving=serving_options, loading=loading_options)
 def serve(
-    model: Model,
+    models: Annotated[list[str], Model.__metadata__[0]],
     loading: dict[str, Any],
     serving: dict[str, Any],
     server: dict[str, Any],
@@ -45,38 +55,74 @@ def serve(
             "--adapter",
             "--lora-modules",
             help="Serve this LoRA adapter as a model too: NAME=PATH, NAME=PATH,scale=0.5, or a name known from "
-            "`rekindle adapters`. Repeatable.",
+            "`rekindle adapters`; of another model than the first MODEL:NAME=PATH. Repeatable.",
         ),
     ] = None,
 ) -> None:
-    """Serve a model with its cache to clients of OpenAI and Anthropic. Ctrl-C or SIGTERM stops it and loses nothing."""
-    from rekindle.cli.console import notes, progress
+    """Serve models with their cache to clients of OpenAI, Anthropic and Ollama. The first is loaded at once and answers
+    requests that name none; the others are loaded when a request names them, within --model-memory. Ctrl-C or SIGTERM
+    stops it and loses nothing."""
+    from rekindle.cli.console import notes
     from rekindle.daemon.private_socket import SUPPORTED
     from rekindle.daemon.spec import DaemonSpec
+    from rekindle.engine.context_length import describe_context
     from rekindle.server.auth import ApiKeys, check_settings
     from rekindle.server.serve import Server
     from rekindle.server.service import DEFAULT_PARALLEL
     from rekindle.session.session import Session
+    from rekindle.session.session_group import SessionGroup
 
     loading |= serving
     known, settings = Settings.load(loading), ServerSettings.load(server)
     keys = ApiKeys([*(api_key or ()), *_read_keys(settings.api_key_file)], admin_key or (), tenant=known.tenant)
-    check_settings(settings, keys)  # before the model is loaded
+    check_settings(settings, keys)  # before a model is loaded
     if known.parallel is None:
         loading["parallel"] = DEFAULT_PARALLEL
-    with progress(model) as report:
-        session = Session(model, **loading, progress=report)
-    for text in adapter or ():
-        if session.adapters.load_text(text).name == session.engine.name:
-            raise InvalidSetting(f"--adapter {text}: that is the name of the model itself. Use another.")
-    running = Server(session, settings, keys)
-    notes.print(f"{session.engine.name} at {running.url}/v1 (its endpoints: {running.url}/docs)", soft_wrap=True)
+    group = None
+    if len(models) > 1 or settings.model_memory is not None:
+        group = SessionGroup(settings.model_memory or _MODEL_MEMORY, known)
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("rekindle.models").setLevel(logging.INFO)
     with ExitStack() as opened:
-        if SUPPORTED:
-            from rekindle.daemon.answering import accepting_commands
 
-            opened.enter_context(accepting_commands(session, DaemonSpec.of(model, session.settings)))
+        def open_session(model: str, report: Progress) -> Session:
+            session = Session(model, **loading, progress=report, group=group)
+            notes.print(f"{session.engine.name}: {describe_context(session.engine)}", soft_wrap=True)
+            if model == models[0] and SUPPORTED:
+                from rekindle.daemon.answering import accepting_commands
+
+                opened.enter_context(accepting_commands(session, DaemonSpec.of(model, session.settings)))
+            return session
+
+        running = Server(_served(models, adapter or (), open_session), settings, keys, None, group, known)
+        names = ", ".join(running.host.models)
+        notes.print(f"{names} at {running.url}/v1 (its endpoints: {running.url}/docs)", soft_wrap=True)
         running.run()
+
+
+def _served(
+    specs: Sequence[str], adapters: Sequence[str], open_session: Callable[[str, Progress], Session]
+) -> list[ServedModel]:
+    """The models that are served, with their adapters; the first is the default. Raises `InvalidSetting`, and
+    `ModelError` for a model that is neither here nor can be pulled."""
+    from rekindle.models import adapter_registry
+    from rekindle.models.sources import name_of
+    from rekindle.server.host import ServedModel
+
+    names = [name_of(spec) for spec in specs]
+    texts: dict[str, list[str]] = {name: [] for name in names}
+    if len(texts) < len(names):
+        raise InvalidSetting(f"Two of the models have the same name ({', '.join(names)}). Serve one of them.")
+    for given in adapters:
+        owner = next((name for name in names if given.startswith(f"{name}:")), None)
+        text = given if owner is None else given.removeprefix(f"{owner}:")
+        if (adapter_registry.parse(text).name if "=" in text else text) in texts:
+            raise InvalidSetting(f"--adapter {given}: that is the name of a model itself. Use another.")
+        texts[owner or names[0]].append(text)
+    return [
+        ServedModel(name, functools.partial(open_session, spec), texts[name])
+        for name, spec in zip(names, specs, strict=True)
+    ]
 
 
 def _read_keys(path: str | None) -> list[str]:
@@ -108,7 +154,7 @@ def ps(
     lines = [
         [
             one["url"] or "background",
-            one.get("model", "-"),
+            _models(one),
             one["state"],
             _load(one),
             str(one.get("waiting", "-")),
@@ -127,6 +173,14 @@ def _state(status: dict[str, Any]) -> str:
     left = status["leaves_in_seconds"]
     state = "loaded" if status["loaded"] else "loading"
     return state if left is None else f"{state}, leaves in {human_duration(left)}"
+
+
+def _models(one: dict[str, Any]) -> str:
+    """The models of a server; those of several that are loaded are marked."""
+    several = one.get("models", ())
+    if len(several) < 2:
+        return str(one.get("model", "-"))
+    return ", ".join(f"{model['model']}{'*' if model['loaded'] else ''}" for model in several)
 
 
 def _load(one: dict[str, Any]) -> str:
@@ -191,4 +245,5 @@ def _ask(url: str, api_key: str | None) -> dict[str, Any]:
         return {"url": url, "state": str(error)}
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         return {"url": url, "state": f"does not answer ({type(error).__name__})"}
-    return {"url": url, "state": "loaded" if about.get("loaded") else "unloaded", **about}
+    loaded = any(model.get("loaded") for model in about.get("models", [about]))
+    return {"url": url, "state": "loaded" if loaded else "unloaded", **about}

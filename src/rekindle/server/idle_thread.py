@@ -12,15 +12,34 @@ import time
 
 from rekindle.core.request import Request
 from rekindle.core.scope import scope_of
+from rekindle.core.size import parse_duration
 from rekindle.errors import RekindleError
 from rekindle.idle.idle import Idle, IdleOptions
 from rekindle.idle.idle_calibration import IdleCalibration
+from rekindle.idle.worker import Budget, IdleConditions
 from rekindle.session.session import Session
+from rekindle.settings import ServerSettings
 
 log = logging.getLogger("rekindle.idle")
 
 _MAX_REMEMBERED = 256  # tenants and salts
 _PAUSE_SECONDS = 60.0  # after everything was done, or load or battery forbade it
+
+
+def idle_options(settings: ServerSettings) -> IdleOptions:
+    """The idle work that the settings say. Raises `InvalidSetting`."""
+    seconds = None if settings.idle_seconds is None else parse_duration(settings.idle_seconds)
+    return IdleOptions(
+        stride=settings.idle_stride,
+        rounds=settings.idle_rounds,
+        seconds_per_hit=parse_duration(settings.idle_per_hit),
+        sources=settings.idle_sources,
+        settle_seconds=parse_duration(settings.idle_settle),
+        warm_passages=settings.idle_passages,
+        budget=Budget(seconds, settings.idle_tflop, settings.idle_joules),
+        conditions=IdleConditions(settings.idle_load, settings.on_battery),
+        calibrate_seconds=0.0 if settings.idle_calibrate is None else parse_duration(settings.idle_calibrate),
+    )
 
 
 class IdleThread:
@@ -41,13 +60,14 @@ class IdleThread:
         self._thread = threading.Thread(target=self._work, name="rekindle-idle", daemon=True)
         self._thread.start()
 
-    def arrive(self, request: Request) -> None:
-        """A request arrived: stop, and remember its tenant for later."""
-        scope = scope_of(self._session.settings, request.tenant, request.cache_salt)
+    def arrive(self, request: Request | None = None) -> None:
+        """A request arrived: stop, and remember its tenant for later. None: it is not known yet."""
         with self._changed:
             self._active += 1
             self._stop.set()
-        self._idle_of((scope.tenant, scope.salt), asked=True)
+        if request is not None:
+            scope = scope_of(self._session.settings, request.tenant, request.cache_salt)
+            self._idle_of((scope.tenant, scope.salt), asked=True)
 
     def leave(self) -> None:
         """A request ended."""
@@ -87,10 +107,11 @@ class IdleThread:
         while (stop := self._next()) is not None:
             with self._changed:
                 news, asked = self._news, list(reversed(self._whose))
-            for owner in dict.fromkeys([*asked, *self._session.knowledge.owners()]):
+            owners = [] if self._session.left else [*asked, *self._session.knowledge.owners()]
+            for owner in dict.fromkeys(owners):
                 if not stop.is_set():
                     _work_for(self._idle_of(owner), stop)
-            if not stop.is_set():
+            if not stop.is_set() and not self._session.left:
                 _work_for(self._calibration, stop)
             with self._changed:
                 if not stop.is_set() and news == self._news:
